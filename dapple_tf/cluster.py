@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _FORMAT = "dapple_tf.cluster/1"
 _LINKS = ("intra_bandwidth", "inter_bandwidth", "intra_latency", "inter_latency")
+_REDUCTION = ("reduce_bandwidth", "reduce_latency")
 _KINDS = ("auto", "cpu", "gpu")
 
 
@@ -27,11 +29,44 @@ class Device:
         name: fully qualified, such as ``/job:localhost/replica:0/task:0/device:CPU:3``.
         server: index of the server it is in.
         memory_bytes: its memory; None is unknown, which planning takes as no limit.
+        speed: how fast it computes, as a multiple of the device that profiles are made on.
     """
 
     name: str
     server: int
     memory_bytes: int | None = None
+    speed: float = 1.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """What one server has of its own; None is what the cluster says for all.
+
+    Attributes:
+        intra_bandwidth: bytes/s between two of its devices, in each direction.
+        inter_bandwidth: bytes/s of its network card, in each direction.
+        intra_latency: seconds until the first byte arrives, within it.
+        inter_latency: the same, to and from other servers.
+        capacity: how many devices' worth of compute it gives when all of its devices are busy; None is one for each.
+            Logical CPU devices share their cores: four of them on two cores have a capacity of two.
+    """
+
+    intra_bandwidth: float | None = None
+    inter_bandwidth: float | None = None
+    intra_latency: float | None = None
+    inter_latency: float | None = None
+    capacity: float | None = None
+
+
+class Link(NamedTuple):
+    """A link between two devices: bytes/s and seconds until the first byte arrives."""
+
+    bandwidth: float
+    latency: float
+
+    def seconds(self, size: float) -> float:
+        """Time to send ``size`` bytes."""
+        return self.latency + size / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -45,6 +80,10 @@ class Cluster:
         intra_latency: seconds until the first byte arrives, within a server.
         inter_latency: the same between servers.
         real: whether the devices exist; False for a description.
+        servers: what single servers have of their own; empty where all are alike.
+        reduce_bandwidth: bytes/s that all-reduce gets out of the slowest link of its ring, where it was measured; None
+            is the link's own.
+        reduce_latency: seconds of one step of the ring, likewise.
 
     Raises:
         ClusterError: no devices, a name twice, servers not numbered 0, 1, ... in order, or a number out of range.
@@ -56,9 +95,13 @@ class Cluster:
     intra_latency: float | None = None
     inter_latency: float | None = None
     real: bool = True
+    servers: tuple[Server, ...] = ()
+    reduce_bandwidth: float | None = None
+    reduce_latency: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
+        object.__setattr__(self, "servers", tuple(self.servers))
         if not self.devices:
             raise ClusterError("the cluster has no devices; give it at least one")
         positions: dict[str, int] = {}
@@ -78,8 +121,17 @@ class Cluster:
                 raise ClusterError(
                     f"device {index} has memory_bytes {device.memory_bytes}; give at least 1, or None for unknown"
                 )
-        for name in _LINKS:
+            if not (math.isfinite(device.speed) and device.speed > 0):
+                raise ClusterError(f"device {index} has speed {device.speed}; it must be above 0 and finite")
+        for name in (*_LINKS, *_REDUCTION):
             _check_link(name, getattr(self, name))
+        if self.servers and len(self.servers) != self.num_servers:
+            raise ClusterError(f"{len(self.servers)} servers are described, but the devices are in {self.num_servers}")
+        for number, own in enumerate(self.servers):
+            for name in _LINKS:
+                _check_link(f"{name} of server {number}", getattr(own, name))
+            if own.capacity is not None and not (math.isfinite(own.capacity) and own.capacity > 0):
+                raise ClusterError(f"capacity of server {number} is {own.capacity}; it must be above 0 and finite")
 
     @classmethod
     def local(cls, count: int, memory_bytes: int | None = None, *, kind: str = "auto") -> Cluster:
@@ -125,48 +177,106 @@ class Cluster:
              "servers": [{"devices": 8, "memory_bytes": 17179869184}, {"devices": 8, "memory_bytes": null}],
              "intra_bandwidth": 130e9, "inter_bandwidth": 3.125e9, "intra_latency": 5e-6, "inter_latency": 3e-5}
 
-        ``memory_bytes`` is that of each device of the server: one number, or a list with one for each. It and the links
-        may be left out. ``source`` stands in error messages.
+        ``memory_bytes`` is that of each device of the server: one number, or a list with one for each; so is
+        ``speed``. These and the links may be left out. A server may have links and a ``capacity`` of its own, see
+        :class:`Server`. ``source`` stands in error messages.
 
         Raises:
             ClusterError: not JSON, or an unknown, missing or wrong key.
         """
         data = _parse_object(text, source)
-        _check_keys(data, {"format", "servers"}, set(_LINKS), source)
+        _check_keys(data, {"format", "servers"}, {*_LINKS, *_REDUCTION}, source)
         if data["format"] != _FORMAT:
             raise ClusterError(f"{source}: 'format' is {data['format']!r}; this version reads {_FORMAT!r}")
         servers = data["servers"]
         if not isinstance(servers, list) or not servers:
             raise ClusterError(f"{source}: 'servers' is {servers!r}; it must be a list of at least one server")
         devices: list[Device] = []
+        own: list[Server] = []
         for number, server in enumerate(servers):
-            memories = _server_memories(server, f"{source}: server {number}")
-            for index, memory in enumerate(memories):
+            where = f"{source}: server {number}"
+            memories, speeds = _server_devices(server, where)
+            own.append(Server(**_numbers(server, [field.name for field in fields(Server)], where)))
+            for index, (memory, speed) in enumerate(zip(memories, speeds, strict=True)):
                 name = f"/job:worker/replica:0/task:{number}/device:GPU:{index}"
-                devices.append(Device(name, number, memory))
-        for name in _LINKS:
-            value = data.get(name)
-            if value is not None and type(value) not in (int, float):
-                raise ClusterError(f"{source}: {name!r} is {value!r}; it must be a number or null")
+                devices.append(Device(name, number, memory, speed))
+        numbers = _numbers(data, [*_LINKS, *_REDUCTION], source)
         try:
-            return cls(tuple(devices), **{name: data.get(name) for name in _LINKS}, real=False)
+            return cls(
+                tuple(devices),
+                **numbers,
+                real=False,
+                servers=tuple(own) if any(server != Server() for server in own) else (),
+            )
         except ClusterError as error:
             raise ClusterError(f"{source}: {error}") from error
 
     def to_json(self) -> str:
         """Return the description as JSON text: servers, memory and links, but not device names; see `from_json`."""
         lines = []
-        for server in range(self.devices[-1].server + 1):
-            memories = [device.memory_bytes for device in self.devices if device.server == server]
-            memory = memories[0] if len(set(memories)) == 1 else memories
-            lines.append("    " + json.dumps({"devices": len(memories), "memory_bytes": memory}))
-        links = [f"  {json.dumps(name)}: {json.dumps(getattr(self, name))}" for name in _LINKS]
+        for number in range(self.num_servers):
+            devices = self.devices_of(number)
+            entry: dict[str, Any] = {"devices": len(devices)}
+            for key in ("memory_bytes", "speed"):
+                values = [getattr(self.devices[device], key) for device in devices]
+                if key == "memory_bytes" or set(values) != {1.0}:
+                    entry[key] = values[0] if len(set(values)) == 1 else values
+            if self.servers:
+                entry |= {key: value for key, value in asdict(self.servers[number]).items() if value is not None}
+            lines.append("    " + json.dumps(entry))
+        kept = [*_LINKS, *(name for name in _REDUCTION if getattr(self, name) is not None)]
+        links = [f"  {json.dumps(name)}: {json.dumps(getattr(self, name))}" for name in kept]
         servers = '  "servers": [\n' + ",\n".join(lines) + "\n  ]"
         return "{\n" + ",\n".join([f'  "format": {json.dumps(_FORMAT)}', servers, *links]) + "\n}\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_json` to a file; `load` gives the same cluster back as a description."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @property
+    def num_servers(self) -> int:
+        """Number of servers."""
+        return self.devices[-1].server + 1
+
+    @functools.cached_property
+    def _server_devices(self) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in range(self.num_servers)]
+        for index, device in enumerate(self.devices):
+            found[device.server].append(index)
+        return tuple(map(tuple, found))
+
+    def devices_of(self, server: int) -> tuple[int, ...]:
+        """Indices of the devices of a server."""
+        return self._server_devices[server]
+
+    @functools.cached_property
+    def server_links(self) -> tuple[tuple[Link, Link], ...]:
+        """For each server the link between its devices and its network card; what is unknown is taken as free."""
+
+        def link(own: Server, kind: str) -> Link:
+            found = {}
+            for part, free in (("bandwidth", math.inf), ("latency", 0.0)):
+                name = f"{kind}_{part}"
+                value = getattr(own, name)
+                value = getattr(self, name) if value is None else value
+                found[part] = free if value is None else value
+            return Link(**found)
+
+        servers = self.servers or (Server(),) * self.num_servers
+        return tuple((link(server, "intra"), link(server, "inter")) for server in servers)
+
+    def link(self, first: int, second: int) -> Link:
+        """The link between two devices: that of their server, or the slower of their servers' network cards."""
+        a, b = self.devices[first].server, self.devices[second].server
+        if a == b:
+            return self.server_links[a][0]
+        one, other = self.server_links[a][1], self.server_links[b][1]
+        return Link(min(one.bandwidth, other.bandwidth), max(one.latency, other.latency))
+
+    def capacity(self, server: int) -> float:
+        """How many devices' worth of compute a server gives when all of its devices are busy."""
+        own = self.servers[server].capacity if self.servers else None
+        return float(len(self.devices_of(server))) if own is None else own
 
     @property
     def num_devices(self) -> int:
@@ -179,9 +289,7 @@ class Cluster:
         return tuple(device.name for device in self.devices)
 
     def __str__(self) -> str:
-        counts = [0] * (self.devices[-1].server + 1)
-        for device in self.devices:
-            counts[device.server] += 1
+        counts = [len(self.devices_of(server)) for server in range(self.num_servers)]
         per_server = str(counts[0]) if len(set(counts)) == 1 else "+".join(map(str, counts))
         servers = f"{len(counts)} server{'s' if len(counts) > 1 else ''} of {per_server} devices"
         known = [device.memory_bytes for device in self.devices if device.memory_bytes is not None]
@@ -240,21 +348,37 @@ def _check_keys(data: Mapping[str, Any], required: set[str], optional: set[str],
             raise ClusterError(f"{source}: key {key!r} is missing")
 
 
-def _server_memories(server: object, source: str) -> Sequence[int | None]:
-    """Return the memory of each device of one entry of ``servers``."""
+def _numbers(data: Mapping[str, Any], names: Sequence[str], source: str) -> dict[str, float | None]:
+    """The values of these keys, each a number or None."""
+    for name in names:
+        value = data.get(name)
+        if value is not None and type(value) not in (int, float):
+            raise ClusterError(f"{source}: {name!r} is {value!r}; it must be a number or null")
+    return {name: data.get(name) for name in names}
+
+
+def _server_devices(server: object, source: str) -> tuple[Sequence[int | None], Sequence[float]]:
+    """Return memory and speed of each device of one entry of ``servers``."""
     if not isinstance(server, dict):
         raise ClusterError(f'{source} is {server!r}; it must be an object such as {{"devices": 8}}')
-    _check_keys(server, {"devices"}, {"memory_bytes"}, source)
+    _check_keys(server, {"devices"}, {"memory_bytes", "speed", *(field.name for field in fields(Server))}, source)
     count = server["devices"]
     if type(count) is not int or count < 1:
         raise ClusterError(f"{source}: 'devices' is {count!r}; it must be a whole number of at least 1")
-    memory = server.get("memory_bytes")
-    memories = memory if isinstance(memory, list) else [memory] * count
-    if len(memories) != count:
-        raise ClusterError(
-            f"{source}: 'memory_bytes' has {len(memories)} entries for {count} devices; give one for each"
-        )
+    memories = _per_device(server, "memory_bytes", None, count, source)
     for entry in memories:
         if entry is not None and type(entry) is not int:
             raise ClusterError(f"{source}: 'memory_bytes' has {entry!r}; it must be a whole number of bytes or null")
-    return memories
+    speeds = _per_device(server, "speed", 1.0, count, source)
+    for entry in speeds:
+        if type(entry) not in (int, float):
+            raise ClusterError(f"{source}: 'speed' has {entry!r}; it must be a number")
+    return memories, speeds
+
+
+def _per_device(server: Mapping[str, Any], key: str, default: Any, count: int, source: str) -> list[Any]:
+    value = server.get(key, default)
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count:
+        raise ClusterError(f"{source}: {key!r} has {len(values)} entries for {count} devices; give one for each")
+    return values

@@ -121,7 +121,7 @@ def test_a_saved_local_cluster_loads_back_as_a_description(tmp_path: Path) -> No
         ({"servers": {"devices": 1}}, "'servers' is {'devices': 1}; it must be a list of at least one server"),
         ({"servers": [8]}, 'server 0 is 8; it must be an object such as {"devices": 8}'),
         ({"servers": [{"devices": 1}, {}]}, "server 1: key 'devices' is missing"),
-        ({"servers": [{"devices": 1, "gpus": 1}]}, "server 0: unknown key 'gpus'; the keys are devices, memory_bytes"),
+        ({"servers": [{"devices": 1, "gpus": 1}]}, "server 0: unknown key 'gpus'; the keys are capacity, devices, inter_bandwidth"),
         ({"servers": [{"devices": 0}]}, "server 0: 'devices' is 0; it must be a whole number of at least 1"),
         ({"servers": [{"devices": True}]}, "server 0: 'devices' is True; it must be a whole number of at least 1"),
         (

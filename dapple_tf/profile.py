@@ -1,0 +1,428 @@
+"""What a model costs, layer by layer: the profile that plans are made from."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_FORMAT = "dapple_tf.profile/1"
+
+
+class ProfileError(ValueError):
+    """A profile contradicts itself, or a file isn't one."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds or bytes that grow with the samples of a slice: ``fixed + per_sample * samples``.
+
+    Raises:
+        ProfileError: a part is negative or not finite.
+    """
+
+    fixed: float = 0.0
+    per_sample: float = 0.0
+
+    def __post_init__(self) -> None:
+        for part in ("fixed", "per_sample"):
+            value = getattr(self, part)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ProfileError(f"a cost's {part} part is {value!r}; it must be a number")
+            if not (math.isfinite(value) and value >= 0):
+                raise ProfileError(f"a cost's {part} part is {value}; it must be finite and at least 0")
+
+    def at(self, samples: float) -> float:
+        """The cost of a slice of ``samples`` samples."""
+        return self.fixed + self.per_sample * samples
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.fixed + other.fixed, self.per_sample + other.per_sample)
+
+    def __mul__(self, factor: float) -> Cost:
+        return Cost(self.fixed * factor, self.per_sample * factor)
+
+
+ZERO = Cost()
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer, or several that can't be cut apart. Times are seconds on the profiled device.
+
+    Attributes:
+        name: a plan can cut after it.
+        forward: time of F.
+        backward: time of B: both gradients.
+        backward_weight: the part of B that computes weight gradients (Bw); None where it isn't known.
+        residual_bytes: kept from F to B when nothing is recomputed. A tensor that several layers keep counts once, at
+            the layer that makes it; those that come from another stage are counted by the stage's boundary.
+        min_cut_residual_bytes: the same with ``recompute="min_cut"``; None where it isn't known.
+        temporary_bytes: peak use while F or B runs, beyond residuals and results.
+        output_bytes: what the layer hands to later layers.
+        parameter_bytes: trainable variables, those of `Profile.shared` left out.
+        slot_bytes: the optimizer's variables for them.
+        state_bytes: non-trainable variables.
+        apply_seconds: time of the optimizer's update of its parameters.
+        spread: interquartile range of the measured F + B, as a fraction of its median.
+    """
+
+    name: str
+    forward: Cost
+    backward: Cost
+    backward_weight: Cost | None = None
+    residual_bytes: Cost = ZERO
+    min_cut_residual_bytes: Cost | None = None
+    temporary_bytes: Cost = ZERO
+    output_bytes: Cost = ZERO
+    parameter_bytes: int = 0
+    slot_bytes: int = 0
+    state_bytes: int = 0
+    apply_seconds: float = 0.0
+    spread: float = 0.0
+
+    @property
+    def backward_input(self) -> Cost | None:
+        """The part of B that computes input gradients (Bx); None where it isn't known."""
+        if self.backward_weight is None:
+            return None
+        fixed, rate = (
+            getattr(self.backward, part) - getattr(self.backward_weight, part) for part in ("fixed", "per_sample")
+        )
+        return Cost(max(0.0, fixed), max(0.0, rate))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that goes from one layer to later ones.
+
+    Attributes:
+        producer: index of the layer that makes it.
+        consumers: indices of the later layers that read it, ascending.
+        bytes: its size.
+        differentiable: whether a gradient of the same size flows back.
+    """
+
+    producer: int
+    consumers: tuple[int, ...]
+    bytes: Cost
+    differentiable: bool = True
+
+
+@dataclass(frozen=True)
+class SharedParameters:
+    """Parameters that several layers use (tied weights): kept on every stage that has one of these layers.
+
+    Attributes:
+        layers: indices of the layers, ascending.
+        parameter_bytes: their size.
+        slot_bytes: the optimizer's variables for them.
+    """
+
+    layers: tuple[int, ...]
+    parameter_bytes: int
+    slot_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model's layers, in the order in which they run, and the tensors between them.
+
+    Attributes:
+        model: its name.
+        device: where it was measured.
+        batch_sizes: samples per slice at which it was measured. A profile of one size knows nothing of smaller slices:
+            they are taken to need that slice's time (a device isn't faster with less to do in parallel), larger ones
+            to grow in proportion.
+        layers: see :class:`LayerProfile`.
+        tensors: see :class:`Tensor`.
+        shared: see :class:`SharedParameters`.
+        step_seconds: time of a step that no layer accounts for: feeding, metrics, the optimizer's common part.
+        task_seconds: time to start one task, beyond its layers.
+        key: hash of the graph, shapes and device that it was measured for; empty if it was made otherwise.
+
+    Raises:
+        ProfileError: no layers, a name twice, or a tensor that doesn't flow forwards.
+    """
+
+    model: str
+    device: str
+    batch_sizes: tuple[int, ...]
+    layers: tuple[LayerProfile, ...]
+    tensors: tuple[Tensor, ...]
+    shared: tuple[SharedParameters, ...] = ()
+    step_seconds: float = 0.0
+    task_seconds: float = 0.0
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_sizes", "layers", "tensors", "shared"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if not self.layers:
+            raise ProfileError(f"the profile of {self.model!r} has no layers")
+        if not self.batch_sizes or min(self.batch_sizes) < 1:
+            raise ProfileError(f"batch_sizes is {list(self.batch_sizes)}; give at least one size of at least 1")
+        positions: dict[str, int] = {}
+        for index, layer in enumerate(self.layers):
+            if layer.name in positions:
+                raise ProfileError(f"layers {positions[layer.name]} and {index} are both named {layer.name!r}")
+            positions[layer.name] = index
+        for tensor in self.tensors:
+            ends = (tensor.producer, *tensor.consumers)
+            if not tensor.consumers or list(ends) != sorted(set(ends)) or ends[0] < 0 or ends[-1] >= len(self.layers):
+                raise ProfileError(
+                    f"a tensor goes from layer {tensor.producer} to layers {list(tensor.consumers)}; these must be "
+                    f"later layers of the {len(self.layers)}, in ascending order"
+                )
+        for group in self.shared:
+            if len(group.layers) < 2 or list(group.layers) != sorted(set(group.layers)):
+                raise ProfileError(
+                    f"shared parameters are used by layers {list(group.layers)}; give at least two, in ascending order"
+                )
+            if group.layers[0] < 0 or group.layers[-1] >= len(self.layers):
+                raise ProfileError(
+                    f"shared parameters are used by layers {list(group.layers)}, but there are {len(self.layers)}"
+                )
+
+    def __hash__(self) -> int:
+        return hash((self.model, self.device, self.key, len(self.layers)))
+
+    # ---- looking things up
+
+    @functools.cached_property
+    def index(self) -> Mapping[str, int]:
+        """Name of a layer -> its index."""
+        return {layer.name: index for index, layer in enumerate(self.layers)}
+
+    @property
+    def least_samples(self) -> int:
+        """Slices of fewer samples take as long as one of this size; 1 when several sizes were measured."""
+        return self.batch_sizes[0] if len(self.batch_sizes) == 1 else 1
+
+    def timed_samples(self, samples: int) -> int:
+        """The samples that the time of a slice is computed from."""
+        return max(samples, self.least_samples) if samples else 0
+
+    def total(self, what: str) -> Cost:
+        """The sum of one of the layers' costs, such as ``forward``."""
+        costs = [getattr(layer, what) for layer in self.layers]
+        return Cost(sum(cost.fixed for cost in costs), sum(cost.per_sample for cost in costs))
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters, shared ones counted once."""
+        own = sum(layer.parameter_bytes for layer in self.layers)
+        return own + sum(group.parameter_bytes for group in self.shared)
+
+    @functools.cached_property
+    def crossing(self) -> tuple[tuple[Cost, Cost], ...]:
+        """For each cut (after layer i): bytes that cross it forwards, and gradients that cross it backwards."""
+        count = len(self.layers)
+        sums = np.zeros((count + 1, 4))
+        for tensor in self.tensors:
+            size = (tensor.bytes.fixed, tensor.bytes.per_sample)
+            change = np.array([*size, *(size if tensor.differentiable else (0, 0))])
+            sums[tensor.producer] += change
+            sums[tensor.consumers[-1]] -= change
+        running = np.maximum(np.cumsum(sums, axis=0), 0)
+        return tuple((Cost(*map(float, row[:2])), Cost(*map(float, row[2:]))) for row in running[:count])
+
+    def stage_of_layers(self, cuts: Sequence[str]) -> tuple[int, ...]:
+        """The stage of each layer under these cuts.
+
+        Raises:
+            ProfileError: a cut names no layer, or cuts aren't in order.
+        """
+        bounds = [0]
+        for cut in cuts:
+            if cut not in self.index:
+                raise ProfileError(
+                    f"the plan cuts after {cut!r}, which isn't a layer of the profile of {self.model!r}; its layers "
+                    f"are {_listed([layer.name for layer in self.layers])}"
+                )
+            bounds.append(self.index[cut] + 1)
+        bounds.append(len(self.layers))
+        for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            if stop <= start:
+                raise ProfileError(
+                    f"cuts leave stage {stage} without a layer; give cuts in the order of layers, none after the last"
+                )
+        return tuple(stage for stage, (a, b) in enumerate(itertools.pairwise(bounds)) for _ in range(a, b))
+
+    # ---- files
+
+    def scaled(self, seconds: float = 1.0, **changes: Any) -> Profile:
+        """A copy with all times multiplied by ``seconds``, and other fields replaced."""
+        layers = [
+            dataclasses.replace(
+                layer,
+                forward=layer.forward * seconds,
+                backward=layer.backward * seconds,
+                backward_weight=None if layer.backward_weight is None else layer.backward_weight * seconds,
+                apply_seconds=layer.apply_seconds * seconds,
+            )
+            for layer in self.layers
+        ]
+        return dataclasses.replace(self, **{"layers": tuple(layers), **changes})
+
+    def to_json(self) -> str:
+        """Return the profile as JSON text, a line for each layer; `from_json` gives an equal one back.
+
+        Costs are written as ``[fixed, per_sample]``, in seconds or bytes.
+        """
+        values = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("layers", "tensors", "shared")
+        }
+        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in ({"format": _FORMAT} | values).items()]
+        for name in ("layers", "tensors", "shared"):
+            entries = ",\n".join("    " + json.dumps(_plain(entry)) for entry in getattr(self, name))
+            lines.append(f'  "{name}": [' + (f"\n{entries}\n  ]" if entries else "]"))
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "profile") -> Profile:
+        """Return the profile that `to_json` wrote as ``text``. ``source`` stands in error messages.
+
+        Raises:
+            ProfileError: not JSON, another format, an unknown, missing or wrong key, or as `Profile`.
+        """
+        try:
+            data = json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ProfileError(f"{source} isn't JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise ProfileError(f"{source} has a JSON {type(data).__name__} where an object {{...}} is expected")
+        if data.get("format") != _FORMAT:
+            raise ProfileError(f"{source}: 'format' is {data.get('format')!r}; this version reads {_FORMAT!r}")
+        del data["format"]
+        try:
+            for name, kind in (("layers", LayerProfile), ("tensors", Tensor), ("shared", SharedParameters)):
+                entries = data.get(name, [])
+                if not isinstance(entries, list):
+                    raise ProfileError(f"{name!r} is {entries!r}; it must be a list")
+                data[name] = [_parsed(kind, entry, f"entry {index} of {name!r}") for index, entry in enumerate(entries)]
+            return _parsed(cls, data, "the profile")
+        except ProfileError as error:
+            raise ProfileError(f"{source}: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read a profile from a JSON file.
+
+        Raises:
+            ProfileError: naming the file and what is wrong in it.
+            OSError: the file can't be read.
+        """
+        return cls.from_json(Path(path).read_text(encoding="utf-8"), source=os.fspath(path))
+
+    def __str__(self) -> str:
+        samples = self.batch_sizes[-1]
+        header = (
+            f"Profile of {self.model!r} on {self.device}: {len(self.layers)} layers, measured at "
+            f"{', '.join(map(str, self.batch_sizes))} samples; below, a slice of {samples}"
+        )
+        rows = [("layer", "F ms", "B ms", "Bw ms", "output MB", "residual MB", "parameters MB", "apply ms", "spread")]
+        for layer in self.layers:
+            weight = layer.backward_weight
+            rows.append(
+                (
+                    layer.name if len(layer.name) <= 40 else layer.name[:37] + "...",
+                    f"{layer.forward.at(samples) * 1e3:.3f}",
+                    f"{layer.backward.at(samples) * 1e3:.3f}",
+                    "?" if weight is None else f"{weight.at(samples) * 1e3:.3f}",
+                    f"{layer.output_bytes.at(samples) / 1e6:.3f}",
+                    f"{layer.residual_bytes.at(samples) / 1e6:.3f}",
+                    f"{layer.parameter_bytes / 1e6:.3f}",
+                    f"{layer.apply_seconds * 1e3:.3f}",
+                    f"{layer.spread:.0%}",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(pairs))
+            for pairs in (list(zip(row, widths, strict=True)) for row in rows)
+        ]
+        return "\n".join([header, *lines])
+
+
+def _listed(names: Sequence[str], limit: int = 12) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown}, ... ({len(names)} in all)"
+
+
+def _plain(entry: Any) -> Any:
+    """A dataclass as JSON data; defaults are left out."""
+    if isinstance(entry, Cost):
+        return [entry.fixed, entry.per_sample]
+    found = {}
+    for field in dataclasses.fields(entry):
+        value = getattr(entry, field.name)
+        if field.default is dataclasses.MISSING or value != field.default:
+            found[field.name] = _plain(value) if isinstance(value, Cost) else value
+    return found
+
+
+_COSTS = {field.name for kind in (LayerProfile, Tensor) for field in dataclasses.fields(kind) if "Cost" in field.type}
+_LISTS = {"consumers", "layers", "batch_sizes", "tensors", "shared"}
+_TEXTS = {"name", "model", "device", "key"}
+
+
+def _parsed(kind: Any, data: Any, where: str) -> Any:
+    """An object of dataclass ``kind`` from JSON data, each value checked."""
+    if not isinstance(data, dict):
+        raise ProfileError(f"{where} is {data!r}; it must be an object {{...}}")
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for key in data:
+        if key not in fields:
+            raise ProfileError(f"{where}: unknown key {key!r}; the keys are {', '.join(fields)}")
+    for name, field in fields.items():
+        if name not in data and field.default is dataclasses.MISSING:
+            raise ProfileError(f"{where}: key {name!r} is missing")
+    return kind(**{key: _value(key, value, where) for key, value in data.items()})
+
+
+def _value(key: str, value: Any, where: str) -> Any:
+    wrong = f"{where}: {key!r} is {value!r}; it must be"
+    if key in _COSTS:
+        if value is None and key in ("backward_weight", "min_cut_residual_bytes"):
+            return None
+        if not isinstance(value, list) or len(value) != 2:
+            raise ProfileError(f"{wrong} [fixed, per_sample]")
+        return Cost(*value)
+    if key in _LISTS:
+        if not isinstance(value, list):
+            raise ProfileError(f"{wrong} a list")
+        if key != "layers" or all(type(entry) is int for entry in value):
+            _check_integers(key, value, wrong)
+        return tuple(value)
+    if key in _TEXTS:
+        if not isinstance(value, str):
+            raise ProfileError(f"{wrong} a text")
+    elif key == "differentiable":
+        if not isinstance(value, bool):
+            raise ProfileError(f"{wrong} true or false")
+    elif key == "producer":
+        _check_integers(key, [value], wrong)
+    elif type(value) not in (int, float) or not (math.isfinite(value) and value >= 0):
+        raise ProfileError(f"{wrong} a number of at least 0")
+    return value
+
+
+def _check_integers(key: str, values: Iterable[Any], wrong: str) -> None:
+    if key in ("consumers", "layers", "batch_sizes", "producer") and any(type(entry) is not int for entry in values):
+        raise ProfileError(f"{wrong} of whole numbers")
