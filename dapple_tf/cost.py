@@ -187,15 +187,17 @@ class CostModel:
             return start + cost.forward.at(timed)
         if phase is Phase.BACKWARD:
             return start + cost.backward.at(timed)
-        # Where the profile doesn't tell them apart, the two gradients of a layer cost the same: one matrix product each.
+        # Where the profile doesn't tell them apart, both gradients cost the same: one matrix product each.
         weight = cost.backward.at(timed) / 2 if cost.backward_weight is None else cost.backward_weight.at(timed)
         if phase is Phase.WEIGHT_GRAD:
             return start + weight
         return start + max(0.0, cost.backward.at(timed) - weight)
 
     def pieces(self, producer: int, consumer: int, micro_batch: int, *, backward: bool = False) -> tuple[Piece, ...]:
-        """What goes between the replicas of two stages, owner to owner: gradients, from consumer to producer, when
-        ``backward``."""
+        """What goes between the replicas of two stages, owner to owner.
+
+        When ``backward`` these are gradients, from the consumer's replicas to the producer's.
+        """
         size = self.micro_batches[micro_batch].size
         key = (producer, consumer, size, backward)
         if key not in self._pieces:
@@ -412,8 +414,10 @@ def stage_cost(profile: Profile, start: int, stop: int, recompute: str = "none")
 
 
 def _routes(profile: Profile, stage_of: Sequence[int]) -> dict[tuple[int, int], tuple[Cost, Cost]]:
-    """(producer stage, consumer stage) -> bytes forwards and backwards; a stage gets a tensor from the one that made
-    it, however many stages lie between."""
+    """(producer stage, consumer stage) -> bytes forwards and backwards.
+
+    A stage gets a tensor from the one that made it, however many stages lie between.
+    """
     found: dict[tuple[int, int], tuple[Cost, Cost]] = {}
     for tensor in profile.tensors:
         producer = stage_of[tensor.producer]

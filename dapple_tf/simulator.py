@@ -233,7 +233,7 @@ class _Step:
         self.split = {task.stage for task in tasks if task.phase is Phase.INPUT_GRAD}
         self.waiting: dict[Task, int] = dict(self._waits(tasks))
         self.arrived: dict[Task, int | None] = {}
-        # Servers whose devices share their cores: the tasks that run, by device: [remaining seconds, span start, cause].
+        # Servers whose devices share their cores: the tasks that run, by device.
         self.server = [device.server for device in cluster.devices]
         self.capacity = [cluster.capacity(server) for server in range(cluster.num_servers)]
         self.shared = [self.capacity[s] < len(cluster.devices_of(s)) for s in range(cluster.num_servers)]
