@@ -6,14 +6,15 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import reprlib
+import sys
+import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 _FORMAT = "dapple_tf.profile/1"
 
@@ -38,8 +39,8 @@ class Cost:
             value = getattr(self, part)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ProfileError(f"a cost's {part} part is {value!r}; it must be a number")
-            if not (math.isfinite(value) and value >= 0):
-                raise ProfileError(f"a cost's {part} part is {value}; it must be finite and at least 0")
+            if not 0 <= value <= sys.float_info.max:
+                raise ProfileError(f"a cost's {part} part is {_short(value)}; it must be finite and at least 0")
 
     def at(self, samples: float) -> float:
         """The cost of a slice of ``samples`` samples."""
@@ -226,15 +227,14 @@ class Profile:
     @functools.cached_property
     def crossing(self) -> tuple[tuple[Cost, Cost], ...]:
         """For each cut (after layer i): bytes that cross it forwards, and gradients that cross it backwards."""
-        count = len(self.layers)
-        sums = np.zeros((count + 1, 4))
+        changes = [[Fraction(0)] * 4 for _ in self.layers]  # exact: what a tensor adds, its last consumer takes away
         for tensor in self.tensors:
-            size = (tensor.bytes.fixed, tensor.bytes.per_sample)
-            change = np.array([*size, *(size if tensor.differentiable else (0, 0))])
-            sums[tensor.producer] += change
-            sums[tensor.consumers[-1]] -= change
-        running = np.maximum(np.cumsum(sums, axis=0), 0)
-        return tuple((Cost(*map(float, row[:2])), Cost(*map(float, row[2:]))) for row in running[:count])
+            size = (Fraction(tensor.bytes.fixed), Fraction(tensor.bytes.per_sample))
+            for part, value in enumerate((*size, *size) if tensor.differentiable else size):
+                changes[tensor.producer][part] += value
+                changes[tensor.consumers[-1]][part] -= value
+        sums = zip(*(itertools.accumulate(column) for column in zip(*changes, strict=True)), strict=True)
+        return tuple((Cost(float(a), float(b)), Cost(float(c), float(d))) for a, b, c, d in sums)
 
     def stage_of_layers(self, cuts: Sequence[str]) -> tuple[int, ...]:
         """The stage of each layer under these cuts.
@@ -303,20 +303,15 @@ class Profile:
         """
         try:
             data = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits is a mere ValueError
             raise ProfileError(f"{source} isn't JSON: {error}") from error
         if not isinstance(data, dict):
             raise ProfileError(f"{source} has a JSON {type(data).__name__} where an object {{...}} is expected")
         if data.get("format") != _FORMAT:
-            raise ProfileError(f"{source}: 'format' is {data.get('format')!r}; this version reads {_FORMAT!r}")
+            raise ProfileError(f"{source}: 'format' is {_short(data.get('format'))}; this version reads {_FORMAT!r}")
         del data["format"]
         try:
-            for name, kind in (("layers", LayerProfile), ("tensors", Tensor), ("shared", SharedParameters)):
-                entries = data.get(name, [])
-                if not isinstance(entries, list):
-                    raise ProfileError(f"{name!r} is {entries!r}; it must be a list")
-                data[name] = [_parsed(kind, entry, f"entry {index} of {name!r}") for index, entry in enumerate(entries)]
-            return _parsed(cls, data, "the profile")
+            return _parsed(cls, data, "")
         except ProfileError as error:
             raise ProfileError(f"{source}: {error}") from error
 
@@ -328,7 +323,11 @@ class Profile:
             ProfileError: naming the file and what is wrong in it.
             OSError: the file can't be read.
         """
-        return cls.from_json(Path(path).read_text(encoding="utf-8"), source=os.fspath(path))
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ProfileError(f"{path} isn't UTF-8 text: {error}") from error
+        return cls.from_json(text, source=os.fspath(path))
 
     def __str__(self) -> str:
         samples = self.batch_sizes[-1]
@@ -377,52 +376,59 @@ def _plain(entry: Any) -> Any:
     return found
 
 
-_COSTS = {field.name for kind in (LayerProfile, Tensor) for field in dataclasses.fields(kind) if "Cost" in field.type}
-_LISTS = {"consumers", "layers", "batch_sizes", "tensors", "shared"}
-_TEXTS = {"name", "model", "device", "key"}
+_LARGEST = 2**63  # whole numbers stay below it
 
 
 def _parsed(kind: Any, data: Any, where: str) -> Any:
-    """An object of dataclass ``kind`` from JSON data, each value checked."""
+    """An object of dataclass ``kind`` from JSON data, each value checked; ``where`` is a path such as ``layers[3]``."""
     if not isinstance(data, dict):
-        raise ProfileError(f"{where} is {data!r}; it must be an object {{...}}")
+        raise ProfileError(f"{where} is {_short(data)}; it must be an object {{...}}")
+    inside = f"{where}: " if where else ""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for key in data:
         if key not in fields:
-            raise ProfileError(f"{where}: unknown key {key!r}; the keys are {', '.join(fields)}")
+            raise ProfileError(f"{inside}unknown key {_short(key)}; the keys are {', '.join(fields)}")
     for name, field in fields.items():
         if name not in data and field.default is dataclasses.MISSING:
-            raise ProfileError(f"{where}: key {name!r} is missing")
-    return kind(**{key: _value(key, value, where) for key, value in data.items()})
+            raise ProfileError(f"{inside}key {name!r} is missing")
+    types = _types(kind)
+    return kind(**{key: _value(types[key], value, f"{where}.{key}" if where else key) for key, value in data.items()})
 
 
-def _value(key: str, value: Any, where: str) -> Any:
-    wrong = f"{where}: {key!r} is {value!r}; it must be"
-    if key in _COSTS:
-        if value is None and key in ("backward_weight", "min_cut_residual_bytes"):
-            return None
-        if not isinstance(value, list) or len(value) != 2:
-            raise ProfileError(f"{wrong} [fixed, per_sample]")
-        return Cost(*value)
-    if key in _LISTS:
+@functools.cache
+def _types(kind: type) -> Mapping[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    """A value of type ``kind`` from JSON data."""
+    wrong = f"{where} is {_short(value)}; it must be"
+    if typing.get_origin(kind) is tuple:
         if not isinstance(value, list):
             raise ProfileError(f"{wrong} a list")
-        if key != "layers" or all(type(entry) is int for entry in value):
-            _check_integers(key, value, wrong)
-        return tuple(value)
-    if key in _TEXTS:
-        if not isinstance(value, str):
-            raise ProfileError(f"{wrong} a text")
-    elif key == "differentiable":
-        if not isinstance(value, bool):
-            raise ProfileError(f"{wrong} true or false")
-    elif key == "producer":
-        _check_integers(key, [value], wrong)
-    elif type(value) not in (int, float) or not (math.isfinite(value) and value >= 0):
-        raise ProfileError(f"{wrong} a number of at least 0")
+        return tuple(_value(typing.get_args(kind)[0], entry, f"{where}[{i}]") for i, entry in enumerate(value))
+    if type(None) in typing.get_args(kind):
+        return None if value is None else _value(typing.get_args(kind)[0], value, where)
+    if kind is Cost:
+        if not isinstance(value, list) or len(value) != 2:
+            raise ProfileError(f"{wrong} [fixed, per_sample]")
+        return Cost(*(_value(float, part, f"{where}[{i}]") for i, part in enumerate(value)))
+    if dataclasses.is_dataclass(kind):
+        return _parsed(kind, value, where)
+    if kind is float:
+        if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
+            raise ProfileError(f"{wrong} a finite number of at least 0")
+    elif kind is int:
+        if type(value) is not int or not 0 <= value < _LARGEST:
+            raise ProfileError(f"{wrong} a whole number of at least 0 and below 2**63")
+    elif type(value) is not kind:
+        raise ProfileError(f"{wrong} {'a text' if kind is str else 'true or false'}")
     return value
 
 
-def _check_integers(key: str, values: Iterable[Any], wrong: str) -> None:
-    if key in ("consumers", "layers", "batch_sizes", "producer") and any(type(entry) is not int for entry in values):
-        raise ProfileError(f"{wrong} of whole numbers")
+_REPR = reprlib.Repr()  # of what may be large or nested deeply
+_REPR.maxstring = _REPR.maxother = 80
+
+
+def _short(value: Any) -> str:
+    return _REPR.repr(value)

@@ -1,0 +1,467 @@
+"""Profiles: costs, what they refuse, what crosses a cut, and their JSON form."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dapple_tf.profile import Cost, LayerProfile, Profile, ProfileError, SharedParameters, Tensor
+
+FULL = LayerProfile(
+    name="dense, größer",
+    forward=Cost(1e-5, 2e-6),
+    backward=Cost(3e-5, 5e-6),
+    backward_weight=Cost(1e-5, 2e-6),
+    residual_bytes=Cost(64, 1024.5),
+    min_cut_residual_bytes=Cost(0, 128),
+    temporary_bytes=Cost(0, 1 / 3),
+    output_bytes=Cost(4, 256),
+    parameter_bytes=4096,
+    slot_bytes=8192,
+    state_bytes=12,
+    apply_seconds=1e-6,
+    spread=0.125,
+)
+
+
+def bare(name: str) -> LayerProfile:
+    return LayerProfile(name, Cost(0.0, 1.0), Cost(0.0, 2.0))
+
+
+def chain(count: int, *tensors: Tensor, **fields: Any) -> Profile:
+    layers = tuple(bare(f"layer{index}") for index in range(count))
+    return Profile(**({"model": "m", "device": "cpu", "batch_sizes": (4,)} | fields), layers=layers, tensors=tensors)
+
+
+PROFILE = Profile(
+    model="model",
+    device="V100",
+    batch_sizes=(2, 4),
+    layers=(FULL, bare("b"), bare("c")),
+    tensors=(Tensor(0, (1, 2), Cost(4, 256)), Tensor(1, (2,), Cost(0, 8), differentiable=False)),
+    shared=(SharedParameters((0, 2), 400, 800),),
+    step_seconds=1e-3,
+    task_seconds=1e-4,
+    key="0123abcd",
+)
+
+
+# ---- costs
+
+
+def test_a_cost_grows_with_samples() -> None:
+    assert Cost(3, 2).at(5) == 13
+    assert Cost(3, 2) + Cost(1, 1) == Cost(4, 3)
+    assert Cost(3, 2) * 0.5 == Cost(1.5, 1.0)
+
+
+@pytest.mark.parametrize("part", ["fixed", "per_sample"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (-1, "part is -1; it must be finite and at least 0"),
+        (math.inf, "part is inf; it must be finite"),
+        (math.nan, "part is nan; it must be finite"),
+        (10**400, "it must be finite and at least 0"),
+        (True, "part is True; it must be a number"),
+        ("1", "part is '1'; it must be a number"),
+        (None, "part is None; it must be a number"),
+    ],
+)
+def test_a_cost_out_of_range_is_refused(part: str, value: Any, message: str) -> None:
+    with pytest.raises(ProfileError) as caught:
+        Cost(**{part: value})
+    assert str(caught.value).startswith(f"a cost's {part} part is ")
+    assert message in str(caught.value)
+
+
+def test_the_input_part_of_backward_is_what_the_weights_leave() -> None:
+    assert FULL.backward_input is not None
+    assert FULL.backward_input.at(10) == pytest.approx(2e-5 + 3e-5)
+    assert bare("b").backward_input is None
+    noisy = dataclasses.replace(FULL, backward=Cost(0.0, 5.0), backward_weight=Cost(1.0, 2.0))
+    assert noisy.backward_input == Cost(0.0, 3.0)
+
+
+# ---- profiles
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers": ()}, "the profile of 'model' has no layers"),
+        ({"batch_sizes": ()}, "batch_sizes is []; give at least one size of at least 1"),
+        ({"batch_sizes": (4, 0)}, "batch_sizes is [4, 0]; give at least one size of at least 1"),
+        ({"layers": (FULL, bare("b"), bare("b"))}, "layers 1 and 2 are both named 'b'"),
+        ({"tensors": (Tensor(0, (), Cost()),)}, "a tensor goes from layer 0 to layers []; these must be later layers"),
+        ({"tensors": (Tensor(1, (1,), Cost()),)}, "a tensor goes from layer 1 to layers [1]; these must be later"),
+        ({"tensors": (Tensor(1, (0,), Cost()),)}, "a tensor goes from layer 1 to layers [0]; these must be later"),
+        ({"tensors": (Tensor(0, (2, 1), Cost()),)}, "a tensor goes from layer 0 to layers [2, 1]; these must be"),
+        ({"tensors": (Tensor(0, (1, 1), Cost()),)}, "a tensor goes from layer 0 to layers [1, 1]; these must be"),
+        (
+            {"tensors": (Tensor(0, (3,), Cost()),)},
+            "a tensor goes from layer 0 to layers [3]; these must be later layers of the 3",
+        ),
+        ({"tensors": (Tensor(-1, (2,), Cost()),)}, "a tensor goes from layer -1 to layers [2]; these must be later"),
+        ({"shared": (SharedParameters((1,), 4),)}, "shared parameters are used by layers [1]; give at least two"),
+        ({"shared": (SharedParameters((1, 0), 4),)}, "shared parameters are used by layers [1, 0]; give at least two"),
+        ({"shared": (SharedParameters((1, 3), 4),)}, "shared parameters are used by layers [1, 3], but there are 3"),
+        ({"shared": (SharedParameters((-1, 1), 4),)}, "shared parameters are used by layers [-1, 1], but there are 3"),
+    ],
+)
+def test_a_profile_that_contradicts_itself_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProfileError) as caught:
+        dataclasses.replace(PROFILE, **fields)
+    assert str(caught.value).startswith(message)
+
+
+def test_totals_count_shared_parameters_once() -> None:
+    assert PROFILE.parameter_bytes == 4096 + 400
+    assert PROFILE.total("forward").at(2) == pytest.approx(1e-5 + 2 * (2e-6 + 1 + 1))
+
+
+def test_small_slices_take_as_long_as_the_one_size_that_was_measured() -> None:
+    one = chain(2)
+    assert [one.timed_samples(samples) for samples in (0, 1, 4, 9)] == [0, 4, 4, 9]
+    assert [PROFILE.timed_samples(samples) for samples in (0, 1, 4, 9)] == [0, 1, 4, 9]
+
+
+def test_scaling_changes_times_and_nothing_else() -> None:
+    scaled = PROFILE.scaled(2.0, device="slower")
+    assert scaled.device == "slower"
+    assert scaled.total("backward") == PROFILE.total("backward") * 2
+    assert scaled.layers[0].backward_weight == Cost(2e-5, 4e-6)
+    assert scaled.layers[0].apply_seconds == 2e-6
+    assert PROFILE.scaled(2.0).scaled(0.5) == PROFILE
+
+
+def test_equal_profiles_have_equal_hashes() -> None:
+    assert hash(Profile.from_json(PROFILE.to_json())) == hash(PROFILE)
+
+
+def test_a_profile_prints_a_table() -> None:
+    lines = str(PROFILE).splitlines()
+    assert lines[0] == "Profile of 'model' on V100: 3 layers, measured at 2, 4 samples; below, a slice of 4"
+    assert " ".join(lines[1].split()) == "layer F ms B ms Bw ms output MB residual MB parameters MB apply ms spread"
+    assert lines[2].split()[2:] == ["0.018", "0.050", "0.018", "0.001", "0.004", "0.004", "0.001", "12%"]
+    assert lines[3].split()[3] == "?"
+    assert len({len(line) for line in lines[1:]}) == 1
+
+
+# ---- cuts
+
+
+def test_what_crosses_cuts_of_a_small_graph() -> None:
+    profile = chain(
+        4,
+        Tensor(0, (1, 3), Cost(1, 10)),
+        Tensor(1, (2,), Cost(0, 100)),
+        Tensor(0, (2,), Cost(0, 7), differentiable=False),
+    )
+    assert profile.crossing == (
+        (Cost(1, 17), Cost(1, 10)),
+        (Cost(1, 117), Cost(1, 110)),
+        (Cost(1, 10), Cost(1, 10)),
+        (Cost(0, 0), Cost(0, 0)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_crosses_is_what_is_made_before_and_read_after(seed: int) -> None:
+    generator = random.Random(seed)
+    count = generator.randint(1, 30)
+    tensors = []
+    for _ in range(generator.randint(0, 60) if count > 1 else 0):
+        producer = generator.randrange(count - 1)
+        later = range(producer + 1, count)
+        readers = tuple(sorted(generator.sample(later, generator.randint(1, min(4, len(later))))))
+        size = Cost(generator.random() * 10 ** generator.randint(-3, 12), generator.choice([0.0, generator.random()]))
+        tensors.append(Tensor(producer, readers, size, generator.random() < 0.5))
+    profile = chain(count, *tensors)
+    for cut, found in enumerate(profile.crossing):
+        crossing = [tensor for tensor in tensors if tensor.producer <= cut < max(tensor.consumers)]
+        returning = [tensor for tensor in crossing if tensor.differentiable]
+        assert found == tuple(
+            Cost(math.fsum(t.bytes.fixed for t in there), math.fsum(t.bytes.per_sample for t in there))
+            for there in (crossing, returning)
+        )
+    assert profile.crossing[-1] == (Cost(), Cost())
+
+
+def test_cuts_give_each_layer_a_stage() -> None:
+    profile = chain(4)
+    assert profile.stage_of_layers([]) == (0, 0, 0, 0)
+    assert profile.stage_of_layers(["layer0", "layer2"]) == (0, 1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "message"),
+    [
+        (
+            ["layer9"],
+            "the plan cuts after 'layer9', which isn't a layer of the profile of 'm'; its layers are layer0, layer1, ",
+        ),
+        (["layer2", "layer1"], "cuts leave stage 1 without a layer; give cuts in the order of layers, none after"),
+        (["layer1", "layer1"], "cuts leave stage 1 without a layer; give cuts in the order of layers, none after"),
+        (["layer1", "layer3"], "cuts leave stage 2 without a layer; give cuts in the order of layers, none after"),
+    ],
+)
+def test_wrong_cuts_are_refused(cuts: list[str], message: str) -> None:
+    with pytest.raises(ProfileError) as caught:
+        chain(4).stage_of_layers(cuts)
+    assert str(caught.value).startswith(message)
+
+
+def test_of_many_layers_an_error_lists_some() -> None:
+    with pytest.raises(ProfileError, match=r"layer11, \.\.\. \(30 in all\)$"):
+        chain(30).stage_of_layers(["other"])
+
+
+# ---- JSON
+
+
+def test_a_saved_profile_loads_back_equal(tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == PROFILE
+
+
+def test_json_has_a_line_for_each_layer_and_no_defaults() -> None:
+    lines = chain(2, Tensor(0, (1,), Cost(0.0, 4.0))).to_json().splitlines()
+    assert lines == [
+        "{",
+        '  "format": "dapple_tf.profile/1",',
+        '  "model": "m",',
+        '  "device": "cpu",',
+        '  "batch_sizes": [4],',
+        '  "step_seconds": 0.0,',
+        '  "task_seconds": 0.0,',
+        '  "key": "",',
+        '  "layers": [',
+        '    {"name": "layer0", "forward": [0.0, 1.0], "backward": [0.0, 2.0]},',
+        '    {"name": "layer1", "forward": [0.0, 1.0], "backward": [0.0, 2.0]}',
+        "  ],",
+        '  "tensors": [',
+        '    {"producer": 0, "consumers": [1], "bytes": [0.0, 4.0]}',
+        "  ],",
+        '  "shared": []',
+        "}",
+    ]
+
+
+NUMBERS = st.floats(0, 1e30) | st.integers(0, 2**62)
+COSTS = st.builds(Cost, NUMBERS, NUMBERS)
+WHOLE = st.integers(0, 2**62)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    names = draw(st.lists(st.text(max_size=5), min_size=2, max_size=5, unique=True))
+    fields = {field.name: COSTS for field in dataclasses.fields(LayerProfile) if field.type == "Cost"}
+    fields |= {
+        field.name: st.none() | COSTS for field in dataclasses.fields(LayerProfile) if field.type == "Cost | None"
+    }
+    fields |= {field.name: WHOLE for field in dataclasses.fields(LayerProfile) if field.type == "int"}
+    fields |= {field.name: NUMBERS for field in dataclasses.fields(LayerProfile) if field.type == "float"}
+    layers = tuple(LayerProfile(name, **draw(st.fixed_dictionaries(fields))) for name in names)
+    last = len(names) - 1
+    ends = draw(st.lists(st.sets(st.integers(0, last), min_size=2).map(sorted), max_size=5))
+    tensors = tuple(Tensor(first, tuple(rest), draw(COSTS), draw(st.booleans())) for first, *rest in ends)
+    shared = tuple(SharedParameters(tuple(group), draw(WHOLE), draw(WHOLE)) for group in ends[:2])
+    sizes = tuple(draw(st.lists(st.integers(1, 2**40), min_size=1, max_size=3)))
+    return Profile(
+        draw(st.text()), "cpu", sizes, layers, tensors, shared, draw(NUMBERS), draw(NUMBERS), draw(st.text())
+    )
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(profiles())
+def test_any_profile_comes_back_from_its_json(profile: Profile) -> None:
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def changed(*path: str | int, value: Any = None, remove: bool = False) -> str:
+    """PROFILE's JSON text with one value replaced or removed."""
+    data = json.loads(PROFILE.to_json())
+    inner = data
+    for step in path[:-1]:
+        inner = inner[step]
+    if remove:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return json.dumps(data)
+
+
+WHOLE_ERROR = "it must be a whole number of at least 0 and below 2**63"
+NUMBER_ERROR = "it must be a finite number of at least 0"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", " isn't JSON: "),
+        ("[" * 100_000, " isn't JSON: "),
+        ('{"step_seconds": ' + "9" * 5000 + "}", " isn't JSON: Exceeds the limit"),
+        ("[1]", " has a JSON list where an object {...} is expected"),
+        ("null", " has a JSON NoneType where an object {...} is expected"),
+        (changed("format", value="other"), ": 'format' is 'other'; this version reads 'dapple_tf.profile/1'"),
+        (changed("format", remove=True), ": 'format' is None; this version reads 'dapple_tf.profile/1'"),
+        (changed("format", value=["dapple_tf.profile/1"]), ": 'format' is ['dapple_tf.profile/1']; this version"),
+        (changed("extra", value=1), ": unknown key 'extra'; the keys are model, device, batch_sizes, layers, "),
+        (changed("model", remove=True), ": key 'model' is missing"),
+        (changed("layers", remove=True), ": key 'layers' is missing"),
+        (changed("model", value=3), ": model is 3; it must be a text"),
+        (changed("device", value=None), ": device is None; it must be a text"),
+        (changed("key", value=["a"]), ": key is ['a']; it must be a text"),
+        (changed("batch_sizes", value=8), ": batch_sizes is 8; it must be a list"),
+        (changed("batch_sizes", 1, value=True), f": batch_sizes[1] is True; {WHOLE_ERROR}"),
+        (changed("batch_sizes", 1, value=8.0), f": batch_sizes[1] is 8.0; {WHOLE_ERROR}"),
+        (changed("batch_sizes", 1, value=[8]), f": batch_sizes[1] is [8]; {WHOLE_ERROR}"),
+        (changed("batch_sizes", 1, value=2**63), f": batch_sizes[1] is {2**63}; {WHOLE_ERROR}"),
+        (changed("batch_sizes", 1, value=0), ": batch_sizes is [2, 0]; give at least one size of at least 1"),
+        (changed("step_seconds", value=math.nan), f": step_seconds is nan; {NUMBER_ERROR}"),
+        (changed("step_seconds", value=math.inf), f": step_seconds is inf; {NUMBER_ERROR}"),
+        (changed("step_seconds", value=-1), f": step_seconds is -1; {NUMBER_ERROR}"),
+        (changed("task_seconds", value=False), f": task_seconds is False; {NUMBER_ERROR}"),
+        (changed("task_seconds", value="1"), f": task_seconds is '1'; {NUMBER_ERROR}"),
+        (changed("layers", value={}), ": layers is {}; it must be a list"),
+        (changed("layers", value=[]), ": the profile of 'model' has no layers"),
+        (changed("layers", value=[1, 2]), ": layers[0] is 1; it must be an object {...}"),
+        (changed("layers", 1, value=[]), ": layers[1] is []; it must be an object {...}"),
+        (changed("layers", 1, "name", remove=True), ": layers[1]: key 'name' is missing"),
+        (changed("layers", 1, "name", value=1), ": layers[1].name is 1; it must be a text"),
+        (changed("layers", 1, "name", value="c"), ": layers 1 and 2 are both named 'c'"),
+        (changed("layers", 1, "flops", value=1), ": layers[1]: unknown key 'flops'; the keys are name, forward, "),
+        (changed("layers", 1, "forward", value=3), ": layers[1].forward is 3; it must be [fixed, per_sample]"),
+        (changed("layers", 1, "forward", value=None), ": layers[1].forward is None; it must be [fixed, per_sample]"),
+        (changed("layers", 1, "forward", value=[1]), ": layers[1].forward is [1]; it must be [fixed, per_sample]"),
+        (changed("layers", 1, "forward", value=[1, [2]]), f": layers[1].forward[1] is [2]; {NUMBER_ERROR}"),
+        (changed("layers", 1, "forward", value=[1, -2]), f": layers[1].forward[1] is -2; {NUMBER_ERROR}"),
+        (changed("layers", 1, "forward", value=[math.inf, 1]), f": layers[1].forward[0] is inf; {NUMBER_ERROR}"),
+        (
+            changed("layers", 1, "forward", 0, value=10**400),
+            ": layers[1].forward[0] is 100000000000000000...000000000",
+        ),
+        (changed("layers", 0, "backward_weight", value=1), ": layers[0].backward_weight is 1; it must be [fixed, "),
+        (changed("layers", 0, "parameter_bytes", value=1.5), f": layers[0].parameter_bytes is 1.5; {WHOLE_ERROR}"),
+        (changed("layers", 0, "parameter_bytes", value=-1), f": layers[0].parameter_bytes is -1; {WHOLE_ERROR}"),
+        (changed("layers", 0, "spread", value=None), f": layers[0].spread is None; {NUMBER_ERROR}"),
+        (changed("tensors", value=None), ": tensors is None; it must be a list"),
+        (changed("tensors", 0, "bytes", remove=True), ": tensors[0]: key 'bytes' is missing"),
+        (changed("tensors", 0, "consumers", value=1), ": tensors[0].consumers is 1; it must be a list"),
+        (changed("tensors", 0, "consumers", value=[[1]]), f": tensors[0].consumers[0] is [1]; {WHOLE_ERROR}"),
+        (changed("tensors", 0, "consumers", value=[0]), ": a tensor goes from layer 0 to layers [0]; these must be"),
+        (changed("tensors", 0, "producer", value="a"), f": tensors[0].producer is 'a'; {WHOLE_ERROR}"),
+        (
+            changed("tensors", 0, "differentiable", value=1),
+            ": tensors[0].differentiable is 1; it must be true or false",
+        ),
+        (changed("shared", 0, "layers", value={"a": 1}), ": shared[0].layers is {'a': 1}; it must be a list"),
+        (changed("shared", 0, "layers", value=[True, 2]), f": shared[0].layers[0] is True; {WHOLE_ERROR}"),
+        (changed("shared", 0, "layers", value=[{"name": "b"}]), ": shared[0].layers[0] is {'name': 'b'}; it must be"),
+        (changed("shared", 0, "layers", value=[1]), ": shared parameters are used by layers [1]; give at least two"),
+        (changed("shared", 0, "slot_bytes", value=None), f": shared[0].slot_bytes is None; {WHOLE_ERROR}"),
+    ],
+)
+def test_a_wrong_text_is_refused_with_its_place(text: str, message: str) -> None:
+    with pytest.raises(ProfileError) as caught:
+        Profile.from_json(text, source="mine")
+    assert str(caught.value).startswith(f"mine{message}")
+
+
+def test_an_error_shows_a_large_value_in_part() -> None:
+    deep: Any = 1
+    for _ in range(100):
+        deep = [deep] * 2 if isinstance(deep, int) else [deep]
+    for value in ("x" * 10**5, [1] * 10**5, deep, 10**4000):
+        with pytest.raises(ProfileError) as caught:
+            Profile.from_json(changed("layers", 0, "spread", value=value))
+        assert len(str(caught.value)) < 200
+
+
+def test_files_that_are_no_profiles_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ProfileError, match=r"profile\.json isn't UTF-8 text"):
+        Profile.load(path)
+    path.write_text("")
+    with pytest.raises(ProfileError, match=r"profile\.json isn't JSON"):
+        Profile.load(path)
+    with pytest.raises(FileNotFoundError):
+        Profile.load(tmp_path / "none.json")
+
+
+def values_of(data: Any) -> list[tuple[Any, Any]]:
+    """Every container in JSON data with each of its keys."""
+    entries = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [place for key, value in entries for place in [(data, key), *values_of(value)]]
+
+
+def test_mutated_values_give_a_profile_or_a_profile_error() -> None:
+    generator = random.Random(13)
+    original = json.loads(PROFILE.to_json())
+    values = [None, True, -1, 0, 1.5, 10**400, math.nan, math.inf, "", "a", [], [[]], [1, 2], {}, {"name": "x"}, 2**63]
+    refused = 0
+    for _ in range(2000):
+        data = copy.deepcopy(original)
+        for _ in range(generator.randint(1, 2)):
+            places = values_of(data)
+            container, key = generator.choice(places)
+            action = generator.random()
+            if action < 0.2:
+                del container[key]
+            elif action < 0.4:
+                container[key] = copy.deepcopy(generator.choice([inner[k] for inner, k in places]))
+            else:
+                container[key] = copy.deepcopy(generator.choice(values))
+        try:
+            profile = Profile.from_json(json.dumps(data))
+        except ProfileError:
+            refused += 1
+        else:
+            assert Profile.from_json(profile.to_json()) == profile
+    assert 1000 < refused < 2000
+
+
+def test_mutated_texts_give_a_profile_or_a_profile_error() -> None:
+    generator = random.Random(17)
+    original = PROFILE.to_json()
+    pieces = [
+        "",
+        "[",
+        "]",
+        "{",
+        "}",
+        ",",
+        ":",
+        '"',
+        "9" * 30,
+        "-",
+        "e9",
+        "NaN",
+        "Infinity",
+        "null",
+        "true",
+        "\\ud800",
+        "\x00",
+    ]
+    refused = 0
+    for _ in range(2000):
+        text = original
+        for _ in range(generator.randint(1, 3)):
+            start = generator.randrange(len(text))
+            text = text[:start] + generator.choice(pieces) + text[start + generator.choice([0, 1, 1, 8]) :]
+        try:
+            Profile.from_json(text)
+        except ProfileError:
+            refused += 1
+    assert 1000 < refused < 2000
