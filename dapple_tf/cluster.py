@@ -322,7 +322,7 @@ def _link_text(bandwidth: float | None, latency: float | None) -> str:
 def _check_link(name: str, value: float | None) -> None:
     if value is None:
         return
-    if name.endswith("bandwidth"):
+    if "bandwidth" in name:
         if not (math.isfinite(value) and value > 0):
             raise ClusterError(f"{name} is {value} bytes/s; it must be above 0 and finite, or None for unknown")
     elif not (math.isfinite(value) and value >= 0):
@@ -332,7 +332,7 @@ def _check_link(name: str, value: float | None) -> None:
 def _parse_object(text: str, source: str) -> Mapping[str, Any]:
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also for numbers and nesting beyond Python's limits
         raise ClusterError(f"{source} isn't JSON: {error}") from error
     if not isinstance(data, dict):
         raise ClusterError(f"{source} has a JSON {type(data).__name__} where an object {{...}} is expected")
@@ -348,11 +348,16 @@ def _check_keys(data: Mapping[str, Any], required: set[str], optional: set[str],
             raise ClusterError(f"{source}: key {key!r} is missing")
 
 
+def _is_number(value: object) -> bool:
+    """Whether it is a number that a float can hold."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**1000)
+
+
 def _numbers(data: Mapping[str, Any], names: Sequence[str], source: str) -> dict[str, float | None]:
     """The values of these keys, each a number or None."""
     for name in names:
         value = data.get(name)
-        if value is not None and type(value) not in (int, float):
+        if value is not None and not _is_number(value):
             raise ClusterError(f"{source}: {name!r} is {value!r}; it must be a number or null")
     return {name: data.get(name) for name in names}
 
@@ -371,7 +376,7 @@ def _server_devices(server: object, source: str) -> tuple[Sequence[int | None], 
             raise ClusterError(f"{source}: 'memory_bytes' has {entry!r}; it must be a whole number of bytes or null")
     speeds = _per_device(server, "speed", 1.0, count, source)
     for entry in speeds:
-        if type(entry) not in (int, float):
+        if not _is_number(entry):
             raise ClusterError(f"{source}: 'speed' has {entry!r}; it must be a number")
     return memories, speeds
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dapple_tf.cluster import Cluster
+from dapple_tf.cluster import Cluster, Link
 from dapple_tf.plan import Plan, PlanError
 from dapple_tf.profile import ZERO, Cost, Profile
 from dapple_tf.schedules import ScheduleError, make_schedule, resolve_warm_up
@@ -85,37 +86,48 @@ class Reduction:
 
 
 def all_reduce_seconds(cluster: Cluster, devices: Sequence[int], size: float, algorithm: str = "hierarchical") -> float:
-    """Time to all-reduce ``size`` bytes over ``devices``.
+    """Time to all-reduce ``size`` bytes over ``devices``; see :func:`all_reduce_line`."""
+    if size <= 0:
+        return 0.0
+    start, rate = all_reduce_line(cluster, Counter(cluster.devices[device].server for device in devices), algorithm)
+    return start + rate * size
+
+
+def all_reduce_line(cluster: Cluster, members: Mapping[int, int], algorithm: str) -> tuple[float, float]:
+    """Seconds of an all-reduce: (those of nothing, those per byte).
 
     A ring of n members moves 2 (n - 1) / n of the bytes over each of its links, in 2 (n - 1) steps. ``hierarchical``
     reduces inside each server first, then over the servers' network cards, then spreads the result; ``flat`` is one
     ring through all devices. A network card carries one ring at a time, in both directions at once.
+
+    Args:
+        cluster: the cluster.
+        members: server -> how many of its devices take part.
+        algorithm: one of `ALL_REDUCE`.
     """
-    count = len(devices)
-    if count < 2 or size <= 0:
-        return 0.0
-    members: dict[int, int] = {}
-    for device in devices:
-        server = cluster.devices[device].server
-        members[server] = members.get(server, 0) + 1
+    count = sum(members.values())
+    if count < 2:
+        return 0.0, 0.0
     links = cluster.server_links
-    inner = [server for server, number in members.items() if number > 1]
-    seconds = 0.0
+    inner = [_ring(cluster, number, links[server][0]) for server, number in members.items() if number > 1]
+    outer = (0.0, 0.0)
     if len(members) > 1:
-        outer = [links[server][1] for server in members]
-        rings = count if algorithm == "flat" else len(members)
-        seconds += _ring(cluster, rings, size, min(x.bandwidth for x in outer), max(x.latency for x in outer))
+        cards = [links[server][1] for server in members]
+        slowest = Link(min(card.bandwidth for card in cards), max(card.latency for card in cards))
+        outer = _ring(cluster, count if algorithm == "flat" else len(members), slowest)
     if inner and (len(members) == 1 or algorithm == "hierarchical"):
-        seconds += max(_ring(cluster, members[server], size, *links[server][0]) for server in inner)
-    return seconds
+        start, rate = (max(parts) for parts in zip(*inner, strict=True))
+        return outer[0] + start, outer[1] + rate
+    return outer
 
 
-def _ring(cluster: Cluster, members: int, size: float, bandwidth: float, latency: float) -> float:
+def _ring(cluster: Cluster, members: int, link: Link) -> tuple[float, float]:
+    bandwidth, latency = link
     if cluster.reduce_bandwidth is not None:
         bandwidth = min(bandwidth, cluster.reduce_bandwidth)
     if cluster.reduce_latency is not None:
         latency = max(latency, cluster.reduce_latency)
-    return 2 * (members - 1) / members * size / bandwidth + 2 * (members - 1) * latency
+    return 2 * (members - 1) * latency, 2 * (members - 1) / members / bandwidth
 
 
 class CostModel:
@@ -155,6 +167,12 @@ class CostModel:
         self.overlap, self.all_reduce = overlap, all_reduce
         self.micro_batches = intervals(split_evenly(plan.global_batch_size, plan.micro_batches))
         self.routes = _routes(profile, stage_of)
+        self._differentiable = {
+            (stage_of[tensor.producer], stage_of[layer])
+            for tensor in profile.tensors
+            for layer in tensor.consumers
+            if tensor.differentiable
+        }
         bounds = [0, *(profile.index[cut] + 1 for cut in plan.cuts), len(profile.layers)]
         self.stages = tuple(
             stage_cost(profile, start, stop, plan.recompute) for start, stop in itertools.pairwise(bounds)
@@ -208,7 +226,7 @@ class CostModel:
             for sender, interval in enumerate(senders):
                 for receiver, wanted in enumerate(receivers):
                     common = interval.overlap(wanted).size
-                    if common and (cost.fixed or cost.per_sample):
+                    if common and (not backward or (producer, consumer) in self._differentiable):
                         found.append(Piece(sender, receiver, cost.at(common)))
             self._pieces[key] = tuple(found)
         return self._pieces[key]
@@ -243,18 +261,25 @@ class CostModel:
     def buckets(self, stage: int) -> tuple[tuple[float, float], ...]:
         """For overlapped reduction: (part of the last B's time after which it is ready, bytes) of each bucket.
 
-        B runs through the layers from last to first; a bucket is full at ``plan.bucket_bytes``.
+        B recomputes what it must, then runs through the layers from last to first; a bucket is full at
+        ``plan.bucket_bytes``. A parameter that several layers of the stage share is ready after the first of them.
         """
         first, stop = self.stages[stage].layers
         samples = self.profile.timed_samples(self.slices(stage, len(self.micro_batches) - 1)[0].size)
         layers = self.profile.layers[first:stop]
-        total = sum(layer.backward.at(samples) for layer in layers) or 1.0
-        found, pending, passed = [], 0.0, 0.0
-        for layer in reversed(layers):
+        sizes = [layer.parameter_bytes for layer in layers]
+        for group in self.profile.shared:
+            if first <= group.layers[0] and group.layers[-1] < stop:
+                sizes[group.layers[0] - first] += group.parameter_bytes
+        total = self.profile.task_seconds + self.stages[stage].backward.at(samples)
+        passed = total - sum(layer.backward.at(samples) for layer in layers)
+        total = total or 1.0
+        found, pending = [], 0.0
+        for layer, size in zip(reversed(layers), reversed(sizes), strict=True):
             passed += layer.backward.at(samples)
-            pending += layer.parameter_bytes
+            pending += size
             if pending >= self.plan.bucket_bytes:
-                found.append((passed / total, pending))
+                found.append((min(1.0, passed / total), pending))
                 pending = 0.0
         if pending:
             found.append((1.0, pending))
@@ -286,8 +311,9 @@ class CostModel:
     def needed_bytes(self, stage: int, in_flight: int) -> float:
         """Peak memory of each device of a stage with ``in_flight`` micro-batches (K) in flight."""
         samples = self.samples(stage)
-        running = in_flight * self.residual_bytes(stage, samples) + self.working_bytes(stage, samples)
-        return self.stages[stage].stored_bytes + max(running, self.reduction_bytes(stage))
+        residual, working = self.residual_bytes(stage, samples), self.working_bytes(stage, samples)
+        reducing = self.reduction_bytes(stage) + (residual + working if self.overlap else 0.0)
+        return self.stages[stage].stored_bytes + max(in_flight * residual + working, reducing)
 
     def memory_limit(self, stage: int) -> int | None:
         """Memory of the smallest device of a stage; None where no device's is known."""
@@ -308,7 +334,7 @@ class CostModel:
                 stored = self.stages[stage].stored_bytes
                 room = limit - stored - self.working_bytes(stage, samples)
                 each = self.residual_bytes(stage, samples)
-                fits = room >= each and limit >= stored + self.reduction_bytes(stage)
+                fits = room >= each and limit >= self.needed_bytes(stage, 1)
                 count = (min(count, int(room // each)) if each else count) if fits else 0
             found.append(count)
         return tuple(found)

@@ -146,7 +146,7 @@ class Engine:
         program = capture(self.model, self.table, mode, spec, training=training)
         prefix = f"{mode.value}{next(self._numbers)}_"
         program = run_passes(program, self._stage_passes(mode, prefix), instruments=[self.timing])
-        updates = self._updates(program) if mode is Mode.TRAIN else ()
+        updates = stage_updates(self.model, self.table, program) if mode is Mode.TRAIN else ()
         self._host(program, updates)
         logger.info("prepared %s for %s in %.2f s", mode.value, spec.key, time.perf_counter() - start)
         return _Build(mode, spec, program, updates, prefix)
@@ -173,34 +173,9 @@ class Engine:
         self._next_key += _KEYS_PER_STEP
         return [replicate, SplitConcat(), Accumulate(built.prefix), order, update]
 
-    def _updates(self, program: Program) -> tuple[StageUpdate, ...]:
-        optimizer = self.model.optimizer
-        check_optimizer(optimizer, self.model.trainable_variables)
-        self.table.add_optimizer(optimizer)
-        sliced = {
-            v.name: tf.dtypes.as_dtype(dtype)
-            for stage in program.stages
-            for v, dtype in sliced_gradients(program, stage)
-        }
-        trained = sliced.keys() | {v.name for stage in program.stages for _, v in accumulated_gradients(program, stage)}
-        parameters = [[name for name in stage.reads if name in trained] for stage in program.stages]
-        loss = program.roles.loss
-        assert loss is not None
-        loss_stage = program.node_stage.get(loss.node, len(program.stages) - 1)
-        loss_dtype = tf.dtypes.as_dtype(dtype_of(Graph(program.graph), loss))
-        return capture_updates(optimizer, self.table, parameters, sliced, loss_stage, loss_dtype)
-
     def _host(self, program: Program, updates: Sequence[StageUpdate]) -> None:
         """Settles which stages keep which variables. Training decides; what was built before it is built again."""
-        reads: dict[str, tuple[int, ...]] = {}
-        for stage in program.stages:
-            for name in stage.reads:
-                reads[name] = (*reads.get(name, ()), stage.index)
-        optimizer: dict[str, tuple[int, ...]] = {}
-        for index, update in enumerate(updates):
-            for variable in update.apply.variables.values():
-                if variable.kind is VariableKind.OPTIMIZER:
-                    optimizer[variable.name] = (*optimizer.get(variable.name, ()), index)
+        reads, optimizer = hosts_of(program, updates)
         if updates:
             hosts = {**{name: stages for name, stages in self._hosts.items() if name not in reads}, **reads}
         else:
@@ -445,6 +420,43 @@ class Engine:
             run_passes(built.program, self._step_passes(built, samples), first=5, instruments=[write])
             schedule = self.schedule(built, self.layout(built, samples))
             (place / "schedule.txt").write_text(f"{schedule}\n")
+
+
+def stage_updates(model: keras.Model, table: VariableTable, program: Program) -> tuple[StageUpdate, ...]:
+    """The optimizer's part for each stage of a program with stage functions; adds its variables to the table.
+
+    Raises:
+        CaptureError: the optimizer can't be split over stages.
+    """
+    optimizer = model.optimizer
+    check_optimizer(optimizer, model.trainable_variables)
+    table.add_optimizer(optimizer)
+    sliced = {
+        v.name: tf.dtypes.as_dtype(dtype) for stage in program.stages for v, dtype in sliced_gradients(program, stage)
+    }
+    trained = sliced.keys() | {v.name for stage in program.stages for _, v in accumulated_gradients(program, stage)}
+    parameters = [[name for name in stage.reads if name in trained] for stage in program.stages]
+    loss = program.roles.loss
+    assert loss is not None
+    loss_stage = program.node_stage.get(loss.node, len(program.stages) - 1)
+    loss_dtype = tf.dtypes.as_dtype(dtype_of(Graph(program.graph), loss))
+    return capture_updates(optimizer, table, parameters, sliced, loss_stage, loss_dtype)
+
+
+def hosts_of(
+    program: Program, updates: Sequence[StageUpdate]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """The stages that need each variable of the model, and each of the optimizer."""
+    reads: dict[str, tuple[int, ...]] = {}
+    for stage in program.stages:
+        for name in stage.reads:
+            reads[name] = (*reads.get(name, ()), stage.index)
+    optimizer: dict[str, tuple[int, ...]] = {}
+    for index, update in enumerate(updates):
+        for variable in update.apply.variables.values():
+            if variable.kind is VariableKind.OPTIMIZER:
+                optimizer[variable.name] = (*optimizer.get(variable.name, ()), index)
+    return reads, optimizer
 
 
 # A step uses one collective key per bucket; keys of steps mustn't overlap.

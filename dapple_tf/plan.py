@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+import math
 import operator
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -16,6 +19,8 @@ from graph_passes.batching import split_evenly
 
 if TYPE_CHECKING:
     from dapple_tf.cluster import Cluster
+
+logger = logging.getLogger(__name__)
 
 RECOMPUTE_MODES = ("none", "boundary", "min_cut")
 """What a backward recomputes: nothing; its stage's forward (GPipe's way); or what a min-cut finds cheapest."""
@@ -37,6 +42,79 @@ class PlanOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
+class StageReport:
+    """What the planner expects of one stage.
+
+    Attributes:
+        layers: number of layers.
+        share: its part of all devices' computing time.
+        bubble: the part of the step in which its devices are idle.
+        warm_up: K, the micro-batches in flight.
+        memory_bytes: peak use of its fullest device.
+        memory_limit: memory of its smallest device; None where unknown.
+    """
+
+    layers: int
+    share: float
+    bubble: float
+    warm_up: int
+    memory_bytes: float
+    memory_limit: int | None
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """Why the planner chose a plan. Times are simulated seconds of one step.
+
+    Attributes:
+        latency: of the plan.
+        formula_latency: L of formula 2 (DAPPLE, section 4.1), which the search went by.
+        speedup: over one device that runs all micro-batches one after the other.
+        data_parallel: of data parallelism on all devices; None if that isn't possible.
+        data_parallel_note: why not.
+        runner_up: of the best plan with other stages or replicas; None if there was none.
+        runner_up_text: that plan, in short.
+        pivot: the stage with the fewest bubbles, which sets the pace.
+        limited_by: what the step's critical path consists of.
+        stages: see :class:`StageReport`.
+        fingerprint: that of the plan that this was said about.
+    """
+
+    latency: float
+    formula_latency: float
+    speedup: float
+    data_parallel: float | None
+    data_parallel_note: str
+    runner_up: float | None
+    runner_up_text: str
+    pivot: str
+    limited_by: str
+    stages: tuple[StageReport, ...]
+    fingerprint: str
+
+    def __str__(self) -> str:
+        def factor(other: float) -> str:
+            return f"{other / self.latency:.3g}x the time" if self.latency else "the same"
+
+        parallel = f"impossible: {self.data_parallel_note}"
+        if self.data_parallel is not None:
+            parallel = f"{_ms(self.data_parallel)}, {factor(self.data_parallel)}"
+        runner_up = "none found"
+        if self.runner_up is not None:
+            runner_up = f"{self.runner_up_text}: {_ms(self.runner_up)}, {factor(self.runner_up)}"
+        return (
+            f"expected step {_ms(self.latency)}, {self.speedup:.3g}x one device\n"
+            f"pace set by {self.pivot} (the pivot stage); critical path: {self.limited_by}\n"
+            f"runner-up: {runner_up}\n"
+            f"data parallelism on all devices: {parallel}"
+        )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"
+
+
+@dataclass(frozen=True)
 class Plan:
     """Stages, their devices and the schedule; checked when it is made. Sequences may be given as lists.
 
@@ -50,6 +128,8 @@ class Plan:
         jit_compile: whether stages are compiled with XLA.
         warm_up: K of each stage in place of the policy's; must not rise from a stage to the next.
         bucket_bytes: gradients are all-reduced in buckets of about so many bytes.
+        report: what the planner expects of it, and why it chose it; None for a plan made by hand. Says nothing of
+            equality.
 
     Raises:
         PlanError: saying what is wrong, where, and what to change.
@@ -64,6 +144,7 @@ class Plan:
     jit_compile: bool = False
     warm_up: tuple[int, ...] | None = None
     bucket_bytes: int = 4 * 2**20
+    report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -156,21 +237,38 @@ class Plan:
             raise PlanError(f"{source}: key 'format' is missing; a plan has \"format\": {json.dumps(_FORMAT)}")
         if (found := data.pop("format")) != _FORMAT:
             raise PlanError(f"{source}: 'format' is {found!r}; this version reads {_FORMAT!r}")
-        known = {field.name: field for field in fields(cls)}
+        known = {entry.name: entry for entry in fields(cls)}
         for key in data:
             if key not in known:
                 raise PlanError(f"{source}: unknown key {key!r}; the keys are format, {', '.join(known)}")
-        for key, field in known.items():
-            if key not in data and field.default is MISSING:
+        for key, entry in known.items():
+            if key not in data and entry.default is MISSING:
                 raise PlanError(f"{source}: key {key!r} is missing")
         try:
-            return cls(**data)
+            report = data.pop("report", None)
+            plan = cls(**data)
+            if report is not None:
+                plan = replace(plan, report=_parsed_report(report))
         except PlanError as error:
             raise PlanError(f"{source}: {error}") from error
+        if plan.report is not None and plan.report.fingerprint != plan.fingerprint:
+            logger.warning("%s has been changed since it was planned: what was expected of it is left out", source)
+            plan = replace(plan, report=None)
+        return plan
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that a plan decides, to tell whether it has been changed."""
+        decided = [getattr(self, entry.name) for entry in fields(self) if entry.name != "report"]
+        return hashlib.sha256(json.dumps(decided).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
         """Return the plan as JSON text, a line for each key; `from_json` gives an equal plan back."""
-        values = {"format": _FORMAT} | {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {"format": _FORMAT} | {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        if self.report is None:
+            del values["report"]
+        else:
+            values["report"] = asdict(self.report)
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -216,14 +314,23 @@ class Plan:
             f"micro-batch{'es' if self.micro_batches > 1 else ''} ({batches} samples), schedule {self.schedule}, "
             f"recompute {self.recompute}, jit {'on' if self.jit_compile else 'off'}"
         )
-        rows = [("stage", "up to layer", "devices", "replicas", "slice sizes", "warm-up K")]
+        titles = ["stage", "up to layer", "devices", "replicas", "slice sizes", "warm-up K"]
+        report = self.report
+        rows = [titles if report is None else [*titles, "layers", "share of time", "bubble", "memory"]]
         for stage, (devices, warm_up) in enumerate(zip(self.devices, self.warm_up_counts(), strict=True)):
             layer = self.cuts[stage] if stage < len(self.cuts) else "(last)"
-            slices = " | ".join("+".join(map(str, split_evenly(size, len(devices)))) for size in sizes)
-            rows.append((str(stage), layer, " ".join(map(str, devices)), str(len(devices)), slices, str(warm_up)))
+            slices = " | ".join(_runs(split_evenly(size, len(devices))) for size in sizes)
+            row = [str(stage), layer, _ranges(devices), str(len(devices)), slices, str(warm_up)]
+            if report is not None:
+                found = report.stages[stage]
+                memory = f"{found.memory_bytes / 2**30:.3g}"
+                memory += " GiB" if found.memory_limit is None else f" of {found.memory_limit / 2**30:.3g} GiB"
+                row[5] = str(found.warm_up)
+                row += [str(found.layers), f"{found.share:.1%}", f"{found.bubble:.1%}", memory]
+            rows.append(row)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([header, *lines])
+        return "\n".join([header, *lines, *([] if report is None else [str(report)])])
 
     def _normalise(self) -> None:
         """Turn lists into tuples and number-like things into ints; refuse what is neither."""
@@ -233,6 +340,8 @@ class Plan:
             object.__setattr__(self, name, _integer(name, getattr(self, name)))
         if self.warm_up is not None:
             object.__setattr__(self, "warm_up", _integers("warm_up", self.warm_up))
+        if self.report is not None and len(self.report.stages) != len(self.devices):
+            raise PlanError(f"the report is about {len(self.report.stages)} stages, the plan has {len(self.devices)}")
         if not isinstance(self.jit_compile, bool):
             raise PlanError(f"jit_compile is {self.jit_compile!r}; it must be True or False")
 
@@ -298,6 +407,51 @@ class Plan:
             self.warm_up_counts()
         except schedules.ScheduleError as error:
             raise PlanError(str(error)) from error
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Numbers in short: ``0-7 9``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    texts = (f"{part[0]}-{part[-1]}" if len(part) > 2 else " ".join(map(str, part)) for part in parts)
+    return " ".join(texts)
+
+
+def _runs(sizes: tuple[int, ...]) -> str:
+    """Sizes in short: ``2+2+1``, of many replicas ``11x6 + 5x5``."""
+    if len(sizes) <= 4:
+        return "+".join(map(str, sizes))
+    return " + ".join(f"{count}x{size}" for size, count in Counter(sizes).items())
+
+
+def _parsed_report(data: object) -> PlanReport:
+    """A report from JSON data.
+
+    Raises:
+        PlanError: it isn't one.
+    """
+    stages = data.get("stages") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or not isinstance(stages, list):
+        raise PlanError(f"'report' is {data!r}; remove it, or restore what the planner wrote")
+    parsed = [_parsed_numbers(StageReport, stage) for stage in stages]
+    return _parsed_numbers(PlanReport, data | {"stages": tuple(parsed)})
+
+
+def _parsed_numbers(kind: Any, data: object) -> Any:
+    """A dataclass of texts and numbers from JSON data."""
+    names = {entry.name: str(entry.type) for entry in fields(kind)}
+    if not isinstance(data, dict) or set(data) != set(names):
+        raise PlanError(f"'report' has {data!r} where {', '.join(names)} are expected; remove 'report' from the file")
+    for name, value in data.items():
+        text, optional = names[name] == "str", "None" in names[name]
+        number = type(value) in (int, float) and math.isfinite(value)
+        if not (name == "stages" or (value is None and optional) or (isinstance(value, str) if text else number)):
+            raise PlanError(f"'report' has {value!r} for {name!r}; remove 'report' from the file")
+    return kind(**data)
 
 
 def _entries(what: str, values: object, example: str) -> tuple[Any, ...]:

@@ -165,8 +165,10 @@ class Simulation:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
         ]
         shares: dict[str, float] = {}
-        for span in self.critical_path:
-            shares[span.kind] = shares.get(span.kind, 0.0) + span.end - span.start
+        path = self.critical_path
+        for span, after in itertools.zip_longest(path, path[1:]):
+            end = span.end if after is None else min(span.end, after.start)  # overlapped reductions start before
+            shares[span.kind] = shares.get(span.kind, 0.0) + end - span.start
         parts = ", ".join(f"{kind} {seconds * 1e3:.4g} ms" for kind, seconds in shares.items())
         lines.append(f"critical path: {parts}")
         return "\n".join(lines)
@@ -187,7 +189,7 @@ def simulate(
     replica to replica; between two devices of a server over their own ports, between servers over the servers' network
     cards, each of which sends one message at a time and receives one, first come, first served. Gradients are reduced
     when all replicas of the stage are done and applied then. On a server whose capacity is below its number of devices,
-    tasks that run at the same time slow each other down.
+    tasks that run at the same time slow each other down. A schedule without backwards reduces and applies nothing.
 
     Args:
         plan: the plan.
@@ -201,6 +203,16 @@ def simulate(
         PlanError: the plan doesn't fit the profile, the cluster, or a device's memory.
     """
     return run(CostModel(plan, profile, cluster, overlap=overlap, all_reduce=all_reduce), schedule)
+
+
+def last_gradients(schedule: Schedule) -> frozenset[Task]:
+    """For each stage on each device, the task after which its gradients are complete; none in a forward schedule."""
+    found: dict[tuple[int, int], Task] = {}
+    for device, tasks in schedule.orders.items():
+        for task in tasks:
+            if task.phase in (Phase.BACKWARD, Phase.WEIGHT_GRAD):
+                found[device, task.stage] = task
+    return frozenset(found.values())
 
 
 def run(costs: CostModel, schedule: Schedule | None = None) -> Simulation:
@@ -237,15 +249,12 @@ class _Step:
         self.server = [device.server for device in cluster.devices]
         self.capacity = [cluster.capacity(server) for server in range(cluster.num_servers)]
         self.shared = [self.capacity[s] < len(cluster.devices_of(s)) for s in range(cluster.num_servers)]
-        self.running: list[dict[int, _Running]] = [{} for _ in range(cluster.num_servers)]
+        self.running: list[list[_Running]] = [[] for _ in range(cluster.num_servers)]
         self.updated = [0.0] * cluster.num_servers
         self.version = [0] * cluster.num_servers
         # Reductions: how many members each bucket still waits for.
         self.left = {device: len(tasks) for device, tasks in self.orders.items()}
-        self.last_task = {
-            stage: max((t for t in tasks if t.stage == stage), key=lambda t: (t.phase, t.micro_batch)).phase
-            for stage in range(plan.num_stages)
-        }
+        self.last_gradients = last_gradients(schedule)
         self._plan_reductions()
 
     def _waits(self, tasks: set[Task]) -> Iterator[tuple[Task, int]]:
@@ -285,6 +294,8 @@ class _Step:
                 self.arrive(*data)  # type: ignore[misc]
             elif action == _SHARED:
                 self.shared_event(*data)  # type: ignore[misc]
+            elif action == _BEGIN:
+                self.begin(*data)  # type: ignore[misc]
             else:
                 self.ready(*data)  # type: ignore[misc]
         stuck = [tasks[self.position[d]] for d, tasks in self.orders.items() if self.position[d] < len(tasks)]
@@ -309,16 +320,13 @@ class _Step:
         if came is not None and (own is None or self.spans[came].end > self.spans[own].end):
             cause = came
         server = self.server[device]
+        end = self.now + seconds
+        span = Span(task.phase.value, self.now, end, device, task.stage, task.micro_batch, task.replica, cause=cause)
         if self.shared[server]:
-            self.advance(server)
-            self.running[server][device] = _Running(task, seconds, self.now, cause)
-            self.next_of(server)
+            self.begin(span, task)
         else:
-            end = self.now + seconds
-            index = self.add(
-                Span(task.phase.value, self.now, end, device, task.stage, task.micro_batch, task.replica, cause=cause)
-            )
-            if self.costs.overlap and self.is_last(task):
+            index = self.add(span)
+            if self.costs.overlap and task in self.last_gradients:
                 self.announce(task, self.now, seconds, index)
             self.at(end, _FINISHED, (device, task, index))
 
@@ -331,7 +339,7 @@ class _Step:
         self.free[device] = True
         self.send(task, index)
         self.left[device] -= 1
-        if self.is_last(task) and not (self.costs.overlap and not self.shared[self.server[device]]):
+        if task in self.last_gradients and not (self.costs.overlap and not self.shared[self.server[device]]):
             for reduction, buckets in self.members[task.stage]:
                 for bucket in range(buckets):
                     self.ready(reduction, bucket, index)
@@ -339,18 +347,22 @@ class _Step:
             self.end_of_tasks(device, index)
         self.start(device)
 
-    def is_last(self, task: Task) -> bool:
-        """Whether it is the task after which the replica's gradients are complete."""
-        return task.micro_batch == len(self.costs.micro_batches) - 1 and task.phase is self.last_task[task.stage]
-
     # ---- shared cores
+
+    def begin(self, span: Span, task: Task | None = None) -> None:
+        """Starts what would take the span's time undisturbed."""
+        assert span.device is not None
+        server = self.server[span.device]
+        self.advance(server)
+        self.running[server].append(_Running(span, task, span.end - span.start))
+        self.next_of(server)
 
     def advance(self, server: int) -> None:
         """Brings the remaining work of a server's tasks up to date."""
         running = self.running[server]
         if running:
             rate = min(1.0, self.capacity[server] / len(running))
-            for item in running.values():
+            for item in running:
                 item.left -= (self.now - self.updated[server]) * rate
         self.updated[server] = self.now
 
@@ -359,7 +371,7 @@ class _Step:
         running = self.running[server]
         if running:
             rate = min(1.0, self.capacity[server] / len(running))
-            left = min(item.left for item in running.values())
+            left = min(item.left for item in running)
             self.at(self.now + max(0.0, left) / rate, _SHARED, (server, self.version[server]))
 
     def shared_event(self, server: int, version: int) -> None:
@@ -367,23 +379,12 @@ class _Step:
             return
         self.advance(server)
         running = self.running[server]
-        least = min(item.left for item in running.values())
-        for device in [device for device, item in running.items() if item.left <= least + 1e-12]:
-            item = running.pop(device)
-            task = item.task
-            index = self.add(
-                Span(
-                    task.phase.value,
-                    item.start,
-                    self.now,
-                    device,
-                    task.stage,
-                    task.micro_batch,
-                    task.replica,
-                    cause=item.cause,
-                )
-            )
-            self.at(self.now, _FINISHED, (device, task, index))
+        least = min(item.left for item in running)
+        for item in [item for item in running if item.left <= least + 1e-9 * (item.span.end - item.span.start)]:
+            running.remove(item)
+            index = self.add(item.span._replace(end=self.now))
+            if item.task is not None:
+                self.at(self.now, _FINISHED, (item.span.device, item.task, index))
         self.next_of(server)
 
     # ---- transfers
@@ -514,6 +515,8 @@ class _Step:
         """Updates a stage's parameters on a device, once its tasks are over and its gradients reduced."""
         if device not in self.finished_devices or self.unreduced[stage] or (device, stage) in self.applied:
             return
+        if not self.last_gradients:
+            return
         self.applied.add((device, stage))
         seconds = self.costs.apply_seconds(stage, device)
         if not seconds:
@@ -526,17 +529,20 @@ class _Step:
         if previous is not None and self.spans[previous].end > start:
             start, cause = self.spans[previous].end, previous
         replica = self.costs.plan.devices[stage].index(device)
-        self.last[device] = self.add(Span("apply", start, start + seconds, device, stage, replica=replica, cause=cause))
+        span = Span("apply", start, start + seconds, device, stage, replica=replica, cause=cause)
+        if self.shared[self.server[device]]:
+            self.at(start, _BEGIN, (span,))
+        else:
+            self.last[device] = self.add(span)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
-    """A task on a server whose devices share their cores."""
+    """What runs on a server whose devices share their cores: its span if undisturbed, and the seconds that are left."""
 
-    task: Task
+    span: Span
+    task: Task | None
     left: float
-    start: float
-    cause: int | None
 
 
-_FINISHED, _ARRIVED, _SHARED, _READY = range(4)
+_FINISHED, _ARRIVED, _SHARED, _READY, _BEGIN = range(5)

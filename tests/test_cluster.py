@@ -222,7 +222,6 @@ def test_inconsistent_devices_are_refused(devices: list[Device], message: str) -
     assert message in str(caught.value)
 
 
-@pytest.mark.xfail(strict=True, reason="_check_link takes 'intra_bandwidth of server 1' for a latency")
 @pytest.mark.parametrize("bandwidth", [0, -1])
 def test_a_servers_own_bandwidth_is_above_0(bandwidth: float) -> None:
     servers = [{"devices": 1}, {"devices": 1, "intra_bandwidth": bandwidth}]

@@ -1,0 +1,559 @@
+"""Finds the plan: dynamic programming by the paper's formula, then the best candidates by simulation.
+
+The formula (DAPPLE, PPoPP'21, section 4) knows neither the schedule's K nor memory beyond one micro-batch, nor links
+that several transfers share. The search therefore gives many candidates, for several numbers of micro-batches and for
+recomputation where memory is short; each is simulated under each schedule; and the best are improved by moving cuts and
+devices between neighbouring stages as long as that helps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from dapple_tf import progress
+from dapple_tf.cluster import Cluster
+from dapple_tf.cost import CostModel, gib
+from dapple_tf.latency import PipelineLatency, StageTime, pipeline_latency
+from dapple_tf.placement import Placements, links_of
+from dapple_tf.plan import Plan, PlanError, PlanReport, StageReport
+from dapple_tf.profile import Profile
+from dapple_tf.schedules import POLICIES
+from dapple_tf.search import Candidate, Search, coarsened
+from dapple_tf.simulator import Simulation, run
+from graph_passes.batching import split_evenly
+
+logger = logging.getLogger(__name__)
+
+_WORK = 45_000
+"""Tasks and transfers to simulate per plan that is sought, for a small cluster."""
+_TIE = 1e-3
+"""Latencies closer than this are equal; the plan with less memory wins."""
+_MOST_MICRO_BATCHES = 64
+"""More micro-batches than this aren't tried by themselves."""
+
+
+def plan(
+    profile: Profile,
+    cluster: Cluster,
+    global_batch_size: int,
+    *,
+    micro_batches: int | Sequence[int] | None = None,
+    schedule: str | Sequence[str] | None = None,
+    recompute: str | Sequence[str] | None = None,
+    overlap: bool = False,
+    all_reduce: str = "hierarchical",
+    jit_compile: bool = False,
+) -> Plan:
+    """Finds stages, replicas, placement, micro-batches, schedule and recomputation together.
+
+    Args:
+        profile: what the model's layers cost.
+        cluster: what to run on. Devices without known memory count as large enough, unknown links as free.
+        global_batch_size: samples in one step.
+        micro_batches: M, or several to choose from; None tries the usual ones.
+        schedule: a policy, or several to choose from; None tries all.
+        recompute: a mode, or several; None recomputes only where memory demands it.
+        overlap: whether gradients are all-reduced during the stage's last backward.
+        all_reduce: ``hierarchical`` or ``flat``.
+        jit_compile: passed on to the plan.
+
+    Returns:
+        The plan; ``print`` it for a table with the reasons, which are also in ``plan.report``.
+
+    Raises:
+        PlanError: nothing fits the devices' memory: the text says what is short by how much, and what would fit.
+    """
+    if global_batch_size < 1:
+        raise PlanError(f"global_batch_size is {global_batch_size}; it must be at least 1")
+    request = _Request(
+        profile,
+        cluster,
+        global_batch_size,
+        _several(micro_batches, _micro_batch_counts(profile, global_batch_size)),
+        _several(schedule, POLICIES),
+        None if recompute is None else _several(recompute, ()),
+        overlap,
+        all_reduce,
+        jit_compile,
+    )
+    for count in request.micro_batches:
+        if not 1 <= count <= global_batch_size:
+            raise PlanError(
+                f"a global batch of {global_batch_size} samples can't be cut into {count} micro-batches; use 1 to "
+                f"{global_batch_size}"
+            )
+    return _Planner(request).plan()
+
+
+def _several(given: Any, default: Iterable[Any]) -> tuple[Any, ...]:
+    if given is None:
+        return tuple(default)
+    return (given,) if isinstance(given, int | str) else tuple(given)
+
+
+def _micro_batch_counts(profile: Profile, batch: int) -> tuple[int, ...]:
+    """The numbers of micro-batches to try: divisors near powers of two, of slices that aren't smaller than profiled."""
+    most = max(1, min(batch // profile.least_samples, _MOST_MICRO_BATCHES))
+    wanted = [2**power for power in range(most.bit_length())]
+    divisors = [count for count in range(1, most + 1) if batch % count == 0]
+    found = {min(divisors, key=lambda divisor: (abs(math.log(divisor / count)), divisor)) for count in wanted}
+    # A batch with few divisors is cut unevenly rather than hardly at all.
+    found |= {count for count in wanted if all(abs(math.log(count / other)) > 0.5 for other in found)}
+    return tuple(sorted(found))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    profile: Profile
+    cluster: Cluster
+    batch: int
+    micro_batches: tuple[int, ...]
+    schedules: tuple[str, ...]
+    recompute: tuple[str, ...] | None
+    overlap: bool
+    all_reduce: str
+    jit_compile: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A plan and its simulated step."""
+
+    plan: Plan
+    simulation: Simulation
+
+    @property
+    def latency(self) -> float:
+        """Seconds of the step."""
+        return self.simulation.latency
+
+    @property
+    def memory(self) -> float:
+        """Peak use of the fullest device."""
+        costs = self.simulation.costs
+        return max(costs.needed_bytes(stage, count) for stage, count in enumerate(costs.warm_up))
+
+
+class _Planner:
+    """One search."""
+
+    def __init__(self, request: _Request) -> None:
+        self.request = request
+        self.profile, self.cluster = request.profile, request.cluster
+        self.choices: dict[tuple[Any, ...], Choice | None] = {}
+        self.work = 0.0
+        # Time is allowed to grow with the cluster: 1 s on 16 devices, 5 s on 64, a minute on thousands.
+        self.allowed = _WORK * max(1.0, min(30.0, self.cluster.num_devices / 16))
+        self.bar = progress.Progress("planning")
+
+    def plan(self) -> Plan:
+        started = time.perf_counter()
+        found = self._candidates()
+        for _, plan in self._interleaved(found):
+            if self.work > 0.6 * self.allowed:
+                break
+            self._simulate_all(plan)
+        self._data_parallel()
+        best = self._improved()
+        if best is None:
+            raise PlanError(self._shortage())
+        self.bar.close()
+        logger.info(
+            "planned %s in %.2f s, %d plans simulated", self.profile.model, time.perf_counter() - started,
+            len(self.choices),
+        )  # fmt: skip
+        return dataclasses.replace(best.plan, report=self._report(best))
+
+    # ---- candidates
+
+    def _candidates(self) -> list[tuple[float, Plan]]:
+        """Plans that the formula finds good, with their L."""
+        request = self.request
+        placements = Placements(self.cluster)
+        links = links_of(placements, request.all_reduce)
+        devices = self.cluster.num_devices
+        ends = coarsened(self.profile, 56 if devices <= 24 else 40)
+        found: list[tuple[float, Plan]] = []
+        modes: tuple[str, ...] = request.recompute or ("none", "min_cut", "boundary")
+        if request.recompute is None and not any(layer.min_cut_residual_bytes for layer in self.profile.layers):
+            modes = ("none", "boundary")
+        bound = math.inf
+        for mode in modes:
+            search = Search(self.profile, placements, links, ends, overlap=request.overlap, recompute=mode)
+            for count in sorted(request.micro_batches, reverse=True):
+                self.bar.step(f"{mode}, {count} micro-batches")
+                candidates = search.run(count, request.batch, bound=bound * 1.3)
+                found += [(item.latency, self._plan(placements, item, count, mode)) for item in candidates]
+                if candidates:
+                    bound = min(bound, candidates[0].latency)
+            if not search.memory_bound and request.recompute is None:
+                break
+        return sorted(found, key=lambda entry: entry[0])
+
+    def _plan(self, placements: Placements, item: Candidate, micro_batches: int, recompute: str) -> Plan:
+        layers = self.profile.layers
+        return Plan.manual(
+            [layers[bound - 1].name for bound in item.bounds[:-1]],
+            placements.devices(placements.steps[step] for step in item.steps),
+            micro_batches,
+            self.request.batch,
+            self.request.schedules[0],
+            recompute=recompute,
+            jit_compile=self.request.jit_compile,
+        )
+
+    def _interleaved(self, found: Sequence[tuple[float, Plan]]) -> Iterator[tuple[float, Plan]]:
+        """Best first, but those of every number of micro-batches early on."""
+        ranks: dict[tuple[int, str], int] = {}
+        keyed = []
+        for order, entry in enumerate(found):
+            key = (entry[1].micro_batches, entry[1].recompute)
+            rank = ranks[key] = ranks.get(key, -1) + 1
+            keyed.append((min(order, rank * 8), order, entry))
+        yield from (entry for _, _, entry in sorted(keyed, key=lambda item: item[:2]))
+
+    def _data_parallel(self) -> None:
+        for count in self.request.micro_batches:
+            if self.request.batch // count >= self.cluster.num_devices:
+                for mode in self.request.recompute or ("none",):
+                    self._simulate_all(
+                        Plan.data_parallel(
+                            self.cluster.num_devices, self.request.batch, count, self.request.schedules[0],
+                            recompute=mode, jit_compile=self.request.jit_compile,
+                        )
+                    )  # fmt: skip
+
+    # ---- simulation
+
+    def _simulate_all(self, plan: Plan) -> list[Choice]:
+        """The plan under each schedule, where it fits."""
+        schedules = self.request.schedules if plan.num_stages > 1 else self.request.schedules[:1]
+        found = []
+        for schedule in schedules:
+            choice = self._simulate(dataclasses.replace(plan, schedule=schedule))
+            if choice is not None:
+                found.append(choice)
+        return found
+
+    def _simulate(self, plan: Plan) -> Choice | None:
+        key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, plan.recompute)
+        if key in self.choices:
+            return self.choices[key]
+        request = self.request
+        costs = CostModel(plan, self.profile, self.cluster, overlap=request.overlap, all_reduce=request.all_reduce)
+        choice: Choice | None = None
+        try:
+            warm_up = costs.warm_up
+        except PlanError:
+            self.work += 20
+        else:
+            # The same K by another name is the same schedule.
+            alias = (*key[:3], warm_up, plan.recompute)
+            known = self.choices.get(alias)
+            choice = Choice(plan, known.simulation if known is not None else run(costs))
+            self.choices[alias] = choice
+            if known is None:
+                self.work += len(choice.simulation.spans)
+            self.bar.step(f"{len(self.choices)} plans simulated")
+        self.choices[key] = choice
+        return choice
+
+    def _best(self) -> Choice | None:
+        """The fastest; of those within the tie the one that needs the least memory."""
+        choices = [choice for choice in self.choices.values() if choice is not None]
+        if not choices:
+            return None
+        least = min(choice.latency for choice in choices)
+        close = [choice for choice in choices if choice.latency <= least * (1 + _TIE)]
+        return min(close, key=lambda choice: (choice.memory, choice.latency, choice.plan.num_stages))
+
+    def _improved(self) -> Choice | None:
+        """Local search from the best plans: other micro-batches, cuts and devices moved between neighbours."""
+        tried: set[int] = set()
+        while self.work < self.allowed:
+            ranked = sorted(
+                {id(c): c for c in self.choices.values() if c is not None}.values(), key=lambda choice: choice.latency
+            )
+            start = next((choice for choice in ranked[:4] if id(choice) not in tried), None)
+            if start is None:
+                break
+            tried.add(id(start))
+            for neighbour in self._neighbours(start.plan):
+                if self.work > self.allowed:
+                    break
+                self._simulate(neighbour)
+        return self._best()
+
+    def _neighbours(self, plan: Plan) -> Iterator[Plan]:
+        layers = self.profile.layers
+        positions = [self.profile.index[cut] for cut in plan.cuts]
+        for schedule in self.request.schedules:
+            yield dataclasses.replace(plan, schedule=schedule)
+        for count in self.request.micro_batches:
+            if plan.micro_batches / 4 <= count <= plan.micro_batches * 4:
+                yield from _legal(plan, micro_batches=count)
+        for index in range(len(positions)):
+            for shift in (-1, 1, -2, 2):
+                moved = positions[index] + shift
+                low = positions[index - 1] if index else -1
+                high = positions[index + 1] if index + 1 < len(positions) else len(layers) - 1
+                if low < moved < high:
+                    cuts = [*plan.cuts[:index], layers[moved].name, *plan.cuts[index + 1 :]]
+                    yield from _legal(plan, cuts=tuple(cuts))
+        for index in range(plan.num_stages - 1):
+            for giver, taker in ((index, index + 1), (index + 1, index)):
+                if len(plan.devices[giver]) > 1:
+                    devices = [list(group) for group in plan.devices]
+                    device = devices[giver].pop(-1 if giver < taker else 0)
+                    devices[taker] = sorted([*devices[taker], device])
+                    yield from _legal(plan, devices=tuple(map(tuple, devices)))
+        free = sorted(set(range(self.cluster.num_devices)) - {device for group in plan.devices for device in group})
+        for index in range(plan.num_stages):
+            if free:
+                devices = [list(group) for group in plan.devices]
+                devices[index] = sorted([*devices[index], free[0]])
+                yield from _legal(plan, devices=tuple(map(tuple, devices)))
+        for index in range(plan.num_stages - 1):
+            merged = sorted([*plan.devices[index], *plan.devices[index + 1]])
+            groups = [*plan.devices[:index], tuple(merged), *plan.devices[index + 2 :]]
+            yield from _legal(plan, devices=tuple(groups), cuts=plan.cuts[:index] + plan.cuts[index + 1 :])
+
+    # ---- what is told about the plan
+
+    def _report(self, best: Choice) -> PlanReport:
+        costs, simulation = best.simulation.costs, best.simulation
+        total = sum(simulation.busy.values()) or 1.0
+        stages = []
+        for stage, devices in enumerate(best.plan.devices):
+            first, stop = costs.stages[stage].layers
+            stages.append(
+                StageReport(
+                    layers=stop - first,
+                    share=sum(simulation.busy[device] for device in devices) / total,
+                    bubble=simulation.bubbles[stage],
+                    warm_up=costs.warm_up[stage],
+                    memory_bytes=max(simulation.peak_bytes[device] for device in devices),
+                    memory_limit=costs.memory_limit(stage),
+                )
+            )
+        formula = pipeline_latency(stage_times(costs), len(costs.micro_batches))
+        single = single_device_seconds(self.profile, self.request.batch)
+        parallel = [c for c in self.choices.values() if c is not None and c.plan.num_stages == 1]
+        parallel = [c for c in parallel if len(c.plan.devices[0]) == self.cluster.num_devices]
+        data_parallel = min((choice.latency for choice in parallel), default=None)
+        runner_up = self._runner_up(best)
+        return PlanReport(
+            latency=best.latency,
+            formula_latency=formula.latency,
+            speedup=single / best.latency if best.latency else 1.0,
+            data_parallel=data_parallel,
+            data_parallel_note="" if data_parallel is not None else self._why_not_data_parallel(),
+            runner_up=None if runner_up is None else runner_up.latency,
+            runner_up_text="" if runner_up is None else shape(runner_up.plan),
+            pivot=_stage_name(formula.pivot),
+            limited_by=_limit(costs, simulation, formula),
+            stages=tuple(stages),
+            fingerprint=best.plan.fingerprint,
+        )
+
+    def _runner_up(self, best: Choice) -> Choice | None:
+        """The best plan with other stages or replicas."""
+        others = [c for c in self.choices.values() if c is not None and c.plan.replicas != best.plan.replicas]
+        return min(others, key=lambda choice: choice.latency, default=None)
+
+    def _why_not_data_parallel(self) -> str:
+        devices = self.cluster.num_devices
+        if self.request.batch < devices:
+            return f"a batch of {self.request.batch} samples doesn't reach {devices} replicas"
+        count = max(c for c in self.request.micro_batches if self.request.batch // c >= devices or c == 1)
+        plan = Plan.data_parallel(devices, self.request.batch, count)
+        costs = CostModel(plan, self.profile, self.cluster)
+        limit = costs.memory_limit(0)
+        need = costs.needed_bytes(0, 1)
+        if limit is None or need <= limit:
+            return "wasn't among the micro-batch counts to choose from"
+        return f"doesn't fit: it needs {gib(need)} on each device, {gib(need - limit)} more than there is"
+
+    def _shortage(self) -> str:
+        """Why nothing fits, and what would."""
+        request = self.request
+        devices = self.cluster.num_devices
+        best = min(self._attempts(request.cluster), key=lambda attempt: attempt[0], default=None)
+        if best is None:
+            smallest = min(request.micro_batches)
+            return (
+                f"no plan is possible: a global batch of {request.batch} samples in {smallest} micro-batches doesn't "
+                f"reach the devices; use a larger batch or fewer micro-batches"
+            )
+        over, costs, stage = best
+        limit = costs.memory_limit(stage) or 0
+        need = costs.needed_bytes(stage, 1)
+        text = (
+            f"no plan fits the memory of {devices} devices: in the plan that comes nearest, with "
+            f"{costs.plan.num_stages} stages, {costs.plan.micro_batches} micro-batches and recompute "
+            f"{costs.plan.recompute!r}, stage {stage} needs {gib(need)} on each device "
+            f"({gib(costs.stages[stage].stored_bytes)} for weights, gradients and optimizer), {gib(over)} more than "
+            f"the {gib(limit)} there are"
+        )
+        fixes = []
+        if request.recompute is not None and "boundary" not in request.recompute:
+            other = dataclasses.replace(request, recompute=("boundary",))
+            if any(over <= 0 for over, _, _ in _Planner(other)._attempts(request.cluster)):
+                fixes.append("recompute='boundary'")
+        most = max(1, request.batch // self.profile.least_samples)
+        if most > max(request.micro_batches):
+            other = dataclasses.replace(request, micro_batches=(most,))
+            if any(over <= 0 for over, _, _ in _Planner(other)._attempts(request.cluster)):
+                fixes.append(f"smaller micro-batches (micro_batches={most})")
+        for factor in (2, 4, 8, 16):
+            if any(over <= 0 for over, _, _ in self._attempts(_enlarged(request.cluster, factor))):
+                fixes.append(f"{factor} times as many devices ({factor * devices})")
+                break
+        if fixes:
+            return f"{text}. What would fit: {', or '.join(fixes)}"
+        largest = max(layer.parameter_bytes * 2 + layer.slot_bytes for layer in self.profile.layers)
+        return f"{text}. The largest layer alone needs {gib(largest)} for weights, gradients and optimizer"
+
+    def _attempts(self, cluster: Cluster) -> Iterator[tuple[float, CostModel, int]]:
+        """Straight pipelines balanced by memory: (bytes over the limit, costs, the stage that is over)."""
+        profile, request = self.profile, self.request
+        for mode in request.recompute or ("none", "boundary"):
+            for count in request.micro_batches:
+                for stages in range(1, min(cluster.num_devices, len(profile.layers)) + 1):
+                    replicas = min(cluster.num_devices // stages, request.batch // count)
+                    if replicas < 1:
+                        continue
+                    cuts = _by_memory(profile, stages)
+                    groups = [range(i * replicas, (i + 1) * replicas) for i in range(stages)]
+                    plan = Plan.manual(cuts, groups, count, request.batch, recompute=mode)
+                    costs = CostModel(plan, profile, cluster)
+                    overs = [
+                        (costs.needed_bytes(stage, 1) - limit, costs, stage)
+                        for stage in range(stages)
+                        if (limit := costs.memory_limit(stage)) is not None
+                    ]
+                    if overs:
+                        yield max(overs, key=lambda entry: entry[0])
+
+
+def _legal(plan: Plan, **changes: Any) -> Iterator[Plan]:
+    """The plan with changes, if that is a legal plan."""
+    try:
+        yield dataclasses.replace(plan, **changes)
+    except PlanError:
+        return
+
+
+def _enlarged(cluster: Cluster, factor: int) -> Cluster:
+    """The cluster several times over."""
+    servers = cluster.num_servers
+    devices = tuple(
+        dataclasses.replace(device, name=f"{device.name}/copy{copy}", server=device.server + copy * servers)
+        for copy in range(factor)
+        for device in cluster.devices
+    )
+    return dataclasses.replace(cluster, devices=devices, servers=cluster.servers * factor, real=False)
+
+
+def _by_memory(profile: Profile, stages: int) -> list[str]:
+    """Cuts that share out stored bytes and residuals evenly."""
+    samples = profile.least_samples
+    sizes = [
+        2 * layer.parameter_bytes + layer.slot_bytes + layer.state_bytes + layer.residual_bytes.at(samples)
+        for layer in profile.layers
+    ]
+    total, passed = sum(sizes) or 1.0, 0.0
+    cuts: list[str] = []
+    for index, size in enumerate(sizes[:-1]):
+        passed += size
+        left = len(sizes) - 1 - index
+        wanted = stages - 1 - len(cuts)
+        if wanted and (passed >= total * (len(cuts) + 1) / stages or left == wanted):
+            cuts.append(profile.layers[index].name)
+    return cuts
+
+
+def stage_times(costs: CostModel) -> list[StageTime]:
+    """Computation stages and the network stages between them, as formula 2 takes them."""
+    cluster, plan = costs.cluster, costs.plan
+    found: list[StageTime] = []
+    for stage, devices in enumerate(plan.devices):
+        if stage:
+            found.append(StageTime(*(_transfer_seconds(costs, stage - 1, backward=back) for back in (False, True))))
+        cost = costs.stages[stage]
+        start = costs.profile.task_seconds
+        times = []
+        for part in (cost.forward, cost.backward):
+            slices = costs.slices(stage, 0)
+            times.append(
+                max(
+                    (start + part.at(costs.profile.timed_samples(interval.size))) / cluster.devices[device].speed
+                    for interval, device in zip(slices, devices, strict=True)
+                )
+            )
+        reduced = sum(costs.reduction_seconds(item) for item in costs.reductions if stage in item.stages)
+        if costs.overlap:
+            reduced = max(0.1 * reduced, reduced - times[1])
+        found.append(StageTime(times[0], times[1], reduced + max(costs.apply_seconds(stage, d) for d in devices)))
+    return found
+
+
+def _transfer_seconds(costs: CostModel, stage: int, *, backward: bool) -> float:
+    """Time to send everything that crosses the cut behind a stage, for one micro-batch: that of the busiest link."""
+    cluster, plan = costs.cluster, costs.plan
+    loads: dict[tuple[str, int], float] = {}
+    latency = 0.0
+    for producer, consumer in costs.routes:
+        if producer > stage or consumer <= stage:
+            continue
+        ends = (consumer, producer) if backward else (producer, consumer)
+        for piece in costs.pieces(producer, consumer, 0, backward=backward):
+            source, target = plan.devices[ends[0]][piece.sender], plan.devices[ends[1]][piece.receiver]
+            link = cluster.link(source, target)
+            a, b = cluster.devices[source].server, cluster.devices[target].server
+            ports = (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b))
+            for port in ports:
+                loads[port] = loads.get(port, 0.0) + piece.bytes / link.bandwidth
+            latency = max(latency, link.latency)
+    return max(loads.values(), default=0.0) + latency
+
+
+def single_device_seconds(profile: Profile, batch: int) -> float:
+    """Time to run all micro-batches one after the other on one device (section 6.3), in slices of the profiled size."""
+    size = profile.batch_sizes[-1]
+    cost = profile.total("forward") + profile.total("backward")
+    slices = split_evenly(batch, -(-batch // size))
+    apply = sum(layer.apply_seconds for layer in profile.layers)
+    return sum(cost.at(profile.timed_samples(count)) for count in slices) + apply + profile.step_seconds
+
+
+def shape(plan: Plan) -> str:
+    """A plan in short, as the paper writes it: ``8:8`` with 4 micro-batches, ``data parallel``, ``straight``."""
+    replicas = plan.replicas
+    name = ":".join(map(str, replicas))
+    if plan.num_stages == 1:
+        name = "one device" if replicas == (1,) else f"data parallel on {replicas[0]}"
+    elif set(replicas) == {1}:
+        name = f"straight pipeline of {plan.num_stages} stages"
+    return f"{name}, {plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''}"
+
+
+def _stage_name(index: int) -> str:
+    return f"stage {index // 2}" if index % 2 == 0 else f"the network between stages {index // 2} and {index // 2 + 1}"
+
+
+def _limit(costs: CostModel, simulation: Simulation, formula: PipelineLatency) -> str:
+    """What the step's time is made of, longest part first."""
+    parts: dict[str, float] = {}
+    names = {"send": "transfers", "all_reduce": "all-reduce", "apply": "the optimizer"}
+    for span in simulation.critical_path:
+        name = names.get(span.kind, f"computation of stage {span.stage}")
+        parts[name] = parts.get(name, 0.0) + span.end - span.start
+    ranked: list[tuple[str, float]] = sorted(parts.items(), key=lambda item: -item[1])[:3]
+    total = simulation.latency or 1.0
+    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in ranked)

@@ -1,0 +1,49 @@
+"""Progress of long work, on a terminal only: libraries don't print, but nobody should wait in the dark."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+_PATIENCE = 1.0
+"""Seconds before anything is shown."""
+_INTERVAL = 0.1
+"""Seconds between two updates."""
+
+
+class Progress:
+    """One line on standard error that is rewritten as work goes on; nothing if that isn't a terminal.
+
+    Args:
+        title: what is being done.
+        total: how many steps there are; None if that isn't known.
+        shown: whether to show it; None shows it on a terminal.
+    """
+
+    def __init__(self, title: str, total: int | None = None, *, shown: bool | None = None) -> None:
+        self.title, self.total = title, total
+        self._shown = sys.stderr.isatty() if shown is None else shown
+        self._started = time.monotonic()
+        self._updated = 0.0
+        self._width = 0
+        self.done = 0
+
+    def step(self, text: str = "") -> None:
+        """Tells that one more step is done, and what comes."""
+        self.done += 1
+        now = time.monotonic()
+        if not self._shown or now - self._started < _PATIENCE or now - self._updated < _INTERVAL:
+            return
+        self._updated = now
+        count = f" {self.done}/{self.total}" if self.total else ""
+        line = f"{self.title}{count}: {text} ({now - self._started:.0f} s)"
+        sys.stderr.write("\r" + line.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(line)
+
+    def close(self) -> None:
+        """Removes the line."""
+        if self._width:
+            sys.stderr.write("\r" + " " * self._width + "\r")
+            sys.stderr.flush()
+            self._width = 0
