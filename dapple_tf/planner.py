@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 _WORK = 45_000
 """Tasks and transfers to simulate per plan that is sought, for a small cluster."""
+_GROUPS = 36
+"""Places at which the search considers cuts; the local search that follows moves them layer by layer."""
+_HOPELESS = 1.5
+"""Plans whose L is above that of the best by this factor aren't simulated."""
 _TIE = 1e-3
 """Latencies closer than this are equal; the plan with less memory wins."""
 _MOST_MICRO_BATCHES = 64
@@ -150,15 +154,18 @@ class _Planner:
         # Time is allowed to grow with the cluster: 1 s on 16 devices, 5 s on 64, a minute on thousands.
         self.allowed = _WORK * max(1.0, min(30.0, self.cluster.num_devices / 16))
         self.bar = progress.Progress("planning")
+        # The schedule with the most micro-batches in flight of those whose memory doesn't grow with M: hardly ever slower
+        # than the others, so that it stands for them until the last few plans are compared.
+        self.quickest = max(request.schedules, key=("gpipe", "dapple_a", "dapple_b").index)
 
     def plan(self) -> Plan:
         started = time.perf_counter()
         found = self._candidates()
-        for _, plan in self._interleaved(found):
-            if self.work > 0.6 * self.allowed:
-                break
-            self._simulate_all(plan)
         self._data_parallel()
+        for _, plan in self._interleaved(found):
+            if self.work > 0.5 * self.allowed:
+                break
+            self._simulate(dataclasses.replace(plan, schedule=self.quickest))
         best = self._improved()
         if best is None:
             raise PlanError(self._shortage())
@@ -176,23 +183,30 @@ class _Planner:
         request = self.request
         placements = Placements(self.cluster)
         links = links_of(placements, request.all_reduce)
-        devices = self.cluster.num_devices
-        ends = coarsened(self.profile, 56 if devices <= 24 else 40)
+        ends = coarsened(self.profile, _GROUPS)
         found: list[tuple[float, Plan]] = []
         modes: tuple[str, ...] = request.recompute or ("none", "min_cut", "boundary")
         if request.recompute is None and not any(layer.min_cut_residual_bytes for layer in self.profile.layers):
             modes = ("none", "boundary")
         bound = math.inf
+        # With one micro-batch stages never overlap: a pipeline is for models that don't fit otherwise.
+        counts = [count for count in sorted(request.micro_batches, reverse=True) if count > 1] or [1]
         for mode in modes:
             search = Search(self.profile, placements, links, ends, overlap=request.overlap, recompute=mode)
-            for count in sorted(request.micro_batches, reverse=True):
+            if bound < search.least_seconds(request.batch):
+                continue  # not even without bubbles and transfers
+            for count in counts:
                 self.bar.step(f"{mode}, {count} micro-batches")
-                candidates = search.run(count, request.batch, bound=bound * 1.3)
+                candidates = search.run(count, request.batch, bound=bound * 1.05)
                 found += [(item.latency, self._plan(placements, item, count, mode)) for item in candidates]
                 if candidates:
                     bound = min(bound, candidates[0].latency)
             if not search.memory_bound and request.recompute is None:
                 break
+        if not found and counts != [1] and 1 in request.micro_batches:
+            for mode in modes:
+                search = Search(self.profile, placements, links, ends, overlap=request.overlap, recompute=mode)
+                found += [(c.latency, self._plan(placements, c, 1, mode)) for c in search.run(1, request.batch)]
         return sorted(found, key=lambda entry: entry[0])
 
     def _plan(self, placements: Placements, item: Candidate, micro_batches: int, recompute: str) -> Plan:
@@ -212,6 +226,8 @@ class _Planner:
         ranks: dict[tuple[int, str], int] = {}
         keyed = []
         for order, entry in enumerate(found):
+            if entry[0] > _HOPELESS * found[0][0]:
+                break
             key = (entry[1].micro_batches, entry[1].recompute)
             rank = ranks[key] = ranks.get(key, -1) + 1
             keyed.append((min(order, rank * 8), order, entry))
@@ -265,21 +281,17 @@ class _Planner:
 
     def _best(self) -> Choice | None:
         """The fastest; of those within the tie the one that needs the least memory."""
-        choices = [choice for choice in self.choices.values() if choice is not None]
-        if not choices:
+        ranked = self._ranked()
+        if not ranked:
             return None
-        least = min(choice.latency for choice in choices)
-        close = [choice for choice in choices if choice.latency <= least * (1 + _TIE)]
+        close = [choice for choice in ranked if choice.latency <= ranked[0].latency * (1 + _TIE)]
         return min(close, key=lambda choice: (choice.memory, choice.latency, choice.plan.num_stages))
 
     def _improved(self) -> Choice | None:
         """Local search from the best plans: other micro-batches, cuts and devices moved between neighbours."""
         tried: set[int] = set()
         while self.work < self.allowed:
-            ranked = sorted(
-                {id(c): c for c in self.choices.values() if c is not None}.values(), key=lambda choice: choice.latency
-            )
-            start = next((choice for choice in ranked[:4] if id(choice) not in tried), None)
+            start = next((choice for choice in self._ranked()[:4] if id(choice) not in tried), None)
             if start is None:
                 break
             tried.add(id(start))
@@ -287,13 +299,18 @@ class _Planner:
                 if self.work > self.allowed:
                     break
                 self._simulate(neighbour)
+        for choice in self._ranked()[:3]:
+            self._simulate_all(choice.plan)
         return self._best()
+
+    def _ranked(self) -> list[Choice]:
+        """What has been simulated, the fastest first."""
+        found = {id(choice): choice for choice in self.choices.values() if choice is not None}
+        return sorted(found.values(), key=lambda choice: choice.latency)
 
     def _neighbours(self, plan: Plan) -> Iterator[Plan]:
         layers = self.profile.layers
         positions = [self.profile.index[cut] for cut in plan.cuts]
-        for schedule in self.request.schedules:
-            yield dataclasses.replace(plan, schedule=schedule)
         for count in self.request.micro_batches:
             if plan.micro_batches / 4 <= count <= plan.micro_batches * 4:
                 yield from _legal(plan, micro_batches=count)
@@ -343,9 +360,8 @@ class _Planner:
             )
         formula = pipeline_latency(stage_times(costs), len(costs.micro_batches))
         single = single_device_seconds(self.profile, self.request.batch)
-        parallel = [c for c in self.choices.values() if c is not None and c.plan.num_stages == 1]
-        parallel = [c for c in parallel if len(c.plan.devices[0]) == self.cluster.num_devices]
-        data_parallel = min((choice.latency for choice in parallel), default=None)
+        parallel = (c.latency for c in self._ranked() if c.plan.replicas == (self.cluster.num_devices,))
+        data_parallel = next(parallel, None)
         runner_up = self._runner_up(best)
         return PlanReport(
             latency=best.latency,
@@ -363,8 +379,7 @@ class _Planner:
 
     def _runner_up(self, best: Choice) -> Choice | None:
         """The best plan with other stages or replicas."""
-        others = [c for c in self.choices.values() if c is not None and c.plan.replicas != best.plan.replicas]
-        return min(others, key=lambda choice: choice.latency, default=None)
+        return next((choice for choice in self._ranked() if choice.plan.replicas != best.plan.replicas), None)
 
     def _why_not_data_parallel(self) -> str:
         devices = self.cluster.num_devices

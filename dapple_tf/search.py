@@ -31,7 +31,7 @@ Ints = npt.NDArray[np.int64]
 
 _KEPT = 3
 """Prefixes that are kept for each subproblem."""
-_SLACK = 1.15
+_SLACK = 1.1
 """Prefixes whose ideal completion is slower than the best plan by this factor are given up."""
 
 
@@ -110,6 +110,11 @@ class Search:
         self.overlap = overlap
         self.ranges = _ranges(profile, self.ends, recompute)
         self.memory_bound = False
+
+    def least_seconds(self, batch: int) -> float:
+        """Time of a step without any bubble, transfer or reduction, on all devices at their speed."""
+        speeds = sum(device.speed for device in self.placements.cluster.devices)
+        return float((self.ranges.forward[1] + self.ranges.backward[1])[0, -1]) * batch / speeds
 
     def run(
         self, micro_batches: int, global_batch_size: int, keep: int = 64, bound: float = math.inf
