@@ -90,7 +90,9 @@ class Emulation(Simulation):
 
     def __str__(self) -> str:
         plan = self.costs.plan
-        rows = [("stage", "devices", "busy ms simulated", "emulated", "bubble simulated", "emulated")]
+        rows: list[tuple[str, ...]] = [
+            ("stage", "devices", "busy ms simulated", "emulated", "bubble simulated", "emulated")
+        ]
         for stage, devices in enumerate(plan.devices):
             busy = [
                 sum(step.busy[device] for device in devices) / len(devices) * 1e3 for step in (self.simulated, self)
@@ -485,7 +487,6 @@ class _StepGraph:
         self.last_gradients = last_gradients(schedule)
         self.split = {task.stage for task in schedule.tasks if task.phase is Phase.INPUT_GRAD}
         self.made: dict[Task, _Made] = {}
-        self.inputs: dict[Task, dict[int, list[_Made]]] = {}  # by the stage that they come from
         self.previous: dict[int, _Made] = {}
         self.segments: dict[Task, dict[float, _Made]] = {}
         self.reduced: dict[tuple[int, int], list[_Made]] = {}
@@ -544,7 +545,7 @@ class _StepGraph:
                 yield other, found
 
     def _missing(self, task: Task) -> set[Task]:
-        return {sender for _, parts in self._sources(task) for sender, _, _ in parts}
+        return {sender for _, pieces in self._sources(task) for sender, _, _ in pieces}
 
     def _add_task(self, task: Task) -> None:
         device = self.schedule.device_of(task)
@@ -559,8 +560,8 @@ class _StepGraph:
                 kept = self.made[Task(task.stage, needed, task.micro_batch, task.replica)]
                 tensors.append(kept.tensor)
                 after.append(kept.wait)
-            for _, parts in self._sources(task):
-                arrived = [self._transfer(sender, task, interval, size) for sender, interval, size in parts]
+            for _, pieces in self._sources(task):
+                arrived = [self._transfer(sender, task, interval, size) for sender, interval, size in pieces]
                 tensors.append(_joined([made.tensor for made in arrived]))
                 after += [made.wait for made in arrived]
             server = self.server[device]
