@@ -9,6 +9,7 @@ devices between neighbouring stages as long as that helps.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 import time
@@ -29,12 +30,16 @@ from graph_passes.batching import split_evenly
 
 logger = logging.getLogger(__name__)
 
-_WORK = 45_000
+_WORK = 30_000
 """Tasks and transfers to simulate per plan that is sought, for a small cluster."""
 _GROUPS = 36
 """Places at which the search considers cuts; the local search that follows moves them layer by layer."""
+_STARTS = 24
+"""Of so many of the best plans the neighbours are looked at, if work is left."""
+_SERVERS = 4
+"""Servers whose unused devices the local search tries."""
 _HOPELESS = 1.5
-"""Plans whose L is above that of the best by this factor aren't simulated."""
+"""Plans whose L is above that of the best by this factor are simulated last."""
 _TIE = 1e-3
 """Latencies closer than this are equal; the plan with less memory wins."""
 _MOST_MICRO_BATCHES = 64
@@ -154,8 +159,8 @@ class _Planner:
         # Time is allowed to grow with the cluster: 1 s on 16 devices, 5 s on 64, a minute on thousands.
         self.allowed = _WORK * max(1.0, min(30.0, self.cluster.num_devices / 16))
         self.bar = progress.Progress("planning")
-        # The schedule with the most micro-batches in flight of those whose memory doesn't grow with M: hardly ever slower
-        # than the others, so that it stands for them until the last few plans are compared.
+        # The schedule with the most micro-batches in flight of those whose memory doesn't grow with M: hardly ever
+        # slower than the others, so that it stands for them until the last few plans are compared.
         self.quickest = max(request.schedules, key=("gpipe", "dapple_a", "dapple_b").index)
 
     def plan(self) -> Plan:
@@ -197,7 +202,7 @@ class _Planner:
                 continue  # not even without bubbles and transfers
             for count in counts:
                 self.bar.step(f"{mode}, {count} micro-batches")
-                candidates = search.run(count, request.batch, bound=bound * 1.05)
+                candidates = search.run(count, request.batch, bound=bound)
                 found += [(item.latency, self._plan(placements, item, count, mode)) for item in candidates]
                 if candidates:
                     bound = min(bound, candidates[0].latency)
@@ -226,11 +231,10 @@ class _Planner:
         ranks: dict[tuple[int, str], int] = {}
         keyed = []
         for order, entry in enumerate(found):
-            if entry[0] > _HOPELESS * found[0][0]:
-                break
             key = (entry[1].micro_batches, entry[1].recompute)
             rank = ranks[key] = ranks.get(key, -1) + 1
-            keyed.append((min(order, rank * 8), order, entry))
+            hopeless = entry[0] > _HOPELESS * found[0][0]
+            keyed.append((order if hopeless else min(order, rank * 8) - len(found), order, entry))
         yield from (entry for _, _, entry in sorted(keyed, key=lambda item: item[:2]))
 
     def _data_parallel(self) -> None:
@@ -291,7 +295,9 @@ class _Planner:
         """Local search from the best plans: other micro-batches, cuts and devices moved between neighbours."""
         tried: set[int] = set()
         while self.work < self.allowed:
-            start = next((choice for choice in self._ranked()[:4] if id(choice) not in tried), None)
+            ranked = self._ranked()
+            near = [choice for choice in ranked[:_STARTS] if choice.latency <= _HOPELESS * ranked[0].latency]
+            start = next((choice for choice in near if id(choice) not in tried), None)
             if start is None:
                 break
             tried.add(id(start))
@@ -309,36 +315,74 @@ class _Planner:
         return sorted(found.values(), key=lambda choice: choice.latency)
 
     def _neighbours(self, plan: Plan) -> Iterator[Plan]:
-        layers = self.profile.layers
-        positions = [self.profile.index[cut] for cut in plan.cuts]
+        """Plans that differ in one thing."""
         for count in self.request.micro_batches:
             if plan.micro_batches / 4 <= count <= plan.micro_batches * 4:
                 yield from _legal(plan, micro_batches=count)
-        for index in range(len(positions)):
+        for cuts in self._moved_cuts(plan):
+            yield from _legal(plan, cuts=cuts)
+        for devices in self._moved_devices(plan):
+            yield from _legal(plan, devices=devices)
+        for index in range(plan.num_stages - 1):
+            merged = tuple(sorted([*plan.devices[index], *plan.devices[index + 1]]))
+            groups = (*plan.devices[:index], merged, *plan.devices[index + 2 :])
+            yield from _legal(plan, devices=groups, cuts=plan.cuts[:index] + plan.cuts[index + 1 :])
+        for cuts, devices in self._split_stages(plan):
+            yield from _legal(plan, cuts=cuts, devices=devices)
+
+    def _bounds(self, plan: Plan) -> list[int]:
+        """Index of the first layer of each stage, and of the one after the last."""
+        return [0, *(self.profile.index[cut] + 1 for cut in plan.cuts), len(self.profile.layers)]
+
+    def _moved_cuts(self, plan: Plan) -> Iterator[tuple[str, ...]]:
+        bounds = self._bounds(plan)
+        for index in range(1, len(bounds) - 1):
             for shift in (-1, 1, -2, 2):
-                moved = positions[index] + shift
-                low = positions[index - 1] if index else -1
-                high = positions[index + 1] if index + 1 < len(positions) else len(layers) - 1
-                if low < moved < high:
-                    cuts = [*plan.cuts[:index], layers[moved].name, *plan.cuts[index + 1 :]]
-                    yield from _legal(plan, cuts=tuple(cuts))
-        for index in range(plan.num_stages - 1):
-            for giver, taker in ((index, index + 1), (index + 1, index)):
-                if len(plan.devices[giver]) > 1:
-                    devices = [list(group) for group in plan.devices]
-                    device = devices[giver].pop(-1 if giver < taker else 0)
-                    devices[taker] = sorted([*devices[taker], device])
-                    yield from _legal(plan, devices=tuple(map(tuple, devices)))
-        free = sorted(set(range(self.cluster.num_devices)) - {device for group in plan.devices for device in group})
-        for index in range(plan.num_stages):
-            if free:
-                devices = [list(group) for group in plan.devices]
-                devices[index] = sorted([*devices[index], free[0]])
-                yield from _legal(plan, devices=tuple(map(tuple, devices)))
-        for index in range(plan.num_stages - 1):
-            merged = sorted([*plan.devices[index], *plan.devices[index + 1]])
-            groups = [*plan.devices[:index], tuple(merged), *plan.devices[index + 2 :]]
-            yield from _legal(plan, devices=tuple(groups), cuts=plan.cuts[:index] + plan.cuts[index + 1 :])
+                if bounds[index - 1] < bounds[index] + shift < bounds[index + 1]:
+                    moved = self.profile.layers[bounds[index] + shift - 1].name
+                    yield (*plan.cuts[: index - 1], moved, *plan.cuts[index:])
+
+    def _free(self, plan: Plan) -> list[int]:
+        """The first unused device of each server."""
+        used = {device for group in plan.devices for device in group}
+        cluster = self.cluster
+        unused = ([d for d in cluster.devices_of(server) if d not in used] for server in range(cluster.num_servers))
+        return [devices[0] for devices in unused if devices][:_SERVERS]
+
+    def _moved_devices(self, plan: Plan) -> Iterator[tuple[tuple[int, ...], ...]]:
+        groups = [list(group) for group in plan.devices]
+
+        def changed(changes: dict[int, list[int]]) -> tuple[tuple[int, ...], ...]:
+            return tuple(tuple(sorted(changes.get(i, group))) for i, group in enumerate(groups))
+
+        for giver, taker in _both_ways(range(len(groups))):
+            if len(groups[giver]) > 1:
+                index = -1 if giver < taker else 0
+                device = groups[giver][index]
+                left = [other for other in groups[giver] if other != device]
+                yield changed({giver: left, taker: [*groups[taker], device]})
+        for stage, group in enumerate(groups):
+            for device in self._free(plan):
+                yield changed({stage: [*group, device]})
+                yield changed({stage: [*group[:-1], device]})
+            yield changed({stage: group[:-1]})
+
+    def _split_stages(self, plan: Plan) -> Iterator[tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]]:
+        """A stage in two, of about half its time each: by sharing its devices, or with one that is free."""
+        layers, samples = self.profile.layers, self.profile.batch_sizes[-1]
+        for stage, (start, stop) in enumerate(itertools.pairwise(self._bounds(plan))):
+            if stop - start < 2:
+                continue
+            times = [layer.forward.at(samples) + layer.backward.at(samples) for layer in layers[start:stop]]
+            passed = list(itertools.accumulate(times))
+            middle = min(range(len(times) - 1), key=lambda i: abs(passed[i] - passed[-1] / 2))
+            cuts = (*plan.cuts[:stage], layers[start + middle].name, *plan.cuts[stage:])
+            group = plan.devices[stage]
+            halves = [(group, (device,)) for device in self._free(plan)]
+            for part in sorted({1, len(group) // 2, len(group) - 1} & set(range(1, len(group)))):
+                halves.append((group[:part], group[part:]))
+            for first, second in halves:
+                yield cuts, (*plan.devices[:stage], first, second, *plan.devices[stage + 1 :])
 
     # ---- what is told about the plan
 
@@ -385,7 +429,10 @@ class _Planner:
         devices = self.cluster.num_devices
         if self.request.batch < devices:
             return f"a batch of {self.request.batch} samples doesn't reach {devices} replicas"
-        count = max(c for c in self.request.micro_batches if self.request.batch // c >= devices or c == 1)
+        reaching = [count for count in self.request.micro_batches if self.request.batch // count >= devices]
+        if not reaching:
+            return f"a micro-batch has fewer samples than the {devices} devices"
+        count = max(reaching)
         plan = Plan.data_parallel(devices, self.request.batch, count)
         costs = CostModel(plan, self.profile, self.cluster)
         limit = costs.memory_limit(0)
@@ -454,6 +501,12 @@ class _Planner:
                     ]
                     if overs:
                         yield max(overs, key=lambda entry: entry[0])
+
+
+def _both_ways(stages: range) -> Iterator[tuple[int, int]]:
+    for first, second in itertools.pairwise(stages):
+        yield first, second
+        yield second, first
 
 
 def _legal(plan: Plan, **changes: Any) -> Iterator[Plan]:

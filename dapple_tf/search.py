@@ -31,8 +31,11 @@ Ints = npt.NDArray[np.int64]
 
 _KEPT = 3
 """Prefixes that are kept for each subproblem."""
-_SLACK = 1.1
+_SLACK = 1.15
 """Prefixes whose ideal completion is slower than the best plan by this factor are given up."""
+_SMALL_SLACK = 2.0
+"""The same where there are few states, and time for what the formula thinks little of."""
+_FEW_STATES = 25
 
 
 class Candidate(NamedTuple):
@@ -362,7 +365,7 @@ class _Run:
         ideal = ideal + (self.ranges.forward[0] + self.ranges.backward[0])[stops, ends] / left
         balanced = grown.forward + grown.backward + self.rounds * np.maximum(grown.bottleneck, ideal)
         balanced = balanced + np.maximum(0.0, grown.tail - grown.backward)
-        open_ &= balanced < self.bound * _SLACK
+        open_ &= balanced < self.bound * (_SMALL_SLACK if self.states <= _FEW_STATES else _SLACK)
         for slot, criterion in enumerate((planned, balanced, grown.bottleneck + 1e-6 * planned)):
             self.keep(first, kept, steps, stops, np.where(open_, criterion, np.inf), slot, value, came)
 

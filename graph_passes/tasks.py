@@ -55,6 +55,10 @@ class Task:
             if (number := getattr(self, name)) < 0:
                 raise ValueError(f"task's {name} is {number}; it must be 0 or more")
 
+    def __hash__(self) -> int:
+        # Schedules look tasks up by the thousand; an enum's own hash is slow.
+        return hash((self.stage, self.micro_batch, self.replica, self.chunk, self.phase._value_))
+
     def __str__(self) -> str:
         replica = f".r{self.replica}" if self.replica else ""
         chunk = f".c{self.chunk}" if self.chunk else ""
