@@ -222,24 +222,29 @@ class _Wait:
     """A node that waits.
 
     Attributes:
-        span: index of the span that it is a part of.
+        name: the node's.
+        span: index of the span that it is a part of; the members of a reduction have one together.
         busy: seconds for which it occupies its device or ports.
         latency: seconds after that until it is over.
         after: the waits that it follows.
         ports: what a transfer or a reduction has to itself.
+        turn: which goes first of two that are ready at the same time.
         server: the server that it shares the cores of; None for cores of its own.
-        group: reduction and bucket, whose members wait together.
         expected: what each of the tensors that it gets must be.
     """
 
+    name: str
     span: int
     busy: float
     latency: float = 0.0
     after: tuple[_Wait, ...] = ()
     ports: tuple[_Port, ...] = ()
+    turn: tuple[int, ...] = ()
     server: int | None = None
-    group: tuple[int, int] | None = None
     expected: tuple[_Array, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass
@@ -268,7 +273,6 @@ class _Clock:
             for server in range(cluster.num_servers)
             if cluster.capacity(server) < len(cluster.devices_of(server))
         }
-        self.groups: dict[tuple[int, int], list[_Wait]] = {}
         self.lock = threading.Lock()
         self.reset(still=True)
 
@@ -279,7 +283,8 @@ class _Clock:
         self.latency = 0.0
         self.ended: dict[_Wait, float] = {}
         self.ports: dict[_Port, tuple[float, _Wait]] = {}
-        self.reserved: dict[tuple[int, int], tuple[float, _Wait | None]] = {}
+        self.asked: dict[int, tuple[_Wait, float, _Wait | None]] = {}
+        self.reserved: dict[int, tuple[float, _Wait | None]] = {}
         self.records: list[tuple[_Wait, float, float, _Wait | None]] = []
         self.late: list[float] = []
         self.overdue = 0.0
@@ -316,7 +321,7 @@ class _Clock:
         return np.zeros(1)
 
     def _wait(self, wait: _Wait, entered: float) -> None:
-        ready, cause = self._ready(wait.after)
+        ready, cause = self._ready(wait)
         if self.still:
             self.ended[wait] = 0.0
             return
@@ -326,34 +331,41 @@ class _Clock:
             end = self.cores[wait.server].run(wait, max(ready, entered - _GRACE), wait.busy)
         else:
             if wait.ports:
-                with self.lock:
-                    start, cause = self._reserve(wait, ready, cause)
+                start, cause = self._reserve(wait, ready, cause)
             end = start + wait.busy + wait.latency
             self.overdue = max(self.overdue, entered - end if end > ready else 0.0)
             _sleep(end - self.now())
         self.ended[wait] = max(end, entered - _GRACE)
         self.records.append((wait, max(start, entered), self.now(), cause))
 
-    def _ready(self, after: Iterable[_Wait]) -> tuple[float, _Wait | None]:
-        """When all of these were over, and which of them last."""
+    def _ready(self, wait: _Wait) -> tuple[float, _Wait | None]:
+        """When all that it follows was over, and what of it last."""
         ready, cause = 0.0, None
-        for before in after:
+        for before in wait.after:
             if before not in self.ended:
-                raise EmulationError("a wait was started before one that it follows was over: an edge is missing")
+                raise EmulationError(f"{wait} was started before {before} was over: an edge is missing")
             if cause is None or self.ended[before] > ready:
                 ready, cause = self.ended[before], before
         return ready, cause
 
     def _reserve(self, wait: _Wait, ready: float, cause: _Wait | None) -> tuple[float, _Wait | None]:
-        """Takes the ports: first come, first served."""
-        if wait.group is None:
-            return self._take(wait, ready, cause)
-        number, bucket = wait.group
-        for earlier in range(bucket + 1):  # buckets go in their order, all members of one together
-            if (number, earlier) not in self.reserved:
-                first = self.groups[number, earlier][0]
-                self.reserved[number, earlier] = self._take(first, *self._ready(first.after))
-        return self.reserved[wait.group]
+        """When the ports are free for it, and what they were taken by until then: first come, first served.
+
+        Who came first is a matter of when the inputs were ready, not of which thread the machine woke first: so a
+        little later, when all who may have come before have said so, they are served in that order.
+        """
+        with self.lock:
+            if not wait.busy:
+                return self._take(wait, ready, cause)
+            if wait.span not in self.reserved:
+                self.asked.setdefault(wait.span, (wait, ready, cause))
+        _sleep(ready + _GRACE - self.now())
+        with self.lock:
+            if wait.span not in self.reserved:
+                order = sorted((round(came, 5), one.turn, span) for span, (one, came, _) in self.asked.items())
+                for _, _, span in order[: order.index((round(ready, 5), wait.turn, wait.span)) + 1]:
+                    self.reserved[span] = self._take(*self.asked.pop(span))
+            return self.reserved[wait.span]
 
     def _take(self, wait: _Wait, ready: float, cause: _Wait | None) -> tuple[float, _Wait | None]:
         start = ready
@@ -367,7 +379,7 @@ class _Clock:
     def _check_tensors(self, wait: _Wait, tensors: Sequence[_Array]) -> None:
         for expected, tensor in zip(wait.expected, tensors, strict=True):
             if not np.array_equal(expected, tensor):
-                raise EmulationError(f"a wait should get {expected}, but it got {tensor}: an edge is wrong")
+                raise EmulationError(f"{wait} should get {expected}, but it got {tensor}: an edge is wrong")
 
     # ---- after a step
 
@@ -491,6 +503,7 @@ class _StepGraph:
         self.segments: dict[Task, dict[float, _Made]] = {}
         self.reduced: dict[tuple[int, int], list[_Made]] = {}
         self.ends: list[_Made] = []
+        self.collectives = 0
         self.graph = tf.Graph()
         with self.graph.as_default():
             with self._on(used[0]):
@@ -575,13 +588,14 @@ class _StepGraph:
                 if made is not None:
                     tensors, after = [made.tensor], [made.wait]
                 wait = _Wait(
+                    f"{task}" if part == 1 else f"{task}/{part:.3f}",
                     span,
                     (part - before) * seconds * self.clock.scale,
                     after=tuple(after),
                     server=server if server in self.clock.cores else None,
                     expected=(_samples(own),) * len(tensors),
                 )
-                made = self._add(f"{task}" if part == 1 else f"{task}/{part:.3f}", wait, tensors, device)
+                made = self._add(wait, tensors, device)
                 self.segments.setdefault(task, {})[part] = made
                 before = part
             assert made is not None
@@ -602,14 +616,16 @@ class _StepGraph:
             link = self.costs.cluster.link(source, target)
             a, b = self.server[source], self.server[target]
             wait = _Wait(
+                f"send/{sender}/{receiver}",
                 self._span("send", source, sender.stage, sender.micro_batch, sender.replica, target, size),
                 size / link.bandwidth * self.clock.scale,
                 link.latency * self.clock.scale,
                 (made.wait,),
                 (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b)),
+                (sender.replica, abs(receiver.stage - sender.stage), receiver.replica),
                 expected=(_samples(interval),),
             )
-            return self._node(f"send/{sender}/{receiver}", wait, [tensor], ())
+            return self._node(wait, [tensor], ())
 
     # ---- the end of the step
 
@@ -643,25 +659,24 @@ class _StepGraph:
             ready = [self._gradient(stage, device, part) for stage, _, device in members]
             span = self._span("all_reduce", None, reduction.stages[0], None, size=size)
             seconds = costs.reduction_seconds(reduction, size) * self.clock.scale
-            waits = []
+            self.collectives += 1
             for (stage, _, device), (vector, _) in zip(members, ready, strict=True):
                 with self._on(device), tf.control_dependencies([previous[device]] if device in previous else []):
-                    reduced = _all_reduce(vector, len(members), number + 1, len(self.clock.groups) + 1)
+                    reduced = _all_reduce(vector, len(members), number + 1, self.collectives)
                 previous[device] = reduced.op
                 wait = _Wait(
+                    f"all_reduce{number}/{bucket}/{device}",
                     span,
                     seconds,
                     after=tuple(wait for _, wait in ready),
                     ports=tuple(ports),
-                    group=(number, bucket),
+                    turn=(bucket,),
                     expected=(total,),
                 )
                 with self._on(device):
-                    made = self._node(f"all_reduce{number}/{bucket}/{device}", wait, [reduced], ())
-                waits.append(wait)
+                    made = self._node(wait, [reduced], ())
                 self.reduced.setdefault((stage, device), []).append(made)
                 self.ends.append(made)
-            self.clock.groups[number, bucket] = waits
 
     def _gradient(self, stage: int, device: int, part: float) -> tuple[tf.Tensor, _Wait]:
         """The sum over all samples of a device, once this part of its last backward is over."""
@@ -685,6 +700,7 @@ class _StepGraph:
                 reduced = self.reduced.get((stage, device), ())
                 server = self.server[device]
                 wait = _Wait(
+                    f"apply/{stage}/{replica}",
                     self._span("apply", device, stage, None, replica),
                     seconds * self.clock.scale,
                     after=tuple(made.wait for made in reduced),
@@ -693,11 +709,13 @@ class _StepGraph:
                 )
                 with self._on(device):
                     tensors = [made.tensor for made in reduced] or [tf.zeros(1, tf.float64)]
-                    self._add(f"apply/{stage}/{replica}", wait, tensors, device)
+                    self._add(wait, tensors, device)
 
     def _add_end(self, device: int) -> tf.Operation:
         ends = [*self.previous.values(), *self.ends]
-        wait = _Wait(-1, self.costs.profile.step_seconds * self.clock.scale, after=tuple(made.wait for made in ends))
+        wait = _Wait(
+            "end", -1, self.costs.profile.step_seconds * self.clock.scale, after=tuple(made.wait for made in ends)
+        )
         with self._on(device), tf.control_dependencies([made.tensor.op for made in ends]):
             finish = functools.partial(self.clock.finish, wait)
             return tf.numpy_function(finish, [], tf.float64, name="end").op
@@ -720,17 +738,17 @@ class _StepGraph:
         self.spans.append(Span(kind, 0.0, 0.0, device, stage, micro_batch, replica, target, size))
         return len(self.spans) - 1
 
-    def _add(self, name: str, wait: _Wait, tensors: Sequence[tf.Tensor], device: int) -> _Made:
+    def _add(self, wait: _Wait, tensors: Sequence[tf.Tensor], device: int) -> _Made:
         """Adds what a device computes, after what it computed before."""
         control = [self.previous[device].tensor.op] if device in self.previous else []
         if device in self.previous:
             wait = dataclasses.replace(wait, after=(*wait.after, self.previous[device].wait))
-        self.previous[device] = self._node(name, wait, tensors, control)
+        self.previous[device] = self._node(wait, tensors, control)
         return self.previous[device]
 
-    def _node(self, name: str, wait: _Wait, tensors: Sequence[tf.Tensor], control: Sequence[tf.Operation]) -> _Made:
+    def _node(self, wait: _Wait, tensors: Sequence[tf.Tensor], control: Sequence[tf.Operation]) -> _Made:
         with tf.control_dependencies([*control] if wait.after else [self.begin]):
-            tensor = tf.numpy_function(functools.partial(self.clock.wait, wait), tensors, tf.float64, name=name)
+            tensor = tf.numpy_function(functools.partial(self.clock.wait, wait), tensors, tf.float64, name=wait.name)
         tensor.set_shape([None])
         return _Made(tensor, wait)
 

@@ -393,7 +393,8 @@ class _Step:
         if task.phase is Phase.WEIGHT_GRAD:
             return
         costs, backward = self.costs, task.phase is not Phase.FORWARD
-        for other in self.incoming[task.stage] if backward else self.outgoing[task.stage]:
+        # The nearest stage first: it is the first to wait.
+        for other in reversed(self.incoming[task.stage]) if backward else self.outgoing[task.stage]:
             ends = (other, task.stage) if backward else (task.stage, other)
             phase = Phase.FORWARD
             if backward:

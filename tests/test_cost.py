@@ -1,0 +1,356 @@
+"""The cost model against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from dapple_tf.cluster import Cluster, Device, Server
+from dapple_tf.cost import CostModel, Piece, all_reduce_seconds, gib, stage_cost
+from dapple_tf.plan import Plan, PlanError
+from dapple_tf.profile import ZERO, Cost, LayerProfile, Profile, SharedParameters, Tensor
+from graph_passes.batching import split_evenly
+from graph_passes.tasks import Phase, Task
+
+
+def cluster(*counts: int, memory: int | None = None, speeds: Sequence[float] = (), **links: Any) -> Cluster:
+    """Servers of so many devices."""
+    servers = [server for server, count in enumerate(counts) for _ in range(count)]
+    given = itertools.chain(speeds, itertools.repeat(1.0))
+    devices = [Device(f"d{i}", server, memory, next(given)) for i, server in enumerate(servers)]
+    return Cluster(tuple(devices), real=False, **links)
+
+
+def layer(name: str, forward: float = 1.0, backward: float = 2.0, **values: Any) -> LayerProfile:
+    """A layer that takes so many seconds per sample."""
+    return LayerProfile(name, Cost(0.0, forward), Cost(0.0, backward), **values)
+
+
+def profile(layers: Sequence[LayerProfile], tensors: Sequence[Tensor] | None = None, **values: Any) -> Profile:
+    """Layers one after another, with 10 bytes per sample between them unless told otherwise."""
+    if tensors is None:
+        tensors = [Tensor(i, (i + 1,), Cost(0.0, 10.0)) for i in range(len(layers) - 1)]
+    return Profile("model", "none", (1, 2), tuple(layers), tuple(tensors), **values)
+
+
+def letters(count: int, **values: Any) -> list[LayerProfile]:
+    return [layer(name, **values) for name in "abcdefgh"[:count]]
+
+
+# --- all-reduce ---
+
+
+@pytest.mark.parametrize("members", [2, 3, 4, 8])
+def test_ring_inside_a_server(members: int) -> None:
+    seconds = all_reduce_seconds(cluster(members, intra_bandwidth=100.0, intra_latency=0.5), range(members), 400.0)
+    assert seconds == pytest.approx(2 * (members - 1) / members * 4 + 2 * (members - 1) * 0.5)
+
+
+def test_one_member_or_no_bytes_take_no_time() -> None:
+    slow = cluster(2, intra_bandwidth=1.0, intra_latency=9.0)
+    assert all_reduce_seconds(slow, [1], 100.0) == 0
+    assert all_reduce_seconds(slow, [0, 1], 0.0) == 0
+
+
+def test_hierarchical_adds_the_ring_inside_to_the_ring_between_servers() -> None:
+    two = cluster(4, 4, intra_bandwidth=100.0, intra_latency=0.25, inter_bandwidth=10.0, inter_latency=1.0)
+    inside, between = 1.5 * 2 + 6 * 0.25, 1.0 * 20 + 2 * 1.0
+    assert all_reduce_seconds(two, range(8), 200.0) == pytest.approx(inside + between)
+
+
+def test_flat_is_one_ring_over_the_network_cards() -> None:
+    two = cluster(4, 4, intra_bandwidth=100.0, intra_latency=0.25, inter_bandwidth=10.0, inter_latency=1.0)
+    assert all_reduce_seconds(two, range(8), 200.0, "flat") == pytest.approx(2 * 7 / 8 * 20 + 14 * 1.0)
+    assert all_reduce_seconds(two, range(4), 200.0, "flat") == pytest.approx(1.5 * 2 + 6 * 0.25)
+
+
+def test_the_slowest_server_decides() -> None:
+    servers = (Server(inter_bandwidth=5.0), Server(intra_bandwidth=1.0), Server(inter_latency=3.0))
+    three = cluster(
+        3, 2, 1, intra_bandwidth=100.0, inter_bandwidth=10.0, intra_latency=0.0, inter_latency=1.0, servers=servers
+    )
+    inside, between = 1.0 * 60, 2 * 2 / 3 * 60 / 5 + 4 * 3.0
+    assert all_reduce_seconds(three, range(6), 60.0) == pytest.approx(inside + between)
+
+
+def test_a_measured_reduction_rate_bounds_the_links() -> None:
+    measured = cluster(2, intra_bandwidth=100.0, intra_latency=0.1, reduce_bandwidth=10.0, reduce_latency=0.5)
+    assert all_reduce_seconds(measured, [0, 1], 20.0) == pytest.approx(2.0 + 2 * 0.5)
+
+
+def test_unknown_links_are_free() -> None:
+    assert all_reduce_seconds(cluster(2, 2), range(4), 1e12) == 0
+
+
+# --- tasks ---
+
+
+def test_a_task_takes_its_layers_time_and_that_to_start_it_by_the_devices_speed() -> None:
+    model = profile(letters(3), task_seconds=0.5)
+    costs = CostModel(Plan.manual([*"b"], [[0, 1], [2]], 2, 8), model, cluster(3, speeds=[1.0, 2.0, 0.5]))
+    assert costs.seconds(Task(0, Phase.FORWARD, 0, 0)) == 0.5 + 2 * 2.0
+    assert costs.seconds(Task(0, Phase.FORWARD, 0, 1)) == (0.5 + 2 * 2.0) / 2
+    assert costs.seconds(Task(0, Phase.BACKWARD, 1, 0)) == 0.5 + 2 * 4.0
+    assert costs.seconds(Task(1, Phase.BACKWARD, 1)) == (0.5 + 4 * 2.0) / 0.5
+
+
+def test_the_two_gradients_are_half_of_b_each_unless_the_profile_knows() -> None:
+    plan = Plan.straight([*"a"], 4, 2)
+    known = profile([layer("a", backward_weight=Cost(0.0, 0.5)), layer("b")])
+    costs = CostModel(plan, known, cluster(2))
+    assert [costs.seconds(Task(0, phase, 0)) for phase in (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)] == [3.0, 1.0]
+    assert [costs.seconds(Task(1, phase, 0)) for phase in (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)] == [2.0, 2.0]
+
+
+def test_slices_below_the_only_size_that_was_measured_take_as_long_as_that() -> None:
+    model = Profile("model", "none", (4,), tuple(letters(1)), ())
+    for replicas, seconds in ((1, 8.0), (2, 4.0), (4, 4.0)):
+        costs = CostModel(Plan.data_parallel(replicas, 8), model, cluster(4))
+        assert costs.seconds(Task(0, Phase.FORWARD, 0)) == seconds
+
+
+def test_recomputing_adds_f_to_b_and_keeps_only_what_enters() -> None:
+    layers = letters(2, residual_bytes=Cost(0.0, 100.0), min_cut_residual_bytes=Cost(0.0, 30.0))
+    model = profile(layers)
+    kept = stage_cost(model, 1, 2)
+    assert (kept.backward.at(1), kept.residual_bytes.at(1), kept.recomputed_bytes.at(1)) == (2.0, 110.0, 0.0)
+    boundary = stage_cost(model, 1, 2, "boundary")
+    assert (boundary.backward.at(1), boundary.residual_bytes.at(1), boundary.recomputed_bytes.at(1)) == (3, 10, 100)
+    cut = stage_cost(model, 1, 2, "min_cut")
+    assert (cut.backward.at(1), cut.residual_bytes.at(1), cut.recomputed_bytes.at(1)) == (pytest.approx(2.1), 40, 0)
+
+
+# --- what goes between stages ---
+
+
+TEN = Cost(0.0, 10.0)
+
+
+def two_stages(senders: int, receivers: int, samples: int, size: Cost = TEN) -> CostModel:
+    devices = [range(senders), range(senders, senders + receivers)]
+    model = profile(letters(2), [Tensor(0, (1,), size)])
+    return CostModel(Plan.manual([*"a"], devices, 1, samples), model, cluster(senders + receivers))
+
+
+def test_three_to_two_sends_from_owner_to_owner_and_back() -> None:
+    costs = two_stages(3, 2, 6)
+    assert costs.pieces(0, 1, 0) == (Piece(0, 0, 20), Piece(1, 0, 10), Piece(1, 1, 10), Piece(2, 1, 20))
+    assert costs.pieces(0, 1, 0, backward=True) == (
+        Piece(0, 0, 20),
+        Piece(0, 1, 10),
+        Piece(1, 1, 10),
+        Piece(1, 2, 20),
+    )
+
+
+@pytest.mark.parametrize(("senders", "receivers", "samples"), [(15, 1, 16), (1, 15, 16), (11, 5, 23), (5, 11, 60)])
+def test_slices_arrive_whole(senders: int, receivers: int, samples: int) -> None:
+    costs = two_stages(senders, receivers, samples)
+    for backward, ends in ((False, (senders, receivers)), (True, (receivers, senders))):
+        pieces = costs.pieces(0, 1, 0, backward=backward)
+        for part, count in enumerate(ends):
+            sums = [0.0] * count
+            for piece in pieces:
+                sums[piece[part]] += piece.bytes / 10
+            assert tuple(sums) == split_evenly(samples, count)
+        assert len(pieces) <= senders + receivers - 1
+
+
+def test_every_piece_has_the_fixed_bytes() -> None:
+    assert [piece.bytes for piece in two_stages(1, 2, 3, Cost(5.0, 1.0)).pieces(0, 1, 0)] == [7.0, 6.0]
+
+
+def test_uneven_micro_batches_have_their_own_pieces() -> None:
+    costs = CostModel(Plan.straight([*"a"], 5, 2), profile(letters(2)), cluster(2))
+    assert [costs.pieces(0, 1, micro_batch)[0].bytes for micro_batch in (0, 1)] == [30.0, 20.0]
+
+
+def test_a_skip_connection_goes_straight_from_its_producer_to_each_stage() -> None:
+    tensors = [Tensor(0, (1, 2, 3), Cost(0.0, 5.0)), Tensor(1, (2,), Cost(0.0, 7.0)), Tensor(2, (3,), Cost(0.0, 1.0))]
+    costs = CostModel(Plan.straight([*"abc"], 2, 1), profile(letters(4), tensors), cluster(4))
+    assert {ends: tuple(cost.per_sample for cost in pair) for ends, pair in costs.routes.items()} == {
+        (0, 1): (5.0, 5.0),
+        (0, 2): (5.0, 5.0),
+        (0, 3): (5.0, 5.0),
+        (1, 2): (7.0, 7.0),
+        (2, 3): (1.0, 1.0),
+    }
+
+
+def test_no_gradient_of_what_has_none() -> None:
+    model = profile(letters(2), [Tensor(0, (1,), Cost(0.0, 5.0), differentiable=False)])
+    costs = CostModel(Plan.straight([*"a"], 2, 1), model, cluster(2))
+    assert [piece.bytes for piece in costs.pieces(0, 1, 0)] == [10.0]
+    assert costs.pieces(0, 1, 0, backward=True) == ()
+
+
+def test_a_tensor_without_bytes_is_waited_for_all_the_same() -> None:
+    model = profile(letters(2), [Tensor(0, (1,), ZERO)])
+    costs = CostModel(Plan.straight([*"a"], 2, 1), model, cluster(2))
+    assert costs.pieces(0, 1, 0) == costs.pieces(0, 1, 0, backward=True) == (Piece(0, 0, 0.0),)
+
+
+# --- reductions ---
+
+
+def test_replicated_stages_reduce_their_gradients_and_others_nothing() -> None:
+    model = profile(letters(3, parameter_bytes=100))
+    costs = CostModel(Plan.manual([*"b"], [[0, 1], [2]], 1, 2), model, cluster(3))
+    assert [(r.stages, r.devices, r.bytes) for r in costs.reductions] == [((0,), (0, 1), 200)]
+
+
+def test_tied_weights_are_reduced_over_all_replicas_of_all_their_stages() -> None:
+    model = profile(letters(4, parameter_bytes=100), shared=[SharedParameters((0, 3), 40), SharedParameters((1, 2), 7)])
+    costs = CostModel(Plan.manual([*"ac"], [[0], [1, 2], [3, 4]], 1, 2), model, cluster(5))
+    assert [(r.stages, r.devices, r.bytes) for r in costs.reductions] == [
+        ((1,), (1, 2), 207),
+        ((2,), (3, 4), 100),
+        ((0, 2), (0, 3, 4), 40),
+    ]
+    assert [cost.parameter_bytes for cost in costs.stages] == [140, 207, 140]
+
+
+def overlapped(layers: Sequence[LayerProfile], bucket: int, recompute: str = "none", **values: Any) -> CostModel:
+    plan = Plan.data_parallel(2, 4, bucket_bytes=bucket, recompute=recompute)
+    return CostModel(plan, profile(layers, **values), cluster(2), overlap=True)
+
+
+def test_buckets_are_ready_as_b_runs_through_the_layers_from_the_last() -> None:
+    layers = [
+        layer("a", backward=1.0, parameter_bytes=30),
+        layer("b", backward=2.0, parameter_bytes=50),
+        layer("c", backward=4.0, parameter_bytes=60),
+        layer("d", backward=1.0, parameter_bytes=40),
+    ]
+    assert overlapped(layers, 100).buckets(0) == ((5 / 8, 100), (1.0, 80))
+    assert overlapped(layers, 60).buckets(0) == ((5 / 8, 100), (1.0, 80))
+    assert overlapped(layers, 1).buckets(0) == ((1 / 8, 40), (5 / 8, 60), (7 / 8, 50), (1.0, 30))
+    assert overlapped(layers, 1000).buckets(0) == ((1.0, 180),)
+
+
+def test_buckets_wait_for_what_b_recomputes_first() -> None:
+    layers = letters(2, forward=1.0, backward=1.0, parameter_bytes=10)
+    assert overlapped(layers, 10, "boundary").buckets(0) == ((3 / 4, 10), (1.0, 10))
+
+
+def test_parameters_that_layers_of_one_stage_share_are_in_the_bucket_of_the_first() -> None:
+    layers = letters(3, parameter_bytes=10)
+    costs = overlapped(layers, 1, shared=[SharedParameters((1, 2), 5)])
+    assert costs.buckets(0) == ((pytest.approx(1 / 3), 10), (pytest.approx(2 / 3), 15), (pytest.approx(1.0), 10))
+    assert sum(size for _, size in costs.buckets(0)) == costs.reductions[0].bytes
+
+
+def test_an_update_takes_its_layers_time_by_the_devices_speed() -> None:
+    costs = CostModel(Plan.data_parallel(2, 2), profile(letters(2, apply_seconds=0.5)), cluster(2, speeds=[1.0, 4.0]))
+    assert [costs.apply_seconds(0, device) for device in (0, 1)] == [1.0, 0.25]
+
+
+# --- memory ---
+
+# 2 x 100 for weights and gradients, 50 for slots, 10 for state: 260 stored. 30 per sample kept, 7 while B runs.
+HEAVY = {
+    "residual_bytes": Cost(0.0, 30.0),
+    "temporary_bytes": Cost(1.0, 3.0),
+    "parameter_bytes": 100,
+    "slot_bytes": 50,
+    "state_bytes": 10,
+}
+
+
+def heavy(memory: int | None, schedule: str = "dapple_a", micro_batches: int = 4, **options: Any) -> CostModel:
+    """Two stages; a micro-batch of two samples keeps 60 bytes in the first and 60 + 20 in the second."""
+    plan = Plan.straight([*"a"], 2 * micro_batches, micro_batches, schedule, **options)
+    return CostModel(plan, profile(letters(2, **HEAVY)), cluster(2, memory=memory))
+
+
+def test_needed_bytes_are_what_is_stored_and_k_times_the_residuals_and_the_running_b() -> None:
+    costs = heavy(None)
+    assert [costs.needed_bytes(0, k) for k in (1, 2, 4)] == [260 + k * 60 + 7 for k in (1, 2, 4)]
+    assert [costs.needed_bytes(1, k) for k in (1, 2, 4)] == [260 + k * 80 + 7 for k in (1, 2, 4)]
+
+
+def test_a_large_reduction_counts_when_it_needs_more_than_the_tasks() -> None:
+    model = profile(letters(1, residual_bytes=Cost(0.0, 30.0), parameter_bytes=100))
+    plan = Plan.data_parallel(2, 2)
+    assert CostModel(plan, model, cluster(2)).needed_bytes(0, 1) == 200 + 100
+    assert CostModel(plan, model, cluster(2)).needed_bytes(0, 5) == 200 + 150
+    assert CostModel(plan, model, cluster(2), overlap=True).needed_bytes(0, 1) == 200 + 100 + 30
+
+
+def test_memory_bounds_the_warm_up() -> None:
+    assert heavy(None).holds is None
+    assert heavy(None).warm_up == (2, 1)
+    assert heavy(327).holds == (1, 0)
+    assert heavy(347).holds == (1, 1)
+    assert heavy(347).warm_up == (1, 1)
+    assert heavy(387, "dapple_b").holds == (2, 1)
+    assert heavy(387, "dapple_b").warm_up == (2, 1)
+    assert heavy(10**6, "dapple_b").warm_up == (3, 1)
+    assert heavy(10**6, "gpipe").warm_up == (4, 4)
+
+
+def test_the_smallest_device_of_a_stage_decides() -> None:
+    devices = tuple(Device(f"d{index}", 0, memory) for index, memory in enumerate((None, 400, 370, None)))
+    plan = Plan.manual([*"a"], [[0, 1, 2], [3]], 4, 24)
+    costs = CostModel(plan, profile(letters(2, **HEAVY)), Cluster(devices, real=False))
+    assert costs.memory_limit(0) == 370
+    assert costs.memory_limit(1) is None
+    assert costs.holds == (1, 4)
+
+
+def test_a_stage_that_does_not_fit_says_what_it_needs_and_what_would_help() -> None:
+    with pytest.raises(PlanError) as caught:
+        _ = heavy(340).schedule
+    assert str(caught.value) == (
+        "stage 1 needs 347 bytes on each device (260 bytes for weights, gradients and optimizer, 87 bytes for one "
+        "slice of 2 samples), 7 bytes more than its smallest device has (340 bytes): use more stages, smaller "
+        "micro-batches, or more replicas, or recompute='boundary'"
+    )
+
+
+def test_a_stage_whose_weights_do_not_fit_needs_more_stages() -> None:
+    with pytest.raises(PlanError, match=r"more than its smallest device has \(200 bytes\): use more stages$"):
+        heavy(200).check_memory()
+
+
+def test_gpipe_needs_room_for_all_micro_batches() -> None:
+    with pytest.raises(PlanError, match="doesn't fit the devices' memory: gpipe keeps all 4 micro-batches in flight"):
+        _ = heavy(387, "gpipe").schedule
+
+
+def test_a_warm_up_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(PlanError, match="warm_up of stage 0 is 3, but its devices hold 2 micro-batches"):
+        _ = heavy(387, warm_up=(3, 1)).schedule
+
+
+def test_recomputing_makes_room() -> None:
+    assert heavy(360).warm_up == (1, 1)
+    recomputing = heavy(360, "dapple_a", recompute="boundary")
+    assert recomputing.needed_bytes(1, 2) == 260 + 2 * 20 + 60 + 7
+    assert recomputing.holds == (4, 1)
+
+
+# --- wrong input ---
+
+
+def test_wrong_arguments_are_refused() -> None:
+    model = profile(letters(2))
+    with pytest.raises(ValueError, match="all_reduce='tree' is unknown; use one of hierarchical, flat"):
+        CostModel(Plan.straight([*"a"], 2, 1), model, cluster(2), all_reduce="tree")
+    with pytest.raises(PlanError, match="the plan cuts after 'z', which isn't a layer"):
+        CostModel(Plan.straight([*"z"], 2, 1), model, cluster(2))
+    with pytest.raises(PlanError, match="cuts leave stage 1 without a layer"):
+        CostModel(Plan.straight([*"b"], 2, 1), model, cluster(2))
+    with pytest.raises(PlanError, match="puts stage 1 on device 1, but the cluster has 1 device"):
+        CostModel(Plan.straight([*"a"], 2, 1), model, cluster(1))
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (3 * 2**20, "3 MiB"), (-(2**31), "-2 GiB")],
+)
+def test_gib(size: int, text: str) -> None:
+    assert gib(size) == text

@@ -1,0 +1,642 @@
+"""The simulator against closed forms, schedules worked out by hand, and what holds for any plan."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from dapple_tf.cluster import Cluster, Device, Server
+from dapple_tf.cost import CostModel
+from dapple_tf.plan import Plan, PlanError
+from dapple_tf.profile import ZERO, Cost, LayerProfile, Profile, SharedParameters, Tensor
+from dapple_tf.schedules import POLICIES, make_schedule
+from dapple_tf.simulator import Simulation, Span, last_gradients, run, simulate
+from graph_passes.batching import split_evenly
+from graph_passes.tasks import Phase, Schedule, Task
+
+NAMES = [f"layer{index}" for index in range(32)]
+
+
+def cluster(*counts: int, speeds: Sequence[float] = (), memory: int | None = None, **links: Any) -> Cluster:
+    """Servers of so many devices."""
+    servers = [server for server, count in enumerate(counts) for _ in range(count)]
+    given = itertools.chain(speeds, itertools.repeat(1.0))
+    devices = [Device(f"d{i}", server, memory, next(given)) for i, server in enumerate(servers)]
+    return Cluster(tuple(devices), real=False, **links)
+
+
+def profile(
+    times: Sequence[tuple[float, float]], sizes: float | Sequence[Tensor] = 1.0, *, shared: Any = (), **layer: Any
+) -> Profile:
+    """Layers that take (forward, backward) seconds for whatever slice, and send so many bytes per sample."""
+    layers = [LayerProfile(NAMES[i], Cost(f), Cost(b), **layer) for i, (f, b) in enumerate(times)]
+    if isinstance(sizes, float | int):
+        sizes = [Tensor(i, (i + 1,), Cost(0.0, sizes)) for i in range(len(times) - 1)]
+    return Profile("model", "none", (1, 2), tuple(layers), tuple(sizes), tuple(shared))
+
+
+def straight(stages: int, micro_batches: int, schedule: str = "dapple_a", samples: int = 1, **options: Any) -> Plan:
+    return Plan.straight(NAMES[: stages - 1], samples * micro_batches, micro_batches, schedule, **options)
+
+
+def replicated(replicas: Sequence[int], micro_batches: int, samples: int, schedule: str = "dapple_a") -> Plan:
+    numbers = itertools.count()
+    devices = [list(itertools.islice(numbers, count)) for count in replicas]
+    return Plan.manual(NAMES[: len(replicas) - 1], devices, micro_batches, samples * micro_batches, schedule)
+
+
+def times(step: Simulation, kind: str, **wanted: Any) -> list[tuple[float, float]]:
+    """Start and end of the spans of a kind."""
+    return sorted(
+        (span.start, span.end)
+        for span in step.spans
+        if span.kind == kind and all(getattr(span, name) == value for name, value in wanted.items())
+    )
+
+
+# --- pipelines with a closed form ---
+
+SHAPES = [(1, 1), (1, 5), (2, 1), (2, 3), (3, 2), (4, 8), (8, 16), (16, 32)]
+
+
+@pytest.mark.parametrize("schedule", POLICIES)
+@pytest.mark.parametrize(("stages", "micro_batches"), SHAPES)
+def test_equal_stages_take_m_plus_s_minus_1_rounds(stages: int, micro_batches: int, schedule: str) -> None:
+    step = simulate(straight(stages, micro_batches, schedule), profile([(1.0, 2.0)] * stages), cluster(stages))
+    rounds = micro_batches + stages - 1
+    assert step.latency == pytest.approx(rounds * 3.0)
+    assert step.bubbles == pytest.approx([(stages - 1) / rounds] * stages)
+    assert step.throughput == pytest.approx(micro_batches / (rounds * 3.0))
+
+
+@pytest.mark.parametrize("schedule", POLICIES)
+def test_replicas_change_nothing_when_links_are_free_and_slices_take_the_same_time(schedule: str) -> None:
+    step = simulate(replicated([3, 2, 5], 4, 5, schedule), profile([(1.0, 2.0)] * 3), cluster(10))
+    assert step.latency == pytest.approx((4 + 3 - 1) * 3.0)
+
+
+@pytest.mark.parametrize("transfer", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8)])
+def test_gpipe_hides_all_transfers_but_those_of_the_first_and_the_last_micro_batch(
+    stages: int, micro_batches: int, transfer: float
+) -> None:
+    links = {"inter_bandwidth": 8.0, "inter_latency": 0.125}
+    model = profile([(1.0, 2.0)] * stages, 8.0 * transfer)
+    step = simulate(straight(stages, micro_batches, "gpipe"), model, cluster(*[1] * stages, **links))
+    assert step.latency == pytest.approx((micro_batches + stages - 1) * 3 + 2 * (stages - 1) * (transfer + 0.125))
+
+
+def test_a_slow_link_is_the_bottleneck_of_gpipe() -> None:
+    step = simulate(straight(2, 5, "gpipe"), profile([(1.0, 2.0)] * 2, 12.0), cluster(1, 1, inter_bandwidth=3.0))
+    assert step.latency == 1 + 5 * 4 + 1 + 2 + 5 * 4 + 2
+
+
+def test_one_forward_one_backward_waits_for_a_round_trip() -> None:
+    """With K = 1 a micro-batch goes all the way forth and back before the next begins."""
+    plan = straight(2, 3, warm_up=(1, 1))
+    step = simulate(plan, profile([(1.0, 2.0)] * 2, 8.0), cluster(1, 1, inter_bandwidth=16.0))
+    assert step.latency == 3 * (1 + 0.5 + 1 + 2 + 0.5 + 2)
+
+
+def test_the_slowest_stage_is_never_idle_in_the_steady_phase() -> None:
+    step = simulate(straight(3, 8), profile([(1.0, 1.0), (3.0, 4.0), (1.0, 1.0)]), cluster(3))
+    assert step.latency == 1 + 8 * 7 + 1
+    assert step.bubbles == pytest.approx([1 - 16 / 58, 1 - 56 / 58, 1 - 16 / 58])
+
+
+# --- links ---
+
+
+def sends(step: Simulation) -> list[tuple[int | None, int | None, float, float]]:
+    return [(span.device, span.target, span.start, span.end) for span in step.spans if span.kind == "send"]
+
+
+def test_two_transfers_over_one_network_card_take_twice_as_long() -> None:
+    step = simulate(replicated([2, 2], 1, 2), profile([(1.0, 2.0)] * 2, 6.0), cluster(2, 2, inter_bandwidth=3.0))
+    assert sends(step)[:2] == [(0, 2, 1.0, 3.0), (1, 3, 3.0, 5.0)]
+
+
+def test_a_network_card_sends_and_receives_at_the_same_time() -> None:
+    step = simulate(straight(2, 2, "gpipe"), profile([(1.0, 1.0)] * 2, 4.0), cluster(1, 1, inter_bandwidth=2.0))
+    assert sends(step) == [(0, 1, 1, 3), (0, 1, 3, 5), (1, 0, 7, 9), (1, 0, 9, 11)]
+    step = simulate(straight(2, 2, warm_up=(2, 1)), profile([(2.0, 1.0)] * 2, 4.0), cluster(1, 1, inter_bandwidth=1.0))
+    assert sends(step) == [(0, 1, 2, 6), (0, 1, 6, 10), (1, 0, 9, 13), (1, 0, 13, 17)]
+
+
+def test_devices_of_a_server_send_side_by_side() -> None:
+    step = simulate(replicated([2, 2], 1, 2), profile([(1.0, 2.0)] * 2, 6.0), cluster(4, intra_bandwidth=3.0))
+    assert sends(step)[:2] == [(0, 2, 1.0, 3.0), (1, 3, 1.0, 3.0)]
+
+
+def test_one_device_sends_its_pieces_one_after_another() -> None:
+    step = simulate(replicated([1, 2], 1, 2), profile([(1.0, 2.0)] * 2, 6.0), cluster(3, intra_bandwidth=3.0))
+    assert sends(step)[:2] == [(0, 1, 1.0, 3.0), (0, 2, 3.0, 5.0)]
+    assert sends(step)[2:] == [(1, 0, 6.0, 8.0), (2, 0, 8.0, 10.0)]
+
+
+def test_latency_delays_a_message_but_not_the_next_one() -> None:
+    links = {"intra_bandwidth": 3.0, "intra_latency": 0.5}
+    step = simulate(replicated([1, 2], 1, 2), profile([(1.0, 2.0)] * 2, 6.0), cluster(3, **links))
+    assert sends(step)[:2] == [(0, 1, 1.0, 3.5), (0, 2, 3.0, 5.5)]
+
+
+def test_between_servers_the_slower_card_decides() -> None:
+    servers = (Server(inter_bandwidth=8.0, inter_latency=0.25), Server(inter_bandwidth=2.0))
+    step = simulate(straight(2, 1), profile([(1.0, 2.0)] * 2, 4.0), cluster(1, 1, servers=servers))
+    assert sends(step) == [(0, 1, 1.0, 3.25), (1, 0, 6.25, 8.5)]
+
+
+def test_a_free_link_takes_no_time() -> None:
+    assert sends(simulate(straight(2, 1), profile([(1.0, 2.0)] * 2), cluster(1, 1))) == [(0, 1, 1, 1), (1, 0, 4, 4)]
+
+
+@pytest.mark.parametrize(("senders", "receivers", "samples"), [(3, 2, 6), (11, 5, 55), (15, 1, 15)])
+def test_uneven_replicas_wait_for_all_their_pieces(senders: int, receivers: int, samples: int) -> None:
+    layers = tuple(LayerProfile(NAMES[i], Cost(0.0, 1.0), Cost(0.0, 2.0)) for i in range(2))
+    model = Profile("model", "none", (1, 2), layers, (Tensor(0, (1,), Cost(0.0, 1.0)),))
+    plan = replicated([senders, receivers], 1, samples)
+    step = simulate(plan, model, cluster(senders + receivers, intra_bandwidth=1000.0))
+    before, after = (split_evenly(samples, count)[0] for count in (senders, receivers))
+    assert times(step, "F", stage=1)[0][0] > before
+    for span in step.spans:
+        if span.kind == "F" and span.stage == 1:
+            arrived = [other.end for other in step.spans if other.kind == "send" and other.target == span.device]
+            assert span.start == max(arrived)
+    # F and B of the largest slices, and pieces that wait for each other for up to as long as all of them take.
+    assert 3 * (before + after) < step.latency < 3 * (before + after) + 2 * samples / 1000
+
+
+def test_slices_of_unequal_size_take_unequal_time() -> None:
+    layers = (LayerProfile("only", Cost(0.0, 1.0), Cost(0.0, 2.0)),)
+    step = simulate(Plan.data_parallel(3, 5), Profile("model", "none", (1, 2), layers, ()), cluster(3))
+    assert times(step, "F") == [(0, 1), (0, 2), (0, 2)]
+    assert times(step, "B", device=2) == [(1, 3)]
+    assert step.latency == 6
+
+
+def test_a_skip_connection_holds_up_the_stage_that_reads_it() -> None:
+    tensors = [Tensor(0, (1,), Cost(1.0)), Tensor(1, (2,), Cost(1.0)), Tensor(0, (2,), Cost(10.0))]
+    step = simulate(straight(3, 1), profile([(1.0, 2.0)] * 3, tensors), cluster(1, 1, 1, inter_bandwidth=1.0))
+    # Stage 0's card sends 1 byte to stage 1, then 10 to stage 2, whose card is busy with them until 12.
+    assert times(step, "F") == [(0, 1), (2, 3), (13, 14)]
+    # Backwards too the nearest stage comes first; stage 0 waits for both gradients, which its card gets one by one.
+    assert sends(step)[3:] == [(2, 1, 16, 17), (2, 0, 17, 27), (1, 0, 27, 28)]
+    assert times(step, "B") == [(14, 16), (17, 19), (28, 30)]
+
+
+def test_a_tensor_without_bytes_still_orders_the_stages() -> None:
+    step = simulate(straight(2, 3), profile([(1.0, 2.0)] * 2, [Tensor(0, (1,), ZERO)]), cluster(2))
+    assert step.latency == (3 + 1) * 3
+
+
+def test_nothing_comes_back_for_what_has_no_gradient() -> None:
+    tensors = [Tensor(0, (1,), Cost(1.0), differentiable=False)]
+    step = simulate(straight(2, 1), profile([(1.0, 2.0)] * 2, tensors), cluster(2))
+    assert times(step, "B", stage=0) == [(1, 3)]
+    assert len(sends(step)) == 1
+
+
+# --- the end of the step ---
+
+
+def test_all_reduce_starts_when_the_last_replica_is_done_and_the_update_follows() -> None:
+    model = profile([(1.0, 2.0)], parameter_bytes=20, apply_seconds=0.5)
+    step = simulate(Plan.data_parallel(2, 4, 2), model, cluster(2, speeds=[1.0, 2.0], intra_bandwidth=4.0))
+    assert times(step, "B", device=1)[-1] == (2.0, 3.0)
+    assert times(step, "all_reduce") == [(6.0, 11.0)]
+    assert times(step, "apply") == [(11.0, 11.25), (11.0, 11.5)]
+    assert step.latency == 11.5
+
+
+def test_a_stage_of_one_device_updates_at_once() -> None:
+    step = simulate(straight(2, 2), profile([(1.0, 2.0)] * 2, parameter_bytes=9, apply_seconds=0.5), cluster(2))
+    assert times(step, "all_reduce") == []
+    assert times(step, "apply", stage=1) == [(7.0, 7.5)]
+    assert times(step, "apply", stage=0) == [(9.0, 9.5)]
+
+
+def test_tied_weights_are_reduced_once_both_stages_are_done() -> None:
+    model = profile([(1.0, 2.0)] * 3, shared=[SharedParameters((0, 2), 30)], apply_seconds=1.0)
+    step = simulate(straight(3, 2), model, cluster(1, 1, 1, inter_bandwidth=10.0), all_reduce="flat")
+    assert [span.stage for span in step.spans if span.kind == "all_reduce"] == [0]
+    end_of_first = times(step, "B", stage=0)[-1][1]
+    assert times(step, "all_reduce") == [(end_of_first, end_of_first + 3.0)]
+    assert times(step, "apply", stage=2) == times(step, "apply", stage=0) == [(end_of_first + 3, end_of_first + 4)]
+    assert times(step, "apply", stage=1)[0][0] == times(step, "B", stage=1)[-1][1]
+
+
+def test_what_a_step_takes_beyond_its_tasks_is_added() -> None:
+    model = Profile("model", "none", (1, 2), (LayerProfile("a", Cost(1.0), Cost(2.0)),), (), step_seconds=0.25)
+    assert simulate(Plan.data_parallel(1, 1), model, cluster(1)).latency == 3.25
+
+
+def two_buckets(overlap: bool, **options: Any) -> Simulation:
+    """A B of 4 s through two layers, whose gradients take 1 s each to reduce over two devices."""
+    plan = Plan.data_parallel(2, 4, 2, bucket_bytes=8)
+    model = profile([(1.0, 2.0), (1.0, 2.0)], parameter_bytes=8, apply_seconds=0.25)
+    return simulate(plan, model, cluster(2, intra_bandwidth=8.0, **options), overlap=overlap)
+
+
+def test_overlapped_buckets_are_reduced_while_b_goes_on() -> None:
+    apart, together = two_buckets(overlap=False), two_buckets(overlap=True)
+    assert times(apart, "all_reduce") == [(12.0, 14.0)]
+    assert apart.latency == 14.5
+    assert times(together, "all_reduce") == [(10.0, 11.0), (12.0, 13.0)]
+    assert together.latency == 13.5
+
+
+def test_a_bucket_waits_for_the_one_before() -> None:
+    plan = Plan.data_parallel(2, 2, bucket_bytes=8)
+    model = profile([(1.0, 1.0), (1.0, 1.0)], parameter_bytes=8)
+    step = simulate(plan, model, cluster(2, intra_bandwidth=4.0), overlap=True)
+    assert times(step, "all_reduce") == [(3.0, 5.0), (5.0, 7.0)]
+
+
+def test_overlap_does_nothing_where_cores_are_shared() -> None:
+    shared = {"servers": (Server(capacity=1.0),)}
+    assert two_buckets(overlap=True, **shared).latency == pytest.approx(two_buckets(overlap=False, **shared).latency)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_overlap_is_never_slower_when_messages_have_no_latency(seed: int) -> None:
+    draw = random.Random(seed)
+    layers = [
+        LayerProfile(NAMES[i], Cost(draw.random()), Cost(draw.random()), parameter_bytes=draw.randrange(1, 100))
+        for i in range(draw.randrange(1, 6))
+    ]
+    model = Profile("model", "none", (1, 2), tuple(layers), ())
+    plan = Plan.data_parallel(draw.randrange(2, 5), 16, 2, bucket_bytes=draw.randrange(1, 200))
+    servers = draw.choice([(8,), (1, 1, 6), (2, 6)])
+    links = {"intra_bandwidth": draw.uniform(20, 500), "inter_bandwidth": draw.uniform(20, 500)}
+    apart, together = (simulate(plan, model, cluster(*servers, **links), overlap=on) for on in (False, True))
+    assert together.latency <= apart.latency * (1 + 1e-9)
+
+
+# --- devices ---
+
+
+def test_a_device_of_twice_the_speed_takes_half_the_time() -> None:
+    step = simulate(straight(2, 1), profile([(1.0, 2.0)] * 2), cluster(2, speeds=[1.0, 2.0]))
+    assert [str(span) for span in step.timeline[1]] == ["1F0 1.000000..1.500000", "1B0 1.500000..2.500000"]
+    assert step.latency == 4.5
+
+
+def shared(capacity: float, devices: int = 2) -> Cluster:
+    return cluster(devices, servers=(Server(capacity=capacity),))
+
+
+@pytest.mark.parametrize(("capacity", "factor"), [(1.0, 2.0), (1.5, 4 / 3), (2.0, 1.0), (0.5, 4.0)])
+def test_two_devices_that_share_cores_slow_each_other_down(capacity: float, factor: float) -> None:
+    step = simulate(Plan.data_parallel(2, 2), profile([(1.0, 2.0)], apply_seconds=1.0), shared(capacity))
+    assert times(step, "F") == [(0, pytest.approx(factor))] * 2
+    assert times(step, "B") == [(pytest.approx(factor), pytest.approx(3 * factor))] * 2
+    assert times(step, "apply") == [(pytest.approx(3 * factor), pytest.approx(4 * factor))] * 2
+    assert step.latency == pytest.approx(4 * factor)
+
+
+def test_a_task_is_slowed_down_only_while_the_other_runs() -> None:
+    layers = (LayerProfile("only", Cost(0.0, 1.0), ZERO),)
+    model = Profile("model", "none", (1, 2), layers, ())
+    forward = make_schedule("gpipe", [[0, 1]], 1, forward_only=True)
+    step = simulate(Plan.data_parallel(2, 3), model, shared(1.0), schedule=forward)
+    assert times(step, "F") == [(0, 2), (0, 3)]
+
+
+def test_a_pipeline_on_one_core_takes_as_long_as_all_its_work() -> None:
+    step = simulate(straight(4, 8), profile([(1.0, 2.0)] * 4), shared(1.0, 4))
+    assert step.latency == pytest.approx(4 * 8 * 3)
+
+
+def test_a_single_busy_device_has_the_core_to_itself() -> None:
+    plan = straight(2, 3, warm_up=(1, 1))
+    assert simulate(plan, profile([(1.0, 2.0)] * 2), shared(1.0)).latency == pytest.approx(3 * 6)
+
+
+# --- schedules of one's own ---
+
+
+def test_forwards_alone_reduce_and_update_nothing() -> None:
+    model = profile([(1.0, 2.0)] * 3, parameter_bytes=5, apply_seconds=1.0)
+    plan = replicated([2, 1, 1], 4, 2)
+    forward = make_schedule("gpipe", plan.devices, 4, forward_only=True)
+    step = simulate(plan, model, cluster(4), schedule=forward)
+    assert {span.kind for span in step.spans} == {"F", "send"}
+    assert step.latency == (4 + 2) * 1
+
+
+def test_gradients_are_reduced_after_the_backward_that_comes_last() -> None:
+    backwards = Schedule.parse("0: 0F0 0F1 0B1 0B0\n1: 0F0.r1 0F1.r1 0B1.r1 0B0.r1")
+    assert {str(task) for task in last_gradients(backwards)} == {"0B0", "0B0.r1"}
+    model = profile([(1.0, 2.0)], parameter_bytes=4)
+    for overlap in (False, True):
+        step = simulate(
+            Plan.data_parallel(2, 4, 2), model, cluster(2, intra_bandwidth=4.0), schedule=backwards, overlap=overlap
+        )
+        assert times(step, "all_reduce") == [(6, 7)]
+
+
+def test_weight_gradients_fill_the_wait_for_input_gradients() -> None:
+    split = Schedule.parse("0: 0F0 0F1 0Bx0 0Bx1 0Bw0 0Bw1\n1: 1F0 1Bx0 1F1 1Bx1 1Bw0 1Bw1")
+    step = simulate(straight(2, 2), profile([(1.0, 2.0)] * 2, apply_seconds=0.5), cluster(2), schedule=split)
+    assert [str(span) for span in step.timeline[0]] == [
+        "0F0 0.000000..1.000000",
+        "0F1 1.000000..2.000000",
+        "0Bx0 3.000000..4.000000",
+        "0Bx1 5.000000..6.000000",
+        "0Bw0 6.000000..7.000000",
+        "0Bw1 7.000000..8.000000",
+        "0apply 8.000000..8.500000",
+    ]
+    assert step.latency == 8.5
+
+
+def test_a_schedule_that_deadlocks_is_refused() -> None:
+    stuck = Schedule.parse("0: 0F0 0B0 0F1 0B1\n1: 1F0 1F1 1B0 1B1")
+    with pytest.raises(ValueError, match="the schedule deadlocks: 0B0, 1F1 wait for ever"):
+        simulate(straight(2, 2), profile([(1.0, 2.0)] * 2), cluster(2), schedule=stuck)
+
+
+# --- memory ---
+
+# 2 x 100 for weights and gradients, 50 for slots: 250 stored; 30 kept per sample, 5 while a B runs.
+HEAVY = {
+    "residual_bytes": Cost(0.0, 30.0),
+    "temporary_bytes": Cost(5.0),
+    "parameter_bytes": 100,
+    "slot_bytes": 50,
+}
+
+
+def test_memory_curve_of_one_device() -> None:
+    step = simulate(Plan.data_parallel(1, 2, 2, "gpipe"), profile([(1.0, 2.0)], **HEAVY), cluster(1))
+    assert step.memory[0] == ((0.0, 250), (0.0, 280), (1.0, 310), (2.0, 315), (4.0, 285), (6.0, 250))
+    assert step.peak_bytes == {0: 315}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "counts"), [("gpipe", (6, 6, 6)), ("dapple_a", (3, 2, 1)), ("dapple_b", (5, 3, 1))]
+)
+def test_peak_is_what_is_stored_and_k_times_the_residuals(schedule: str, counts: Sequence[int]) -> None:
+    step = simulate(straight(3, 6, schedule), profile([(1.0, 2.0)] * 3, 10.0, **HEAVY), cluster(3))
+    for stage, count in enumerate(counts):
+        kept = 30 if stage == 0 else 40  # what enters a later stage is kept there too
+        assert step.peak_bytes[stage] == 250 + count * kept + 5 == step.costs.needed_bytes(stage, count)
+        assert step.memory[stage][0] == (0.0, 250)
+        assert step.memory[stage][-1][1] == pytest.approx(250)
+
+
+def test_a_reduction_needs_buffers_at_the_end() -> None:
+    light = {**HEAVY, "residual_bytes": ZERO}
+    step = simulate(Plan.data_parallel(2, 4, 2), profile([(1.0, 2.0)], **light), cluster(2, intra_bandwidth=100.0))
+    assert step.memory[0][-2:] == ((6.0, 350), (7.0, 250))
+    assert step.peak_bytes == {0: 350, 1: 350}
+
+
+def test_recomputing_keeps_only_what_enters_and_needs_the_rest_while_b_runs() -> None:
+    step = simulate(straight(2, 4, recompute="boundary"), profile([(1.0, 2.0)] * 2, 10.0, **HEAVY), cluster(2))
+    assert step.peak_bytes == {0: 250 + 30 + 5, 1: 250 + 10 + 30 + 5}
+    assert times(step, "B", stage=1)[0] == (2.0, 5.0)
+
+
+def test_weight_gradients_keep_the_residuals_until_they_are_done() -> None:
+    split = Schedule.parse("0: 0F0 0Bx0 0F1 0Bx1 0Bw0 0Bw1")
+    model = profile([(1.0, 2.0)], residual_bytes=Cost(0.0, 30.0))
+    step = simulate(Plan.data_parallel(1, 2, 2), model, cluster(1), schedule=split)
+    assert step.memory[0] == ((0, 0), (0, 30), (1, 30), (2, 60), (3, 60), (4, 60), (5, 30), (6, 0))
+
+
+def test_memory_bounds_how_many_micro_batches_are_in_flight() -> None:
+    model = profile([(1.0, 2.0)] * 4, 0.0, **HEAVY)
+    free = simulate(straight(4, 8), model, cluster(4))
+    bound = simulate(straight(4, 8), model, cluster(4, memory=250 + 2 * 30 + 5))
+    assert free.costs.warm_up == (4, 3, 2, 1)
+    assert bound.costs.warm_up == (2, 2, 2, 1)
+    assert max(bound.peak_bytes.values()) == 315
+    assert bound.latency > free.latency == (8 + 3) * 3
+
+
+def test_a_plan_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"stage 0 needs 285 bytes on each device .* 5 bytes more than its smallest"):
+        simulate(straight(2, 2), profile([(1.0, 2.0)] * 2, **HEAVY), cluster(2, memory=280))
+
+
+# --- what it tells ---
+
+
+def test_critical_path_of_a_pipeline() -> None:
+    model = profile([(1.0, 2.0)] * 2, 4.0, parameter_bytes=8, apply_seconds=0.5)
+    step = simulate(replicated([2, 1], 2, 2), model, cluster(2, 1, intra_bandwidth=8.0, inter_bandwidth=8.0))
+    path = step.critical_path
+    assert [span.kind for span in path[-3:]] == ["B", "all_reduce", "apply"]
+    assert path[0].start == 0
+    assert all(after.start == before.end for before, after in itertools.pairwise(path))
+    assert sum(span.end - span.start for span in path) == pytest.approx(step.latency)
+
+
+def test_text() -> None:
+    model = profile([(1e-3, 2e-3)] * 2, 4.0, parameter_bytes=2**20, apply_seconds=5e-4)
+    links = {"intra_bandwidth": 1e9, "inter_bandwidth": 1e4}
+    step = simulate(replicated([2, 1], 4, 2), model, cluster(2, 1, **links))
+    assert str(step) == (
+        "step 19.35 ms, 413.5 samples/s\n"
+        "stage  devices  bubble  busy ms  peak memory\n"
+        "0      0 1      35.4%   12.5     3 MiB\n"
+        "1      2        35.4%   12.5     2 MiB\n"
+        "critical path: F 5 ms, send 2.8 ms, B 10 ms, all_reduce 1.049 ms, apply 0.5 ms"
+    )
+    overlapped = str(two_buckets(overlap=True)).splitlines()[-1]
+    assert overlapped == "critical path: F 4000 ms, B 8000 ms, all_reduce 1000 ms, apply 500 ms"
+
+
+def test_the_text_of_a_span() -> None:
+    assert str(Span("B", 1.0, 2.5, 4, 1, 3, 2)) == "1B3.r2 1.000000..2.500000"
+    assert str(Span("send", 0.0, 0.5, 1, 0, 2, target=3)) == "0send2 1->3 0.000000..0.500000"
+
+
+# --- any plan ---
+
+
+def random_case(seed: int) -> tuple[Plan, Profile, Cluster, bool]:
+    """A plan that fits its cluster: skips, uneven slices and stages, shared cores, tied weights."""
+    draw = random.Random(seed)
+    count = draw.randrange(2, 9)
+    layers = [
+        LayerProfile(
+            NAMES[i],
+            Cost(draw.choice([0.0, 0.1]), draw.uniform(0.1, 1.0)),
+            Cost(0.0, draw.uniform(0.1, 3.0)),
+            residual_bytes=Cost(0.0, draw.uniform(0, 50)),
+            temporary_bytes=Cost(draw.uniform(0, 20)),
+            parameter_bytes=draw.choice([0, 10, 1000]),
+            apply_seconds=draw.choice([0.0, 0.3]),
+        )
+        for i in range(count)
+    ]
+    tensors = [Tensor(i, (i + 1,), Cost(draw.choice([0.0, 3.0]), draw.uniform(1, 20))) for i in range(count - 1)]
+    if count > 2 and draw.random() < 0.5:
+        tensors.append(Tensor(0, (count - 1,), Cost(0.0, 5.0), differentiable=draw.random() < 0.5))
+    tied = [SharedParameters((0, count - 1), 50)] if draw.random() < 0.3 else []
+    model = Profile(
+        "model", "none", draw.choice([(1, 2), (2,)]), tuple(layers), tuple(tensors), tuple(tied), draw.choice([0, 0.5])
+    )
+    stages = draw.randrange(1, min(count, 5) + 1)
+    cuts = sorted(draw.sample(range(count - 1), stages - 1))
+    replicas = [draw.randrange(1, 4) for _ in range(stages)]
+    order = list(range(sum(replicas) + draw.randrange(3)))
+    draw.shuffle(order)
+    devices = [[order.pop() for _ in range(replica)] for replica in replicas]
+    micro_batches = draw.randrange(1, 8)
+    samples = draw.randrange(micro_batches * max(replicas), micro_batches * (max(replicas) + 4) + 1)
+    plan = Plan.manual(
+        [NAMES[cut] for cut in cuts], devices, micro_batches, samples, draw.choice(POLICIES), bucket_bytes=500
+    )
+    total = 1 + max(device for group in devices for device in group)
+    counts, left = [], total
+    while left:
+        counts.append(draw.randrange(1, left + 1))
+        left -= counts[-1]
+    servers = tuple(Server(capacity=draw.choice([None, None, 1.0, 1.5])) for _ in counts)
+    where = cluster(
+        *counts,
+        speeds=[draw.choice([0.5, 1.0, 2.0]) for _ in range(total)],
+        intra_bandwidth=draw.choice([None, 20.0, 200.0]),
+        inter_bandwidth=draw.choice([None, 10.0, 100.0]),
+        intra_latency=draw.choice([None, 0.01]),
+        inter_latency=draw.choice([None, 0.05]),
+        servers=servers,
+    )
+    return plan, model, where, draw.random() < 0.5
+
+
+CASES = range(60)
+
+
+def run_case(seed: int) -> Simulation:
+    plan, model, where, overlap = random_case(seed)
+    return simulate(plan, model, where, overlap=overlap)
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_a_step_takes_as_long_as_its_busiest_device_and_no_longer_than_everything_in_turn(seed: int) -> None:
+    step = run_case(seed)
+    extra = step.costs.profile.step_seconds
+    undisturbed = {
+        device: sum(step.costs.seconds(task) for task in tasks) for device, tasks in step.costs.schedule.orders.items()
+    }
+    assert step.latency >= max(step.busy.values()) + extra - 1e-9
+    assert all(step.busy[device] >= seconds - 1e-9 for device, seconds in undisturbed.items())
+    assert step.latency <= sum(span.end - span.start for span in step.spans) + extra + 1e-9
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_every_task_runs_once_in_order_after_its_inputs(seed: int) -> None:
+    step = run_case(seed)
+    costs = step.costs
+    ends = {
+        Task(span.stage, Phase(span.kind), span.micro_batch, span.replica): (span.start, span.end)
+        for span in step.spans
+        if span.kind in ("F", "B") and span.micro_batch is not None
+    }
+    assert sum(span.kind in ("F", "B") for span in step.spans) == len(ends)
+    for device, tasks in costs.schedule.orders.items():
+        assert [str(span).split()[0] for span in step.timeline[device] if span.kind != "apply"] == [*map(str, tasks)]
+        for first, second in itertools.pairwise(step.timeline[device]):
+            assert second.start >= first.end - 1e-9
+    for producer, consumer in costs.routes:
+        for micro_batch, backward in itertools.product(range(costs.plan.micro_batches), (False, True)):
+            for piece in costs.pieces(producer, consumer, micro_batch, backward=backward):
+                phase = Phase.BACKWARD if backward else Phase.FORWARD
+                ends_of = (consumer, producer) if backward else (producer, consumer)
+                sender = Task(ends_of[0], phase, micro_batch, piece.sender)
+                receiver = Task(ends_of[1], phase, micro_batch, piece.receiver)
+                link = costs.cluster.link(*(costs.schedule.device_of(task) for task in (sender, receiver)))
+                assert ends[receiver][0] >= ends[sender][1] + link.seconds(piece.bytes) - 1e-9
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_ports_carry_one_message_at_a_time(seed: int) -> None:
+    step = run_case(seed)
+    where = step.costs.cluster
+    taken: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for span in step.spans:
+        if span.kind == "send" and span.device is not None and span.target is not None:
+            link = where.link(span.device, span.target)
+            a, b = (where.devices[device].server for device in (span.device, span.target))
+            ports = (("out", span.device), ("in", span.target)) if a == b else (("card out", a), ("card in", b))
+            if span.bytes / link.bandwidth:
+                for port in ports:
+                    taken.setdefault(port, []).append((span.start, span.end - link.latency))
+    for spans in taken.values():
+        for first, second in itertools.pairwise(sorted(spans)):
+            assert second[0] >= first[1] - 1e-9
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_each_span_of_the_critical_path_starts_when_its_cause_is_over(seed: int) -> None:
+    plan, model, where, _ = random_case(seed)
+    instant = Cluster(where.devices, where.intra_bandwidth, where.inter_bandwidth, real=False, servers=where.servers)
+    step = simulate(plan, model, instant)
+    path = step.critical_path
+    assert path[0].start == 0
+    assert path[-1].end == pytest.approx(step.latency - model.step_seconds)
+    for before, after in itertools.pairwise(path):
+        assert after.start == pytest.approx(before.end)
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_memory_starts_and_ends_with_what_is_stored_and_peaks_where_the_cost_model_says(seed: int) -> None:
+    plan, model, where, _ = random_case(seed)
+    step = simulate(plan, model, where)
+    costs = step.costs
+    for stage, devices in enumerate(plan.devices):
+        stored = costs.stages[stage].stored_bytes
+        for device in devices:
+            assert step.memory[device][0] == (0.0, stored)
+            assert step.memory[device][-1][1] == pytest.approx(stored)
+            assert min(level for _, level in step.memory[device]) >= stored - 1e-6
+            level = peak = 0.0
+            for task in costs.schedule.orders[device]:
+                samples = costs.slices(stage, task.micro_batch)[task.replica].size
+                forward = task.phase is Phase.FORWARD
+                level += costs.residual_bytes(stage, samples) * (1 if forward else 0)
+                peak = max(peak, level + (0.0 if forward else costs.working_bytes(stage, samples)))
+                level -= costs.residual_bytes(stage, samples) * (0 if forward else 1)
+            reducing = max(peak, costs.reduction_bytes(stage))  # if it takes any time, and all at the same time
+            assert stored + peak - 1e-6 <= step.peak_bytes[device] <= stored + reducing + 1e-6
+            assert step.peak_bytes[device] <= costs.needed_bytes(stage, costs.warm_up[stage]) + 1e-6
+
+
+@pytest.mark.parametrize("seed", CASES)
+@pytest.mark.parametrize("factor", [1e-4, 3.0, 1e4])
+def test_a_slower_world_is_slower_by_as_much(seed: int, factor: float) -> None:
+    plan, model, where, overlap = random_case(seed)
+    slower = model.scaled(factor, step_seconds=model.step_seconds * factor, task_seconds=model.task_seconds * factor)
+    links = {
+        name: None if (value := getattr(where, name)) is None else value / factor if "band" in name else value * factor
+        for name in ("intra_bandwidth", "inter_bandwidth", "intra_latency", "inter_latency")
+    }
+    elsewhere = Cluster(where.devices, **links, real=False, servers=where.servers)
+    before, after = run_case(seed), simulate(plan, slower, elsewhere, overlap=overlap)
+    assert after.latency == pytest.approx(before.latency * factor)
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_the_same_plan_takes_the_same_time_again(seed: int) -> None:
+    assert run_case(seed).spans == run_case(seed).spans
+
+
+def test_sixteen_devices_and_64_micro_batches() -> None:
+    links = {"inter_bandwidth": 1e3, "inter_latency": 1e-3}
+    plan = replicated([2] * 8, 64, 4)
+    step = simulate(plan, profile([(1.0, 2.0)] * 8, 10.0, parameter_bytes=10), cluster(*[2] * 8, **links))
+    assert len(step.spans) == 16 * 64 * 2 + 7 * 64 * 2 * 2 + 8
+    assert step.latency > (64 + 7) * 3
+
+
+def test_costs_can_be_made_before() -> None:
+    costs = CostModel(straight(2, 2), profile([(1.0, 2.0)] * 2), cluster(2))
+    assert run(costs).latency == simulate(costs.plan, costs.profile, costs.cluster).latency == 9
