@@ -49,7 +49,7 @@ from graph_passes.accumulate import Accumulate
 from graph_passes.assign_stages import POSITION_ATTR, AssignStages, find_call
 from graph_passes.build_backward import BuildBackward
 from graph_passes.build_forward import BuildForward
-from graph_passes.graph import PHASE_ATTR, Builder, Graph, GraphDef, NodeDef, PassError, Ref, dtype_attr
+from graph_passes.graph import PHASE_ATTR, Builder, Graph, GraphDef, NodeDef, PassError, Ref, dtype_attr, shape_attr
 from graph_passes.outline import FunctionDef, call_node, outline, placeholder
 from graph_passes.partition import Partition
 from graph_passes.pass_manager import Pass, run_passes
@@ -69,6 +69,10 @@ _HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
 _VERSION = 1
 # The first micro-batch warms caches and the allocator, and sets accumulators where the others add to them.
 _MICRO_BATCHES = 2
+# Stands for the number of samples while a step is built; no other constant is a multiple of it.
+_MARK = 1_000_003
+# The node that reads what nobody else reads.
+_READ = "read"
 _WARM_UP = 2
 _LEAST_ROUNDS, _MOST_ROUNDS, _BUDGET_SECONDS = 5, 25, 20.0
 # The length that an axis which the model leaves open is given, where no example tells.
@@ -383,36 +387,42 @@ def _name(call: Any, calls: Sequence[Any]) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Layers:
-    """The layers that can be cut apart: names, and the stage functions with a stage for each."""
+    """The layers that can be cut apart: names, and the graphs with a stage for each."""
 
     names: tuple[str, ...]
-    program: Program
+    joint: Program
 
 
-def _find_layers(model: keras.Model, program: Program, prefix: str) -> _Layers:
-    calls = program.roles.calls
-    candidates = _candidates(model, calls)
+def _find_layers(model: keras.Model, training: Program, inference: Program) -> _Layers:
+    """The most layers that can be cut apart, in training as in inference (where dropout, say, has no nodes)."""
+    calls = training.roles.calls
+    always = {(call.path, call.number) for call in inference.roles.calls if call.stop > call.start}
+    candidates = [call for call in _candidates(model, calls) if (call.path, call.number) in always]
     if not candidates:
-        return _Layers((model.name,), _stage_functions(program, (), prefix))
+        return _Layers((model.name,), _joint(training, ()))
+
+    def both(cuts: tuple[str, ...]) -> None:
+        AssignStages(cuts).run(training)
+        AssignStages(cuts).run(inference)
+
     names = [name for call in candidates[:-1] if (name := _name(call, calls)) is not None]
-    cuts = tuple(_legal(names, lambda cuts: AssignStages(cuts).run(program)))
-    while True:  # A stage of integers alone (masks, positions) has no node of its own; it goes with the next one.
-        assigned = AssignStages(cuts).run(program)
-        occupied = set(assigned.node_stage.values())
+    cuts = tuple(_legal(names, both))
+    while cuts:  # A stage of integers alone (masks, positions) has no node of its own; it goes with the next one.
+        occupied = set(AssignStages(cuts).run(training).node_stage.values())
         empty = [stage for stage in range(len(cuts) + 1) if stage not in occupied]
-        if not empty or not cuts:
+        if not empty:
             break
         cuts = tuple(cut for stage, cut in enumerate(cuts) if stage != min(empty[0], len(cuts) - 1))
     try:
-        divided = _stage_functions(program, cuts, prefix)
+        joint = _joint(training, cuts)
     except PassError as error:
         logger.info("some layers can't be differentiated apart: %s", error)
-        cuts = tuple(_legal(cuts, lambda cuts: _stage_functions(program, cuts, prefix)))
-        divided = _stage_functions(program, cuts, prefix)
+        cuts = tuple(_legal(cuts, lambda cuts: _joint(training, cuts)))
+        joint = _joint(training, cuts)
     last = _name(candidates[-1], calls) or candidates[-1].path
     while last in cuts:
         last += "'"
-    return _Layers((*cuts, last), divided)
+    return _Layers((*cuts, last), joint)
 
 
 def _legal(cuts: Sequence[str], attempt: Callable[[tuple[str, ...]], object]) -> list[str]:
@@ -428,24 +438,26 @@ def _legal(cuts: Sequence[str], attempt: Callable[[tuple[str, ...]], object]) ->
     middle = len(cuts) // 2
     first, second = _legal(cuts[:middle], attempt), _legal(cuts[middle:], attempt)
     together = [*first, *second]
-    while together:
+    if first and second:
         try:
             attempt(tuple(together))
-            break
-        except PassError:  # Each is legal, but not all at once.
-            together.pop()
+        except PassError:  # Each half is legal, but not both at once.
+            together = first
+            for cut in second:
+                with contextlib.suppress(PassError):
+                    attempt((*together, cut))
+                    together = [*together, cut]
     return together
 
 
-def _stage_functions(program: Program, cuts: tuple[str, ...], prefix: str, recompute: str = "none") -> Program:
-    """Passes 1 to 4."""
-    passes: list[Pass] = [
-        AssignStages(cuts),
-        BuildForward(),
-        BuildBackward(),
-        Partition(recompute, False, True, prefix),
-    ]
-    return run_passes(program, passes)
+def _joint(program: Program, cuts: tuple[str, ...]) -> Program:
+    """Passes 1 to 3: a graph for each stage, with its gradients."""
+    return run_passes(program, [AssignStages(cuts), BuildForward(), BuildBackward()])
+
+
+def _divided(joint: Program, prefix: str, recompute: str = "none") -> Program:
+    """Pass 4."""
+    return run_passes(joint, [Partition(recompute, prefix=prefix)], first=4)
 
 
 # ---- step graphs
@@ -506,12 +518,14 @@ class _Timed:
         step: what its tensors mean.
         stamps: nodes that tell the time (float64 seconds): before the first item and after each.
         items: what runs between them.
+        sizes: placeholders for multiples of the number of samples.
     """
 
     graph: GraphDef
     step: Step
     stamps: tuple[str, ...]
     items: tuple[_Item, ...]
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 class _StepMaker:
@@ -521,10 +535,14 @@ class _StepMaker:
         self.program, self.updates, self.device, self.prefix = program, tuple(updates), device, prefix
         self.hosts, _ = hosts_of(program, updates)
 
-    def make(self, samples: int, *, input_gradients: bool = False) -> _Timed:
-        """A step on two micro-batches of ``samples`` samples; with another task for the input gradients alone."""
+    def make(self, *, input_gradients: bool = False) -> _Timed:
+        """A step on two micro-batches, of a size that is fed.
+
+        With ``input_gradients`` the first micro-batch has tasks Bx too: the part of B that the gradients of what a
+        stage receives need, for stages that also have a Bw. The second is as in training.
+        """
         stages = len(self.program.stages)
-        batch = samples * _MICRO_BATCHES
+        batch = _MARK * _MICRO_BATCHES
         layout = Layout(((self.device,),) * stages, batch, batch, _MICRO_BATCHES)
         passes: list[Pass] = [Replicate(layout, _HOST, self.hosts, self.prefix), SplitConcat(), Accumulate(self.prefix)]
         program = run_passes(self.program, passes, first=5)
@@ -532,17 +550,18 @@ class _StepMaker:
         program = _LocalUpdate(options, program).result()
         assert program.step is not None
         graph = top_level(program)
+        sizes = _with_fed_sizes(graph)
         extra = self._input_gradients(graph, program.step) if input_gradients else {}
         items = self._items(graph, program.step, extra)
-        return _chained(graph, program.step, items, self.device)
+        return dataclasses.replace(_chained(graph, program.step, items, self.device), sizes=sizes)
 
     def _input_gradients(self, graph: GraphDef, step: Step) -> dict[Task, str]:
-        """Bx, for stages that also have a Bw: the part of B that the gradients of what it receives need."""
+        """Adds tasks Bx to the first micro-batch; the tasks whose B they are a part of, and their nodes."""
         view = Graph(graph)
         builder = Builder(graph)
         functions: list[FunctionDef] = []
         calls: dict[Task, str] = {}
-        moved: dict[str, str] = {}
+        counts: list[Ref] = []
         for stage in self.program.stages:
             results = _input_gradient_values(self.program, stage)
             if not results or not _has_weight_gradients(self.program, stage):
@@ -557,19 +576,17 @@ class _StepMaker:
             name = f"{self.prefix}stage{stage.index}_input_gradient"
             function = outline(name, source, [places[value] for value in used], wanted)
             functions.append(function)
-            for task, entry in step.entry.items():
-                if task.stage != stage.index or task.phase is not Phase.BACKWARD:
-                    continue
-                given = dict(zip(stage.backward.inputs, view.inputs(entry), strict=True))
-                node = builder.names.fresh(f"stage{stage.index}/input_gradient{task.micro_batch}")
-                builder.append(call_node(node, function, [given[value] for value in used], device=self.device))
-                calls[task] = node
-                for index, value in enumerate(results):
-                    moved[str(Ref(entry, stage.backward.outputs.index(value)))] = str(Ref(node, index))
-        # What nobody reads isn't computed.
-        for reader in graph.node:
-            for position, text in enumerate(reader.input):
-                reader.input[position] = moved.get(text, text)
+            task = Task(stage.index, Phase.BACKWARD, 0)
+            given = dict(zip(stage.backward.inputs, view.inputs(step.entry[task]), strict=True))
+            node = builder.names.fresh(f"stage{stage.index}/input_gradient")
+            builder.append(call_node(node, function, [given[value] for value in used], device=self.device))
+            calls[task] = node
+            # What nobody reads wouldn't be computed.
+            for index, dtype in enumerate(arg.type for arg in function.signature.output_arg):
+                kinds = {"T": dtype_attr(dtype), "out_type": dtype_attr(types_pb2.DT_INT32)}
+                counts.append(builder.add("count", "Size", [Ref(node, index)], device=self.device, **kinds))
+        if counts:
+            builder.add(_READ, "AddN", counts, device=self.device, T=dtype_attr(types_pb2.DT_INT32), N=len(counts))
         merge_library(graph, functions)
         return calls
 
@@ -595,6 +612,32 @@ class _StepMaker:
         applied = list(enumerate(by_phase["apply"]))
         items += [_Item(("apply", stage, 0), (node,), (node,)) for stage, node in reversed(applied)]
         return items
+
+
+def _with_fed_sizes(graph: GraphDef) -> dict[str, int]:
+    """Makes placeholders of the constants that the numbers of samples were put into, so that one graph serves all.
+
+    Getting a graph ready takes seconds, most of them for its functions.
+
+    Returns:
+        Placeholder -> what it is a multiple of the number of samples by; a vector has that for each element.
+    """
+    found = {}
+    for node in graph.node:
+        if node.op != "Const":
+            continue
+        tensor = node.attr["value"].tensor
+        values = [*tensor.int_val, *tensor.int64_val]
+        if values and all(value and value % _MARK == 0 for value in values):
+            dims = [dim.size for dim in tensor.tensor_shape.dim]
+            dtype = tensor.dtype
+            found[node.name] = values[0] // _MARK
+            node.op = "Placeholder"
+            node.device = _HOST
+            node.attr.clear()
+            node.attr["dtype"].CopyFrom(dtype_attr(dtype))
+            node.attr["shape"].CopyFrom(shape_attr(dims))
+    return found
 
 
 def _input_gradient_values(program: Program, stage: Stage) -> list[Value]:
@@ -722,33 +765,47 @@ class _Bench:
 
 
 class _Variant:
-    """A timed step in a session."""
+    """A timed step in a session.
 
-    def __init__(
-        self, bench: _Bench, timed: _Timed, name: str, inputs: Sequence[Ref] = (), arrays: Sequence[np.ndarray] = ()
-    ) -> None:
+    Attributes:
+        rounds: for each number of samples and each round, the seconds of each item.
+    """
+
+    def __init__(self, bench: _Bench, timed: _Timed, name: str) -> None:
         self.bench, self.timed, self.name = bench, timed, name
         bench.add(timed.graph, name)
-        step = timed.step
-        feeds = {step.feeds[ref]: array for ref, array in zip(inputs, arrays, strict=True)}
-        for variable, places in step.metric_feeds.items():
-            feeds |= dict(zip(places, bench.metrics[variable], strict=True))
-        self._feed = {f"{name}/{ref.node}:{ref.output}": array for ref, array in feeds.items()}
         self._fetch: dict[str, Any] = {"stamps": [f"{name}/{stamp}:0" for stamp in timed.stamps]}
-        if step.train is not None:
-            self._fetch["train"] = f"{name}/{step.train}"
-        self.rounds: list[np.ndarray] = []
+        if timed.step.train is not None:
+            self._fetch["train"] = f"{name}/{timed.step.train}"
+        if any(node.name == _READ for node in timed.graph.node):
+            self._fetch["read"] = f"{name}/{_READ}:0"
+        self._feeds: dict[int, dict[str, Any]] = {}
+        self.rounds: dict[int, list[np.ndarray]] = {}
 
-    def run(self) -> None:
-        """Runs the step once and keeps the times, in seconds, of its items."""
-        stamps = self.bench.session.run(self._fetch, self._feed)["stamps"]
-        self.rounds.append(np.maximum(np.diff(np.asarray(stamps)), 0))
+    def feed(self, samples: int, values: Mapping[Ref, np.ndarray]) -> None:
+        """Says what runs with micro-batches of so many samples are fed."""
+        step = self.timed.step
+        feeds = {step.feeds[ref]: array for ref, array in values.items()}
+        for variable, places in step.metric_feeds.items():
+            feeds |= dict(zip(places, self.bench.metrics[variable], strict=True))
+        self._feeds[samples] = {f"{self.name}/{ref.node}:{ref.output}": array for ref, array in feeds.items()}
+        shapes = {node.name: len(node.attr["shape"].shape.dim) for node in self.timed.graph.node}
+        for place, factor in self.timed.sizes.items():
+            value = [factor * samples] * _MICRO_BATCHES if shapes[place] else factor * samples
+            self._feeds[samples][f"{self.name}/{place}:0"] = value
+        self.rounds.setdefault(samples, [])
 
-    def trace(self) -> Any:
+    def run(self, samples: int, *, kept: bool = True) -> None:
+        """Runs the step once and keeps the times of its items."""
+        stamps = self.bench.session.run(self._fetch, self._feeds[samples])["stamps"]
+        if kept:
+            self.rounds[samples].append(np.maximum(np.diff(np.asarray(stamps)), 0))
+
+    def trace(self, samples: int) -> Any:
         """Runs the step once and returns its step stats."""
         metadata = tf.compat.v1.RunMetadata()
         options = tf.compat.v1.RunOptions(trace_level=tf.compat.v1.RunOptions.FULL_TRACE)
-        self.bench.session.run(self._fetch, self._feed, options=options, run_metadata=metadata)
+        self.bench.session.run(self._fetch, self._feeds[samples], options=options, run_metadata=metadata)
         return metadata.step_stats
 
     def position(self, phase: str, stage: int = 0, micro_batch: int = 0) -> int | None:
@@ -758,20 +815,15 @@ class _Variant:
             None,
         )
 
-    def times(self, phase: str, stage: int = 0, micro_batch: int = 0) -> np.ndarray:
+    def times(self, samples: int, phase: str, stage: int = 0, micro_batch: int = _MICRO_BATCHES - 1) -> np.ndarray:
         """Seconds of an item in each round; zeros when there is none."""
         index = self.position(phase, stage, micro_batch)
-        return np.zeros(len(self.rounds)) if index is None else np.asarray([found[index] for found in self.rounds])
+        rounds = self.rounds[samples]
+        return np.zeros(len(rounds)) if index is None else np.asarray([found[index] for found in rounds])
 
-
-@dataclasses.dataclass
-class _Size:
-    """The steps of one batch size."""
-
-    samples: int
-    layered: _Variant
-    split: _Variant
-    whole: _Variant
+    def time(self, samples: int, phase: str, stage: int = 0, micro_batch: int = _MICRO_BATCHES - 1) -> float:
+        """The median of `times`."""
+        return float(np.median(self.times(samples, phase, stage, micro_batch)))
 
 
 class _Profiler:
@@ -795,74 +847,71 @@ class _Profiler:
 
     def run(self, key: str) -> Profile:
         self.told("cutting the model")
-        self.layers = _find_layers(self.model, self.flat, "layers_")
-        self.program = self.layers.program
+        inference = capture(self.model, self.table, Mode.PREDICT, BatchSpec(self.example.spec.x))
+        self.layers = _find_layers(self.model, self.flat, inference)
+        self.program = _divided(self.layers.joint, "layers_")
         self.count = len(self.layers.names)
         self.told("tracing the optimizer")
         self.updates = stage_updates(self.model, self.table, self.program)
-        whole = _stage_functions(self.flat, (), "whole_")
+        whole = _divided(_joint(self.flat, ()), "whole_")
         whole_updates = stage_updates(self.model, self.table, whole)
+        self.told("building steps")
         bench = _Bench(self.cluster, self.place, RunningMetrics(self.model, self.table).feeds())
         try:
             bench.load(self.table, self._variables())
-            layered = _StepMaker(self.program, self.updates, self.place, "layers_")
-            single = _StepMaker(whole, whole_updates, self.place, "whole_")
-            inputs = self.flat.roles.inputs
-            measured: list[_Size] = []
+            steps = _StepMaker(self.program, self.updates, self.place, "layers_")
+            self.layered = _Variant(bench, steps.make(input_gradients=True), "layered")
+            self.whole = _Variant(bench, _StepMaker(whole, whole_updates, self.place, "whole_").make(), "whole")
+            self.nothing = _Variant(bench, _empty_calls(self.place, 20), "nothing")
+            self.nothing.feed(1, {})
             for samples in self.sizes:
-                self.told("building steps", len(measured), len(self.sizes))
-                arrays = self.example.batch(samples * _MICRO_BATCHES)
-                split = layered.make(samples, input_gradients=True)
-                measured.append(
-                    _Size(
-                        samples,
-                        _Variant(bench, layered.make(samples), f"layered{samples}", inputs, arrays),
-                        _Variant(bench, split, f"split{samples}", inputs, arrays),
-                        _Variant(bench, single.make(samples), f"whole{samples}", inputs, arrays),
-                    )
-                )
-            nothing = _Variant(bench, _empty_calls(self.place, 20), "nothing")
-            remainders = self._measure(measured, nothing)
+                self._feed(samples)
+            walls = self._measure()
             self.told("measuring memory")
-            memory = self._memory(bench, layered, measured)
+            memory = self._memory()
         finally:
             bench.close()
-        return self._result(measured, nothing, remainders, memory, key)
+        return self._result(walls, memory, key)
 
     def _variables(self) -> list[Variable]:
         names = {name for stage in self.program.stages for name in stage.reads}
         names |= {v.name for update in self.updates for v in update.apply.variables.values()}
         return [self.table.describe(name) for name in sorted(names)]
 
+    def _feed(self, samples: int) -> None:
+        arrays = self.example.batch(samples * _MICRO_BATCHES)
+        for variant in (self.layered, self.whole):
+            variant.feed(samples, dict(zip(self.flat.roles.inputs, arrays, strict=True)))
+
     # ---- times
 
-    def _measure(self, sizes: Sequence[_Size], nothing: _Variant) -> np.ndarray:
-        """Runs all steps in turns. Returns the seconds of each real step of the smallest size beyond its tasks."""
-        with self._engine_step(sizes[0].samples) as step:
-            variants = [variant for size in sizes for variant in (size.layered, size.split, size.whole)]
-            variants.append(nothing)
+    def _measure(self) -> np.ndarray:
+        """Runs all steps in turns; returns the seconds of each real step of the smallest size."""
+        with self._engine_step(self.sizes[0]) as step:
+            runs = [(variant, samples) for samples in self.sizes for variant in (self.layered, self.whole)]
+            runs.append((self.nothing, 1))
             walls: list[float] = []
 
-            def once() -> None:
-                for variant in variants:
-                    variant.run()
-                walls.append(step())
+            def once(*, kept: bool) -> None:
+                # Training repeats one step, and finds its own data in the caches: the second run of each counts.
+                for variant, samples in runs:
+                    variant.run(samples, kept=False)
+                    variant.run(samples, kept=kept)
+                step()
+                seconds = step()
+                if kept:
+                    walls.append(seconds)
 
             for done in range(_WARM_UP):
                 self.told("warming up", done, _WARM_UP)
-                once()
-            start = time.perf_counter()
-            once()
-            cost = time.perf_counter() - start
+                start = time.perf_counter()
+                once(kept=False)
+                cost = time.perf_counter() - start
             rounds = self.repeats or int(min(_MOST_ROUNDS, max(_LEAST_ROUNDS, _BUDGET_SECONDS / cost)))
-            for variant in variants:
-                variant.rounds.clear()
-            walls.clear()
             for done in range(rounds):
                 self.told("measuring", done, rounds)
-                once()
-        tasks = np.asarray([found.sum() for found in sizes[0].whole.rounds])
-        return np.asarray(walls) - tasks
+                once(kept=True)
+        return np.asarray(walls)
 
     @contextlib.contextmanager
     def _engine_step(self, samples: int) -> Iterator[Callable[[], float]]:
@@ -892,81 +941,64 @@ class _Profiler:
         finally:
             pipelined._engine.close()  # not its own close, which would bring the trained values back
 
-    def _stage_times(self, size: _Size) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Median seconds of each stage: F, Bx, Bw and the spread of F + B."""
-        last = _MICRO_BATCHES - 1
-        forward, of_input, of_weight, spread = np.zeros((4, self.count))
+    def _input_parts(self, start_up: float) -> np.ndarray:
+        """The part of each stage's B that computes the gradients of what it receives."""
+        parts = np.zeros(self.count)
         for stage in self.program.stages:
-            index = stage.index
-            first, second = (size.layered.times(phase, index, last) for phase in ("F", "B"))
-            forward[index], backward = np.median(first), float(np.median(second))
-            low, middle, high = np.percentile(first + second, (25, 50, 75))
-            spread[index] = (high - low) / middle if middle else 0.0
             if not _input_gradient_values(self.program, stage):
-                of_weight[index] = backward
-            elif not _has_weight_gradients(self.program, stage):
-                of_input[index] = backward
-            else:
-                of_input[index] = min(backward, float(np.median(size.split.times("Bx", index, last))))
-                of_weight[index] = backward - of_input[index]
-        return forward, of_input, of_weight, spread
+                continue
+            if not _has_weight_gradients(self.program, stage):
+                parts[stage.index] = 1.0
+                continue
+            of_input = sum(self.layered.time(samples, "Bx", stage.index, 0) - start_up for samples in self.sizes)
+            both = sum(self.layered.time(samples, "B", stage.index) - start_up for samples in self.sizes)
+            parts[stage.index] = min(1.0, max(0.0, of_input / both)) if both > 0 else 1.0
+        return parts
 
-    def _result(
-        self,
-        sizes: Sequence[_Size],
-        nothing: _Variant,
-        remainders: np.ndarray,
-        memory: _Memory,
-        key: str,
-    ) -> Profile:
-        last = _MICRO_BATCHES - 1
-        start_up = float(np.median(np.concatenate(nothing.rounds)))
-        points: dict[str, list[np.ndarray]] = {"F": [], "Bx": [], "Bw": []}
-        for size in sizes:
-            forward, of_input, of_weight, spread = self._stage_times(size)
-            whole = {phase: float(np.median(size.whole.times(phase, 0, last))) for phase in ("F", "B")}
-            points["F"].append(_shares(forward, start_up, whole["F"] - start_up))
-            # A task starts once, whether it has both parts or one.
-            both = of_input + of_weight
-            shares = _shares(both, start_up, whole["B"] - start_up)
-            part = np.divide(of_input, both, out=np.zeros_like(both), where=both > 0)
-            points["Bx"].append(shares * part)
-            points["Bw"].append(shares * (1 - part))
-            logger.info(
-                "%d samples: F %.3g s in %d layers, %.3g s in one; B %.3g s and %.3g s",
-                *(size.samples, forward.sum(), self.count, whole["F"], both.sum(), whole["B"]),
-            )
-        samples = [size.samples for size in sizes]
+    def _result(self, walls: np.ndarray, memory: _Memory, key: str) -> Profile:
+        start_up = float(np.median(np.concatenate(self.nothing.rounds[1])))
+        part = self._input_parts(start_up)
+        points: dict[str, list[np.ndarray]] = {"F": [], "B": []}
+        stages = range(self.count)
+        for samples in self.sizes:
+            for phase, found in points.items():
+                each = np.asarray([self.layered.time(samples, phase, stage) for stage in stages])
+                whole = self.whole.time(samples, phase)
+                found.append(_shares(each, start_up, whole - start_up))
+                logger.info("%s of %d samples: %.3g s in layers, %.3g s in one", phase, samples, each.sum(), whole)
         costs = {
-            phase: [_fitted(samples, [found[index] for found in of_sizes]) for index in range(self.count)]
+            phase: [_fitted(self.sizes, [float(found[stage]) for found in of_sizes]) for stage in stages]
             for phase, of_sizes in points.items()
         }
-        applied = self._apply_times(sizes)
-        # A real step's first micro-batch sets what the others add to, and apply has a part for all layers: what the
-        # layers' times don't say of a step is here.
-        reference = sizes[0].whole
-        tasks = np.asarray([found.sum() for found in reference.rounds])
-        repeated = [_MICRO_BATCHES * np.median(reference.times(phase, 0, last)) for phase in ("F", "B")]
-        left = float(np.median(remainders)) + float(np.median(tasks)) - sum(repeated) - applied.sum()
+        applied = self._apply_times()
+        # A real step's first micro-batch sets what the others add to, Apply has a part that is for all layers, the
+        # session and Keras have their own: what the layers' times don't say of a step is here.
+        least = self.sizes[0]
+        tasks = sum(self.whole.times(least, phase) for phase in ("F", "B")) * _MICRO_BATCHES
+        left = float(np.median(walls - tasks)) - float(applied.sum())
         parameters = self._parameters()
-        layers = [
-            LayerProfile(
-                name=self.layers.names[index],
-                forward=costs["F"][index],
-                backward=costs["Bx"][index] + costs["Bw"][index],
-                backward_weight=costs["Bw"][index],
-                residual_bytes=memory.residual[index],
-                min_cut_residual_bytes=memory.min_cut[index],
-                temporary_bytes=memory.temporary[index],
-                output_bytes=memory.output[index],
-                parameter_bytes=parameters.own[index],
-                slot_bytes=parameters.slots[index],
-                state_bytes=parameters.state[index],
-                apply_seconds=float(applied[index]),
-                spread=float(spread[index]),
+        layers = []
+        for index in stages:
+            both = sum(self.layered.times(self.sizes[-1], phase, index) for phase in ("F", "B"))
+            low, middle, high = np.percentile(both, (25, 50, 75))
+            backward = costs["B"][index]
+            layers.append(
+                LayerProfile(
+                    name=self.layers.names[index],
+                    forward=costs["F"][index],
+                    backward=backward,
+                    backward_weight=backward * float(1 - part[index]),
+                    residual_bytes=memory.residual[index],
+                    min_cut_residual_bytes=memory.min_cut[index],
+                    temporary_bytes=memory.temporary[index],
+                    output_bytes=memory.output[index],
+                    parameter_bytes=parameters.own[index],
+                    slot_bytes=parameters.slots[index],
+                    state_bytes=parameters.state[index],
+                    apply_seconds=float(applied[index]),
+                    spread=float((high - low) / middle) if middle else 0.0,
+                )
             )
-            for index in range(self.count)
-        ]
         return Profile(
             model=self.model.name,
             device=self.place,
@@ -979,15 +1011,16 @@ class _Profiler:
             key=key,
         )
 
-    def _apply_times(self, sizes: Sequence[_Size]) -> np.ndarray:
+    def _apply_times(self) -> np.ndarray:
         """Seconds of each stage's Apply, beyond what any Apply takes (counting steps, learning rates)."""
-        found = np.asarray(
-            [np.median([np.median(size.layered.times("apply", k)) for size in sizes]) for k in range(self.count)]
-        )
-        whole = float(np.median([np.median(size.whole.times("apply")) for size in sizes]))
-        trained = [bool(update.apply.gradients or update.apply.slices) for update in self.updates]
+
+        def of(variant: _Variant, stage: int) -> float:
+            return float(np.median(np.concatenate([variant.times(size, "apply", stage, 0) for size in self.sizes])))
+
+        found = np.asarray([of(self.layered, stage) for stage in range(self.count)])
         common = float(found.min())
-        shares = _shares(found, common, whole - common)
+        shares = _shares(found, common, of(self.whole, 0) - common)
+        trained = [bool(update.apply.gradients or update.apply.slices) for update in self.updates]
         return np.where(trained, shares, 0.0)
 
     # ---- bytes
@@ -1024,16 +1057,15 @@ class _Profiler:
         shared = tuple(SharedParameters(stages, *found) for stages, found in sorted(groups.items()))
         return _Parameters(own, slots, state, shared)
 
-    def _memory(self, bench: _Bench, maker: _StepMaker, measured: Sequence[_Size]) -> _Memory:
+    def _memory(self) -> _Memory:
         """Bytes, from one traced step of each of two sizes: what grows with the samples is the difference."""
-        traced = {size.samples: size.layered for size in (measured[0], measured[-1])}
-        if len(traced) == 1:
-            other = self.sizes[0] + max(1, self.sizes[0] // 2)
-            arrays = self.example.batch(other * _MICRO_BATCHES)
-            traced[other] = _Variant(bench, maker.make(other), f"layered{other}", self.flat.roles.inputs, arrays)
-            traced[other].run()
-        samples = tuple(traced)
-        found = [_Trace(variant, self.program) for variant in traced.values()]
+        least, most = self.sizes[0], self.sizes[-1]
+        samples = (least, most if most > least else least + max(1, least // 2))
+        found = []
+        for size in samples:
+            self._feed(size)
+            self.layered.run(size, kept=False)
+            found.append(_Trace(self.layered, self.program, size))
         first = found[0]
 
         def grown(sizes: Sequence[float]) -> Cost:
@@ -1047,16 +1079,15 @@ class _Profiler:
             cost = of(boundary.ref, boundary.producer)
             tensors.append(Tensor(boundary.producer, boundary.consumers, cost, self._has_gradient(boundary)))
             output[boundary.producer] = output[boundary.producer] + cost
-        cuts = self.layers.names[:-1]
-        least = _stage_functions(self.flat, cuts, "min_cut_", "min_cut")
-        static = [_static_sizes(least, self.example, size) for size in samples]
+        fewest = _divided(self.layers.joint, "min_cut_", "min_cut")
+        static = [_static_sizes(fewest, self.example, size) for size in samples]
         residual, min_cut = [], []
         for stage in range(self.count):
             kept = _kept(self.program, stage)
-            residual.append(grown([trace.buffers(stage, kept) for trace in found]))
+            residual.append(grown([trace.kept(stage, kept) for trace in found]))
             # What min_cut keeps is mostly what is kept otherwise too, and so has been measured.
-            known = [ref for ref in _kept(least, stage) if (stage, ref) in first.sizes]
-            fresh = [ref for ref in _kept(least, stage) if (stage, ref) not in first.sizes]
+            known = [ref for ref in _kept(fewest, stage) if (stage, ref) in first.sizes]
+            fresh = [ref for ref in _kept(fewest, stage) if (stage, ref) not in first.sizes]
             sizes = [
                 trace.buffers(stage, known) + sum(shapes.get((stage, ref), 0) for ref in fresh)
                 for trace, shapes in zip(found, static, strict=True)
@@ -1143,10 +1174,10 @@ class _Trace:
         sizes: (stage, tensor that its F returns) -> bytes.
     """
 
-    def __init__(self, variant: _Variant, program: Program) -> None:
+    def __init__(self, variant: _Variant, program: Program, samples: int) -> None:
         self.program = program
         last = _MICRO_BATCHES - 1
-        stats = variant.trace()
+        stats = variant.trace(samples)
         step = variant.timed.step
         calls = {}
         for task, entry in step.entry.items():
@@ -1203,6 +1234,23 @@ class _Trace:
             pointer = self._pointers.get((stage, ref), 0) or -1 - number
             found[pointer] = max(found.get(pointer, 0), self.sizes.get((stage, ref), 0))
         return sum(found.values())
+
+    def kept(self, stage: int, refs: Sequence[Ref]) -> int:
+        """Bytes of what a stage keeps, with what the tensor lists of loops hold.
+
+        A list doesn't tell its size: what F leaves behind does, less what it merely hands on.
+        """
+        own = self.buffers(stage, refs)
+        task = Task(stage, Phase.FORWARD, _MICRO_BATCHES - 1)
+        function = self.program.stages[stage].forward
+        assert function is not None
+        dtypes = dict(zip(function.outputs, (arg.type for arg in function.function.signature.output_arg), strict=True))
+        opaque = any(dtypes.get(Value(ref, ValueKind.RESIDUAL)) == types_pb2.DT_VARIANT for ref in refs)
+        if not opaque or task not in self._spans:
+            return own
+        low, high = (bisect.bisect_right(self._times, moment) for moment in self._spans[task])
+        others = [value.ref for value in function.outputs if value.ref not in refs]
+        return max(own, self._held[high] - self._held[low] - self.buffers(stage, others))
 
     def temporary(self, stage: int) -> int:
         """Peak bytes while F or B runs, beyond what is there afterwards (F), or before it and what it hands on (B)."""
@@ -1341,7 +1389,15 @@ def _hardware(kind: str) -> str:
 
 
 def _optimizer_text(optimizer: Any) -> str:
-    return json.dumps(keras.saving.serialize_keras_object(optimizer), sort_keys=True, default=str)
+    """The optimizer's configuration, without its name (Keras counts) and a plain learning rate (it may change)."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            left = {key: plain(entry) for key, entry in value.items() if key != "name"}
+            return {k: v for k, v in left.items() if k != "learning_rate" or not isinstance(v, float)}
+        return [plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+    return json.dumps(plain(keras.saving.serialize_keras_object(optimizer)), sort_keys=True, default=str)
 
 
 def _graph_text(program: Program) -> str:

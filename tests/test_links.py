@@ -1,0 +1,58 @@
+"""Measured links: that there are some, in range; their values are the machine's."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+import dapple_tf as dapple
+from dapple_tf.cluster import ClusterError, Device
+from dapple_tf.links import _line_of, _pairs, measure_links
+
+
+def test_links_of_logical_devices() -> None:
+    cluster = dapple.Cluster.local(3, kind="cpu")
+    found = measure_links(cluster, repeats=3)
+    assert found.devices == cluster.devices and found.real
+    for name in ("intra_bandwidth", "intra_latency", "reduce_bandwidth", "reduce_latency"):
+        value = getattr(found, name)
+        assert value is not None and 0 < value < math.inf, name
+    assert found.inter_bandwidth is None and found.inter_latency is None
+    assert found.link(0, 2).seconds(1e6) > 0
+    assert 1 <= found.capacity(0) <= 3
+    assert cluster.intra_bandwidth is None  # The given one is as it was.
+
+
+def test_one_device_has_no_links() -> None:
+    found = measure_links(dapple.Cluster.local(1, kind="cpu"), repeats=1)
+    assert found.intra_bandwidth is None and found.reduce_bandwidth is None
+    assert found.capacity(0) == 1
+
+
+def test_capacity_can_be_left_out() -> None:
+    found = measure_links(dapple.Cluster.local(2, kind="cpu"), repeats=1, capacity=False)
+    assert found.servers == ()
+    assert found.intra_bandwidth is not None
+
+
+def test_pairs_cover_each_server_and_neighbours() -> None:
+    devices = [Device(f"/job:w/replica:0/task:{server}/device:GPU:{i}", server) for server in range(3) for i in (0, 1)]
+    assert _pairs(dapple.Cluster(devices)) == {"intra": [(0, 1), (2, 3), (4, 5)], "inter": [(0, 2), (2, 4)]}
+
+
+def test_a_line_through_two_sizes() -> None:
+    bandwidth, latency = _line_of((250, 1250), (2e-6, 6e-6))  # 1,000 and 5,000 bytes
+    assert bandwidth == pytest.approx(1e9)
+    assert latency == pytest.approx(1e-6)
+    bandwidth, latency = _line_of((250, 1250), (2e-6, 1e-6))
+    assert math.isfinite(bandwidth) and latency > 0
+
+
+def test_what_cannot_be_measured() -> None:
+    cluster = dapple.Cluster.local(2, kind="cpu")
+    with pytest.raises(ClusterError, match="a description without real devices"):
+        measure_links(dataclasses.replace(cluster, real=False))
+    with pytest.raises(ClusterError, match="messages of 8 and 8 bytes"):
+        measure_links(cluster, small=8, large=8)
