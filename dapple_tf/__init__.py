@@ -1,8 +1,14 @@
 """Pipelined data-parallel training for TensorFlow 2 and Keras 3, by rewriting the training graph."""
 
 from dapple_tf.cluster import Cluster, ClusterError, Device
+from dapple_tf.emulator import Emulation, EmulationError, emulate
 from dapple_tf.errors import CaptureError, DappleError, DataError, NonFiniteLossError, StepError
 from dapple_tf.plan import Plan, PlanError
+from dapple_tf.planner import plan
+from dapple_tf.prediction import Prediction
+from dapple_tf.profile import Profile, ProfileError
+from dapple_tf.profiler import profile
+from dapple_tf.simulator import Simulation, simulate
 from dapple_tf.trainer import PipelinedModel, transform
 from dapple_tf.verification import Verification
 from graph_passes.graph import PassError
@@ -16,12 +22,22 @@ __all__ = [
     "DappleError",
     "DataError",
     "Device",
+    "Emulation",
+    "EmulationError",
     "NonFiniteLossError",
     "PassError",
     "PipelinedModel",
     "Plan",
     "PlanError",
+    "Prediction",
+    "Profile",
+    "ProfileError",
+    "Simulation",
     "StepError",
     "Verification",
+    "emulate",
+    "plan",
+    "profile",
+    "simulate",
     "transform",
 ]

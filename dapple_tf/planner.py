@@ -18,10 +18,10 @@ from typing import Any
 
 from dapple_tf import progress
 from dapple_tf.cluster import Cluster
-from dapple_tf.cost import CostModel, gib
+from dapple_tf.cost import ALL_REDUCE, CostModel, gib
 from dapple_tf.latency import PipelineLatency, StageTime, pipeline_latency
 from dapple_tf.placement import Placements, links_of
-from dapple_tf.plan import Plan, PlanError, PlanReport, StageReport
+from dapple_tf.plan import RECOMPUTE_MODES, Plan, PlanError, PlanReport, StageReport
 from dapple_tf.profile import Profile
 from dapple_tf.schedules import POLICIES
 from dapple_tf.search import Candidate, Search, coarsened
@@ -34,6 +34,8 @@ _WORK = 30_000
 """Tasks and transfers to simulate per plan that is sought, for a small cluster."""
 _GROUPS = 36
 """Places at which the search considers cuts; the local search that follows moves them layer by layer."""
+_FIRST = 3
+"""Plans that are simulated before it is decided whether to look at recomputation."""
 _STARTS = 24
 """Of so many of the best plans the neighbours are looked at, if work is left."""
 _SERVERS = 4
@@ -41,7 +43,7 @@ _SERVERS = 4
 _HOPELESS = 1.5
 """Plans whose L is above that of the best by this factor are simulated last."""
 _TIE = 1e-3
-"""Latencies closer than this are equal; the plan with less memory wins."""
+"""Relative difference of latencies below which they count as equal."""
 _MOST_MICRO_BATCHES = 64
 """More micro-batches than this aren't tried by themselves."""
 
@@ -96,6 +98,14 @@ def plan(
                 f"a global batch of {global_batch_size} samples can't be cut into {count} micro-batches; use 1 to "
                 f"{global_batch_size}"
             )
+    for name, given, known in (
+        ("schedule", request.schedules, POLICIES),
+        ("recompute", request.recompute or (), RECOMPUTE_MODES),
+        ("all_reduce", (all_reduce,), ALL_REDUCE),
+    ):
+        for value in given:
+            if value not in known:
+                raise PlanError(f"unknown {name} {value!r}; use one of {', '.join(known)}")
     return _Planner(request).plan()
 
 
@@ -198,14 +208,21 @@ class _Planner:
         counts = [count for count in sorted(request.micro_batches, reverse=True) if count > 1] or [1]
         for mode in modes:
             search = Search(self.profile, placements, links, ends, overlap=request.overlap, recompute=mode)
-            if bound < search.least_seconds(request.batch):
+            best = self._best()
+            if best is not None and best.latency < search.least_seconds(request.batch):
                 continue  # not even without bubbles and transfers
+            fresh: list[tuple[float, Plan]] = []
             for count in counts:
                 self.bar.step(f"{mode}, {count} micro-batches")
                 candidates = search.run(count, request.batch, bound=bound)
-                found += [(item.latency, self._plan(placements, item, count, mode)) for item in candidates]
-                if candidates:
-                    bound = min(bound, candidates[0].latency)
+                fresh += [(item.latency, self._plan(placements, item, count, mode)) for item in candidates]
+                bound = min([bound, *(item.latency for item in candidates)])
+            for _, plan in sorted(fresh, key=lambda entry: entry[0])[:_FIRST]:
+                self._simulate(dataclasses.replace(plan, schedule=self.quickest))
+            # L knows nothing of the bubbles that too few micro-batches in flight make.
+            best = self._best()
+            bound = max(bound, best.latency) if best is not None else math.inf
+            found += fresh
             if not search.memory_bound and request.recompute is None:
                 break
         if not found and counts != [1] and 1 in request.micro_batches:
@@ -284,12 +301,12 @@ class _Planner:
         return choice
 
     def _best(self) -> Choice | None:
-        """The fastest; of those within the tie the one that needs the least memory."""
+        """The fastest; of those within the tie the simplest, and of these the one that needs the least memory."""
         ranked = self._ranked()
         if not ranked:
             return None
         close = [choice for choice in ranked if choice.latency <= ranked[0].latency * (1 + _TIE)]
-        return min(close, key=lambda choice: (choice.memory, choice.latency, choice.plan.num_stages))
+        return min(close, key=lambda choice: (choice.plan.num_stages, choice.plan.micro_batches, choice.memory))
 
     def _improved(self) -> Choice | None:
         """Local search from the best plans: other micro-batches, cuts and devices moved between neighbours."""
@@ -454,11 +471,11 @@ class _Planner:
             )
         over, costs, stage = best
         limit = costs.memory_limit(stage) or 0
-        need = costs.needed_bytes(stage, 1)
+        need = costs.needed_bytes(stage, self._in_flight(costs.plan.micro_batches))
         text = (
-            f"no plan fits the memory of {devices} devices: in the plan that comes nearest, with "
-            f"{costs.plan.num_stages} stages, {costs.plan.micro_batches} micro-batches and recompute "
-            f"{costs.plan.recompute!r}, stage {stage} needs {gib(need)} on each device "
+            f"no plan fits the memory of {devices} device{'s' if devices > 1 else ''}: the one that comes nearest, "
+            f"{shape(costs.plan)}, recompute "
+            f"{costs.plan.recompute!r}: stage {stage} needs {gib(need)} on each device "
             f"({gib(costs.stages[stage].stored_bytes)} for weights, gradients and optimizer), {gib(over)} more than "
             f"the {gib(limit)} there are"
         )
@@ -481,6 +498,10 @@ class _Planner:
         largest = max(layer.parameter_bytes * 2 + layer.slot_bytes for layer in self.profile.layers)
         return f"{text}. The largest layer alone needs {gib(largest)} for weights, gradients and optimizer"
 
+    def _in_flight(self, micro_batches: int) -> int:
+        """The fewest micro-batches that a stage has to hold."""
+        return micro_batches if set(self.request.schedules) == {"gpipe"} else 1
+
     def _attempts(self, cluster: Cluster) -> Iterator[tuple[float, CostModel, int]]:
         """Straight pipelines balanced by memory: (bytes over the limit, costs, the stage that is over)."""
         profile, request = self.profile, self.request
@@ -495,7 +516,7 @@ class _Planner:
                     plan = Plan.manual(cuts, groups, count, request.batch, recompute=mode)
                     costs = CostModel(plan, profile, cluster)
                     overs = [
-                        (costs.needed_bytes(stage, 1) - limit, costs, stage)
+                        (costs.needed_bytes(stage, self._in_flight(count)) - limit, costs, stage)
                         for stage in range(stages)
                         if (limit := costs.memory_limit(stage)) is not None
                     ]

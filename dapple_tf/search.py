@@ -124,9 +124,14 @@ class Search:
     ) -> list[Candidate]:
         """The ``keep`` best plans with M micro-batches, by formula 2, best first; none if none fits in memory.
 
-        What can't come near ``bound`` seconds is left out.
+        A stage with successors should hold two micro-batches, or it can't work while they do; where no plan allows
+        that, one is enough. What can't come near ``bound`` seconds is left out.
         """
-        return _Run(self, micro_batches, global_batch_size, bound).candidates(keep)
+        for in_flight in (2, 1) if micro_batches > 1 else (1,):
+            found = _Run(self, micro_batches, global_batch_size, bound, in_flight).candidates(keep)
+            if found or not self.memory_bound:
+                return found
+        return []
 
 
 def _ranges(profile: Profile, ends: Sequence[int], recompute: str) -> _Ranges:
@@ -232,8 +237,10 @@ class _Prefix(NamedTuple):
 class _Run:
     """The search with one number of micro-batches."""
 
-    def __init__(self, search: Search, micro_batches: int, global_batch_size: int, bound: float) -> None:
-        self.bound = bound
+    def __init__(
+        self, search: Search, micro_batches: int, global_batch_size: int, bound: float, in_flight: int
+    ) -> None:
+        self.bound, self.in_flight = bound, in_flight
         self.search, self.links, self.ranges = search, search.links, search.ranges
         self.rounds = micro_batches - 1
         self.batch = -(-global_batch_size // micro_batches)
@@ -264,8 +271,9 @@ class _Run:
         if self.search.overlap:
             reduced = np.maximum(0.1 * reduced, reduced - backward)
         reduced = reduced + ranges.apply[first, stop] / speed
-        running = ranges.residual[0][first, stop] + ranges.working[0][first, stop]
-        running = running + (ranges.residual[1][first, stop] + ranges.working[1][first, stop]) * samples
+        held = np.where(stop == self.groups, 1, self.in_flight)
+        running = held * ranges.residual[0][first, stop] + ranges.working[0][first, stop]
+        running = running + (held * ranges.residual[1][first, stop] + ranges.working[1][first, stop]) * samples
         running = np.maximum(running, size * (links.replicas[step] > 1))
         fits = (ranges.stored[first, stop] + running <= links.memory[step]) & self.allowed[step]
         return forward, backward, reduced, fits

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import pathlib
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from dapple_tf.attachment import Hooks, attached, with_sync
+from dapple_tf.automatic import plan_model
 from dapple_tf.batch import Batch, Batches, BatchSpec, declared_spec
 from dapple_tf.capture import Mode, capture, check_model
 from dapple_tf.cluster import Cluster
@@ -20,7 +22,10 @@ from dapple_tf.engine import Engine, StepResult
 from dapple_tf.errors import DataError, NonFiniteLossError, StepError, reason
 from dapple_tf.metrics import RunningMetrics
 from dapple_tf.optimizer import check_optimizer
-from dapple_tf.plan import Plan
+from dapple_tf.plan import Plan, PlanError
+from dapple_tf.prediction import Prediction
+from dapple_tf.profile import Profile
+from dapple_tf.simulator import simulate
 from dapple_tf.values import Values
 from dapple_tf.verification import Verification, compare
 from graph_passes.assign_stages import AssignStages, find_call
@@ -30,22 +35,58 @@ from graph_passes.program import LayerCall
 logger = logging.getLogger(__name__)
 
 
-def transform(model: keras.Model, cluster: Cluster, plan: Plan, *, on_non_finite_loss: str = "stop") -> PipelinedModel:
+def transform(
+    model: keras.Model,
+    cluster: Cluster,
+    plan: Plan | None = None,
+    *,
+    global_batch_size: int | None = None,
+    profile: Profile | None = None,
+    on_non_finite_loss: str = "stop",
+    **planning: Any,
+) -> PipelinedModel:
     """Makes a pipelined, data-parallel trainer of a compiled Keras model.
+
+    Without a plan, the model is profiled on the cluster's devices and planned first; ``print(pipelined.plan)`` shows
+    what was found and why, ``pipelined.prediction`` how well the prediction holds once steps have run.
 
     Args:
         model: a built and compiled Keras model; it isn't modified, and gets the trained values by ``sync``.
         cluster: the devices.
-        plan: stages, replicas, micro-batches and schedule.
+        plan: stages, replicas, micro-batches and schedule; None finds one.
+        global_batch_size: samples in one step, when there is no plan.
+        profile: what the model's layers cost, to plan from or to compare a given plan with; None measures it where a
+            plan has to be found.
         on_non_finite_loss: ``stop`` raises NonFiniteLossError at the step whose loss is NaN or infinite; ``continue``
             goes on, as Keras does.
+        planning: what the search is to choose from, as for :func:`dapple_tf.plan`, and example data (``x``, ``y``,
+            ``sample_weight``), as for :func:`dapple_tf.profile`.
 
     Raises:
         CaptureError: the model isn't built or compiled, or can't be captured.
-        PlanError: the plan doesn't fit the cluster.
+        PlanError: the plan doesn't fit the cluster, or none fits its memory.
         PassError: a cut names no layer, or leaves a stage empty.
     """
-    return PipelinedModel(model, cluster, plan, on_non_finite_loss=on_non_finite_loss)
+    if plan is None:
+        if global_batch_size is None:
+            raise PlanError("transform() got neither a plan nor a global_batch_size; give one of them")
+        if not cluster.real:
+            raise PlanError(
+                "this cluster is a description without real devices: plan for it with dapple_tf.plan(), and transform "
+                "on a real one"
+            )
+        check_model(model, training=True)
+        planned = plan_model(model, cluster, global_batch_size, profiled=profile, **planning)
+        plan, profile, cluster = planned.plan, planned.profile, planned.cluster
+    else:
+        if planning:
+            raise TypeError(f"transform() got a plan, so that {', '.join(planning)} mean nothing; leave them out")
+        if global_batch_size not in (None, plan.global_batch_size):
+            raise PlanError(
+                f"transform() got global_batch_size={global_batch_size} and a plan for {plan.global_batch_size}; leave "
+                f"global_batch_size out, or make a plan for it"
+            )
+    return PipelinedModel(model, cluster, plan, profile, on_non_finite_loss=on_non_finite_loss)
 
 
 class PipelinedModel:
@@ -69,13 +110,24 @@ class PipelinedModel:
         model: the user's Keras model.
         cluster: the devices.
         plan: the plan.
+        profile: the profile that the plan was made from; None if there was none.
+        prediction: the simulated time of a step, and the measured one; None without a profile.
     """
 
-    def __init__(self, model: keras.Model, cluster: Cluster, plan: Plan, *, on_non_finite_loss: str = "stop") -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        cluster: Cluster,
+        plan: Plan,
+        profile: Profile | None = None,
+        *,
+        on_non_finite_loss: str = "stop",
+    ) -> None:
         """See :func:`transform`."""
         if on_non_finite_loss not in ("stop", "continue"):
             raise ValueError(f"on_non_finite_loss={on_non_finite_loss!r} is unknown; use 'stop' or 'continue'")
-        self.model, self.cluster, self.plan = model, cluster, plan
+        self.model, self.cluster, self.plan, self.profile = model, cluster, plan, profile
+        self.prediction = None if profile is None else Prediction(simulate(plan, profile, cluster).latency)
         self._on_non_finite_loss = on_non_finite_loss
         self._steps = 0
         self._start()
@@ -291,8 +343,11 @@ class PipelinedModel:
         self._metrics.update(result.metrics, result.loss, batch.samples)
 
     def _train(self, batch: Batch, *, trace: bool = False) -> StepResult:
+        started = time.perf_counter()
         result = self._run(Mode.TRAIN, batch, trace=trace)
         self._steps += 1
+        if self.prediction is not None and not trace and batch.samples == self.plan.global_batch_size:
+            self.prediction.add(time.perf_counter() - started)
         assert result.loss is not None
         if self._on_non_finite_loss == "stop" and not math.isfinite(result.loss):
             self._values.load()

@@ -1,0 +1,65 @@
+"""Plans a model for the devices it is to be trained on: measures links and layers, then searches."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from dapple_tf.cluster import Cluster
+from dapple_tf.plan import Plan
+from dapple_tf.planner import plan
+from dapple_tf.profile import Profile
+from dapple_tf.profiler import profile
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and what it was made from."""
+
+    plan: Plan
+    profile: Profile
+    cluster: Cluster
+
+
+def plan_model(
+    model: keras.Model,
+    cluster: Cluster,
+    global_batch_size: int,
+    *,
+    profiled: Profile | None = None,
+    **options: Any,
+) -> Planned:
+    """Profiles a compiled model on a real cluster and plans it.
+
+    Args:
+        model: a built and compiled Keras model.
+        cluster: real devices; their links are measured where they are unknown.
+        global_batch_size: samples in one step.
+        profiled: a profile to use in place of measuring.
+        options: as for :func:`dapple_tf.planner.plan`; ``x`` and ``y`` as for :func:`dapple_tf.profiler.profile`.
+
+    Raises:
+        CaptureError: the model can't be captured.
+        PlanError: nothing fits.
+    """
+    examples = {name: options.pop(name) for name in ("x", "y", "sample_weight") if name in options}
+    if cluster.real and cluster.num_devices > 1 and cluster.intra_bandwidth is None:
+        from dapple_tf.links import measure_links
+
+        cluster = measure_links(cluster)
+    if profiled is None:
+        profiled = profile(model, slice_sizes(global_batch_size, cluster.num_devices), cluster=cluster, **examples)
+    found = plan(profiled, cluster, global_batch_size, **options)
+    logger.info("%s", found)
+    return Planned(found, profiled, cluster)
+
+
+def slice_sizes(global_batch_size: int, devices: int) -> tuple[int, ...]:
+    """Slices that plans will have: from several micro-batches on all devices to few micro-batches on one."""
+    sizes = (global_batch_size // (4 * devices), global_batch_size // devices, global_batch_size // 2)
+    return tuple(sorted({max(1, size) for size in sizes}))

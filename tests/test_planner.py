@@ -1,0 +1,279 @@
+"""Plans that the planner finds, what it says about them, and what it says when nothing fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapple_tf.cluster import Cluster, Device, Server
+from dapple_tf.plan import Plan, PlanError
+from dapple_tf.planner import plan, shape, single_device_seconds
+from dapple_tf.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.profile_text import load_text
+from dapple_tf.simulator import simulate
+
+PROFILES = Path(__file__).parents[1] / "docs" / "profiles"
+
+
+def profile_of(
+    layers: int = 8, *, parameters: int = 1_000_000, size: float = 1e5, residual: float = 1e5, milliseconds: float = 1.0
+) -> Profile:
+    """Equal layers: F of 1 ms and B of 2 ms per sample."""
+    costs = [
+        LayerProfile(
+            f"layer_{index}",
+            Cost(0.0, milliseconds * 1e-3),
+            Cost(0.0, 2e-3 * milliseconds),
+            residual_bytes=Cost(0.0, residual),
+            parameter_bytes=parameters,
+        )
+        for index in range(layers)
+    ]
+    tensors = [Tensor(index, (index + 1,), Cost(0.0, size)) for index in range(layers - 1)]
+    return Profile("equal", "none", (1, 2), tuple(costs), tuple(tensors))
+
+
+def cluster_of(*servers: int, memory: int | None = None, **links: Any) -> Cluster:
+    devices = [Device(f"s{s}d{d}", s, memory) for s, size in enumerate(servers) for d in range(size)]
+    return Cluster(tuple(devices), real=False, **links)
+
+
+def test_light_parameters_on_fast_links_are_trained_data_parallel() -> None:
+    found = plan(profile_of(parameters=100), cluster_of(4, intra_bandwidth=1e11), 32)
+    assert found.devices == ((0, 1, 2, 3),)
+    assert shape(found) == "data parallel on 4, 1 micro-batch"
+
+
+def test_heavy_parameters_on_a_slow_network_are_pipelined() -> None:
+    found = plan(profile_of(parameters=10**8), cluster_of(1, 1, 1, 1, inter_bandwidth=1e9), 32)
+    assert shape(found).startswith("straight pipeline of 4 stages")
+    assert found.cuts == ("layer_1", "layer_3", "layer_5")
+    assert found.report is not None
+    assert found.report.data_parallel is not None
+    assert found.report.data_parallel > found.report.latency
+
+
+def test_stages_are_replicated_within_servers_and_pipelined_between_them() -> None:
+    links = {"intra_bandwidth": 1e11, "inter_bandwidth": 1e9}
+    found = plan(profile_of(parameters=10**8), cluster_of(4, 4, **links), 32)
+    assert found.replicas == (4, 4)
+    assert {frozenset(group) for group in found.devices} == {frozenset(range(4)), frozenset(range(4, 8))}
+
+
+def test_vgg_19_on_slow_ethernet_is_15_to_1_as_in_table_4() -> None:
+    profile = load_text(PROFILES / "vgg-19-pbs-32.txt", batch_size=32)
+    cluster = cluster_of(*[1] * 16, memory=16 * 2**30, inter_bandwidth=10e9 / 8)
+    found = plan(profile, cluster, 2048)
+    assert found.replicas == (15, 1)
+    assert found.cuts == ("MaxPool2d_5",)  # between the convolutions and the fully connected layers
+
+
+def test_a_slow_device_gets_less_to_do() -> None:
+    cluster = cluster_of(1, 1, inter_bandwidth=1e12)
+    slow = dataclasses.replace(
+        cluster, devices=(cluster.devices[0], dataclasses.replace(cluster.devices[1], speed=1 / 3))
+    )
+    found = plan(profile_of(parameters=10**9), slow, 32, micro_batches=16)
+    assert found.num_stages == 2
+    layers = {found.devices[0][0]: 0, found.devices[1][0]: 0}
+    cut = int(found.cuts[0].partition("_")[2]) + 1
+    layers[found.devices[0][0]], layers[found.devices[1][0]] = cut, 8 - cut
+    assert layers == {0: 6, 1: 2}
+
+
+def test_a_badly_connected_server_is_left_out_of_reductions() -> None:
+    cluster = cluster_of(2, 2, 2, intra_bandwidth=1e11, inter_bandwidth=1e10)
+    cluster = dataclasses.replace(cluster, servers=(Server(), Server(inter_bandwidth=1e6), Server()))
+    found = plan(profile_of(parameters=10**6, size=1e6), cluster, 24)
+    # Whatever crosses the slow card takes longer than all computation.
+    assert all(not (set(group) & {2, 3}) for group in found.devices)
+
+
+def test_small_memory_gets_the_heavy_layers_elsewhere() -> None:
+    profile = profile_of(parameters=10**6)
+    devices = (Device("small", 0, 5_000_000), Device("large", 1, 10**9))
+    found = plan(profile, Cluster(devices, real=False, inter_bandwidth=1e12), 8)
+    result = simulate(found, profile, Cluster(devices, real=False, inter_bandwidth=1e12))
+    assert all(result.peak_bytes[device] <= (5_000_000, 10**9)[device] for device in result.peak_bytes)
+
+
+def test_recomputation_is_used_only_where_memory_demands_it() -> None:
+    profile = profile_of(residual=1e8, size=1e3, parameters=1000)
+    roomy = plan(profile, cluster_of(2, memory=10**12), 16)
+    assert roomy.recompute == "none"
+    tight = plan(profile, cluster_of(2, memory=500_000_000), 16)
+    assert tight.recompute == "boundary"
+
+
+def test_k_is_bounded_by_memory_in_what_is_expected() -> None:
+    profile = profile_of(residual=1e6, size=1e3, parameters=10**6)
+    # 16 MB for variables and gradients of a stage of 4 layers, and room for two micro-batches of 2 samples.
+    found = plan(profile, cluster_of(1, 1, memory=8_000_000 + 17_000_000), 16, micro_batches=8, recompute="none")
+    assert found.report is not None
+    for stage in found.report.stages:
+        assert stage.memory_limit is not None
+        assert stage.memory_bytes <= stage.memory_limit
+
+
+def test_choices_can_be_given() -> None:
+    profile, cluster = profile_of(), cluster_of(4, intra_bandwidth=1e9)
+    found = plan(profile, cluster, 32, micro_batches=4, schedule="gpipe", recompute="boundary", jit_compile=True)
+    assert (found.micro_batches, found.schedule, found.recompute) == (4, "gpipe", "boundary")
+    assert found.jit_compile
+    assert plan(profile, cluster, 32, micro_batches=[2, 8]).micro_batches in (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"global_batch_size": 0}, "global_batch_size is 0"),
+        ({"global_batch_size": 4, "micro_batches": 8}, "4 samples can't be cut into 8 micro-batches; use 1 to 4"),
+        ({"global_batch_size": 4, "schedule": "gipe"}, "unknown schedule 'gipe'; use one of gpipe, dapple_a"),
+        ({"global_batch_size": 4, "recompute": "all"}, "unknown recompute 'all'; use one of none, boundary"),
+        ({"global_batch_size": 4, "all_reduce": "tree"}, "unknown all_reduce 'tree'; use one of hierarchical, flat"),
+    ],
+)
+def test_a_wrong_request_is_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        plan(profile_of(), cluster_of(2), **arguments)
+
+
+def test_it_says_what_is_short_and_more_devices_that_would_do_really_do() -> None:
+    profile = profile_of(parameters=10**6)  # 2 MB a layer with its gradient
+    with pytest.raises(PlanError) as caught:
+        plan(profile, cluster_of(2, memory=5_000_000), 8)
+    text = str(caught.value)
+    assert "no plan fits the memory of 2 devices" in text
+    # Four layers with gradients, 8 MB, and the residuals of one sample.
+    assert "needs 8.106 MiB on each device (7.629 MiB for weights, gradients and optimizer)" in text
+    assert "3.338 MiB more than the 4.768 MiB there are" in text
+    assert "4 times as many devices" in text or "2 times as many devices (4)" in text
+    factor = int(text.partition(" times as many")[0].rpartition(" ")[2])
+    assert plan(profile, cluster_of(2 * factor, memory=5_000_000), 8).num_stages > 2
+
+
+def test_it_says_that_recomputation_would_do() -> None:
+    profile = profile_of(residual=1e8, size=1e3, parameters=1000)
+    cluster = cluster_of(2, memory=500_000_000)
+    given: dict[str, Any] = {"schedule": "gpipe", "micro_batches": 4}  # all four at once
+    with pytest.raises(PlanError, match=r"What would fit: recompute='boundary'"):
+        plan(profile, cluster, 4, recompute="none", **given)
+    assert plan(profile, cluster, 4, recompute="boundary", **given).recompute == "boundary"
+
+
+def test_it_says_that_smaller_micro_batches_would_do() -> None:
+    profile = profile_of(layers=1, residual=1e8, parameters=1000)
+    cluster = cluster_of(1, memory=250_000_000)
+    with pytest.raises(PlanError, match=r"smaller micro-batches \(micro_batches=16\)"):
+        plan(profile, cluster, 16, micro_batches=2, recompute="none")
+    assert plan(profile, cluster, 16, micro_batches=16, recompute="none")
+
+
+def test_a_layer_that_fits_nowhere_is_named_by_its_size() -> None:
+    with pytest.raises(PlanError, match=r"The largest layer alone needs 1\.863 GiB"):
+        plan(profile_of(layers=2, parameters=10**9), cluster_of(2, memory=10**8), 4)
+
+
+def test_the_table_tells_what_was_chosen_and_why() -> None:
+    links = {"intra_bandwidth": 1e11, "inter_bandwidth": 1e9}
+    found = plan(profile_of(parameters=10**8), cluster_of(4, 4, memory=2**33, **links), 32)
+    text = str(found)
+    assert found.report is not None
+    header, titles, *rows = text.splitlines()
+    assert header.startswith("Plan: global batch 32")
+    columns = "stage up to layer devices replicas slice sizes warm-up K layers share of time bubble memory"
+    assert " ".join(titles.split()) == columns
+    assert rows[0].startswith("0      layer_3")
+    assert "0-3" in rows[0]
+    assert "of 8 GiB" in rows[0]
+    assert f"expected step {found.report.latency * 1e3:.4g} ms" in text
+    assert "(the pivot stage)" in text
+    assert "runner-up: " in text
+    assert "data parallelism on all devices: " in text
+    assert sum(stage.share for stage in found.report.stages) == pytest.approx(1)
+
+
+def test_why_data_parallelism_is_impossible_is_told() -> None:
+    found = plan(profile_of(parameters=10**6), cluster_of(4, memory=5_000_000), 16)
+    assert found.report is not None
+    assert found.report.data_parallel is None
+    # Weights, gradients and the packed gradients of eight layers.
+    assert "it needs 22.89 MiB on each device, 18.12 MiB more than there is" in found.report.data_parallel_note
+    few = plan(profile_of(), cluster_of(8), 4)
+    assert few.report is not None
+    assert few.report.data_parallel_note == "a batch of 4 samples doesn't reach 8 replicas"
+
+
+def test_the_speedup_is_over_one_device_that_does_all_by_itself() -> None:
+    profile = profile_of(parameters=0)
+    assert single_device_seconds(profile, 32) == pytest.approx(8 * 3e-3 * 32)
+    found = plan(profile, cluster_of(4), 32)
+    assert found.report is not None
+    assert found.report.speedup == pytest.approx(4)
+
+
+def test_a_plan_and_its_report_come_back_from_json() -> None:
+    found = plan(profile_of(), cluster_of(4, intra_bandwidth=1e9), 32)
+    again = Plan.from_json(found.to_json())
+    assert again == found
+    assert again.report == found.report
+    assert str(again) == str(found)
+
+
+def test_an_edited_plan_loses_what_was_expected_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    found = plan(profile_of(parameters=10**8), cluster_of(1, 1, inter_bandwidth=1e9), 32)
+    data = json.loads(found.to_json())
+    data["micro_batches"] = 2
+    with caplog.at_level(logging.WARNING):
+        edited = Plan.from_json(json.dumps(data), source="mine.json")
+    assert edited.micro_batches == 2
+    assert edited.report is None
+    assert "mine.json has been changed since it was planned" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda report: report.pop("latency"),
+        lambda report: report.update(latency="fast"),
+        lambda report: report.update(latency=None),
+        lambda report: report.update(extra=1),
+        lambda report: report.update(stages=3),
+        lambda report: report.update(stages=[]),
+        lambda report: report.update(stages=[7]),
+        lambda report: report.update(pivot=3),
+        lambda report: report["stages"][0].update(bubble="x"),
+    ],
+)
+def test_a_broken_report_is_an_error(change: Any) -> None:
+    data = json.loads(plan(profile_of(), cluster_of(2), 8).to_json())
+    change(data["report"])
+    with pytest.raises(PlanError, match=r"plan: .*report"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_a_foreign_plan_is_refused_by_the_profile_and_the_cluster() -> None:
+    profile = profile_of()
+    with pytest.raises(PlanError, match="cuts after 'block_9', which isn't a layer of the profile of 'equal'"):
+        simulate(Plan.manual(["block_9"], [[0], [1]], 2, 8), profile, cluster_of(2))
+    with pytest.raises(PlanError, match="stage 1 on device 7, but the cluster has 2"):
+        simulate(Plan.manual(["layer_3"], [[0], [7]], 2, 8), profile, cluster_of(2))
+
+
+def test_planning_is_deterministic() -> None:
+    cluster = cluster_of(3, 3, intra_bandwidth=1e10, inter_bandwidth=1e9)
+    plans = {plan(profile_of(parameters=10**7), cluster, 48).to_json() for _ in range(2)}
+    assert len(plans) == 1
+
+
+def test_a_thousand_devices_are_planned() -> None:
+    cluster = cluster_of(*[8] * 20, intra_bandwidth=1e11, inter_bandwidth=3e9)
+    found = plan(profile_of(40, parameters=10**8), cluster, 640, micro_batches=4)
+    assert found.report is not None
+    assert found.report.speedup > 40
+    assert len({device for group in found.devices for device in group}) > 100
