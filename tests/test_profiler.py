@@ -1,0 +1,339 @@
+"""The profiler: what it accounts for, structure apart from numbers; no wall-clock speed is asserted."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import zoo
+
+import dapple_tf as dapple
+from dapple_tf.capture import Mode, build, capture
+from dapple_tf.profile import ZERO, Profile, ProfileError
+from dapple_tf.profiler import _Example, _fitted, _graph_text, _line, _shares, profile
+from dapple_tf.variables import VariableTable
+from graph_passes.assign_stages import AssignStages
+from graph_passes.program import Program, VariableKind
+
+layers = keras.layers
+
+
+def measured(model: keras.Model, batch_size: Any = 4, **options: Any) -> Profile:
+    return profile(model, batch_size, **({"cache": False, "repeats": 1, "progress": False} | options))
+
+
+def captured(model: keras.Model) -> Program:
+    example = _Example.of(model, None, None, None)
+    table = VariableTable(model)
+    build(model, table, example.spec)
+    return capture(model, table, Mode.TRAIN, example.spec)
+
+
+def mlp(**compiled: Any) -> keras.Model:
+    features = keras.Input((4,))
+    x = layers.Dense(6, activation="tanh", name="first")(features)
+    x = layers.Dense(5, activation="tanh", name="second")(x)
+    model = keras.Model(features, layers.Dense(3, name="logits")(x), name="mlp")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(**({"optimizer": "adam", "loss": loss, "metrics": ["accuracy"]} | compiled))
+    return model
+
+
+def nbytes(variable: keras.Variable) -> int:
+    return int(np.asarray(variable.value).nbytes)
+
+
+def check(found: Profile, model: keras.Model) -> None:
+    """What holds of every profile."""
+    program = captured(model)
+    cuts = tuple(layer.name for layer in found.layers[:-1])
+    AssignStages(cuts).run(program)
+    dapple.transform(
+        model, dapple.Cluster.local(len(cuts) + 1, kind="cpu"), dapple.Plan.straight(cuts, 8, 1)
+    )._engine.close()
+    assert found.total("forward").at(4) > 0
+    assert found.total("backward").at(4) > 0
+    assert found.step_seconds >= 0
+    assert found.task_seconds > 0
+    for layer in found.layers:
+        assert layer.backward_weight is not None and layer.backward_input is not None
+        both = layer.backward_weight + layer.backward_input
+        assert both.fixed == pytest.approx(layer.backward.fixed)
+        assert both.per_sample == pytest.approx(layer.backward.per_sample)
+    assert found.parameter_bytes == sum(nbytes(variable) for variable in model.trainable_variables)
+    used = [v for v in program.roles.variables if v.kind is VariableKind.STATE and v.value is not None]
+    state = sum(tf.dtypes.as_dtype(v.dtype).size * int(np.prod(v.shape)) for v in used)
+    assert sum(layer.state_bytes for layer in found.layers) == state
+    assert Profile.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize("name", ["cnn", "multi_output"])
+def test_every_cut_of_a_profile_is_legal_and_every_variable_counts_once(name: str) -> None:
+    model = zoo.ZOO[name].build()
+    x, y, weights = zoo.ZOO[name].batch(np.random.default_rng(0), 6)
+    check(measured(model, x=x, y=y, sample_weight=weights), model)
+
+
+def test_a_chain() -> None:
+    model = mlp()
+    found = measured(model, [2, 8])
+    check(found, model)
+    assert [layer.name for layer in found.layers] == ["first", "second", "logits"]
+    assert [(t.producer, t.consumers, t.bytes.at(1)) for t in found.tensors] == [(0, (1,), 24.0), (1, (2,), 20.0)]
+    assert [layer.output_bytes.at(3) for layer in found.layers] == [72.0, 60.0, 0.0]
+    assert [layer.parameter_bytes for layer in found.layers] == [4 * 30, 4 * 35, 4 * 18]
+    assert [layer.slot_bytes for layer in found.layers] == [8 * 30, 8 * 35, 8 * 18]
+    first, second, _ = found.layers
+    assert first.backward_weight == first.backward  # Nothing flows back into the input.
+    assert second.backward_weight is not None
+    # What tanh's gradient needs is its result, which the next layer's needs too.
+    assert first.residual_bytes.at(10) == 240.0 and first.residual_bytes.fixed == 0
+    assert found.batch_sizes == (2, 8)
+
+
+def test_one_batch_size_has_no_fixed_part() -> None:
+    found = measured(mlp(), 4)
+    assert found.batch_sizes == (4,)
+    assert all(layer.forward.fixed == 0 and layer.backward.fixed == 0 for layer in found.layers)
+
+
+def test_layers_without_parameters_have_no_weight_gradient() -> None:
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            layers.MaxPooling2D(2, name="first_pool"),
+            layers.Conv2D(2, 3, name="conv"),
+            layers.MaxPooling2D(2, name="pool"),
+            layers.Flatten(name="flat"),
+            layers.Dense(1, name="out"),
+        ]
+    )
+    model.compile("sgd", "mse")
+    found = measured(model)
+    check(found, model)
+    by_name = {layer.name: layer for layer in found.layers}
+    assert by_name["pool"].backward_weight == ZERO
+    assert by_name["first_pool"].backward.at(4) == pytest.approx(0, abs=1e-4)
+    assert by_name["pool"].apply_seconds == 0
+    assert all(layer.slot_bytes in (0, 8) for layer in found.layers)
+    assert not found.tensors[0].differentiable  # No parameter comes before.
+    assert found.tensors[-1].differentiable
+
+
+def test_branches_are_accounted_once_and_skips_have_all_their_consumers() -> None:
+    model = zoo.branches()
+    found = measured(model)
+    check(found, model)
+    names = [layer.name for layer in found.layers]
+    assert len(names) == len(set(names))
+    assert set(names) == {"stem", "left_0", "right_0", "left_1", "joined", "after", "long_skip", "outputs"}
+    stem = next(t for t in found.tensors if t.producer == found.index["stem"])
+    assert [names[c] for c in stem.consumers] == ["left_0", "right_0", "long_skip"]
+
+
+def test_tied_weights_are_shared() -> None:
+    model = zoo.tied()
+    found = measured(model)
+    check(found, model)
+    names = [layer.name for layer in found.layers]
+    assert names == ["embedding", "shared#0", "middle", "shared#1", "last", "logits"]
+    groups = {group.layers: group for group in found.shared}
+    assert groups[0, 5].parameter_bytes == groups[0, 5].slot_bytes == 4 * 24  # Adagrad: one slot.
+    assert groups[1, 3].parameter_bytes == groups[1, 3].slot_bytes == 4 * 20
+    assert found.layers[0].parameter_bytes == 0
+    assert found.layers[0].apply_seconds >= 0
+
+
+def test_a_nested_model_is_cut_inside() -> None:
+    inner = keras.Sequential([layers.Dense(4, name="a"), layers.Dense(4, name="b")], name="inner")
+    features = keras.Input((3,))
+    x = layers.Dense(4, name="before")(features)
+    model = keras.Model(features, layers.Dense(1, name="out")(inner(x)))
+    model.compile("sgd", "mse")
+    found = measured(model)
+    check(found, model)
+    assert [layer.name for layer in found.layers] == ["before", "inner/a", "inner/b", "out"]
+
+
+def test_a_recurrent_layer_is_one_entry() -> None:
+    series = keras.Input((6, 3))
+    x = layers.LSTM(8, return_sequences=True, name="lstm")(layers.Dense(4, name="before")(series))
+    model = keras.Model(series, layers.Dense(1, name="after")(x))
+    model.compile("sgd", "mse")
+    found = measured(model)
+    check(found, model)
+    assert [layer.name for layer in found.layers] == ["before", "lstm", "after"]
+    # Of each of the 6 steps at least four gates and two states.
+    assert found.layers[1].residual_bytes.at(4) >= 4 * 6 * (4 * 8) * 4
+
+
+def test_layers_that_cannot_be_cut_apart_are_merged() -> None:
+    class Couples(layers.Layer):
+        """Its result has no batch axis."""
+
+        def call(self, x: Any) -> Any:
+            return keras.ops.argmax(keras.ops.sum(x, axis=0))
+
+    features = keras.Input((4,))
+    x = layers.Dense(4, name="first")(features)
+    number = Couples(name="couples")(x)
+    x = layers.Dense(4, name="second")(x) * keras.ops.cast(number, "float32")
+    model = keras.Model(features, layers.Dense(1, name="out")(x))
+    model.compile("sgd", "mse")
+    found = measured(model)
+    check(found, model)
+    assert "couples" not in found.index
+    assert found.layers[-1].name == "out"
+
+
+def test_several_inputs_and_open_lengths(caplog: pytest.LogCaptureFixture) -> None:
+    tokens, features = keras.Input((None,), dtype="int32", name="tokens"), keras.Input((3,), name="features")
+    x = layers.Embedding(5, 4, name="embedding")(tokens)
+    x = layers.GlobalAveragePooling1D(name="mean")(x)
+    x = layers.Concatenate(name="joined")([x, features])
+    model = keras.Model([tokens, features], layers.Dense(2, name="out")(x))
+    model.compile("adam", "mse")
+    with caplog.at_level(logging.WARNING):
+        found = measured(model)
+    assert "leaves lengths open" in caplog.text
+    check(found, model)
+    assert found.layers[0].name == "embedding"
+    assert found.layers[0].output_bytes.at(1) == 128 * 4 * 4
+    with_example = measured(model, x=[np.zeros((2, 7), "int32"), np.zeros((2, 3), "float32")])
+    assert with_example.layers[0].output_bytes.at(1) == 7 * 4 * 4
+
+
+def test_state_and_regularizers() -> None:
+    features = keras.Input((4,))
+    x = layers.Dense(6, kernel_regularizer="l2", name="dense")(features)
+    x = layers.BatchNormalization(name="norm")(x)
+    x = layers.Dropout(0.5, name="dropout")(x)
+    model = keras.Model(features, layers.Dense(1, name="out")(x))
+    model.compile(keras.optimizers.SGD(0.1, global_clipnorm=1.0), "mse")
+    found = measured(model)
+    check(found, model)
+    assert found.layers[found.index["norm"]].state_bytes == 2 * 6 * 4
+
+
+def test_the_model_keeps_its_values() -> None:
+    model = mlp()
+    x, y = np.zeros((4, 4), "float32"), np.zeros(4, "int32")
+    model.train_on_batch(x, y)
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    before = [variable.numpy() for variable in variables]
+    state = tf.random.get_global_generator().state.numpy()
+    measured(model, [2, 4])
+    for variable, value in zip(variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value, err_msg=variable.path)
+    np.testing.assert_array_equal(tf.random.get_global_generator().state.numpy(), state)
+    assert "call" not in vars(model.layers[1])
+
+
+def test_a_subclassed_model_needs_examples() -> None:
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__(name="own")
+            self.first, self.second = layers.Dense(4, name="first"), layers.Dense(1, name="second")
+
+        def call(self, x: Any) -> Any:
+            return self.second(self.first(x))
+
+    model = Own()
+    model(np.zeros((1, 3), "float32"))
+    model.compile("sgd", "mse")
+    with pytest.raises(ProfileError, match=r"doesn't declare its inputs: give example inputs"):
+        measured(model)
+    found = measured(model, x=np.zeros((2, 3), "float32"), y=np.zeros((2, 1), "float32"))
+    assert [layer.name for layer in found.layers] == ["first", "second"]
+
+
+def test_wrong_arguments() -> None:
+    model = mlp()
+    with pytest.raises(ProfileError, match=r"batch_size is 0"):
+        measured(model, 0)
+    with pytest.raises(ProfileError, match=r"batch_size is \[\]"):
+        measured(model, [])
+    with pytest.raises(ProfileError, match="device is 1, but the cluster has devices 0 to 0"):
+        measured(model, 4, device=1)
+    with pytest.raises(dapple.CaptureError, match="isn't compiled"):
+        measured(keras.Sequential([keras.Input((2,)), layers.Dense(1)]))
+
+
+# ---- the cache
+
+
+def test_the_cache_is_hit_missed_and_mended(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp()
+    first = measured(model, cache=tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert path.stem == first.key
+    assert measured(mlp(), cache=tmp_path) == first
+    monkeypatch.setenv("DAPPLE_CACHE", str(tmp_path))
+    assert measured(model, cache=True) == first
+    assert len(list(tmp_path.iterdir())) == 1
+
+    assert measured(model, 8, cache=tmp_path) != first
+    assert measured(mlp(optimizer="sgd"), cache=tmp_path).key != first.key
+    assert len(list(tmp_path.iterdir())) == 3
+
+    path.write_text('{"format": "dapple_tf.profi')
+    with caplog.at_level(logging.WARNING):
+        again = measured(model, cache=tmp_path)
+    assert str(path) in caplog.text and "measured again" in caplog.text
+    assert again.key == first.key
+    assert Profile.load(path) == again
+
+
+_KEY_SCRIPT = """
+import sys
+sys.path[:0] = {path!r}
+import zoo
+from test_profiler import captured, mlp
+from dapple_tf.profiler import _graph_text
+if len(sys.argv) > 1:
+    captured(zoo.branches())  # counters in names go on
+print([_graph_text(captured(mlp())), _graph_text(captured(zoo.tied()))])
+"""
+
+
+@pytest.mark.slow
+def test_the_key_is_the_same_in_every_process() -> None:
+    script = _KEY_SCRIPT.format(path=sys.path)
+    found = [
+        subprocess.run([sys.executable, "-c", script, *given], capture_output=True, text=True)
+        for given in ([], ["other"])
+    ]
+    assert [run.returncode for run in found] == [0, 0], found[0].stderr
+    assert found[0].stdout == found[1].stdout != ""
+
+
+def test_the_key_knows_the_graph() -> None:
+    assert _graph_text(captured(mlp())) == _graph_text(captured(mlp()))
+    other = keras.Sequential([keras.Input((4,)), layers.Dense(3, activation="relu")])
+    other.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    assert _graph_text(captured(other)) != _graph_text(captured(mlp()))
+
+
+# ---- fitting
+
+
+def test_fits() -> None:
+    exact = _fitted([2, 4, 8], [3.0, 4.0, 6.0])
+    assert (exact.fixed, exact.per_sample) == (pytest.approx(2.0), pytest.approx(0.5))
+    assert _fitted([4], [2.0]).per_sample == 0.5
+    falling = _fitted([1, 2], [2.0, 1.0])
+    assert falling.per_sample == 0 and 1 <= falling.fixed <= 2
+    through_zero = _fitted([1, 2], [1.0, 3.0])
+    assert through_zero.fixed == 0 and 1 <= through_zero.per_sample <= 1.5
+    assert _fitted([1, 2], [0.0, 0.0]).at(5) == 0
+    assert (_line((2, 4), (10, 14)).fixed, _line((2, 4), (10, 14)).per_sample) == (6.0, 2.0)
+    np.testing.assert_allclose(_shares(np.array([1.0, 3.0, 0.5]), 0.5, 6.0), [1.0, 5.0, 0.0])
