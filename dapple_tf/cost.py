@@ -184,10 +184,11 @@ class CostModel:
     # ---- time
 
     def slices(self, stage: int, micro_batch: int) -> tuple[Interval, ...]:
-        """The samples of each replica of a stage."""
-        key = (stage, micro_batch)
+        """The samples of each replica of a stage, counted from the start of the micro-batch."""
+        size = self.micro_batches[micro_batch].size
+        key = (stage, size)
         if key not in self._slices:
-            self._slices[key] = slice_intervals(self.micro_batches[micro_batch], len(self.plan.devices[stage]))
+            self._slices[key] = slice_intervals(Interval(0, size), len(self.plan.devices[stage]))
         return self._slices[key]
 
     def seconds(self, task: Task) -> float:

@@ -51,13 +51,20 @@ class Task:
     chunk: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("stage", "micro_batch", "replica", "chunk"):
-            if (number := getattr(self, name)) < 0:
-                raise ValueError(f"task's {name} is {number}; it must be 0 or more")
+        if self.stage < 0 or self.micro_batch < 0 or self.replica < 0 or self.chunk < 0:
+            numbers = {name: getattr(self, name) for name in ("stage", "micro_batch", "replica", "chunk")}
+            name, number = next((name, number) for name, number in numbers.items() if number < 0)
+            raise ValueError(f"task's {name} is {number}; it must be 0 or more")
+        # Tasks are looked up by the ten thousand, and an enum's own hash is slow.
+        key = (self.stage, self.micro_batch, self.replica, self.chunk, self.phase._value_)
+        object.__setattr__(self, "_hash", hash(key))
 
     def __hash__(self) -> int:
-        # Schedules look tasks up by the thousand; an enum's own hash is slow.
-        return hash((self.stage, self.micro_batch, self.replica, self.chunk, self.phase._value_))
+        return self._hash  # type: ignore[attr-defined, no-any-return]
+
+    def __reduce__(self) -> tuple[type[Task], tuple[int, Phase, int, int, int]]:
+        # Texts hash differently in another process.
+        return Task, (self.stage, self.phase, self.micro_batch, self.replica, self.chunk)
 
     def __str__(self) -> str:
         replica = f".r{self.replica}" if self.replica else ""
