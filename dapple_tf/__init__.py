@@ -3,6 +3,7 @@
 from dapple_tf.cluster import Cluster, ClusterError, Device
 from dapple_tf.emulator import Emulation, EmulationError, emulate
 from dapple_tf.errors import CaptureError, DappleError, DataError, NonFiniteLossError, StepError
+from dapple_tf.links import measure_links
 from dapple_tf.plan import Plan, PlanError
 from dapple_tf.planner import plan
 from dapple_tf.prediction import Prediction
@@ -36,6 +37,7 @@ __all__ = [
     "StepError",
     "Verification",
     "emulate",
+    "measure_links",
     "plan",
     "profile",
     "simulate",

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from dapple_tf.cluster import Cluster
+from dapple_tf.links import measure_links
 from dapple_tf.plan import Plan
 from dapple_tf.planner import plan
 from dapple_tf.profile import Profile
@@ -49,8 +50,6 @@ def plan_model(
     """
     examples = {name: options.pop(name) for name in ("x", "y", "sample_weight") if name in options}
     if cluster.real and cluster.num_devices > 1 and cluster.intra_bandwidth is None:
-        from dapple_tf.links import measure_links
-
         cluster = measure_links(cluster)
     if profiled is None:
         profiled = profile(model, slice_sizes(global_batch_size, cluster.num_devices), cluster=cluster, **examples)

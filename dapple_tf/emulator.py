@@ -29,7 +29,7 @@ from dapple_tf.plan import Plan
 from dapple_tf.profile import Profile
 from dapple_tf.simulator import Simulation, Span, last_gradients
 from dapple_tf.simulator import run as simulate_costs
-from graph_passes.batching import Interval
+from graph_passes.batching import Interval, slice_intervals
 from graph_passes.tasks import Phase, Schedule, Task
 
 MAX_DEVICES = 32
@@ -518,6 +518,11 @@ class _StepGraph:
 
     # ---- tasks
 
+    def _slice(self, task: Task) -> Interval:
+        """The samples of the global batch that are the task's."""
+        costs = self.costs
+        return slice_intervals(costs.micro_batches[task.micro_batch], len(costs.plan.devices[task.stage]))[task.replica]
+
     def _in_order(self) -> Iterable[Task]:
         """Every task after those that it needs; the simulator has shown that there is such an order."""
         arrows = {task: self._missing(task) for task in self.schedule.tasks}
@@ -536,7 +541,7 @@ class _StepGraph:
         if task.phase is Phase.WEIGHT_GRAD:
             return
         costs, backward = self.costs, task.phase is not Phase.FORWARD
-        wanted = costs.slices(task.stage, task.micro_batch)[task.replica]
+        wanted = self._slice(task)
         for producer, consumer in costs.routes:
             if task.stage != (producer if backward else consumer):
                 continue
@@ -544,16 +549,11 @@ class _StepGraph:
             phase = Phase.FORWARD
             if backward:
                 phase = Phase.INPUT_GRAD if other in self.split else Phase.BACKWARD
-            slices = costs.slices(other, task.micro_batch)
-            found = [
-                (
-                    Task(other, phase, task.micro_batch, piece.sender),
-                    slices[piece.sender].overlap(wanted),
-                    piece.bytes,
-                )
-                for piece in costs.pieces(producer, consumer, task.micro_batch, backward=backward)
-                if piece.receiver == task.replica
-            ]
+            found = []
+            for piece in costs.pieces(producer, consumer, task.micro_batch, backward=backward):
+                if piece.receiver == task.replica:
+                    sender = Task(other, phase, task.micro_batch, piece.sender)
+                    found.append((sender, self._slice(sender).overlap(wanted), piece.bytes))
             if found:
                 yield other, found
 
@@ -562,7 +562,7 @@ class _StepGraph:
 
     def _add_task(self, task: Task) -> None:
         device = self.schedule.device_of(task)
-        own = self.costs.slices(task.stage, task.micro_batch)[task.replica]
+        own = self._slice(task)
         with self._on(device):
             tensors: list[tf.Tensor] = []
             after: list[_Wait] = []
@@ -605,7 +605,7 @@ class _StepGraph:
         """One piece of what a task made, on the device of another task."""
         source, target = self.schedule.device_of(sender), self.schedule.device_of(receiver)
         made = self.made[sender]
-        own = self.costs.slices(sender.stage, sender.micro_batch)[sender.replica]
+        own = self._slice(sender)
         with tf.device(None), self._on(source):
             tensor = made.tensor
             if interval != own:
@@ -622,7 +622,7 @@ class _StepGraph:
                 link.latency * self.clock.scale,
                 (made.wait,),
                 (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b)),
-                (sender.replica, abs(receiver.stage - sender.stage), receiver.replica),
+                (0, sender.replica, abs(receiver.stage - sender.stage), receiver.replica),
                 expected=(_samples(interval),),
             )
             return self._node(wait, [tensor], ())
@@ -670,7 +670,7 @@ class _StepGraph:
                     seconds,
                     after=tuple(wait for _, wait in ready),
                     ports=tuple(ports),
-                    turn=(bucket,),
+                    turn=(1, number, bucket),
                     expected=(total,),
                 )
                 with self._on(device):

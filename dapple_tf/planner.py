@@ -86,7 +86,8 @@ def plan(
         cluster,
         global_batch_size,
         _several(micro_batches, _micro_batch_counts(profile, global_batch_size)),
-        _several(schedule, POLICIES),
+        # For a single stage the first counts: one that doesn't hold all micro-batches, if there is a choice.
+        tuple(sorted(_several(schedule, POLICIES), key=lambda policy: policy == "gpipe")),
         None if recompute is None else _several(recompute, ()),
         overlap,
         all_reduce,
