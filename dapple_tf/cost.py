@@ -280,7 +280,7 @@ class CostModel:
             passed += layer.backward.at(samples)
             pending += size
             if pending >= self.plan.bucket_bytes:
-                found.append((min(1.0, passed / total), pending))
+                found.append((1.0 if layer is layers[0] else passed / total, pending))
                 pending = 0.0
         if pending:
             found.append((1.0, pending))

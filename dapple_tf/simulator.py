@@ -326,9 +326,9 @@ class _Step:
             self.begin(span, task)
         else:
             index = self.add(span)
+            self.at(end, _FINISHED, (device, task, index))  # before its last bucket: messages go first
             if self.costs.overlap and task in self.last_gradients:
                 self.announce(task, self.now, seconds, index)
-            self.at(end, _FINISHED, (device, task, index))
 
     def add(self, span: Span) -> int:
         self.spans.append(span)

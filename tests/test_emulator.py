@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from test_simulator import random_case
 
 from dapple_tf import emulator
 from dapple_tf.cluster import Cluster, Device, Server
@@ -90,6 +91,13 @@ def test_large_pipelines(
     stages: int, micro_batches: int, replicas: Sequence[int], network: float, schedule: str
 ) -> None:
     measured(*pipeline(stages, micro_batches, schedule, replicas, network))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_any_plan(seed: int) -> None:
+    plan, model, where, overlap = random_case(seed)
+    measured(plan, model, where, overlap=overlap)
 
 
 def test_uneven_slices_go_from_owner_to_owner() -> None:
@@ -244,17 +252,24 @@ def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_tool_prints_a_table() -> None:
-    result = tool("--shapes=2x4", "--schedules=gpipe", "--replicas=1,40", "--networks=0.3", "--tolerance=0.2")
+    result = tool("--shapes=2x4,6x4", "--schedules=gpipe", "--replicas=6", "--networks=0.3", "--tolerance=0.2")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert " ".join(lines[0].split()) == "S M schedule replicas network simulated ms emulated ms error late ms"
-    assert lines[1].split()[:5] == ["2", "4", "gpipe", "1", "30%"]
-    assert lines[2].endswith("80 devices, more than 32")
+    assert lines[1].split()[:5] == ["2", "4", "gpipe", "6", "30%"]
+    assert lines[2].endswith("36 devices, more than 32")
     assert lines[3].startswith("1 rows in ")
 
 
 @pytest.mark.slow
-def test_the_tool_explains_wrong_flags() -> None:
-    result = tool("--shapes=4")
+@pytest.mark.parametrize(
+    ("flag", "text"),
+    [
+        ("--shapes=4", "--shapes: '4' isn't a pipeline; write stages x micro-batches, such as 4x16"),
+        ("--replicas=2:7", "--replicas: [2, 7]; a micro-batch has 6 samples, give 1 to 6"),
+    ],
+)
+def test_the_tool_explains_wrong_flags(flag: str, text: str) -> None:
+    result = tool(flag)
     assert result.returncode == 1
-    assert "--shapes: '4' isn't a pipeline; write stages x micro-batches, such as 4x16" in result.stdout + result.stderr
+    assert text in result.stdout + result.stderr

@@ -11,6 +11,7 @@ times in all. Exits with 1 if a row's error is above ``--tolerance`` each time.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -33,9 +34,13 @@ _NETWORKS = flags.DEFINE_list(
     ["0", "0.1", "0.5"],
     "Time of a transfer between two stages as a part of a forward's; 0 for free links. Uneven replicas share it out.",
 )
-_UNEVEN = flags.DEFINE_float("uneven", 0.0, "How much longer the last stage's tasks are than the first's, such as 0.5.")
+_UNEVEN = flags.DEFINE_float(
+    "uneven", 0.0, "How much longer the last stage's tasks are than the first's, such as 0.5.", lower_bound=0.0
+)
 _OVERLAP = flags.DEFINE_boolean("overlap", False, "Overlap all-reduce with the last backwards.")
-_SCALE = flags.DEFINE_float("scale", None, "Wall-clock seconds per simulated second; chosen when not given.")
+_SCALE = flags.DEFINE_float(
+    "scale", None, "Wall-clock seconds per simulated second; chosen when not given.", lower_bound=1e-3
+)
 _STEPS = flags.DEFINE_integer("steps", 3, "Steps per row, of which the median counts.", lower_bound=1)
 _TOLERANCE = flags.DEFINE_float("tolerance", 0.05, "Largest error that passes.", lower_bound=0.0)
 _ATTEMPTS = flags.DEFINE_integer("attempts", 2, "Measurements of a row that fails.", lower_bound=1)
@@ -115,6 +120,11 @@ def main(argv: Sequence[str]) -> int:
         networks = [float(network) for network in _NETWORKS.value]
     except ValueError as error:
         raise app.UsageError(f"--replicas or --networks: {error}") from error
+    for pattern in patterns:
+        if not all(1 <= count <= _SAMPLES for count in pattern):
+            raise app.UsageError(f"--replicas: {pattern}; a micro-batch has {_SAMPLES} samples, give 1 to {_SAMPLES}")
+    if not all(math.isfinite(network) and network >= 0 for network in networks):
+        raise app.UsageError(f"--networks: {networks}; give numbers of at least 0")
     began = time.monotonic()
     print(_ROW.format("S", "M", "schedule", "replicas", "network", "simulated ms", "emulated ms", "error", "late ms"))
     worst, failed, rows = 0.0, 0, 0
