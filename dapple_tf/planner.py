@@ -279,6 +279,8 @@ class _Planner:
         return found
 
     def _simulate(self, plan: Plan) -> Choice | None:
+        if plan.num_stages == 1:
+            plan = dataclasses.replace(plan, schedule=self.request.schedules[0])
         key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, plan.recompute)
         if key in self.choices:
             return self.choices[key]
