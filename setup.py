@@ -17,5 +17,17 @@ setup(
     packages=find_packages(include=[pattern for name in _PACKAGES for pattern in (name, f"{name}.*")]),
     python_requires=">=3.11",
     install_requires=["tensorflow>=2.18", "keras>=3.8", "numpy", "protobuf", "absl-py", "networkx"],
-    extras_require={"dev": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "tensorboard"]},
+    extras_require={
+        "results": ["matplotlib"],
+        "dev": [
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "tensorboard",
+            "matplotlib",
+        ],
+    },
 )
