@@ -202,11 +202,16 @@ def _choose_scale(simulated: Simulation) -> float:
 def _most_pending(simulated: Simulation) -> int:
     """The most transfers and reductions that wait or go on at one time: each has a thread of its own."""
     changes = []
+    made: dict[tuple[int | None, int, int | None], float] = {}  # when what is sent was made
     for span in simulated.spans:
-        if span.kind in ("send", "all_reduce"):
-            count = 1 if span.kind == "send" else simulated.costs.cluster.num_devices
-            ready = span.start if span.cause is None else min(span.start, simulated.spans[span.cause].start)
-            changes += [(ready, count), (span.end, -count)]
+        work = (span.device, span.stage, span.micro_batch)
+        if span.kind == "send":
+            changes += [(made[work], 1), (span.end, -1)]
+        elif span.kind == "all_reduce":
+            count = sum(simulated.costs.plan.replicas)
+            changes += [(span.start, count), (span.end, -count)]
+        else:
+            made[work] = span.end
     level = most = 0
     for _, change in sorted(changes):
         level += change
