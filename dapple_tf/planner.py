@@ -8,13 +8,14 @@ devices between neighbouring stages as long as that helps.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from dapple_tf import progress
 from dapple_tf.cluster import Cluster
@@ -34,6 +35,12 @@ _WORK = 30_000
 """Tasks and transfers to simulate per plan that is sought, for a small cluster."""
 _GROUPS = 36
 """Places at which the search considers cuts; the local search that follows moves them layer by layer."""
+_MARGIN = 1.02
+"""Plans that are certainly slower than the best by this factor aren't simulated to their end."""
+_COUNTS = 3
+"""Of so many numbers of micro-batches the search is run, the others are left to the local search."""
+_FEW_DEVICES = 8
+"""On so few devices it is run with all of them."""
 _FIRST = 3
 """Plans that are simulated before it is decided whether to look at recomputation."""
 _STARTS = 24
@@ -159,6 +166,14 @@ class Choice:
         return max(costs.needed_bytes(stage, count) for stage, count in enumerate(costs.warm_up))
 
 
+class _Found(NamedTuple):
+    """A plan that the formula thinks well of, with its L."""
+
+    latency: float
+    in_flight: int
+    plan: Plan
+
+
 class _Planner:
     """One search."""
 
@@ -167,6 +182,7 @@ class _Planner:
         self.profile, self.cluster = request.profile, request.cluster
         self.choices: dict[tuple[Any, ...], Choice | None] = {}
         self.work = 0.0
+        self.fastest = math.inf
         # Time is allowed to grow with the cluster: 1 s on 16 devices, 5 s on 64, a minute on thousands.
         self.allowed = _WORK * max(1.0, min(30.0, self.cluster.num_devices / 16))
         self.bar = progress.Progress("planning")
@@ -178,10 +194,10 @@ class _Planner:
         started = time.perf_counter()
         found = self._candidates()
         self._data_parallel()
-        for _, plan in self._interleaved(found):
+        for entry in self._interleaved(found):
             if self.work > 0.5 * self.allowed:
                 break
-            self._simulate(dataclasses.replace(plan, schedule=self.quickest))
+            self._explore(entry.plan)
         best = self._improved()
         if best is None:
             raise PlanError(self._shortage())
@@ -194,43 +210,97 @@ class _Planner:
 
     # ---- candidates
 
-    def _candidates(self) -> list[tuple[float, Plan]]:
+    def _candidates(self) -> list[_Found]:
         """Plans that the formula finds good, with their L."""
         request = self.request
         placements = Placements(self.cluster)
         links = links_of(placements, request.all_reduce)
         ends = coarsened(self.profile, _GROUPS)
-        found: list[tuple[float, Plan]] = []
+        found: list[_Found] = []
         modes: tuple[str, ...] = request.recompute or ("none", "min_cut", "boundary")
         if request.recompute is None and not any(layer.min_cut_residual_bytes for layer in self.profile.layers):
             modes = ("none", "boundary")
         bound = math.inf
-        # With one micro-batch stages never overlap: a pipeline is for models that don't fit otherwise.
-        counts = [count for count in sorted(request.micro_batches, reverse=True) if count > 1] or [1]
         for mode in modes:
             search = Search(self.profile, placements, links, ends, overlap=request.overlap, recompute=mode)
             best = self._best()
             if best is not None and best.latency < search.least_seconds(request.batch):
                 continue  # not even without bubbles and transfers
-            fresh: list[tuple[float, Plan]] = []
-            for count in counts:
+            fresh = self._even_plans(mode)
+            for count in self._promising(fresh):
                 self.bar.step(f"{mode}, {count} micro-batches")
-                candidates = search.run(count, request.batch, bound=bound)
-                fresh += [(item.latency, self._plan(placements, item, count, mode)) for item in candidates]
-                bound = min([bound, *(item.latency for item in candidates)])
-            for _, plan in sorted(fresh, key=lambda entry: entry[0])[:_FIRST]:
-                self._simulate(dataclasses.replace(plan, schedule=self.quickest))
+                bound = min([bound, *(entry.latency for entry in fresh)])
+                for item in search.run(count, request.batch, bound=bound):
+                    fresh.append(_Found(item.latency, item.in_flight, self._plan(placements, item, count, mode)))
+            fresh.sort(key=lambda entry: entry.latency)
+            for entry in itertools.islice(self._interleaved(fresh), _FIRST):
+                self._explore(entry.plan)
             # L knows nothing of the bubbles that too few micro-batches in flight make.
             best = self._best()
             bound = max(bound, best.latency) if best is not None else math.inf
             found += fresh
             if not search.memory_bound and request.recompute is None:
                 break
-        if not found and counts != [1] and 1 in request.micro_batches:
-            for mode in modes:
-                search = Search(self.profile, placements, links, ends, overlap=request.overlap, recompute=mode)
-                found += [(c.latency, self._plan(placements, c, 1, mode)) for c in search.run(1, request.batch)]
-        return sorted(found, key=lambda entry: entry[0])
+        return sorted(found, key=lambda entry: entry.latency)
+
+    def _promising(self, even: Sequence[_Found]) -> list[int]:
+        """The numbers of micro-batches to search with, best first: by the plans of equal stages that they allow.
+
+        All of them where the search is small, or where no such plan fits.
+        """
+        best: dict[int, float] = {}
+        for entry in even:
+            count = entry.plan.micro_batches
+            # With one micro-batch stages never overlap.
+            if count > 1 or len(self.request.micro_batches) == 1:
+                best[count] = min(best.get(count, math.inf), entry.latency)
+        ranked = sorted(best, key=lambda count: best[count])
+        if len(ranked) < _COUNTS or self.cluster.num_devices <= _FEW_DEVICES:
+            rest = set(self.request.micro_batches) - set(ranked)
+            return ranked + sorted(rest, reverse=True)
+        return ranked[:_COUNTS]
+
+    def _even_plans(self, recompute: str) -> list[_Found]:
+        """Pipelines of equal stages: data parallelism, straight, and those in between."""
+        devices = self.cluster.num_devices
+        stages = [
+            count
+            for count in range(1, min(devices, len(self.profile.layers)) + 1)
+            if devices % count == 0 and (devices <= 64 or count <= 64)
+        ]
+        return [
+            entry
+            for micro_batches in self.request.micro_batches
+            for count in stages
+            for entry in self._even(count, micro_batches, recompute)
+        ]
+
+    def _even(self, stages: int, micro_batches: int, recompute: str) -> Iterator[_Found]:
+        """A pipeline of stages of the same time and number of replicas, if it fits."""
+        replicas = self.cluster.num_devices // stages
+        if replicas > self.request.batch // micro_batches:
+            return
+        groups = [range(i * replicas, (i + 1) * replicas) for i in range(stages)]
+        samples = self.profile.batch_sizes[-1]
+        times = [layer.forward.at(samples) + layer.backward.at(samples) for layer in self.profile.layers]
+        plan = Plan.manual(
+            [self.profile.layers[end - 1].name for end in balanced(times, stages)],
+            groups,
+            micro_batches,
+            self.request.batch,
+            self.request.schedules[0],
+            recompute=recompute,
+            jit_compile=self.request.jit_compile,
+        )
+        costs = self._costs(plan)
+        holds = costs.holds or (micro_batches,)
+        if min(holds) > 0:
+            latency = pipeline_latency(stage_times(costs), micro_batches).latency
+            yield _Found(latency, min(2, *holds, micro_batches), plan)
+
+    def _costs(self, plan: Plan) -> CostModel:
+        request = self.request
+        return CostModel(plan, self.profile, self.cluster, overlap=request.overlap, all_reduce=request.all_reduce)
 
     def _plan(self, placements: Placements, item: Candidate, micro_batches: int, recompute: str) -> Plan:
         layers = self.profile.layers
@@ -244,14 +314,14 @@ class _Planner:
             jit_compile=self.request.jit_compile,
         )
 
-    def _interleaved(self, found: Sequence[tuple[float, Plan]]) -> Iterator[tuple[float, Plan]]:
+    def _interleaved(self, found: Sequence[_Found]) -> Iterator[_Found]:
         """Best first, but those of every number of micro-batches early on."""
-        ranks: dict[tuple[int, str], int] = {}
+        ranks: dict[tuple[int, str, int], int] = {}
         keyed = []
         for order, entry in enumerate(found):
-            key = (entry[1].micro_batches, entry[1].recompute)
+            key = (entry.plan.micro_batches, entry.plan.recompute, entry.in_flight)
             rank = ranks[key] = ranks.get(key, -1) + 1
-            hopeless = entry[0] > _HOPELESS * found[0][0]
+            hopeless = entry.latency > _HOPELESS * found[0].latency
             keyed.append((order if hopeless else min(order, rank * 8) - len(found), order, entry))
         yield from (entry for _, _, entry in sorted(keyed, key=lambda item: item[:2]))
 
@@ -278,14 +348,40 @@ class _Planner:
                 found.append(choice)
         return found
 
+    def _explore(self, plan: Plan) -> None:
+        """Simulates a plan under the schedule that is likely to be best."""
+        choice = self._simulate(dataclasses.replace(plan, schedule=self.quickest))
+        # Where memory cuts down K, that of neighbouring stages may be equal, and then they wait for each other; P_A's
+        # is one less from stage to stage.
+        limited = choice is None or choice.simulation.costs.warm_up != choice.plan.warm_up_counts()
+        if limited and "dapple_a" in self.request.schedules:
+            self._simulate(dataclasses.replace(plan, schedule="dapple_a"))
+
+    def _hopeless(self, plan: Plan) -> bool:
+        """Whether the first micro-batches tell already that a plan won't be the best one.
+
+        The others take at least as long as the busiest device computes on them.
+        """
+        few = 2 * plan.num_stages + 4
+        if self.fastest == math.inf or 2 * few > plan.micro_batches:
+            return False
+        size = plan.global_batch_size // plan.micro_batches
+        short = dataclasses.replace(plan, micro_batches=few, global_batch_size=few * size)
+        try:
+            simulation = run(self._costs(short))
+        except PlanError:
+            return False
+        self.work += len(simulation.spans)
+        each = max(simulation.busy.values()) / few
+        return simulation.latency + (plan.micro_batches - few) * each > self.fastest * _MARGIN
+
     def _simulate(self, plan: Plan) -> Choice | None:
         if plan.num_stages == 1:
             plan = dataclasses.replace(plan, schedule=self.request.schedules[0])
         key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, plan.recompute)
         if key in self.choices:
             return self.choices[key]
-        request = self.request
-        costs = CostModel(plan, self.profile, self.cluster, overlap=request.overlap, all_reduce=request.all_reduce)
+        costs = self._costs(plan)
         choice: Choice | None = None
         try:
             warm_up = costs.warm_up
@@ -295,10 +391,13 @@ class _Planner:
             # The same K by another name is the same schedule.
             alias = (*key[:3], warm_up, plan.recompute)
             known = self.choices.get(alias)
-            choice = Choice(plan, known.simulation if known is not None else run(costs))
-            self.choices[alias] = choice
-            if known is None:
+            if known is not None:
+                choice = Choice(plan, known.simulation)
+            elif alias not in self.choices and not self._hopeless(plan):
+                choice = Choice(plan, run(costs))
                 self.work += len(choice.simulation.spans)
+                self.fastest = min(self.fastest, choice.latency)
+            self.choices.setdefault(alias, choice)
             self.bar.step(f"{len(self.choices)} plans simulated")
         self.choices[key] = choice
         return choice
@@ -398,7 +497,7 @@ class _Planner:
             middle = min(range(len(times) - 1), key=lambda i: abs(passed[i] - passed[-1] / 2))
             cuts = (*plan.cuts[:stage], layers[start + middle].name, *plan.cuts[stage:])
             group = plan.devices[stage]
-            halves = [(group, (device,)) for device in self._free(plan)]
+            halves: list[tuple[tuple[int, ...], tuple[int, ...]]] = [(group, (free,)) for free in self._free(plan)]
             for part in sorted({1, len(group) // 2, len(group) - 1} & set(range(1, len(group)))):
                 halves.append((group[:part], group[part:]))
             for first, second in halves:
@@ -550,6 +649,33 @@ def _enlarged(cluster: Cluster, factor: int) -> Cluster:
         for device in cluster.devices
     )
     return dataclasses.replace(cluster, devices=devices, servers=cluster.servers * factor, real=False)
+
+
+def balanced(times: Sequence[float], stages: int) -> list[int]:
+    """Where to cut a row of layers into stages of which the longest is as short as can be: positions after each."""
+    passed = [0.0, *itertools.accumulate(times)]
+    low, high = max(max(times), passed[-1] / stages), passed[-1]
+    best: list[int] = []
+    for _ in range(50):
+        limit = high if not best else (low + high) / 2
+        ends = _packed(passed, stages, limit)
+        if ends is None:
+            low = limit
+        else:
+            best, high = ends, limit
+    return best
+
+
+def _packed(passed: Sequence[float], stages: int, limit: float) -> list[int] | None:
+    """Stages of at most ``limit`` each, as long as possible but for a layer that every later stage needs."""
+    ends: list[int] = []
+    start, last = 0, len(passed) - 1
+    for left in range(stages - 1, 0, -1):
+        end = bisect.bisect_right(passed, passed[start] + limit * (1 + 1e-12)) - 1
+        end = min(max(end, start + 1), last - left)
+        ends.append(end)
+        start = end
+    return ends if passed[last] - passed[start] <= limit * (1 + 1e-12) else None
 
 
 def _by_memory(profile: Profile, stages: int) -> list[str]:

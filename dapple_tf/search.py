@@ -43,11 +43,13 @@ class Candidate(NamedTuple):
 
     Attributes:
         latency: L, by formula 2.
+        in_flight: micro-batches for which stages with successors have memory: 2, or 1 where that isn't enough.
         bounds: for each stage the index of the layer after its last one.
         steps: for each stage its index in `Placements.steps`.
     """
 
     latency: float
+    in_flight: int
     bounds: tuple[int, ...]
     steps: tuple[int, ...]
 
@@ -124,14 +126,17 @@ class Search:
     ) -> list[Candidate]:
         """The ``keep`` best plans with M micro-batches, by formula 2, best first; none if none fits in memory.
 
-        A stage with successors should hold two micro-batches, or it can't work while they do; where no plan allows
-        that, one is enough. What can't come near ``bound`` seconds is left out.
+        A stage with successors should hold two micro-batches, or it can't work while they do, which L knows nothing
+        of; where no plan allows that, one is enough. What can't come near ``bound`` seconds is left out.
         """
+        found: list[Candidate] = []
         for in_flight in (2, 1) if micro_batches > 1 else (1,):
-            found = _Run(self, micro_batches, global_batch_size, bound, in_flight).candidates(keep)
-            if found or not self.memory_bound:
-                return found
-        return []
+            run = _Run(self, micro_batches, global_batch_size, bound, in_flight)
+            found = run.candidates(keep)
+            self.memory_bound |= run.memory_bound
+            if found or not run.memory_bound:
+                break
+        return found
 
 
 def _ranges(profile: Profile, ends: Sequence[int], recompute: str) -> _Ranges:
@@ -241,6 +246,7 @@ class _Run:
         self, search: Search, micro_batches: int, global_batch_size: int, bound: float, in_flight: int
     ) -> None:
         self.bound, self.in_flight = bound, in_flight
+        self.memory_bound = False
         self.search, self.links, self.ranges = search, search.links, search.ranges
         self.rounds = micro_batches - 1
         self.batch = -(-global_batch_size // micro_batches)
@@ -271,11 +277,12 @@ class _Run:
         if self.search.overlap:
             reduced = np.maximum(0.1 * reduced, reduced - backward)
         reduced = reduced + ranges.apply[first, stop] / speed
-        held = np.where(stop == self.groups, 1, self.in_flight)
-        running = held * ranges.residual[0][first, stop] + ranges.working[0][first, stop]
-        running = running + (held * ranges.residual[1][first, stop] + ranges.working[1][first, stop]) * samples
-        running = np.maximum(running, size * (links.replicas[step] > 1))
-        fits = (ranges.stored[first, stop] + running <= links.memory[step]) & self.allowed[step]
+        kept = ranges.residual[0][first, stop] + ranges.residual[1][first, stop] * samples
+        working = ranges.working[0][first, stop] + ranges.working[1][first, stop] * samples
+        running = np.where(stop == self.groups, 1, self.in_flight) * kept + working
+        reducing = size * (links.replicas[step] > 1) + (kept + working if self.search.overlap else 0.0)
+        needed = ranges.stored[first, stop] + np.maximum(running, reducing)
+        fits = (needed <= links.memory[step]) & self.allowed[step]
         return forward, backward, reduced, fits
 
     def net(self, before: Ints, step: Ints, cut: Ints | int) -> tuple[Floats, Floats]:
@@ -316,7 +323,7 @@ class _Run:
                 net = self.net(last[first, source, kept], steps, first)
                 forward, backward, reduced, fits = self.stage(first, stops[None, :], steps[:, None])
                 grown = prefix.extended((net[0][:, None], net[1][:, None]), (forward, backward), reduced, self.rounds)
-                self.search.memory_bound |= not fits.all()
+                self.memory_bound |= not fits[self.allowed[steps]].all()
                 whole = np.where(fits[:, -1], grown.latency(self.rounds)[:, -1], np.inf)
                 ended.append((whole, first, kept, steps))
                 self.bound = min(self.bound, float(whole.min()))
@@ -422,7 +429,7 @@ class _Run:
                 group, slot, before = (int(number) for number in came[group, state, slot])
                 path.append(before)
                 state = int(self.links.source[before])
-            candidate = Candidate(latency, tuple(reversed(bounds)), tuple(reversed(path)))
+            candidate = Candidate(latency, self.in_flight, tuple(reversed(bounds)), tuple(reversed(path)))
             found.setdefault((candidate.bounds, candidate.steps), candidate)
             if len(found) == keep:
                 break
