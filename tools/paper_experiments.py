@@ -214,7 +214,7 @@ def _shortage(plan: Plan, profile: Profile, cluster: Cluster, overlap: bool) -> 
     stage = max(range(plan.num_stages), key=lambda i: needs[i] - (costs.memory_limit(i) or 0))
     limit = costs.memory_limit(stage) or 0
     samples = costs.samples(stage)
-    held = f"a slice of {samples} sample{'s' if samples > 1 else ''}"
+    held = f"{flight[stage]} slice{'s' if flight[stage] > 1 else ''} of {samples} sample{'s' if samples > 1 else ''}"
     return needs[stage] - limit, f"stage {stage} needs {needs[stage] / 1e9:.1f} of {limit / 1e9:.1f} GB for {held}"
 
 

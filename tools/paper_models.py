@@ -81,7 +81,7 @@ TABLE_5 = (
     Measured("dapple_a", "boundary", 16, 6.77, 8.5),
 )
 STAGE_RESIDUALS = 2 * (12.1e9 - 10.6e9)
-"""Bytes that a micro-batch keeps on a stage: with M = 2 GPipe has two in flight on both stages, DAPPLE one on the last."""
+"""Bytes that a micro-batch keeps on a stage: with M = 2 two are in flight, but on the last stage of DAPPLE one."""
 
 
 def apply_share() -> float:

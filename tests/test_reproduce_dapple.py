@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tools import paper_claims, paper_experiments, paper_models
+from tools.paper_claims import Claim, Results
+from tools.paper_experiments import RowResult
+from tools.paper_models import CONFIGS, MODELS, ROWS, TABLE_4, TABLE_6, TABLE_7
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tools.reproduce_dapple", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+# ---- data
+
+
+def test_bert_48_outputs_are_without_the_mask() -> None:
+    profile = MODELS["bert-48"].corrected()
+    assert profile.layers[profile.index["layer_7"]].output_bytes.at(2) == pytest.approx(2 * 384 * 1024 * 4)
+    mask = 2 * 384 * 384 * 4
+    assert profile.layers[profile.index["attention_mask"]].output_bytes.at(2) == pytest.approx(mask)
+    forward, backward = profile.crossing[profile.index["layer_7"]]
+    assert forward.at(2) == pytest.approx(2 * 384 * 1024 * 4 + mask)
+    assert backward.at(2) == pytest.approx(2 * 384 * 1024 * 4)
+
+
+def test_vgg_19_has_the_parameters_of_vgg_19() -> None:
+    assert MODELS["vgg-19"].corrected().parameter_bytes / 4e6 == pytest.approx(143.67, abs=0.05)
+    pooled = MODELS["vgg-19"].corrected()
+    size = pooled.layers[pooled.index["MaxPool2d_5"]].output_bytes.at(32)
+    assert size == pytest.approx(32 * 7 * 7 * 512 * 4, rel=0.03)
+
+
+def test_gnmt_16_backward_times_move_and_their_sum_stays() -> None:
+    published, corrected = MODELS["gnmt-16"].published(), MODELS["gnmt-16"].corrected()
+    assert corrected.total("backward").at(64) == pytest.approx(published.total("backward").at(64))
+    ratios = [
+        layer.backward.at(64) / layer.forward.at(64)
+        for layer in corrected.layers
+        if layer.name.startswith(("LSTM", "EmuBidir", "Recurrent", "Classifier"))
+    ]
+    assert len(ratios) == 17
+    assert all(1.4 < ratio < 2.1 for ratio in ratios)
+
+
+def test_amoeba_36_labels_go_to_the_loss() -> None:
+    published, corrected = MODELS["amoeba-36"].published(), MODELS["amoeba-36"].corrected()
+    labels = [tensor for tensor in corrected.tensors if tensor.bytes.at(1) == 4004 and tensor.producer == 0]
+    assert [tensor.consumers for tensor in labels] == [(published.index["softmax_loss"],)]
+    assert published.crossing[0] == corrected.crossing[0]
+
+
+def test_resnet_50_keeps_nothing_twice() -> None:
+    profile = MODELS["resnet-50"].profile()
+    assert {layer.residual_bytes.at(128) for layer in profile.layers if "inplace" in layer.name} == {0.0}
+    assert profile.total("residual_bytes").at(128) == pytest.approx(11.6e9, rel=0.01)
+
+
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.memory is not None])
+def test_memory_adds_up_to_table_1(name: str) -> None:
+    model = MODELS[name]
+    profile = model.profile()
+    slots = sum(layer.slot_bytes for layer in profile.layers)
+    stored = 2 * profile.parameter_bytes + slots
+    assert stored == pytest.approx(profile.parameter_bytes / 4 * model.bytes_per_parameter)
+    residuals = profile.total("residual_bytes").at(model.samples)
+    assert residuals > 0
+    assert stored + residuals == pytest.approx(model.memory)
+
+
+def test_published_profiles_are_left_alone() -> None:
+    for model in MODELS.values():
+        assert model.corrected().batch_sizes == model.published().batch_sizes == (model.samples,)
+        assert model.corrected().total("forward") == model.published().total("forward")
+
+
+def test_apply_follows_from_table_5() -> None:
+    assert paper_models.apply_share() == pytest.approx(0.476, abs=0.001)
+    total = sum(layer.apply_seconds for layer in MODELS["bert-48"].profile().layers)
+    assert total == pytest.approx(0.476 * (0.1292 + 0.2146), rel=0.01)
+
+
+def test_deep_bert_of_48_layers_is_bert_48() -> None:
+    assert paper_models.deep_bert(48).layers == paper_models.measured_bert().layers
+    ours, theirs = paper_models.deep_bert(48).crossing, paper_models.measured_bert().crossing
+    assert [cost.at(2) for cut in ours for cost in cut] == pytest.approx([cost.at(2) for cut in theirs for cost in cut])
+    assert len(paper_models.deep_bert(428).layers) == 428 + 5
+
+
+# ---- the paper's plans
+
+
+def test_there_are_the_rows_of_the_paper() -> None:
+    assert len(TABLE_4) == 18
+    assert len(TABLE_6) == 4
+    assert len({row.key for row in ROWS}) == 22
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.key)
+def test_plans_of_the_paper_are_legal(row: paper_models.PaperRow) -> None:
+    profile = MODELS[row.model].corrected()
+    partitions = [*paper_models.paper_partitions(row, profile)]
+    pipedream = paper_models.pipedream_partition(row, profile)
+    for partition in partitions + ([] if pipedream is None else [pipedream]):
+        assert sum(partition.replicas) == CONFIGS[row.config].num_devices
+        assert len(partition.cuts) == len(partition.replicas) - 1
+        assert list(partition.cuts) == sorted(set(partition.cuts))
+        assert min(partition.cuts, default=0) >= 0 and max(partition.cuts, default=0) < len(profile.layers) - 1
+
+
+def _layers(partition: paper_models.Partition, model: str, prefix: str) -> list[int]:
+    """How many layers of this kind each stage has."""
+    names = [layer.name for layer in MODELS[model].corrected().layers]
+    bounds = [0, *(cut + 1 for cut in partition.cuts), len(names)]
+    return [sum(n.startswith(prefix) for n in names[a:b]) for a, b in itertools.pairwise(bounds)]
+
+
+def test_splits_count_what_the_paper_counts() -> None:
+    rows = {(row.table, row.model, row.config): row for row in ROWS}
+
+    def first(table: int, model: str, config: str, prefix: str) -> list[int]:
+        partition = paper_models.paper_partitions(rows[table, model, config], MODELS[model].corrected())[0]
+        return _layers(partition, model, prefix)
+
+    assert first(4, "bert-48", "A", "layer_") == [23, 25]
+    assert first(4, "bert-48", "B", "layer_") == [3] * 16
+    assert first(4, "xlnet-36", "A", "Layer_") == [18, 18]
+    assert first(4, "amoeba-36", "A", "cell_")[1] == 12
+    assert first(4, "amoeba-36", "B", "cell_")[1] == 9
+    assert first(4, "vgg-19", "C", "Conv2d") == [13, 3]
+    assert first(4, "gnmt-16", "C", "LSTM") == [0, *[1] * 7, 0, *[1] * 7]
+    assert first(6, "bert-large", "A", "layer_") == [12, 12]
+    dream = paper_models.pipedream_partition(rows[6, "bert-large", "A"], MODELS["bert-large"].corrected())
+    assert dream is not None
+    assert _layers(dream, "bert-large", "layer_") == [2, 9, 3, 3, 3, 4]
+
+
+def test_straight_pipelines_are_balanced() -> None:
+    profile = MODELS["xlnet-36"].corrected()
+    stages = paper_models.straight(profile, 4)
+    bounds = [0, *(cut + 1 for cut in stages.cuts), len(profile.layers)]
+    times = [
+        sum(layer.forward.at(1) + layer.backward.at(1) for layer in profile.layers[start:stop])
+        for start, stop in itertools.pairwise(bounds)
+    ]
+    assert max(times) <= 1.05 * sum(times) / 4
+
+
+# ---- results
+
+
+@pytest.fixture(scope="module")
+def vgg() -> RowResult:
+    row = next(row for row in TABLE_4 if (row.model, row.config) == ("vgg-19", "C"))
+    return paper_experiments.run_row(row, patience=60)
+
+
+def test_vgg_19_on_the_slow_network(vgg: RowResult) -> None:
+    assert vgg.ours.plan.replicas == (15, 1)
+    assert vgg.advantage >= 1 - paper_claims.TIE
+    assert vgg.overlap is not None and vgg.no_overlap is not None
+    assert vgg.ours.seconds < vgg.overlap.seconds < vgg.no_overlap.seconds
+    assert vgg.gpipe is not None and not vgg.gpipe.fits
+    assert "slices of 32 samples" in vgg.gpipe.note
+
+
+def _claims(result: RowResult, **bounds: float) -> dict[str, Claim]:
+    found = paper_claims.check(Results(rows=[result]), 60.0, {f"table 4: vgg-19/C: {k}": v for k, v in bounds.items()})
+    return {claim.name.removeprefix("table 4: vgg-19/C: "): claim for claim in found}
+
+
+def test_claims_of_a_good_row_hold(vgg: RowResult) -> None:
+    assert all(claim.holds for claim in _claims(vgg).values())
+
+
+def test_a_slower_plan_is_a_failure(vgg: RowResult) -> None:
+    assert vgg.overlap is not None
+    claims = _claims(dataclasses.replace(vgg, ours=vgg.overlap))
+    failed = claims["our plan isn't slower than the paper's"]
+    assert not failed.holds
+    assert failed.status == "**FAILED**"
+
+
+def test_a_figure_that_was_better_before_is_a_failure(vgg: RowResult) -> None:
+    speedup = vgg.single / vgg.ours.seconds
+    name = "speedup over one device"
+    assert _claims(vgg, **{name: speedup / 0.99})[name].holds
+    failed = _claims(vgg, **{name: speedup / 0.97})[name]
+    assert not failed.holds
+    assert "was reached before" in failed.ours
+    assert paper_claims.reached([failed]) == {f"table 4: vgg-19/C: {name}": pytest.approx(speedup, rel=1e-3)}
+
+
+def test_slow_planning_is_a_failure(vgg: RowResult) -> None:
+    claims = _claims(dataclasses.replace(vgg, planner_seconds=61.0))
+    assert [claim.ours for claim in claims.values() if not claim.holds] == ["61.00 s"]
+
+
+def test_a_plan_of_the_paper_that_does_not_fit_is_told() -> None:
+    row = next(row for row in TABLE_4 if (row.model, row.config) == ("amoeba-36", "B"))
+    profile = MODELS[row.model].profile()
+    theirs = paper_models.paper_partitions(row, profile)
+    counts = paper_experiments.micro_batch_counts(profile, row.batch, theirs)
+    assert counts == (1, 2, 4, 8, 11, 16, 32, 64)
+    found = paper_experiments.best(theirs, profile, CONFIGS["B"], row.batch, counts)
+    assert found is not None and not found.fits
+    assert found.note == "stage 0 needs 17.3 of 15.0 GB for 1 slice of 2 samples"
+
+
+def test_table_5() -> None:
+    lines = {
+        (line.measured.schedule, line.measured.recompute, line.measured.micro_batches): line
+        for line in paper_experiments.run_table_5()
+    }
+    gpipe, dapple = lines["gpipe", "none", 2], lines["dapple_a", "none", 16]
+    assert gpipe.throughput and dapple.throughput and gpipe.memory and dapple.memory
+    assert dapple.throughput / gpipe.throughput == pytest.approx(1.6, rel=0.02)
+    assert dapple.memory / gpipe.memory == pytest.approx(0.88, rel=0.02)
+    assert gpipe.memory == pytest.approx(12.1e9, rel=0.001)
+    assert lines["gpipe", "none", 3].throughput is None
+    assert all(claim.holds for claim in paper_claims.check(Results(table_5=list(lines.values())), 1.0, {}))
+
+
+@pytest.mark.parametrize("line", TABLE_7, ids=lambda line: f"{line.devices} devices")
+def test_table_7(line: paper_models.LargeBert) -> None:
+    found = paper_experiments.run_table_7(line)
+    assert found.layers == pytest.approx(line.layers, rel=0.07)
+    assert found.utilization == pytest.approx(line.utilization, abs=0.03)
+
+
+def test_table_3_under_one_policy_and_the_other() -> None:
+    found = paper_experiments.run_policies("vgg-19")
+    assert found.plan == "14:2"
+    assert found.speedup(found.widest) == pytest.approx(1.08, abs=0.02)
+    assert min(map(found.speedup, found.steps)) >= 1 - 1e-9
+
+
+# ---- the command
+
+
+def test_command_leaves_tables_and_plots(tmp_path: pathlib.Path) -> None:
+    arguments = ["--models=vgg-19", "--configs=C", "--planner_seconds=60"]
+    done = _run(*arguments, f"--output_dir={tmp_path / 'first'}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "0 of which fail" in done.stdout
+    assert "[1/3" in done.stderr
+    document = (tmp_path / "first" / "dapple.md").read_text()
+    assert "| vgg-19 | C | 2048 | 15:1 at 21, M=4 |" in document
+    assert "![" in document
+    records = json.loads((tmp_path / "first" / "results.json").read_text())
+    assert [row["model"] for row in records["table4_plans"]] == ["vgg-19"]
+    for name in ("claims.csv", "table4_plans.csv", "table6_speedups.csv", "speedups.svg", "pipedream.svg"):
+        assert (tmp_path / "first" / name).stat().st_size > 100
+
+
+@pytest.mark.slow
+def test_command_gives_the_same_files_again(tmp_path: pathlib.Path) -> None:
+    for name in ("first", "second"):
+        _run("--models=vgg-19", "--configs=C", "--planner_seconds=60", f"--output_dir={tmp_path / name}")
+    first = {path.name: path.read_bytes() for path in (tmp_path / "first").iterdir()}
+    assert first == {path.name: path.read_bytes() for path in (tmp_path / "second").iterdir()}
+    assert len(first) > 8
+
+
+def test_command_fails_and_names_what_failed(tmp_path: pathlib.Path) -> None:
+    done = _run("--models=resnet-50", "--configs=A", "--planner_seconds=1e-6", "--noplots", f"--output_dir={tmp_path}")
+    assert done.returncode == 1
+    assert "FAILED: table 4: resnet-50/A: planned in 1e-06 s of one core" in done.stdout
+    assert "**FAILED**" in (tmp_path / "dapple.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--models=lenet"], "--models: unknown lenet; choose from resnet-50"),
+        (["--configs=A,D"], "--configs: unknown D"),
+        (["--models=vgg-19"], "give an --output_dir"),
+        (["--models=vgg-19", "--bless", "--output_dir=/tmp/nowhere"], "--bless needs all models"),
+    ],
+)
+def test_wrong_flags_are_refused(arguments: list[str], message: str) -> None:
+    done = _run(*arguments)
+    assert done.returncode == 1
+    assert message in done.stdout + done.stderr
+
+
+def test_bounds_are_those_of_every_row() -> None:
+    bounds = json.loads((ROOT / "docs" / "results" / "bounds.json").read_text())
+    assert {f"{row.key}: speedup over one device" for row in ROWS} <= set(bounds)
