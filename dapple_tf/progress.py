@@ -14,6 +14,10 @@ _INTERVAL = 0.1
 class Progress:
     """One line on standard error that is rewritten as work goes on; nothing if that isn't a terminal.
 
+        with Progress("measuring", total=3) as bar:   becomes   measuring 2/3: second (1 s)
+            bar.step("first")
+            bar.step("second")
+
     Args:
         title: what is being done.
         total: how many steps there are; None if that isn't known.
@@ -27,6 +31,12 @@ class Progress:
         self._updated = 0.0
         self._width = 0
         self.done = 0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def step(self, text: str = "") -> None:
         """Tells that one more step is done, and what comes."""

@@ -22,6 +22,7 @@ from graph_passes.graph import (
     Builder,
     Graph,
     GraphDef,
+    PassError,
     Ref,
     dtype_attr,
     substitute,
@@ -62,6 +63,9 @@ class Update:
         bucket_bytes: gradients are reduced in vectors of about this size.
         first_key: the first of the collective keys; steps that share workers mustn't share keys.
         prefix: start of the functions' names.
+        all_reduce: False where all stages are on one device, as when layers are measured: then each stage applies what
+            it has accumulated itself. Stages that share a parameter each make an update of their own, of the same
+            cost as that of a step with reduction but without its meaning, so that there are no ``step.gradients``.
 
     Source: DAPPLE (PPoPP'21), section 5.2.3: "AllReduce operation to synchronize gradients among all replicas [...] A
     normal Apply operation updates weights with averaged gradients eventually."
@@ -74,9 +78,21 @@ class Update:
     bucket_bytes: int
     first_key: int = 1
     prefix: str = ""
+    all_reduce: bool = True
 
     def run(self, program: Program) -> Program:
-        """Program with ordered tasks -> complete one: nothing pending, ``step.train`` and ``step.gradients`` set."""
+        """Program with ordered tasks -> complete one: nothing pending, ``step.train`` and ``step.gradients`` set.
+
+        Raises:
+            PassError: no reduction is wanted, but there are several devices.
+        """
+        assert program.step is not None
+        places = [device for devices in program.step.layout.devices for device in devices]
+        if not self.all_reduce and (len(set(places)) > 1 or len(places) > len(program.stages)):
+            raise PassError(
+                f"all_reduce=False needs one replica of each stage, all on one device, but {len(program.stages)} "
+                f"stages have {len(places)} replicas on {len(set(places))} devices"
+            )
         return _UpdateGraph(self, program).result()
 
 
@@ -109,12 +125,13 @@ class _UpdateGraph:
         return found
 
     def _groups(self) -> dict[tuple[int, ...], list[Variable]]:
-        """Sets of stages -> the variables that are reduced over their devices."""
+        """Sets of stages -> the variables that are reduced over their devices; each stage alone without reduction."""
         found: dict[tuple[int, ...], list[Variable]] = {}
         for variable in self.program.roles.variables:
             if variable.name in self.contributors:
-                stages = {*self.options.hosts.get(variable.name, ()), *self.contributors[variable.name]}
-                found.setdefault(tuple(sorted(stages)), []).append(variable)
+                stages = sorted({*self.options.hosts.get(variable.name, ()), *self.contributors[variable.name]})
+                for group in [tuple(stages)] if self.options.all_reduce else [(stage,) for stage in stages]:
+                    found.setdefault(group, []).append(variable)
         return found
 
     def result(self) -> Program:
@@ -128,7 +145,7 @@ class _UpdateGraph:
             for replica in range(len(self.layout.devices[stage]))
         ]
         train = self.builder.add("train", "NoOp", control=applied, device=self.options.host_device).node
-        gradients = self._gradients()
+        gradients = self._gradients() if self.options.all_reduce else {}
         merge_library(self.graph, self.functions)
         step = dataclasses.replace(self.step, pending={}, train=train, gradients=gradients)
         return self.program.replace(graph=self.graph, step=step)
@@ -339,11 +356,13 @@ class _UpdateGraph:
         found: dict[str, Ref] = {}
         for stages, variables in self.groups.items():
             here = [variable for variable in variables if variable.name in wanted]
-            if not here:
+            if not here or stage not in stages:
                 continue
             if len(self._members(stages)) == 1:
                 for variable in here:
-                    own = self.contributors[variable.name][stage]
+                    accumulators = self.contributors[variable.name]
+                    # A stage that only keeps the variable finds another stage's accumulator on the device.
+                    own = accumulators.get(stage) or next(iter(accumulators.values()))
                     found[variable.name] = read(builder, own.name, own.dtype, own.shape)
                 continue
             for bucket in buckets(variables, self.options.bucket_bytes):

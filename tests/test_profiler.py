@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import keras
@@ -13,37 +10,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import zoo
+from profiled import captured, mlp
 
 import dapple_tf as dapple
-from dapple_tf.capture import Mode, build, capture
 from dapple_tf.profile import ZERO, Profile, ProfileError
-from dapple_tf.profiler import _Example, _fitted, _graph_text, _line, _shares, profile
-from dapple_tf.variables import VariableTable
+from dapple_tf.profiler import profile
 from graph_passes.assign_stages import AssignStages
-from graph_passes.program import Program, VariableKind
+from graph_passes.program import VariableKind
 
 layers = keras.layers
 
 
 def measured(model: keras.Model, batch_size: Any = 4, **options: Any) -> Profile:
     return profile(model, batch_size, **({"cache": False, "repeats": 1, "progress": False} | options))
-
-
-def captured(model: keras.Model) -> Program:
-    example = _Example.of(model, None, None, None)
-    table = VariableTable(model)
-    build(model, table, example.spec)
-    return capture(model, table, Mode.TRAIN, example.spec)
-
-
-def mlp(**compiled: Any) -> keras.Model:
-    features = keras.Input((4,))
-    x = layers.Dense(6, activation="tanh", name="first")(features)
-    x = layers.Dense(5, activation="tanh", name="second")(x)
-    model = keras.Model(features, layers.Dense(3, name="logits")(x), name="mlp")
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(**({"optimizer": "adam", "loss": loss, "metrics": ["accuracy"]} | compiled))
-    return model
 
 
 def nbytes(variable: keras.Variable) -> int:
@@ -98,10 +77,14 @@ def test_a_chain() -> None:
     assert found.batch_sizes == (2, 8)
 
 
-def test_one_batch_size_has_no_fixed_part() -> None:
-    found = measured(mlp(), 4)
+def test_one_batch_size_has_no_fixed_part_and_two_lines_of_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="dapple_tf.profiler"):
+        found = measured(mlp(), 4)
     assert found.batch_sizes == (4,)
     assert all(layer.forward.fixed == 0 and layer.backward.fixed == 0 for layer in found.layers)
+    before, after = (record.message for record in caplog.records if record.name == "dapple_tf.profiler")
+    assert before.startswith("profiling model 'mlp' on /job:localhost") and before.endswith("slices of (4,) samples")
+    assert after.startswith("profiled model 'mlp', 3 layers, in ")
 
 
 def test_layers_without_parameters_have_no_weight_gradient() -> None:
@@ -171,7 +154,11 @@ def test_a_recurrent_layer_is_one_entry() -> None:
     check(found, model)
     assert [layer.name for layer in found.layers] == ["before", "lstm", "after"]
     # Of each of the 6 steps at least four gates and two states.
-    assert found.layers[1].residual_bytes.at(4) >= 4 * 6 * (4 * 8) * 4
+    lstm = found.layers[1]
+    assert lstm.residual_bytes.at(4) >= 4 * 6 * (4 * 8) * 4
+    # Loops aren't recomputed: their lists are kept with min_cut, too.
+    assert lstm.min_cut_residual_bytes is not None
+    assert lstm.min_cut_residual_bytes.at(4) >= 4 * 6 * (4 * 8) * 4
 
 
 def test_layers_that_cannot_be_cut_apart_are_merged() -> None:
@@ -266,74 +253,9 @@ def test_wrong_arguments() -> None:
         measured(keras.Sequential([keras.Input((2,)), layers.Dense(1)]))
 
 
-# ---- the cache
-
-
-def test_the_cache_is_hit_missed_and_mended(
-    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = mlp()
-    first = measured(model, cache=tmp_path)
-    (path,) = tmp_path.iterdir()
-    assert path.stem == first.key
-    assert measured(mlp(), cache=tmp_path) == first
-    monkeypatch.setenv("DAPPLE_CACHE", str(tmp_path))
-    assert measured(model, cache=True) == first
-    assert len(list(tmp_path.iterdir())) == 1
-
-    assert measured(model, 8, cache=tmp_path) != first
-    assert measured(mlp(optimizer="sgd"), cache=tmp_path).key != first.key
-    assert len(list(tmp_path.iterdir())) == 3
-
-    path.write_text('{"format": "dapple_tf.profi')
-    with caplog.at_level(logging.WARNING):
-        again = measured(model, cache=tmp_path)
-    assert str(path) in caplog.text and "measured again" in caplog.text
-    assert again.key == first.key
-    assert Profile.load(path) == again
-
-
-_KEY_SCRIPT = """
-import sys
-sys.path[:0] = {path!r}
-import zoo
-from test_profiler import captured, mlp
-from dapple_tf.profiler import _graph_text
-if len(sys.argv) > 1:
-    captured(zoo.branches())  # counters in names go on
-print([_graph_text(captured(mlp())), _graph_text(captured(zoo.tied()))])
-"""
-
-
-@pytest.mark.slow
-def test_the_key_is_the_same_in_every_process() -> None:
-    script = _KEY_SCRIPT.format(path=sys.path)
-    found = [
-        subprocess.run([sys.executable, "-c", script, *given], capture_output=True, text=True)
-        for given in ([], ["other"])
-    ]
-    assert [run.returncode for run in found] == [0, 0], found[0].stderr
-    assert found[0].stdout == found[1].stdout != ""
-
-
-def test_the_key_knows_the_graph() -> None:
-    assert _graph_text(captured(mlp())) == _graph_text(captured(mlp()))
-    other = keras.Sequential([keras.Input((4,)), layers.Dense(3, activation="relu")])
-    other.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    assert _graph_text(captured(other)) != _graph_text(captured(mlp()))
-
-
-# ---- fitting
-
-
-def test_fits() -> None:
-    exact = _fitted([2, 4, 8], [3.0, 4.0, 6.0])
-    assert (exact.fixed, exact.per_sample) == (pytest.approx(2.0), pytest.approx(0.5))
-    assert _fitted([4], [2.0]).per_sample == 0.5
-    falling = _fitted([1, 2], [2.0, 1.0])
-    assert falling.per_sample == 0 and 1 <= falling.fixed <= 2
-    through_zero = _fitted([1, 2], [1.0, 3.0])
-    assert through_zero.fixed == 0 and 1 <= through_zero.per_sample <= 1.5
-    assert _fitted([1, 2], [0.0, 0.0]).at(5) == 0
-    assert (_line((2, 4), (10, 14)).fixed, _line((2, 4), (10, 14)).per_sample) == (6.0, 2.0)
-    np.testing.assert_allclose(_shares(np.array([1.0, 3.0, 0.5]), 0.5, 6.0), [1.0, 5.0, 0.0])
+def test_layers_that_are_alike_share_the_update() -> None:
+    model = keras.Sequential([keras.Input((64,)), *(layers.Dense(64, name=f"d{index}") for index in range(4))])
+    model.compile("adam", "mse")
+    found = measured(model, repeats=5)
+    # No layer is without parameters, so that none tells what an update of nothing takes; yet none is free.
+    assert all(layer.apply_seconds > 0 for layer in found.layers)

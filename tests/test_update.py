@@ -38,9 +38,12 @@ from programs import (
 )
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.graph import Builder, Graph, NodeDef, Ref, control_inputs, data_inputs, dtype_attr
+from graph_passes.accumulate import Accumulate
+from graph_passes.graph import Builder, Graph, NodeDef, PassError, Ref, control_inputs, data_inputs, dtype_attr
 from graph_passes.outline import placeholder
 from graph_passes.program import Layout, Program, Value
+from graph_passes.replicate import Replicate
+from graph_passes.split_concat import SplitConcat
 from graph_passes.stage_update import Captured, StageUpdate
 from graph_passes.tensorflow_bridge import empty_graph
 from graph_passes.update import Update
@@ -458,3 +461,27 @@ def test_results_of_the_first_slice_are_the_new_values_of_counters() -> None:
     assert update is not None
     first = step_of(program).values[next(t for t in step_of(program).entry if str(t) == "1F0"), Value(update)]
     assert all(first in data_inputs(call) for name, call in calls(program, "apply").items() if "stage1" in name)
+
+
+def test_stages_on_one_device_need_no_reduction() -> None:
+    program = staged(tied_layers(), "layer_0")
+    alone = Layout(((HOST,), (HOST,)), 4, 4, 2)
+    program = apply(program, Replicate(alone, HOST, hosts(program)), SplitConcat(), Accumulate())
+    updates = tuple(StageUpdate(sgd(stage_parameters(program, stage), RATE)) for stage in program.stages)
+    after = apply(program, Update(updates, hosts(program), HOST, 1 << 20, all_reduce=False))
+    verify(after, complete=True)
+    assert not collectives(after) and not calls(after, "pack")
+    assert not step_of(after).gradients
+    # Each stage applies what it has accumulated itself.
+    assert [call.attr["f"].func.name for call in calls(after, "apply").values()] == ["stage0_apply", "stage1_apply"]
+    library = {function.signature.name: function for function in after.graph.library.function}
+    for stage in (0, 1):
+        names = {each.attr["shared_name"].s.decode() for each in library[f"stage{stage}_apply"].node_def}
+        assert names - {""} == {"w", f"w/gradient/stage{stage}"}
+
+
+def test_several_devices_need_reduction() -> None:
+    program = ordered(two_stages(), layout([2, 1], 4))
+    updates = tuple(StageUpdate(sgd(stage_parameters(program, stage), RATE)) for stage in program.stages)
+    with pytest.raises(PassError, match="2 stages have 3 replicas on 3 devices"):
+        Update(updates, hosts(program), HOST, 1 << 20, all_reduce=False).run(program)

@@ -1,0 +1,150 @@
+"""Which layers of a model can be cut apart: the finest pipeline that the passes accept, a stage for each layer."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from graph_passes.assign_stages import AssignStages, find_call
+from graph_passes.build_backward import BuildBackward
+from graph_passes.build_forward import BuildForward
+from graph_passes.graph import PassError
+from graph_passes.partition import Partition
+from graph_passes.pass_manager import run_passes
+from graph_passes.program import LayerCall, Program
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStages:
+    """The layers that can be cut apart.
+
+    Attributes:
+        names: of the layers, as plans cut after them. Layers that can't be cut apart are one, under the last one's
+            name.
+        program: the graphs of a stage for each, with gradients.
+    """
+
+    names: tuple[str, ...]
+    program: Program
+
+
+def layer_stages(model: keras.Model, training: Program, inference: Program) -> LayerStages:
+    """The most layers that can be cut apart in training as in inference (where dropout, say, has no nodes).
+
+    Args:
+        model: the model.
+        training: its captured training graph.
+        inference: its captured prediction graph.
+    """
+    calls = training.roles.calls
+    inferred = {(call.path, call.number) for call in inference.roles.calls if call.stop > call.start}
+    candidates = [call for call in innermost_calls(model, calls) if (call.path, call.number) in inferred]
+    if not candidates:
+        return LayerStages((model.name,), with_gradients(training, ()))
+
+    def both(cuts: tuple[str, ...]) -> None:
+        AssignStages(cuts).run(training)
+        AssignStages(cuts).run(inference)
+
+    names = [name for call in candidates[:-1] if (name := cut_name(call, calls)) is not None]
+    cuts = _without_empty_stages(training, legal_cuts(names, both))
+    try:
+        program = with_gradients(training, cuts)
+    except PassError as error:
+        logger.debug("some layers can't be differentiated apart: %s", error)
+        cuts = legal_cuts(cuts, lambda cuts: with_gradients(training, cuts))
+        program = with_gradients(training, cuts)
+    return LayerStages((*cuts, cut_name(candidates[-1], calls) or candidates[-1].path), program)
+
+
+def with_gradients(program: Program, cuts: Sequence[str]) -> Program:
+    """Passes 1 to 3: from a flat program to a graph for each stage, with its gradients."""
+    return run_passes(program, [AssignStages(tuple(cuts)), BuildForward(), BuildBackward()])
+
+
+def with_functions(program: Program, prefix: str, recompute: str = "none") -> Program:
+    """Pass 4: from graphs with gradients to functions F and B, named with a prefix that is unique in a session."""
+    return run_passes(program, [Partition(recompute, prefix=prefix)], first=4)
+
+
+def innermost_calls(model: keras.Model, calls: Sequence[LayerCall]) -> list[LayerCall]:
+    """Consecutive calls of layers that a plan may cut after: those of the model, and of models nested in it."""
+    found: list[LayerCall] = []
+
+    def visit(container: Any, prefix: str, start: int, stop: int) -> None:
+        items = [*getattr(container, "operations", ()), *container._flatten_layers(include_self=False, recursive=False)]
+        children = {item.name: item for item in items}
+        position = start
+        for call in calls:
+            inside = call.path.startswith(prefix) and "/" not in call.path[len(prefix) :]
+            if not inside or call.start < position or call.stop > stop or call.start == call.stop:
+                continue
+            position = call.stop
+            layer = children.get(call.path[len(prefix) :])
+            before = len(found)
+            if isinstance(layer, keras.Model):
+                visit(layer, call.path + "/", call.start, call.stop)
+            if len(found) == before:
+                found.append(call)
+
+    visit(model, "", 0, sys.maxsize)
+    return found
+
+
+def cut_name(call: LayerCall, calls: Sequence[LayerCall]) -> str | None:
+    """The name by which a plan cuts after a call; None when every name could be another's, too."""
+    for name in (call.path, f"{call.path}#{call.number}"):
+        with contextlib.suppress(PassError):  # That is how the name is found to be ambiguous.
+            if find_call(name, calls) is call:
+                return name
+    return None
+
+
+def legal_cuts(cuts: Sequence[str], attempt: Callable[[tuple[str, ...]], object]) -> tuple[str, ...]:
+    """The cuts with which ``attempt`` raises no PassError: all in one go, or each half by itself."""
+    try:
+        attempt(tuple(cuts))
+    except PassError as error:
+        if len(cuts) <= 1:
+            logger.debug("no cut after %s: %s", list(cuts), error)
+            return ()
+    else:
+        return tuple(cuts)
+    middle = len(cuts) // 2
+    first, second = legal_cuts(cuts[:middle], attempt), legal_cuts(cuts[middle:], attempt)
+    if not first or not second:
+        return first or second
+    together = (*first, *second)
+    try:
+        attempt(together)
+    except PassError:  # Each half is legal, but not both at once: the second's cuts join the first's one by one.
+        together = first
+        for cut in second:
+            with contextlib.suppress(PassError):
+                attempt((*together, cut))
+                together = (*together, cut)
+    return together
+
+
+def _without_empty_stages(program: Program, cuts: tuple[str, ...]) -> tuple[str, ...]:
+    """Cuts without those that leave a stage without nodes of its own.
+
+    A stage of integers alone (masks, positions) has none: each stage that reads these computes them. It goes with the
+    next stage; the last one with the one before.
+    """
+    while cuts:
+        occupied = set(AssignStages(cuts).run(program).node_stage.values())
+        empty = next((stage for stage in range(len(cuts) + 1) if stage not in occupied), None)
+        if empty is None:
+            break
+        dropped = min(empty, len(cuts) - 1)
+        cuts = cuts[:dropped] + cuts[dropped + 1 :]
+    return cuts

@@ -1,0 +1,77 @@
+"""Example batches: given ones repeat, drawn ones fit the model and its losses."""
+
+from __future__ import annotations
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+from profiled import mlp
+
+from dapple_tf.example_batch import ExampleBatch
+from dapple_tf.profile import ProfileError
+
+layers = keras.layers
+
+
+def test_drawn_batches_fit_the_model_and_are_the_same_every_time() -> None:
+    example = ExampleBatch.of(mlp())
+    x, y = example.batch(5)
+    assert (x.shape, x.dtype, y.shape, y.dtype) == ((5, 4), "float32", (5,), "int32")
+    assert y.min() >= 0 and y.max() < 3  # as many classes as logits
+    np.testing.assert_array_equal(example.batch(5)[0], x)
+
+
+def test_given_examples_repeat() -> None:
+    x, y = np.arange(8.0, dtype="float32").reshape(2, 4), np.array([0, 2], "int32")
+    example = ExampleBatch.of(mlp(), x, y, np.array([1.0, 2.0], "float32"))
+    found = example.batch(3)
+    np.testing.assert_array_equal(found[0], x[[0, 1, 0]])
+    np.testing.assert_array_equal(found[1], [0, 2, 0])
+    np.testing.assert_array_equal(found[2], [1, 2, 1])
+    with pytest.raises(ProfileError, match="x has no samples"):
+        ExampleBatch.of(mlp(), x[:0], y[:0])
+
+
+def test_trees_have_the_model_s_structure() -> None:
+    inputs = {"a": keras.Input((3,), name="a"), "b": keras.Input((2,), name="b")}
+    outputs = {"p": layers.Dense(1, activation="sigmoid")(inputs["a"]), "q": layers.Dense(4)(inputs["b"])}
+    model = keras.Model(inputs, outputs)
+    sparse = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", {"p": "binary_crossentropy", "q": sparse})
+    x, y, weights = ExampleBatch.of(model).trees(6)
+    assert {key: value.shape for key, value in x.items()} == {"a": (6, 3), "b": (6, 2)}
+    assert y["p"].shape == (6, 1) and y["p"].min() >= 0 and y["p"].max() <= 1  # probabilities
+    assert y["q"].shape == (6,) and y["q"].dtype == "int32"
+    assert weights is None
+
+
+def test_open_lengths(caplog: pytest.LogCaptureFixture) -> None:
+    model = keras.Sequential([keras.Input((None, 3)), layers.GlobalAveragePooling1D(), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with caplog.at_level(logging.WARNING):
+        assert ExampleBatch.of(model).batch(2)[0].shape == (2, 128, 3)
+    assert "leaves lengths open" in caplog.text
+    caplog.clear()
+    given = ExampleBatch.of(model, np.zeros((1, 7, 3), "float32"))
+    assert given.batch(2)[0].shape == (2, 7, 3) and given.spec.leaves[0].shape == (None, None, 3)
+    assert not caplog.text
+
+
+def test_what_cannot_be_guessed() -> None:
+    class OwnLoss(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):  # type: ignore[no-untyped-def]
+            return keras.ops.mean(y_pred)
+
+    def made() -> keras.Model:
+        features = keras.Input((2,))
+        return OwnLoss(features, layers.Dense(1)(features))
+
+    model = made()
+    model.compile("sgd", "mse")
+    with pytest.raises(ProfileError, match="can't be guessed: give example labels"):
+        ExampleBatch.of(model)
+    model = made()
+    model.compile("sgd")
+    assert ExampleBatch.of(model).spec.y is None

@@ -1,0 +1,70 @@
+"""Which layers can be cut apart: the most that the passes accept, under names that plans understand."""
+
+from __future__ import annotations
+
+import keras
+import zoo
+from profiled import captured, mlp
+
+from dapple_tf.batch import BatchSpec
+from dapple_tf.capture import Mode, capture
+from dapple_tf.example_batch import ExampleBatch
+from dapple_tf.layer_cuts import cut_name, innermost_calls, layer_stages, legal_cuts
+from dapple_tf.variables import VariableTable
+from graph_passes.graph import PassError
+
+layers = keras.layers
+
+
+def names(model: keras.Model) -> tuple[str, ...]:
+    spec = BatchSpec(ExampleBatch.of(model).spec.x)
+    found = layer_stages(model, captured(model), capture(model, VariableTable(model), Mode.PREDICT, spec))
+    assert len(found.program.stages) == len(found.names)
+    assert all(stage.graph is not None for stage in found.program.stages)
+    return found.names
+
+
+def test_a_chain_is_cut_after_each_layer() -> None:
+    assert names(mlp()) == ("first", "second", "logits")
+
+
+def test_calls_of_one_layer_are_told_apart() -> None:
+    assert names(zoo.tied()) == ("embedding", "shared#0", "middle", "shared#1", "last", "logits")
+
+
+def test_a_layer_without_nodes_in_inference_goes_with_the_next() -> None:
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(4, name="a"), layers.Dropout(0.5, name="drop"), layers.Dense(1, name="b")]
+    )
+    model.compile("sgd", "mse")
+    assert names(model) == ("a", "b")
+
+
+def test_a_stage_of_integers_alone_goes_with_the_next() -> None:
+    tokens = keras.Input((4,), dtype="int32")
+    shifted = layers.Lambda(lambda x: (x + 1) % 5, name="shifted")(tokens)
+    x = layers.Embedding(5, 4, name="embedding")(shifted)
+    model = keras.Model(tokens, layers.Dense(1, name="out")(x))
+    model.compile("sgd", "mse")
+    assert names(model) == ("embedding", "out")
+
+
+def test_nested_models_are_cut_inside_under_their_path() -> None:
+    inner = keras.Sequential([layers.Dense(4, name="a"), layers.Dense(4, name="b")], name="inner")
+    features = keras.Input((3,))
+    model = keras.Model(features, layers.Dense(1, name="a")(inner(features)))
+    model.compile("sgd", "mse")
+    calls = captured(model).roles.calls
+    found = innermost_calls(model, calls)
+    assert [call.path for call in found] == ["inner/a", "inner/b", "a"]
+    assert [cut_name(call, calls) for call in found] == ["inner/a", "inner/b", None]  # "a" could be either.
+
+
+def test_legal_cuts() -> None:
+    def attempt(cuts: tuple[str, ...]) -> None:
+        if "c" in cuts or {"b", "d"} <= set(cuts):
+            raise PassError("no")
+
+    assert legal_cuts("abcde", attempt) == ("a", "b", "e")  # b and d exclude each other
+    assert legal_cuts("abe", attempt) == ("a", "b", "e")
+    assert legal_cuts("c", attempt) == legal_cuts("", attempt) == ()

@@ -1,0 +1,92 @@
+"""Profiles on disk: found again, mended, and told apart by all that they depend on."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import keras
+import pytest
+from profiled import captured, mlp
+
+from dapple_tf.profile import ZERO, LayerProfile, Profile
+from dapple_tf.profile_cache import cache_directory, graph_hash, write_profile
+from dapple_tf.profiler import profile
+
+layers = keras.layers
+
+
+def profiled(model: keras.Model, batch_size: Any = 4, **options: Any) -> Profile:
+    return profile(model, batch_size, repeats=1, progress=False, **options)
+
+
+def test_the_cache_is_hit_missed_and_mended(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp()
+    first = profiled(model, cache=tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert path.stem == first.key
+    assert profiled(mlp(), cache=tmp_path) == first
+    monkeypatch.setenv("DAPPLE_CACHE", str(tmp_path))
+    assert profiled(model, cache=True) == first
+    assert len(list(tmp_path.iterdir())) == 1
+
+    assert profiled(model, 8, cache=tmp_path) != first
+    assert profiled(mlp(optimizer="sgd"), cache=tmp_path).key != first.key
+    assert len(list(tmp_path.iterdir())) == 3
+
+    path.write_text('{"format": "dapple_tf.profi')
+    with caplog.at_level(logging.WARNING):
+        again = profiled(model, cache=tmp_path)
+    assert str(path) in caplog.text and "measured again" in caplog.text
+    assert again.key == first.key
+    assert Profile.load(path) == again
+
+
+_KEY_SCRIPT = """
+import sys
+sys.path[:0] = {path!r}
+import zoo
+from profiled import captured, mlp
+from dapple_tf.profile_cache import graph_hash
+if len(sys.argv) > 1:
+    captured(zoo.branches())  # counters in names go on
+print([graph_hash(captured(mlp())), graph_hash(captured(zoo.tied()))])
+"""
+
+
+@pytest.mark.slow
+def test_the_key_is_the_same_in_every_process() -> None:
+    script = _KEY_SCRIPT.format(path=sys.path)
+    found = [
+        subprocess.run([sys.executable, "-c", script, *given], capture_output=True, text=True)
+        for given in ([], ["other"])
+    ]
+    assert [run.returncode for run in found] == [0, 0], found[0].stderr
+    assert found[0].stdout == found[1].stdout != ""
+
+
+def test_the_key_knows_the_graph() -> None:
+    assert graph_hash(captured(mlp())) == graph_hash(captured(mlp()))
+    other = keras.Sequential([keras.Input((4,)), layers.Dense(3, activation="relu")])
+    other.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    assert graph_hash(captured(other)) != graph_hash(captured(mlp()))
+
+
+def test_where_profiles_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DAPPLE_CACHE", raising=False)
+    assert cache_directory(False) is None
+    assert cache_directory("here") == pathlib.Path("here")
+    assert cache_directory(True) == pathlib.Path.home() / ".cache" / "dapple_tf" / "profiles"
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    found = Profile("m", "cpu", (1,), (LayerProfile("a", ZERO, ZERO),), ())
+    with caplog.at_level(logging.WARNING):
+        write_profile(tmp_path / "file" / "key.json", found)
+    assert "the profile can't be kept" in caplog.text

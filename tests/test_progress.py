@@ -1,0 +1,37 @@
+"""The line that tells how far long work is."""
+
+from __future__ import annotations
+
+import pytest
+
+from dapple_tf import progress
+from dapple_tf.progress import Progress
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that stands still until its number is changed."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_the_line_comes_late_and_goes_at_the_end(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("measuring", total=3, shown=True) as bar:
+        bar.step("first")
+        assert capsys.readouterr().err == ""
+        clock[0] = 2.0
+        bar.step("second")
+        line = "measuring 2/3: second (2 s)"
+        assert capsys.readouterr().err == "\r" + line
+        bar.step("too soon")
+        assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "\r" + " " * len(line) + "\r"
+
+
+def test_nothing_is_shown_where_nobody_looks(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    for shown in (None, False):  # A test's standard error is no terminal.
+        with Progress("measuring", shown=shown) as bar:
+            clock[0] += 5.0
+            bar.step("first")
+    assert capsys.readouterr().err == ""
