@@ -146,9 +146,7 @@ def has_weight_gradients(program: Program, stage: Stage) -> bool:
     return len(input_gradients_of(program, stage)) < len(stage.backward.outputs)
 
 
-def _add_input_gradients(
-    program: Program, graph: GraphDef, step: Step, device: str, prefix: str
-) -> dict[Task, str]:
+def _add_input_gradients(program: Program, graph: GraphDef, step: Step, device: str, prefix: str) -> dict[Task, str]:
     """Adds tasks Bx to the first micro-batch; each task B -> the call of Bx, which is a part of it."""
     view = Graph(graph)
     builder = Builder(graph)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import zoo
 from profiled import captured, mlp
@@ -47,6 +49,23 @@ def test_a_stage_of_integers_alone_goes_with_the_next() -> None:
     model = keras.Model(tokens, layers.Dense(1, name="out")(x))
     model.compile("sgd", "mse")
     assert names(model) == ("embedding", "out")
+
+
+def test_layers_that_cannot_be_cut_apart_are_merged() -> None:
+    class Couples(layers.Layer):
+        """Its result has no batch axis."""
+
+        def call(self, x: Any) -> Any:
+            return keras.ops.argmax(keras.ops.sum(x, axis=0))
+
+    features = keras.Input((4,))
+    x = layers.Dense(4, name="first")(features)
+    number = Couples(name="couples")(x)
+    x = layers.Dense(4, name="second")(x) * keras.ops.cast(number, "float32")
+    model = keras.Model(features, layers.Dense(1, name="out")(x))
+    model.compile("sgd", "mse")
+    found = names(model)
+    assert "couples" not in found and found[0] == "first" and found[-1] == "out"
 
 
 def test_nested_models_are_cut_inside_under_their_path() -> None:
