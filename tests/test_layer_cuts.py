@@ -11,7 +11,7 @@ from profiled import captured, mlp
 from dapple_tf.batch import BatchSpec
 from dapple_tf.capture import Mode, capture
 from dapple_tf.example_batch import ExampleBatch
-from dapple_tf.layer_cuts import cut_name, innermost_calls, layer_stages, legal_cuts
+from dapple_tf.layer_cuts import cut_name, innermost_calls, layer_stages, legal_cuts, with_gradients
 from dapple_tf.variables import VariableTable
 from graph_passes.graph import PassError
 
@@ -28,6 +28,17 @@ def names(model: keras.Model) -> tuple[str, ...]:
 
 def test_a_chain_is_cut_after_each_layer() -> None:
     assert names(mlp()) == ("first", "second", "logits")
+
+
+def test_branches_are_laid_out_in_order_and_skips_have_all_their_consumers() -> None:
+    model = zoo.branches()
+    found = names(model)
+    assert sorted(found) == sorted(
+        ["stem", "left_0", "right_0", "left_1", "joined", "after", "long_skip", "outputs"]
+    )  # each once
+    boundaries = with_gradients(captured(model), found[:-1]).boundaries
+    stem = next(boundary for boundary in boundaries if boundary.producer == found.index("stem"))
+    assert [found[consumer] for consumer in stem.consumers] == ["left_0", "right_0", "long_skip"]
 
 
 def test_calls_of_one_layer_are_told_apart() -> None:
