@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dapple_tf.cost import CostModel
+
 
 class StageTime(NamedTuple):
     """Seconds of one stage for one micro-batch. A network stage has a transfer's times and no all-reduce.
@@ -79,3 +81,48 @@ def pipeline_latency(stages: Sequence[StageTime], micro_batches: int) -> Pipelin
         work = sum(other.backward for other in stages[low : high + 1])
         endings.append(stage.all_reduce + (work if index <= pivot else -work))
     return PipelineLatency(warm_up, steady, max(endings), pivot)
+
+
+def stage_times(costs: CostModel) -> list[StageTime]:
+    """Computation stages and the network stages between them, as formula 2 takes them."""
+    cluster, plan = costs.cluster, costs.plan
+    found: list[StageTime] = []
+    for stage, devices in enumerate(plan.devices):
+        if stage:
+            found.append(StageTime(*(_transfer_seconds(costs, stage - 1, backward=back) for back in (False, True))))
+        cost = costs.stages[stage]
+        start = costs.profile.task_seconds
+        times = []
+        for part in (cost.forward, cost.backward):
+            slices = costs.slices(stage, 0)
+            times.append(
+                max(
+                    (start + part.at(costs.profile.timed_samples(interval.size))) / cluster.devices[device].speed
+                    for interval, device in zip(slices, devices, strict=True)
+                )
+            )
+        reduced = sum(costs.reduction_seconds(item) for item in costs.reductions if stage in item.stages)
+        if costs.overlap:
+            reduced = max(0.1 * reduced, reduced - times[1])
+        found.append(StageTime(times[0], times[1], reduced + max(costs.apply_seconds(stage, d) for d in devices)))
+    return found
+
+
+def _transfer_seconds(costs: CostModel, stage: int, *, backward: bool) -> float:
+    """Time to send everything that crosses the cut behind a stage, for one micro-batch: that of the busiest link."""
+    cluster, plan = costs.cluster, costs.plan
+    loads: dict[tuple[str, int], float] = {}
+    latency = 0.0
+    for producer, consumer in costs.routes:
+        if producer > stage or consumer <= stage:
+            continue
+        ends = (consumer, producer) if backward else (producer, consumer)
+        for piece in costs.pieces(producer, consumer, 0, backward=backward):
+            source, target = plan.devices[ends[0]][piece.sender], plan.devices[ends[1]][piece.receiver]
+            link = cluster.link(source, target)
+            a, b = cluster.devices[source].server, cluster.devices[target].server
+            ports = (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b))
+            for port in ports:
+                loads[port] = loads.get(port, 0.0) + piece.bytes / link.bandwidth
+            latency = max(latency, link.latency)
+    return max(loads.values(), default=0.0) + latency

@@ -414,14 +414,20 @@ class _Run:
         came[at] = np.stack([np.full(where[0].size, first), np.full(where[0].size, kept), steps[chosen[where]]], axis=1)
 
     def best(self, ended: list[tuple[Floats, int, int, Ints]], came: Ints, keep: int) -> list[Candidate]:
+        if not ended:
+            return []
+        latencies = np.concatenate([latency for latency, _, _, _ in ended])
+        owner = np.repeat(np.arange(len(ended)), [latency.size for latency, _, _, _ in ended])
+        last = np.concatenate([steps for _, _, _, steps in ended])
+        # The same plan may be there several times.
+        order = np.argsort(latencies, kind="stable")[: 4 * keep]
         entries = [
-            (float(latency[index]), first, kept, int(steps[index]))
-            for latency, first, kept, steps in ended
-            for index in np.argsort(latency, kind="stable")[:keep]
-            if np.isfinite(latency[index])
+            (float(latencies[index]), *ended[owner[index]][1:3], int(last[index]))
+            for index in order
+            if np.isfinite(latencies[index])
         ]
         found: dict[tuple[tuple[int, ...], tuple[int, ...]], Candidate] = {}
-        for latency, first, kept, step in sorted(entries):
+        for latency, first, kept, step in entries:
             bounds, path = [self.search.ends[-1]], [step]
             group, slot, state = first, kept, int(self.links.source[step])
             while group:

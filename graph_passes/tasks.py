@@ -60,7 +60,7 @@ class Task:
         object.__setattr__(self, "_hash", hash(key))
 
     def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined, no-any-return]
+        return self._hash  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[type[Task], tuple[int, Phase, int, int, int]]:
         # Texts hash differently in another process.

@@ -12,7 +12,8 @@ import pytest
 
 from dapple_tf.cluster import Cluster, Device, Server
 from dapple_tf.plan import Plan, PlanError
-from dapple_tf.planner import plan, shape, single_device_seconds
+from dapple_tf.plan_reasons import shape, single_device_seconds
+from dapple_tf.planner import plan
 from dapple_tf.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.profile_text import load_text
 from dapple_tf.simulator import simulate

@@ -8,10 +8,9 @@ import pytest
 
 from dapple_tf.cluster import Cluster, Device
 from dapple_tf.cost import CostModel
-from dapple_tf.latency import pipeline_latency
+from dapple_tf.latency import pipeline_latency, stage_times
 from dapple_tf.placement import Placements, links_of
 from dapple_tf.plan import Plan
-from dapple_tf.planner import stage_times
 from dapple_tf.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.search import Search, coarsened
 

@@ -22,7 +22,7 @@ from absl import app, flags
 
 import dapple_tf as dapple
 from dapple_tf.automatic import slice_sizes
-from dapple_tf.planner import shape
+from dapple_tf.plan_reasons import shape
 from dapple_tf.progress import Progress
 from models.gpt import gpt
 
@@ -61,7 +61,7 @@ def conv() -> tuple[keras.Model, np.ndarray, np.ndarray]:
 def transformer() -> tuple[keras.Model, np.ndarray, np.ndarray]:
     """A GPT of four blocks."""
     draw = np.random.default_rng(0)
-    model = gpt(vocabulary=256, length=64, width=128, heads=4, depth=4)
+    model = gpt(vocabulary=256, sequence=64, width=128, heads=4, depth=4)
     model.compile(keras.optimizers.Adam(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     tokens = draw.integers(0, 256, (32, 65))
     return model, tokens[:, :-1].astype("int32"), tokens[:, 1:].astype("int32")

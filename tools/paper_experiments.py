@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dapple_tf import planner
+from dapple_tf import plan_reasons, planner
 from dapple_tf.cluster import Cluster
 from dapple_tf.cost import CostModel
 from dapple_tf.plan import Plan, PlanError
@@ -272,7 +272,7 @@ def run_row(row: PaperRow, patience: float = 1.0) -> RowResult:
         data_parallel(profile, cluster, row.batch, counts, overlap=False),
         best(balanced, profile, cluster, row.batch, counts, schedules=("gpipe",)),
         None if pipedream is None else best([pipedream], profile, cluster, row.batch, counts),
-        planner.single_device_seconds(profile, row.batch),
+        plan_reasons.single_device_seconds(profile, row.batch),
         seconds,
     )
 
@@ -359,7 +359,7 @@ def run_larger(row: PaperRow) -> LargerCluster:
     counts = micro_batch_counts(profile, row.batch)
     ours, _ = make_plan(profile, cluster, row.batch, counts, patience=1e9)
     parallel = data_parallel(profile, cluster, row.batch, counts)
-    return LargerCluster(row.model, row.batch, ours, parallel, planner.single_device_seconds(profile, row.batch))
+    return LargerCluster(row.model, row.batch, ours, parallel, plan_reasons.single_device_seconds(profile, row.batch))
 
 
 # ---- table 3
