@@ -20,16 +20,16 @@ def report(
     request: PlanRequest,
     best: Simulation,
     *,
-    runner_up: Simulation | None = None,
-    data_parallel: Simulation | None = None,
+    runner_up: tuple[Plan, float] | None = None,
+    data_parallel: float | None = None,
 ) -> PlanReport:
     """Says what is expected of a plan, and why it was chosen.
 
     Args:
         request: what was sought.
         best: the plan's simulated step.
-        runner_up: that of the best plan with other stages or replicas; None if there was none.
-        data_parallel: that of data parallelism on all devices; None if that doesn't fit.
+        runner_up: the best plan with other stages or replicas, and its latency; None if there was none.
+        data_parallel: latency of data parallelism on all devices; None if that doesn't fit.
     """
     costs, plan = best.costs, best.costs.plan
     total = sum(best.busy.values()) or 1.0
@@ -52,10 +52,10 @@ def report(
         latency=best.latency,
         formula_latency=formula.latency,
         speedup=single / best.latency if best.latency else 1.0,
-        data_parallel=None if data_parallel is None else data_parallel.latency,
+        data_parallel=data_parallel,
         data_parallel_note="" if data_parallel is not None else _why_not_data_parallel(request),
-        runner_up=None if runner_up is None else runner_up.latency,
-        runner_up_text="" if runner_up is None else shape(runner_up.costs.plan),
+        runner_up=None if runner_up is None else runner_up[1],
+        runner_up_text="" if runner_up is None else shape(runner_up[0]),
         pivot=_stage_name(formula.pivot),
         limited_by=_limit(best),
         stages=tuple(stages),

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from dapple_tf.cluster import Cluster
+from dapple_tf.cost import CostModel
 from dapple_tf.latency import pipeline_latency, stage_times
 from dapple_tf.local_search import neighbours
 from dapple_tf.placement import Placements, links_of
@@ -27,12 +28,12 @@ from dapple_tf.plan_request import PlanRequest
 from dapple_tf.profile import Profile
 from dapple_tf.progress import Progress
 from dapple_tf.search import Candidate, Search, coarsened
-from dapple_tf.simulator import Simulation, run
+from dapple_tf.simulator import run
 from dapple_tf.stage_cuts import by_time
 
 logger = logging.getLogger(__name__)
 
-_WORK = 30_000
+_WORK = 25_000
 """Tasks and transfers to simulate per plan that is sought, for a small cluster."""
 _GROUPS = 36
 """Places at which the search considers cuts; the local search that follows moves them layer by layer."""
@@ -105,21 +106,22 @@ def plan(
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A plan and its simulated step."""
+    """A plan that was simulated. The simulation isn't kept: ten thousands of spans for each plan slow Python down.
+
+    Attributes:
+        plan: the plan.
+        latency: simulated seconds of its step.
+        costs: what it was simulated with.
+    """
 
     plan: Plan
-    simulation: Simulation
-
-    @property
-    def latency(self) -> float:
-        """Seconds of the step."""
-        return self.simulation.latency
+    latency: float
+    costs: CostModel
 
     @property
     def memory(self) -> float:
         """Peak use of the fullest device."""
-        costs = self.simulation.costs
-        return max(costs.needed_bytes(stage, count) for stage, count in enumerate(costs.warm_up))
+        return max(self.costs.needed_bytes(stage, count) for stage, count in enumerate(self.costs.warm_up))
 
 
 class _Found(NamedTuple):
@@ -295,7 +297,7 @@ class _Planner:
         choice = self._simulate(dataclasses.replace(plan, schedule=self.quickest))
         # Where memory cuts down K, that of neighbouring stages may be equal, and then they wait for each other; P_A's
         # is one less from stage to stage.
-        limited = choice is None or choice.simulation.costs.warm_up != choice.plan.warm_up_counts()
+        limited = choice is None or choice.costs.warm_up != choice.plan.warm_up_counts()
         if limited and "dapple_a" in self.request.schedules:
             self._simulate(dataclasses.replace(plan, schedule="dapple_a"))
 
@@ -339,10 +341,11 @@ class _Planner:
             alias = (*key[:3], warm_up, plan.recompute)
             known = self.choices.get(alias)
             if known is not None:
-                choice = Choice(plan, known.simulation)
+                choice = dataclasses.replace(known, plan=plan)
             elif certainly or (alias not in self.choices and not self._hopeless(plan)):
-                choice = Choice(plan, run(costs))
-                self.work += len(choice.simulation.spans)
+                simulation = run(costs)
+                choice = Choice(plan, simulation.latency, costs)
+                self.work += len(simulation.spans)
                 self.fastest = min(self.fastest, choice.latency)
             self.choices.setdefault(alias, choice)
             self.bar.step(f"{len(self.choices)} plans simulated")
@@ -387,7 +390,7 @@ class _Planner:
         parallel = next((choice for choice in ranked if choice.plan.replicas == everywhere), None)
         return report(
             self.request,
-            best.simulation,
-            runner_up=None if runner_up is None else runner_up.simulation,
-            data_parallel=None if parallel is None else parallel.simulation,
+            run(self.request.costs(best.plan)),
+            runner_up=None if runner_up is None else (runner_up.plan, runner_up.latency),
+            data_parallel=None if parallel is None else parallel.latency,
         )

@@ -220,6 +220,9 @@ def run(costs: CostModel, schedule: Schedule | None = None) -> Simulation:
     return _Step(costs, costs.schedule if schedule is None else schedule).run()
 
 
+_Ports = tuple[tuple[str, int], tuple[str, int]]
+
+
 class _Step:
     """The state of a step that is being simulated."""
 
@@ -235,7 +238,8 @@ class _Step:
         self.numbers = itertools.count()
         self.now = 0.0
         self.ports: dict[tuple[str, int], tuple[float, int | None]] = {}
-        self.home = schedule.device_of
+        self.routes: dict[tuple[int, int], tuple[_Ports, float, float]] = {}
+        self.messages: dict[tuple[int, int, int, bool], list[tuple[int, Phase, int, float]]] = {}
         self.incoming: dict[int, list[int]] = {stage: [] for stage in range(plan.num_stages)}
         self.outgoing: dict[int, list[int]] = {stage: [] for stage in range(plan.num_stages)}
         for producer, consumer in costs.routes:
@@ -392,29 +396,47 @@ class _Step:
     def send(self, task: Task, index: int) -> None:
         if task.phase is Phase.WEIGHT_GRAD:
             return
-        costs, backward = self.costs, task.phase is not Phase.FORWARD
+        backward = task.phase is not Phase.FORWARD
+        key = (task.stage, task.replica, self.costs.micro_batches[task.micro_batch].size, backward)
+        if key not in self.messages:
+            self.messages[key] = list(self._messages(task, backward))
+        for stage, phase, replica, size in self.messages[key]:
+            self.transfer(task, index, Task(stage, phase, task.micro_batch, replica), size)
+
+    def _messages(self, task: Task, backward: bool) -> Iterator[tuple[int, Phase, int, float]]:
+        """What a task's replica sends: (stage, phase, replica, bytes)."""
         # The nearest stage first: it is the first to wait.
         for other in reversed(self.incoming[task.stage]) if backward else self.outgoing[task.stage]:
             ends = (other, task.stage) if backward else (task.stage, other)
             phase = Phase.FORWARD
             if backward:
                 phase = Phase.INPUT_GRAD if other in self.split else Phase.BACKWARD
-            for piece in costs.pieces(*ends, task.micro_batch, backward=backward):
+            for piece in self.costs.pieces(*ends, task.micro_batch, backward=backward):
                 if piece.sender == task.replica:
-                    receiver = Task(other, phase, task.micro_batch, piece.receiver)
-                    self.transfer(task, index, receiver, piece.bytes)
+                    yield other, phase, piece.receiver, piece.bytes
+
+    def home(self, task: Task) -> int:
+        """The device that runs a task."""
+        return self.costs.plan.devices[task.stage][task.replica]
+
+    def route(self, source: int, target: int) -> tuple[_Ports, float, float]:
+        """The ports between two devices, with their bandwidth and latency."""
+        if (source, target) not in self.routes:
+            link = self.costs.cluster.link(source, target)
+            a, b = self.server[source], self.server[target]
+            ports = (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b))
+            self.routes[source, target] = (ports, link.bandwidth, link.latency)
+        return self.routes[source, target]
 
     def transfer(self, task: Task, index: int, receiver: Task, size: float) -> None:
         source, target = self.home(task), self.home(receiver)
         if source == target:
             self.arrive(receiver, index)
             return
-        link = self.costs.cluster.link(source, target)
-        a, b = self.server[source], self.server[target]
-        ports = (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b))
+        ports, bandwidth, latency = self.route(source, target)
         start, cause = self.reserve(ports, self.now, index)
-        busy = size / link.bandwidth
-        end = start + busy + link.latency
+        busy = size / bandwidth
+        end = start + busy + latency
         span = self.add(
             Span("send", start, end, source, task.stage, task.micro_batch, task.replica, target, size, cause)
         )
