@@ -14,6 +14,7 @@ from dapple_tf.plan import Plan
 from dapple_tf.planner import plan
 from dapple_tf.profile import Profile
 from dapple_tf.profiler import profile
+from dapple_tf.shared_cores import measure_capacity
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ def plan_model(
 
     Args:
         model: a built and compiled Keras model.
-        cluster: real devices; their links are measured where they are unknown.
+        cluster: real devices; their links, and what they slow each other down by, are measured where links are
+            unknown.
         global_batch_size: samples in one step.
         profiled: a profile to use in place of measuring.
         options: as for :func:`dapple_tf.planner.plan`; ``x`` and ``y`` as for :func:`dapple_tf.profiler.profile`.
@@ -49,10 +51,13 @@ def plan_model(
         PlanError: nothing fits.
     """
     examples = {name: options.pop(name) for name in ("x", "y", "sample_weight") if name in options}
-    if cluster.real and cluster.num_devices > 1 and cluster.intra_bandwidth is None:
-        cluster = measure_links(cluster)
+    unknown = cluster.real and cluster.num_devices > 1 and cluster.intra_bandwidth is None
+    if unknown:
+        cluster = measure_links(cluster, capacity=False)
     if profiled is None:
         profiled = profile(model, slice_sizes(global_batch_size, cluster.num_devices), cluster=cluster, **examples)
+    if unknown:
+        cluster = measure_capacity(model, cluster, profiled, **examples)
     found = plan(profiled, cluster, global_batch_size, **options)
     logger.info("%s", found)
     return Planned(found, profiled, cluster)

@@ -21,7 +21,7 @@ import numpy as np
 from absl import app, flags
 
 import dapple_tf as dapple
-from dapple_tf.automatic import slice_sizes
+from dapple_tf.automatic import plan_model, slice_sizes
 from dapple_tf.plan_reasons import shape
 from dapple_tf.progress import Progress
 from models.gpt import gpt
@@ -97,10 +97,11 @@ def check(name: str) -> list[dict[str, Any]]:
     """Profiles and trains one model; returns a row for each plan."""
     model, x, y = _MAKERS[name]()
     batch = len(x)
-    cluster = dapple.measure_links(dapple.Cluster.local(_DEVICES.value, kind="cpu"))
+    cluster = dapple.Cluster.local(_DEVICES.value, kind="cpu")
     sizes = slice_sizes(batch, _DEVICES.value)
-    profile = dapple.profile(model, sizes, cluster=cluster, cache=_CACHE.value)
-    found = dapple.plan(profile, cluster, batch)
+    profiled = dapple.profile(model, sizes, cluster=cluster, cache=_CACHE.value)
+    planned = plan_model(model, cluster, batch, profiled=profiled)
+    found, profile, cluster = planned.plan, planned.profile, planned.cluster
     plans = list(dict.fromkeys(plans_of(profile, found, _DEVICES.value)))
     trainers = [dapple.transform(model, cluster, plan, profile=profile) for plan in plans]
     bar = Progress(f"training {name}", _STEPS.value, shown=True)
@@ -124,6 +125,7 @@ def check(name: str) -> list[dict[str, Any]]:
                 "plan": shape(plan) + (f", {plan.schedule}" if plan.num_stages > 1 else ""),
                 "recompute": plan.recompute,
                 "planned": plan == found,
+                "capacity": cluster.capacity(0),
                 "predicted_ms": prediction.predicted * 1e3,
                 "measured_ms": measured * 1e3,
                 "error": prediction.predicted / measured - 1,
@@ -135,13 +137,14 @@ def check(name: str) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows for people."""
-    cells = [("model", "plan", "recompute", "predicted ms", "measured ms", "error", "error without drift")]
+    cells = [("model", "plan", "recompute", "capacity", "predicted ms", "measured ms", "error", "error without drift")]
     for row in rows:
         cells.append(
             (
                 row["model"],
                 row["plan"] + (" (the planner's)" if row["planned"] else ""),
                 row["recompute"],
+                f"{row['capacity']:.2f}",
                 f"{row['predicted_ms']:.2f}",
                 f"{row['measured_ms']:.2f}",
                 f"{row['error']:+.1%}",
