@@ -29,7 +29,7 @@ def neighbours(plan: Plan, profile: Profile, cluster: Cluster, micro_batches: It
     for devices in _moved_devices(plan, cluster):
         yield from _legal(plan, devices=devices)
     for count in micro_batches:
-        if plan.micro_batches / 2 <= count <= plan.micro_batches * 2:
+        if count != plan.micro_batches and plan.micro_batches / 2 <= count <= plan.micro_batches * 2:
             yield from _legal(plan, micro_batches=count)
     for index in range(plan.num_stages - 1):
         merged = tuple(sorted([*plan.devices[index], *plan.devices[index + 1]]))

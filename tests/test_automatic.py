@@ -1,0 +1,115 @@
+"""``transform`` without a plan: profile, links and shared cores are measured, a plan is found, training goes on."""
+
+from __future__ import annotations
+
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+from profiled import mlp
+
+import dapple_tf as dapple
+from dapple_tf.automatic import slice_sizes
+from dapple_tf.shared_cores import measure_capacity, shares_cores
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DAPPLE_CACHE", str(tmp_path))
+
+
+def data(samples: int = 16) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(0)
+    return draw.normal(size=(samples, 4)).astype("float32"), draw.integers(0, 3, samples)
+
+
+def test_slices_are_measured_around_those_of_the_plans() -> None:
+    assert slice_sizes(64, 4) == (4, 16, 32)
+    assert slice_sizes(1, 8) == (1,)
+    assert slice_sizes(256, 1) == (64, 128, 256)
+
+
+def test_a_model_is_planned_and_trained_and_keeps_its_values_until_then() -> None:
+    model = mlp()
+    before = [np.array(value) for value in model.get_weights()]
+    pipelined = dapple.transform(model, dapple.Cluster.local(2, kind="cpu"), global_batch_size=8)
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert pipelined.plan.report is not None
+    assert pipelined.profile is not None
+    assert pipelined.cluster.intra_bandwidth is not None
+    assert 1 <= pipelined.cluster.capacity(0) <= 2
+    x, y = data(48)
+    assert pipelined.prediction is not None
+    assert pipelined.prediction.predicted == pytest.approx(pipelined.plan.report.latency)
+    pipelined.fit(x, y, batch_size=8, epochs=1, verbose=0)
+    assert pipelined.prediction.measured is not None
+    assert len(pipelined.prediction.steps) == 3  # of six, the first three don't count
+
+
+def test_a_given_profile_is_planned_from_without_measuring_layers() -> None:
+    model = mlp()
+    cluster = dapple.Cluster.local(1, kind="cpu")
+    given = dapple.profile(model, 4, cluster=cluster, repeats=1)
+    pipelined = dapple.transform(model, cluster, global_batch_size=8, profile=given, micro_batches=2)
+    assert pipelined.profile is given
+    assert pipelined.plan.micro_batches == 2
+
+
+def test_a_given_plan_with_a_profile_is_predicted() -> None:
+    model = mlp()
+    cluster = dapple.Cluster.local(2, kind="cpu")
+    given = dapple.profile(model, 4, cluster=cluster, repeats=1)
+    plan = dapple.Plan.straight(["first"], 8, 2)
+    pipelined = dapple.transform(model, cluster, plan, profile=given)
+    assert pipelined.prediction is not None
+    assert pipelined.prediction.predicted == dapple.simulate(plan, given, cluster).latency
+    x, y = data(8)
+    for _ in range(4):
+        pipelined.train_on_batch(x, y)
+    pipelined.train_on_batch(x[:4], y[:4])  # a short batch doesn't count
+    assert len(pipelined.prediction.steps) == 1
+
+
+def test_shared_cores_are_those_of_logical_cpu_devices() -> None:
+    assert shares_cores(dapple.Cluster.local(2, kind="cpu"), 0)
+    assert not shares_cores(dapple.Cluster.local(1, kind="cpu"), 0)
+    gpus = dapple.Cluster(tuple(dapple.Device(f"/job:a/task:0/device:GPU:{i}", 0) for i in range(2)), real=False)
+    assert not shares_cores(gpus, 0)
+
+
+def test_capacity_is_between_one_and_all_devices_and_the_model_is_as_before() -> None:
+    model = mlp()
+    cluster = dapple.Cluster.local(2, kind="cpu")
+    given = dapple.profile(model, 4, cluster=cluster, repeats=1)
+    before = [np.array(value) for value in model.get_weights()]
+    found = measure_capacity(model, cluster, given)
+    assert 1 <= found.capacity(0) <= 2
+    assert all(np.array_equal(old, new) for old, new in zip(before, model.get_weights(), strict=True))
+    assert model.optimizer.iterations.numpy() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({}, dapple.PlanError, "neither a plan nor a global_batch_size"),
+        ({"plan": dapple.Plan.data_parallel(1, 8), "global_batch_size": 4}, dapple.PlanError, "4 and a plan for 8"),
+        ({"plan": dapple.Plan.data_parallel(1, 8), "schedule": "gpipe"}, TypeError, "so that schedule mean nothing"),
+    ],
+)
+def test_contradictions_are_refused(arguments: dict[str, object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        dapple.transform(mlp(), dapple.Cluster.local(1, kind="cpu"), **arguments)
+
+
+def test_a_description_cannot_be_trained_on() -> None:
+    cluster = dapple.Cluster((dapple.Device("d", 0),), real=False)
+    with pytest.raises(dapple.PlanError, match="a description without real devices: plan for it"):
+        dapple.transform(mlp(), cluster, global_batch_size=8)
+
+
+def test_an_uncompiled_model_is_refused_before_anything_is_measured() -> None:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    with pytest.raises(dapple.CaptureError, match="compile"):
+        dapple.transform(model, dapple.Cluster.local(1, kind="cpu"), global_batch_size=8)

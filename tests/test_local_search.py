@@ -1,0 +1,61 @@
+"""The steps of the planner's local search."""
+
+from __future__ import annotations
+
+from dapple_tf.cluster import Cluster, Device
+from dapple_tf.local_search import neighbours
+from dapple_tf.plan import Plan
+from dapple_tf.profile import Cost, LayerProfile, Profile, Tensor
+
+
+def profile_of(layers: int) -> Profile:
+    costs = [LayerProfile(f"l{i}", Cost(0.0, 1.0), Cost(0.0, 2.0)) for i in range(layers)]
+    return Profile("p", "none", (1,), tuple(costs), tuple(Tensor(i, (i + 1,), Cost(0, 1)) for i in range(layers - 1)))
+
+
+def cluster_of(*servers: int) -> Cluster:
+    return Cluster(tuple(Device(f"s{s}d{d}", s) for s, size in enumerate(servers) for d in range(size)), real=False)
+
+
+def found(plan: Plan, layers: int, *servers: int) -> set[tuple[tuple[str, ...], tuple[tuple[int, ...], ...], int]]:
+    plans = neighbours(plan, profile_of(layers), cluster_of(*servers), (1, 2, 4, 8))
+    return {(other.cuts, other.devices, other.micro_batches) for other in plans}
+
+
+def test_cuts_move_by_up_to_two_layers_and_never_empty_a_stage() -> None:
+    plan = Plan.manual(["l1"], [[0], [1]], 2, 8)
+    cuts = {cuts for cuts, devices, count in found(plan, 4, 2) if devices == plan.devices and count == 2}
+    assert cuts == {("l0",), ("l2",)}
+
+
+def test_devices_move_between_neighbours_and_in_from_what_is_free() -> None:
+    plan = Plan.manual(["l1"], [[0, 1], [2]], 2, 8)
+    devices = {devices for cuts, devices, count in found(plan, 4, 3, 2) if cuts == plan.cuts and count == 2}
+    assert devices == {
+        ((0,), (1, 2)),  # from the first stage to the second
+        ((0,), (2,)),  # one less
+        ((0, 1, 3), (2,)),  # the free device of server 1 joins
+        ((0, 1), (2, 3)),
+        ((0, 3), (2,)),  # or takes a place
+        ((0, 1), (3,)),
+    }
+
+
+def test_micro_batches_double_and_halve() -> None:
+    plan = Plan.manual(["l1"], [[0], [1]], 2, 8)
+    same = {count for cuts, devices, count in found(plan, 4, 2) if (cuts, devices) == (plan.cuts, plan.devices)}
+    assert same == {1, 4}
+
+
+def test_stages_are_merged_and_split() -> None:
+    plan = Plan.manual(["l1"], [[0, 1], [2]], 2, 8)
+    others = found(plan, 4, 4)
+    assert ((), ((0, 1, 2),), 2) in others
+    assert (("l0", "l1"), ((0,), (1,), (2,)), 2) in others  # shares its devices
+    assert (("l1", "l2"), ((0, 1), (2,), (3,)), 2) in others  # gets the free one
+
+
+def test_all_are_legal_and_none_has_more_replicas_than_samples() -> None:
+    plan = Plan.manual(["l0"], [[0, 1], [2]], 4, 8)
+    for other in neighbours(plan, profile_of(3), cluster_of(5), (1, 2, 4, 8)):
+        assert max(other.replicas) <= 8 // other.micro_batches
