@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train results test test-fast lint bless clean
+.PHONY: help venv train results accuracy test test-fast lint bless clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -26,6 +26,10 @@ train: $(STAMP) ## train a byte-level GPT on four local devices, a few minutes; 
 
 results: $(STAMP) ## regenerate docs/results, the evaluation of the DAPPLE paper; fails when a claim no longer holds
 	$(BIN)/python -m tools.reproduce_dapple
+
+accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with real training, some 15 minutes
+	$(BIN)/python -m tools.check_simulator
+	$(BIN)/python -m tools.check_prediction
 
 test: lint ## run every check: lint, types and all tests
 	$(BIN)/python -m pytest -n auto --dist worksteal
