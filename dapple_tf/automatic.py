@@ -10,13 +10,16 @@ import keras
 
 from dapple_tf.cluster import Cluster
 from dapple_tf.links import measure_links
-from dapple_tf.plan import Plan
+from dapple_tf.plan import Plan, PlanError, integer
+from dapple_tf.plan_request import PlanRequest
 from dapple_tf.planner import plan
-from dapple_tf.profile import Profile
+from dapple_tf.profile import Cost, LayerProfile, Profile
 from dapple_tf.profiler import profile
 from dapple_tf.shared_cores import measure_capacity
 
 logger = logging.getLogger(__name__)
+
+_ANY_PROFILE = Profile("any", "none", (1,), (LayerProfile("layer", Cost(), Cost()),), ())
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,18 @@ def plan_model(
 
     Raises:
         CaptureError: the model can't be captured.
-        PlanError: nothing fits.
+        ProfileError: inputs or labels can't be guessed; give ``x`` and ``y``.
+        PlanError: a choice that doesn't exist, or nothing fits.
     """
+    if options.get("overlap"):
+        raise PlanError(
+            "overlap=True plans for steps that all-reduce gradients during backwards, which steps here don't do yet; "
+            "leave it out"
+        )
     examples = {name: options.pop(name) for name in ("x", "y", "sample_weight") if name in options}
+    # Mistakes are told before minutes of measuring.
+    PlanRequest.of(_ANY_PROFILE if profiled is None else profiled, cluster, global_batch_size, **options)
+    global_batch_size = integer("global_batch_size", global_batch_size)
     unknown = cluster.real and cluster.num_devices > 1 and cluster.intra_bandwidth is None
     if unknown:
         cluster = measure_links(cluster, capacity=False)

@@ -15,6 +15,8 @@ _FORMAT = "dapple_tf.cluster/1"
 _LINKS = ("intra_bandwidth", "inter_bandwidth", "intra_latency", "inter_latency")
 _REDUCTION = ("reduce_bandwidth", "reduce_latency")
 _KINDS = ("auto", "cpu", "gpu")
+_MOST_DEVICES = 1_000_000
+"""Of one server; more is a mistake."""
 
 
 class ClusterError(ValueError):
@@ -167,7 +169,11 @@ class Cluster:
             ClusterError: naming the file and what is wrong in it.
             OSError: the file can't be read.
         """
-        return cls.from_json(Path(path).read_text(encoding="utf-8"), source=os.fspath(path))
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ClusterError(f"{os.fspath(path)} isn't text: {error}") from error
+        return cls.from_json(text, source=os.fspath(path))
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "cluster description") -> Cluster:
@@ -273,6 +279,14 @@ class Cluster:
         one, other = self.server_links[a][1], self.server_links[b][1]
         return Link(min(one.bandwidth, other.bandwidth), max(one.latency, other.latency))
 
+    @functools.cached_property
+    def device_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Devices of one server that are alike, in speed and memory, server by server."""
+        found: dict[tuple[int, int | None, float], list[int]] = {}
+        for index, device in enumerate(self.devices):
+            found.setdefault((device.server, device.memory_bytes, device.speed), []).append(index)
+        return tuple(map(tuple, found.values()))
+
     def capacity(self, server: int) -> float:
         """How many devices' worth of compute a server gives when all of its devices are busy."""
         own = self.servers[server].capacity if self.servers else None
@@ -368,11 +382,11 @@ def _server_devices(server: object, source: str) -> tuple[Sequence[int | None], 
         raise ClusterError(f'{source} is {server!r}; it must be an object such as {{"devices": 8}}')
     _check_keys(server, {"devices"}, {"memory_bytes", "speed", *(field.name for field in fields(Server))}, source)
     count = server["devices"]
-    if type(count) is not int or count < 1:
-        raise ClusterError(f"{source}: 'devices' is {count!r}; it must be a whole number of at least 1")
+    if type(count) is not int or not 1 <= count <= _MOST_DEVICES:
+        raise ClusterError(f"{source}: 'devices' is {count!r}; it must be a whole number from 1 to {_MOST_DEVICES:,}")
     memories = _per_device(server, "memory_bytes", None, count, source)
     for entry in memories:
-        if entry is not None and type(entry) is not int:
+        if entry is not None and (type(entry) is not int or entry >= 2**63):
             raise ClusterError(f"{source}: 'memory_bytes' has {entry!r}; it must be a whole number of bytes or null")
     speeds = _per_device(server, "speed", 1.0, count, source)
     for entry in speeds:

@@ -11,8 +11,8 @@ from dapple_tf.cluster import Cluster
 from dapple_tf.plan import Plan, PlanError
 from dapple_tf.profile import Profile
 
-_SERVERS = 4
-"""Servers whose unused devices are tried."""
+_GROUPS = 4
+"""Groups of like devices whose unused devices are tried."""
 
 
 def neighbours(plan: Plan, profile: Profile, cluster: Cluster, micro_batches: Iterable[int]) -> Iterator[Plan]:
@@ -54,10 +54,10 @@ def _moved_cuts(plan: Plan, profile: Profile) -> Iterator[tuple[str, ...]]:
 
 
 def _free(plan: Plan, cluster: Cluster) -> list[int]:
-    """The first unused device of each server."""
+    """The first unused device of each group of like devices."""
     used = {device for group in plan.devices for device in group}
-    unused = ([d for d in cluster.devices_of(server) if d not in used] for server in range(cluster.num_servers))
-    return [devices[0] for devices in unused if devices][:_SERVERS]
+    unused = ([device for device in group if device not in used] for group in cluster.device_groups)
+    return [devices[0] for devices in unused if devices][:_GROUPS]
 
 
 def _moved_devices(plan: Plan, cluster: Cluster) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -77,6 +77,17 @@ def _moved_devices(plan: Plan, cluster: Cluster) -> Iterator[tuple[tuple[int, ..
             yield changed({stage: [*group, device]})
             yield changed({stage: [*group[:-1], device]})
         yield changed({stage: group[:-1]})
+        yield changed({stage: group[1:]})
+    for first, second in itertools.pairwise(range(len(groups))):
+        one, other = groups[first], groups[second]
+        if not _alike(cluster, one[-1], other[0]):
+            yield changed({first: [*one[:-1], other[0]], second: [*other[1:], one[-1]]})
+
+
+def _alike(cluster: Cluster, first: int, second: int) -> bool:
+    """Whether it doesn't matter which of two devices one has, but for links."""
+    one, other = cluster.devices[first], cluster.devices[second]
+    return (one.speed, one.memory_bytes) == (other.speed, other.memory_bytes)
 
 
 def _split_stages(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -97,16 +98,22 @@ class Step:
 class Placements:
     """All ways to hand out a cluster's devices to stages, one after the other, by the three policies.
 
+    Devices of one server that aren't alike are taken for servers of their own here, on the same links.
+
     Attributes:
         cluster: the cluster.
-        sizes: devices of each server.
+        groups: the devices of each such server.
+        servers: the real server of each.
+        sizes: number of devices of each.
         states: occupancies; the first is the empty one.
         steps: see :class:`Step`, sorted by source.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.sizes = tuple(len(cluster.devices_of(server)) for server in range(cluster.num_servers))
+        self.groups = cluster.device_groups
+        self.servers = tuple(cluster.devices[group[0]].server for group in self.groups)
+        self.sizes = tuple(map(len, self.groups))
         self.kinds = _kinds(cluster)
         self.counts = _replica_counts(self.sizes)
         self.states: list[Counts] = []
@@ -175,7 +182,7 @@ class Placements:
             stage: list[int] = []
             for place, count in enumerate(step.counts):
                 server = servers[place]
-                members = self.cluster.devices_of(server)
+                members = self.groups[server]
                 stage += members[taken[server] : taken[server] + count]
                 taken[server] += count
             found.append(tuple(sorted(stage)))
@@ -184,16 +191,16 @@ class Placements:
 
 
 def _kinds(cluster: Cluster) -> tuple[int, ...]:
-    """A number for each server; servers of one number are alike."""
+    """A number for each group of like devices; groups of one number are exchangeable."""
     numbers: dict[object, int] = {}
     found = []
-    for server in range(cluster.num_servers):
-        members = [cluster.devices[device] for device in cluster.devices_of(server)]
-        key = (
-            tuple((device.memory_bytes, device.speed) for device in members),
-            cluster.server_links[server],
-            cluster.capacity(server),
-        )
+    groups = Counter(cluster.devices[group[0]].server for group in cluster.device_groups)
+    for group in cluster.device_groups:
+        device = cluster.devices[group[0]]
+        links, capacity = cluster.server_links[device.server], cluster.capacity(device.server)
+        # Parts of one server aren't exchangeable with those of another: they have neighbours.
+        part = device.server if groups[device.server] > 1 else None
+        key = (len(group), device.memory_bytes, device.speed, links, capacity, part)
         found.append(numbers.setdefault(key, len(numbers)))
     return tuple(found)
 
@@ -269,23 +276,26 @@ def links_of(placements: Placements, all_reduce: str) -> Links:
     is at most the overlap of the two stages' shares of that server; the rest passes the servers' network cards.
     """
     cluster, steps = placements.cluster, placements.steps
-    servers = range(len(placements.sizes))
+    firsts = [cluster.devices[group[0]] for group in placements.groups]
     free = [link.bandwidth for link, _ in cluster.server_links]
     card = np.array([1 / card.bandwidth for _, card in cluster.server_links])
     port = max(1 / bandwidth for bandwidth in free)
-    speeds = [min(cluster.devices[device].speed for device in cluster.devices_of(server)) for server in servers]
-    memories = [
-        min(cluster.devices[device].memory_bytes or math.inf for device in cluster.devices_of(server))
-        for server in servers
-    ]
+    speeds = [device.speed for device in firsts]
+    memories = [math.inf if device.memory_bytes is None else device.memory_bytes for device in firsts]
+    # Columns of groups -> columns of real servers.
+    real = np.zeros((len(placements.groups), cluster.num_servers))
+    real[np.arange(len(placements.groups)), placements.servers] = 1
     given = np.array([step.counts for step in steps])
     replicas = given.sum(axis=1)
     has = given > 0
     lines = {}
     reduce_lines = []
     for counts in (step.counts for step in steps):
-        members = {server: count for server, count in enumerate(counts) if count}
-        key = tuple(sorted((placements.kinds[server], count) for server, count in members.items()))
+        members: Counter[int] = Counter()
+        for group, count in enumerate(counts):
+            if count:
+                members[placements.servers[group]] += count
+        key = tuple(sorted((placements.kinds[group], count) for group, count in enumerate(counts) if count))
         if key not in lines:
             lines[key] = all_reduce_line(cluster, members, all_reduce)
         reduce_lines.append(lines[key])
@@ -306,7 +316,10 @@ def links_of(placements: Placements, all_reduce: str) -> Links:
         outgoing[step.source].append(index)
         incoming[step.target].append(index)
     share = given / replicas[:, None]
-    arrived = np.array([share[index][list(step.order)] for index, step in enumerate(steps)])
+    # Like servers change places; parts of servers don't, so that places stay on their real servers.
+    arrived = np.array([share[index][list(step.order)] for index, step in enumerate(steps)]) @ real
+    share = share @ real
+    shared = [server for server in range(cluster.num_servers) if len(cluster.devices_of(server)) > 1]
     inside = max(link.latency for link, _ in cluster.server_links)
     between = max(link.latency for _, link in cluster.server_links)
     size = 0
@@ -318,9 +331,8 @@ def links_of(placements: Placements, all_reduce: str) -> Links:
             continue
         out, into = arrived[entering], share[leaving]
         common = np.zeros((len(entering), len(leaving)))
-        for server in servers:
-            if placements.sizes[server] > 1:
-                common += np.minimum(out[:, server, None], into[None, :, server])
+        for server in shared:
+            common += np.minimum(out[:, server, None], into[None, :, server])
         away = 1 - common
         over_cards = away * np.maximum((out * card).max(axis=1)[:, None], (into * card).max(axis=1)[None, :])
         over_ports = common * port / np.minimum(replicas[entering][:, None], replicas[leaving][None, :])

@@ -26,6 +26,8 @@ RECOMPUTE_MODES = ("none", "boundary", "min_cut")
 """What a backward recomputes: nothing; its stage's forward (GPipe's way); or what a min-cut finds cheapest."""
 
 _FORMAT = "dapple_tf.plan/1"
+_LARGEST = 2**63
+"""No number in a plan is as large."""
 
 
 class PlanError(ValueError):
@@ -76,6 +78,8 @@ class PlanReport:
         runner_up_text: that plan, in short.
         pivot: the stage with the fewest bubbles, which sets the pace.
         limited_by: what the step's critical path consists of.
+        overlap: whether it was assumed that gradients are all-reduced during the stage's last backward.
+        all_reduce: the assumed algorithm.
         stages: see :class:`StageReport`.
         fingerprint: that of the plan that this was said about.
     """
@@ -89,6 +93,8 @@ class PlanReport:
     runner_up_text: str
     pivot: str
     limited_by: str
+    overlap: bool
+    all_reduce: str
     stages: tuple[StageReport, ...]
     fingerprint: str
 
@@ -102,8 +108,9 @@ class PlanReport:
         runner_up = "none found"
         if self.runner_up is not None:
             runner_up = f"{self.runner_up_text}: {_ms(self.runner_up)}, {factor(self.runner_up)}"
+        assumed = f" (if {self.all_reduce} all-reduce overlaps with the last backward)" if self.overlap else ""
         return (
-            f"expected step {_ms(self.latency)}, {self.speedup:.3g}x one device\n"
+            f"expected step {_ms(self.latency)}, {self.speedup:.3g}x one device{assumed}\n"
             f"pace set by {self.pivot} (the pivot stage); critical path: {self.limited_by}\n"
             f"runner-up: {runner_up}\n"
             f"data parallelism on all devices: {parallel}"
@@ -216,7 +223,11 @@ class Plan:
             PlanError: naming the file and what is wrong in it.
             OSError: the file can't be read.
         """
-        return cls.from_json(Path(path).read_text(encoding="utf-8"), source=os.fspath(path))
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise PlanError(f"{os.fspath(path)} isn't text: {error}") from error
+        return cls.from_json(text, source=os.fspath(path))
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "plan") -> Plan:
@@ -229,7 +240,7 @@ class Plan:
         """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also for numbers and nesting beyond Python's limits
             raise PlanError(f"{source} isn't JSON: {error}") from error
         if not isinstance(data, dict):
             raise PlanError(f"{source} has a JSON {type(data).__name__} where an object {{...}} is expected")
@@ -337,7 +348,7 @@ class Plan:
         object.__setattr__(self, "cuts", _names(self.cuts))
         object.__setattr__(self, "devices", _device_lists(self.devices))
         for name in ("micro_batches", "global_batch_size", "bucket_bytes"):
-            object.__setattr__(self, name, _integer(name, getattr(self, name)))
+            object.__setattr__(self, name, integer(name, getattr(self, name)))
         if self.warm_up is not None:
             object.__setattr__(self, "warm_up", _integers("warm_up", self.warm_up))
         if self.report is not None and len(self.report.stages) != len(self.devices):
@@ -447,9 +458,11 @@ def _parsed_numbers(kind: Any, data: object) -> Any:
     if not isinstance(data, dict) or set(data) != set(names):
         raise PlanError(f"'report' has {data!r} where {', '.join(names)} are expected; remove 'report' from the file")
     for name, value in data.items():
-        text, optional = names[name] == "str", "None" in names[name]
-        number = type(value) in (int, float) and math.isfinite(value)
-        if not (name == "stages" or (value is None and optional) or (isinstance(value, str) if text else number)):
+        optional = "None" in names[name]
+        fits = type(value) in (int, float) and abs(value) < _LARGEST and not math.isnan(value)
+        if names[name] in ("str", "bool"):
+            fits = isinstance(value, str if names[name] == "str" else bool)
+        if not (name == "stages" or (value is None and optional) or fits):
             raise PlanError(f"'report' has {value!r} for {name!r}; remove 'report' from the file")
     return kind(**data)
 
@@ -475,13 +488,18 @@ def _device_lists(devices: object) -> tuple[tuple[int, ...], ...]:
 
 
 def _integers(what: str, values: object) -> tuple[int, ...]:
-    return tuple(_integer(what, value) for value in _entries(what, values, "[0, 1]"))
+    return tuple(integer(what, value) for value in _entries(what, values, "[0, 1]"))
 
 
-def _integer(what: str, value: Any) -> int:
+def integer(what: str, value: Any) -> int:
+    """A whole number of Python's or NumPy's as an int.
+
+    Raises:
+        PlanError: it isn't one, or is beyond 64 bits.
+    """
     try:
-        if not isinstance(value, bool):
-            return operator.index(value)
+        if not isinstance(value, bool) and abs(number := operator.index(value)) < _LARGEST:
+            return number
     except TypeError:
         pass
     raise PlanError(f"{what}: {value!r} isn't a whole number")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from dapple_tf.cluster import Cluster
@@ -13,7 +14,6 @@ from dapple_tf.plan_request import PlanRequest
 from dapple_tf.profile import Profile
 from dapple_tf.simulator import Simulation
 from dapple_tf.stage_cuts import by_memory
-from graph_passes.batching import split_evenly
 
 
 def report(
@@ -58,6 +58,8 @@ def report(
         runner_up_text="" if runner_up is None else shape(runner_up[0]),
         pivot=_stage_name(formula.pivot),
         limited_by=_limit(best),
+        overlap=request.overlap,
+        all_reduce=request.all_reduce,
         stages=tuple(stages),
         fingerprint=plan.fingerprint,
     )
@@ -78,7 +80,7 @@ def _why_not_data_parallel(request: PlanRequest) -> str:
 def shortage(request: PlanRequest) -> str:
     """Why no plan fits, by how much, and what would."""
     devices = request.cluster.num_devices
-    best = min(_attempts(request), key=lambda attempt: attempt[0], default=None)
+    best = min(attempts(request), key=lambda attempt: attempt[0], default=None)
     if best is None:
         smallest = min(request.micro_batches)
         return (
@@ -97,9 +99,10 @@ def shortage(request: PlanRequest) -> str:
     given = request.recompute is not None and "boundary" not in request.recompute
     if given and _fits(dataclasses.replace(request, recompute=("boundary",))):
         fixes.append("recompute='boundary'")
-    most = max(1, request.batch // request.profile.least_samples)
-    if most > max(request.micro_batches) and _fits(dataclasses.replace(request, micro_batches=(most,))):
-        fixes.append(f"smaller micro-batches (micro_batches={most})")
+    for most in (max(1, request.batch // request.profile.least_samples), request.batch):
+        if most > max(request.micro_batches) and _fits(dataclasses.replace(request, micro_batches=(most,))):
+            fixes.append(f"smaller micro-batches (micro_batches={most})")
+            break
     for factor in (2, 4, 8, 16):
         if _fits(dataclasses.replace(request, cluster=_enlarged(request.cluster, factor))):
             fixes.append(f"{factor} times as many devices ({factor * devices})")
@@ -116,28 +119,31 @@ def _in_flight(request: PlanRequest, micro_batches: int) -> int:
 
 
 def _fits(request: PlanRequest) -> bool:
-    return any(over <= 0 for over, _, _ in _attempts(request))
+    return any(over <= 0 for over, _, _ in attempts(request))
 
 
-def _attempts(request: PlanRequest) -> Iterator[tuple[float, CostModel, int]]:
-    """Pipelines of stages of equal memory: (bytes over the limit, costs, the stage that is most over)."""
+def attempts(request: PlanRequest) -> Iterator[tuple[float, CostModel, int]]:
+    """Pipelines of stages of equal memory: (bytes over the limit, costs, the stage that is most over).
+
+    Devices with most memory are used first; where none's is known, nothing is over.
+    """
     devices = request.cluster.num_devices
+    limits = [math.inf if device.memory_bytes is None else device.memory_bytes for device in request.cluster.devices]
+    ranked = sorted(range(devices), key=lambda device: -limits[device])
     most = min(devices, len(request.profile.layers))
     for mode in request.recompute or ("none", "boundary"):
         for count in request.micro_batches:
             for stages in _stage_counts(most):
-                replicas = min(devices // stages, request.batch // count)
-                if replicas < 1:
-                    continue
-                groups = [range(i * replicas, (i + 1) * replicas) for i in range(stages)]
-                costs = request.costs(request.plan(by_memory(request.profile, stages), groups, count, mode))
-                overs = [
-                    (costs.needed_bytes(stage, _in_flight(request, count)) - limit, costs, stage)
-                    for stage in range(stages)
-                    if (limit := costs.memory_limit(stage)) is not None
-                ]
-                if overs:
-                    yield max(overs, key=lambda entry: entry[0])
+                for replicas in {1, min(devices // stages, request.batch // count)} - {0}:
+                    groups = [sorted(ranked[i * replicas : (i + 1) * replicas]) for i in range(stages)]
+                    costs = request.costs(request.plan(by_memory(request.profile, stages), groups, count, mode))
+                    overs = [
+                        (costs.needed_bytes(stage, _in_flight(request, count)) - limit, stage)
+                        for stage in range(stages)
+                        if (limit := costs.memory_limit(stage)) is not None
+                    ]
+                    over, worst = max(overs, default=(-math.inf, 0))
+                    yield over, costs, worst
 
 
 def _stage_counts(most: int) -> list[int]:
@@ -163,9 +169,12 @@ def single_device_seconds(profile: Profile, batch: int) -> float:
     """Time to run all micro-batches one after the other on one device (section 6.3), in slices of the profiled size."""
     size = profile.batch_sizes[-1]
     cost = profile.total("forward") + profile.total("backward")
-    slices = split_evenly(batch, -(-batch // size))
-    apply = sum(layer.apply_seconds for layer in profile.layers)
-    return sum(cost.at(profile.timed_samples(count)) for count in slices) + apply + profile.step_seconds
+    count = -(-batch // size)
+    least, longer = divmod(batch, count)  # so many slices have a sample more
+    seconds = longer * cost.at(profile.timed_samples(least + 1)) + (count - longer) * cost.at(
+        profile.timed_samples(least)
+    )
+    return seconds + sum(layer.apply_seconds for layer in profile.layers) + profile.step_seconds
 
 
 def shape(plan: Plan) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dapple_tf.cluster import Cluster
 from dapple_tf.cost import ALL_REDUCE, CostModel
-from dapple_tf.plan import RECOMPUTE_MODES, Plan, PlanError
+from dapple_tf.plan import RECOMPUTE_MODES, Plan, PlanError, integer
 from dapple_tf.profile import Profile
 from dapple_tf.schedules import POLICIES
 
@@ -61,14 +61,16 @@ class PlanRequest:
         jit_compile: bool = False,
     ) -> PlanRequest:
         """Fills in what wasn't said, for :func:`dapple_tf.planner.plan`."""
+        batch = integer("global_batch_size", batch)
         if batch < 1:
             raise PlanError(f"global_batch_size is {batch}; it must be at least 1")
         schedules = _several(schedule, POLICIES)
+        counts = _several(micro_batches, _micro_batch_counts(profile, batch))
         return cls(
             profile,
             cluster,
             batch,
-            _several(micro_batches, _micro_batch_counts(profile, batch)),
+            tuple(integer("micro_batches", count) for count in counts),
             # First one that doesn't hold all micro-batches, if there is a choice.
             tuple(sorted(schedules, key=lambda policy: policy == "gpipe")),
             None if recompute is None else _several(recompute, ()),
@@ -92,8 +94,9 @@ class PlanRequest:
             for value in given:
                 if value not in known:
                     raise PlanError(f"unknown {name} {value!r}; use one of {', '.join(known)}")
-        for name in ("micro_batches", "schedules"):
-            if not getattr(self, name):
+        choices = {"micro_batches": self.micro_batches, "schedule": self.schedules, "recompute": self.recompute}
+        for name, choice in choices.items():
+            if choice is not None and not choice:
                 raise PlanError(f"{name} is empty; give at least one to choose from, or None for the usual ones")
 
     def plan(
@@ -118,7 +121,7 @@ class PlanRequest:
 def _several(given: Any, default: Iterable[Any]) -> tuple[Any, ...]:
     if given is None:
         return tuple(default)
-    return (given,) if isinstance(given, int | str) else tuple(given)
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
 
 
 def _micro_batch_counts(profile: Profile, batch: int) -> tuple[int, ...]:

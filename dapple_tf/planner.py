@@ -23,7 +23,7 @@ from dapple_tf.latency import pipeline_latency, stage_times
 from dapple_tf.local_search import neighbours
 from dapple_tf.placement import Placements, links_of
 from dapple_tf.plan import Plan, PlanError, PlanReport
-from dapple_tf.plan_reasons import report, shortage
+from dapple_tf.plan_reasons import attempts, report, shortage
 from dapple_tf.plan_request import PlanRequest
 from dapple_tf.profile import Profile
 from dapple_tf.progress import Progress
@@ -80,7 +80,8 @@ def plan(
         micro_batches: M, or several to choose from; None tries the usual ones.
         schedule: a policy, or several to choose from; None tries all.
         recompute: a mode, or several; None recomputes only where memory demands it.
-        overlap: whether gradients are all-reduced during the stage's last backward.
+        overlap: whether to assume that gradients are all-reduced during the stage's last backward. `transform`'s steps
+            reduce them after it.
         all_reduce: ``hierarchical`` or ``flat``.
         jit_compile: passed on to the plan.
 
@@ -167,6 +168,12 @@ class _Planner:
             if alike[key] <= _ALIKE or len(found) <= _FEW_PLANS:
                 self._explore(entry.plan)
         best = self._improved()
+        if best is None:
+            # Stages of equal memory may fit where those that the formula likes don't.
+            for over, costs, _ in attempts(self.request):
+                if over <= 0:
+                    self._simulate_all(costs.plan)
+            best = self._best()
         if best is None:
             raise PlanError(shortage(self.request))
         self.bar.close()

@@ -53,6 +53,12 @@ class Cost:
         return Cost(self.fixed * factor, self.per_sample * factor)
 
 
+def _check_amount(what: str, value: float) -> None:
+    """Refuses what isn't a finite number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ProfileError(f"{what} is {value!r}; it must be a finite number of at least 0")
+
+
 ZERO = Cost()
 
 
@@ -90,6 +96,10 @@ class LayerProfile:
     state_bytes: int = 0
     apply_seconds: float = 0.0
     spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("parameter_bytes", "slot_bytes", "state_bytes", "apply_seconds", "spread"):
+            _check_amount(f"{name} of layer {self.name!r}", getattr(self, name))
 
     @property
     def backward_input(self) -> Cost | None:
@@ -170,8 +180,14 @@ class Profile:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.layers:
             raise ProfileError(f"the profile of {self.model!r} has no layers")
-        if not self.batch_sizes or min(self.batch_sizes) < 1:
-            raise ProfileError(f"batch_sizes is {list(self.batch_sizes)}; give at least one size of at least 1")
+        whole = all(isinstance(size, int) and not isinstance(size, bool) for size in self.batch_sizes)
+        if not self.batch_sizes or not whole or min(self.batch_sizes) < 1:
+            raise ProfileError(
+                f"batch_sizes is {list(self.batch_sizes)}; give at least one whole number of samples of at least 1"
+            )
+        object.__setattr__(self, "batch_sizes", tuple(sorted(set(self.batch_sizes))))
+        for name in ("step_seconds", "task_seconds"):
+            _check_amount(name, getattr(self, name))
         positions: dict[str, int] = {}
         for index, layer in enumerate(self.layers):
             if layer.name in positions:

@@ -6,6 +6,7 @@ import functools
 import heapq
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -96,6 +97,10 @@ class Simulation:
     def memory(self) -> Mapping[int, tuple[tuple[float, float], ...]]:
         """Device -> (seconds, bytes in use from then on), its curve over the step."""
         plan, costs = self.costs.plan, self.costs
+        # What rises and falls at one time is a peak all the same.
+        moments: dict[int, defaultdict[float, float]] = {
+            device: defaultdict(float) for group in plan.devices for device in group
+        }
         changes: dict[int, list[tuple[float, float]]] = {device: [] for group in plan.devices for device in group}
         for span in self.spans:
             if span.kind in _COMPUTE and span.device is not None and span.micro_batch is not None:
@@ -105,12 +110,17 @@ class Simulation:
                 rise = (kept if span.kind == "F" else 0.0) + working
                 last = span.kind in ("B", "Bw")
                 changes[span.device] += [(span.start, rise), (span.end, -(kept if last else 0.0) - working)]
+                if span.end == span.start:
+                    peak = working + (kept if last else 0.0)
+                    moments[span.device][span.start] = max(moments[span.device][span.start], peak)
         for reduction in costs.reductions:
             spans = [span for span in self.spans if span.kind == "all_reduce" and span.stage == reduction.stages[0]]
             if spans:
                 start, end = min(span.start for span in spans), max(span.end for span in spans)
                 for device in reduction.devices:
                     changes[device] += [(start, reduction.bytes), (end, -reduction.bytes)]
+                    if start == end:
+                        moments[device][start] = max(moments[device][start], reduction.bytes)
         curves = {}
         stored = {device: 0.0 for device in changes}
         for stage, devices in enumerate(plan.devices):
@@ -122,6 +132,8 @@ class Simulation:
             points = [(0.0, level)]
             for time, group in itertools.groupby(events, key=lambda event: event[0]):
                 level += sum(change for _, change in group)
+                if time in moments[device]:
+                    points.append((time, level + moments[device][time]))
                 points.append((time, level))
             curves[device] = tuple(points)
         return curves

@@ -65,6 +65,7 @@ def transform(
     Raises:
         CaptureError: the model isn't built or compiled, or can't be captured.
         PlanError: the plan doesn't fit the cluster, or none fits its memory.
+        ProfileError: the model's inputs or labels can't be guessed, to measure it; give ``x`` and ``y``.
         PassError: a cut names no layer, or leaves a stage empty.
     """
     if plan is None:
@@ -112,6 +113,8 @@ class PipelinedModel:
         plan: the plan.
         profile: the profile that the plan was made from; None if there was none.
         prediction: the simulated time of a step, and the measured one; None without a profile.
+        last_step_seconds: time of the last training step, from feeding the devices to their results; what Keras does
+            before and after isn't in it.
     """
 
     def __init__(
@@ -127,7 +130,11 @@ class PipelinedModel:
         if on_non_finite_loss not in ("stop", "continue"):
             raise ValueError(f"on_non_finite_loss={on_non_finite_loss!r} is unknown; use 'stop' or 'continue'")
         self.model, self.cluster, self.plan, self.profile = model, cluster, plan, profile
-        self.prediction = None if profile is None else Prediction(simulate(plan, profile, cluster).latency)
+        self.last_step_seconds = 0.0
+        self.prediction: Prediction | None = None
+        if profile is not None:
+            all_reduce = "hierarchical" if plan.report is None else plan.report.all_reduce
+            self.prediction = Prediction(simulate(plan, profile, cluster, all_reduce=all_reduce).latency)
         self._on_non_finite_loss = on_non_finite_loss
         self._steps = 0
         self._start()
@@ -345,9 +352,10 @@ class PipelinedModel:
     def _train(self, batch: Batch, *, trace: bool = False) -> StepResult:
         started = time.perf_counter()
         result = self._run(Mode.TRAIN, batch, trace=trace)
+        self.last_step_seconds = time.perf_counter() - started
         self._steps += 1
         if self.prediction is not None and not trace and batch.samples == self.plan.global_batch_size:
-            self.prediction.add(time.perf_counter() - started)
+            self.prediction.add(self.last_step_seconds)
         assert result.loss is not None
         if self._on_non_finite_loss == "stop" and not math.isfinite(result.loss):
             self._values.load()

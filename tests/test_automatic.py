@@ -113,3 +113,36 @@ def test_an_uncompiled_model_is_refused_before_anything_is_measured() -> None:
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     with pytest.raises(dapple.CaptureError, match="compile"):
         dapple.transform(model, dapple.Cluster.local(1, kind="cpu"), global_batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"schedule": "nope"}, dapple.PlanError, "unknown schedule 'nope'"),
+        ({"micro_batches": 99}, dapple.PlanError, "8 samples can't be cut into 99 micro-batches"),
+        ({"recompte": "none"}, TypeError, "recompte"),
+        ({"overlap": True}, dapple.PlanError, "leave it out"),
+        ({"global_batch_size": 8.0}, dapple.PlanError, r"8\.0 isn't a whole number"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_measured(
+    arguments: dict[str, object], error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dapple_tf.automatic.measure_links", None)
+    monkeypatch.setattr("dapple_tf.automatic.profile", None)
+    with pytest.raises(error, match=text):
+        dapple.transform(mlp(), dapple.Cluster.local(2, kind="cpu"), **({"global_batch_size": 8} | arguments))
+
+
+def test_profile_and_training_measure_the_same_part_of_a_step() -> None:
+    """The profiler timed Keras' whole ``train_on_batch``, training only what runs on the devices: 3 times less."""
+    model = mlp()
+    cluster = dapple.Cluster.local(1, kind="cpu")
+    given = dapple.profile(model, 4, cluster=cluster, repeats=5)
+    pipelined = dapple.transform(model, cluster, dapple.Plan.data_parallel(1, 8, 2), profile=given)
+    x, y = data(8)
+    for _ in range(12):
+        pipelined.train_on_batch(x, y)
+    assert pipelined.prediction is not None
+    assert pipelined.prediction.error is not None
+    assert abs(pipelined.prediction.error) < 1

@@ -132,8 +132,8 @@ def test_a_saved_local_cluster_loads_back_as_a_description(tmp_path: Path) -> No
             {"servers": [{"devices": 1, "gpus": 1}]},
             "server 0: unknown key 'gpus'; the keys are capacity, devices, inter_bandwidth",
         ),
-        ({"servers": [{"devices": 0}]}, "server 0: 'devices' is 0; it must be a whole number of at least 1"),
-        ({"servers": [{"devices": True}]}, "server 0: 'devices' is True; it must be a whole number of at least 1"),
+        ({"servers": [{"devices": 0}]}, "server 0: 'devices' is 0; it must be a whole number from 1"),
+        ({"servers": [{"devices": True}]}, "server 0: 'devices' is True; it must be a whole number from 1"),
         (
             {"servers": [{"devices": 1, "memory_bytes": "16G"}]},
             "server 0: 'memory_bytes' has '16G'; it must be a whole number of bytes or null",

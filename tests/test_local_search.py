@@ -34,6 +34,7 @@ def test_devices_move_between_neighbours_and_in_from_what_is_free() -> None:
     assert devices == {
         ((0,), (1, 2)),  # from the first stage to the second
         ((0,), (2,)),  # one less
+        ((1,), (2,)),
         ((0, 1, 3), (2,)),  # the free device of server 1 joins
         ((0, 1), (2, 3)),
         ((0, 3), (2,)),  # or takes a place

@@ -228,7 +228,7 @@ def test_a_plan_prints_a_table() -> None:
     assert str(Plan(**VALID)) == (
         "Plan: global batch 14, 4 micro-batches (2 x 4 + 2 x 3 samples), schedule dapple_a, recompute none, jit off\n"
         "stage  up to layer  devices  replicas  slice sizes    warm-up K\n"
-        "0      block_3      0 1 2    3         2+1+1 | 1+1+1  2\n"
+        "0      block_3      0-2      3         2+1+1 | 1+1+1  2\n"
         "1      (last)       3        1         4 | 3          1"
     )
     assert str(Plan.data_parallel(2, 8, jit_compile=True, recompute="boundary")) == (

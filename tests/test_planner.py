@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dapple_tf.cluster import Cluster, Device, Server
@@ -278,3 +279,66 @@ def test_a_thousand_devices_are_planned() -> None:
     assert found.report is not None
     assert found.report.speedup > 40
     assert len({device for group in found.devices for device in group}) > 100
+
+
+# ---- stories of defects
+
+
+def described(servers: str) -> Cluster:
+    return Cluster.from_json(
+        '{"format": "dapple_tf.cluster/1", "intra_bandwidth": 1e10, "inter_bandwidth": 1e9, "servers": ' + servers + "}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("speeds", "devices"),
+    [([0.1, 10, 0.1, 10], ((1, 3),)), ([0.1, 0.1, 10], ((2,),)), ([1, 1, 1, 10], ((3,),))],
+)
+def test_fast_devices_are_told_from_slow_ones_in_one_server(speeds: list[float], devices: Any) -> None:
+    """Devices were handed out by their numbers, whatever their speed: plans were up to 16 times too slow."""
+    cluster = described(json.dumps([{"devices": len(speeds), "speed": speeds}]))
+    assert plan(profile_of(4), cluster, 8).devices == devices
+
+
+@pytest.mark.parametrize(("memory", "devices"), [([10**6, 10**9], ((1,),)), ([10**9, 10**6], ((0,),))])
+def test_large_devices_are_told_from_small_ones_in_one_server(memory: list[int], devices: Any) -> None:
+    """A server's memory was taken for that of its smallest device: nothing fitted, "-572 MiB more than there are"."""
+    cluster = described(json.dumps([{"devices": 2, "memory_bytes": memory}]))
+    assert plan(profile_of(1, parameters=10**7), cluster, 8).devices == devices
+
+
+def test_unknown_memory_isnt_a_batch_that_is_too_small() -> None:
+    cluster = described('[{"devices": 3, "memory_bytes": [null, null, 1000]}]')
+    assert 2 not in plan(profile_of(1, parameters=10**7), cluster, 1).devices[0]
+
+
+def test_numpys_integers_are_numbers() -> None:
+    found = plan(profile_of(), cluster_of(2), np.int64(8), micro_batches=np.int64(4))
+    assert (found.global_batch_size, found.micro_batches) == (8, 4)
+    with pytest.raises(PlanError, match=r"global_batch_size: 8\.0 isn't a whole number"):
+        plan(profile_of(), cluster_of(2), 8.0)  # type: ignore[arg-type]
+
+
+def test_a_huge_batch_is_planned_in_no_time() -> None:
+    assert plan(profile_of(), cluster_of(2), 10**9).global_batch_size == 10**9
+
+
+def test_smaller_slices_than_were_profiled_may_fit() -> None:
+    costs = LayerProfile("a", Cost(0, 1e-3), Cost(0, 1e-3), residual_bytes=Cost(0, 1e7))
+    profile = Profile("p", "none", (32,), (costs,), ())
+    with pytest.raises(PlanError, match=r"What would fit: smaller micro-batches \(micro_batches=32\)"):
+        plan(profile, cluster_of(1, memory=10**8), 32)
+    assert plan(profile, cluster_of(1, memory=10**8), 32, micro_batches=32)
+
+
+def test_overlap_is_part_of_what_is_expected() -> None:
+    found = plan(profile_of(parameters=10**7), cluster_of(2, intra_bandwidth=1e9), 8, overlap=True)
+    assert found.report is not None
+    assert found.report.overlap
+    assert "overlaps with the last backward" in str(found)
+
+
+@pytest.mark.parametrize("name", ["micro_batches", "schedule", "recompute"])
+def test_no_choice_at_all_is_refused(name: str) -> None:
+    with pytest.raises(PlanError, match=f"{name} is empty"):
+        plan(profile_of(), cluster_of(2), 8, **{name: []})

@@ -99,8 +99,8 @@ def test_the_input_part_of_backward_is_what_the_weights_leave() -> None:
     ("fields", "message"),
     [
         ({"layers": ()}, "the profile of 'model' has no layers"),
-        ({"batch_sizes": ()}, "batch_sizes is []; give at least one size of at least 1"),
-        ({"batch_sizes": (4, 0)}, "batch_sizes is [4, 0]; give at least one size of at least 1"),
+        ({"batch_sizes": ()}, "batch_sizes is []; give at least one whole number of samples of at least 1"),
+        ({"batch_sizes": (4, 0)}, "batch_sizes is [4, 0]; give at least one whole number of samples of at least 1"),
         ({"layers": (FULL, bare("b"), bare("b"))}, "layers 1 and 2 are both named 'b'"),
         ({"tensors": (Tensor(0, (), Cost()),)}, "a tensor goes from layer 0 to layers []; these must be later layers"),
         ({"tensors": (Tensor(1, (1,), Cost()),)}, "a tensor goes from layer 1 to layers [1]; these must be later"),
@@ -327,7 +327,10 @@ NUMBER_ERROR = "it must be a finite number of at least 0"
         (changed("batch_sizes", 1, value=8.0), f": batch_sizes[1] is 8.0; {WHOLE_ERROR}"),
         (changed("batch_sizes", 1, value=[8]), f": batch_sizes[1] is [8]; {WHOLE_ERROR}"),
         (changed("batch_sizes", 1, value=2**63), f": batch_sizes[1] is {2**63}; {WHOLE_ERROR}"),
-        (changed("batch_sizes", 1, value=0), ": batch_sizes is [2, 0]; give at least one size of at least 1"),
+        (
+            changed("batch_sizes", 1, value=0),
+            ": batch_sizes is [2, 0]; give at least one whole number",
+        ),
         (changed("step_seconds", value=math.nan), f": step_seconds is nan; {NUMBER_ERROR}"),
         (changed("step_seconds", value=math.inf), f": step_seconds is inf; {NUMBER_ERROR}"),
         (changed("step_seconds", value=-1), f": step_seconds is -1; {NUMBER_ERROR}"),

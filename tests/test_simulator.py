@@ -640,3 +640,15 @@ def test_sixteen_devices_and_64_micro_batches() -> None:
 def test_costs_can_be_made_before() -> None:
     costs = CostModel(straight(2, 2), profile([(1.0, 2.0)] * 2), cluster(2))
     assert run(costs).latency == simulate(costs.plan, costs.profile, costs.cluster).latency == 9
+
+
+def test_a_task_of_no_time_needs_its_memory_all_the_same() -> None:
+    """What rose and fell at one time cancelled out, so that a free layer seemed to need nothing."""
+    layers = (
+        LayerProfile("a", Cost(0, 1e-3), Cost(0, 1e-3)),
+        LayerProfile("b", Cost(), Cost(), residual_bytes=Cost(0, 5e8), temporary_bytes=Cost(0, 1e9)),
+    )
+    profile = Profile("p", "none", (1, 8), layers, (Tensor(0, (1,), Cost(0, 1e3)),))
+    cluster = Cluster((Device("x", 0), Device("y", 0)), real=False)
+    found = simulate(Plan.manual(["a"], [[0], [1]], 1, 1), profile, cluster)
+    assert found.peak_bytes[1] == found.costs.needed_bytes(1, 1) == 1_500_001_000

@@ -160,6 +160,10 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; see --help")
     unknown = set(_MODELS.value) - set(_MAKERS)
+    if not _MODELS.value:
+        raise app.UsageError(f"--models is empty; choose from {', '.join(_MAKERS)}")
+    if _OUTPUT.value and not pathlib.Path(_OUTPUT.value).parent.is_dir():
+        raise app.UsageError(f"--output={_OUTPUT.value}: no such folder")
     if unknown:
         raise app.UsageError(f"unknown models {sorted(unknown)}; choose from {', '.join(_MAKERS)}")
     rows = [row for name in _MODELS.value for row in check(name)]

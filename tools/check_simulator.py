@@ -119,12 +119,16 @@ def main(argv: Sequence[str]) -> int:
         patterns = [[int(count) for count in pattern.split(":")] for pattern in _REPLICAS.value]
         networks = [float(network) for network in _NETWORKS.value]
     except ValueError as error:
-        raise app.UsageError(f"--replicas or --networks: {error}") from error
+        raise app.UsageError(
+            f"--replicas={','.join(_REPLICAS.value)} or --networks={','.join(_NETWORKS.value)}: {error}"
+        ) from error
     for pattern in patterns:
         if not all(1 <= count <= _SAMPLES for count in pattern):
             raise app.UsageError(f"--replicas: {pattern}; a micro-batch has {_SAMPLES} samples, give 1 to {_SAMPLES}")
     if not all(math.isfinite(network) and network >= 0 for network in networks):
         raise app.UsageError(f"--networks: {networks}; give numbers of at least 0")
+    if unknown := sorted(set(_SCHEDULES.value) - set(POLICIES)):
+        raise app.UsageError(f"--schedules: unknown {', '.join(unknown)}; choose from {', '.join(POLICIES)}")
     began = time.monotonic()
     print(_ROW.format("S", "M", "schedule", "replicas", "network", "simulated ms", "emulated ms", "error", "late ms"))
     worst, failed, rows = 0.0, 0, 0
@@ -147,6 +151,8 @@ def main(argv: Sequence[str]) -> int:
         times = (f"{found.simulated.latency * 1e3:.1f}", f"{found.latency * 1e3:.1f}", f"{found.error:+.2%}")
         print(_ROW.format(*cells, *times, f"{found.lateness * 1e3:.2f}"), flush=True)
     seconds = time.monotonic() - began
+    if not rows and not failed:
+        raise app.UsageError("nothing was checked: no row is left that fits the devices; see --help")
     print(f"{rows} rows in {seconds:.0f} s: largest error {worst:.2%}, {failed} above {_TOLERANCE.value:.0%} or failed")
     return 1 if failed else 0
 
