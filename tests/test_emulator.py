@@ -24,7 +24,7 @@ from dapple_tf.profile import Cost, LayerProfile, Profile, SharedParameters, Ten
 from dapple_tf.schedules import POLICIES, make_schedule
 from dapple_tf.simulator import Span
 from graph_passes.tasks import Schedule
-from tools.check_simulator import pipeline
+from tools.even_pipeline import pipeline
 
 TOLERANCE = 0.1
 NAMES = [f"layer{index}" for index in range(8)]

@@ -18,11 +18,12 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from dapple_tf.cluster import Cluster, Device
+from dapple_tf.cluster import Cluster
 from dapple_tf.emulator import MAX_DEVICES, Emulation, EmulationError, emulate
 from dapple_tf.plan import Plan
-from dapple_tf.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.profile import Profile
 from dapple_tf.schedules import POLICIES
+from tools.even_pipeline import SAMPLES, pipeline
 
 _SHAPES = flags.DEFINE_list("shapes", ["2x8", "4x16", "8x16", "16x32"], "Pipelines, as stages x micro-batches.")
 _SCHEDULES = flags.DEFINE_list("schedules", list(POLICIES), "Schedules.")
@@ -45,48 +46,7 @@ _STEPS = flags.DEFINE_integer("steps", 3, "Steps per row, of which the median co
 _TOLERANCE = flags.DEFINE_float("tolerance", 0.05, "Largest error that passes.", lower_bound=0.0)
 _ATTEMPTS = flags.DEFINE_integer("attempts", 2, "Measurements of a row that fails.", lower_bound=1)
 
-_FORWARD, _BACKWARD, _APPLY = 0.010, 0.020, 0.005
-_SAMPLES = 6  # of a micro-batch
 _ROW = "{:>3} {:>3}  {:<9} {:<8} {:>7}  {:>12} {:>11} {:>7}  {}"
-
-
-def pipeline(
-    stages: int, micro_batches: int, schedule: str, replicas: Sequence[int], network: float, uneven: float = 0.0
-) -> tuple[Plan, Profile, Cluster]:
-    """A pipeline of equal stages, each on a server of its own.
-
-    Args:
-        stages: S.
-        micro_batches: M.
-        schedule: the policy.
-        replicas: of each stage, repeated.
-        network: time to send a whole micro-batch to the next stage, as a part of F's; 0 for free links.
-        uneven: how much longer the last stage takes than the first, as a part.
-    """
-    factors = [1 + uneven * stage / max(1, stages - 1) for stage in range(stages)]
-    layers = [
-        LayerProfile(
-            f"layer{stage}",
-            Cost(_FORWARD * factor),
-            Cost(_BACKWARD * factor),
-            output_bytes=Cost(0.0, 1.0),
-            parameter_bytes=100,
-            apply_seconds=_APPLY,
-        )
-        for stage, factor in enumerate(factors)
-    ]
-    tensors = tuple(Tensor(stage, (stage + 1,), Cost(0.0, 1.0)) for stage in range(stages - 1))
-    profile = Profile("pipeline", "none", (1, _SAMPLES), tuple(layers), tensors)
-    counts = list(itertools.islice(itertools.cycle(replicas), stages))
-    stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    devices = tuple(Device(f"device{index}", stage) for index, stage in enumerate(stage_of))
-    cluster = Cluster(devices, real=False)
-    if network:
-        bandwidth = _SAMPLES / (network * _FORWARD)
-        cluster = Cluster(devices, intra_bandwidth=1e4, inter_bandwidth=bandwidth, inter_latency=1e-4, real=False)
-    groups = [[index for index, owner in enumerate(stage_of) if owner == stage] for stage in range(stages)]
-    cuts = [layer.name for layer in layers[:-1]]
-    return Plan.manual(cuts, groups, micro_batches, _SAMPLES * micro_batches, schedule), profile, cluster
 
 
 def _measure(plan: Plan, profile: Profile, cluster: Cluster) -> Emulation:
@@ -123,8 +83,8 @@ def main(argv: Sequence[str]) -> int:
             f"--replicas={','.join(_REPLICAS.value)} or --networks={','.join(_NETWORKS.value)}: {error}"
         ) from error
     for pattern in patterns:
-        if not all(1 <= count <= _SAMPLES for count in pattern):
-            raise app.UsageError(f"--replicas: {pattern}; a micro-batch has {_SAMPLES} samples, give 1 to {_SAMPLES}")
+        if not all(1 <= count <= SAMPLES for count in pattern):
+            raise app.UsageError(f"--replicas: {pattern}; a micro-batch has {SAMPLES} samples, give 1 to {SAMPLES}")
     if not all(math.isfinite(network) and network >= 0 for network in networks):
         raise app.UsageError(f"--networks: {networks}; give numbers of at least 0")
     if unknown := sorted(set(_SCHEDULES.value) - set(POLICIES)):
