@@ -1,7 +1,8 @@
 """Pipelined data-parallel training for TensorFlow 2 and Keras 3, by rewriting the training graph."""
 
 from dapple_tf.cluster import Cluster, ClusterError, Device
-from dapple_tf.emulator import Emulation, EmulationError, emulate
+from dapple_tf.emulated_waits import EmulationError
+from dapple_tf.emulator import Emulation, emulate
 from dapple_tf.errors import CaptureError, DappleError, DataError, NonFiniteLossError, StepError
 from dapple_tf.links import measure_links
 from dapple_tf.plan import Plan, PlanError

@@ -390,10 +390,9 @@ class CostModel:
         Raises:
             PlanError: as `warm_up`.
         """
-        counts = None if self.plan.schedule == "gpipe" else self.warm_up
-        if counts is None:
-            self.warm_up  # noqa: B018 - checks that all micro-batches fit
-        return make_schedule(self.plan.schedule, self.plan.devices, len(self.micro_batches), warm_up=counts)
+        counts = self.warm_up
+        given = None if self.plan.schedule == "gpipe" else counts  # gpipe's is always M
+        return make_schedule(self.plan.schedule, self.plan.devices, len(self.micro_batches), warm_up=given)
 
 
 def gib(size: float) -> str:

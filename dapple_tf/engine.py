@@ -23,7 +23,7 @@ from dapple_tf.errors import DappleError
 from dapple_tf.optimizer import capture_updates, check_optimizer
 from dapple_tf.plan import Plan
 from dapple_tf.schedules import make_schedule, validate
-from dapple_tf.session import session_config
+from dapple_tf.session import add_to_graph, session_config
 from dapple_tf.variables import VariableTable
 from graph_passes.accumulate import Accumulate, accumulated_gradients, sliced_gradients
 from graph_passes.assign_stages import AssignStages
@@ -261,15 +261,7 @@ class Engine:
         return name, program.step
 
     def _import(self, graph: GraphDef, name: str) -> None:
-        """Adds nodes under ``name/`` and the functions that aren't in the session's graph yet."""
-        fresh = GraphDef(node=graph.node, versions=graph.versions)
-        for function in graph.library.function:
-            if function.signature.name not in self._library:
-                self._library.add(function.signature.name)
-                fresh.library.function.add().CopyFrom(function)
-        fresh.library.gradient.extend(graph.library.gradient)
-        with self._graph.as_default():
-            tf.graph_util.import_graph_def(fresh, name=name)
+        add_to_graph(self._graph, self._library, graph, name)
 
     # ---- running
 

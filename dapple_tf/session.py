@@ -7,6 +7,7 @@ import os
 import tensorflow as tf
 
 from dapple_tf.cluster import Cluster
+from graph_passes.graph import GraphDef
 
 
 def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
@@ -19,6 +20,18 @@ def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
     config.intra_op_parallelism_threads = max(1, cores // max(1, cpus)) if cpus else 0
     config.gpu_options.allow_growth = True
     return config
+
+
+def add_to_graph(target: tf.Graph, library: set[str], graph: GraphDef, name: str) -> None:
+    """Adds nodes under ``name/``, and the functions that ``library`` doesn't name yet; it names them then."""
+    fresh = GraphDef(node=graph.node, versions=graph.versions)
+    for function in graph.library.function:
+        if function.signature.name not in library:
+            library.add(function.signature.name)
+            fresh.library.function.add().CopyFrom(function)
+    fresh.library.gradient.extend(graph.library.gradient)
+    with target.as_default():
+        tf.graph_util.import_graph_def(fresh, name=name)
 
 
 def _cores() -> int:

@@ -7,9 +7,9 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dapple_tf.cluster import Cluster
 from dapple_tf.cost import CostModel, gib
@@ -246,7 +246,7 @@ class _Step:
         self.free = dict.fromkeys(self.orders, True)
         self.last: dict[int, int | None] = dict.fromkeys(self.orders, None)
         self.spans: list[Span] = []
-        self.events: list[tuple[float, int, int, object]] = []
+        self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.numbers = itertools.count()
         self.now = 0.0
         self.ports: dict[tuple[str, int], tuple[float, int | None]] = {}
@@ -295,7 +295,7 @@ class _Step:
 
     # ---- events
 
-    def at(self, time: float, action: int, data: object) -> None:
+    def at(self, time: float, action: Callable[..., None], data: tuple[Any, ...]) -> None:
         heapq.heappush(self.events, (time, next(self.numbers), action, data))
 
     def run(self) -> Simulation:
@@ -304,16 +304,7 @@ class _Step:
         end = 0.0
         while self.events:
             self.now, _, action, data = heapq.heappop(self.events)
-            if action == _FINISHED:
-                self.finished(*data)  # type: ignore[misc]
-            elif action == _ARRIVED:
-                self.arrive(*data)  # type: ignore[misc]
-            elif action == _SHARED:
-                self.shared_event(*data)  # type: ignore[misc]
-            elif action == _BEGIN:
-                self.begin(*data)  # type: ignore[misc]
-            else:
-                self.ready(*data)  # type: ignore[misc]
+            action(*data)
         stuck = [tasks[self.position[d]] for d, tasks in self.orders.items() if self.position[d] < len(tasks)]
         if stuck:
             raise ValueError(f"the schedule deadlocks: {', '.join(map(str, stuck[:4]))} wait for ever")
@@ -342,7 +333,7 @@ class _Step:
             self.begin(span, task)
         else:
             index = self.add(span)
-            self.at(end, _FINISHED, (device, task, index))  # before its last bucket: messages go first
+            self.at(end, self.finished, (device, task, index))  # before its last bucket: messages go first
             if self.costs.overlap and task in self.last_gradients:
                 self.announce(task, self.now, seconds, index)
 
@@ -388,7 +379,7 @@ class _Step:
         if running:
             rate = min(1.0, self.capacity[server] / len(running))
             left = min(item.left for item in running)
-            self.at(self.now + max(0.0, left) / rate, _SHARED, (server, self.version[server]))
+            self.at(self.now + max(0.0, left) / rate, self.shared_event, (server, self.version[server]))
 
     def shared_event(self, server: int, version: int) -> None:
         if version != self.version[server]:
@@ -400,7 +391,7 @@ class _Step:
             running.remove(item)
             index = self.add(item.span._replace(end=self.now))
             if item.task is not None:
-                self.at(self.now, _FINISHED, (item.span.device, item.task, index))
+                self.at(self.now, self.finished, (item.span.device, item.task, index))
         self.next_of(server)
 
     # ---- transfers
@@ -455,7 +446,7 @@ class _Step:
         if busy:
             for port in ports:
                 self.ports[port] = (start + busy, span)
-        self.at(end, _ARRIVED, (receiver, span))
+        self.at(end, self.arrive, (receiver, span))
 
     def reserve(self, ports: Sequence[tuple[str, int]], ready: float, cause: int | None) -> tuple[float, int | None]:
         """When all of these ports are free, from ``ready`` on, and what was waited for."""
@@ -506,7 +497,7 @@ class _Step:
         """The last backward tells when each bucket will be ready."""
         for reduction, buckets in self.members[task.stage]:
             for bucket in range(buckets):
-                self.at(start + self.fractions[reduction][bucket] * seconds, _READY, (reduction, bucket, index))
+                self.at(start + self.fractions[reduction][bucket] * seconds, self.ready, (reduction, bucket, index))
 
     def ready(self, reduction: int, bucket: int, index: int) -> None:
         """One member has the gradients of a bucket; with the last member it is reduced, in the order of buckets."""
@@ -566,7 +557,7 @@ class _Step:
         replica = self.costs.plan.devices[stage].index(device)
         span = Span("apply", start, start + seconds, device, stage, replica=replica, cause=cause)
         if self.shared[self.server[device]]:
-            self.at(start, _BEGIN, (span,))
+            self.at(start, self.begin, (span,))
         else:
             self.last[device] = self.add(span)
 
@@ -578,6 +569,3 @@ class _Running:
     span: Span
     task: Task | None
     left: float
-
-
-_FINISHED, _ARRIVED, _SHARED, _READY, _BEGIN = range(5)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dapple_tf.cluster import Cluster
 from dapple_tf.device_values import DeviceValues
-from dapple_tf.session import session_config
+from dapple_tf.session import add_to_graph, session_config
 from dapple_tf.timed_step import LAST, ItemKey, TimedStep
 from dapple_tf.variables import VariableTable
 from graph_passes.graph import GraphDef, Ref
@@ -41,14 +41,7 @@ class TimedSession:
 
     def add(self, graph: GraphDef, name: str) -> None:
         """Adds nodes under ``name/``, and functions that aren't there yet."""
-        fresh = GraphDef(node=graph.node, versions=graph.versions)
-        for function in graph.library.function:
-            if function.signature.name not in self._library:
-                self._library.add(function.signature.name)
-                fresh.library.function.add().CopyFrom(function)
-        fresh.library.gradient.extend(graph.library.gradient)
-        with self._graph.as_default():
-            tf.graph_util.import_graph_def(fresh, name=name)
+        add_to_graph(self._graph, self._library, graph, name)
 
     def load(self, table: VariableTable, variables: Sequence[Variable]) -> None:
         """Keras' values -> the device."""

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from test_simulator import random_case
 
-from dapple_tf import emulator
+from dapple_tf import emulated_step, emulator
 from dapple_tf.cluster import Cluster, Device, Server
-from dapple_tf.emulator import Emulation, EmulationError, emulate
+from dapple_tf.emulated_waits import EmulationError
+from dapple_tf.emulator import Emulation, emulate
 from dapple_tf.plan import Plan
 from dapple_tf.profile import Cost, LayerProfile, Profile, SharedParameters, Tensor
 from dapple_tf.schedules import POLICIES, make_schedule
@@ -216,17 +217,17 @@ def test_wrong_arguments() -> None:
 
 
 def test_a_missing_control_edge_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = emulator._StepGraph._node
+    node = emulated_step.EmulatedStep._node
     monkeypatch.setattr(
-        emulator._StepGraph, "_node", lambda self, wait, tensors, control: node(self, wait, tensors, ())
+        emulated_step.EmulatedStep, "_node", lambda self, wait, tensors, control: node(self, wait, tensors, ())
     )
     with pytest.raises(EmulationError, match=r"\w+ was started before \w+ was over: an edge is missing"):
         emulate(*pipeline(2, 8, "gpipe", [1], 0.0))
 
 
 def test_slices_in_the_wrong_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined = emulator._joined
-    monkeypatch.setattr(emulator, "_joined", lambda tensors: joined(tensors[::-1]))
+    joined = emulated_step._joined
+    monkeypatch.setattr(emulated_step, "_joined", lambda tensors: joined(tensors[::-1]))
     with pytest.raises(EmulationError, match=r"1F0 should get \[0. 1. 2. 3. 4. 5.\], but it got \[3. 4. 5. 0. 1. 2.\]"):
         emulate(*pipeline(2, 2, "dapple_a", [2, 1], 0.0))
 

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from dapple_tf.cluster import Cluster
-from dapple_tf.emulator import MAX_DEVICES, Emulation, EmulationError, emulate
+from dapple_tf.emulated_waits import EmulationError
+from dapple_tf.emulator import MAX_DEVICES, Emulation, emulate
 from dapple_tf.plan import Plan
 from dapple_tf.profile import Profile
 from dapple_tf.schedules import POLICIES
