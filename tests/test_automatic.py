@@ -30,6 +30,7 @@ def test_slices_are_measured_around_those_of_the_plans() -> None:
     assert slice_sizes(256, 1) == (64, 128, 256)
 
 
+@pytest.mark.slow
 def test_a_model_is_planned_and_trained_and_keeps_its_values_until_then() -> None:
     model = mlp()
     before = [np.array(value) for value in model.get_weights()]
@@ -48,6 +49,7 @@ def test_a_model_is_planned_and_trained_and_keeps_its_values_until_then() -> Non
     assert len(pipelined.prediction.steps) == 3  # of six, the first three don't count
 
 
+@pytest.mark.slow
 def test_a_given_profile_is_planned_from_without_measuring_layers() -> None:
     model = mlp()
     cluster = dapple.Cluster.local(1, kind="cpu")
@@ -79,6 +81,7 @@ def test_shared_cores_are_those_of_logical_cpu_devices() -> None:
     assert not shares_cores(gpus, 0)
 
 
+@pytest.mark.slow
 def test_capacity_is_between_one_and_all_devices_and_the_model_is_as_before() -> None:
     model = mlp()
     cluster = dapple.Cluster.local(2, kind="cpu")
@@ -134,6 +137,7 @@ def test_mistakes_are_told_before_anything_is_measured(
         dapple.transform(mlp(), dapple.Cluster.local(2, kind="cpu"), **({"global_batch_size": 8} | arguments))
 
 
+@pytest.mark.slow
 def test_profile_and_training_measure_the_same_part_of_a_step() -> None:
     """The profiler timed Keras' whole ``train_on_batch``, training only what runs on the devices: 3 times less."""
     model = mlp()

@@ -18,6 +18,8 @@ from dapple_tf.timed_step import LAST
 from dapple_tf.variables import VariableTable
 from graph_passes.tasks import Phase, Task
 
+pytestmark = pytest.mark.slow  # traces real steps
+
 SAMPLES, ADDRESS = 3, 100
 
 

@@ -67,6 +67,7 @@ def test_stages_are_replicated_within_servers_and_pipelined_between_them() -> No
     assert {frozenset(group) for group in found.devices} == {frozenset(range(4)), frozenset(range(4, 8))}
 
 
+@pytest.mark.slow
 def test_vgg_19_on_slow_ethernet_is_15_to_1_as_in_table_4() -> None:
     profile = load_text(PROFILES / "vgg-19-pbs-32.txt", batch_size=32)
     cluster = cluster_of(*[1] * 16, memory=16 * 2**30, inter_bandwidth=10e9 / 8)
@@ -273,6 +274,7 @@ def test_planning_is_deterministic() -> None:
     assert len(plans) == 1
 
 
+@pytest.mark.slow
 def test_a_thousand_devices_are_planned() -> None:
     cluster = cluster_of(*[8] * 20, intra_bandwidth=1e11, inter_bandwidth=3e9)
     found = plan(profile_of(40, parameters=10**8), cluster, 640, micro_batches=4)

@@ -18,6 +18,8 @@ from dapple_tf.profiler import profile
 from graph_passes.assign_stages import AssignStages
 from graph_passes.program import VariableKind
 
+pytestmark = pytest.mark.slow  # every profile measures for seconds
+
 layers = keras.layers
 
 

@@ -14,6 +14,8 @@ from tools.paper_claims import Claim, Results
 from tools.paper_experiments import RowResult
 from tools.paper_models import CONFIGS, MODELS, ROWS, TABLE_4, TABLE_6, TABLE_7
 
+pytestmark = pytest.mark.slow  # plans and simulates rows of the paper
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 
