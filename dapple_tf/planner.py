@@ -289,15 +289,10 @@ class _Planner:
 
     # ---- simulation
 
-    def _simulate_all(self, plan: Plan) -> list[Choice]:
-        """The plan under each schedule, where it fits."""
-        schedules = self.request.schedules if plan.num_stages > 1 else self.request.schedules[:1]
-        found = []
-        for schedule in schedules:
-            choice = self._simulate(dataclasses.replace(plan, schedule=schedule))
-            if choice is not None:
-                found.append(choice)
-        return found
+    def _simulate_all(self, plan: Plan) -> None:
+        """Simulates a plan under each schedule, where it fits."""
+        for schedule in self.request.schedules:
+            self._simulate(dataclasses.replace(plan, schedule=schedule))
 
     def _explore(self, plan: Plan) -> None:
         """Simulates a plan under the schedule that is likely to be best."""
