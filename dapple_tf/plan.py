@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import operator
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+import numpy as np
+
 from dapple_tf import schedules
+from dapple_tf.plan_report import LARGEST, PlanReport, parse_report
 from graph_passes.batching import split_evenly
 
 if TYPE_CHECKING:
@@ -26,8 +28,6 @@ RECOMPUTE_MODES = ("none", "boundary", "min_cut")
 """What a backward recomputes: nothing; its stage's forward (GPipe's way); or what a min-cut finds cheapest."""
 
 _FORMAT = "dapple_tf.plan/1"
-_LARGEST = 2**63
-"""No number in a plan is as large."""
 
 
 class PlanError(ValueError):
@@ -41,84 +41,10 @@ class PlanOptions(TypedDict, total=False):
     jit_compile: bool
     warm_up: tuple[int, ...] | None
     bucket_bytes: int
-
-
-@dataclass(frozen=True)
-class StageReport:
-    """What the planner expects of one stage.
-
-    Attributes:
-        layers: number of layers.
-        share: its part of all devices' computing time.
-        bubble: the part of the step in which its devices are idle.
-        warm_up: K, the micro-batches in flight.
-        memory_bytes: peak use of its fullest device.
-        memory_limit: memory of its smallest device; None where unknown.
-    """
-
-    layers: int
-    share: float
-    bubble: float
-    warm_up: int
-    memory_bytes: float
-    memory_limit: int | None
-
-
-@dataclass(frozen=True)
-class PlanReport:
-    """Why the planner chose a plan. Times are simulated seconds of one step.
-
-    Attributes:
-        latency: of the plan.
-        formula_latency: L of formula 2 (DAPPLE, section 4.1), which the search went by.
-        speedup: over one device that runs all micro-batches one after the other.
-        data_parallel: of data parallelism on all devices; None if that isn't possible.
-        data_parallel_note: why not.
-        runner_up: of the best plan with other stages or replicas; None if there was none.
-        runner_up_text: that plan, in short.
-        pivot: the stage with the fewest bubbles, which sets the pace.
-        limited_by: what the step's critical path consists of.
-        overlap: whether it was assumed that gradients are all-reduced during the stage's last backward.
-        all_reduce: the assumed algorithm.
-        stages: see :class:`StageReport`.
-        fingerprint: that of the plan that this was said about.
-    """
-
-    latency: float
-    formula_latency: float
-    speedup: float
-    data_parallel: float | None
-    data_parallel_note: str
-    runner_up: float | None
-    runner_up_text: str
-    pivot: str
-    limited_by: str
-    overlap: bool
-    all_reduce: str
-    stages: tuple[StageReport, ...]
-    fingerprint: str
-
-    def __str__(self) -> str:
-        def factor(other: float) -> str:
-            return f"{other / self.latency:.3g}x the time" if self.latency else "the same"
-
-        parallel = f"impossible: {self.data_parallel_note}"
-        if self.data_parallel is not None:
-            parallel = f"{_ms(self.data_parallel)}, {factor(self.data_parallel)}"
-        runner_up = "none found"
-        if self.runner_up is not None:
-            runner_up = f"{self.runner_up_text}: {_ms(self.runner_up)}, {factor(self.runner_up)}"
-        assumed = f" (if {self.all_reduce} all-reduce overlaps with the last backward)" if self.overlap else ""
-        return (
-            f"expected step {_ms(self.latency)}, {self.speedup:.3g}x one device{assumed}\n"
-            f"pace set by {self.pivot} (the pivot stage); critical path: {self.limited_by}\n"
-            f"runner-up: {runner_up}\n"
-            f"data parallelism on all devices: {parallel}"
-        )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"
+    reverse_first_k: int
+    wait_free: bool
+    task_seconds: tuple[tuple[float, float, float], ...] | None
+    weight_devices: tuple[tuple[int, ...], ...] | None
 
 
 @dataclass(frozen=True)
@@ -127,7 +53,8 @@ class Plan:
 
     Attributes:
         cuts: S - 1 layer names; stage i ends after the layer ``cuts[i]``, the last stage after the last layer.
-        devices: for each of the S stages, the device index of each of its replicas.
+        devices: for each of the S stages, the device index of each of its replicas. A device may stand in several
+            stages, once in each.
         micro_batches: M, the number of micro-batches in a global batch.
         global_batch_size: samples in one step, over all devices.
         schedule: one of `schedules.POLICIES`.
@@ -135,6 +62,14 @@ class Plan:
         jit_compile: whether stages are compiled with XLA.
         warm_up: K of each stage in place of the policy's; must not rise from a stage to the next.
         bucket_bytes: gradients are all-reduced in buckets of about so many bytes.
+        reverse_first_k: of the first k stages, the weight gradients of the last micro-batch are computed after all
+            others, those of stage 0 first (Out-Of-Order BackProp, EuroSys'22, algorithm 2).
+        wait_free: whether a stage's gradients are all-reduced as soon as they are complete, rather than when its
+            devices have run all their tasks.
+        task_seconds: for each stage the times of F, Bx and Bw, in any unit, by which policies that fill gaps order
+            tasks; None takes all as equal.
+        weight_devices: for each stage the device of each replica that computes weight gradients (Bw), keeps the
+            variables and updates them; None for the stage's own devices.
         report: what the planner expects of it, and why it chose it; None for a plan made by hand. Says nothing of
             equality.
 
@@ -151,6 +86,10 @@ class Plan:
     jit_compile: bool = False
     warm_up: tuple[int, ...] | None = None
     bucket_bytes: int = 4 * 2**20
+    reverse_first_k: int = 0
+    wait_free: bool = True
+    task_seconds: tuple[tuple[float, float, float], ...] | None = None
+    weight_devices: tuple[tuple[int, ...], ...] | None = None
     report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -259,7 +198,7 @@ class Plan:
             report = data.pop("report", None)
             plan = cls(**data)
             if report is not None:
-                plan = replace(plan, report=_parsed_report(report))
+                plan = replace(plan, report=parse_report(report))
         except PlanError as error:
             raise PlanError(f"{source}: {error}") from error
         if plan.report is not None and plan.report.fingerprint != plan.fingerprint:
@@ -309,7 +248,8 @@ class Plan:
         """
         count = cluster.num_devices
         for stage, devices in enumerate(self.devices):
-            for device in devices:
+            weights = () if self.weight_devices is None else self.weight_devices[stage]
+            for device in (*devices, *weights):
                 if device >= count:
                     numbers = "(0)" if count == 1 else f"(0 to {count - 1})"
                     raise PlanError(
@@ -347,14 +287,19 @@ class Plan:
         """Turn lists into tuples and number-like things into ints; refuse what is neither."""
         object.__setattr__(self, "cuts", _names(self.cuts))
         object.__setattr__(self, "devices", _device_lists(self.devices))
-        for name in ("micro_batches", "global_batch_size", "bucket_bytes"):
+        for name in ("micro_batches", "global_batch_size", "bucket_bytes", "reverse_first_k"):
             object.__setattr__(self, name, integer(name, getattr(self, name)))
         if self.warm_up is not None:
             object.__setattr__(self, "warm_up", _integers("warm_up", self.warm_up))
         if self.report is not None and len(self.report.stages) != len(self.devices):
             raise PlanError(f"the report is about {len(self.report.stages)} stages, the plan has {len(self.devices)}")
-        if not isinstance(self.jit_compile, bool):
-            raise PlanError(f"jit_compile is {self.jit_compile!r}; it must be True or False")
+        for name in ("jit_compile", "wait_free"):
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if self.task_seconds is not None:
+            object.__setattr__(self, "task_seconds", _task_seconds(self.task_seconds))
+        if self.weight_devices is not None:
+            object.__setattr__(self, "weight_devices", _device_lists(self.weight_devices))
 
     def _check_stages(self) -> None:
         stages = len(self.cuts) + 1
@@ -369,17 +314,25 @@ class Plan:
                 raise PlanError(
                     f"stages {positions[0]} and {positions[1]} are both cut after layer {cut!r}; name each layer once"
                 )
-        owners: dict[int, int] = {}
         for stage, devices in enumerate(self.devices):
             if not devices:
                 raise PlanError(f"stage {stage} has no devices; give it at least one")
-            for device in devices:
-                if device < 0:
-                    raise PlanError(f"stage {stage} has device {device}; device numbers start at 0")
-                if device in owners:
-                    where = f"stage {stage}" if owners[device] == stage else f"stages {owners[device]} and {stage}"
-                    raise PlanError(f"device {device} stands twice, in {where}; a device runs one replica of one stage")
-                owners[device] = stage
+            _check_devices(f"stage {stage}", devices)
+        if self.task_seconds is not None and len(self.task_seconds) != stages:
+            raise PlanError(f"task_seconds has {len(self.task_seconds)} entries for {stages} stages; give one for each")
+        if not 0 <= self.reverse_first_k <= stages:
+            raise PlanError(f"reverse_first_k is {self.reverse_first_k}; with {stages} stages it must be 0 to {stages}")
+        if self.weight_devices is not None:
+            self._check_weight_devices(self.weight_devices)
+
+    def _check_weight_devices(self, weight_devices: Sequence[Sequence[int]]) -> None:
+        if list(map(len, weight_devices)) != list(self.replicas):
+            raise PlanError(
+                f"weight_devices has {list(map(len, weight_devices))} devices for stages of {list(self.replicas)} "
+                f"replicas; give one for each replica"
+            )
+        for stage, devices in enumerate(weight_devices):
+            _check_devices(f"weight_devices of stage {stage}", devices)
 
     def _check_batches(self) -> None:
         batch, count = self.global_batch_size, self.micro_batches
@@ -420,6 +373,14 @@ class Plan:
             raise PlanError(str(error)) from error
 
 
+def _check_devices(where: str, devices: Sequence[int]) -> None:
+    for device, count in Counter(devices).items():
+        if device < 0:
+            raise PlanError(f"{where} has device {device}; device numbers start at 0")
+        if count > 1:
+            raise PlanError(f"device {device} stands twice, in {where}; a device runs one replica of a stage")
+
+
 def _ranges(numbers: tuple[int, ...]) -> str:
     """Numbers in short: ``0-7 9``."""
     parts: list[list[int]] = []
@@ -437,34 +398,6 @@ def _runs(sizes: tuple[int, ...]) -> str:
     if len(sizes) <= 4:
         return "+".join(map(str, sizes))
     return " + ".join(f"{count}x{size}" for size, count in Counter(sizes).items())
-
-
-def _parsed_report(data: object) -> PlanReport:
-    """A report from JSON data.
-
-    Raises:
-        PlanError: it isn't one.
-    """
-    stages = data.get("stages") if isinstance(data, dict) else None
-    if not isinstance(data, dict) or not isinstance(stages, list):
-        raise PlanError(f"'report' is {data!r}; remove it, or restore what the planner wrote")
-    parsed = [_parsed_numbers(StageReport, stage) for stage in stages]
-    return _parsed_numbers(PlanReport, data | {"stages": tuple(parsed)})
-
-
-def _parsed_numbers(kind: Any, data: object) -> Any:
-    """A dataclass of texts and numbers from JSON data."""
-    names = {entry.name: str(entry.type) for entry in fields(kind)}
-    if not isinstance(data, dict) or set(data) != set(names):
-        raise PlanError(f"'report' has {data!r} where {', '.join(names)} are expected; remove 'report' from the file")
-    for name, value in data.items():
-        optional = "None" in names[name]
-        fits = type(value) in (int, float) and abs(value) < _LARGEST and not math.isnan(value)
-        if names[name] in ("str", "bool"):
-            fits = isinstance(value, str if names[name] == "str" else bool)
-        if not (name == "stages" or (value is None and optional) or fits):
-            raise PlanError(f"'report' has {value!r} for {name!r}; remove 'report' from the file")
-    return kind(**data)
 
 
 def _entries(what: str, values: object, example: str) -> tuple[Any, ...]:
@@ -487,6 +420,19 @@ def _device_lists(devices: object) -> tuple[tuple[int, ...], ...]:
     return tuple(_integers(f"devices of stage {stage}", values) for stage, values in enumerate(stages))
 
 
+def _task_seconds(seconds: object) -> tuple[tuple[float, float, float], ...]:
+    found = []
+    for stage, times in enumerate(_entries("task_seconds", seconds, "[[1, 1, 1]] with F, Bx and Bw of each stage")):
+        entries = _entries(f"task_seconds of stage {stage}", times, "[1, 1, 1]")
+        numbers = [float(x) for x in entries if isinstance(x, int | float | np.number) and not isinstance(x, bool)]
+        if len(entries) != 3 or len(numbers) != 3 or not all(0 <= x < LARGEST for x in numbers):
+            raise PlanError(
+                f"task_seconds of stage {stage} is {times!r}; give the times of F, Bx and Bw, such as [1, 1, 1]"
+            )
+        found.append((numbers[0], numbers[1], numbers[2]))
+    return tuple(found)
+
+
 def _integers(what: str, values: object) -> tuple[int, ...]:
     return tuple(integer(what, value) for value in _entries(what, values, "[0, 1]"))
 
@@ -498,7 +444,7 @@ def integer(what: str, value: Any) -> int:
         PlanError: it isn't one, or is beyond 64 bits.
     """
     try:
-        if not isinstance(value, bool) and abs(number := operator.index(value)) < _LARGEST:
+        if not isinstance(value, bool) and abs(number := operator.index(value)) < LARGEST:
             return number
     except TypeError:
         pass

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dapple_tf.cluster import Cluster
 from dapple_tf.cost import CostModel, gib
 from dapple_tf.latency import pipeline_latency, stage_times
-from dapple_tf.plan import Plan, PlanReport, StageReport
+from dapple_tf.plan import Plan
+from dapple_tf.plan_report import PlanReport, StageReport
 from dapple_tf.plan_request import PlanRequest
 from dapple_tf.profile import Profile
 from dapple_tf.simulator import Simulation

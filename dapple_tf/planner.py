@@ -22,8 +22,9 @@ from dapple_tf.cost import CostModel
 from dapple_tf.latency import pipeline_latency, stage_times
 from dapple_tf.local_search import neighbours
 from dapple_tf.placement import Placements, links_of
-from dapple_tf.plan import Plan, PlanError, PlanReport
+from dapple_tf.plan import Plan, PlanError
 from dapple_tf.plan_reasons import attempts, report, shortage
+from dapple_tf.plan_report import PlanReport
 from dapple_tf.plan_request import PlanRequest
 from dapple_tf.profile import Profile
 from dapple_tf.progress import Progress

@@ -154,7 +154,8 @@ class ValueKind(enum.Enum):
     GRADIENT = "gradient"  # the gradient with respect to a tensor of the flat graph
     SLICE_VALUES = "slice_values"  # rows of the gradient of a parameter that is only gathered from
     SLICE_INDICES = "slice_indices"  # the rows of the parameter that they belong to
-    RESIDUAL = "residual"  # a tensor that the stage's forward function keeps for its backward function
+    RESIDUAL = "residual"  # a tensor that the stage's forward function keeps for its backward functions
+    PARTIAL = "partial"  # a tensor that Bx computes and Bw reads
 
 
 class Value(NamedTuple):
@@ -200,10 +201,17 @@ class Stage:
         metric_results: its new metric values, likewise.
         forward: F: (variables, batch inputs, boundary inputs) -> (boundary outputs, new state, loss, residuals).
         backward: B: (variables, residuals, gradients of boundary outputs) -> (gradients of boundary inputs and
-            parameters).
+            parameters). None where it is split.
+        input_grad: Bx: (variables, residuals, gradients of boundary outputs) -> (gradients of boundary inputs,
+            partial results for Bw). None where B isn't split, or nothing that the stage receives has a gradient.
+        weight_grad: Bw: (variables, residuals, partial results of Bx, gradients of boundary outputs) -> (gradients of
+            parameters). None where B isn't split, or the stage has no parameters.
+        split: whether Bx and Bw take the place of B.
         metrics: (tensors of F, labels, metric values) -> metric values.
         residual_bytes: bytes that a slice keeps from F to B, boundary inputs included, per sample.
         fixed_residual_bytes: bytes that it keeps whatever its size.
+        delayed_bytes: bytes that a slice keeps from Bx to Bw, per sample: residuals, partial results and gradients of
+            boundary outputs that Bw reads. fixed_delayed_bytes: those whatever its size.
     """
 
     index: int
@@ -214,9 +222,14 @@ class Stage:
     metric_results: Mapping[Value, Ref] = dataclasses.field(default_factory=dict)
     forward: StageFunction | None = None
     backward: StageFunction | None = None
+    input_grad: StageFunction | None = None
+    weight_grad: StageFunction | None = None
+    split: bool = False
     metrics: StageFunction | None = None
     residual_bytes: int = 0
     fixed_residual_bytes: int = 0
+    delayed_bytes: int = 0
+    fixed_delayed_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,116 @@
+"""What the planner says about a plan that it made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+LARGEST = 2**63
+"""No number in a plan is as large."""
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What the planner expects of one stage.
+
+    Attributes:
+        layers: number of layers.
+        share: its part of all devices' computing time.
+        bubble: the part of the step in which its devices are idle.
+        warm_up: K, the micro-batches in flight.
+        memory_bytes: peak use of its fullest device.
+        memory_limit: memory of its smallest device; None where unknown.
+    """
+
+    layers: int
+    share: float
+    bubble: float
+    warm_up: int
+    memory_bytes: float
+    memory_limit: int | None
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """Why the planner chose a plan. Times are simulated seconds of one step.
+
+    Attributes:
+        latency: of the plan.
+        formula_latency: L of formula 2 (DAPPLE, section 4.1), which the search went by.
+        speedup: over one device that runs all micro-batches one after the other.
+        data_parallel: of data parallelism on all devices; None if that isn't possible.
+        data_parallel_note: why not.
+        runner_up: of the best plan with other stages or replicas; None if there was none.
+        runner_up_text: that plan, in short.
+        pivot: the stage with the fewest bubbles, which sets the pace.
+        limited_by: what the step's critical path consists of.
+        overlap: whether it was assumed that gradients are all-reduced during the stage's last backward.
+        all_reduce: the assumed algorithm.
+        stages: see :class:`StageReport`.
+        fingerprint: that of the plan that this was said about.
+    """
+
+    latency: float
+    formula_latency: float
+    speedup: float
+    data_parallel: float | None
+    data_parallel_note: str
+    runner_up: float | None
+    runner_up_text: str
+    pivot: str
+    limited_by: str
+    overlap: bool
+    all_reduce: str
+    stages: tuple[StageReport, ...]
+    fingerprint: str
+
+    def __str__(self) -> str:
+        def factor(other: float) -> str:
+            return f"{other / self.latency:.3g}x the time" if self.latency else "the same"
+
+        parallel = f"impossible: {self.data_parallel_note}"
+        if self.data_parallel is not None:
+            parallel = f"{_ms(self.data_parallel)}, {factor(self.data_parallel)}"
+        runner_up = "none found"
+        if self.runner_up is not None:
+            runner_up = f"{self.runner_up_text}: {_ms(self.runner_up)}, {factor(self.runner_up)}"
+        assumed = f" (if {self.all_reduce} all-reduce overlaps with the last backward)" if self.overlap else ""
+        return (
+            f"expected step {_ms(self.latency)}, {self.speedup:.3g}x one device{assumed}\n"
+            f"pace set by {self.pivot} (the pivot stage); critical path: {self.limited_by}\n"
+            f"runner-up: {runner_up}\n"
+            f"data parallelism on all devices: {parallel}"
+        )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"
+
+
+def parse_report(data: object) -> PlanReport:
+    """A report from JSON data.
+
+    Raises:
+        ValueError: it isn't one.
+    """
+    stages = data.get("stages") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or not isinstance(stages, list):
+        raise ValueError(f"'report' is {data!r}; remove it, or restore what the planner wrote")
+    parsed = [_parsed_numbers(StageReport, stage) for stage in stages]
+    return _parsed_numbers(PlanReport, data | {"stages": tuple(parsed)})
+
+
+def _parsed_numbers(kind: Any, data: object) -> Any:
+    """A dataclass of texts and numbers from JSON data."""
+    names = {entry.name: str(entry.type) for entry in fields(kind)}
+    if not isinstance(data, dict) or set(data) != set(names):
+        raise ValueError(f"'report' has {data!r} where {', '.join(names)} are expected; remove 'report' from the file")
+    for name, value in data.items():
+        optional = "None" in names[name]
+        fits = type(value) in (int, float) and abs(value) < LARGEST and not math.isnan(value)
+        if names[name] in ("str", "bool"):
+            fits = isinstance(value, str if names[name] == "str" else bool)
+        if not (name == "stages" or (value is None and optional) or fits):
+            raise ValueError(f"'report' has {value!r} for {name!r}; remove 'report' from the file")
+    return kind(**data)
