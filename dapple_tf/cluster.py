@@ -86,6 +86,8 @@ class Cluster:
         reduce_bandwidth: bytes/s that all-reduce gets out of the slowest link of its ring, where it was measured; None
             is the link's own.
         reduce_latency: seconds of one step of the ring, likewise.
+        target: where sessions on these devices are opened, "grpc://host:port" of the first server; empty for this
+            process.
 
     Raises:
         ClusterError: no devices, a name twice, servers not numbered 0, 1, ... in order, or a number out of range.
@@ -100,6 +102,7 @@ class Cluster:
     servers: tuple[Server, ...] = ()
     reduce_bandwidth: float | None = None
     reduce_latency: float | None = None
+    target: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -160,6 +163,33 @@ class Cluster:
         device_type = "GPU" if gpus >= count else "CPU"
         names = (f"/job:localhost/replica:0/task:0/device:{device_type}:{index}" for index in range(count))
         return cls(tuple(Device(name, 0, memory_bytes) for name in names))
+
+    @classmethod
+    def of_servers(
+        cls, addresses: Sequence[str], *, devices_per_server: int = 1, memory_bytes: int | None = None
+    ) -> Cluster:
+        """Take the logical CPU devices of TensorFlow servers that run already, see `dapple_tf.worker`.
+
+            Cluster.of_servers(["10.0.0.1:2222", "10.0.0.2:2222"])
+
+        Args:
+            addresses: "host:port" of each server, the same and in the same order as the servers were given. Sessions
+                are opened on the first.
+            devices_per_server: devices of each server.
+            memory_bytes: memory of each device, for planning; None is unknown.
+
+        Raises:
+            ClusterError: no addresses, one that isn't "host:port" or that stands there twice, or no devices.
+        """
+        check_addresses(addresses)
+        if devices_per_server < 1:
+            raise ClusterError(f"devices_per_server is {devices_per_server}; servers have at least 1 device each")
+        devices = tuple(
+            Device(f"/job:worker/replica:0/task:{server}/device:CPU:{index}", server, memory_bytes)
+            for server in range(len(addresses))
+            for index in range(devices_per_server)
+        )
+        return cls(devices, target=f"grpc://{addresses[0]}")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
@@ -302,6 +332,11 @@ class Cluster:
         """Fully qualified name of each device."""
         return tuple(device.name for device in self.devices)
 
+    @property
+    def host_device(self) -> str:
+        """The device that batches are fed to and results are fetched from: a CPU of the process with the session."""
+        return f"/job:{'worker' if self.target else 'localhost'}/replica:0/task:0/device:CPU:0"
+
     def __str__(self) -> str:
         counts = [len(self.devices_of(server)) for server in range(self.num_servers)]
         per_server = str(counts[0]) if len(set(counts)) == 1 else "+".join(map(str, counts))
@@ -319,6 +354,22 @@ class Cluster:
         )
         names = f"  {self.devices[0].name}" + (f" to {self.devices[-1].name}" if self.num_devices > 1 else "")
         return f"Cluster ({'real' if self.real else 'description'}): {servers}, {memory}\n{names}\n{links}"
+
+
+def check_addresses(addresses: Sequence[str]) -> None:
+    """Checks the addresses of servers.
+
+    Raises:
+        ClusterError: no addresses, one that isn't "host:port", or one that stands there twice.
+    """
+    if isinstance(addresses, str) or not addresses:
+        raise ClusterError(f"addresses is {addresses!r}; give a list with 'host:port' of at least one server")
+    for position, address in enumerate(addresses):
+        host, _, port = address.rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+            raise ClusterError(f"address {position} is {address!r}; write it as 'host:port', such as '10.0.0.1:2222'")
+        if address in addresses[:position]:
+            raise ClusterError(f"servers {addresses.index(address)} and {position} both have the address {address!r}")
 
 
 def _count_gpus() -> int:

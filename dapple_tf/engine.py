@@ -46,8 +46,6 @@ from graph_passes.verify import verify
 
 logger = logging.getLogger(__name__)
 
-_HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
-
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
@@ -115,7 +113,9 @@ class Engine:
         """A fresh graph and session. The devices' variables are empty until ``load``."""
         self._graph = tf.Graph()
         self._library: set[str] = set()
-        self._session = tf.compat.v1.Session(graph=self._graph, config=session_config(self.cluster))
+        self._session = tf.compat.v1.Session(
+            self.cluster.target, graph=self._graph, config=session_config(self.cluster)
+        )
         self._storage: DeviceValues | None = None
         self._pushed_learning_rate: float | None = None
 
@@ -165,11 +165,11 @@ class Engine:
         """Passes 5 to 9: from stage functions to a step on a batch of ``samples`` samples."""
         layout = self.layout(built, samples)
         order = OrderTasks(self.schedule(built, layout), self.cluster.device_names)
-        replicate = Replicate(layout, _HOST, self._hosts, built.prefix)
+        replicate = Replicate(layout, self.cluster.host_device, self._hosts, built.prefix)
         if built.mode is not Mode.TRAIN:
             return [replicate, SplitConcat(), order]
         bucket_bytes, key = self.plan.bucket_bytes, self._next_key
-        update = Update(built.updates, self._hosts, _HOST, bucket_bytes, key, built.prefix)
+        update = Update(built.updates, self._hosts, self.cluster.host_device, bucket_bytes, key, built.prefix)
         self._next_key += _KEYS_PER_STEP
         return [replicate, SplitConcat(), Accumulate(built.prefix), order, update]
 

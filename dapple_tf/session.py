@@ -9,10 +9,19 @@ import tensorflow as tf
 from dapple_tf.cluster import Cluster
 from graph_passes.graph import GraphDef
 
+LEADER = "/job:worker/replica:0/task:0"
+"""The server that gives out the keys of collective operations."""
+
 
 def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
-    """A session's configuration: one executor thread per device, and the cores shared out among them."""
+    """A session's configuration: one executor thread per device, and the cores shared out among them.
+
+    Servers have threads and devices of their own, see `dapple_tf.worker`.
+    """
     config = tf.compat.v1.ConfigProto(allow_soft_placement=False)
+    if cluster.target:
+        config.experimental.collective_group_leader = LEADER
+        return config
     cpus = sum("device:CPU" in device.name for device in cluster.devices)
     cores = _cores()
     config.device_count["CPU"] = max(1, cpus)
