@@ -9,26 +9,38 @@ import tensorflow as tf
 from dapple_tf.cluster import Cluster
 from graph_passes.graph import GraphDef
 
-LEADER = "/job:worker/replica:0/task:0"
+_LEADER = "/job:worker/replica:0/task:0"
 """The server that gives out the keys of collective operations."""
 
 
 def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
     """A session's configuration: one executor thread per device, and the cores shared out among them.
 
-    Servers have threads and devices of their own, see `dapple_tf.worker`.
+    Servers have threads and devices of their own, see `server_config`.
     """
     config = tf.compat.v1.ConfigProto(allow_soft_placement=False)
     if cluster.target:
-        config.experimental.collective_group_leader = LEADER
+        config.experimental.collective_group_leader = _LEADER
+        config.isolate_session_state = True  # Sessions on one server mustn't share variables.
         return config
-    cpus = sum("device:CPU" in device.name for device in cluster.devices)
-    cores = _cores()
-    config.device_count["CPU"] = max(1, cpus)
-    config.inter_op_parallelism_threads = max(cluster.num_devices + 1, cores)
-    config.intra_op_parallelism_threads = max(1, cores // max(1, cpus)) if cpus else 0
+    _share_cores(config, cluster.num_devices, sum("device:CPU" in device.name for device in cluster.devices))
     config.gpu_options.allow_growth = True
     return config
+
+
+def server_config(devices: int) -> tf.compat.v1.ConfigProto:
+    """The configuration of a server with so many logical CPU devices; threads as in `session_config`."""
+    config = tf.compat.v1.ConfigProto()
+    config.experimental.collective_group_leader = _LEADER
+    _share_cores(config, devices, devices)
+    return config
+
+
+def _share_cores(config: tf.compat.v1.ConfigProto, devices: int, cpus: int) -> None:
+    cores = _cores()
+    config.device_count["CPU"] = max(1, cpus)
+    config.inter_op_parallelism_threads = max(devices + 1, cores)
+    config.intra_op_parallelism_threads = max(1, cores // max(1, cpus)) if cpus else 0
 
 
 def add_to_graph(target: tf.Graph, library: set[str], graph: GraphDef, name: str) -> None:
