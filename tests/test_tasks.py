@@ -26,8 +26,8 @@ TEXT = """\
         (Task(2, F, 0), "2F0"),
         (Task(0, B, 13), "0B13"),
         (Task(2, F, 0, replica=1), "2F0.r1"),
-        (Task(10, BX, 3, chunk=2), "10Bx3.c2"),
-        (Task(1, BW, 4, replica=12, chunk=1), "1Bw4.r12.c1"),
+        (Task(10, BX, 3), "10Bx3"),
+        (Task(1, BW, 4, replica=12), "1Bw4.r12"),
     ],
 )
 def test_a_task_prints_in_the_text_form_and_parses_back(task: Task, text: str) -> None:
@@ -37,12 +37,12 @@ def test_a_task_prints_in_the_text_form_and_parses_back(task: Task, text: str) -
 
 def test_every_small_task_has_its_own_text_that_parses_back() -> None:
     numbers = range(3)
-    tasks = [Task(*fields) for fields in itertools.product(numbers, Phase, numbers, numbers, numbers)]
+    tasks = [Task(*fields) for fields in itertools.product(numbers, Phase, numbers, numbers)]
     assert [Task.parse(str(task)) for task in tasks] == tasks
     assert len({str(task) for task in tasks}) == len(tasks)
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2f0", "2F0.r", "2F0.c1.r1", "2F0 ", "-1F0", "2F0.x1", "٢F0"])
+@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2f0", "2F0.r", "2F0.c1", "2F0>1F0", "2F0 ", "-1F0", "2F0.x1", "٢F0"])
 def test_a_text_that_is_no_task_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="isn't a task; write <stage><phase><micro-batch>") as caught:
         Task.parse(text)
@@ -55,7 +55,7 @@ def test_a_negative_number_in_a_task_is_refused() -> None:
 
 
 def test_tasks_sort_by_stage_then_phase_then_micro_batch() -> None:
-    expected = [*Schedule.parse("0: 0F0 0F1 0B0 0Bx0 0Bw0 1F0 1F0.c1 1F0.r1 1B0").tasks]
+    expected = [*Schedule.parse("0: 0F0 0F1 0B0 0Bx0 0Bw0 1F0 1F0.r1 1B0").tasks]
     assert sorted(reversed(expected)) == expected
     assert Task(0, F, 0) <= Task(0, B, 0) and Task(0, B, 0) > Task(0, F, 5)
 
@@ -98,6 +98,24 @@ def test_a_schedule_does_not_change_with_the_dict_it_was_made_from() -> None:
         schedule.orders[1] = ()  # type: ignore[index]
 
 
+def test_a_wait_for_a_task_of_another_device_prints_parses_compares_and_pickles() -> None:
+    text = "0: 0F0 0Bx0 0F1>0Bw0 0Bx1\n1: 0Bw0 0Bw1"
+    schedule = Schedule.parse(text)
+    assert schedule.after == {Task(0, F, 1): Task(0, BW, 0)}
+    assert str(schedule) == text
+    without = Schedule("parsed", schedule.orders)
+    assert schedule != without and without.after == {}
+    for again in (Schedule.parse(text), copy.deepcopy(schedule), pickle.loads(pickle.dumps(schedule))):
+        assert again == schedule and hash(again) == hash(schedule)
+    with pytest.raises(TypeError):
+        schedule.after[Task(0, BX, 0)] = Task(0, F, 0)  # type: ignore[index]
+
+
+def test_a_stage_with_bx_or_bw_is_split() -> None:
+    assert Schedule.parse(TEXT).split == frozenset()
+    assert Schedule.parse("0: 0F0 0B0 2F0 2Bx0\n1: 1F0 1Bx0 1Bw0").split == {1, 2}
+
+
 def test_tasks_are_listed_device_by_device() -> None:
     schedule = Schedule.parse("1: 1F0 1B0\n0: 0F0 0B0")
     assert [str(task) for task in schedule.tasks] == ["0F0", "0B0", "1F0", "1B0"]
@@ -119,6 +137,10 @@ def test_device_of_finds_the_device_or_says_that_there_is_none() -> None:
         ("0F0 0B0", "line 1 of the schedule is '0F0 0B0'; write <device>: <task> <task> ..."),
         ("zero: 0F0", "line 1 of the schedule is 'zero: 0F0'"),
         ("0: 0F0\n1: 1G0", "line 2 of the schedule: '1G0' isn't a task"),
+        ("0: 0F0\n1: 1F0>", "line 2 of the schedule: '' isn't a task"),
+        ("0: 0F0\n1: 1F0>0F0>0B0", "line 2 of the schedule: '0F0>0B0' isn't a task"),
+        ("0: 0F0\n1: 1F0>0B0", "1F0 waits for 0B0, but no device runs 0B0; leave the wait out"),
+        ("0: 0F0>0F0", "0F0 waits for itself; leave the wait out"),
     ],
 )
 def test_a_wrong_schedule_text_is_refused_with_its_line(text: str, message: str) -> None:
