@@ -1,0 +1,65 @@
+"""ResNet (He et al., CVPR 2016) for small images, as an ordinary Keras functional model.
+
+The layers that a plan may cut after are named ``stem``, ``block_0`` and so on, ``pool`` and ``logits``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+
+def resnet(
+    *, image: int = 32, channels: int = 3, classes: int = 10, width: int = 32, blocks: Sequence[int] = (2, 3, 3, 2)
+) -> keras.Model:
+    """A ResNet of basic blocks: two 3x3 convolutions with batch normalisation, and what skips them, added.
+
+    Inputs are ``[batch, image, image, channels]``, outputs logits ``[batch, classes]``.
+
+    Args:
+        image: height and width of the images.
+        channels: of the images.
+        classes: number of classes.
+        width: channels of the first group of blocks; each following group has twice as many, and half the image.
+        blocks: how many blocks each group has.
+
+    Raises:
+        ValueError: no blocks, or more groups than the image can be halved for.
+    """
+    if not blocks or min(blocks) < 1:
+        raise ValueError(f"blocks is {list(blocks)}; each group needs at least 1 block")
+    if min(image, channels, classes, width) < 1 or image % 2 ** (len(blocks) - 1):
+        raise ValueError(
+            f"image {image}, channels {channels}, classes {classes}, width {width}: all must be at least 1, and the "
+            f"image be a multiple of {2 ** (len(blocks) - 1)}, which {len(blocks)} groups of blocks halve it by"
+        )
+    inputs = keras.Input((image, image, channels), name="images")
+    x = _convolution(inputs, width, 3, 1, "stem_conv")
+    x = keras.layers.ReLU(name="stem")(x)
+    number = 0
+    for group, count in enumerate(blocks):
+        for position in range(count):
+            x = _block(x, width * 2**group, 2 if group and not position else 1, f"block_{number}")
+            number += 1
+    x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
+    return keras.Model(inputs, keras.layers.Dense(classes, name="logits")(x), name="resnet")
+
+
+def _block(x: Any, width: int, stride: int, name: str) -> Any:
+    skipped = x
+    if stride != 1 or x.shape[-1] != width:
+        skipped = _convolution(x, width, 1, stride, f"{name}_skip")
+    x = _convolution(x, width, 3, stride, f"{name}_conv_0")
+    x = keras.layers.ReLU(name=f"{name}_relu")(x)
+    x = _convolution(x, width, 3, 1, f"{name}_conv_1")
+    return keras.layers.ReLU(name=name)(keras.layers.Add(name=f"{name}_add")([x, skipped]))
+
+
+def _convolution(x: Any, width: int, size: int, stride: int, name: str) -> Any:
+    """A convolution without bias and its normalisation."""
+    convolution = keras.layers.Conv2D(
+        width, size, stride, padding="same", use_bias=False, kernel_initializer="he_normal", name=name
+    )
+    return keras.layers.BatchNormalization(momentum=0.9, name=f"{name}_norm")(convolution(x))
