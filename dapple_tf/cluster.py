@@ -236,7 +236,7 @@ class Cluster:
             for index, (memory, speed) in enumerate(zip(memories, speeds, strict=True)):
                 name = f"/job:worker/replica:0/task:{number}/device:GPU:{index}"
                 devices.append(Device(name, number, memory, speed))
-        numbers = _numbers(data, [*_LINKS, *_REDUCTION], source)
+        numbers: dict[str, Any] = _numbers(data, [*_LINKS, *_REDUCTION], source)
         try:
             return cls(
                 tuple(devices),

@@ -1,0 +1,473 @@
+"""Measures data-parallel training on two hosts behind a slow network, in as many ways as there are to hide the network.
+
+    sudo .venv/bin/python -m tools.two_hosts --models=resnet,vgg --rate=auto --out=two_hosts.json
+
+The hosts are network namespaces of this machine, joined by a pair of virtual Ethernet devices whose rate is limited by
+`tc tbf`. Each runs a TensorFlow server (`dapple_tf.worker`) on a core of its own. All of it is taken down at the end,
+and on errors and Ctrl-C, too. That needs root, `ip` and `tc`.
+
+Variants take turns, so that all meet the same ups and downs of the machine's speed:
+
+* compute: each host trains on its half of the batch by itself; no network.
+* all_reduce: only as many bytes as the model has gradients, in the same buckets; no computation.
+* conventional: the whole model as one stage; gradients are reduced after the backward pass.
+* conventional_chunked: the model in chunks, with wait_free=False; shows what chunks cost by themselves.
+* wait_free: the model in chunks, each reduced as soon as its gradients are there.
+* reverse_first_<k>: the same with the weight gradients of the first k chunks put off (Out-Of-Order BackProp,
+  EuroSys'22, section 5.1).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import app, flags
+
+import dapple_tf as dapple
+from dapple_tf.session import session_config
+from models.resnet import resnet
+from models.vgg import vgg
+
+_MODELS = flags.DEFINE_list("models", ["resnet", "vgg"], "which of resnet and vgg to train")
+_RATE = flags.DEFINE_string(
+    "rate", "auto", "of the link in Mbit/s in each direction; auto: all-reduce takes about as long as computation"
+)
+_FIRST = flags.DEFINE_list("first_k", ["2", "4", "8"], "values of reverse_first_k")
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "measured rounds", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 2, "steps of each variant in a round; the fastest counts", lower_bound=1)
+_BUCKET = flags.DEFINE_float("bucket", 4.0, "MiB that are reduced at once", lower_bound=0.001)
+_BATCH = flags.DEFINE_integer("batch", None, "global batch size; by default the model's own", lower_bound=2)
+_OUT = flags.DEFINE_string("out", None, "write the numbers and the machine's facts to this JSON file, too")
+_INSIDE = flags.DEFINE_string("inside", None, "internal: this is the client within the first host; what it is to do")
+
+_ADDRESSES = ("10.255.77.1", "10.255.77.2")
+_PORT = 2222
+_KEYS = 10_000_000
+"""Collective keys for each variant: all sessions on a server draw from the same numbers."""
+
+
+class Example(NamedTuple):
+    """A model to train.
+
+    Attributes:
+        make: makes it.
+        batch: the global batch size, by default.
+        cuts: the last layers of its chunks but the last chunk.
+    """
+
+    make: Callable[[], keras.Model]
+    batch: int
+    cuts: Sequence[str]
+
+
+_EXAMPLES = {
+    "resnet": Example(resnet, 64, [f"block_{number}" for number in range(9)]),
+    "vgg": Example(vgg, 256, ["conv_0_0", "pool_0", "conv_1_0", "pool_1", "conv_2_0", "flatten", "dense_0", "dense_1"]),
+}
+
+
+# ---- the two hosts
+
+
+class TwoHosts:
+    """Two network namespaces, a link between them and a server in each; made on entry, gone on exit."""
+
+    def __init__(self) -> None:
+        self.names = [f"two_hosts_{os.getpid()}_{host}" for host in range(2)]
+        self.cores = sorted(os.sched_getaffinity(0))[:2]
+        self.addresses = [f"{address}:{_PORT}" for address in _ADDRESSES]
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> TwoHosts:
+        try:
+            self._start()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start(self) -> None:
+        for name in self.names:
+            _call("ip", "netns", "add", name)
+            self._stack.callback(_call, "ip", "netns", "del", name)
+            _call("ip", "-n", name, "link", "set", "lo", "up")
+        first, second = self.names
+        _call("ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
+        for name, address in zip(self.names, _ADDRESSES, strict=True):
+            _call("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            _call("ip", "-n", name, "link", "set", "eth0", "up")
+        servers = [self._server(host) for host in range(2)]
+        for server in servers:
+            assert server.stdout is not None
+            if not server.stdout.readline():
+                raise RuntimeError(f"a server ended with code {server.wait()} before it served; see above")
+
+    def _server(self, host: int) -> subprocess.Popen[str]:
+        command = ["taskset", "-c", str(self.cores[host]), sys.executable, "-m", "dapple_tf.worker"]
+        arguments = [f"--addresses={','.join(self.addresses)}", f"--task={host}"]
+        server = subprocess.Popen(
+            [*_within(self.names[host]), *command, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=_environment(),
+        )
+        self._stack.callback(server.wait)
+        self._stack.callback(server.kill)
+        return server
+
+    def limit(self, rate: float) -> None:
+        """Limits the link to ``rate`` Mbit/s in each direction."""
+        burst = max(32_000, int(rate * 1e6 / 8 * 0.004))
+        for name in self.names:
+            queue = ["tbf", "rate", f"{rate:.3f}mbit", "burst", f"{burst}b", "latency", "100ms"]
+            _call("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", *queue)
+
+    def run(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        """Runs this program's other half in the first host; returns what it has found."""
+        with tempfile.TemporaryDirectory() as directory:
+            result = pathlib.Path(directory) / "result.json"
+            told = json.dumps({**task, "addresses": self.addresses, "result": str(result)})
+            command = [sys.executable, "-m", "tools.two_hosts", f"--inside={told}"]
+            client = subprocess.Popen([*_within(self.names[0]), *command], stdin=subprocess.DEVNULL, env=_environment())
+            try:
+                if client.wait():
+                    raise RuntimeError(f"the client in host 0 ended with code {client.returncode}; see above")
+            finally:
+                client.kill()
+                client.wait()
+            return json.loads(result.read_text())
+
+
+def _within(name: str) -> list[str]:
+    """Start of a command that runs in a namespace, and ends with this process where `setpriv` is there."""
+    ending = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+    return [*ending, "ip", "netns", "exec", name]
+
+
+def _environment() -> dict[str, str]:
+    return {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
+
+
+def _call(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.returncode}")
+
+
+# ---- what runs in the first host
+
+
+class Client:
+    """Trains one model in all variants on the two servers."""
+
+    def __init__(self, task: Mapping[str, Any]) -> None:
+        self.task = task
+        self.example = _EXAMPLES[task["model"]]
+        self.batch: int = task["batch"]
+        self.cluster = dapple.Cluster.of_servers(task["addresses"])
+        self._slots = itertools.count()
+        self._threads = concurrent.futures.ThreadPoolExecutor(2)
+        draw = np.random.default_rng(0)
+        shape = self._model().input_shape[1:]
+        self.x = draw.normal(size=(self.batch, *shape)).astype("float32")
+        self.y = draw.integers(0, 10, self.batch)
+
+    def _model(self) -> keras.Model:
+        keras.utils.set_random_seed(1)
+        model = self.example.make()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(1e-2, momentum=0.9), loss)
+        return model
+
+    def _trainer(self, plan: dapple.Plan) -> Any:
+        trainer = dapple.transform(self._model(), self.cluster, plan)
+        trainer._engine._next_key = 1 + _KEYS * next(self._slots)
+        return trainer
+
+    def compute(self) -> Callable[[], float]:
+        """A step of both hosts at once, without a network."""
+        half = self.batch // 2
+        trainers = [self._trainer(dapple.Plan.data_parallel([host], half)) for host in range(2)]
+        x, y = self.x[:half], self.y[:half]
+        for trainer in trainers:
+            trainer.train_on_batch(x, y)
+
+        def step() -> float:
+            waiting = [self._threads.submit(trainer.train_on_batch, x, y) for trainer in trainers]
+            for future in waiting:
+                future.result()
+            return max(trainer.last_step_seconds for trainer in trainers)
+
+        return step
+
+    def all_reduce(self) -> Callable[[], float]:
+        """Reduces as many bytes as the model has gradients, bucket by bucket."""
+        size = self.gradient_bytes // 4
+        most = max(1, self.task["bucket_bytes"] // 4)
+        first = 1 + _KEYS * next(self._slots)
+        graph = tf.Graph()
+        with graph.as_default():
+            ends = []
+            for device in self.cluster.device_names:
+                with tf.device(device):
+                    one = tf.compat.v1.placeholder_with_default(np.float32(1), ())
+                    last: list[tf.Operation] = []
+                    for number, start in enumerate(range(0, size, most)):
+                        vector = tf.fill((min(most, size - start),), one)
+                        with tf.control_dependencies(last):
+                            reduced = tf.raw_ops.CollectiveReduceV2(
+                                input=vector,
+                                group_size=2,
+                                group_key=first,
+                                instance_key=first + number,
+                                ordering_token=[],
+                                merge_op="Add",
+                                final_op="Id",
+                            )
+                        last = [reduced.op]
+                    ends += last
+            done = tf.group(*ends)
+        session = tf.compat.v1.Session(self.cluster.target, graph=graph, config=session_config(self.cluster))
+
+        def step() -> float:
+            started = time.perf_counter()
+            session.run(done)
+            return time.perf_counter() - started
+
+        return step
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients."""
+        return 4 * sum(int(np.prod(variable.shape)) for variable in self._model().trainable_variables)
+
+    def plans(self) -> Iterator[tuple[str, dapple.Plan]]:
+        """The variants that train on both hosts."""
+        bucket = self.task["bucket_bytes"]
+        yield "conventional", dapple.Plan.data_parallel(2, self.batch, wait_free=False, bucket_bytes=bucket)
+        cuts = self.example.cuts
+        chunks = [[0, 1]] * (len(cuts) + 1)
+
+        def chunked(wait_free: bool, k: int = 0) -> dapple.Plan:
+            return dapple.Plan.manual(
+                cuts, chunks, 1, self.batch, wait_free=wait_free, reverse_first_k=k, bucket_bytes=bucket
+            )
+
+        yield "conventional_chunked", chunked(False)
+        yield "wait_free", chunked(True)
+        for k in self.task["first_k"]:
+            yield f"reverse_first_{k}", chunked(True, min(k, len(chunks)))
+
+    def measure(self) -> dict[str, Any]:
+        """Measures all variants in turns."""
+        losses: dict[str, list[float]] = {}
+        steps: dict[str, Callable[[], float]] = {"compute": self.compute(), "all_reduce": self.all_reduce()}
+        failed: dict[str, str] = {}
+
+        def training(name: str, plan: dapple.Plan) -> Callable[[], float]:
+            trainer = self._trainer(plan)
+            losses[name] = []
+
+            def step() -> float:
+                losses[name].append(float(trainer.train_on_batch(self.x, self.y)))
+                return float(trainer.last_step_seconds)
+
+            step()
+            return step
+
+        for name, plan in self.plans():
+            _say(f"{self.task['model']}: preparing {name}")
+            try:
+                steps[name] = training(name, plan)
+            except (dapple.DappleError, ValueError, AssertionError, LookupError) as error:
+                failed[name] = f"{type(error).__name__}: {error}"
+                _say(f"{name} is left out: {failed[name]}")
+                losses.pop(name, None)
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        rounds = self.task["rounds"]
+        for number in range(rounds + 1):
+            for name, step in steps.items():
+                found = min(step() for _ in range(self.task["steps"]))
+                if number:  # The first round warms up.
+                    seconds[name].append(found)
+            typical = statistics.median(seconds["conventional"]) if number else 0.0
+            _say(f"{self.task['model']}: round {number}/{rounds}, conventional {typical * 1e3:.0f} ms")
+        first = next(iter(losses.values()))
+        apart = max(abs(a - b) / abs(b) for other in losses.values() for a, b in zip(other, first, strict=True))
+        return {
+            "seconds": seconds,
+            "failed": failed,
+            "losses": first,
+            "losses_apart": apart,
+            "gradient_bytes": self.gradient_bytes,
+            "chunks": len(self.example.cuts) + 1,
+        }
+
+    def compute_seconds(self) -> dict[str, Any]:
+        """Time of a step without a network, for --rate=auto."""
+        step = self.compute()
+        return {
+            "seconds": statistics.median(step() for _ in range(5)),
+            "gradient_bytes": self.gradient_bytes,
+        }
+
+
+def _inside(task: Mapping[str, Any]) -> None:
+    client = Client(task)
+    found = client.measure() if task["what"] == "measure" else client.compute_seconds()
+    pathlib.Path(task["result"]).write_text(json.dumps(found))
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+# ---- the whole
+
+
+def measure(name: str, rate: float | None) -> dict[str, Any]:
+    """Measures one model on fresh hosts; ``rate`` None for auto. Returns the client's result, and what was asked."""
+    batch = _BATCH.value or _EXAMPLES[name].batch
+    task = {
+        "model": name,
+        "batch": batch,
+        "bucket_bytes": int(_BUCKET.value * 2**20),
+        "first_k": [int(k) for k in _FIRST.value],
+        "rounds": _ROUNDS.value,
+        "steps": _STEPS.value,
+    }
+    with TwoHosts() as hosts:
+        if rate is None:
+            _say(f"{name}: measuring computation without a network")
+            found = hosts.run({**task, "what": "compute"})
+            rate = found["gradient_bytes"] * 8 / found["seconds"] / 1e6
+    with TwoHosts() as hosts:  # Fresh servers: the old ones know the collectives' keys already.
+        _say(f"{name}: global batch {batch}, link of {rate:.0f} Mbit/s")
+        hosts.limit(rate)
+        return {**task, "rate_mbit": rate, **hosts.run({**task, "what": "measure"})}
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """A model's numbers for people."""
+    seconds = {name: np.array(times) for name, times in result["seconds"].items()}
+    reference = seconds["conventional"]
+    sum_of_parts = seconds["compute"] + seconds["all_reduce"]
+    least = np.minimum(seconds["compute"], seconds["all_reduce"])
+    rows = [("variant", "median ms", "min", "max", "speed-up", "hidden")]
+    for name, times in seconds.items():
+        trained = name not in ("compute", "all_reduce")
+        rows.append(
+            (
+                name,
+                *(f"{value * 1e3:.0f}" for value in (np.median(times), times.min(), times.max())),
+                f"{np.median(reference / times):.3f}" if trained else "",
+                f"{np.median((sum_of_parts - times) / least):.0%}" if trained else "",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+    size = result["gradient_bytes"]
+    head = (
+        f"{result['model']}: global batch {result['batch']}, {result['chunks']} chunks, {size / 1e6:.1f} MB of "
+        f"gradients, link of {result['rate_mbit']:.0f} Mbit/s (all-reduce gets "
+        f"{size * 8 / np.median(seconds['all_reduce']) / 1e6:.0f}); losses agree to {result['losses_apart']:.1e}"
+    )
+    lines += [f"{name} is left out: {why}" for name, why in result["failed"].items()]
+    return "\n".join([head, *lines])
+
+
+def machine() -> dict[str, Any]:
+    """What was measured on."""
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
+    return {
+        "cpu": ", ".join(sorted(names)),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+    }
+
+
+def _rate() -> float | None:
+    if _RATE.value == "auto":
+        return None
+    try:
+        rate = float(_RATE.value)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < 1e6:
+        raise app.UsageError(f"--rate={_RATE.value}: give a number of Mbit/s above 0, or auto")
+    return rate
+
+
+def _check() -> None:
+    unknown = set(_MODELS.value) - set(_EXAMPLES)
+    if unknown or not _MODELS.value:
+        raise app.UsageError(f"--models={','.join(_MODELS.value)}; choose from {', '.join(_EXAMPLES)}")
+    for k in _FIRST.value:
+        if not k.isdigit():
+            raise app.UsageError(f"--first_k has {k!r}; give whole numbers from 0")
+    if _OUT.value and not pathlib.Path(_OUT.value).absolute().parent.is_dir():
+        raise app.UsageError(f"--out={_OUT.value}: no such folder")
+    for program in ("ip", "tc", "taskset"):
+        if shutil.which(program) is None:
+            raise app.UsageError(f"`{program}` isn't installed; it comes with iproute2 or util-linux")
+    if os.geteuid() != 0:
+        raise app.UsageError("network namespaces need root: run this with sudo")
+    if len(os.sched_getaffinity(0)) < 2:
+        raise app.UsageError("two hosts need a core each, and this process may use only one")
+
+
+def main(argv: list[str]) -> None:
+    """Sets hosts up, measures, and takes them down."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}; see --help")
+    if _INSIDE.value is not None:
+        try:
+            _inside(json.loads(_INSIDE.value))
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)  # After a failed collective, sessions may wait for ever to be closed.
+        os._exit(0)
+    _check()
+    rate = _rate()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    results = []
+    for name in _MODELS.value:
+        results.append(measure(name, rate))
+        sys.stdout.write(table(results[-1]) + "\n\n")
+        sys.stdout.flush()
+    if _OUT.value:
+        text = json.dumps({"machine": machine(), "results": results}, indent=1)
+        pathlib.Path(_OUT.value).write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    app.run(main)
