@@ -102,7 +102,7 @@ def timed_step(
     batch = _MARK * MICRO_BATCHES
     layout = Layout(((device,),) * len(program.stages), batch, batch, MICRO_BATCHES)
     # Buckets are for reduction, which one device has none of.
-    update = Update(tuple(updates), hosts, _HOST, bucket_bytes=0, prefix=prefix)
+    update = Update(tuple(updates), hosts, _HOST, bucket_bytes=0, prefix=prefix, want_gradients=False)
     passes: list[Pass] = [Replicate(layout, _HOST, hosts, prefix), SplitConcat(), Accumulate(prefix), update]
     complete = run_passes(program, passes, first=5)
     assert complete.step is not None

@@ -57,8 +57,8 @@ def reduction_order(
     """The order in which groups are all-reduced, on every device: that in which the schedule completes gradients.
 
     A group counts from where its last gradient stands in the order of a device; devices that run several of its stages
-    decide for each of them. Of groups that are complete at the same place, the one whose first stage is later goes first:
-    backward ends with the first stage.
+    decide for each of them. Of groups that are complete at the same place, the one whose first stage is later goes
+    first: backward ends with the first stage.
 
     Args:
         groups: the stages of each group.

@@ -65,6 +65,7 @@ class Update:
         first_key: the first of the collective keys; steps that share workers mustn't share keys.
         prefix: start of the functions' names.
         wait_free: False makes a group wait until its devices have run all their tasks.
+        want_gradients: whether the reduced gradients can be fetched (``step.gradients``).
 
     Source: DAPPLE (PPoPP'21), section 5.2.3: "AllReduce operation to synchronize gradients among all replicas [...] A
     normal Apply operation updates weights with averaged gradients eventually." Out-Of-Order BackProp (EuroSys'22),
@@ -79,6 +80,7 @@ class Update:
     first_key: int = 1
     prefix: str = ""
     wait_free: bool = True
+    want_gradients: bool = True
 
     def run(self, program: Program) -> Program:
         """Program with ordered tasks -> complete one: nothing pending, ``step.train`` and ``step.gradients`` set."""
@@ -146,11 +148,11 @@ class _UpdateGraph:
                 if variable.name in self.contributors:
                     own.append(variable)
         keys = list(variables)
-        numbers, schedule = self._device_numbers(), self.step.schedule
-        devices = [[numbers[device] for device in devices] for devices in self.homes] if numbers else []
+        numbers = self._device_numbers()
+        devices = [[numbers[device] for device in devices if device in numbers] for devices in self.homes]
         return [
             _Group(keys[index], self._devices(keys[index]), tuple(variables[keys[index]]), updates.get(keys[index]))
-            for index in reduction_order(keys, schedule if numbers else None, devices)
+            for index in reduction_order(keys, self.step.schedule, devices)
         ]
 
     def _stages_of(self, variable: Variable) -> tuple[int, ...]:
@@ -159,14 +161,9 @@ class _UpdateGraph:
         return tuple(sorted(stages))
 
     def _device_numbers(self) -> dict[str, int]:
-        """Name of a device -> its number in the schedule."""
-        schedule = self.step.schedule
-        layout = self.step.layout
-        if schedule is None:
-            return {}
-        numbers = {layout.device_of(task): device for device, tasks in schedule.orders.items() for task in tasks}
-        idle = {device for devices in self.homes for device in devices} - numbers.keys()
-        return numbers | {device: -1 - position for position, device in enumerate(sorted(idle))}
+        """Name of a device that runs some task -> its number in the schedule."""
+        orders = {} if self.step.schedule is None else self.step.schedule.orders
+        return {self.step.layout.device_of(task): device for device, tasks in orders.items() for task in tasks}
 
     def _devices(self, stages: Sequence[int]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(device for stage in stages for device in self.homes[stage]))
@@ -181,7 +178,7 @@ class _UpdateGraph:
         ]
         names = [call.node for call in applied if call is not None]
         train = self.builder.add("train", "NoOp", control=names, device=self.options.host_device).node
-        gradients = self._gradients()
+        gradients = self._gradients() if self.options.want_gradients else {}
         merge_library(self.graph, self.functions)
         step = dataclasses.replace(self.step, pending={}, train=train, gradients=gradients)
         return self.program.replace(graph=self.graph, step=step)
@@ -242,7 +239,8 @@ class _UpdateGraph:
                     function = accumulate_function(name, targets, "none")
                     self.functions.append(function)
                     node = self.builder.names.fresh(f"stage{stage}/replica{replica}/accumulate_nothing")
-                    self.builder.append(call_node(node, function, [], device=device))
+                    attrs: dict[str, str | int] = {PHASE_ATTR: "accumulate_nothing", STAGE_ATTR: stage}
+                    self.builder.append(call_node(node, function, [], device=device, attrs=attrs))
                     self.empty[stage, replica] = [node]
 
     def _all_reduce(self) -> None:
