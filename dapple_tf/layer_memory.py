@@ -340,11 +340,11 @@ def variable_bytes(program: Program, updates: Sequence[GroupUpdate], table: Vari
         else:
             of_parameters, of_slots = shared.get(tuple(stages), (0, 0))
             shared[tuple(stages)] = (of_parameters + size(name), of_slots)
-    for name, stages in updaters.items():
-        if len(stages) == 1:
-            slots[stages[0]] += size(name)
-        elif stages in shared:
-            of_parameters, of_slots = shared[stages]
-            shared[stages] = (of_parameters, of_slots + size(name))
+    for name, group in updaters.items():
+        if len(group) == 1:
+            slots[group[0]] += size(name)
+        elif group in shared:
+            of_parameters, of_slots = shared[group]
+            shared[group] = (of_parameters, of_slots + size(name))
     groups = tuple(SharedParameters(stages, *found) for stages, found in sorted(shared.items()))
     return VariableBytes(tuple(parameters), tuple(slots), tuple(state), groups)
