@@ -1,48 +1,66 @@
 """Scheduling policies: the order in which each device runs its forwards and backwards in one step.
 
-All three policies are one rule with another warm-up K (DAPPLE, sections 3.2 and 5.3): a stage runs the forwards of K
-micro-batches, then strictly one backward and one forward in turn until no forward is left, then the other backwards.
-K is also the number of micro-batches whose activations the stage holds at its peak.
+    policy                         what it is                                                       module
+    gpipe, dapple_a, dapple_b      K forwards, then one backward and one forward in turn            one_forward_one_backward
+    fast_forward[_a, _b]           these with weight gradients (Bw) in the gaps                     out_of_order
+    modulo                         list scheduling of any placement, by the critical path           out_of_order
+    interleaved                    Megatron's 1F1B with several stages per device                   interleaving
+    zb_h1, zb_h2, zb_v             zero bubble: Bw are put off as far as memory allows              zero_bubble
+    zero_bubble                    the best of these for given times and limits                     zero_bubble
 
-    policy            K of stage i of S, i from 0   stage 0 of 3, 6 micro-batches
-    gpipe             M                             F0 F1 F2 F3 F4 F5 B0 B1 B2 B3 B4 B5
-    dapple_a (P_A)    min(S - i, D)                 F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5
-    dapple_b (P_B)    min(2(S - i) - 1, D)          F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 B4 B5
-
-M is the number of micro-batches in a step, D the number whose activations fit in a device's memory.
-
-Backwards run in micro-batch order under every policy, so that gradients are accumulated in one order and results don't
+Weight gradients run in micro-batch order under every policy, so that they are added up in one order and results don't
 depend on the policy, to the last bit. The GPipe paper draws the backwards of a step last micro-batch first; the peak
 memory (M micro-batches) and, for micro-batches of equal cost, the makespan are the same either way.
 
 Every replica of a stage runs its slice of each micro-batch (the split approach, section 5.2.2 and Fig. 8a), hence all
-replicas of a stage have one order. All functions are pure.
+replicas of a stage have one order. All functions are pure. `schedule_check.validate` checks what comes out.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Sequence
 
+from dapple_tf import interleaving, out_of_order, zero_bubble
+from dapple_tf.one_forward_one_backward import RULE
+from dapple_tf.schedule_check import in_flight, validate
+from dapple_tf.schedule_request import (
+    Active,
+    Job,
+    Orders,
+    ScheduleError,
+    ScheduleRequest,
+    TaskSeconds,
+    check_count,
+    check_devices,
+)
 from graph_passes.tasks import Phase, Schedule, Task
 
-POLICIES = ("gpipe", "dapple_a", "dapple_b")
+__all__ = [
+    "POLICIES",
+    "WHOLE_BACKWARD",
+    "Active",
+    "ScheduleError",
+    "check_schedule",
+    "in_flight",
+    "make_schedule",
+    "resolve_warm_up",
+    "validate",
+    "warm_up_counts",
+]
+
+POLICIES = (*RULE, *out_of_order.FAST_FORWARD, "modulo", "interleaved", "zb_h1", "zb_h2", "zb_v", "zero_bubble")
 """The names of the policies that `make_schedule` knows."""
 
-Active = Callable[[int, int, int], bool]
-"""(stage, micro-batch, replica) -> whether that replica's slice of the micro-batch has any samples."""
+WHOLE_BACKWARD = (*RULE, "interleaved")
+"""The policies that run a stage's backward as one task B, unless an option splits it."""
 
-_GRID_COLUMNS = 12
-"""How many of the last steps a deadlock's text shows."""
-
-
-class ScheduleError(ValueError):
-    """A schedule can't be made as asked, or isn't a legal one."""
+_STRAIGHT = (*RULE, *out_of_order.FAST_FORWARD, "zb_h1", "zb_h2", "zero_bubble")
+"""The policies that want all stages of a device next to each other."""
 
 
 def warm_up_counts(policy: str, stages: int, micro_batches: int, holds: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the warm-up K of each stage: the forwards it runs before its first backward (section 5.3).
+    """Return the warm-up K of each stage, each on a device of its own: see `resolve_warm_up`.
 
     Args:
         policy: one of `POLICIES`.
@@ -67,33 +85,67 @@ def resolve_warm_up(
     *,
     holds: Sequence[int] | None = None,
     warm_up: Sequence[int] | None = None,
+    devices: Sequence[Sequence[int]] | None = None,
+    reverse_first_k: int = 0,
+    task_seconds: TaskSeconds | None = None,
+    weight_devices: Sequence[Sequence[int]] | None = None,
 ) -> tuple[int, ...]:
-    """Return the warm-up K of each stage that `make_schedule` uses: ``warm_up`` where given, else the policy's.
+    """Return K of each stage, the most micro-batches it has in flight, from F to B or Bw.
 
-    A given K above M counts as M, so that a plan's warm-up also serves an epoch's short last batch.
+    Under gpipe and dapple_* it is also the number of forwards before the first backward: ``warm_up`` where given, else
+    the policy's. Under fast_forward*, zb_h1 and zb_h2 it is the limit within which Bw are delayed; under the others what
+    the schedule comes to. A given K above M counts as M, so that a plan's warm-up also serves an epoch's short last batch.
+
+    Args:
+        policy: one of `POLICIES`.
+        stages: S.
+        micro_batches: M.
+        holds: D of each stage, as in `warm_up_counts`.
+        warm_up: K of each stage in place of the policy's.
+        devices: of each stage; a device for each by default.
+        reverse_first_k: as in `make_schedule`, as the other options.
+        task_seconds: for policies that fill gaps.
+        weight_devices: where Bw runs.
 
     Raises:
-        ScheduleError: as `warm_up_counts`; or ``warm_up`` has another length than S, an entry below 1 or above the
-            stage's `holds`, or rises from one stage to the next (a deadlock), or is given for `gpipe`.
+        ScheduleError: as `make_schedule`.
     """
     _check_policy(policy)
-    _check_count("stages", stages)
-    _check_count("micro_batches", micro_batches)
-    if holds is not None:
-        _check_per_stage("holds", holds, stages)
-    if warm_up is not None:
-        return _explicit_warm_up(policy, stages, micro_batches, holds, warm_up)
-    limits = [micro_batches if holds is None else min(holds[stage], micro_batches) for stage in range(stages)]
-    if policy == "gpipe":
-        for stage, limit in enumerate(limits):
-            if limit < micro_batches:
-                raise ScheduleError(
-                    f"gpipe keeps all {micro_batches} micro-batches in flight, but stage {stage} holds {limit}; use "
-                    f"dapple_a, at most {limit} micro-batches, or smaller ones"
-                )
-        return tuple(limits)
-    wanted = [stages - i if policy == "dapple_a" else 2 * (stages - i) - 1 for i in range(stages)]
-    return tuple(itertools.accumulate(map(min, wanted, limits), min))
+    check_count("stages", stages)
+    if devices is None:
+        devices = [[stage] for stage in range(stages)]
+    request = ScheduleRequest.of(
+        policy, devices, micro_batches, holds, warm_up, task_seconds, weight_devices, reverse_first_k
+    )
+    _check_request(request)
+    if policy in RULE or policy in out_of_order.FAST_FORWARD:
+        return tuple(out_of_order.in_flight_limits(request))
+    if policy in ("zb_h1", "zb_h2"):
+        return tuple(zero_bubble.in_flight_limits(request))
+    return in_flight(_schedule(request, None))
+
+
+def check_schedule(
+    policy: str,
+    devices: Sequence[Sequence[int]],
+    micro_batches: int,
+    *,
+    holds: Sequence[int] | None = None,
+    warm_up: Sequence[int] | None = None,
+    reverse_first_k: int = 0,
+    task_seconds: TaskSeconds | None = None,
+    weight_devices: Sequence[Sequence[int]] | None = None,
+) -> None:
+    """Check that `make_schedule` takes these arguments, without making the schedule.
+
+    Raises:
+        ScheduleError: as `make_schedule`.
+    """
+    _check_policy(policy)
+    request = ScheduleRequest.of(
+        policy, devices, micro_batches, holds, warm_up, task_seconds, weight_devices, reverse_first_k
+    )
+    _check_request(request)
 
 
 def make_schedule(
@@ -105,113 +157,127 @@ def make_schedule(
     warm_up: Sequence[int] | None = None,
     active: Active | None = None,
     forward_only: bool = False,
+    reverse_first_k: int = 0,
+    task_seconds: TaskSeconds | None = None,
+    weight_devices: Sequence[Sequence[int]] | None = None,
 ) -> Schedule:
     """Make the order of each device's tasks in one step.
 
         >>> print(make_schedule("dapple_a", [[0], [1]], 3))
         0: 0F0 0F1 0B0 0F2 0B1 0B2
         1: 1F0 1B0 1F1 1B1 1F2 1B2
+        >>> print(make_schedule("fast_forward", [[0], [1]], 2))
+        0: 0F0 0F1 0Bx0 0Bx1 0Bw0 0Bw1
+        1: 1F0 1F1 1Bx0 1Bx1 1Bw0 1Bw1
 
     Args:
         policy: one of `POLICIES`.
-        devices: for each stage, the device index of each of its replicas.
+        devices: for each stage, the device index of each of its replicas. A device may stand in several stages; all but
+            modulo, interleaved, zb_v and zero_bubble want these next to each other and with equal devices (a group).
         micro_batches: M.
         holds: D_i for each stage, as in `warm_up_counts`.
-        warm_up: K for each stage, in place of the policy's.
+        warm_up: K for each stage, in place of the policy's. Where Bw are tasks of their own, and under interleaved, it is
+            a limit on what is in flight (from F to B or Bw), not the number of forwards before the first backward.
         active: leaves out the tasks of slices for which it returns False; None keeps all.
         forward_only: just the forwards, in order, for evaluation: nothing is held, so K and `holds` don't matter, and
             the schedule's name is "forward".
+        reverse_first_k: splits the backwards of the first k stages and puts their last micro-batch's Bw at the end of
+            their devices' orders, stage 0's first (EuroSys'22, algorithm 2).
+        task_seconds: for each stage the times of F, Bx and Bw, by which gaps are found; all equal by default.
+        weight_devices: for each stage the device of each replica that runs Bw, in the order in which they become ready;
+            the stage's own by default. For gpipe, dapple_* and fast_forward* only.
 
     Raises:
-        ScheduleError: as `resolve_warm_up`; a stage without devices, or a device that stands twice in ``devices``.
+        ScheduleError: a policy that isn't known or that can't run on these devices; a number or list that is no use, or
+            that the policy can't keep to; the text says which and what would do.
     """
     _check_policy(policy)
-    _check_count("micro_batches", micro_batches)
-    _check_devices(devices)
     if forward_only:
-        counts = (micro_batches,) * len(devices)
-    else:
-        counts = resolve_warm_up(policy, len(devices), micro_batches, holds=holds, warm_up=warm_up)
-    orders: dict[int, tuple[Task, ...]] = {}
-    for stage, (replicas, count) in enumerate(zip(devices, counts, strict=True)):
-        order = [
-            (phase, micro_batch)
-            for phase, micro_batch in _one_forward_one_backward(micro_batches, count)
-            if phase is Phase.FORWARD or not forward_only
-        ]
-        for replica, device in enumerate(replicas):
-            orders[device] = tuple(
-                Task(stage, phase, micro_batch, replica)
-                for phase, micro_batch in order
-                if active is None or active(stage, micro_batch, replica)
-            )
-    return Schedule("forward" if forward_only else policy, orders)
+        check_count("micro_batches", micro_batches)
+        check_devices(devices)
+        request = ScheduleRequest.of(policy, devices, micro_batches)
+        return _expand("forward", request, _forwards(request), active)
+    request = ScheduleRequest.of(
+        policy, devices, micro_batches, holds, warm_up, task_seconds, weight_devices, reverse_first_k
+    )
+    _check_request(request)
+    return _schedule(request, active)
 
 
-def validate(
-    schedule: Schedule,
-    devices: Sequence[Sequence[int]],
-    micro_batches: int,
-    *,
-    holds: Sequence[int] | None = None,
-    active: Active | None = None,
-    forward_only: bool = False,
-) -> None:
-    """Check a schedule without running it; it may come from any policy, or from a file.
+def _schedule(request: ScheduleRequest, active: Active | None) -> Schedule:
+    return _expand(request.policy, request, _orders(request), active)
 
-    Each active (stage, micro-batch, replica) has one forward and, unless ``forward_only``, one backward, on its device,
-    the backward later; no device has more than its stage's ``holds`` forwards without their backward; and the step
-    comes to its end when 0F waits for nothing, iF for the same micro-batch's forwards on all replicas of stage i - 1,
-    and iB for its backwards on all replicas of stage i + 1.
 
-    Raises:
-        ScheduleError: naming the task, the device and the fix; for a deadlock, with a device x step grid.
+@functools.lru_cache(maxsize=64)
+def _orders(request: ScheduleRequest) -> Orders:
+    """Run the policy. Callers don't change what comes back: a plan asks for it more than once."""
+    makers = {
+        "modulo": out_of_order.modulo,
+        "interleaved": interleaving.interleaved,
+        "zb_h1": zero_bubble.zb_h1,
+        "zb_h2": zero_bubble.zb_h2,
+        "zb_v": zero_bubble.zb_v,
+        "zero_bubble": zero_bubble.zero_bubble,
+    }
+    orders = makers.get(request.policy, out_of_order.fast_forward)(request)
+    if request.reverse_first_k:
+        orders = out_of_order.reverse_first_k(orders, request.reverse_first_k, request.micro_batches)
+    return orders
+
+
+def _forwards(request: ScheduleRequest) -> Orders:
+    """Forwards alone: group after group, in rounds of as many micro-batches as there are groups.
+
+    This order can't deadlock on any devices: all of them keep to one order of (round, stage, micro-batch) in which every
+    forward comes after those that it reads from. With several groups on a device a round keeps all devices busy.
     """
-    _check_count("micro_batches", micro_batches)
-    _check_devices(devices)
-    if holds is not None:
-        _check_per_stage("holds", holds, len(devices))
-    homes = _expected_tasks(devices, micro_batches, active, forward_only)
-    _check_tasks(schedule, homes)
-    if not forward_only:
-        _check_device_orders(schedule, holds)
-    _check_progress(schedule, homes)
+    orders: Orders = {device: [] for stage in request.devices for device in stage}
+    size = len(request.groups)
+    for first in range(0, request.micro_batches, size):
+        for group in request.groups:
+            for micro_batch in range(first, min(first + size, request.micro_batches)):
+                for stage in group:
+                    for device in request.devices[stage]:
+                        orders[device].append(Job(stage, Phase.FORWARD, micro_batch))
+    return orders
 
 
-def _one_forward_one_backward(micro_batches: int, warm_up: int) -> Iterator[tuple[Phase, int]]:
-    """Yield ``warm_up`` forwards, then a backward and a forward in turn, then the backwards that are left."""
-    for micro_batch in range(warm_up):
-        yield Phase.FORWARD, micro_batch
-    for micro_batch in range(micro_batches):
-        yield Phase.BACKWARD, micro_batch
-        if micro_batch + warm_up < micro_batches:
-            yield Phase.FORWARD, micro_batch + warm_up
+def _expand(name: str, request: ScheduleRequest, orders: Orders, active: Active | None) -> Schedule:
+    """Turn jobs into the tasks of the replicas that the devices are, leaving out those of empty slices."""
+    replicas = [{device: replica for replica, device in enumerate(devices)} for devices in request.devices]
+    weights = [{device: replica for replica, device in enumerate(devices)} for devices in request.weight_devices]
 
+    def task(device: int, job: Job) -> Task:
+        places = weights if job.phase is Phase.WEIGHT_GRAD else replicas
+        return Task(job.stage, job.phase, job.micro_batch, places[job.stage][device])
 
-def _explicit_warm_up(
-    policy: str, stages: int, micro_batches: int, holds: Sequence[int] | None, warm_up: Sequence[int]
-) -> tuple[int, ...]:
-    if policy == "gpipe":
-        raise ScheduleError(
-            f"warm_up {list(warm_up)} is given for gpipe, which always runs all {micro_batches} forwards first; leave "
-            f"it out, or use dapple_a or dapple_b"
+    tasks = {
+        device: tuple(
+            made
+            for made in (task(device, job) for job in jobs)
+            if active is None or active(made.stage, made.micro_batch, made.replica)
         )
-    _check_per_stage("warm_up", warm_up, stages)
-    counts = tuple(min(count, micro_batches) for count in warm_up)
-    for stage, count in enumerate(counts):
-        if holds is not None and count > holds[stage]:
-            raise ScheduleError(
-                f"warm_up of stage {stage} is {count}, but its devices hold {holds[stage]} micro-batches; lower it to "
-                f"{holds[stage]}"
-            )
-        if stage and count > counts[stage - 1]:
-            raise ScheduleError(
-                f"warm_up rises from {counts[stage - 1]} at stage {stage - 1} to {count} at stage {stage}, which "
-                f"deadlocks: stage {stage} waits for {count} forwards before its first backward, stage {stage - 1} "
-                f"gives only {counts[stage - 1]} before it needs that backward. Lower stage {stage} to "
-                f"{counts[stage - 1]} or raise stage {stage - 1} to {count}"
-            )
-    return counts
+        for device, jobs in orders.items()
+    }
+    after = {}
+    if name != "forward" and request.offloaded:
+        found = {task for order in tasks.values() for task in order}
+        after = {task: other for task, other in _waits(request).items() if task in found and other in found}
+    return Schedule(name, tasks, after)
+
+
+def _waits(request: ScheduleRequest) -> dict[Task, Task]:
+    """Forwards that wait until there is room again, where it is Bw on another device that makes room."""
+    limits = out_of_order.in_flight_limits(request)
+    return {
+        Task(stage, Phase.FORWARD, micro_batch, replica): Task(
+            stage, Phase.WEIGHT_GRAD, micro_batch - limits[stage], replica
+        )
+        for stage in request.offloaded
+        for replica, device in enumerate(request.devices[stage])
+        if device != request.weight_devices[stage][replica]
+        for micro_batch in range(limits[stage], request.micro_batches)
+    }
 
 
 def _check_policy(policy: str) -> None:
@@ -219,138 +285,26 @@ def _check_policy(policy: str) -> None:
         raise ScheduleError(f"unknown schedule {policy!r}; use one of {', '.join(POLICIES)}")
 
 
-def _check_count(name: str, count: int) -> None:
-    if count < 1:
-        raise ScheduleError(f"{name} is {count}; it must be at least 1")
-
-
-def _check_per_stage(name: str, counts: Sequence[int], stages: int) -> None:
-    if len(counts) != stages:
-        raise ScheduleError(f"{name} has {len(counts)} entries for {stages} stages; give one for each stage")
-    for stage, count in enumerate(counts):
-        if count < 1:
-            raise ScheduleError(f"{name} of stage {stage} is {count}; it must be at least 1")
-
-
-def _check_devices(devices: Sequence[Sequence[int]]) -> None:
-    _check_count("number of stages", len(devices))
-    stages: dict[int, int] = {}
-    for stage, replicas in enumerate(devices):
-        if not replicas:
-            raise ScheduleError(f"stage {stage} has no devices; give it at least one")
-        for device in replicas:
-            if device in stages:
-                where = f"stage {stage}" if stages[device] == stage else f"stages {stages[device]} and {stage}"
-                raise ScheduleError(f"device {device} stands twice, in {where}; a device runs one replica of one stage")
-            stages[device] = stage
-
-
-def _expected_tasks(
-    devices: Sequence[Sequence[int]], micro_batches: int, active: Active | None, forward_only: bool
-) -> dict[Task, int]:
-    """Map each task that the step must have to the device that must run it."""
-    phases = (Phase.FORWARD,) if forward_only else (Phase.FORWARD, Phase.BACKWARD)
-    return {
-        Task(stage, phase, micro_batch, replica): device
-        for stage, replicas in enumerate(devices)
-        for phase in phases
-        for micro_batch in range(micro_batches)
-        for replica, device in enumerate(replicas)
-        if active is None or active(stage, micro_batch, replica)
-    }
-
-
-def _check_tasks(schedule: Schedule, homes: Mapping[Task, int]) -> None:
-    """Check that every expected task is there once, on its device, and no other."""
-    found = Counter(schedule.tasks)
-    for device, tasks in schedule.orders.items():
-        for task in tasks:
-            if task not in homes:
-                raise ScheduleError(
-                    f"device {device} runs {task}, which isn't a task of this step of {len(homes)} tasks; remove it"
-                )
-            if device != homes[task]:
-                raise ScheduleError(f"device {device} runs {task}, which belongs on device {homes[task]}; move it")
-            if found[task] > 1:
-                raise ScheduleError(f"device {device} runs {task} {found[task]} times; it must run once")
-    for task, device in homes.items():
-        if task not in found:
-            raise ScheduleError(f"no device runs {task}; add it to device {device}")
-
-
-def _check_device_orders(schedule: Schedule, holds: Sequence[int] | None) -> None:
-    """Check that backwards follow their forwards and that no more are in flight than the stage holds."""
-    for device, tasks in schedule.orders.items():
-        in_flight: set[int] = set()
-        for task in tasks:
-            if task.phase is Phase.FORWARD:
-                in_flight.add(task.micro_batch)
-                if holds is not None and len(in_flight) > holds[task.stage]:
-                    raise ScheduleError(
-                        f"device {device} has {len(in_flight)} micro-batches in flight after {task}, but stage "
-                        f"{task.stage} holds {holds[task.stage]}; run a backward before it"
-                    )
-            elif task.micro_batch in in_flight:
-                in_flight.remove(task.micro_batch)
-            else:
-                forward = Task(task.stage, Phase.FORWARD, task.micro_batch, task.replica)
-                raise ScheduleError(f"device {device} runs {task} before {forward}; a backward needs its forward first")
-
-
-def _check_progress(schedule: Schedule, homes: Mapping[Task, int]) -> None:
-    """Run the schedule in steps of one task per device, until its end or until no device can go on."""
-    groups: dict[tuple[int, Phase, int], list[Task]] = {}
-    for task in homes:
-        groups.setdefault((task.stage, task.phase, task.micro_batch), []).append(task)
-
-    def waits_for(task: Task) -> list[Task]:
-        neighbour = task.stage + (-1 if task.phase is Phase.FORWARD else 1)
-        needed = groups.get((neighbour, task.phase, task.micro_batch), [])
-        return [other for other in needed if other not in done]
-
-    done: set[Task] = set()
-    steps: list[dict[int, Task]] = []
-    positions = dict.fromkeys(schedule.orders, 0)
-    while len(done) < len(homes):
-        heads = {
-            device: tasks[positions[device]]
-            for device, tasks in schedule.orders.items()
-            if positions[device] < len(tasks)
-        }
-        step = {device: task for device, task in heads.items() if not waits_for(task)}
-        if not step:
-            waits = {device: (task, waits_for(task)) for device, task in heads.items()}
-            raise ScheduleError(_deadlock_text(schedule, homes, steps, waits))
-        for device, task in step.items():
-            positions[device] += 1
-            done.add(task)
-        steps.append(step)
-
-
-def _deadlock_text(
-    schedule: Schedule,
-    homes: Mapping[Task, int],
-    steps: Sequence[Mapping[int, Task]],
-    waits: Mapping[int, tuple[Task, Sequence[Task]]],
-) -> str:
-    """Draw what each device ran in the last steps, and an arrow to the task it is stuck on and what that waits for."""
-    shown = steps[-_GRID_COLUMNS:]
-    first = len(steps) - len(shown)
-    rows = [["", *(str(first + column) for column in range(len(shown)))]]
-    for device in schedule.orders:
-        rows.append([f"device {device}", *(str(step[device]) if device in step else "." for step in shown)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines[0] = "step".ljust(widths[0]) + lines[0][widths[0] :]
-    for number, device in enumerate(schedule.orders, start=1):
-        if device in waits:
-            task, missing = waits[device]
-            needed = ", ".join(f"{other} on device {homes[other]}" for other in missing)
-            lines[number] += f"  -> {task} waits for {needed}"
-        else:
-            lines[number] += "  done"
-    ran = sum(map(len, steps))
-    return (
-        f"schedule {schedule.name!r} deadlocks after {ran} of {len(homes)} tasks; move the tasks that others wait for "
-        f"forward, or the stuck ones (->) back\n" + "\n".join(line.rstrip() for line in lines)
-    )
+def _check_request(request: ScheduleRequest) -> None:
+    """Check that the policy can do what is asked."""
+    policy = request.policy
+    if policy == "interleaved":
+        interleaving.check_periodic(request)
+    elif policy == "zb_v":
+        zero_bubble.check_v(request)
+    elif policy in _STRAIGHT and not (policy == "zero_bubble" and zero_bubble.is_v(request)):
+        request.check_straight()
+    if policy in RULE or policy in out_of_order.FAST_FORWARD:
+        out_of_order.in_flight_limits(request)
+    elif request.offloaded:
+        stage = min(request.offloaded)
+        raise ScheduleError(
+            f"weight_devices of stage {stage} are {list(request.weight_devices[stage])}, its devices "
+            f"{list(request.devices[stage])}, but {policy} runs Bw on a stage's own devices; leave them out, or use "
+            f"fast_forward, fast_forward_a or fast_forward_b"
+        )
+    if policy == "interleaved" and request.reverse_first_k:
+        raise ScheduleError(
+            f"reverse_first_k is {request.reverse_first_k}, but interleaved doesn't split backwards; set it to 0, or use "
+            f"modulo"
+        )
