@@ -106,24 +106,24 @@ class Partition:
         if self.training:
             arguments = {**stage.arguments, **{Value(ref, ValueKind.RESIDUAL): ref for ref in residuals}}
             received = {boundary.ref for boundary in program.boundaries}
-            parts: tuple[StageFunction | None, ...]
+            parts: tuple[StageFunction | None, StageFunction | None]
             if stage.index in self.split:
                 recomputed = first if self.recompute == "min_cut" else set()
                 parts = _split_backward(name, graph, arguments, gradients, received, recomputed, jit_compile)
                 changes |= {"input_grad": parts[0], "weight_grad": parts[1], "split": True}
-            else:
-                parts = (_function(f"{name}_backward", graph, arguments, gradients, jit_compile),)
-                changes["backward"] = parts[0]
-            read = {value for part in parts if part is not None for value in part.inputs}
-            kept = [arguments[value] for value in arguments if value in read and _is_kept(value, received)]
-            changes["residual_bytes"], changes["fixed_residual_bytes"] = _growth(kept, sizes)
-            if stage.index in self.split and parts[1] is not None:
                 delayed = [
                     arguments.get(value, value.ref)
-                    for value in parts[1].inputs
+                    for value in (() if parts[1] is None else parts[1].inputs)
                     if value.kind is not ValueKind.FORWARD or _is_kept(value, received)
                 ]
                 changes["delayed_bytes"], changes["fixed_delayed_bytes"] = _growth(delayed, sizes)
+            else:
+                backward = _function(f"{name}_backward", graph, arguments, gradients, jit_compile)
+                parts = (backward, None)
+                changes["backward"] = backward
+            read = {value for part in parts if part is not None for value in part.inputs}
+            kept = [arguments[value] for value in arguments if value in read and _is_kept(value, received)]
+            changes["residual_bytes"], changes["fixed_residual_bytes"] = _growth(kept, sizes)
         if stage.metric_results:
             arguments = {**stage.arguments, **{Value(ref): ref for ref in taps}}
             changes["metrics"] = _function(f"{name}_metrics", graph, arguments, stage.metric_results, jit_compile=False)
