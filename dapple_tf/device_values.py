@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from graph_passes.graph import Builder, GraphDef, Ref
 from graph_passes.outline import FunctionDef, call_node, placeholder
@@ -11,13 +12,33 @@ from graph_passes.storage import by_dtype, load_function, merge_library, save_fu
 from graph_passes.tensorflow_bridge import empty_graph
 
 
+@dataclass(frozen=True)
+class Holding:
+    """Variables that the same stages read, and the devices that keep them.
+
+    Attributes:
+        stages: the stages, ascending.
+        devices: names of their devices, each once.
+        variables: the variables.
+    """
+
+    stages: tuple[int, ...]
+    devices: tuple[str, ...]
+    variables: tuple[Variable, ...]
+
+    @property
+    def label(self) -> str:
+        """Name in nodes and functions."""
+        return "stage" + "_".join(map(str, self.stages))
+
+
 class DeviceValues:
-    """Graph nodes that load and save all variables of every device, one vector per dtype and stage."""
+    """Graph nodes that load and save all variables of every device, one vector per dtype and holding."""
 
     PREFIX = "storage"
 
-    def __init__(self, stored: Sequence[Sequence[Variable]], devices: Sequence[Sequence[str]]) -> None:
-        self.stored = stored
+    def __init__(self, holdings: Sequence[Holding]) -> None:
+        self.holdings = holdings
         self.graph = empty_graph()
         self.feeds: list[list[str]] = []
         self.loads: list[list[str]] = []
@@ -25,34 +46,44 @@ class DeviceValues:
         self.rate: tuple[str, list[str]] | None = None
         builder = Builder(self.graph)
         functions: list[FunctionDef] = []
-        for stage, variables in enumerate(stored):
-            load, save = load_function(f"stage{stage}_load", variables), save_function(f"stage{stage}_save", variables)
+        for holding in holdings:
+            label, variables = holding.label, holding.variables
+            load, save = load_function(f"{label}_load", variables), save_function(f"{label}_save", variables)
             functions += [load, save]
-            feeds = [builder.append(placeholder(f"stage{stage}/values{dtype}", dtype)) for dtype in by_dtype(variables)]
+            feeds = [builder.append(placeholder(f"{label}/values{dtype}", dtype)) for dtype in by_dtype(variables)]
             self.feeds.append([ref.node for ref in feeds])
             self.loads.append(
                 [
-                    builder.append(call_node(f"stage{stage}/replica{replica}/load", load, feeds, device=device)).node
-                    for replica, device in enumerate(devices[stage])
+                    builder.append(call_node(f"{label}/replica{replica}/load", load, feeds, device=device)).node
+                    for replica, device in enumerate(holding.devices)
                 ]
             )
-            node = builder.append(call_node(f"stage{stage}/save", save, [], device=devices[stage][0])).node
+            node = builder.append(call_node(f"{label}/save", save, [], device=holding.devices[0])).node
             self.saves.append([Ref(node, index) for index in range(len(feeds))])
         merge_library(self.graph, functions)
 
 
-def load_one(
-    variable: Variable, stages: Sequence[int], devices: Sequence[Sequence[str]]
-) -> tuple[GraphDef, str, list[str]]:
-    """Nodes that assign one scalar variable on every device that keeps it."""
+def load_one(name: str, holdings: Sequence[Holding]) -> tuple[GraphDef, str, list[str]]:
+    """Nodes that assign one scalar variable wherever it is kept.
+
+    Returns:
+        The graph, the placeholder of the value, and the nodes that assign it.
+    """
     graph = empty_graph()
     builder = Builder(graph)
-    function = load_function("load_learning_rate", [variable])
-    feed = builder.append(placeholder("value", variable.dtype))
-    nodes = [
-        builder.append(call_node(f"stage{stage}/replica{replica}/load", function, [feed], device=device)).node
-        for stage in stages
-        for replica, device in enumerate(devices[stage])
-    ]
-    merge_library(graph, [function])
-    return graph, feed.node, nodes
+    functions: list[FunctionDef] = []
+    feeds: list[Ref] = []
+    nodes = []
+    for holding in holdings:
+        for variable in holding.variables:
+            if variable.name != name:
+                continue
+            function = load_function(f"{holding.label}_load_one", [variable])
+            functions.append(function)
+            feeds = feeds or [builder.append(placeholder("value", variable.dtype))]
+            nodes += [
+                builder.append(call_node(f"{holding.label}/replica{replica}/load", function, feeds, device=device)).node
+                for replica, device in enumerate(holding.devices)
+            ]
+    merge_library(graph, functions)
+    return graph, feeds[0].node if feeds else "", nodes

@@ -18,11 +18,10 @@ import tensorflow as tf
 from dapple_tf.batch import BatchSpec
 from dapple_tf.capture import Mode, build, capture, output_structure
 from dapple_tf.cluster import Cluster
-from dapple_tf.device_values import DeviceValues, load_one
+from dapple_tf.device_values import DeviceValues, Holding, load_one
 from dapple_tf.errors import DappleError
 from dapple_tf.optimizer import capture_updates, check_optimizer
 from dapple_tf.plan import Plan
-from dapple_tf.schedules import make_schedule, validate
 from dapple_tf.session import add_to_graph, session_config
 from dapple_tf.variables import VariableTable
 from graph_passes.accumulate import Accumulate, accumulated_gradients, sliced_gradients
@@ -30,14 +29,14 @@ from graph_passes.assign_stages import AssignStages
 from graph_passes.build_backward import BuildBackward
 from graph_passes.build_forward import BuildForward
 from graph_passes.graph import Graph, GraphDef, Ref
+from graph_passes.group_update import GroupUpdate
 from graph_passes.outline import dtype_of
 from graph_passes.partition import Partition
 from graph_passes.pass_manager import Dump, Pass, Timing, run_passes
-from graph_passes.program import Layout, Program, Step, Variable, VariableKind
+from graph_passes.program import Layout, Program, Stage, Step, Variable, VariableKind
 from graph_passes.replicate import Replicate
 from graph_passes.schedule import OrderTasks
 from graph_passes.split_concat import SplitConcat
-from graph_passes.stage_update import StageUpdate
 from graph_passes.storage import by_dtype
 from graph_passes.tasks import Schedule
 from graph_passes.tensorflow_bridge import dtype_size
@@ -73,7 +72,7 @@ class _Build:
     mode: Mode
     spec: BatchSpec
     program: Program
-    updates: tuple[StageUpdate, ...]
+    updates: tuple[GroupUpdate, ...]
     prefix: str
     steps: dict[int, tuple[str, Step]] = dataclasses.field(default_factory=dict)
 
@@ -100,7 +99,7 @@ class Engine:
         self.table = VariableTable(model)
         self.timing = Timing()
         self._hosts: dict[str, tuple[int, ...]] = {}
-        self._optimizer_hosts: dict[str, tuple[int, ...]] = {}
+        self._optimizer_variables: dict[tuple[int, ...], tuple[Variable, ...]] = {}
         self._builds: dict[tuple[Mode, str, bool], _Build] = {}
         self._next_key = 1
         self.generation = 0
@@ -126,8 +125,16 @@ class Engine:
     @property
     def devices(self) -> tuple[tuple[str, ...], ...]:
         """Names of the devices of each stage's replicas."""
+        return self._names(self.plan.devices)
+
+    @property
+    def homes(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the devices that keep the variables of each stage's replicas."""
+        return self._names(self.plan.devices if self.plan.weight_devices is None else self.plan.weight_devices)
+
+    def _names(self, devices: Sequence[Sequence[int]]) -> tuple[tuple[str, ...], ...]:
         names = self.cluster.device_names
-        return tuple(tuple(names[device] for device in devices) for devices in self.plan.devices)
+        return tuple(tuple(names[device] for device in replicas) for replicas in devices)
 
     # ---- building
 
@@ -146,7 +153,7 @@ class Engine:
         program = capture(self.model, self.table, mode, spec, training=training)
         prefix = f"{mode.value}{next(self._numbers)}_"
         program = run_passes(program, self._stage_passes(mode, prefix), instruments=[self.timing])
-        updates = stage_updates(self.model, self.table, program) if mode is Mode.TRAIN else ()
+        updates = group_updates(self.model, self.table, program) if mode is Mode.TRAIN else ()
         self._host(program, updates)
         logger.info("prepared %s for %s in %.2f s", mode.value, spec.key, time.perf_counter() - start)
         return _Build(mode, spec, program, updates, prefix)
@@ -158,7 +165,7 @@ class Engine:
             AssignStages(self.plan.cuts),
             BuildForward(want_outputs=mode is Mode.PREDICT),
             *([BuildBackward()] if training else []),
-            Partition(self.plan.recompute, self.plan.jit_compile, training, prefix),
+            Partition(self.plan.recompute, self.plan.jit_compile, training, prefix, self.plan.split_stages),
         ]
 
     def _step_passes(self, built: _Build, samples: int) -> list[Pass]:
@@ -169,18 +176,26 @@ class Engine:
         if built.mode is not Mode.TRAIN:
             return [replicate, SplitConcat(), order]
         bucket_bytes, key = self.plan.bucket_bytes, self._next_key
-        update = Update(built.updates, self._hosts, self.cluster.host_device, bucket_bytes, key, built.prefix)
+        update = Update(
+            built.updates,
+            self._hosts,
+            self.cluster.host_device,
+            bucket_bytes,
+            key,
+            built.prefix,
+            self.plan.wait_free,
+        )
         self._next_key += _KEYS_PER_STEP
         return [replicate, SplitConcat(), Accumulate(built.prefix), order, update]
 
-    def _host(self, program: Program, updates: Sequence[StageUpdate]) -> None:
+    def _host(self, program: Program, updates: Sequence[GroupUpdate]) -> None:
         """Settles which stages keep which variables. Training decides; what was built before it is built again."""
-        reads, optimizer = hosts_of(program, updates)
+        reads, optimizer = readers_of(program), optimizer_variables(updates)
         if updates:
             hosts = {**{name: stages for name, stages in self._hosts.items() if name not in reads}, **reads}
         else:
             hosts = {**reads, **self._hosts}
-        if hosts == self._hosts and (not updates or optimizer == self._optimizer_hosts):
+        if hosts == self._hosts and (not updates or optimizer == self._optimizer_variables):
             return
         if self._storage is not None:
             if self.ahead:
@@ -190,7 +205,7 @@ class Engine:
             self.generation += 1
             self._open()
         self._hosts = hosts
-        self._optimizer_hosts = optimizer or self._optimizer_hosts
+        self._optimizer_variables = optimizer or self._optimizer_variables
 
     def step(self, built: _Build, samples: int) -> tuple[str, Step]:
         """The step graph for batches of ``samples`` samples; made once. Returns its prefix in the session's graph."""
@@ -203,53 +218,58 @@ class Engine:
         batch, micro_batches = self.plan.global_batch_size, self.plan.micro_batches
         if samples > batch:
             micro_batches, batch = -(-samples * micro_batches // batch), samples
-        return Layout(self.devices, samples, batch, micro_batches)
+        homes = None if self.plan.weight_devices is None else self.homes
+        return Layout(self.devices, samples, batch, micro_batches, homes)
 
     def schedule(self, built: _Build, layout: Layout) -> Schedule:
         """The order of tasks for a batch."""
         micro_batches = len(layout.micro_batch_intervals)
-        holds = self.holds(built, layout) if built.mode is Mode.TRAIN else None
-        options: dict[str, Any] = {
-            "active": layout.active,
-            "forward_only": built.mode is not Mode.TRAIN,
-        }
-        schedule = make_schedule(
-            self.plan.schedule, self.plan.devices, micro_batches, holds=holds, warm_up=self.plan.warm_up, **options
-        )
-        validate(schedule, self.plan.devices, micro_batches, holds=holds, **options)
-        return schedule
+        training = built.mode is Mode.TRAIN
+        holds = self.holds(built, layout) if training else None
+        return self.plan.order_tasks(micro_batches, holds=holds, active=layout.active, forward_only=not training)
 
     def holds(self, built: _Build, layout: Layout) -> tuple[int, ...] | None:
         """D of each stage: how many micro-batches' residuals its devices' memory holds; None without a memory limit.
 
+        A device that runs several stages holds as many micro-batches in each.
+
         Raises:
             DappleError: not even one micro-batch fits.
         """
-        limits = [[self.cluster.devices[device].memory_bytes for device in devices] for devices in self.plan.devices]
-        if all(limit is None for stage in limits for limit in stage):
+        limits = {d: self.cluster.devices[d].memory_bytes for devices in self.plan.devices for d in devices}
+        known = {device: limit for device, limit in limits.items() if limit is not None}
+        if not known:
             return None
-        found = []
-        for stage, memory in zip(built.program.stages, limits, strict=True):
-            fixed = self._stored_bytes(built.program, stage.index)
-            samples = max(interval.size for interval in layout.slices(stage.index, 0))
-            residual = max(1, stage.residual_bytes * samples + stage.fixed_residual_bytes)
-            known = [limit for limit in memory if limit is not None]
-            count = min(((limit - fixed) // residual for limit in known), default=len(layout.micro_batch_intervals))
+        found = [len(layout.micro_batch_intervals)] * self.plan.num_stages
+        for device, limit in known.items():
+            stages = [index for index, devices in enumerate(self.plan.devices) if device in devices]
+            fixed = self._stored_bytes(built.program, self.cluster.device_names[device])
+            residual = max(1, sum(self._slice_bytes(built.program.stages[stage], layout) for stage in stages))
+            count = (limit - fixed) // residual
             if count < 1:
+                shown = f"stage {stages[0]} needs" if len(stages) == 1 else f"stages {stages} together need"
                 raise DappleError(
-                    f"stage {stage.index} needs {fixed + residual:,} bytes for variables, gradients and the residuals "
-                    f"of one "
-                    f"slice of {samples} samples, but its smallest device has {min(known):,}: use more stages, more "
-                    f"replicas, smaller micro-batches or recompute='boundary'"
+                    f"{shown} {fixed + residual:,} bytes for variables, gradients and the residuals of one "
+                    f"micro-batch, but device {device} has {limit:,}: use more stages, more replicas, smaller micro-batches or "
+                    f"recompute='boundary'"
                 )
-            found.append(count)
+            for stage in stages:
+                found[stage] = min(found[stage], count)
         return tuple(found)
 
-    def _stored_bytes(self, program: Program, stage: int) -> int:
-        """Bytes of a stage's variables, optimizer slots and gradient accumulators on each of its devices."""
-        stored = self._stored(stage)
-        accumulators = [v for _, v in accumulated_gradients(program, program.stages[stage])]
-        return sum(math.prod(v.shape) * dtype_size(v.dtype) for v in (*stored, *accumulators))
+    def _slice_bytes(self, stage: Stage, layout: Layout) -> int:
+        """Bytes that a stage keeps of a slice until its last backward task."""
+        samples = max(interval.size for interval in layout.slices(stage.index, 0))
+        kept = stage.residual_bytes * samples + stage.fixed_residual_bytes
+        return max(kept, stage.delayed_bytes * samples + stage.fixed_delayed_bytes)
+
+    def _stored_bytes(self, program: Program, device: str) -> int:
+        """Bytes of the variables, optimizer slots and gradient accumulators on a device."""
+        stored = [v for holding in self._holdings() if device in holding.devices for v in holding.variables]
+        for stage in program.stages:
+            if device in self.homes[stage.index]:
+                stored += [v for _, v in accumulated_gradients(program, stage)]
+        return sum(math.prod(v.shape) * dtype_size(v.dtype) for v in stored)
 
     def _make_step(self, built: _Build, samples: int) -> tuple[str, Step]:
         passes = self._step_passes(built, samples)
@@ -329,15 +349,25 @@ class Engine:
 
     # ---- variables
 
-    def _stored(self, stage: int) -> list[Variable]:
-        """The variables that each device of a stage keeps."""
-        hosts = {**self._hosts, **self._optimizer_hosts}
-        return [self.table.describe(name) for name, stages in hosts.items() if stage in stages]
+    def _holdings(self) -> list[Holding]:
+        """The variables that devices keep, by the stages that read them."""
+        found: dict[tuple[int, ...], list[Variable]] = {}
+        for name, stages in self._hosts.items():
+            found.setdefault(stages, []).append(self.table.describe(name))
+        for stages, variables in self._optimizer_variables.items():
+            found.setdefault(stages, []).extend(variables)
+        return [
+            Holding(
+                stages,
+                tuple(dict.fromkeys(device for stage in stages for device in self.homes[stage])),
+                tuple(variables),
+            )
+            for stages, variables in sorted(found.items())
+        ]
 
     def _stores(self) -> DeviceValues:
         if self._storage is None:
-            stored = [self._stored(stage) for stage in range(self.plan.num_stages)]
-            self._storage = DeviceValues(stored, self.devices)
+            self._storage = DeviceValues(self._holdings())
             self._import(self._storage.graph, DeviceValues.PREFIX)
         return self._storage
 
@@ -345,27 +375,27 @@ class Engine:
         """Keras values -> devices."""
         self.ahead = False
         storage = self._stores()
-        for stage, variables in enumerate(storage.stored):
+        for holding, feeds, loads in zip(storage.holdings, storage.feeds, storage.loads, strict=True):
             feed = {}
-            for place, (_, group) in zip(storage.feeds[stage], by_dtype(variables).items(), strict=True):
+            for place, (_, group) in zip(feeds, by_dtype(holding.variables).items(), strict=True):
                 values = self.table.values(variable.name for variable in group)
                 feed[f"{DeviceValues.PREFIX}/{place}:0"] = np.concatenate([value.ravel() for value in values])
             if feed:
-                self._session.run([f"{DeviceValues.PREFIX}/{node}" for node in storage.loads[stage]], feed)
+                self._session.run([f"{DeviceValues.PREFIX}/{node}" for node in loads], feed)
         rate = self.learning_rate
         self._pushed_learning_rate = None if rate is None else float(rate.numpy())
 
     def save(self) -> None:
-        """Devices -> Keras values, each variable from the first device of the first stage that keeps it.
+        """Devices -> Keras values, each variable from the first device that keeps it.
 
         Not the learning rate: devices get it from Keras, and what a callback has assigned last may not be there yet.
         """
         storage = self._stores()
         rate = self.learning_rate
         seen = {self.table.name_of(rate)} if rate is not None and self.table.knows(rate) else set()
-        for variables, names in zip(storage.stored, storage.saves, strict=True):
+        for holding, names in zip(storage.holdings, storage.saves, strict=True):
             vectors = self._session.run([f"{DeviceValues.PREFIX}/{ref.node}:{ref.output}" for ref in names])
-            for vector, group in zip(vectors, by_dtype(variables).values(), strict=True):
+            for vector, group in zip(vectors, by_dtype(holding.variables).values(), strict=True):
                 sizes = [math.prod(variable.shape) for variable in group]
                 parts = np.split(vector, np.cumsum(sizes)[:-1])
                 for variable, part in zip(group, parts, strict=True):
@@ -392,7 +422,7 @@ class Engine:
         name = self.table.name_of(rate)
         storage = self._stores()
         if storage.rate is None:
-            graph, feed, nodes = load_one(self.table.describe(name), self._optimizer_hosts.get(name, ()), self.devices)
+            graph, feed, nodes = load_one(name, storage.holdings)
             self._import(graph, "learning_rate")
             storage.rate = (feed, nodes)
         feed, nodes = storage.rate
@@ -414,11 +444,11 @@ class Engine:
             (place / "schedule.txt").write_text(f"{schedule}\n")
 
 
-def stage_updates(model: keras.Model, table: VariableTable, program: Program) -> tuple[StageUpdate, ...]:
-    """The optimizer's part for each stage of a program with stage functions; adds its variables to the table.
+def group_updates(model: keras.Model, table: VariableTable, program: Program) -> tuple[GroupUpdate, ...]:
+    """The optimizer's part for each parameter group of a program with stage functions; adds its variables to the table.
 
     Raises:
-        CaptureError: the optimizer can't be split over stages.
+        CaptureError: the optimizer can't be split over groups.
     """
     optimizer = model.optimizer
     check_optimizer(optimizer, model.trainable_variables)
@@ -427,28 +457,33 @@ def stage_updates(model: keras.Model, table: VariableTable, program: Program) ->
         v.name: tf.dtypes.as_dtype(dtype) for stage in program.stages for v, dtype in sliced_gradients(program, stage)
     }
     trained = sliced.keys() | {v.name for stage in program.stages for _, v in accumulated_gradients(program, stage)}
-    parameters = [[name for name in stage.reads if name in trained] for stage in program.stages]
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, stages in readers_of(program).items():
+        if name in trained:
+            groups.setdefault(stages, []).append(name)
     loss = program.roles.loss
     assert loss is not None
-    loss_stage = program.node_stage.get(loss.node, len(program.stages) - 1)
     loss_dtype = tf.dtypes.as_dtype(dtype_of(Graph(program.graph), loss))
-    return capture_updates(optimizer, table, parameters, sliced, loss_stage, loss_dtype)
+    return capture_updates(optimizer, table, groups, sliced, loss_dtype)
 
 
-def hosts_of(
-    program: Program, updates: Sequence[StageUpdate]
-) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """The stages that need each variable of the model, and each of the optimizer."""
+def readers_of(program: Program) -> dict[str, tuple[int, ...]]:
+    """The stages that read each variable of the model, ascending; variables in the model's order."""
     reads: dict[str, tuple[int, ...]] = {}
     for stage in program.stages:
         for name in stage.reads:
             reads[name] = (*reads.get(name, ()), stage.index)
-    optimizer: dict[str, tuple[int, ...]] = {}
-    for index, update in enumerate(updates):
-        for variable in update.apply.variables.values():
-            if variable.kind is VariableKind.OPTIMIZER:
-                optimizer[variable.name] = (*optimizer.get(variable.name, ()), index)
-    return reads, optimizer
+    return {variable.name: reads[variable.name] for variable in program.roles.variables if variable.name in reads}
+
+
+def optimizer_variables(updates: Sequence[GroupUpdate]) -> dict[tuple[int, ...], tuple[Variable, ...]]:
+    """The optimizer's variables of each parameter group."""
+    return {
+        update.stages: tuple(
+            dict.fromkeys(v for v in update.apply.variables.values() if v.kind is VariableKind.OPTIMIZER)
+        )
+        for update in updates
+    }
 
 
 # A step uses one collective key per bucket; keys of steps mustn't overlap.

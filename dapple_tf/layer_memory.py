@@ -20,9 +20,9 @@ from dapple_tf.profile import ZERO, Cost, ProfileError, SharedParameters, Tensor
 from dapple_tf.timed_step import LAST, input_gradients_of
 from dapple_tf.variables import VariableTable
 from graph_passes.graph import Graph, Ref
+from graph_passes.group_update import GroupUpdate
 from graph_passes.outline import dtype_of
 from graph_passes.program import Boundary, Program, Step, Value, ValueKind, VariableKind
-from graph_passes.stage_update import StageUpdate
 from graph_passes.tasks import Phase, Task
 from graph_passes.tensorflow_bridge import dtype_size, infer_shapes
 
@@ -309,7 +309,7 @@ class VariableBytes:
     shared: tuple[SharedParameters, ...]
 
 
-def variable_bytes(program: Program, updates: Sequence[StageUpdate], table: VariableTable) -> VariableBytes:
+def variable_bytes(program: Program, updates: Sequence[GroupUpdate], table: VariableTable) -> VariableBytes:
     """Each variable counts once: parameters of several layers as shared ones, their state for the first layer.
 
     The optimizer's scalars (the step's number, the learning rate) aren't counted: they belong to no layer.
@@ -318,11 +318,12 @@ def variable_bytes(program: Program, updates: Sequence[StageUpdate], table: Vari
     for stage in program.stages:
         for name in stage.reads:
             readers.setdefault(name, []).append(stage.index)
-    updaters: dict[str, list[int]] = {}
-    for index, update in enumerate(updates):
-        for variable in update.apply.variables.values():
-            if variable.kind is VariableKind.OPTIMIZER and variable.shape:
-                updaters.setdefault(variable.name, []).append(index)
+    updaters = {
+        variable.name: update.stages
+        for update in updates
+        for variable in update.apply.variables.values()
+        if variable.kind is VariableKind.OPTIMIZER and variable.shape
+    }
 
     def size(name: str) -> int:
         variable = table.describe(name)
@@ -339,11 +340,11 @@ def variable_bytes(program: Program, updates: Sequence[StageUpdate], table: Vari
         else:
             of_parameters, of_slots = shared.get(tuple(stages), (0, 0))
             shared[tuple(stages)] = (of_parameters + size(name), of_slots)
-    for name, stages in updaters.items():
-        if len(stages) == 1:
-            slots[stages[0]] += size(name)
-        elif tuple(stages) in shared:
-            of_parameters, of_slots = shared[tuple(stages)]
-            shared[tuple(stages)] = (of_parameters, of_slots + size(name))
+    for name, group in updaters.items():
+        if len(group) == 1:
+            slots[group[0]] += size(name)
+        elif group in shared:
+            of_parameters, of_slots = shared[group]
+            shared[group] = (of_parameters, of_slots + size(name))
     groups = tuple(SharedParameters(stages, *found) for stages, found in sorted(shared.items()))
     return VariableBytes(tuple(parameters), tuple(slots), tuple(state), groups)

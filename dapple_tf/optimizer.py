@@ -1,9 +1,11 @@
-"""The user's own Keras optimizer as graphs: one Apply for each stage, and what they must know of each other."""
+"""The user's own Keras optimizer as graphs: one Apply for each parameter group, and what these must know of others."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,8 +15,8 @@ from dapple_tf.capture import make_constant
 from dapple_tf.errors import CaptureError
 from dapple_tf.variables import VariableTable
 from graph_passes.graph import Graph, Ref
+from graph_passes.group_update import Captured, GroupUpdate
 from graph_passes.program import VariableKind
-from graph_passes.stage_update import Captured, StageUpdate
 
 
 def check_optimizer(optimizer: Any, parameters: Sequence[keras.Variable]) -> None:
@@ -45,45 +47,60 @@ def check_optimizer(optimizer: Any, parameters: Sequence[keras.Variable]) -> Non
 def capture_updates(
     optimizer: keras.optimizers.Optimizer,
     table: VariableTable,
-    parameters: Sequence[Sequence[str]],
+    groups: Mapping[tuple[int, ...], Sequence[str]],
     sliced: Mapping[str, tf.DType],
-    loss_stage: int,
     loss_dtype: tf.DType,
-) -> tuple[StageUpdate, ...]:
-    """Traces the optimizer for each stage.
+) -> tuple[GroupUpdate, ...]:
+    """Traces the optimizer for each parameter group.
 
-    Within a stage the optimizer's own code does everything. What it does across all parameters (global_clipnorm, the
-    check for non-finite gradients of loss scaling) is given to it: each stage's statistics add up to totals, from which
-    every stage computes the same factor.
+    Within a group the optimizer's own code does everything. What it does across all parameters (global_clipnorm, the
+    check for non-finite gradients of loss scaling) is given to it: each group's statistics add up to totals, from which
+    every group computes the same factor. Counters and hyperparameters that several groups use are kept once for each,
+    as every group steps them for itself.
 
     Args:
         optimizer: a built optimizer.
         table: names of the model's and the optimizer's variables.
-        parameters: for each stage, the names of its parameters that have a gradient.
+        groups: the stages that read some parameters -> the names of those that have a gradient.
         sliced: parameters whose gradient is given as rows -> dtype of the rows' indices.
-        loss_stage: where the loss is computed.
         loss_dtype: dtype of the loss.
     """
-    split = sum(bool(names) for names in parameters) > 1
+    split = len(groups) > 1
     clip_norm = _inner(optimizer).global_clipnorm if split else None
     guarded = split and isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None
-    counted: set[str] = set()
-    updates = []
-    for stage, names in enumerate(parameters):
-        own = [name for name in names if name not in counted]
-        counted.update(own)
-        needs = bool(clip_norm) or guarded
-        updates.append(
-            StageUpdate(
-                apply=_capture_apply(optimizer, table, names, sliced, clip_norm, guarded=guarded),
-                statistics=_capture(table, own, sliced, _statistics) if needs and own else None,
-                loss_scale=_capture_loss_scale(optimizer, table, loss_dtype)
-                if scaled and stage == loss_stage
-                else None,
-            )
+    needs = bool(clip_norm) or guarded
+    updates = [
+        GroupUpdate(
+            stages,
+            apply=_capture_apply(optimizer, table, names, sliced, clip_norm, guarded=guarded),
+            statistics=_capture(table, names, sliced, _statistics) if needs else None,
+            loss_scale=_capture_loss_scale(optimizer, table, loss_dtype) if scaled else None,
         )
-    return tuple(updates)
+        for stages, names in groups.items()
+    ]
+    uses = Counter(v.name for update in updates for v in update.apply.variables.values())
+    return tuple(_with_own_counters(update, {name for name, count in uses.items() if count > 1}) for update in updates)
+
+
+def _with_own_counters(update: GroupUpdate, shared: Container[str]) -> GroupUpdate:
+    """The update with storage of its own for the variables that other groups use, too."""
+    label = "_".join(map(str, update.stages))
+
+    def of_group(captured: Captured | None) -> Captured | None:
+        if captured is None:
+            return None
+        variables = {
+            ref: dataclasses.replace(v, storage=f"{v.name}/stage{label}") if v.name in shared else v
+            for ref, v in captured.variables.items()
+        }
+        return dataclasses.replace(captured, variables=variables)
+
+    apply = of_group(update.apply)
+    assert apply is not None
+    return dataclasses.replace(
+        update, apply=apply, statistics=of_group(update.statistics), loss_scale=of_group(update.loss_scale)
+    )
 
 
 def _inner(optimizer: Any) -> Any:
@@ -128,9 +145,6 @@ def _capture_apply(
     variables = [table.keras_variables[name] for name in names]
 
     def apply(gradients: Gradients, totals: tf.Tensor | None) -> list[tf.Tensor]:
-        if not gradients:
-            _inner(optimizer)._iterations.assign_add(1)
-            return []
         if clip_norm:
             assert totals is not None
             factor = _clip_factor(tf.sqrt(totals[0]) / tf.cast(_loss_scale(optimizer), tf.float64), clip_norm)

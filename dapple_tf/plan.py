@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -18,6 +19,7 @@ import numpy as np
 from dapple_tf import schedules
 from dapple_tf.plan_report import LARGEST, PlanReport, parse_report
 from graph_passes.batching import split_evenly
+from graph_passes.tasks import Schedule
 
 if TYPE_CHECKING:
     from dapple_tf.cluster import Cluster
@@ -239,6 +241,54 @@ class Plan:
     def warm_up_counts(self) -> tuple[int, ...]:
         """Return K of each stage: ``warm_up`` where given, else the policy's without a memory limit."""
         return schedules.resolve_warm_up(self.schedule, self.num_stages, self.micro_batches, warm_up=self.warm_up)
+
+    def order_tasks(
+        self,
+        micro_batches: int | None = None,
+        *,
+        holds: Sequence[int] | None = None,
+        active: schedules.Active | None = None,
+        forward_only: bool = False,
+    ) -> Schedule:
+        """Return the order of tasks on every device, checked.
+
+        Args:
+            micro_batches: of a step with fewer or more samples than the global batch; None for the plan's.
+            holds: for each stage the number of micro-batches that fit; None for no limit.
+            active: (stage, micro-batch, replica) -> whether there is such a slice; None for all.
+            forward_only: for evaluation.
+
+        Raises:
+            ScheduleError: as `schedules.make_schedule`.
+        """
+        count = self.micro_batches if micro_batches is None else micro_batches
+        made = schedules.make_schedule(
+            self.schedule,
+            self.devices,
+            count,
+            holds=holds,
+            warm_up=self.warm_up,
+            active=active,
+            forward_only=forward_only,
+            reverse_first_k=self.reverse_first_k,
+            task_seconds=self.task_seconds,
+            weight_devices=self.weight_devices,
+        )
+        schedules.validate(
+            made,
+            self.devices,
+            count,
+            holds=holds,
+            active=active,
+            forward_only=forward_only,
+            weight_devices=self.weight_devices,
+        )
+        return made
+
+    @functools.cached_property
+    def split_stages(self) -> frozenset[int]:
+        """The stages whose backward is split into Bx and Bw."""
+        return self.order_tasks(1).split
 
     def validate_on(self, cluster: Cluster) -> None:
         """Check that the cluster has every device of the plan.

@@ -25,7 +25,7 @@ from dapple_tf.batch import BatchSpec
 from dapple_tf.capture import Mode, build, capture, check_model
 from dapple_tf.cluster import Cluster
 from dapple_tf.cost_fit import nearest_cost, shares
-from dapple_tf.engine import stage_updates
+from dapple_tf.engine import group_updates
 from dapple_tf.example_batch import ExampleBatch
 from dapple_tf.layer_cuts import layer_stages, with_functions, with_gradients
 from dapple_tf.layer_memory import LayerMemory, StepTrace, layer_memory, variable_bytes
@@ -46,6 +46,7 @@ from dapple_tf.timed_step import (
     timed_step,
 )
 from dapple_tf.variables import VariableTable
+from graph_passes.group_update import GroupUpdate
 from graph_passes.program import Program
 from graph_passes.tasks import Phase
 
@@ -202,12 +203,12 @@ class _Profiler:
         self.program = with_functions(stages.program, "layers_")
         whole = with_functions(with_gradients(self.flat, ()), "whole_")
         self.bar.step("tracing the optimizer")
-        self.updates = stage_updates(self.model, self.table, self.program)
-        whole_updates = stage_updates(self.model, self.table, whole)
+        self.updates = group_updates(self.model, self.table, self.program)
+        whole_updates = group_updates(self.model, self.table, whole)
         self.bar.step("building steps")
         metrics = RunningMetrics(self.model, self.table).feeds()
         with TimedSession(self.cluster, self.device_name, metrics) as session:
-            self._load(session)
+            self._load(session, [*self.updates, *whole_updates])
             layered = timed_step(self.program, self.updates, self.device_name, "layers_", input_gradients=True)
             self.steps = _Steps(
                 StepRuns(session, layered, "layered"),
@@ -222,10 +223,11 @@ class _Profiler:
             memory = self._memory()
         return self._result(walls, memory, key)
 
-    def _load(self, session: TimedSession) -> None:
-        names = {name for stage in self.program.stages for name in stage.reads}
-        names |= {v.name for update in self.updates for v in update.apply.variables.values()}
-        session.load(self.table, [self.table.describe(name) for name in sorted(names)])
+    def _load(self, session: TimedSession, updates: Sequence[GroupUpdate]) -> None:
+        read = {name for stage in self.program.stages for name in stage.reads}
+        variables = {name: self.table.describe(name) for name in sorted(read)}
+        variables |= {v.place: v for update in updates for v in update.apply.variables.values()}
+        session.load(self.table, list(variables.values()))
 
     def _feed(self, samples: int) -> None:
         arrays = self.example.batch(samples * MICRO_BATCHES)
@@ -365,19 +367,15 @@ class _Profiler:
         return parts
 
     def _apply_times(self, start_up: float) -> np.ndarray:
-        """Seconds of each layer's Apply, beyond what any Apply takes (counting steps, learning rates).
-
-        An Apply without parameters tells the latter. Where each layer has some, nothing does, and layers get shares of
-        it: the least Apply of all isn't that of nothing, and beyond it there is only noise where layers are alike.
-        """
+        """Seconds of each layer's Apply, beyond what any Apply takes; of shared parameters for the first layer."""
 
         def typical(step: StepRuns, stage: int) -> float:
             return float(np.median(np.concatenate([step.times(size, APPLY, stage, 0) for size in self.sizes])))
 
-        each = np.asarray([typical(self.steps.layered, stage) for stage in range(len(self.names))])
-        trained = np.asarray([bool(update.apply.gradients or update.apply.slices) for update in self.updates])
-        common = start_up if trained.all() else float(np.median(each[~trained]))
-        return shares(np.where(trained, each, 0.0), common, typical(self.steps.whole, 0) - common)
+        trained = {update.stages[0] for update in self.updates}
+        each = [typical(self.steps.layered, stage) if stage in trained else 0.0 for stage in range(len(self.names))]
+        total = typical(self.steps.whole, 0) - start_up if trained else 0.0
+        return shares(np.asarray(each), start_up, total)
 
     def _spread(self, stage: int) -> float:
         both = sum(self.steps.layered.times(self.sizes[-1], phase, stage) for phase in (_F, _B))

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.cluster import Cluster
-from dapple_tf.device_values import DeviceValues
+from dapple_tf.device_values import DeviceValues, Holding
 from dapple_tf.session import add_to_graph, session_config
 from dapple_tf.timed_step import LAST, ItemKey, TimedStep
 from dapple_tf.variables import VariableTable
@@ -45,7 +45,7 @@ class TimedSession:
 
     def load(self, table: VariableTable, variables: Sequence[Variable]) -> None:
         """Keras' values -> the device."""
-        storage = DeviceValues([variables], [[self.device]])
+        storage = DeviceValues([Holding((0,), (self.device,), tuple(variables))])
         self.add(storage.graph, DeviceValues.PREFIX)
         feed = {}
         for place, (_, group) in zip(storage.feeds[0], by_dtype(variables).items(), strict=True):

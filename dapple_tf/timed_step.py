@@ -14,15 +14,15 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 
-from dapple_tf.engine import hosts_of
+from dapple_tf.engine import readers_of
 from graph_passes.accumulate import Accumulate
 from graph_passes.graph import PHASE_ATTR, STAGE_ATTR, Builder, Graph, GraphDef, NodeDef, Ref, dtype_attr, shape_attr
+from graph_passes.group_update import GroupUpdate
 from graph_passes.outline import FunctionDef, call_node, outline, placeholder
 from graph_passes.pass_manager import Pass, run_passes
 from graph_passes.program import Layout, Program, Stage, Step, Value, ValueKind
 from graph_passes.replicate import Replicate
 from graph_passes.split_concat import SplitConcat
-from graph_passes.stage_update import StageUpdate
 from graph_passes.storage import merge_library
 from graph_passes.tasks import Phase, Task
 from graph_passes.tensorflow_bridge import empty_graph
@@ -86,23 +86,23 @@ class TimedStep:
 
 
 def timed_step(
-    program: Program, updates: Sequence[StageUpdate], device: str, prefix: str, *, input_gradients: bool = False
+    program: Program, updates: Sequence[GroupUpdate], device: str, prefix: str, *, input_gradients: bool = False
 ) -> TimedStep:
     """A step of `MICRO_BATCHES` micro-batches whose size is fed, with all stages on one device.
 
     Args:
         program: stages with functions.
-        updates: the optimizer's part for each stage.
+        updates: the optimizer's part for each parameter group.
         device: name of the device.
         prefix: start of the names of new functions; unique in the session.
         input_gradients: give the first micro-batch tasks Bx, too: the part of B that computes the gradients of what a
             stage receives, for stages that also have a Bw. The last micro-batch is as in training.
     """
-    hosts, _ = hosts_of(program, updates)
+    hosts = readers_of(program)
     batch = _MARK * MICRO_BATCHES
     layout = Layout(((device,),) * len(program.stages), batch, batch, MICRO_BATCHES)
     # Buckets are for reduction, which one device has none of.
-    update = Update(tuple(updates), hosts, _HOST, bucket_bytes=0, prefix=prefix, all_reduce=False)
+    update = Update(tuple(updates), hosts, _HOST, bucket_bytes=0, prefix=prefix, want_gradients=False)
     passes: list[Pass] = [Replicate(layout, _HOST, hosts, prefix), SplitConcat(), Accumulate(prefix), update]
     complete = run_passes(program, passes, first=5)
     assert complete.step is not None
@@ -209,15 +209,15 @@ def _items(program: Program, graph: GraphDef, step: Step, input_gradients: Mappi
             if task in step.entry:
                 key = ItemKey(task.phase.value, task.stage, micro_batch)
                 items.append(Item(key, (step.entry[task],), step.exit[task]))
-    of_update = {
-        work: {node.attr[STAGE_ATTR].i: node.name for node in graph.node if _phase(node) == work}
-        for work in (STATISTICS, APPLY)
-    }
-    if statistics := tuple(of_update[STATISTICS].values()):
+    if statistics := tuple(node.name for node in graph.node if _phase(node) == STATISTICS):
         items.append(Item(ItemKey(STATISTICS), statistics, statistics))
+    applied: dict[int, tuple[str, ...]] = {}  # what several stages share counts for the first of them
+    for node in graph.node:
+        if _phase(node) == APPLY:
+            applied[node.attr[STAGE_ATTR].i] = (*applied.get(node.attr[STAGE_ATTR].i, ()), node.name)
     # In a pipeline the last stage is the first to be done.
-    for stage, node in sorted(of_update[APPLY].items(), reverse=True):
-        items.append(Item(ItemKey(APPLY, stage), (node,), (node,)))
+    for stage, nodes in sorted(applied.items(), reverse=True):
+        items.append(Item(ItemKey(APPLY, stage), nodes, nodes))
     return items
 
 

@@ -32,13 +32,13 @@ def accumulated_gradients(program: Program, stage: Stage) -> list[tuple[Value, V
 
 def sliced_gradients(program: Program, stage: Stage) -> list[tuple[Variable, int]]:
     """The parameters of which a stage computes the gradient as rows, with the dtype of the rows' indices."""
+    _, function = stage.parameter_gradients
     found = []
     for variable in program.roles.variables:
-        if variable.value is not None and stage.backward is not None:
+        if variable.value is not None and function is not None:
             value = Value(variable.value, ValueKind.SLICE_INDICES)
-            if value in stage.backward.outputs:
-                position = stage.backward.outputs.index(value)
-                found.append((variable, int(stage.backward.function.signature.output_arg[position].type)))
+            if value in function.outputs:
+                found.append((variable, function.result_dtype(value)))
     return found
 
 
@@ -81,7 +81,11 @@ class Accumulate:
             state = accumulated_state(program, stage)
             for phase, sources, targets in (
                 (Phase.FORWARD, state, [state_accumulator(v, stage.index) for _, v in state]),
-                (Phase.BACKWARD, gradients, [gradient_accumulator(v, stage.index) for _, v in gradients]),
+                (
+                    stage.parameter_gradients[0],
+                    gradients,
+                    [gradient_accumulator(v, stage.index) for _, v in gradients],
+                ),
             ):
                 if not targets:
                     continue
@@ -95,7 +99,7 @@ class Accumulate:
                         # Addition starts when the previous one is over, also where no schedule orders the tasks.
                         after = exits[tasks[index - 1]] if index else ()
                         inputs = [step.values[task, value] for value, _ in sources]
-                        device = step.layout.devices[stage.index][replica]
+                        device = step.layout.homes[stage.index][replica]
                         attrs: dict[str, str | int] = {PHASE_ATTR: "accumulate", STAGE_ATTR: stage.index}
                         name = f"stage{stage.index}/replica{replica}/accumulate_{phase.value}{task.micro_batch}"
                         node = call_node(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import networkx
 
@@ -46,9 +46,13 @@ class Partition:
         whole: (params, state, x, dy) -> (y, state', dx, dparams)
         F:     (params, state, x)     -> (y, state', residuals)
         B:     (residuals, params, x, dy) -> (dx, dparams)
+        Bx:    (residuals, params, x, dy) -> (dx, partial results)
+        Bw:    (residuals, partial results, params, x, dy) -> dparams
 
     What the outputs need is forward; residuals are the tensors that backward reads of it. Arguments of F that B reads
-    are handed to both and are no residuals, although they stay in memory as long.
+    are handed to both and are no residuals, although they stay in memory as long. What the gradients of the received
+    tensors need is Bx (dO in Out-Of-Order BackProp, section 3), the rest Bw (dW), which takes what Bx has computed as
+    partial results. Whether a weight is used once or several times makes no difference.
 
     Attributes:
         recompute: ``none`` keeps every residual; ``boundary`` keeps only what enters the stage and computes the rest
@@ -57,6 +61,7 @@ class Partition:
         jit_compile: compile F and B with XLA, except in stages with loops (recurrent layers), whose tensor lists can't
             pass from one compiled function to another.
         training: whether stages have a B; without gradients of its own a stage's B is empty.
+        split: the stages that have Bx and Bw in place of B.
         prefix: start of the functions' names: unique in the library.
     """
 
@@ -65,9 +70,10 @@ class Partition:
     jit_compile: bool = False
     training: bool = True
     prefix: str = ""
+    split: Container[int] = ()
 
     def run(self, program: Program) -> Program:
-        """Program whose stages have graphs -> program whose stages have ``forward``, ``backward`` and ``metrics``."""
+        """Program whose stages have graphs -> program whose stages have functions: F, B or Bx and Bw, metrics."""
         if self.recompute not in POLICIES:
             raise PassError(f"recompute={self.recompute!r} is unknown; use one of {', '.join(POLICIES)}")
         return program.replace(stages=tuple(self._stage(program, stage) for stage in program.stages))
@@ -94,30 +100,79 @@ class Partition:
         jit_compile = self.jit_compile and not loops
         if self.jit_compile and loops:
             logger.warning("stage %d isn't compiled with XLA: it has the loop %s", stage.index, loops[0])
-        backward_function = metrics_function = None
-        per_sample = fixed = 0
-        forward_function = _function(f"{name}_forward", graph, stage.arguments, results, jit_compile)
+        changes: dict[str, Any] = {
+            "forward": _function(f"{name}_forward", graph, stage.arguments, results, jit_compile)
+        }
         if self.training:
             arguments = {**stage.arguments, **{Value(ref, ValueKind.RESIDUAL): ref for ref in residuals}}
-            backward_function = _function(f"{name}_backward", graph, arguments, gradients, jit_compile)
-            boundaries = {boundary.ref for boundary in program.boundaries}
-            kept = [
-                arguments[value]
-                for value in backward_function.inputs
-                if value.kind is ValueKind.RESIDUAL or (value.kind is ValueKind.FORWARD and value.ref in boundaries)
-            ]
-            per_sample, fixed = _growth(kept, sizes)
+            received = {boundary.ref for boundary in program.boundaries}
+            parts: tuple[StageFunction | None, StageFunction | None]
+            if stage.index in self.split:
+                recomputed = first if self.recompute == "min_cut" else set()
+                parts = _split_backward(name, graph, arguments, gradients, received, recomputed, jit_compile)
+                changes |= {"input_grad": parts[0], "weight_grad": parts[1], "split": True}
+                delayed = [
+                    arguments.get(value, value.ref)
+                    for value in (() if parts[1] is None else parts[1].inputs)
+                    if value.kind is not ValueKind.FORWARD or _is_kept(value, received)
+                ]
+                changes["delayed_bytes"], changes["fixed_delayed_bytes"] = _growth(delayed, sizes)
+            else:
+                backward = _function(f"{name}_backward", graph, arguments, gradients, jit_compile)
+                parts = (backward, None)
+                changes["backward"] = backward
+            read = {value for part in parts if part is not None for value in part.inputs}
+            kept = [arguments[value] for value in arguments if value in read and _is_kept(value, received)]
+            changes["residual_bytes"], changes["fixed_residual_bytes"] = _growth(kept, sizes)
         if stage.metric_results:
             arguments = {**stage.arguments, **{Value(ref): ref for ref in taps}}
-            metrics_function = _function(f"{name}_metrics", graph, arguments, stage.metric_results, jit_compile=False)
-        return dataclasses.replace(
-            stage,
-            forward=forward_function,
-            backward=backward_function,
-            metrics=metrics_function,
-            residual_bytes=per_sample,
-            fixed_residual_bytes=fixed,
-        )
+            changes["metrics"] = _function(f"{name}_metrics", graph, arguments, stage.metric_results, jit_compile=False)
+        return dataclasses.replace(stage, **changes)
+
+
+def _is_kept(value: Value, received: Container[Ref]) -> bool:
+    """Whether an argument of a backward function is kept from the forward one: not a variable, say."""
+    return value.kind is ValueKind.RESIDUAL or (value.kind is ValueKind.FORWARD and value.ref in received)
+
+
+def _split_backward(
+    name: str,
+    graph: Graph,
+    arguments: Mapping[Value, Ref],
+    gradients: Mapping[Value, Ref],
+    received: Container[Ref],
+    recomputed: Container[str],
+    jit_compile: bool,
+) -> tuple[StageFunction | None, StageFunction | None]:
+    """Bx and Bw.
+
+    Args:
+        name: start of the functions' names.
+        graph: the stage's graph.
+        arguments: what backward functions may be given.
+        gradients: what they are to compute.
+        received: tensors that come from other stages.
+        recomputed: cheap nodes of the forward part: Bw computes them again rather than keep their results from Bx.
+        jit_compile: compile both with XLA.
+    """
+    sent = {
+        value: ref for value, ref in gradients.items() if value.kind is ValueKind.GRADIENT and value.ref in received
+    }
+    own = {value: ref for value, ref in gradients.items() if value not in sent}
+    given = set(arguments.values())
+    body = graph.ancestors(sent.values(), given, control=False)
+    done = {node for node in body if node not in recomputed and graph.nodes[node].op != "Const"}
+    rest = graph.ancestors(own.values(), given, control=False) - done
+    read = [ref for node in graph.ordered(rest) for ref in graph.inputs(node)] + list(own.values())
+    partial = {
+        Value(ref, ValueKind.PARTIAL): ref for ref in dict.fromkeys(read) if ref.node in done and ref not in given
+    }
+    input_grad = weight_grad = None
+    if sent:
+        input_grad = _function(f"{name}_input_grad", graph, arguments, sent | partial, jit_compile)
+    if own:
+        weight_grad = _function(f"{name}_weight_grad", graph, {**arguments, **partial}, own, jit_compile)
+    return input_grad, weight_grad
 
 
 def _with_metadata(graph: Graph, forward: set[str], given: set[Ref]) -> set[str]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from graph_passes.batching import Interval, micro_batch_intervals, slice_intervals
 from graph_passes.graph import GraphDef, Ref
 from graph_passes.outline import FunctionDef
-from graph_passes.tasks import Schedule, Task
+from graph_passes.tasks import Phase, Schedule, Task
 
 
 class VariableKind(enum.Enum):
@@ -43,6 +43,8 @@ class Variable:
             metric values pass from one micro-batch to the next.
         additive: of a metric: whether an update only adds to the value, so that each replica can keep a sum of its
             own. One value passes through all replicas otherwise, in the order of samples.
+        storage: name of its storage on devices; None for the variable's own. Counters that every parameter group steps
+            for itself have one for each group.
     """
 
     name: str
@@ -52,6 +54,12 @@ class Variable:
     value: Ref | None = None
     update: Ref | None = None
     additive: bool = True
+    storage: str | None = None
+
+    @property
+    def place(self) -> str:
+        """Name of its storage on the devices that keep it."""
+        return self.storage or self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +195,10 @@ class StageFunction:
         """Name in the function library."""
         return str(self.function.signature.name)
 
+    def result_dtype(self, value: Value) -> int:
+        """The dtype (a ``DT_*`` number) of a result."""
+        return int(self.function.signature.output_arg[self.outputs.index(value)].type)
+
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
@@ -231,6 +243,23 @@ class Stage:
     delayed_bytes: int = 0
     fixed_delayed_bytes: int = 0
 
+    @property
+    def phases(self) -> tuple[tuple[Phase, StageFunction | None], ...]:
+        """What a slice runs after its forward, and the function that does it; None for what there is nothing to do."""
+        if self.split:
+            return (Phase.INPUT_GRAD, self.input_grad), (Phase.WEIGHT_GRAD, self.weight_grad)
+        return ((Phase.BACKWARD, self.backward),) if self.backward is not None else ()
+
+    @property
+    def gives_gradients(self) -> Phase:
+        """The phase that takes the gradients of what the stage sends, and gives those of what it receives."""
+        return Phase.INPUT_GRAD if self.split else Phase.BACKWARD
+
+    @property
+    def parameter_gradients(self) -> tuple[Phase, StageFunction | None]:
+        """The phase that gives the gradients of the stage's parameters, and its function."""
+        return (Phase.WEIGHT_GRAD, self.weight_grad) if self.split else (Phase.BACKWARD, self.backward)
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -238,6 +267,8 @@ class Layout:
 
     Attributes:
         devices: names of the devices of each stage's replicas.
+        weight_devices: names of those that compute weight gradients (Bw), keep the variables and update them; None for
+            the same.
         batch: samples in this step's batch.
         global_batch_size: samples in a full batch.
         micro_batches: micro-batches of a full batch.
@@ -247,6 +278,17 @@ class Layout:
     batch: int
     global_batch_size: int
     micro_batches: int
+    weight_devices: tuple[tuple[str, ...], ...] | None = None
+
+    @property
+    def homes(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the devices that keep each stage's variables, for each replica."""
+        return self.devices if self.weight_devices is None else self.weight_devices
+
+    def device_of(self, task: Task) -> str:
+        """Name of the device that runs a task."""
+        places = self.homes if task.phase is Phase.WEIGHT_GRAD else self.devices
+        return places[task.stage][task.replica]
 
     @property
     def micro_batch_intervals(self) -> tuple[Interval, ...]:

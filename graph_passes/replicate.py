@@ -26,12 +26,22 @@ from graph_passes.storage import merge_gradients, merge_library, read_function
 from graph_passes.tasks import Phase, Task
 from graph_passes.tensorflow_bridge import empty_graph
 
+# What phases are called in the names of nodes.
+_NAMES = {
+    Phase.BACKWARD: "backward",
+    Phase.INPUT_GRAD: "input_grad",
+    Phase.WEIGHT_GRAD: "weight_grad",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Replicate:
     """Starts the step's top level.
 
         2 stages x 2 micro-batches, 2 replicas of stage 0   becomes   0F0 0F0.r1 0F1 0F1.r1 1F0 1F1 (and as many B)
+
+    Where B is split there are as many Bx and Bw; one that has nothing to compute is a NoOp, so that schedules needn't
+    know.
 
     Every replica of a stage works on each micro-batch, on its own slice of it. Calls of one slice are connected here
     (residuals, variables, batch inputs); what comes from other stages stays pending.
@@ -167,13 +177,13 @@ class _Replication:
         for source, group in sources.items():
             function = read_function(f"{self.options.prefix}stage{stage.index}_read_from{source}", group)
             self.functions.append(function)
-            for replica, device in enumerate(self.layout.devices[stage.index]):
+            for replica, device in enumerate(self.layout.homes[stage.index]):
                 remote = source != stage.index
                 if not any(self.layout.active(stage.index, m, replica) for m in range(self._micro_batches)):
                     continue
                 if not remote or replica == 0:
                     name = self.builder.names.fresh(f"stage{stage.index}/replica{replica}/read_from{source}")
-                    place = self.layout.devices[source][0] if remote else device
+                    place = self.layout.homes[source][0] if remote else device
                     self.builder.append(call_node(name, function, [], device=place))
                 for index, variable in enumerate(group):
                     self.variables[variable.name, stage.index, replica] = Ref(name, index)
@@ -192,8 +202,14 @@ class _Replication:
             for index, value in enumerate(stage.metrics.outputs):
                 variable = self._variable_of_update(value.ref)
                 self.metric_values[variable.name, replica if variable.additive else 0] = Ref(metrics, index)
-        if stage.backward is not None:
-            self._call(stage, Task(stage.index, Phase.BACKWARD, micro_batch, replica), stage.backward, "backward")
+        for phase, part in stage.phases:
+            task = Task(stage.index, phase, micro_batch, replica)
+            if part is not None:
+                self._call(stage, task, part, _NAMES[phase])
+            else:
+                name = f"stage{stage.index}/replica{replica}/{_NAMES[phase]}{micro_batch}"
+                node = self.builder.add(name, "NoOp", device=self.layout.device_of(task)).node
+                self.entry[task], self.exit[task] = node, (node,)
 
     def _call(self, stage: Stage, task: Task, function: StageFunction, phase: str, *, keep: bool = True) -> str:
         """Adds the call of a task; returns its node."""
@@ -206,7 +222,7 @@ class _Replication:
             MICRO_BATCH_ATTR: task.micro_batch,
             REPLICA_ATTR: task.replica,
         }
-        device = self.layout.devices[stage.index][task.replica]
+        device = self.layout.device_of(task)
         self.builder.append(call_node(name, function.function, inputs, device=device, attrs=attrs))
         if keep:
             self.entry[task], self.exit[task] = name, (name,)
@@ -219,9 +235,13 @@ class _Replication:
         forward = dataclasses.replace(task, phase=Phase.FORWARD)
         samples = self.layout.slice(task.stage, task.micro_batch, task.replica).size
         scalars = self.program.roles.slice
-        device = self.layout.devices[task.stage][task.replica]
+        device = self.layout.device_of(task)
         if value.kind is ValueKind.GRADIENT:
-            return self._pending(task, value, dtype)
+            return self._pending(
+                dataclasses.replace(task, phase=self.program.stages[task.stage].gives_gradients), value, dtype
+            )
+        if value.kind is ValueKind.PARTIAL:
+            return self.values[dataclasses.replace(task, phase=Phase.INPUT_GRAD), value]
         if (forward, value) in self.values:
             return self.values[forward, value]
         if value.ref in self.feeds:

@@ -17,6 +17,7 @@ class OrderTasks:
     """Lowers a schedule to control edges: each task waits for the last nodes of the one before it on its device.
 
         0: 0F0 0F1 0B0   becomes   0F0 -> 0F1 -> 0B0
+        1: 0Bw0>1Bx1     becomes   1Bx1 -> 0Bw0
 
     Attributes:
         schedule: the order of tasks on each device; devices are numbered as in ``device_names``.
@@ -55,4 +56,6 @@ class OrderTasks:
                     )
             for before, after in itertools.pairwise(tasks):
                 nodes[step.entry[after]].input.extend(f"^{name}" for name in step.exit[before])
+        for task, waited in self.schedule.after.items():
+            nodes[step.entry[task]].input.extend(f"^{name}" for name in step.exit[waited])
         return program.replace(graph=graph, step=dataclasses.replace(step, schedule=self.schedule))

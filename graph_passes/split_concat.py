@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 from tensorflow.core.framework import types_pb2
@@ -34,7 +35,8 @@ class SplitConcat:
         """Program after ``replicate`` -> the same with boundary tensors and their gradients connected."""
         assert program.step is not None
         graph = top_level(program)
-        connection = _Connection(Builder(graph), program.step)
+        phases = [stage.gives_gradients for stage in program.stages]
+        connection = _Connection(Builder(graph), program.step, phases)
         for boundary in program.boundaries:
             for stage in boundary.consumers:
                 connection.send(boundary, stage)
@@ -45,8 +47,9 @@ class SplitConcat:
 
 
 class _Connection:
-    def __init__(self, builder: Builder, step: Step) -> None:
+    def __init__(self, builder: Builder, step: Step, phases: Sequence[Phase]) -> None:
         self.builder = builder
+        self.phases = phases  # of each stage, the one that gradients go to and come from
         self.step = step
         self.layout = step.layout
         self.bound: dict[str, Ref] = {}
@@ -83,7 +86,7 @@ class _Connection:
         for micro_batch in range(len(self.layout.micro_batch_intervals)):
             receivers = [
                 (task, interval)
-                for task, interval in self._slices(boundary.producer, Phase.BACKWARD, micro_batch)
+                for task, interval in self._slices(boundary.producer, self.phases[boundary.producer], micro_batch)
                 if (task, value) in self.step.pending
             ]
             if not receivers:
@@ -92,7 +95,7 @@ class _Connection:
             for stage in boundary.consumers:
                 sources = [
                     (task, interval, self.step.values[task, value])
-                    for task, interval in self._slices(stage, Phase.BACKWARD, micro_batch)
+                    for task, interval in self._slices(stage, self.phases[stage], micro_batch)
                     if (task, value) in self.step.values
                 ]
                 if sources:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from tensorflow.core.framework import types_pb2
@@ -12,7 +12,6 @@ from graph_passes.accumulate import (
     accumulated_gradients,
     accumulated_state,
     gradient_accumulator,
-    sliced_gradients,
     state_accumulator,
 )
 from graph_passes.graph import (
@@ -22,15 +21,14 @@ from graph_passes.graph import (
     Builder,
     Graph,
     GraphDef,
-    PassError,
     Ref,
     dtype_attr,
     substitute,
 )
+from graph_passes.group_update import Captured, GroupUpdate, reduction_order
 from graph_passes.outline import FunctionDef, call_node, outline, placeholder
 from graph_passes.program import Program, Step, Value, ValueKind, Variable, VariableKind
 from graph_passes.replicate import top_level
-from graph_passes.stage_update import Captured, StageUpdate
 from graph_passes.storage import (
     accumulate_function,
     assign,
@@ -53,47 +51,62 @@ class Update:
         GA, GA.r1   becomes   pack -> all-reduce -> apply,  pack.r1 -> all-reduce.r1 -> apply.r1
 
     Slices weigh their loss by their samples, so that the sum over replicas is the gradient of the mean over the global
-    batch. A parameter of several stages is reduced over all their devices, each of which then makes the same update.
-    Devices start their all-reduces in one order, that of the bucket list, so that none waits for another in a circle.
+    batch. Variables that the same stages read form a group, which is reduced over the devices of these stages, each of
+    which then makes the same update; a device that runs several of the stages adds up their gradients first. A group is
+    reduced and updated as soon as its gradients are complete, while other stages of the device still compute. Devices
+    start their all-reduces in one order, that in which the schedule completes gradients, so that none waits for another
+    in a circle.
 
     Attributes:
-        updates: for each stage, its part of the optimizer.
+        updates: the parameter groups' parts of the optimizer.
         hosts: the stages that keep each variable on their devices.
         host_device: where the step's end is told.
         bucket_bytes: gradients are reduced in vectors of about this size.
         first_key: the first of the collective keys; steps that share workers mustn't share keys.
         prefix: start of the functions' names.
-        all_reduce: False where all stages are on one device, as when layers are measured: then each stage applies what
-            it has accumulated itself. Stages that share a parameter each make an update of their own, of the same
-            cost as that of a step with reduction but without its meaning, so that there are no ``step.gradients``.
+        wait_free: False makes a group wait until its devices have run all their tasks.
+        want_gradients: whether the reduced gradients can be fetched (``step.gradients``).
 
     Source: DAPPLE (PPoPP'21), section 5.2.3: "AllReduce operation to synchronize gradients among all replicas [...] A
-    normal Apply operation updates weights with averaged gradients eventually."
+    normal Apply operation updates weights with averaged gradients eventually." Out-Of-Order BackProp (EuroSys'22),
+    section 5.1, for the order.
     """
 
     name: ClassVar[str] = "update"
-    updates: tuple[StageUpdate, ...]
+    updates: tuple[GroupUpdate, ...]
     hosts: Mapping[str, Sequence[int]]
     host_device: str
     bucket_bytes: int
     first_key: int = 1
     prefix: str = ""
-    all_reduce: bool = True
+    wait_free: bool = True
+    want_gradients: bool = True
 
     def run(self, program: Program) -> Program:
-        """Program with ordered tasks -> complete one: nothing pending, ``step.train`` and ``step.gradients`` set.
-
-        Raises:
-            PassError: no reduction is wanted, but there are several devices.
-        """
-        assert program.step is not None
-        places = [device for devices in program.step.layout.devices for device in devices]
-        if not self.all_reduce and (len(set(places)) > 1 or len(places) > len(program.stages)):
-            raise PassError(
-                f"all_reduce=False needs one replica of each stage, all on one device, but {len(program.stages)} "
-                f"stages have {len(places)} replicas on {len(set(places))} devices"
-            )
+        """Program with ordered tasks -> complete one: nothing pending, ``step.train`` and ``step.gradients`` set."""
         return _UpdateGraph(self, program).result()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Variables that the same stages read.
+
+    Attributes:
+        stages: the stages, ascending.
+        devices: their devices, each once, in the order of stages and replicas.
+        variables: those with gradients or floating-point state that are added up over slices.
+        update: the optimizer's part; None where there are no parameters.
+    """
+
+    stages: tuple[int, ...]
+    devices: tuple[str, ...]
+    variables: tuple[Variable, ...]
+    update: GroupUpdate | None
+
+    @property
+    def label(self) -> str:
+        """Name in nodes and functions."""
+        return "stage" + "_".join(map(str, self.stages))
 
 
 class _UpdateGraph:
@@ -104,14 +117,14 @@ class _UpdateGraph:
         self.options = options
         self.program = program
         self.step: Step = program.step
-        self.layout = self.step.layout
+        self.homes = self.step.layout.homes
         self.graph = top_level(program)
         self.builder = Builder(self.graph)
         self.functions: list[FunctionDef] = []
         self.contributors = self._contributors()
         self.groups = self._groups()
-        self.reduced: dict[tuple[tuple[Variable, ...], int, int], Ref] = {}
-        self.gathered: dict[tuple[str, int, int], tuple[Ref, Ref]] = {}
+        self.reduced: dict[tuple[tuple[Variable, ...], str], Ref] = {}
+        self.gathered: dict[tuple[str, str], tuple[Ref, Ref]] = {}
         self.joined: dict[tuple[Value, int, int], Ref | None] = {}
 
     def _contributors(self) -> dict[str, dict[int, Variable]]:
@@ -124,15 +137,36 @@ class _UpdateGraph:
                 found.setdefault(variable.name, {})[stage.index] = state_accumulator(variable, stage.index)
         return found
 
-    def _groups(self) -> dict[tuple[int, ...], list[Variable]]:
-        """Sets of stages -> the variables that are reduced over their devices; each stage alone without reduction."""
-        found: dict[tuple[int, ...], list[Variable]] = {}
+    def _groups(self) -> list[_Group]:
+        """All groups, in the order in which they are reduced."""
+        updates = {update.stages: update for update in self.options.updates}
+        variables: dict[tuple[int, ...], list[Variable]] = {stages: [] for stages in updates}
         for variable in self.program.roles.variables:
-            if variable.name in self.contributors:
-                stages = sorted({*self.options.hosts.get(variable.name, ()), *self.contributors[variable.name]})
-                for group in [tuple(stages)] if self.options.all_reduce else [(stage,) for stage in stages]:
-                    found.setdefault(group, []).append(variable)
-        return found
+            stages = self._stages_of(variable)
+            if stages and variable.kind is not VariableKind.METRIC:
+                own = variables.setdefault(stages, [])
+                if variable.name in self.contributors:
+                    own.append(variable)
+        keys = list(variables)
+        numbers = self._device_numbers()
+        devices = [[numbers[device] for device in devices if device in numbers] for devices in self.homes]
+        return [
+            _Group(keys[index], self._devices(keys[index]), tuple(variables[keys[index]]), updates.get(keys[index]))
+            for index in reduction_order(keys, self.step.schedule, devices)
+        ]
+
+    def _stages_of(self, variable: Variable) -> tuple[int, ...]:
+        """The stages that keep a variable or contribute to it."""
+        stages = {*self.options.hosts.get(variable.name, ()), *self.contributors.get(variable.name, ())}
+        return tuple(sorted(stages))
+
+    def _device_numbers(self) -> dict[str, int]:
+        """Name of a device that runs some task -> its number in the schedule."""
+        orders = {} if self.step.schedule is None else self.step.schedule.orders
+        return {self.step.layout.device_of(task): device for device, tasks in orders.items() for task in tasks}
+
+    def _devices(self, stages: Sequence[int]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(device for stage in stages for device in self.homes[stage]))
 
     def result(self) -> Program:
         self._bind_loss_scale()
@@ -140,48 +174,63 @@ class _UpdateGraph:
         self._all_reduce()
         totals = self._totals()
         applied = [
-            self._apply(stage, replica, totals)
-            for stage in range(len(self.layout.devices))
-            for replica in range(len(self.layout.devices[stage]))
+            self._on_gradients("apply", group, device, totals) for group in self.groups for device in group.devices
         ]
-        train = self.builder.add("train", "NoOp", control=applied, device=self.options.host_device).node
-        gradients = self._gradients() if self.options.all_reduce else {}
+        names = [call.node for call in applied if call is not None]
+        train = self.builder.add("train", "NoOp", control=names, device=self.options.host_device).node
+        gradients = self._gradients() if self.options.want_gradients else {}
         merge_library(self.graph, self.functions)
         step = dataclasses.replace(self.step, pending={}, train=train, gradients=gradients)
         return self.program.replace(graph=self.graph, step=step)
 
     def _bind_loss_scale(self) -> None:
-        """The gradient of the loss is the loss scale, which each replica of its stage reads from its optimizer."""
+        """The gradient of the loss is the loss scale, which each replica of its stage reads from an optimizer's part.
+
+        From one on its own device if there is one: all have the same value.
+        """
         bound: dict[str, Ref] = {}
-        scales: dict[tuple[int, int], Ref] = {}
+        scales: dict[str, Ref] = {}
+        scaled = [group for group in self.groups if group.update is not None and group.update.loss_scale is not None]
         for (task, value), name in self.step.pending.items():
             assert value == Value(self.program.roles.loss or value.ref, ValueKind.GRADIENT), f"{value} is not connected"
-            device = self.layout.devices[task.stage][task.replica]
-            captured = self.options.updates[task.stage].loss_scale
-            if captured is None:
+            device = self.step.layout.devices[task.stage][task.replica]
+            if not scaled:
                 dtype = next(node for node in self.graph.node if node.name == name).attr["dtype"].type
                 bound[name] = self.builder.const(1.0, dtype, device=device)
                 continue
-            if (task.stage, task.replica) not in scales:
-                function = self._bound(f"stage{task.stage}_loss_scale", captured, {}, [], captured.outputs)
-                scales[task.stage, task.replica] = self._call("loss_scale", function, [], task.stage, task.replica)
-            bound[name] = scales[task.stage, task.replica]
+            group = next((group for group in scaled if device in group.devices), scaled[0])
+            place = device if device in group.devices else group.devices[0]
+            if place not in scales:
+                assert group.update is not None and group.update.loss_scale is not None
+                captured = group.update.loss_scale
+                function = self._bound(f"{group.label}_loss_scale", captured, {}, [], captured.outputs)
+                scales[place] = self._call("loss_scale", function, [], group, place)
+            bound[name] = scales[place]
         substitute(self.graph, bound)
 
-    def _additions(self, stage: int, replica: int) -> list[str]:
-        """Nodes after which a replica's accumulators are complete and its variables are no longer read."""
+    def _places(self, stages: Iterable[int], device: str) -> list[tuple[int, int]]:
+        """The (stage, replica) of these stages whose variables are on a device."""
         return [
+            (stage, replica) for stage in stages for replica, home in enumerate(self.homes[stage]) if home == device
+        ]
+
+    def _complete(self, group: _Group, device: str) -> list[str]:
+        """Nodes after which a device's accumulators are complete and its variables are no longer read."""
+        places = set(self._places(group.stages, device))
+        names = [
             name
-            for task, names in self.step.exit.items()
-            if task.stage == stage and task.replica == replica
-            for name in names
-        ] + self.empty.get((stage, replica), [])
+            for task, exits in self.step.exit.items()
+            if (task.stage, task.replica) in places
+            or (not self.options.wait_free and self.step.layout.device_of(task) == device)
+            for name in exits
+        ]
+        return names + [name for place in places for name in self.empty.get(place, ())]
 
     def _accumulate_nothing(self) -> None:
         """A replica that has no samples in this step contributes zeros."""
         self.empty: dict[tuple[int, int], list[str]] = {}
-        for stage, devices in enumerate(self.layout.devices):
-            for replica in range(len(devices)):
+        for stage, devices in enumerate(self.homes):
+            for replica, device in enumerate(devices):
                 if any(task.stage == stage and task.replica == replica for task in self.step.entry):
                     continue
                 targets = [own[stage] for own in self.contributors.values() if stage in own]
@@ -189,75 +238,87 @@ class _UpdateGraph:
                     name = f"{self.options.prefix}stage{stage}_accumulate_nothing"
                     function = accumulate_function(name, targets, "none")
                     self.functions.append(function)
-                    node = self._call("accumulate_nothing", function, [], stage, replica).node
+                    node = self.builder.names.fresh(f"stage{stage}/replica{replica}/accumulate_nothing")
+                    attrs: dict[str, str | int] = {PHASE_ATTR: "accumulate_nothing", STAGE_ATTR: stage}
+                    self.builder.append(call_node(node, function, [], device=device, attrs=attrs))
                     self.empty[stage, replica] = [node]
-
-    def _members(self, stages: Sequence[int]) -> list[tuple[int, int]]:
-        """(stage, replica) of all devices of the stages."""
-        return [(stage, replica) for stage in stages for replica in range(len(self.layout.devices[stage]))]
 
     def _all_reduce(self) -> None:
         previous: dict[str, str] = {}
         key = self.options.first_key
-        # Backward ends with the first stage: the last stages' gradients are there first.
-        for stages, variables in sorted(self.groups.items(), key=lambda group: group[0][::-1], reverse=True):
-            members = self._members(stages)
-            if len(members) == 1:
+        for group in self.groups:
+            if len(group.devices) == 1 or not group.variables:
                 continue
             group_key = key
-            packed = buckets(variables, self.options.bucket_bytes)
-            functions = {stage: self._pack_function(stages, stage, packed) for stage in stages}
+            packed = buckets(group.variables, self.options.bucket_bytes)
             calls = {
-                (stage, replica): self._call(
-                    "pack", functions[stage], [], stage, replica, control=self._additions(stage, replica)
+                device: self._call(
+                    "pack",
+                    self._pack_function(group, device, packed),
+                    [],
+                    group,
+                    device,
+                    control=self._complete(group, device),
                 )
-                for stage, replica in members
+                for device in group.devices
             }
             for index, bucket in enumerate(packed):
-                for stage, replica in members:
-                    device = self.layout.devices[stage][replica]
+                for device in group.devices:
                     node = self._collective(
-                        Ref(calls[stage, replica].node, index),
+                        Ref(calls[device].node, index),
                         bucket[0].dtype,
-                        len(members),
+                        group,
                         group_key,
                         key,
-                        (stage, replica),
+                        device,
                         [previous[device]] if device in previous else [],
                     )
                     previous[device] = node.node
-                    self.reduced[bucket, stage, replica] = node
+                    self.reduced[bucket, device] = node
                 key += 1
 
-    def _pack_function(self, stages: Sequence[int], stage: int, packed: Sequence[Sequence[Variable]]) -> FunctionDef:
+    def _own_sum(self, builder: Builder, variable: Variable, stages: Iterable[int]) -> Ref:
+        """What stages of one device have accumulated for a variable, added up; zeros if they contribute nothing."""
+        accumulators = [
+            self.contributors[variable.name][stage] for stage in stages if stage in self.contributors[variable.name]
+        ]
+        if not accumulators:
+            return zeros(builder, variable.dtype, variable.shape)
+        parts = [read(builder, own.name, own.dtype, own.shape) for own in accumulators]
+        return builder.add_n("sum", parts, variable.dtype)
+
+    def _function_name(self, what: str, group: _Group, device: str) -> str:
+        """Devices that run different stages of a group have functions of their own."""
+        stages = tuple(self._stages_on(group, device))
+        own = "" if stages == group.stages else "_on" + "_".join(map(str, stages))
+        return f"{group.label}_{what}{own}"
+
+    def _stages_on(self, group: _Group, device: str) -> list[int]:
+        return [stage for stage, _ in self._places(group.stages, device)]
+
+    def _pack_function(self, group: _Group, device: str, packed: Sequence[Sequence[Variable]]) -> FunctionDef:
+        stages = self._stages_on(group, device)
         builder = Builder(empty_graph())
         vectors = []
         for bucket in packed:
-            parts = []
-            for variable in bucket:
-                own = self.contributors[variable.name].get(stage)
-                if own is None:
-                    tensor = zeros(builder, variable.dtype, variable.shape)
-                else:
-                    tensor = read(builder, own.name, own.dtype, own.shape)
-                parts.append(flatten(builder, tensor, variable.dtype))
+            parts = [flatten(builder, self._own_sum(builder, v, stages), v.dtype) for v in bucket]
             vectors.append(builder.concat("bucket", parts, bucket[0].dtype, 0))
-        name = f"{self.options.prefix}stage{stage}_pack_for_" + "_".join(map(str, stages))
+        name = self.options.prefix + self._function_name("pack", group, device)
         function = outline(name, Graph(builder.graph), [], vectors)
         self.functions.append(function)
         return function
 
     def _collective(
-        self, vector: Ref, dtype: int, size: int, group: int, instance: int, place: tuple[int, int], after: list[str]
+        self, vector: Ref, dtype: int, group: _Group, group_key: int, instance: int, device: str, after: list[str]
     ) -> Ref:
-        stage, replica = place
-        numbers = [self.builder.const(value, types_pb2.DT_INT32) for value in (size, group, instance)]
+        sizes = (len(group.devices), group_key, instance)
+        numbers = [self.builder.const(value, types_pb2.DT_INT32) for value in sizes]
         return self.builder.add(
-            f"stage{stage}/replica{replica}/all_reduce{instance}",
+            f"{group.label}/replica{group.devices.index(device)}/all_reduce{instance}",
             "CollectiveReduceV2",
             [vector, *numbers],
             control=after,
-            device=self.layout.devices[stage][replica],
+            device=device,
             T=dtype_attr(dtype),
             merge_op="Add",
             final_op="Id",
@@ -266,34 +327,34 @@ class _UpdateGraph:
             timeout_seconds=0.0,
             Nordering_token=0,
             max_subdivs_per_device=-1,
-            **{PHASE_ATTR: "all_reduce", STAGE_ATTR: stage},
+            **{PHASE_ATTR: "all_reduce", STAGE_ATTR: group.stages[0]},
         )
 
     def _totals(self) -> Ref | None:
-        """The statistics of all stages, added up; each device reads the same sum."""
+        """The statistics of all groups, added up; each device reads the same sum."""
         parts = []
-        for stage, update in enumerate(self.options.updates):
-            if update.statistics is not None:
-                parts.append(self._on_gradients("statistics", update.statistics, stage, 0, None))
-        if not parts:
+        for group in self.groups:
+            if group.update is not None and group.update.statistics is not None:
+                parts.append(self._on_gradients("statistics", group, group.devices[0], None))
+        present = [part for part in parts if part is not None]
+        if not present:
             return None
-        return self.builder.add_n("totals", parts, types_pb2.DT_DOUBLE, device=self.layout.devices[0][0])
-
-    def _apply(self, stage: int, replica: int, totals: Ref | None) -> str:
-        return self._on_gradients("apply", self.options.updates[stage].apply, stage, replica, totals).node
+        return self.builder.add_n("totals", present, types_pb2.DT_DOUBLE, device=self.homes[0][0])
 
     def _gradients(self) -> dict[str, Ref]:
         """Reduced gradients as tensors, each from the first device that has it; computed only when they are fetched."""
         found: dict[str, Ref] = {}
-        counted: set[str] = set()
-        for stage in self.program.stages:
-            dense = [variable for _, variable in accumulated_gradients(self.program, stage)]
-            sliced = [variable for variable, _ in sliced_gradients(self.program, stage)]
-            here = [variable for variable in (*dense, *sliced) if variable.name not in counted]
-            counted.update(variable.name for variable in here)
+        for group in self.groups:
+            if group.update is None:
+                continue
+            sliced = list(group.update.apply.slices)
+            here = [self.program.variables[name] for name in (*group.update.apply.gradients, *sliced)]
             if here:
-                captured = self._identity(here, [variable.name for variable in sliced])
-                node = self._on_gradients("gradients", captured, stage.index, 0, None)
+                group = dataclasses.replace(
+                    group, update=dataclasses.replace(group.update, apply=self._identity(here, sliced))
+                )
+                node = self._on_gradients("gradients", group, group.devices[0], None)
+                assert node is not None
                 found |= {variable.name: Ref(node.node, index) for index, variable in enumerate(here)}
         return found
 
@@ -316,79 +377,89 @@ class _UpdateGraph:
             outputs.append(builder.add("result", "UnsortedSegmentSum", [gradient, indices, rows], **kinds))
         return Captured(builder.graph, gradients, {}, slices, outputs=tuple(outputs))
 
-    def _on_gradients(self, what: str, captured: Captured, stage: int, replica: int, totals: Ref | None) -> Ref:
-        """Calls a computation on the reduced gradients of a stage, which it takes from the buckets or accumulators."""
+    def _on_gradients(self, what: str, group: _Group, device: str, totals: Ref | None) -> Ref | None:
+        """Calls a computation on a group's reduced gradients, which it takes from the buckets or accumulators.
+
+        Args:
+            what: ``apply``, which also assigns state; ``statistics``; or ``gradients``, which returns them.
+            group: the group.
+            device: where.
+            totals: the sum of all groups' statistics.
+
+        Returns:
+            The call; None if there is nothing to do.
+        """
+        update = group.update
+        captured = Captured(empty_graph(), {}, {})
+        if update is not None:
+            captured = update.statistics if what == "statistics" and update.statistics is not None else update.apply
         graph = GraphDef()
         graph.CopyFrom(captured.graph)
         builder = Builder(graph)
         inputs: dict[Ref, Ref] = {}  # placeholder of the function's graph -> tensor of the top level
-        wanted = [*captured.gradients, *(self._state_of(stage) if what == "apply" else ())]
-        reduced = self._reduced_values(builder, inputs, wanted, stage, replica)
+        state = self._state_of(group) if what == "apply" else []
+        wanted = [*captured.gradients, *(variable.name for variable in state if variable.dtype in FLOAT_DTYPES)]
+        reduced = self._reduced_values(builder, inputs, wanted, group, device)
         effects = list(captured.effects)
         if what == "apply":
-            effects += self._assign_state(builder, inputs, reduced, stage)
+            effects += self._assign_state(builder, inputs, reduced, state)
+            if not effects:
+                return None
         if captured.totals is not None and totals is not None:
             argument = builder.append(placeholder(builder.names.fresh("totals"), types_pb2.DT_DOUBLE))
             inputs[argument] = totals
             substitute(graph, {captured.totals.node: argument})
         bindings = {placed.node: reduced[name] for name, placed in captured.gradients.items()}
         for name, (values, indices) in captured.slices.items():
-            rows = self._gather(name, stage, replica)
+            rows = self._gather(name, device)
             for placed, tensor in zip((values, indices), rows, strict=True):
                 inputs[placed] = tensor
         function = self._bound(
-            f"stage{stage}_{what}",
+            self._function_name(what, group, device),
             dataclasses.replace(captured, graph=graph),
             bindings,
             list(inputs),
             captured.outputs,
             effects,
         )
-        control = self._additions(stage, replica)
+        control = self._complete(group, device)
         if what == "gradients":
             # Whoever fetches them without training still needs every member of each all-reduce to take part.
             control += [ref.node for ref in self.reduced.values()]
-        return self._call(what, function, list(inputs.values()), stage, replica, control=control)
+        return self._call(what, function, list(inputs.values()), group, device, control=control)
 
     def _reduced_values(
-        self, builder: Builder, inputs: dict[Ref, Ref], wanted: Sequence[str], stage: int, replica: int
+        self, builder: Builder, inputs: dict[Ref, Ref], wanted: Sequence[str], group: _Group, device: str
     ) -> dict[str, Ref]:
+        here = [variable for variable in group.variables if variable.name in wanted]
+        if len(group.devices) == 1:
+            stages = self._stages_on(group, device)
+            return {variable.name: self._own_sum(builder, variable, stages) for variable in here}
         found: dict[str, Ref] = {}
-        for stages, variables in self.groups.items():
-            here = [variable for variable in variables if variable.name in wanted]
-            if not here or stage not in stages:
-                continue
-            if len(self._members(stages)) == 1:
-                for variable in here:
-                    accumulators = self.contributors[variable.name]
-                    # A stage that only keeps the variable finds another stage's accumulator on the device.
-                    own = accumulators.get(stage) or next(iter(accumulators.values()))
-                    found[variable.name] = read(builder, own.name, own.dtype, own.shape)
-                continue
-            for bucket in buckets(variables, self.options.bucket_bytes):
-                if any(variable in here for variable in bucket):
-                    argument = builder.append(placeholder(builder.names.fresh("bucket"), bucket[0].dtype))
-                    inputs[argument] = self.reduced[bucket, stage, replica]
-                    parts = unflatten(builder, argument, bucket[0].dtype, [variable.shape for variable in bucket])
-                    found |= {variable.name: part for variable, part in zip(bucket, parts, strict=True)}
+        for bucket in buckets(group.variables, self.options.bucket_bytes):
+            if any(variable in here for variable in bucket):
+                argument = builder.append(placeholder(builder.names.fresh("bucket"), bucket[0].dtype))
+                inputs[argument] = self.reduced[bucket, device]
+                parts = unflatten(builder, argument, bucket[0].dtype, [variable.shape for variable in bucket])
+                found |= {variable.name: part for variable, part in zip(bucket, parts, strict=True)}
         return found
 
-    def _gather(self, name: str, stage: int, replica: int) -> tuple[Ref, Ref]:
+    def _gather(self, name: str, device: str) -> tuple[Ref, Ref]:
         """The rows of a gradient from all slices (by stage, replica, micro-batch), on one device."""
-        if (name, stage, replica) not in self.gathered:
+        if (name, device) not in self.gathered:
             variable = self.program.variables[name]
-            device = self.layout.devices[stage][replica]
             found = []
             for kind in (ValueKind.SLICE_VALUES, ValueKind.SLICE_INDICES):
                 value = Value(variable.value or Ref(""), kind)
-                parts = [self._joined(value, *place) for place in self._members(range(len(self.layout.devices)))]
+                parts = [
+                    self._joined(value, stage, replica)
+                    for stage, devices in enumerate(self.homes)
+                    for replica in range(len(devices))
+                ]
                 present = [part for part in parts if part is not None]
-                dtype = self._dtype(value)
-                found.append(
-                    self.builder.concat(f"stage{stage}/replica{replica}/rows", present, dtype, 0, device=device)
-                )
-            self.gathered[name, stage, replica] = (found[0], found[1])
-        return self.gathered[name, stage, replica]
+                found.append(self.builder.concat("rows", present, self._dtype(value), 0, device=device))
+            self.gathered[name, device] = (found[0], found[1])
+        return self.gathered[name, device]
 
     def _joined(self, value: Value, stage: int, replica: int) -> Ref | None:
         """The rows from one device, joined there before they are sent."""
@@ -396,46 +467,41 @@ class _UpdateGraph:
         if key not in self.joined:
             own = sorted(task for task, v in self.step.values if v == value and (task.stage, task.replica) == key[1:])
             parts = [self.step.values[task, value] for task in own]
-            device = self.layout.devices[stage][replica]
+            device = self.homes[stage][replica]
             name = f"stage{stage}/replica{replica}/own_rows"
             self.joined[key] = self.builder.concat(name, parts, self._dtype(value), 0, device=device) if parts else None
         return self.joined[key]
 
     def _dtype(self, value: Value) -> int:
         stage = next(stage for stage in self.program.stages if value in stage.results)
-        assert stage.backward is not None
-        position = stage.backward.outputs.index(value)
-        return stage.backward.function.signature.output_arg[position].type
+        _, function = stage.parameter_gradients
+        assert function is not None
+        return function.result_dtype(value)
 
-    def _state_of(self, stage: int) -> list[str]:
-        """The floating-point state that a stage keeps and some slice updates."""
+    def _state_of(self, group: _Group) -> list[Variable]:
+        """The state that a group's stages keep and some slice updates."""
         return [
-            v.name
-            for v in self.program.roles.variables
-            if v.kind is VariableKind.STATE
-            and v.name in self.contributors
-            and stage in self.options.hosts.get(v.name, ())
+            variable
+            for variable in self.program.roles.variables
+            if variable.kind is VariableKind.STATE
+            and variable.update is not None
+            and self._stages_of(variable) == group.stages
         ]
 
     def _assign_state(
-        self, builder: Builder, inputs: dict[Ref, Ref], reduced: Mapping[str, Ref], stage: int
+        self, builder: Builder, inputs: dict[Ref, Ref], reduced: Mapping[str, Ref], state: Sequence[Variable]
     ) -> list[str]:
-        effects = [
-            assign(builder, name, reduced[name], variable.dtype, variable.shape)
-            for name, variable in self.program.variables.items()
-            if name in self._state_of(stage)
-        ]
-        for variable in self.program.roles.variables:
-            hosted = stage in self.options.hosts.get(variable.name, ())
-            if variable.kind is not VariableKind.STATE or variable.update is None or not hosted:
-                continue
+        effects = []
+        for variable in state:
             if variable.dtype in FLOAT_DTYPES:
-                continue
-            producer = self.program.node_stage.get(variable.update.node, len(self.layout.devices) - 1)
-            first = Task(producer, Phase.FORWARD, 0, 0)
-            argument = builder.append(placeholder(builder.names.fresh("state"), variable.dtype))
-            inputs[argument] = self.step.values[first, Value(variable.update)]
-            effects.append(assign(builder, variable.name, argument, variable.dtype, variable.shape))
+                value = reduced[variable.name]
+            else:
+                assert variable.update is not None
+                producer = self.program.node_stage.get(variable.update.node, len(self.homes) - 1)
+                first = Task(producer, Phase.FORWARD, 0, 0)
+                value = builder.append(placeholder(builder.names.fresh("state"), variable.dtype))
+                inputs[value] = self.step.values[first, Value(variable.update)]
+            effects.append(assign(builder, variable.place, value, variable.dtype, variable.shape))
         return effects
 
     def _bound(
@@ -453,7 +519,7 @@ class _UpdateGraph:
         builder = Builder(graph)
         bound = dict(bindings)
         for resource, variable in captured.variables.items():
-            bound[resource.node] = handle(builder, variable.name, variable.dtype, variable.shape)
+            bound[resource.node] = handle(builder, variable.place, variable.dtype, variable.shape)
         substitute(graph, bound)
         function = outline(self.options.prefix + name, _sorted(graph), list(inputs), list(outputs), effects=effects)
         merge_library(self.graph, captured.graph.library.function)
@@ -465,14 +531,13 @@ class _UpdateGraph:
         what: str,
         function: FunctionDef,
         inputs: Sequence[Ref],
-        stage: int,
-        replica: int,
+        group: _Group,
+        device: str,
         *,
         control: Sequence[str] = (),
     ) -> Ref:
-        name = self.builder.names.fresh(f"stage{stage}/replica{replica}/{what}")
-        device = self.layout.devices[stage][replica]
-        attrs: dict[str, str | int] = {PHASE_ATTR: what, STAGE_ATTR: stage}
+        name = self.builder.names.fresh(f"{group.label}/replica{group.devices.index(device)}/{what}")
+        attrs: dict[str, str | int] = {PHASE_ATTR: what, STAGE_ATTR: group.stages[0]}
         return self.builder.append(call_node(name, function, inputs, device=device, control=control, attrs=attrs))
 
 

@@ -12,6 +12,8 @@ from graph_passes.tasks import Phase, Task
 from graph_passes.tensorflow_bridge import output_dtypes
 
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+# What one function of a stage gives to another.
+_HANDED_ON = frozenset({ValueKind.RESIDUAL, ValueKind.PARTIAL})
 
 
 def verify(program: Program, *, complete: bool = False) -> None:
@@ -88,7 +90,7 @@ def _verify_stage(stage: Stage) -> None:
         return output_dtypes(graph.nodes[ref.node])[ref.output]
 
     produced: dict[Value, int] = {}
-    for function in (stage.forward, stage.backward, stage.metrics):
+    for function in (stage.forward, *(function for _, function in stage.phases), stage.metrics):
         if function is None:
             continue
         signature = function.function.signature
@@ -102,23 +104,19 @@ def _verify_stage(stage: Stage) -> None:
                         f"function {function.name!r}: {side} {value} is {dtype_name(arg.type)} but the stage's graph "
                         f"says {dtype_name(dtype(value))}"
                     )
-        produced |= dict.fromkeys(function.outputs, 0)
-    if stage.backward is not None:
-        for value in stage.backward.inputs:
-            if value.kind is ValueKind.RESIDUAL and value not in produced:
-                raise PassError(
-                    f"function {stage.backward.name!r} reads residual {value}, which no forward function keeps"
-                )
+        for value in function.inputs:
+            if value.kind in _HANDED_ON and value not in produced:
+                raise PassError(f"function {function.name!r} reads {value}, which no function before it gives")
             if value.kind is ValueKind.GRADIENT and dtype(value) != dtype(Value(value.ref)):
-                raise PassError(f"function {stage.backward.name!r}: {value} and {value.ref} differ in dtype")
+                raise PassError(f"function {function.name!r}: {value} and {value.ref} differ in dtype")
+        produced |= dict.fromkeys(function.outputs, 0)
 
 
 def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
     step = program.step
     assert step is not None
     layout = step.layout
-    training = any(stage.backward is not None for stage in program.stages)
-    legal = {device for devices in layout.devices for device in devices}
+    legal = {device for devices in (*layout.devices, *layout.homes) for device in devices}
     legal |= {graph.nodes[ref.node].device for ref in step.feeds.values()}  # the host
     for node in graph:
         if node.op in _CALLS and node.device not in legal:
@@ -126,7 +124,7 @@ def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
     wanted = {
         Task(stage, phase, micro_batch, replica)
         for stage, devices in enumerate(layout.devices)
-        for phase in ((Phase.FORWARD, Phase.BACKWARD) if training else (Phase.FORWARD,))
+        for phase in (Phase.FORWARD, *(phase for phase, _ in program.stages[stage].phases))
         for micro_batch in range(len(layout.micro_batch_intervals))
         for replica in range(len(devices))
         if layout.active(stage, micro_batch, replica)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
+from zoo import Specimen
 
 import dapple_tf as dapple
+from dapple_tf import verification
 
 # One table for all: relative to the largest value of an array (or to 1, for small ones).
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3}
@@ -93,3 +97,61 @@ def assert_same_training(
     assert_same_variables(pipelined.model, plain, tolerance)
     after = [np.asarray(variable.value) for variable in pipelined.model.trainable_variables]
     assert any(np.any(a != b) for a, b in zip(before, after, strict=True)), "training changed nothing"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """What plain Keras did in three steps, the second of which has a smaller batch.
+
+    Attributes:
+        batches: what it was given.
+        first: loss and gradients of the first batch.
+        logs: of each step.
+        variables: values in the end.
+    """
+
+    batches: list[tuple[Any, Any, Any]]
+    first: tuple[float, list[np.ndarray | None]]
+    logs: list[dict[str, float]]
+    variables: list[np.ndarray]
+
+    @classmethod
+    def of(cls, specimen: Specimen, samples: int) -> Reference:
+        """Trains a model of the zoo."""
+        keras.utils.set_random_seed(3)
+        model = specimen.build()
+        rng = np.random.default_rng(1)
+        batches = [specimen.batch(rng, size) for size in (samples, samples // 2 - 1, samples)]
+        x, y, weights = batches[0]
+        first = verification.plain_step(model, x, y, weights, training=True)
+        logs = [model.train_on_batch(x, y, sample_weight=w, return_dict=True) for x, y, w in batches]
+        return cls(batches, first, logs, [np.asarray(variable.value) for variable in variables_of(model)])
+
+
+def assert_equal_training(
+    specimen: Specimen, cluster: dapple.Cluster, plan: dapple.Plan, plain: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trains a model of the zoo by a plan and compares loss, every gradient, logs and every variable."""
+    tolerance = TOLERANCE[keras.backend.floatx()]
+    keras.utils.set_random_seed(3)
+    model = specimen.build()
+    pipelined = dapple.transform(model, cluster, plan)
+    # The plain step is the same for all cases of a model: it has been traced once.
+    monkeypatch.setattr(verification, "plain_step", lambda *_, **__: plain.first)
+    checked = pipelined.verify(*plain.batches[0])
+    assert checked.training, checked.reason
+    assert abs(checked.loss[0] - checked.loss[1]) <= tolerance * max(1.0, abs(checked.loss[1]))
+    assert checked.worst[1] <= tolerance, str(checked)
+    assert len(checked.differences) == len(model.trainable_variables)
+    vanishing = [name for name, size in checked.largest.items() if size < 1e-9]
+    # Softmax doesn't see what is added to all keys, so that their bias has no gradient.
+    assert all(name.endswith("key/bias") for name in vanishing), vanishing
+    for (x, y, weights), expected in zip(plain.batches, plain.logs, strict=True):
+        logs = pipelined.train_on_batch(x, y, sample_weight=weights, return_dict=True)
+        assert logs.keys() == expected.keys()
+        for name, value in expected.items():  # Keras' metrics are float32 whatever the model is
+            assert abs(logs[name] - value) <= 2e-5 * max(1.0, abs(value)), f"{name}: {logs[name]} != {value}"
+    pipelined.close()
+    for variable, value in zip(variables_of(model), plain.variables, strict=True):
+        difference = largest_difference(variable.value, value)
+        assert difference <= tolerance, f"{variable.path} differs by {difference:.3g}"

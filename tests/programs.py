@@ -43,6 +43,7 @@ from graph_passes.graph import (
     dtype_name,
     shape_attr,
 )
+from graph_passes.group_update import Captured, GroupUpdate
 from graph_passes.outline import FunctionDef, call_node, placeholder
 from graph_passes.partition import Partition
 from graph_passes.pass_manager import Pass
@@ -53,7 +54,6 @@ from graph_passes.program import (
     Program,
     Roles,
     Slice,
-    Stage,
     StageFunction,
     Step,
     Value,
@@ -64,7 +64,6 @@ from graph_passes.program import (
 from graph_passes.replicate import Replicate
 from graph_passes.schedule import OrderTasks
 from graph_passes.split_concat import SplitConcat
-from graph_passes.stage_update import Captured, StageUpdate
 from graph_passes.storage import load_function, merge_library, read_function
 from graph_passes.tasks import Phase, Schedule, Task
 from graph_passes.tensorflow_bridge import empty_graph
@@ -393,17 +392,20 @@ def ordered(program: Program, layout: Layout, policy: str = "dapple_a") -> Progr
 
 def updated(program: Program, layout: Layout, *, bucket_bytes: int = 1 << 20, rate: float = 0.5) -> Program:
     """A complete step with plain SGD."""
-    updates = tuple(StageUpdate(sgd(stage_parameters(program, stage), rate)) for stage in program.stages)
-    update = Update(updates, hosts(program), HOST, bucket_bytes)
+    update = Update(sgd_updates(program, rate), hosts(program), HOST, bucket_bytes)
     program = apply(ordered(program, layout), update)
     verify(program, complete=True)
     return program
 
 
-def stage_parameters(program: Program, stage: Stage) -> list[Variable]:
-    """The parameters that a stage keeps and some stage has a gradient of."""
-    trained = {v.name for each in program.stages for _, v in accumulated_gradients(program, each)}
-    return [program.variables[name] for name in stage.reads if name in trained]
+def sgd_updates(program: Program, rate: float = 0.5) -> tuple[GroupUpdate, ...]:
+    """Plain SGD for each group of parameters that the same stages read."""
+    trained = {v.name for stage in program.stages for _, v in accumulated_gradients(program, stage)}
+    groups: dict[tuple[int, ...], list[Variable]] = {}
+    for name, stages in hosts(program).items():
+        if name in trained:
+            groups.setdefault(stages, []).append(program.variables[name])
+    return tuple(GroupUpdate(stages, sgd(variables, rate)) for stages, variables in groups.items())
 
 
 def sgd(parameters: Sequence[Variable], rate: float) -> Captured:

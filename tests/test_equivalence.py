@@ -10,15 +10,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
 
-import keras
-import numpy as np
 import pytest
-from equivalence import TOLERANCE, largest_difference, pipeline, use_float64, variables_of
+from equivalence import Reference, assert_equal_training, device_lists, use_float64
 from zoo import ZOO
 
-from dapple_tf import verification
+import dapple_tf as dapple
 
 REPLICAS = {
     1: [(1,), (3,)],
@@ -60,16 +57,6 @@ def sweep() -> list[Case]:
     return [case for index, case in enumerate(cases) if case.model != "lstm" or index % 2]
 
 
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """What plain Keras did."""
-
-    batches: list[tuple[Any, Any, Any]]
-    first: tuple[float, list[np.ndarray | None]]
-    logs: list[dict[str, float]]
-    variables: list[np.ndarray]
-
-
 @pytest.fixture(scope="module")
 def reference() -> Callable[[str, int, str], Reference]:
     """Plain training, once for each model, batch size and float type."""
@@ -77,53 +64,23 @@ def reference() -> Callable[[str, int, str], Reference]:
 
     def train(name: str, samples: int, floatx: str) -> Reference:
         if (name, samples, floatx) not in known:
-            keras.utils.set_random_seed(3)
-            model = ZOO[name].build()
-            rng = np.random.default_rng(1)
-            # The second batch is the smaller last one of an epoch.
-            batches = [ZOO[name].batch(rng, size) for size in (samples, samples // 2 - 1, samples)]
-            x, y, weights = batches[0]
-            first = verification.plain_step(model, x, y, weights, training=True)
-            logs = [model.train_on_batch(x, y, sample_weight=w, return_dict=True) for x, y, w in batches]
-            values = [np.asarray(variable.value) for variable in variables_of(model)]
-            known[name, samples, floatx] = Reference(batches, first, logs, values)
+            known[name, samples, floatx] = Reference.of(ZOO[name], samples)
         return known[name, samples, floatx]
 
     return train
 
 
 def check(case: Case, plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    tolerance = TOLERANCE[keras.backend.floatx()]
-    keras.utils.set_random_seed(3)
-    model = ZOO[case.model].build()
-    pipelined = pipeline(
-        model,
+    plan = dapple.Plan.manual(
         ZOO[case.model].cuts_for(len(case.replicas)),
-        case.replicas,
+        device_lists(case.replicas),
         case.micro_batches,
         case.batch,
         schedule=case.schedule,
         recompute=case.recompute,
     )
-    # The plain step is the same for all cases of a model: it has been traced once.
-    monkeypatch.setattr(verification, "plain_step", lambda *_, **__: plain.first)
-    checked = pipelined.verify(*plain.batches[0])
-    assert checked.training, checked.reason
-    assert abs(checked.loss[0] - checked.loss[1]) <= tolerance * max(1.0, abs(checked.loss[1]))
-    assert checked.worst[1] <= tolerance, str(checked)
-    assert len(checked.differences) == len(model.trainable_variables)
-    vanishing = [name for name, size in checked.largest.items() if size < 1e-9]
-    # Softmax doesn't see what is added to all keys, so that their bias has no gradient.
-    assert all(name.endswith("key/bias") for name in vanishing), vanishing
-    for (x, y, weights), expected in zip(plain.batches, plain.logs, strict=True):
-        logs = pipelined.train_on_batch(x, y, sample_weight=weights, return_dict=True)
-        assert logs.keys() == expected.keys()
-        for name, value in expected.items():  # Keras' metrics are float32 whatever the model is
-            assert abs(logs[name] - value) <= 2e-5 * max(1.0, abs(value)), f"{name}: {logs[name]} != {value}"
-    pipelined.close()
-    for variable, value in zip(variables_of(model), plain.variables, strict=True):
-        difference = largest_difference(variable.value, value)
-        assert difference <= tolerance, f"{variable.path} differs by {difference:.3g}"
+    cluster = dapple.Cluster.local(sum(case.replicas), kind="cpu")
+    assert_equal_training(ZOO[case.model], cluster, plan, plain, monkeypatch)
 
 
 @pytest.mark.slow

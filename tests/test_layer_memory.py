@@ -9,7 +9,7 @@ from programs import HOST, layout, staged, step_of, two_layers, updated
 from tensorflow.core.framework import step_stats_pb2, types_pb2
 
 from dapple_tf.capture import build
-from dapple_tf.engine import stage_updates
+from dapple_tf.engine import group_updates
 from dapple_tf.example_batch import ExampleBatch
 from dapple_tf.layer_cuts import with_functions, with_gradients
 from dapple_tf.layer_memory import StepTrace, kept_tensors, static_sizes, variable_bytes
@@ -112,7 +112,7 @@ def test_each_variable_counts_once() -> None:
     build(model, table, spec)
     cuts = ("embedding", "shared#0", "middle", "shared#1", "last")
     program = with_functions(with_gradients(captured(model), cuts), "stages_")
-    found = variable_bytes(program, stage_updates(model, table, program), table)
+    found = variable_bytes(program, group_updates(model, table, program), table)
     sizes = [4 * int(variable.value.numpy().size) for variable in model.trainable_variables]
     assert sum(found.parameters) + sum(group.parameter_bytes for group in found.shared) == sum(sizes)
     # Adagrad has one slot for each, and scalars of its own that belong to no layer.

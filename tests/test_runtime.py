@@ -157,7 +157,7 @@ def test_device_memory_limits_micro_batches_in_flight() -> None:
     assert [str(task) for task in step.schedule.orders[0][:4]] == ["0F0", "0F1", "0F2", "0B0"]
     stage = build.program.stages[0]
     residual = stage.residual_bytes * 8 + stage.fixed_residual_bytes
-    fixed = pipelined._engine._stored_bytes(build.program, 0)
+    fixed = pipelined._engine._stored_bytes(build.program, pipelined._engine.cluster.device_names[0])
     _, (_, step) = kept(fixed + 2 * residual)
     assert [str(task) for task in step.schedule.orders[0][:3]] == ["0F0", "0F1", "0B0"]
     with pytest.raises(dapple.DappleError, match=r"stage 0 needs .* use more stages"):

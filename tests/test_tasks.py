@@ -42,7 +42,9 @@ def test_every_small_task_has_its_own_text_that_parses_back() -> None:
     assert len({str(task) for task in tasks}) == len(tasks)
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2f0", "2F0.r", "2F0.c1", "2F0>1F0", "2F0 ", "-1F0", "2F0.x1", "٢F0"])
+@pytest.mark.parametrize(
+    "text", ["", "F0", "2F", "2X0", "2f0", "2F0.r", "2F0.c1", "2F0>1F0", "2F0 ", "-1F0", "2F0.x1", "٢F0"]
+)
 def test_a_text_that_is_no_task_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="isn't a task; write <stage><phase><micro-batch>") as caught:
         Task.parse(text)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from programs import HOST, apply, sgd, stage_parameters, staged, tied_layers, two_layers
+from programs import HOST, apply, sgd_updates, staged, tied_layers, two_layers
 
 import dapple_tf as dapple
 from dapple_tf.timed_session import StepRuns, TimedSession
 from dapple_tf.timed_step import MICRO_BATCHES, TimedStep, empty_calls, timed_step
 from graph_passes.graph import Graph, control_inputs
 from graph_passes.program import Program
-from graph_passes.stage_update import StageUpdate
 
 LAYERED = ["0F0", "1F0", "1Bx0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1", "1apply0", "0apply0"]
 
 
 def made(program: Program, **options: bool) -> TimedStep:
-    updates = [StageUpdate(sgd(stage_parameters(program, stage), 0.5)) for stage in program.stages]
+    updates = sgd_updates(program)
     return timed_step(program, updates, HOST, "timed_", **options)
 
 

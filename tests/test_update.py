@@ -24,10 +24,10 @@ from programs import (
     node,
     ordered,
     sgd,
+    sgd_updates,
     show_changes,
     show_graph,
     show_library,
-    stage_parameters,
     staged,
     stateful_layers,
     step_of,
@@ -39,12 +39,12 @@ from programs import (
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.accumulate import Accumulate
-from graph_passes.graph import Builder, Graph, NodeDef, PassError, Ref, control_inputs, data_inputs, dtype_attr
+from graph_passes.graph import Builder, Graph, NodeDef, Ref, control_inputs, data_inputs, dtype_attr
+from graph_passes.group_update import Captured, GroupUpdate
 from graph_passes.outline import placeholder
 from graph_passes.program import Layout, Program, Value
 from graph_passes.replicate import Replicate
 from graph_passes.split_concat import SplitConcat
-from graph_passes.stage_update import Captured, StageUpdate
 from graph_passes.tensorflow_bridge import empty_graph
 from graph_passes.update import Update
 from graph_passes.verify import verify
@@ -175,7 +175,7 @@ def test_each_replica_reads_the_loss_scale_of_its_own_optimizer() -> None:
     program = ordered(two_stages(), cut := layout([1, 2], 4))
     scale = Builder(empty_graph())
     captured = Captured(scale.graph, {}, {}, outputs=(scale.const(8.0, DOUBLE),))
-    first, second = (StageUpdate(sgd(stage_parameters(program, stage), RATE)) for stage in program.stages)
+    first, second = sgd_updates(program, RATE)
     updates = (first, dataclasses.replace(second, loss_scale=captured))
     after = apply(program, Update(updates, hosts(program), HOST, 1 << 20))
     scales = calls(after, "loss_scale")
@@ -225,11 +225,11 @@ def test_each_group_has_its_own_key_and_each_bucket_its_own_instance() -> None:
 
 def test_keys_begin_where_they_are_told_to() -> None:
     program = ordered(three_parameters(), layout([2], 4))
-    updates = tuple(StageUpdate(sgd(stage_parameters(program, stage), RATE)) for stage in program.stages)
+    updates = sgd_updates(program, RATE)
     after = apply(program, Update(updates, hosts(program), HOST, 1 << 20, first_key=100, prefix="p_"))
     assert collectives(after) == {device: [(2, 100, 100), (2, 100, 101)] for device in devices(2)[0]}
     made = {call.attr["f"].func.name for what in ("pack", "apply", "gradients") for call in calls(after, what).values()}
-    assert made == {"p_stage0_pack_for_0", "p_stage0_apply", "p_stage0_gradients"}
+    assert made == {"p_stage0_pack", "p_stage0_apply", "p_stage0_gradients"}
 
 
 def tied_and_own() -> Program:
@@ -249,8 +249,8 @@ def test_a_tied_weight_is_reduced_over_all_devices_of_its_stages() -> None:
     first, second, third = devices(2, 1, 2)
     found = collectives(program)
     assert set(found) == {*first, *third}
-    tied, last, own = (4, 1, 1), (2, 2, 2), (2, 3, 3)
-    assert {device: found[device] for device in third} == {device: [tied, last] for device in third}
+    last, tied, own = (2, 1, 1), (4, 2, 2), (2, 3, 3)
+    assert {device: found[device] for device in third} == {device: [last, tied] for device in third}
     assert {device: found[device] for device in first} == {device: [tied, own] for device in first}
     assert second[0] not in found
 
@@ -277,10 +277,9 @@ def test_all_members_start_their_collectives_in_one_order(counts: tuple[int, ...
 def test_a_stage_that_keeps_a_variable_without_contributing_adds_zeros() -> None:
     program = ordered(staged(stateful_layers(), "a"), layout([1, 1], 4))
     kept = {**hosts(program), "average": (0, 1)}
-    updates = tuple(StageUpdate(sgd(stage_parameters(program, stage), RATE)) for stage in program.stages)
-    after = apply(program, Update(updates, kept, HOST, 1 << 20))
+    after = apply(program, Update(sgd_updates(program, RATE), kept, HOST, 1 << 20))
     library = {function.signature.name: function for function in after.graph.library.function}
-    ops = {stage: [each.op for each in library[f"stage{stage}_pack_for_0_1"].node_def] for stage in range(2)}
+    ops = {stage: [each.op for each in library[f"stage0_1_pack_on{stage}"].node_def] for stage in range(2)}
     assert "ReadVariableOp" in ops[0] and "Fill" not in ops[0]
     assert "Fill" in ops[1] and "ReadVariableOp" not in ops[1]
 
@@ -385,7 +384,7 @@ def embedded() -> Program:
     return staged(writer.program(writer.op("loss", "L2Loss", y)), "a")
 
 
-def scattering(program: Program) -> tuple[StageUpdate, ...]:
+def scattering(program: Program) -> tuple[GroupUpdate, ...]:
     """``table[indices] -= rows`` in stage 0 and plain SGD in stage 1."""
     builder = Builder(empty_graph())
     table = program.variables["table"]
@@ -394,7 +393,7 @@ def scattering(program: Program) -> tuple[StageUpdate, ...]:
     kind = {"dtype": dtype_attr(DOUBLE), "Tindices": dtype_attr(INT32)}
     effect = builder.add("scatter", "ResourceScatterSub", [resource, indices, rows], **kind).node
     first = Captured(builder.graph, {}, {resource: table}, {"table": (rows, indices)}, effects=(effect,))
-    return StageUpdate(first), StageUpdate(sgd([program.variables["v"]], 1.0))
+    return GroupUpdate((0,), first), GroupUpdate((1,), sgd([program.variables["v"]], 1.0))
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (2, 1), (3, 2)])
@@ -417,11 +416,11 @@ def test_rows_of_an_embeddings_gradient_reach_every_replica_from_all(counts: tup
 # ---- what optimizers must know of all gradients
 
 
-def scaled_by_totals(program: Program) -> tuple[StageUpdate, ...]:
+def scaled_by_totals(program: Program) -> tuple[GroupUpdate, ...]:
     """Each stage tells the sum of its gradients, and descends by its gradient times the sum over all stages."""
     updates = []
     for stage in program.stages:
-        (variable,) = stage_parameters(program, stage)
+        variable = program.variables["wv"[stage.index]]
         builder = Builder(empty_graph())
         gradient = builder.append(placeholder("gradient", DOUBLE))
         axes = builder.const([0, 1], INT32)
@@ -435,7 +434,7 @@ def scaled_by_totals(program: Program) -> tuple[StageUpdate, ...]:
         captured = Captured(
             builder.graph, {variable.name: gradient}, {resource: variable}, totals=totals, effects=(effect,)
         )
-        updates.append(StageUpdate(captured, statistics))
+        updates.append(GroupUpdate((stage.index,), captured, statistics))
     return tuple(updates)
 
 
@@ -445,7 +444,7 @@ def test_statistics_of_all_stages_add_up_and_reach_every_replica() -> None:
     program = ordered(two_stages(), layout([2, 2], 5, 2))
     program = apply(program, Update(scaled_by_totals(program), hosts(program), HOST, 1 << 20))
     verify(program, complete=True)
-    assert [each.device for each in calls(program, "statistics").values()] == [names[0] for names in devices(2, 2)]
+    assert {each.device for each in calls(program, "statistics").values()} == {names[0] for names in devices(2, 2)}
     assert {data_inputs(call)[-1] for call in calls(program, "apply").values()} == {Ref("totals")}
     _, dw, dv = plain_step(x, w, v)
     total = dw.sum() + dv.sum()
@@ -463,25 +462,14 @@ def test_results_of_the_first_slice_are_the_new_values_of_counters() -> None:
     assert all(first in data_inputs(call) for name, call in calls(program, "apply").items() if "stage1" in name)
 
 
-def test_stages_on_one_device_need_no_reduction() -> None:
+def test_stages_on_one_device_add_up_what_they_share_and_apply_it_once() -> None:
     program = staged(tied_layers(), "layer_0")
     alone = Layout(((HOST,), (HOST,)), 4, 4, 2)
     program = apply(program, Replicate(alone, HOST, hosts(program)), SplitConcat(), Accumulate())
-    updates = tuple(StageUpdate(sgd(stage_parameters(program, stage), RATE)) for stage in program.stages)
-    after = apply(program, Update(updates, hosts(program), HOST, 1 << 20, all_reduce=False))
+    after = apply(program, Update(sgd_updates(program, RATE), hosts(program), HOST, 1 << 20))
     verify(after, complete=True)
     assert not collectives(after) and not calls(after, "pack")
-    assert not step_of(after).gradients
-    # Each stage applies what it has accumulated itself.
-    assert [call.attr["f"].func.name for call in calls(after, "apply").values()] == ["stage0_apply", "stage1_apply"]
+    assert [call.attr["f"].func.name for call in calls(after, "apply").values()] == ["stage0_1_apply"]
     library = {function.signature.name: function for function in after.graph.library.function}
-    for stage in (0, 1):
-        names = {each.attr["shared_name"].s.decode() for each in library[f"stage{stage}_apply"].node_def}
-        assert names - {""} == {"w", f"w/gradient/stage{stage}"}
-
-
-def test_several_devices_need_reduction() -> None:
-    program = ordered(two_stages(), layout([2, 1], 4))
-    updates = tuple(StageUpdate(sgd(stage_parameters(program, stage), RATE)) for stage in program.stages)
-    with pytest.raises(PassError, match="2 stages have 3 replicas on 3 devices"):
-        Update(updates, hosts(program), HOST, 1 << 20, all_reduce=False).run(program)
+    names = {each.attr["shared_name"].s.decode() for each in library["stage0_1_apply"].node_def}
+    assert names - {""} == {"w", "w/gradient/stage0", "w/gradient/stage1"}

@@ -182,7 +182,7 @@ def test_backward_reads_residuals_that_forward_keeps() -> None:
 
     residual = Value(Ref("a/tanh"), RESIDUAL)
     assert refused(with_stage(0, change)) == (
-        f"function 'stage0_backward' reads residual {residual}, which no forward function keeps"
+        f"function 'stage0_backward' reads {residual}, which no function before it gives"
     )
 
 

@@ -1,0 +1,125 @@
+"""Whatever the order of tasks and wherever weight gradients are computed: training gives what plain Keras gives.
+
+Each policy takes models with weights used twice in a stage, weights tied across stages, BatchNormalization (whose
+moments are constant here, see docs/equivalence.md), dropout, skip connections and rows of embeddings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from equivalence import Reference, assert_equal_training, use_float64
+from zoo import ZOO
+
+import dapple_tf as dapple
+
+Devices = Sequence[Sequence[int]]
+
+STRAIGHT: Devices = [[0], [1], [2]]
+REPLICATED: Devices = [[0, 1, 2], [3], [4, 5]]
+CHUNKS: Devices = [[0, 1], [0, 1], [0, 1], [0, 1]]
+GROUPS: Devices = [[0, 1], [0, 1], [2], [2]]
+PERIODIC: Devices = [[0], [1], [0], [1]]
+PERIODIC_REPLICAS: Devices = [[0, 1], [2, 3], [0, 1], [2, 3]]
+OVERLAPPING: Devices = [[0, 1], [1, 2], [0], [2, 1]]
+VEE: Devices = [[0], [1], [1], [0]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    schedule: str
+    devices: Devices
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    micro_batches: int = 4
+
+    def __str__(self) -> str:
+        lists = "_".join("".join(map(str, devices)) for devices in self.devices)
+        return "-".join(
+            [self.schedule, lists, f"M{self.micro_batches}", *(f"{k}={v}" for k, v in self.options.items())]
+        )
+
+
+CASES = [
+    Case("fast_forward", STRAIGHT),
+    Case("fast_forward", REPLICATED, {"recompute": "boundary"}),
+    Case("fast_forward", GROUPS, {"reverse_first_k": 2}),
+    Case("fast_forward_a", STRAIGHT, {"recompute": "min_cut"}),
+    Case("fast_forward_a", REPLICATED, {"reverse_first_k": 1}, 7),
+    Case("fast_forward_b", REPLICATED),
+    Case("fast_forward_b", GROUPS, {"wait_free": False}, 1),
+    Case("modulo", PERIODIC),
+    Case("modulo", PERIODIC_REPLICAS, {"recompute": "boundary"}, 3),
+    Case("modulo", OVERLAPPING, {"task_seconds": [[1, 2, 1], [1, 1, 3], [2, 1, 1], [1, 1, 1]]}),
+    Case("interleaved", PERIODIC),
+    Case("interleaved", PERIODIC_REPLICAS, {"recompute": "min_cut"}, 5),
+    Case("zb_h1", STRAIGHT),
+    Case("zb_h1", GROUPS, {"recompute": "min_cut"}),
+    Case("zb_h2", REPLICATED, {}, 7),
+    Case("zb_v", VEE),
+    Case("zb_v", VEE, {"recompute": "boundary"}, 7),
+    Case("zero_bubble", STRAIGHT, {"warm_up": [2, 2, 1]}),
+    Case("dapple_a", CHUNKS, {"reverse_first_k": 3}, 1),
+    Case("dapple_a", CHUNKS, {"reverse_first_k": 4}),
+    Case("gpipe", CHUNKS, {"reverse_first_k": 2, "recompute": "boundary"}, 3),
+    Case("dapple_b", CHUNKS, {"wait_free": False}),
+    Case("fast_forward", [[0], [0]], {"weight_devices": [[1], [1]]}),
+    Case("dapple_a", [[0, 1], [2]], {"weight_devices": [[3, 4], [5]]}),
+]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Callable[[str, int, str], Reference]:
+    """Plain training, once for each model, batch size and float type."""
+    known: dict[tuple[str, int, str], Reference] = {}
+
+    def train(name: str, samples: int, floatx: str) -> Reference:
+        if (name, samples, floatx) not in known:
+            known[name, samples, floatx] = Reference.of(ZOO[name], samples)
+        return known[name, samples, floatx]
+
+    return train
+
+
+def check(model: str, case: Case, reference: Reference, monkeypatch: pytest.MonkeyPatch, samples: int) -> None:
+    cuts = ZOO[model].cuts_for(len(case.devices))
+    plan = dapple.Plan.manual(cuts, case.devices, case.micro_batches, samples, case.schedule, **case.options)
+    weights = plan.weight_devices or ()
+    count = 1 + max(device for devices in (*plan.devices, *weights) for device in devices)
+    assert_equal_training(ZOO[model], dapple.Cluster.local(count, kind="cpu"), plan, reference, monkeypatch)
+
+
+def samples_of(case: Case) -> int:
+    """Never a multiple of the number of micro-batches, nor these of the replicas."""
+    return 22 if case.micro_batches * max(map(len, case.devices)) > 13 else 13
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("model", ["branches", "tied"])
+def test_every_policy_trains_as_plain_keras(
+    model: str, case: Case, reference: Callable[[str, int, str], Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_float64()
+    samples = samples_of(case)
+    check(model, case, reference(model, samples, "float64"), monkeypatch, samples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("index", "model"),
+    [
+        (i, m)
+        for m in ("cnn", "transformer", "multi_output")
+        for i in range(len(CASES))
+        if i % 3 == ["cnn", "transformer", "multi_output"].index(m)
+    ],
+)
+def test_other_models_take_the_policies_in_turn(
+    index: int, model: str, reference: Callable[[str, int, str], Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_float64()
+    samples = samples_of(CASES[index])
+    check(model, CASES[index], reference(model, samples, "float64"), monkeypatch, samples)
