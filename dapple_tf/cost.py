@@ -7,23 +7,31 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
-from dapple_tf.cluster import Cluster, Link
+from dapple_tf.all_reduce import ALL_REDUCE, all_reduce_line, all_reduce_seconds
+from dapple_tf.cluster import Cluster
 from dapple_tf.plan import Plan, PlanError
 from dapple_tf.profile import ZERO, Cost, Profile
-from dapple_tf.schedules import ScheduleError, make_schedule, resolve_warm_up
+from dapple_tf.schedules import WHOLE_BACKWARD, ScheduleError, make_schedule, resolve_warm_up
+from dapple_tf.stage_cost import MIN_CUT_SHARE, StageCost, stage_cost
 from graph_passes.batching import Interval, intervals, slice_intervals, split_evenly
 from graph_passes.tasks import Phase, Schedule, Task
 
-ALL_REDUCE = ("hierarchical", "flat")
-"""How gradients are reduced over several servers: inside each first, or along one ring through all devices."""
-
-MIN_CUT_SHARE = 0.1
-"""Part of F's time that B takes longer with ``recompute="min_cut"``: elementwise work, by memory bandwidth."""
+__all__ = [
+    "ALL_REDUCE",
+    "MIN_CUT_SHARE",
+    "CostModel",
+    "Piece",
+    "Reduction",
+    "StageCost",
+    "all_reduce_line",
+    "all_reduce_seconds",
+    "gib",
+    "stage_cost",
+]
 
 
 class Piece(NamedTuple):
@@ -35,48 +43,12 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StageCost:
-    """The layers of one stage, added up.
-
-    Attributes:
-        layers: indices of the first layer and of the one after the last.
-        forward: seconds of F.
-        backward: seconds of B, with what it recomputes.
-        backward_weight: the part of B for weight gradients; None where it isn't known.
-        residual_bytes: kept from F to B.
-        recomputed_bytes: residuals that B computes again, alive while it runs.
-        temporary_bytes: peak use of a running task beyond that.
-        parameter_bytes: trainable variables, shared ones included.
-        slot_bytes: the optimizer's variables.
-        state_bytes: other variables.
-        apply_seconds: the optimizer's update.
-    """
-
-    layers: tuple[int, int]
-    forward: Cost
-    backward: Cost
-    backward_weight: Cost | None
-    residual_bytes: Cost
-    recomputed_bytes: Cost
-    temporary_bytes: Cost
-    parameter_bytes: int
-    slot_bytes: int
-    state_bytes: int
-    apply_seconds: float
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes on each of the stage's devices throughout: variables, slots and gradient accumulators."""
-        return 2 * self.parameter_bytes + self.slot_bytes + self.state_bytes
-
-
-@dataclass(frozen=True)
 class Reduction:
-    """Gradients that are all-reduced together.
+    """The gradients of a parameter group, which are all-reduced together.
 
     Attributes:
-        stages: the stages that hold the parameters.
-        devices: the devices of all their replicas.
+        stages: the stages that read the parameters, ascending.
+        devices: the devices that keep them, each once.
         bytes: size of the gradients.
     """
 
@@ -85,49 +57,43 @@ class Reduction:
     bytes: float
 
 
-def all_reduce_seconds(cluster: Cluster, devices: Sequence[int], size: float, algorithm: str = "hierarchical") -> float:
-    """Time to all-reduce ``size`` bytes over ``devices``; see :func:`all_reduce_line`."""
-    if size <= 0:
-        return 0.0
-    start, rate = all_reduce_line(cluster, Counter(cluster.devices[device].server for device in devices), algorithm)
-    return start + rate * size
+class _Need(NamedTuple):
+    """The memory that a device needs.
 
-
-def all_reduce_line(cluster: Cluster, members: Mapping[int, int], algorithm: str) -> tuple[float, float]:
-    """Seconds of an all-reduce: (those of nothing, those per byte).
-
-    A ring of n members moves 2 (n - 1) / n of the bytes over each of its links, in 2 (n - 1) steps. ``hierarchical``
-    reduces inside each server first, then over the servers' network cards, then spreads the result; ``flat`` is one
-    ring through all devices. A network card carries one ring at a time, in both directions at once.
-
-    Args:
-        cluster: the cluster.
-        members: server -> how many of its devices take part.
-        algorithm: one of `ALL_REDUCE`.
+    Attributes:
+        stored: bytes of variables, slots and gradient accumulators.
+        each: what one micro-batch keeps in all stages of the device.
+        working: what a running task needs besides.
+        alone: for reductions at the end of the step.
+        beside: for a reduction while tasks go on.
     """
-    count = sum(members.values())
-    if count < 2:
-        return 0.0, 0.0
-    links = cluster.server_links
-    inner = [_ring(cluster, number, links[server][0]) for server, number in members.items() if number > 1]
-    outer = (0.0, 0.0)
-    if len(members) > 1:
-        cards = [links[server][1] for server in members]
-        slowest = Link(min(card.bandwidth for card in cards), max(card.latency for card in cards))
-        outer = _ring(cluster, count if algorithm == "flat" else len(members), slowest)
-    if inner and (len(members) == 1 or algorithm == "hierarchical"):
-        start, rate = (max(parts) for parts in zip(*inner, strict=True))
-        return outer[0] + start, outer[1] + rate
-    return outer
+
+    stored: float
+    each: float
+    working: float
+    alone: float
+    beside: float
+
+    def peak(self, in_flight: int) -> float:
+        """Bytes with so many micro-batches in flight."""
+        return self.stored + max(in_flight * self.each + self.working + self.beside, self.alone)
+
+    def fitting(self, limit: int, most: int) -> int:
+        """How many micro-batches fit in so many bytes, at most ``most``."""
+        room = limit - self.stored - self.working - self.beside
+        if room < self.each or limit < self.peak(1):
+            return 0
+        return min(most, int(room // self.each)) if self.each else most
 
 
-def _ring(cluster: Cluster, members: int, link: Link) -> tuple[float, float]:
-    bandwidth, latency = link
-    if cluster.reduce_bandwidth is not None:
-        bandwidth = min(bandwidth, cluster.reduce_bandwidth)
-    if cluster.reduce_latency is not None:
-        latency = max(latency, cluster.reduce_latency)
-    return 2 * (members - 1) * latency, 2 * (members - 1) / members / bandwidth
+class _Limits(TypedDict):
+    """What a schedule is made from besides its policy, devices and micro-batches."""
+
+    holds: tuple[int, ...] | None
+    warm_up: tuple[int, ...] | None
+    reverse_first_k: int
+    task_seconds: tuple[tuple[float, float, float], ...] | None
+    weight_devices: tuple[tuple[int, ...], ...] | None
 
 
 class CostModel:
@@ -141,6 +107,9 @@ class CostModel:
             stage's last one.
         all_reduce: one of `ALL_REDUCE`.
         stages: see :class:`StageCost`.
+        homes: for each stage the devices where its variables live, Bw runs and updates are made; those of the plan's
+            stages, unless it has `Plan.weight_devices`.
+        devices: all devices that the plan uses, each once.
         routes: (producer stage, consumer stage) -> bytes of a slice forwards, and of its gradient backwards.
 
     Raises:
@@ -165,6 +134,8 @@ class CostModel:
             raise PlanError(str(error)) from error
         self.plan, self.profile, self.cluster = plan, profile, cluster
         self.overlap, self.all_reduce = overlap, all_reduce
+        self.homes = plan.devices if plan.weight_devices is None else plan.weight_devices
+        self.devices = tuple(dict.fromkeys(device for group in (*plan.devices, *self.homes) for device in group))
         self.micro_batches = intervals(split_evenly(plan.global_batch_size, plan.micro_batches))
         self.routes = _routes(profile, stage_of)
         self._differentiable = {
@@ -177,9 +148,18 @@ class CostModel:
         self.stages = tuple(
             stage_cost(profile, start, stop, plan.recompute) for start, stop in itertools.pairwise(bounds)
         )
+        self._receives = {consumer for producer, consumer in self._differentiable if producer != consumer}
         self._slices: dict[tuple[int, int], tuple[Interval, ...]] = {}
         self._seconds: dict[tuple[int, Phase, int], float] = {}
         self._pieces: dict[tuple[int, int, int, bool], tuple[Piece, ...]] = {}
+
+    def alone(self, stage: int) -> bool:
+        """Whether no other stage shares a device of this one, and its variables live there too."""
+        return self.homes[stage] == self.plan.devices[stage] and all(
+            not set(self.plan.devices[stage]) & set(devices)
+            for other, devices in enumerate(self.plan.devices)
+            if other != stage
+        )
 
     # ---- time
 
@@ -191,26 +171,41 @@ class CostModel:
             self._slices[key] = slice_intervals(Interval(0, size), len(self.plan.devices[stage]))
         return self._slices[key]
 
-    def seconds(self, task: Task) -> float:
-        """Time of a task on its device, undisturbed."""
+    def computes(self, stage: int, phase: Phase) -> bool:
+        """Whether a phase of a stage has anything to do.
+
+        Bx hasn't where the stage receives nothing that has a gradient, as the first one; Bw then is the whole backward.
+        Bw hasn't where the stage has no parameters.
+        """
+        if phase is Phase.WEIGHT_GRAD:
+            return self.stages[stage].parameter_bytes > 0
+        return phase is not Phase.INPUT_GRAD or stage in self._receives or not self.stages[stage].parameter_bytes
+
+    def seconds(self, task: Task, device: int | None = None) -> float:
+        """Time of a task, undisturbed, on its device or on another one."""
         samples = self.slices(task.stage, task.micro_batch)[task.replica].size
         key = (task.stage, task.phase, samples)
         if key not in self._seconds:
             self._seconds[key] = self._task_seconds(*key)
-        return self._seconds[key] / self.cluster.devices[self.plan.devices[task.stage][task.replica]].speed
+        if device is None:
+            devices = self.homes if task.phase is Phase.WEIGHT_GRAD else self.plan.devices
+            device = devices[task.stage][task.replica]
+        return self._seconds[key] / self.cluster.devices[device].speed
 
     def _task_seconds(self, stage: int, phase: Phase, samples: int) -> float:
         cost, timed = self.stages[stage], self.profile.timed_samples(samples)
         start = self.profile.task_seconds
+        if not self.computes(stage, phase):
+            return 0.0
         if phase is Phase.FORWARD:
             return start + cost.forward.at(timed)
+        whole = cost.backward.at(timed)
+        weight = min(whole, cost.backward_weight.at(timed))
         if phase is Phase.BACKWARD:
-            return start + cost.backward.at(timed)
-        # Where the profile doesn't tell them apart, both gradients cost the same: one matrix product each.
-        weight = cost.backward.at(timed) / 2 if cost.backward_weight is None else cost.backward_weight.at(timed)
+            return start + whole
         if phase is Phase.WEIGHT_GRAD:
-            return start + weight
-        return start + max(0.0, cost.backward.at(timed) - weight)
+            return start + (weight if self.computes(stage, Phase.INPUT_GRAD) else whole)
+        return start + (whole - weight if self.computes(stage, Phase.WEIGHT_GRAD) else whole)
 
     def pieces(self, producer: int, consumer: int, micro_batch: int, *, backward: bool = False) -> tuple[Piece, ...]:
         """What goes between the replicas of two stages, owner to owner.
@@ -234,7 +229,7 @@ class CostModel:
 
     @functools.cached_property
     def reductions(self) -> tuple[Reduction, ...]:
-        """The all-reduces at the end of a step: one for each replicated stage, one for each group of tied weights."""
+        """The all-reduces of a step: one for each replicated stage, one for each group of weights that stages share."""
         found = []
         stage_of = self.profile.stage_of_layers(self.plan.cuts)
         for stage, cost in enumerate(self.stages):
@@ -244,14 +239,15 @@ class CostModel:
                 for group in self.profile.shared
                 if {stage_of[layer] for layer in group.layers} == {stage}
             )
-            devices = self.plan.devices[stage]
+            devices = self.homes[stage]
             if len(devices) > 1 and own:
                 found.append(Reduction((stage,), devices, own))
         for group in self.profile.shared:
             stages = tuple(sorted({stage_of[layer] for layer in group.layers}))
             if len(stages) > 1:
-                devices = tuple(dict.fromkeys(device for stage in stages for device in self.plan.devices[stage]))
-                found.append(Reduction(stages, devices, group.parameter_bytes))
+                devices = tuple(dict.fromkeys(device for stage in stages for device in self.homes[stage]))
+                if len(devices) > 1:
+                    found.append(Reduction(stages, devices, group.parameter_bytes))
         return tuple(found)
 
     def reduction_seconds(self, reduction: Reduction, size: float | None = None) -> float:
@@ -297,48 +293,114 @@ class CostModel:
         return max(interval.size for interval in self.slices(stage, 0))
 
     def residual_bytes(self, stage: int, samples: int) -> float:
-        """What a slice keeps from F to B."""
+        """What a slice keeps from F to B, or to Bx."""
         return self.stages[stage].residual_bytes.at(samples)
 
-    def working_bytes(self, stage: int, samples: int) -> float:
-        """What a running B needs beyond residuals."""
+    def delayed_bytes(self, stage: int, samples: int) -> float:
+        """What a slice keeps from Bx to Bw: nothing where Bw has nothing to do, everything where Bx hasn't."""
+        if not self.computes(stage, Phase.WEIGHT_GRAD):
+            return 0.0
+        if not self.computes(stage, Phase.INPUT_GRAD):
+            return self.residual_bytes(stage, samples)
+        return self.stages[stage].delayed_bytes.at(samples)
+
+    def working_bytes(self, stage: int, samples: int, phase: Phase = Phase.BACKWARD) -> float:
+        """What a running B, Bx or Bw needs beyond what is kept. Of the two, Bx recomputes what it must."""
+        if not self.computes(stage, phase):
+            return 0.0
         cost = self.stages[stage]
-        return cost.temporary_bytes.at(samples) + cost.recomputed_bytes.at(samples)
+        recomputes = phase is not Phase.WEIGHT_GRAD or not self.computes(stage, Phase.INPUT_GRAD)
+        return cost.temporary_bytes.at(samples) + (cost.recomputed_bytes.at(samples) if recomputes else 0.0)
 
     def reduction_bytes(self, stage: int) -> float:
         """Buffers of collectives at the end of a step: gradients packed into buckets."""
         return sum(reduction.bytes for reduction in self.reductions if stage in reduction.stages)
 
+    @functools.cached_property
+    def stored_bytes(self) -> Mapping[int, float]:
+        """Device -> bytes of variables, optimizer slots and gradient accumulators of all stages that live there.
+
+        Parameters that several of its stages read are there once.
+        """
+        kept = self._homes_of
+        sizes = {stages: self._stored_bytes(stages) for stages in set(kept.values())}
+        return {device: sizes[kept[device]] for device in self.devices}
+
+    def _stored_bytes(self, stages: Sequence[int]) -> float:
+        total = sum(self.stages[stage].stored_bytes for stage in stages)
+        for group in self.profile.shared:
+            readers = sum(
+                any(first <= layer < stop for layer in group.layers)
+                for first, stop in (self.stages[stage].layers for stage in stages)
+            )
+            total -= max(0, readers - 1) * (2 * group.parameter_bytes + group.slot_bytes)
+        return total
+
+    @functools.cached_property
+    def _homes_of(self) -> dict[int, tuple[int, ...]]:
+        """Device -> the stages whose variables live there."""
+        return _hosted(self.devices, self.homes)
+
+    @functools.cached_property
+    def _needs(self) -> tuple[tuple[_Need, ...], ...]:
+        """For each stage what its devices need; devices that host the same stages need the same."""
+        runs = _hosted(self.devices, self.plan.devices)
+        hosts = {device: (runs[device], self._homes_of[device]) for device in self.devices}
+        needs = {pair: self._need(*pair) for pair in dict.fromkeys(hosts.values())}
+        return tuple(
+            tuple(needs[pair] for pair in dict.fromkeys(hosts[device] for device in (*devices, *homes)))
+            for devices, homes in zip(self.plan.devices, self.homes, strict=True)
+        )
+
+    def _need(self, runs: tuple[int, ...], homes: tuple[int, ...]) -> _Need:
+        """What a device needs that runs F and Bx of some stages, and has the variables of some."""
+        each = 0.0
+        for stage in runs:
+            delayed = self._delays(stage) and stage in homes
+            samples = self.samples(stage)
+            residual = self.residual_bytes(stage, samples)
+            each += max(residual, self.delayed_bytes(stage, samples)) if delayed else residual
+        each += sum(self.delayed_bytes(stage, self.samples(stage)) for stage in homes if stage not in runs)
+        stages = {*runs, *homes}
+        working = max(self.working_bytes(stage, self.samples(stage)) for stage in stages)
+        reducing = [reduction.bytes for reduction in self.reductions if stages & {*reduction.stages}]
+        alone = sum(reducing) + (each + working if self.overlap else 0.0)
+        beside = max(reducing, default=0.0) if len(stages) > 1 else 0.0  # while other stages compute
+        return _Need(self._stored_bytes(homes), each, working, alone, beside)
+
+    def _delays(self, stage: int) -> bool:
+        """Whether the plan's schedule splits the backwards of a stage."""
+        plan = self.plan
+        offloaded = self.homes[stage] != plan.devices[stage]
+        return plan.schedule not in WHOLE_BACKWARD or stage < plan.reverse_first_k or offloaded
+
     def needed_bytes(self, stage: int, in_flight: int) -> float:
-        """Peak memory of each device of a stage with ``in_flight`` micro-batches (K) in flight."""
-        samples = self.samples(stage)
-        residual, working = self.residual_bytes(stage, samples), self.working_bytes(stage, samples)
-        reducing = self.reduction_bytes(stage) + (residual + working if self.overlap else 0.0)
-        return self.stages[stage].stored_bytes + max(in_flight * residual + working, reducing)
+        """Peak memory of each device of a stage with ``in_flight`` micro-batches (K) in flight.
+
+        The device's other stages are taken to have as many; `Simulation.peak_bytes` tells what a schedule really needs.
+        """
+        return max(need.peak(in_flight) for need in self._needs[stage])
 
     def memory_limit(self, stage: int) -> int | None:
         """Memory of the smallest device of a stage; None where no device's is known."""
-        known = [self.cluster.devices[device].memory_bytes for device in self.plan.devices[stage]]
+        devices = {*self.plan.devices[stage], *self.homes[stage]}
+        known = [self.cluster.devices[device].memory_bytes for device in devices]
         return min((limit for limit in known if limit is not None), default=None)
 
     @functools.cached_property
     def holds(self) -> tuple[int, ...] | None:
-        """D of each stage: how many micro-batches fit; None when no device's memory is known. 0: not even one."""
+        """D of each stage: how many micro-batches fit; None when no device's memory is known. 0: not even one.
+
+        On a device that hosts several stages, so many of each of them fit at the same time.
+        """
         limits = [self.memory_limit(stage) for stage in range(len(self.stages))]
         if all(limit is None for limit in limits):
             return None
-        found = []
-        for stage, limit in enumerate(limits):
-            count = len(self.micro_batches)
-            if limit is not None:
-                samples = self.samples(stage)
-                stored = self.stages[stage].stored_bytes
-                room = limit - stored - self.working_bytes(stage, samples)
-                each = self.residual_bytes(stage, samples)
-                fits = room >= each and limit >= self.needed_bytes(stage, 1)
-                count = (min(count, int(room // each)) if each else count) if fits else 0
-            found.append(count)
-        return tuple(found)
+        count = len(self.micro_batches)
+        return tuple(
+            count if limit is None else min(need.fitting(limit, count) for need in needs)
+            for limit, needs in zip(limits, self._needs, strict=True)
+        )
 
     @functools.cached_property
     def warm_up(self) -> tuple[int, ...]:
@@ -353,8 +415,8 @@ class CostModel:
                 self.plan.schedule,
                 len(self.stages),
                 len(self.micro_batches),
-                holds=self.holds,
-                warm_up=self.plan.warm_up,
+                devices=self.plan.devices,
+                **self._limits,
             )
         except ScheduleError as error:
             raise PlanError(f"the plan doesn't fit the devices' memory: {error}") from error
@@ -369,15 +431,14 @@ class CostModel:
             limit = self.memory_limit(stage)
             if count < 1 and limit is not None:
                 need = self.needed_bytes(stage, 1)
-                samples = self.samples(stage)
-                residual = self.residual_bytes(stage, samples) + self.working_bytes(stage, samples)
+                worst = max(self._needs[stage], key=lambda need: need.peak(1))
                 fix = "use more stages"
-                if self.stages[stage].stored_bytes < limit:
+                if worst.stored < limit:
                     fix += ", smaller micro-batches, or more replicas"
                     fix += ", or recompute='boundary'" if self.plan.recompute == "none" else ""
                 raise PlanError(
-                    f"stage {stage} needs {gib(need)} on each device ({gib(self.stages[stage].stored_bytes)} for "
-                    f"weights, gradients and optimizer, {gib(residual)} for one slice of {samples} samples), "
+                    f"stage {stage} needs {gib(need)} on each device ({gib(worst.stored)} for weights, gradients and "
+                    f"optimizer, {gib(worst.each + worst.working)} for one slice of {self.samples(stage)} samples), "
                     f"{gib(need - limit)} more than its smallest device has ({gib(limit)}): {fix}"
                 )
 
@@ -390,9 +451,31 @@ class CostModel:
         Raises:
             PlanError: as `warm_up`.
         """
-        counts = self.warm_up
-        given = None if self.plan.schedule == "gpipe" else counts  # gpipe's is always M
-        return make_schedule(self.plan.schedule, self.plan.devices, len(self.micro_batches), warm_up=given)
+        self.check_memory()
+        try:
+            return make_schedule(self.plan.schedule, self.plan.devices, len(self.micro_batches), **self._limits)
+        except ScheduleError as error:
+            raise PlanError(f"the plan doesn't fit the devices' memory: {error}") from error
+
+    @property
+    def _limits(self) -> _Limits:
+        plan = self.plan
+        return {
+            "holds": self.holds,
+            "warm_up": plan.warm_up,
+            "reverse_first_k": plan.reverse_first_k,
+            "task_seconds": plan.task_seconds,
+            "weight_devices": plan.weight_devices,
+        }
+
+
+def _hosted(devices: Sequence[int], stages: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """Device -> the stages that stand on it."""
+    found: dict[int, tuple[int, ...]] = dict.fromkeys(devices, ())
+    for stage, members in enumerate(stages):
+        for device in members:
+            found[device] += (stage,)
+    return found
 
 
 def gib(size: float) -> str:
@@ -401,42 +484,6 @@ def gib(size: float) -> str:
         if abs(size) >= scale:
             return f"{size / scale:.4g} {unit}"
     return f"{size:.0f} bytes"
-
-
-def stage_cost(profile: Profile, start: int, stop: int, recompute: str = "none") -> StageCost:
-    """The layers ``start`` to ``stop`` (excluded) as one stage."""
-    layers = profile.layers[start:stop]
-
-    def total(costs: Sequence[Cost]) -> Cost:
-        return Cost(sum(cost.fixed for cost in costs), sum(cost.per_sample for cost in costs))
-
-    forward, backward = total([x.forward for x in layers]), total([x.backward for x in layers])
-    known = [x.backward_weight for x in layers if x.backward_weight is not None]
-    kept = total([x.residual_bytes for x in layers])
-    entering = profile.crossing[start - 1][0] if start else ZERO
-    recomputed = ZERO
-    if recompute == "boundary":
-        backward, recomputed, kept = backward + forward, kept, ZERO
-    elif recompute == "min_cut":
-        backward += forward * MIN_CUT_SHARE
-        kept = total(
-            [x.residual_bytes if x.min_cut_residual_bytes is None else x.min_cut_residual_bytes for x in layers]
-        )
-    shared = [group for group in profile.shared if any(start <= layer < stop for layer in group.layers)]
-    temporary = [x.temporary_bytes for x in layers]
-    return StageCost(
-        layers=(start, stop),
-        forward=forward,
-        backward=backward,
-        backward_weight=total(known) if len(known) == len(layers) else None,
-        residual_bytes=kept + entering,
-        recomputed_bytes=recomputed,
-        temporary_bytes=Cost(max(x.fixed for x in temporary), max(x.per_sample for x in temporary)),
-        parameter_bytes=sum(x.parameter_bytes for x in layers) + sum(group.parameter_bytes for group in shared),
-        slot_bytes=sum(x.slot_bytes for x in layers) + sum(group.slot_bytes for group in shared),
-        state_bytes=sum(x.state_bytes for x in layers),
-        apply_seconds=sum(x.apply_seconds for x in layers),
-    )
 
 
 def _routes(profile: Profile, stage_of: Sequence[int]) -> dict[tuple[int, int], tuple[Cost, Cost]]:

@@ -6,16 +6,20 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.cost import CostModel, Reduction
+from dapple_tf.cost import CostModel
 from dapple_tf.emulated_waits import Array, Port, StepClock, Wait
-from dapple_tf.simulator import Span, last_gradients
+from dapple_tf.simulated_reductions import Reductions, Unit, gradient_ends, last_gradients
+from dapple_tf.simulation import Simulation, Span
+from dapple_tf.simulator import device_orders
 from graph_passes.batching import Interval, slice_intervals
 from graph_passes.tasks import Phase, Schedule, Task
+
+_GRADIENTS = (Phase.BACKWARD, Phase.WEIGHT_GRAD)
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,14 @@ class _Made:
     wait: Wait
 
 
+class _Update(NamedTuple):
+    """The update of a stage on one of its devices."""
+
+    stage: int
+    device: int
+    replica: int
+
+
 class EmulatedStep:
     """The graph of one step.
 
@@ -33,34 +45,86 @@ class EmulatedStep:
         graph: the graph.
         end: the operation that is over when the step is.
         spans: what each span is; its times aren't known yet.
+        orders: device -> its tasks in order.
     """
 
-    def __init__(self, costs: CostModel, schedule: Schedule, clock: StepClock) -> None:
+    def __init__(
+        self,
+        costs: CostModel,
+        schedule: Schedule,
+        clock: StepClock,
+        simulated: Simulation,
+        reduction_order: Sequence[int] | None = None,
+        next_forward: bool = False,
+    ) -> None:
+        """Builds the graph.
+
+        Args:
+            costs: how long everything takes.
+            schedule: the order of tasks.
+            clock: what the nodes call.
+            simulated: tells between which tasks a device makes its updates.
+            reduction_order: as for :func:`dapple_tf.simulator.simulate`.
+            next_forward: likewise.
+        """
         self.costs, self.schedule, self.clock = costs, schedule, clock
+        self.reductions = Reductions(costs, schedule, reduction_order)
+        self.orders, self.next = device_orders(schedule, next_forward)
         self.spans: list[Span] = []
-        plan, cluster = costs.plan, costs.cluster
-        used = sorted({device for group in plan.devices for device in group})
+        used = sorted(costs.devices)
         self.number = {device: number for number, device in enumerate(used)}
-        self.server = [device.server for device in cluster.devices]
+        self.server = [device.server for device in costs.cluster.devices]
         self.last_gradients = last_gradients(schedule)
-        self.split = {task.stage for task in schedule.tasks if task.phase is Phase.INPUT_GRAD}
+        ends = gradient_ends(schedule, wait_free=costs.plan.wait_free)
+        self.ready = {(schedule.device_of(end), stage): end for end, stages in ends.items() for stage in stages}
         self.made: dict[Task, _Made] = {}
-        self.previous: dict[int, _Made] = {}
+        self.previous: dict[int, _Made] = {}  # what each device did last
         self.segments: dict[Task, dict[float, _Made]] = {}
-        self.reduced: dict[tuple[int, int], list[_Made]] = {}
+        self.reduced: dict[tuple[int, int], list[_Made]] = {}  # (stage, device) -> its reductions
+        self.turns: dict[int, _Made] = {}  # the last reduction of each device
+        self.updated: dict[tuple[int, int], _Made] = {}  # (stage, device) -> its update
         self.ends: list[_Made] = []
-        self.collectives = 0
         self.graph = tf.Graph()
         with self.graph.as_default():
             with self._on(used[0]):
                 self.begin = tf.numpy_function(clock.begin, [], tf.float64, name="begin").op
-            for task in self._in_order():
-                self._add_task(task)
-            for number, reduction in enumerate(costs.reductions if self.last_gradients else ()):
-                self._add_reduction(number, reduction)
-            if self.last_gradients:
-                self._add_updates()
+            self._add_all(simulated)
             self.end = self._add_end(used[0])
+
+    def _add_all(self, simulated: Simulation) -> None:
+        """Adds tasks, reductions and updates, each after what it needs; the simulator has shown that this can be."""
+        phases = {phase.value: phase for phase in Phase}
+        work: dict[int, list[Task | _Update]] = {}
+        for device, spans in simulated.timeline.items():
+            work[device] = [
+                Task(span.stage, phases[span.kind], span.micro_batch, span.replica)
+                if span.micro_batch is not None
+                else _Update(span.stage, device, span.replica)
+                for span in spans
+            ]
+        needs = {item: self._needs(item) for items in work.values() for item in items if isinstance(item, Task)}
+        positions = dict.fromkeys(work, 0)
+        units, reduced = self.reductions.units, 0
+        moved = True
+        while moved:
+            moved = False
+            while reduced < len(units) and self._completers(units[reduced]) <= self.made.keys():
+                self._add_reduction(reduced, units[reduced])
+                reduced, moved = reduced + 1, True
+            for device, items in work.items():
+                while positions[device] < len(items):
+                    item = items[positions[device]]
+                    if isinstance(item, _Update):
+                        if max(self.reductions.of_stage[item.stage], default=-1) >= reduced:
+                            break
+                        self._add_update(item)
+                    else:
+                        waits = item in self.next and max(self.reductions.of_stage[item.stage], default=-1) >= reduced
+                        if waits or not needs[item] <= self.made.keys():
+                            break
+                        self._add_task(item)
+                    positions[device] += 1
+                    moved = True
 
     # ---- tasks
 
@@ -69,42 +133,37 @@ class EmulatedStep:
         costs = self.costs
         return slice_intervals(costs.micro_batches[task.micro_batch], len(costs.plan.devices[task.stage]))[task.replica]
 
-    def _in_order(self) -> Iterable[Task]:
-        """Every task after those that it needs; the simulator has shown that there is such an order."""
-        arrows = {task: self._missing(task) for task in self.schedule.tasks}
-        positions = dict.fromkeys(self.schedule.orders, 0)
-        moved = True
-        while moved:
-            moved = False
-            for device, tasks in self.schedule.orders.items():
-                while positions[device] < len(tasks) and arrows[tasks[positions[device]]] <= self.made.keys():
-                    yield tasks[positions[device]]
-                    positions[device] += 1
-                    moved = True
-
-    def _sources(self, task: Task) -> Iterable[tuple[int, list[tuple[Task, Interval, float]]]]:
+    def _sources(self, task: Task) -> Iterable[list[tuple[Task, Interval, float]]]:
         """What a task gets from each other stage: (sender, samples, bytes) in the order of samples."""
-        if task.phase is Phase.WEIGHT_GRAD:
-            return
         costs, backward = self.costs, task.phase is not Phase.FORWARD
         wanted = self._slice(task)
         for producer, consumer in costs.routes:
-            if task.stage != (producer if backward else consumer):
+            if task.phase is Phase.WEIGHT_GRAD or task.stage != (producer if backward else consumer):
                 continue
             other = consumer if backward else producer
             phase = Phase.FORWARD
             if backward:
-                phase = Phase.INPUT_GRAD if other in self.split else Phase.BACKWARD
+                phase = Phase.INPUT_GRAD if other in self.schedule.split else Phase.BACKWARD
             found = []
             for piece in costs.pieces(producer, consumer, task.micro_batch, backward=backward):
                 if piece.receiver == task.replica:
                     sender = Task(other, phase, task.micro_batch, piece.sender)
                     found.append((sender, self._slice(sender).overlap(wanted), piece.bytes))
             if found:
-                yield other, found
+                yield found
 
-    def _missing(self, task: Task) -> set[Task]:
-        return {sender for _, pieces in self._sources(task) for sender, _, _ in pieces}
+    def _own(self, task: Task) -> Task | None:
+        """The task of the same stage and slice whose results it reads."""
+        if task.phase is Phase.FORWARD:
+            return None
+        phase = Phase.INPUT_GRAD if task.phase is Phase.WEIGHT_GRAD else Phase.FORWARD
+        return Task(task.stage, phase, task.micro_batch, task.replica)
+
+    def _needs(self, task: Task) -> set[Task]:
+        """The tasks of this step that it waits for, besides the one before on its device."""
+        found = {sender for pieces in self._sources(task) for sender, _, _ in pieces}
+        found |= {other for other in (self._own(task), self.schedule.after.get(task)) if other is not None}
+        return found if task in self.next else found - self.next
 
     def _add_task(self, task: Task) -> None:
         device = self.schedule.device_of(task)
@@ -112,27 +171,33 @@ class EmulatedStep:
         with self._on(device):
             tensors: list[tf.Tensor] = []
             after: list[Wait] = []
-            if task.phase is Phase.FORWARD:
+            control: list[tf.Operation] = []
+            kept = self._own(task)
+            if kept is None or kept not in self.made:  # the last step's forwards are over
                 tensors.append(tf.constant(_samples(own), tf.float64))
             else:
-                needed = Phase.INPUT_GRAD if task.phase is Phase.WEIGHT_GRAD else Phase.FORWARD
-                kept = self.made[Task(task.stage, needed, task.micro_batch, task.replica)]
-                tensors.append(kept.tensor)
-                after.append(kept.wait)
-            for _, pieces in self._sources(task):
-                arrived = [self._transfer(sender, task, interval, size) for sender, interval, size in pieces]
-                tensors.append(_joined([made.tensor for made in arrived]))
-                after += [made.wait for made in arrived]
+                size = self.costs.delayed_bytes(task.stage, own.size)
+                arrived = self._transfer(kept, task, own, size)
+                tensors.append(arrived.tensor)
+                after.append(arrived.wait)
+            for pieces in self._sources(task):
+                if any(sender not in self.made for sender, _, _ in pieces):
+                    continue
+                come = [self._transfer(sender, task, interval, size) for sender, interval, size in pieces]
+                tensors.append(_joined([made.tensor for made in come]))
+                after += [made.wait for made in come]
+            before_it = [self.made[other]] if (other := self.schedule.after.get(task)) in self.made else []
+            if task in self.next:
+                before_it += self._update_of(task)
+            after += [made.wait for made in before_it]
+            control += [made.tensor.op for made in before_it]
             server = self.server[device]
             span = self._span(task.phase.value, device, task.stage, task.micro_batch, task.replica)
-            parts = [1.0]
-            if self.costs.overlap and task in self.last_gradients and server not in self.clock.cores:
-                parts = sorted({part for buckets in self._buckets(task.stage).values() for part, _ in buckets} | {1.0})
-            seconds, before = self.costs.seconds(task), 0.0
+            seconds, before = self.costs.seconds(task, device), 0.0
             made = None
-            for part in parts:  # the last backward is cut where a bucket is ready
+            for part in self._parts(task, device):  # the last backward is cut where a bucket is ready
                 if made is not None:
-                    tensors, after = [made.tensor], [made.wait]
+                    tensors, after, control = [made.tensor], [made.wait], []
                 wait = Wait(
                     f"{task}" if part == 1 else f"{task}/{part:.3f}",
                     span,
@@ -141,11 +206,27 @@ class EmulatedStep:
                     server=server if server in self.clock.cores else None,
                     expected=(_samples(own),) * len(tensors),
                 )
-                made = self._add(wait, tensors, device)
+                made = self._add(wait, tensors, device, control)
                 self.segments.setdefault(task, {})[part] = made
                 before = part
             assert made is not None
             self.made[task] = made
+
+    def _parts(self, task: Task, device: int) -> list[float]:
+        """The parts of a task's time after which buckets are ready; on shared cores a backward isn't cut."""
+        parts = {1.0}
+        if self.last_gradients.get((device, task.stage)) == task and self.server[device] not in self.clock.cores:
+            parts |= {self.reductions.units[unit].part for unit in self.reductions.of_stage[task.stage]}
+        return sorted(parts)
+
+    def _update_of(self, task: Task) -> list[_Made]:
+        """The update that a forward of the next step waits for, or the reductions or gradients where it is nothing."""
+        found = []
+        for (device, stage), last in self.last_gradients.items():
+            if (stage, last.replica) == (task.stage, task.replica):
+                update = self.updated.get((stage, device))
+                found += [update] if update else [*self.reduced.get((stage, device), ()), self.made[last]]
+        return found
 
     def _transfer(self, sender: Task, receiver: Task, interval: Interval, size: float) -> _Made:
         """One piece of what a task made, on the device of another task."""
@@ -168,31 +249,28 @@ class EmulatedStep:
                 link.latency * self.clock.scale,
                 (made.wait,),
                 (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b)),
-                (0, sender.replica, abs(receiver.stage - sender.stage), receiver.replica),
+                (0, sender.replica, abs(receiver.stage - sender.stage) or self.costs.plan.num_stages, receiver.replica),
                 expected=(_samples(interval),),
             )
             return self._node(wait, [tensor], ())
 
-    # ---- the end of the step
+    # ---- reductions and updates
 
-    def _buckets(self, stage: int) -> Mapping[int, tuple[tuple[float, float], ...]]:
-        """Reduction -> (part of the last backward after which it is ready, bytes) of each of its buckets."""
-        found = {}
-        for number, reduction in enumerate(self.costs.reductions):
-            if stage in reduction.stages:
-                buckets: tuple[tuple[float, float], ...] = ((1.0, reduction.bytes),)
-                if self.costs.overlap and len(reduction.stages) == 1:
-                    buckets = self.costs.buckets(stage) or buckets
-                found[number] = buckets
-        return found
+    def _members(self, unit: Unit) -> Mapping[int, list[int]]:
+        """Device -> the stages whose gradients it has of a reduction."""
+        reduction = self.costs.reductions[unit.number]
+        return {
+            device: [stage for stage in reduction.stages if (device, stage) in self.last_gradients]
+            for device in reduction.devices
+        }
 
-    def _add_reduction(self, number: int, reduction: Reduction) -> None:
-        costs = self.costs
-        members = [
-            (stage, replica, device)
-            for stage in reduction.stages
-            for replica, device in enumerate(costs.plan.devices[stage])
-        ]
+    def _completers(self, unit: Unit) -> set[Task]:
+        """The tasks after which a unit can be reduced."""
+        return {self.ready[device, stage] for device, stages in self._members(unit).items() for stage in stages}
+
+    def _add_reduction(self, position: int, unit: Unit) -> None:
+        costs, reduction = self.costs, self.costs.reductions[unit.number]
+        members = self._members(unit)
         servers = {self.server[device] for device in reduction.devices}
         ports: list[Port]
         if len(servers) > 1:
@@ -200,62 +278,66 @@ class EmulatedStep:
         else:
             ports = [(kind, device) for device in reduction.devices for kind in ("out", "in")]
         total = np.array([len(reduction.stages) * sum(range(costs.plan.global_batch_size))], np.float64)
-        previous: dict[int, tf.Operation] = {}
-        for bucket, (part, size) in enumerate(self._buckets(reduction.stages[0])[number]):
-            ready = [self._gradient(stage, device, part) for stage, _, device in members]
-            span = self._span("all_reduce", None, reduction.stages[0], None, size=size)
-            seconds = costs.reduction_seconds(reduction, size) * self.clock.scale
-            self.collectives += 1
-            for (stage, _, device), (vector, _) in zip(members, ready, strict=True):
-                with self._on(device), tf.control_dependencies([previous[device]] if device in previous else []):
-                    reduced = _all_reduce(vector, len(members), number + 1, self.collectives)
-                previous[device] = reduced.op
-                wait = Wait(
-                    f"all_reduce{number}/{bucket}/{device}",
-                    span,
-                    seconds,
-                    after=tuple(wait for _, wait in ready),
-                    ports=tuple(ports),
-                    turn=(1, number, bucket),
-                    expected=(total,),
-                )
-                with self._on(device):
-                    made = self._node(wait, [reduced], ())
+        span = self._span("all_reduce", None, reduction.stages[0], None, size=unit.bytes, reduction=unit.number)
+        after: dict[Wait, None] = {}
+        vectors = {}
+        for device, stages in members.items():
+            parts = []
+            for stage in stages:
+                vector, waits = self._gradient(stage, device, unit.part)
+                parts.append(vector)
+                after |= dict.fromkeys(waits)
+            with self._on(device):
+                vectors[device] = parts[0] if len(parts) == 1 else tf.add_n(parts)
+            if device in self.turns:
+                after[self.turns[device].wait] = None
+        for device in members:
+            control = [self.turns[device].tensor.op] if device in self.turns else []
+            control += [self.made[self.ready[device, stage]].tensor.op for stage in members[device] if unit.part == 1]
+            with self._on(device), tf.control_dependencies(control):
+                reduced = _all_reduce(vectors[device], len(members), unit.number + 1, position + 1)
+            wait = Wait(
+                f"all_reduce{unit.number}/{position}/{device}",
+                span,
+                costs.reduction_seconds(reduction, unit.bytes) * self.clock.scale,
+                after=tuple(after),
+                ports=tuple(ports),
+                turn=(1, position),
+                expected=(total,),
+            )
+            with self._on(device):
+                made = self._node(wait, [reduced], ())
+            self.ends.append(made)
+            self.turns[device] = made
+            for stage in members[device]:
                 self.reduced.setdefault((stage, device), []).append(made)
-                self.ends.append(made)
 
-    def _gradient(self, stage: int, device: int, part: float) -> tuple[tf.Tensor, Wait]:
+    def _gradient(self, stage: int, device: int, part: float) -> tuple[tf.Tensor, list[Wait]]:
         """The sum over all samples of a device, once this part of its last backward is over."""
-        gradients = [
-            task
-            for task in self.schedule.orders[device]
-            if task.stage == stage and task.phase in (Phase.BACKWARD, Phase.WEIGHT_GRAD)
-        ]
+        gradients = [task for task in self.schedule.orders[device] if task.stage == stage and task.phase in _GRADIENTS]
         segments = self.segments[gradients[-1]]
-        last = segments.get(part, segments[1.0])  # on shared cores a backward isn't cut
+        last = segments.get(part, segments[1.0])
+        waits = [last.wait] if part in segments and part < 1 else [last.wait, self.made[self.ready[device, stage]].wait]
         with self._on(device):
             tensors = [*(self.made[task].tensor for task in gradients[:-1]), last.tensor]
-            return tf.reshape(tf.reduce_sum(_joined(tensors)), [1]), last.wait
+            return tf.reshape(tf.reduce_sum(_joined(tensors)), [1]), waits
 
-    def _add_updates(self) -> None:
-        for stage, devices in enumerate(self.costs.plan.devices):
-            for replica, device in enumerate(devices):
-                seconds = self.costs.apply_seconds(stage, device)
-                if not seconds or device not in self.previous:
-                    continue
-                reduced = self.reduced.get((stage, device), ())
-                server = self.server[device]
-                wait = Wait(
-                    f"apply/{stage}/{replica}",
-                    self._span("apply", device, stage, None, replica),
-                    seconds * self.clock.scale,
-                    after=tuple(made.wait for made in reduced),
-                    server=server if server in self.clock.cores else None,
-                    expected=tuple(made.wait.expected[0] for made in reduced) or (np.zeros(1),),
-                )
-                with self._on(device):
-                    tensors = [made.tensor for made in reduced] or [tf.zeros(1, tf.float64)]
-                    self._add(wait, tensors, device)
+    def _add_update(self, update: _Update) -> None:
+        stage, device, replica = update
+        reduced = self.reduced.get((stage, device), [])
+        last = self.made[self.ready[device, stage]]
+        server = self.server[device]
+        wait = Wait(
+            f"apply/{stage}/{replica}",
+            self._span("apply", device, stage, None, replica),
+            self.costs.apply_seconds(stage, device) * self.clock.scale,
+            after=(*(made.wait for made in reduced), last.wait),
+            server=server if server in self.clock.cores else None,
+            expected=tuple(made.wait.expected[0] for made in reduced) or (np.zeros(1),),
+        )
+        with self._on(device):
+            tensors = [made.tensor for made in reduced] or [tf.zeros(1, tf.float64)]
+            self.updated[stage, device] = self._add(wait, tensors, device, [last.tensor.op])
 
     def _add_end(self, device: int) -> tf.Operation:
         ends = [*self.previous.values(), *self.ends]
@@ -280,14 +362,17 @@ class EmulatedStep:
         replica: int = 0,
         target: int | None = None,
         size: float = 0.0,
+        reduction: int | None = None,
     ) -> int:
-        self.spans.append(Span(kind, 0.0, 0.0, device, stage, micro_batch, replica, target, size))
+        self.spans.append(Span(kind, 0.0, 0.0, device, stage, micro_batch, replica, target, size, reduction=reduction))
         return len(self.spans) - 1
 
-    def _add(self, wait: Wait, tensors: Sequence[tf.Tensor], device: int) -> _Made:
+    def _add(
+        self, wait: Wait, tensors: Sequence[tf.Tensor], device: int, control: Sequence[tf.Operation] = ()
+    ) -> _Made:
         """Adds what a device computes, after what it computed before."""
-        control = [self.previous[device].tensor.op] if device in self.previous else []
         if device in self.previous:
+            control = [*control, self.previous[device].tensor.op]
             wait = dataclasses.replace(wait, after=(*wait.after, self.previous[device].wait))
         self.previous[device] = self._node(wait, tensors, control)
         return self.previous[device]
@@ -317,6 +402,3 @@ def _all_reduce(vector: tf.Tensor, members: int, group: int, instance: int) -> t
         merge_op="Add",
         final_op="Id",
     )
-
-
-# ---- checks

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import tensorflow as tf
@@ -22,7 +22,7 @@ from dapple_tf.emulated_step import EmulatedStep
 from dapple_tf.emulated_waits import GRACE, EmulationError, StepClock
 from dapple_tf.plan import Plan
 from dapple_tf.profile import Profile
-from dapple_tf.simulator import Simulation, Span
+from dapple_tf.simulation import Simulation, Span, aligned, device_rows, shown
 from dapple_tf.simulator import run as simulate_costs
 from graph_passes.tasks import Phase, Schedule, Task
 
@@ -73,19 +73,15 @@ class Emulation(Simulation):
         return _measured_order(self.spans)
 
     def __str__(self) -> str:
-        plan = self.costs.plan
         rows: list[tuple[str, ...]] = [
             ("stage", "devices", "busy ms simulated", "emulated", "bubble simulated", "emulated")
         ]
-        for stage, devices in enumerate(plan.devices):
-            busy = [
-                sum(step.busy[device] for device in devices) / len(devices) * 1e3 for step in (self.simulated, self)
-            ]
-            bubbles = [step.bubbles[stage] for step in (self.simulated, self)]
-            shown = " ".join(map(str, devices[:8])) + (" ..." if len(devices) > 8 else "")
-            rows.append((str(stage), shown, *(f"{x:.4g}" for x in busy), *(f"{x:.1%}" for x in bubbles)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        for stages, devices in device_rows(self.costs):
+            both = (self.simulated, self)
+            busy = [sum(step.busy[device] for device in devices) / len(devices) * 1e3 for step in both]
+            idle = [sum(step.idle[device] for device in devices) / len(devices) for step in both]
+            rows.append((stages, shown(devices), *(f"{x:.4g}" for x in busy), *(f"{x:.1%}" for x in idle)))
+        lines = aligned(rows)
         head = (
             f"step emulated {self.latency * 1e3:.4g} ms, simulated {self.simulated.latency * 1e3:.4g} ms, "
             f"error {self.error:+.2%}"
@@ -105,6 +101,8 @@ def emulate(
     overlap: bool = False,
     all_reduce: str = "hierarchical",
     schedule: Schedule | None = None,
+    reduction_order: Sequence[int] | None = None,
+    next_forward: bool = False,
     scale: float | None = None,
     steps: int = 3,
 ) -> Emulation:
@@ -117,6 +115,8 @@ def emulate(
         overlap: as in :func:`dapple_tf.simulator.simulate`.
         all_reduce: likewise.
         schedule: likewise.
+        reduction_order: likewise.
+        next_forward: likewise.
         scale: wall-clock seconds for each second of the profile; None chooses one for which the waits are long enough
             to be exact.
         steps: how many steps to measure, after one that isn't.
@@ -129,7 +129,7 @@ def emulate(
         raise ValueError(f"{steps} steps were asked for; ask for at least 1")
     if scale is not None and not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale is {scale}; it must be above 0 and finite, or None to choose one")
-    devices = sorted({device for group in plan.devices for device in group})
+    devices = {device for group in (*plan.devices, *(plan.weight_devices or ())) for device in group}
     if len(devices) > MAX_DEVICES:
         raise EmulationError(
             f"the plan uses {len(devices)} devices, of which at most {MAX_DEVICES} can be emulated; simulate it "
@@ -137,11 +137,11 @@ def emulate(
         )
     costs = CostModel(plan, profile, cluster, overlap=overlap, all_reduce=all_reduce)
     schedule = costs.schedule if schedule is None else schedule
-    simulated = simulate_costs(costs, schedule)
+    simulated = simulate_costs(costs, schedule, reduction_order=reduction_order, next_forward=next_forward)
     if scale is None:
         scale = _choose_scale(simulated)
     clock = StepClock(costs, scale)
-    step = EmulatedStep(costs, schedule, clock)
+    step = EmulatedStep(costs, schedule, clock, simulated, reduction_order, next_forward)
     config = tf.compat.v1.ConfigProto(allow_soft_placement=False, device_count={"CPU": len(devices), "GPU": 0})
     config.inter_op_parallelism_threads = len(devices) + _most_pending(simulated) + 16
     config.intra_op_parallelism_threads = 1
@@ -156,7 +156,7 @@ def emulate(
             clock.check()
             if number:
                 measured.append(clock.result(step.spans))
-                _check_order(measured[-1].spans, schedule)
+                _check_order(measured[-1].spans, step.orders)
     latencies = tuple(one.latency for one in measured)
     median = statistics.median_low(latencies)
     shown = measured[latencies.index(median)]
@@ -191,8 +191,8 @@ def _most_pending(simulated: Simulation) -> int:
         work = (span.device, span.stage, span.micro_batch)
         if span.kind == "send":
             changes += [(made[work], 1), (span.end, -1)]
-        elif span.kind == "all_reduce":
-            count = sum(simulated.costs.plan.replicas)
+        elif span.reduction is not None:
+            count = len(simulated.costs.reductions[span.reduction].devices)
             changes += [(span.start, count), (span.end, -count)]
         else:
             made[work] = span.end
@@ -216,10 +216,10 @@ def _measured_order(spans: Iterable[Span]) -> Schedule:
     return Schedule("emulated", {device: tuple(task for _, task in sorted(found)) for device, found in orders.items()})
 
 
-def _check_order(spans: Iterable[Span], schedule: Schedule) -> None:
-    """Each device ran its tasks in the schedule's order."""
+def _check_order(spans: Iterable[Span], orders: Mapping[int, tuple[Task, ...]]) -> None:
+    """Each device ran its tasks in this order."""
     measured = _measured_order(spans)
-    for device, tasks in schedule.orders.items():
+    for device, tasks in orders.items():
         ran = measured.orders.get(device, ())
         if ran != tasks:
             position = next((i for i, (a, b) in enumerate(zip(ran, tasks, strict=False)) if a != b), len(ran))

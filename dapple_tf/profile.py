@@ -74,6 +74,8 @@ class LayerProfile:
         residual_bytes: kept from F to B when nothing is recomputed. A tensor that several layers keep counts once, at
             the layer that makes it; those that come from another stage are counted by the stage's boundary.
         min_cut_residual_bytes: the same with ``recompute="min_cut"``; None where it isn't known.
+        delayed_bytes: kept from Bx to Bw where B is split: what weight gradients are computed from. None where it isn't
+            known; as much as the residuals then.
         temporary_bytes: peak use while F or B runs, beyond residuals and results.
         output_bytes: what the layer hands to later layers.
         parameter_bytes: trainable variables, those of `Profile.shared` left out.
@@ -89,6 +91,7 @@ class LayerProfile:
     backward_weight: Cost | None = None
     residual_bytes: Cost = ZERO
     min_cut_residual_bytes: Cost | None = None
+    delayed_bytes: Cost | None = None
     temporary_bytes: Cost = ZERO
     output_bytes: Cost = ZERO
     parameter_bytes: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -97,12 +98,39 @@ def test_a_task_takes_its_layers_time_and_that_to_start_it_by_the_devices_speed(
     assert costs.seconds(Task(1, Phase.BACKWARD, 1)) == (0.5 + 4 * 2.0) / 0.5
 
 
-def test_the_two_gradients_are_half_of_b_each_unless_the_profile_knows() -> None:
-    plan = Plan.straight([*"a"], 4, 2)
-    known = profile([layer("a", backward_weight=Cost(0.0, 0.5)), layer("b")])
-    costs = CostModel(plan, known, cluster(2))
-    assert [costs.seconds(Task(0, phase, 0)) for phase in (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)] == [3.0, 1.0]
-    assert [costs.seconds(Task(1, phase, 0)) for phase in (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)] == [2.0, 2.0]
+GRADIENTS = (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
+
+
+def test_the_two_gradients_of_a_layer_are_half_of_b_each_unless_the_profile_knows() -> None:
+    plan = Plan.straight([*"ab"], 4, 2)
+    layers = [layer("a"), layer("b", backward_weight=Cost(0.0, 0.5)), layer("c")]
+    layers = [dataclasses.replace(one, parameter_bytes=4) for one in layers]
+    costs = CostModel(plan, profile(layers), cluster(3))
+    assert [costs.seconds(Task(1, phase, 0)) for phase in GRADIENTS] == [3.0, 1.0]
+    assert [costs.seconds(Task(2, phase, 0)) for phase in GRADIENTS] == [2.0, 2.0]
+    whole = CostModel(Plan.straight([*"a"], 2, 1), profile([layers[0], layers[1], layer("c")]), cluster(2))
+    assert [whole.seconds(Task(1, phase, 0)) for phase in GRADIENTS] == [7.0, 1.0]  # c has no parameters
+
+
+def test_a_gradient_that_there_is_not_takes_no_time() -> None:
+    """Nor the time to start a task; the other gradient is the whole backward."""
+    model = profile([layer("a", parameter_bytes=4), layer("b")], task_seconds=0.5)
+    costs = CostModel(Plan.straight([*"a"], 2, 2), model, cluster(2))
+    assert [costs.seconds(Task(0, phase, 0)) for phase in GRADIENTS] == [0.0, 2.5]
+    assert [costs.seconds(Task(1, phase, 0)) for phase in GRADIENTS] == [2.5, 0.0]
+    indices = Tensor(0, (1,), Cost(0.0, 4.0), differentiable=False)
+    costs = CostModel(costs.plan, profile(letters(2, parameter_bytes=4), [indices]), cluster(2))
+    assert [costs.seconds(Task(1, phase, 0)) for phase in GRADIENTS] == [0.0, 2.0]
+
+
+def test_input_gradients_are_what_is_recomputed_for() -> None:
+    model = profile(letters(2, parameter_bytes=4, residual_bytes=Cost(0.0, 100.0)))
+    costs = CostModel(Plan.straight([*"a"], 1, 1, recompute="boundary"), model, cluster(2))
+    assert [costs.seconds(Task(1, phase, 0)) for phase in GRADIENTS] == [2.0, 1.0]
+    assert [costs.working_bytes(1, 1, phase) for phase in GRADIENTS] == [100.0, 0.0]
+    assert (costs.residual_bytes(1, 1), costs.delayed_bytes(1, 1)) == (10.0, 110.0)
+    assert [costs.working_bytes(0, 1, phase) for phase in GRADIENTS] == [0.0, 100.0]
+    assert (costs.residual_bytes(0, 1), costs.delayed_bytes(0, 1)) == (0.0, 0.0)
 
 
 def test_slices_below_the_only_size_that_was_measured_take_as_long_as_that() -> None:

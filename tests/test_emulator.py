@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from test_simulator import random_case
+from test_simulator import STRAIGHT, random_case
 
 from dapple_tf import emulated_step, emulator
 from dapple_tf.cluster import Cluster, Device, Server
@@ -22,7 +22,7 @@ from dapple_tf.emulated_waits import EmulationError
 from dapple_tf.emulator import Emulation, emulate
 from dapple_tf.plan import Plan
 from dapple_tf.profile import Cost, LayerProfile, Profile, SharedParameters, Tensor
-from dapple_tf.schedules import POLICIES, make_schedule
+from dapple_tf.schedules import make_schedule
 from dapple_tf.simulator import Span
 from graph_passes.tasks import Schedule
 from tools.even_pipeline import pipeline
@@ -69,7 +69,7 @@ def kinds(step: Emulation) -> dict[str, int]:
 # --- as long as simulated ---
 
 
-@pytest.mark.parametrize("schedule", POLICIES)
+@pytest.mark.parametrize("schedule", STRAIGHT)
 @pytest.mark.parametrize("replicas", [[1], [2, 1]])
 def test_two_stages_with_a_network(schedule: str, replicas: Sequence[int]) -> None:
     plan, model, where = pipeline(2, 8, schedule, replicas, 0.3)
@@ -83,7 +83,7 @@ def kinds_of(spans: Sequence[Span]) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", POLICIES)
+@pytest.mark.parametrize("schedule", STRAIGHT)
 @pytest.mark.parametrize(
     ("stages", "micro_batches", "replicas", "network"),
     [(4, 16, [1], 0.0), (4, 16, [2, 1], 0.5), (8, 16, [3, 2], 0.3), (16, 32, [2], 0.1), (16, 32, [2], 0.5)],
@@ -239,7 +239,7 @@ def test_tasks_out_of_order_are_found() -> None:
         for start, (kind, micro_batch) in enumerate([("F", 0), ("B", 0), ("F", 1), ("B", 1)])
     ]
     with pytest.raises(EmulationError, match="device 0 ran 0B0 0F1 0B1 as task 1 where the schedule has 0F1 0B0 0B1"):
-        emulator._check_order(spans, schedule)
+        emulator._check_order(spans, schedule.orders)
 
 
 # --- the tool ---
