@@ -1,9 +1,10 @@
-"""Interleaved 1F1B (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC'21, section 2.2).
+"""Interleaved 1F1B (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", section 2.2).
 
-Stage i is on device i mod p, so that each device has v stages ("model chunks"); a micro-batch passes each device v times. A
-device's jobs come in rounds of p micro-batches: F of its first stage for all of them, then of its second, and so on; B in
-the same rounds, from the last stage to the first. Device r (from 0) runs ``2(p - r - 1) + (v - 1)p`` forwards before
-alternating one F and one B; with one stage per device it is 1F1B. The bubble is ``(p - 1)/(v M)`` of the ideal time, v times smaller than that of 1F1B.
+Stage i is on device i mod p, so that each device has v stages ("model chunks"); a micro-batch passes each device v
+times. A device's jobs come in rounds of p micro-batches: F of its first stage for all of them, then of its second, and
+so on; B in the same rounds, from the last stage to the first. Device r (from 0) runs ``2(p - r - 1) + (v - 1)p``
+forwards before alternating one F and one B; with one stage per device it is 1F1B. The bubble is ``(p - 1)/(v M)`` of
+the ideal time, v times smaller than that of 1F1B.
 
 M should be a multiple of p. If it isn't, there are ``M // p`` rounds of p or a few more, as equal as possible.
 """
@@ -62,8 +63,8 @@ def _period(request: ScheduleRequest) -> int:
     period = next((index for index in range(1, len(lists)) if lists[index] == lists[0]), len(lists))
     if len(lists) % period:
         raise ScheduleError(
-            f"interleaved has {len(lists)} groups of stages on {period} lists of devices, which doesn't divide them; use "
-            f"{len(lists) // period * period} or {(len(lists) // period + 1) * period}"
+            f"interleaved has {len(lists)} groups of stages on {period} lists of devices, which doesn't divide them; "
+            f"use {len(lists) // period * period} or {(len(lists) // period + 1) * period}"
         )
     for index, devices in enumerate(lists):
         if devices != lists[index % period]:

@@ -1,29 +1,26 @@
 """List scheduling: runs jobs on simulated devices, each of which takes the best of those that are ready.
 
-Event-driven: whenever a job ends, every idle device looks at the heads of its queues and starts the one that is ready and
-comes first by a key; a device never idles while one of its jobs is ready. The order in which each device took its jobs is
-the schedule. Since a run of it has just been seen, such an order can't deadlock, whatever the times really are.
+Event-driven: whenever a job ends, every idle device looks at the heads of its queues and starts the one that is ready
+and comes first by a key; a device never idles while one of its jobs is ready. The order in which each device took its
+jobs is the schedule. Since a run of it has just been seen, such an order can't deadlock, whatever the times really are.
 
-A micro-batch is in flight in a stage from its F to its B or Bw. F waits while its stage has as many as it may have. This
-can't stop everything as long as forwards of a stage come in micro-batch order: the oldest unfinished micro-batch finds no
-older one in its way. A limit for all stages of a device together (``room``) keeps, for the same reason, places free for
-the stages that the device's oldest unfinished micro-batch hasn't reached yet.
+A micro-batch is in flight in a stage from its F to its B or Bw. F waits while its stage has as many as it may have.
+This can't stop everything as long as forwards of a stage come in micro-batch order: the oldest unfinished micro-batch
+finds no older one in its way. Under a limit for all stages of a device together (``room``) F waits
+unless the micro-batches on its device could still finish one after another, the oldest first (banker's algorithm).
 """
 
 from __future__ import annotations
 
-import functools
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dapple_tf.priorities import Key
 from dapple_tf.schedule_request import Job, Orders, ScheduleError, ScheduleRequest
 from graph_passes.tasks import Phase
 
 F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
-
-Key = Callable[[Job, float], tuple[float, ...]]
-"""(job, when it became ready) -> what a device takes the least of."""
 
 _TOLERANCE = 1e-9
 """Ends that differ by less, relative to the time, are one moment: sums of equal times differ by rounding."""
@@ -71,6 +68,11 @@ def run(
         ScheduleError: jobs are left that can't start, because of the order in their queues or a missing job.
     """
     return _Run(request, queues, key, limits, room or {}).run()
+
+
+def best(runs: Sequence[Timeline]) -> Timeline:
+    """The run with the shortest step, of equal ones that with the shortest time on one device, then the first."""
+    return min(runs, key=lambda run: (round(run.makespan, 9), round(run.longest_span, 9)))
 
 
 def merged_devices(request: ScheduleRequest) -> dict[int, int]:
@@ -174,13 +176,13 @@ class _Run:
         if phase is F:
             if not self._fits(device, job):
                 return None
-            neighbours = (Job(stage - 1, F, micro_batch),)
+            neighbours = [Job(stage - 1, F, micro_batch)]
         else:
             own = self.ended.get((Job(stage, F, micro_batch), device))
             if own is None:
                 return None
             ready = own
-            neighbours = (Job(stage + 1, B, micro_batch), Job(stage + 1, BX, micro_batch))  # type: ignore[assignment]
+            neighbours = [Job(stage + 1, B, micro_batch), Job(stage + 1, BX, micro_batch)]
         for neighbour in neighbours:
             if neighbour in self.left:
                 if self.left[neighbour]:
@@ -193,10 +195,14 @@ class _Run:
             return False
         if device not in self.room:
             return True
-        free = self.room[device] - self.taken[device]
-        oldest = self.oldest[device]
-        kept = self.stages_ahead[device][oldest] if job.micro_batch != oldest else 0
-        return free > kept
+        held, ahead = self.held[device], self.ahead[device]
+        free = self.room[device] - sum(held.values()) - 1
+        for micro_batch in range(self.oldest[device], max([job.micro_batch, *held]) + 1):
+            mine = micro_batch == job.micro_batch
+            if ahead[micro_batch] - mine > free:
+                return False
+            free += held.get(micro_batch, 0) + mine
+        return True
 
     def _start(self, device: int, index: int) -> Job:
         job = self.queues[device][index][self.heads[device][index]]
@@ -204,8 +210,9 @@ class _Run:
         self.orders[device].append(job)
         if job.phase is F:
             self.in_flight[job.stage, device] = self.in_flight.get((job.stage, device), 0) + 1
-            self.taken[device] += 1
-            self.stages_ahead[device][job.micro_batch] -= 1
+            self.ahead[device][job.micro_batch] -= 1
+            held = self.held[device]
+            held[job.micro_batch] = held.get(job.micro_batch, 0) + 1
         return job
 
     def _end(self, device: int, job: Job, end: float) -> None:
@@ -214,22 +221,26 @@ class _Run:
         if job.phase in (B, BW):
             main = self.partner[job.stage, device]
             self.in_flight[job.stage, main] -= 1
-            self.taken[main] -= 1
-            self.unfinished[main][job.micro_batch] -= 1
-            while self.unfinished[main].get(self.oldest[main]) == 0:
-                self.oldest[main] += 1
+            held = self.held[main]
+            held[job.micro_batch] -= 1
+            if not held[job.micro_batch]:
+                del held[job.micro_batch]
+            oldest = self.oldest[main]
+            while oldest not in held and self.ahead[main].get(oldest) == 0:
+                oldest += 1
+            self.oldest[main] = oldest
 
     def _count_room(self) -> None:
-        self.taken = dict.fromkeys(self.devices, 0)
+        """Count, for each device, each micro-batch's stages in flight and those it hasn't begun."""
+        self.held: dict[int, dict[int, int]] = {device: {} for device in self.devices}
+        self.ahead: dict[int, dict[int, int]] = {device: {} for device in self.devices}
         self.oldest = dict.fromkeys(self.devices, 0)
-        self.stages_ahead: dict[int, dict[int, int]] = {device: {} for device in self.devices}
         for device in self.devices:
+            ahead = self.ahead[device]
             for queue in self.queues[device]:
                 for job in queue:
                     if job.phase is F:
-                        ahead = self.stages_ahead[device]
                         ahead[job.micro_batch] = ahead.get(job.micro_batch, 0) + 1
-        self.unfinished = {device: dict(counts) for device, counts in self.stages_ahead.items()}
 
     def _check_all_ran(self) -> None:
         stuck = [
@@ -257,29 +268,3 @@ def free_queues(request: ScheduleRequest, split: bool = True) -> dict[int, list[
             for device in places[stage]:
                 queues.setdefault(device, []).append(queue)
     return queues
-
-
-def critical_path(request: ScheduleRequest, split: bool = True) -> Callable[[Job], float]:
-    """Return the longest time from a job's start to the step's end, by `ScheduleRequest.duration`.
-
-    The classic priority of list scheduling: F(s) is followed by F(s + 1), in the last stage by its Bx; Bx(s) by its Bw
-    and by Bx(s - 1).
-    """
-
-    @functools.cache
-    def length(stage: int, phase: Phase) -> float:
-        own = request.duration(Job(stage, phase, 0))
-        backward = BX if split else B
-        if phase is F:
-            return own + (length(stage + 1, F) if stage + 1 < request.stages else length(stage, backward))
-        if phase is BW:
-            return own
-        ahead = length(stage - 1, backward) if stage else 0.0
-        return own + max(ahead, length(stage, BW) if split else 0.0)
-
-    # From the first stage on, so that no call goes deeper than a stage.
-    for stage in range(request.stages):
-        length(stage, BX if split else B)
-    for stage in reversed(range(request.stages)):
-        length(stage, F)
-    return lambda job: length(job.stage, job.phase)

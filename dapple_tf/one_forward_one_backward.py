@@ -1,15 +1,15 @@
 """The rule of gpipe, dapple_a and dapple_b: K forwards, then one backward and one forward in turn (section 3.2).
 
-The policies differ in the warm-up K of a stage (DAPPLE, sections 3.2 and 5.3), which is also the number of micro-batches
-whose activations it holds at its peak:
+The policies differ in the warm-up K of a stage (DAPPLE, sections 3.2 and 5.3), which is also the number of
+micro-batches whose activations it holds at its peak:
 
     policy            K of stage i of S, i from 0   stage 0 of 3, 6 micro-batches
     gpipe             M                             F0 F1 F2 F3 F4 F5 B0 B1 B2 B3 B4 B5
     dapple_a (P_A)    min(S - i, D)                 F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5
     dapple_b (P_B)    min(2(S - i) - 1, D)          F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 B4 B5
 
-M is the number of micro-batches in a step, D the number whose activations fit in a device's memory. Consecutive stages on
-the same devices (a group) count as one stage: its forwards run in the order of its stages, its backwards in reverse.
+M is the number of micro-batches in a step, D the number whose activations fit in a device's memory. Consecutive stages
+on the same devices (a group) count as one stage: its forwards run in the order of its stages, its backwards in reverse.
 """
 
 from __future__ import annotations
@@ -48,15 +48,17 @@ def warm_up(request: ScheduleRequest) -> list[int]:
         for stage, limit in enumerate(request.holds):
             if limit < request.micro_batches:
                 raise ScheduleError(
-                    f"gpipe keeps all {request.micro_batches} micro-batches in flight, but stage {stage} holds {limit}; "
-                    f"use dapple_a, at most {limit} micro-batches, or smaller ones"
+                    f"gpipe keeps all {request.micro_batches} micro-batches in flight, but stage {stage} holds "
+                    f"{limit}; use dapple_a, at most {limit} micro-batches, or smaller ones"
                 )
     return limited(request, wanted_warm_up(request.policy, len(request.groups), request.micro_batches))
 
 
 def limited(request: ScheduleRequest, wanted: Sequence[int]) -> list[int]:
     """Lower each group's K to what its stages hold, and to K of the group before."""
-    counts = [min(request.limit(stage, count) for stage in group) for group, count in zip(request.groups, wanted, strict=True)]
+    counts = [
+        min(request.limit(stage, count) for stage in group) for group, count in zip(request.groups, wanted, strict=True)
+    ]
     return list(itertools.accumulate(counts, min))
 
 
@@ -106,8 +108,8 @@ def _check_explicit(request: ScheduleRequest, counts: Sequence[int]) -> None:
     for stage, count in enumerate(counts):
         if request.holds is not None and count > request.holds[stage]:
             raise ScheduleError(
-                f"warm_up of stage {stage} is {count}, but its devices hold {request.holds[stage]} micro-batches; lower "
-                f"it to {request.holds[stage]}"
+                f"warm_up of stage {stage} is {count}, but its devices hold {request.holds[stage]} micro-batches; "
+                f"lower it to {request.holds[stage]}"
             )
         if stage and count > counts[stage - 1]:
             raise ScheduleError(
@@ -118,6 +120,6 @@ def _check_explicit(request: ScheduleRequest, counts: Sequence[int]) -> None:
             )
         if stage and count < counts[stage - 1] and request.devices[stage] == request.devices[stage - 1]:
             raise ScheduleError(
-                f"warm_up falls from {counts[stage - 1]} at stage {stage - 1} to {count} at stage {stage}, but both run "
-                f"on devices {list(request.devices[stage])} in one order; give both the same"
+                f"warm_up falls from {counts[stage - 1]} at stage {stage - 1} to {count} at stage {stage}, but both "
+                f"run on devices {list(request.devices[stage])} in one order; give both the same"
             )

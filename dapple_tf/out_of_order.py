@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from dapple_tf import list_scheduling
+from dapple_tf import list_scheduling, priorities
 from dapple_tf.one_forward_one_backward import limited, sequence, wanted_warm_up, warm_up
 from dapple_tf.schedule_request import Job, Orders, ScheduleRequest
 from graph_passes.tasks import Phase
@@ -73,22 +73,20 @@ def fast_forward(request: ScheduleRequest) -> Orders:
     if not delayed_anywhere:
         return {device: jobs for device, (jobs,) in queues.items()}
     limits = in_flight_limits(request)
-    return list_scheduling.run(request, queues, _gaps, limits=limits).orders
+    return list_scheduling.run(request, queues, priorities.fill_gaps, limits=limits).orders
 
 
 def modulo(request: ScheduleRequest) -> Orders:
-    """List scheduling of all tasks by the critical path: what starts the longest remaining work runs first.
+    """List scheduling of all tasks on any placement, meant for stage l on device l mod n (section 5.2.1).
 
-    For any placement of stages, but meant for stage l on device l mod n (section 5.2.1). Ties go to the earlier
-    micro-batch, then to the earlier stage. K and D bound the micro-batches in flight of each stage.
+    Of two list schedules the one with the shorter step: by the critical path alone, which runs forwards early (as
+    GPipe), and with the oldest micro-batch first, which starts the backward early and needs fewer in flight. K and D
+    bound the micro-batches in flight of each stage.
     """
-    remaining = list_scheduling.critical_path(request)
     limits = [request.limit(stage, request.micro_batches) for stage in range(request.stages)]
-
-    def key(job: Job, ready: float) -> tuple[float, ...]:
-        return (-remaining(job), job.micro_batch, job.stage)
-
-    return list_scheduling.run(request, list_scheduling.free_queues(request), key, limits=limits).orders
+    queues = list_scheduling.free_queues(request)
+    keys = (priorities.oldest_first(request), priorities.critical_path_first(request))
+    return list_scheduling.best([list_scheduling.run(request, queues, key, limits=limits) for key in keys]).orders
 
 
 def modulo_devices(stages: int, devices: int) -> list[list[int]]:
@@ -115,8 +113,8 @@ def largest_reverse_first_k(
 ) -> int:
     """Return the largest k that memory allows (algorithm 2, lines 1 and 2).
 
-    ``max_k = argmax_j f(j) = M_fwd - sum_{i=j+1..L} M(dO_i) + sum_{i=1..j} M(dW_i)  s.t.  f(j) < MXM``: when the first j
-    weight gradients are all that is left to compute, the other layers' memory is free again and theirs isn't.
+    ``max_k = argmax_j f(j) = M_fwd - sum_{i=j+1..L} M(dO_i) + sum_{i=1..j} M(dW_i)  s.t.  f(j) < MXM``: when the
+    first j weight gradients are all that is left to compute, the other layers' memory is free again and theirs isn't.
 
     Args:
         limit: MXM, in bytes.
@@ -176,8 +174,3 @@ def best_reverse_first_k(layers: int, throughput: Callable[[int], float]) -> int
         step = max(1, step // 2)
         first = best - (best - low) // step * step
         candidates = range(first, high, step)
-
-
-def _gaps(job: Job, ready: float) -> tuple[float, ...]:
-    """The base policy's jobs first, in their order; of Bw that which became ready first."""
-    return (1.0, ready) if job.phase is Phase.WEIGHT_GRAD else (0.0, 0.0)

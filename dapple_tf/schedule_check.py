@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dapple_tf.schedule_request import (
     Active,
@@ -37,8 +37,8 @@ def validate(
     Bx and one Bw, all micro-batches of a stage alike, on its device (Bw on its weight device), the backward later; no
     replica has more than its stage's ``holds`` micro-batches in flight, from F to B or Bw; backwards that make weight
     gradients run in micro-batch order; and the step comes to its end when 0F waits for nothing, iF for the same
-    micro-batch's forwards on all replicas of stage i - 1, iB and iBx for its B or Bx on all replicas of stage i + 1, iBw
-    for its own Bx, and each task for what it stands ``after``.
+    micro-batch's forwards on all replicas of stage i - 1, iB and iBx for its B or Bx on all replicas of stage i + 1,
+    iBw for its own Bx, and each task for what it stands ``after``.
 
     Raises:
         ScheduleError: naming the task, the device and the fix; for a deadlock, with a device x step grid.
@@ -103,8 +103,8 @@ def _check_whole_or_split(schedule: Schedule) -> None:
         for task in tasks:
             if task.phase is B and task.stage in schedule.split:
                 raise ScheduleError(
-                    f"device {device} runs {task}, but other backwards of stage {task.stage} are split; give all of them "
-                    f"as Bx and Bw, or all as B"
+                    f"device {device} runs {task}, but other backwards of stage {task.stage} are split; give all of "
+                    f"them as Bx and Bw, or all as B"
                 )
 
 
@@ -242,7 +242,7 @@ def _check_micro_batch_order(schedule: Schedule) -> None:
                 latest[task.stage, task.replica] = task
 
 
-def _inputs(schedule: Schedule, homes: Mapping[Task, int]):  # type: ignore[no-untyped-def]
+def _inputs(schedule: Schedule, homes: Mapping[Task, int]) -> Callable[[Task], list[Task]]:
     """Return a function from a task to what it waits for, besides its place in its device's order."""
     groups: dict[tuple[int, bool, int], list[Task]] = {}
     for task in homes:

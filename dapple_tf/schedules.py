@@ -1,12 +1,12 @@
 """Scheduling policies: the order in which each device runs its forwards and backwards in one step.
 
-    policy                         what it is                                                       module
-    gpipe, dapple_a, dapple_b      K forwards, then one backward and one forward in turn            one_forward_one_backward
-    fast_forward[_a, _b]           these with weight gradients (Bw) in the gaps                     out_of_order
-    modulo                         list scheduling of any placement, by the critical path           out_of_order
-    interleaved                    Megatron's 1F1B with several stages per device                   interleaving
-    zb_h1, zb_h2, zb_v             zero bubble: Bw are put off as far as memory allows              zero_bubble
-    zero_bubble                    the best of these for given times and limits                     zero_bubble
+    policy                      what it is                                               module
+    gpipe, dapple_a, dapple_b   K forwards, then one backward and one forward in turn    one_forward_one_backward
+    fast_forward[_a, _b]        these with weight gradients (Bw) in the gaps             out_of_order
+    modulo                      list scheduling of any placement                         out_of_order
+    interleaved                 Megatron's 1F1B with several stages per device           interleaving
+    zb_h1, zb_h2, zb_v          zero bubble: Bw are put off as far as memory allows      zero_bubble
+    zero_bubble                 the best of these for given times and limits             zero_bubble
 
 Weight gradients run in micro-batch order under every policy, so that they are added up in one order and results don't
 depend on the policy, to the last bit. The GPipe paper draws the backwards of a step last micro-batch first; the peak
@@ -93,8 +93,9 @@ def resolve_warm_up(
     """Return K of each stage, the most micro-batches it has in flight, from F to B or Bw.
 
     Under gpipe and dapple_* it is also the number of forwards before the first backward: ``warm_up`` where given, else
-    the policy's. Under fast_forward*, zb_h1 and zb_h2 it is the limit within which Bw are delayed; under the others what
-    the schedule comes to. A given K above M counts as M, so that a plan's warm-up also serves an epoch's short last batch.
+    the policy's. Under fast_forward*, zb_h1 and zb_h2 it is the limit within which Bw are delayed; under the others
+    what the schedule comes to. A given K above M counts as M, so that a plan's warm-up also serves an epoch's short
+    last batch.
 
     Args:
         policy: one of `POLICIES`.
@@ -176,8 +177,8 @@ def make_schedule(
             modulo, interleaved, zb_v and zero_bubble want these next to each other and with equal devices (a group).
         micro_batches: M.
         holds: D_i for each stage, as in `warm_up_counts`.
-        warm_up: K for each stage, in place of the policy's. Where Bw are tasks of their own, and under interleaved, it is
-            a limit on what is in flight (from F to B or Bw), not the number of forwards before the first backward.
+        warm_up: K for each stage, in place of the policy's. Where Bw are tasks of their own, and under interleaved, it
+            is a limit on what is in flight (from F to B or Bw), not the number of forwards before the first backward.
         active: leaves out the tasks of slices for which it returns False; None keeps all.
         forward_only: just the forwards, in order, for evaluation: nothing is held, so K and `holds` don't matter, and
             the schedule's name is "forward".
@@ -228,8 +229,8 @@ def _orders(request: ScheduleRequest) -> Orders:
 def _forwards(request: ScheduleRequest) -> Orders:
     """Forwards alone: group after group, in rounds of as many micro-batches as there are groups.
 
-    This order can't deadlock on any devices: all of them keep to one order of (round, stage, micro-batch) in which every
-    forward comes after those that it reads from. With several groups on a device a round keeps all devices busy.
+    This order can't deadlock on any devices: all of them keep to one order of (round, group, micro-batch, stage), in
+    which every forward comes after those that it reads from. With several groups on a device a round keeps all busy.
     """
     orders: Orders = {device: [] for stage in request.devices for device in stage}
     size = len(request.groups)
@@ -259,25 +260,24 @@ def _expand(name: str, request: ScheduleRequest, orders: Orders, active: Active 
         )
         for device, jobs in orders.items()
     }
-    after = {}
-    if name != "forward" and request.offloaded:
-        found = {task for order in tasks.values() for task in order}
-        after = {task: other for task, other in _waits(request).items() if task in found and other in found}
-    return Schedule(name, tasks, after)
+    return Schedule(name, tasks, {} if name == "forward" else _waits(request, active))
 
 
-def _waits(request: ScheduleRequest) -> dict[Task, Task]:
+def _waits(request: ScheduleRequest, active: Active | None) -> dict[Task, Task]:
     """Forwards that wait until there is room again, where it is Bw on another device that makes room."""
+    if not request.offloaded:
+        return {}
     limits = out_of_order.in_flight_limits(request)
-    return {
-        Task(stage, Phase.FORWARD, micro_batch, replica): Task(
-            stage, Phase.WEIGHT_GRAD, micro_batch - limits[stage], replica
-        )
-        for stage in request.offloaded
-        for replica, device in enumerate(request.devices[stage])
-        if device != request.weight_devices[stage][replica]
-        for micro_batch in range(limits[stage], request.micro_batches)
-    }
+    waits = {}
+    for stage in request.offloaded:
+        for replica, device in enumerate(request.devices[stage]):
+            if device != request.weight_devices[stage][replica]:
+                all_numbers = range(request.micro_batches)
+                numbers = [number for number in all_numbers if active is None or active(stage, number, replica)]
+                for number, earlier in zip(numbers[limits[stage] :], numbers, strict=False):
+                    waiting = Task(stage, Phase.FORWARD, number, replica)
+                    waits[waiting] = Task(stage, Phase.WEIGHT_GRAD, earlier, replica)
+    return waits
 
 
 def _check_policy(policy: str) -> None:
@@ -305,6 +305,6 @@ def _check_request(request: ScheduleRequest) -> None:
         )
     if policy == "interleaved" and request.reverse_first_k:
         raise ScheduleError(
-            f"reverse_first_k is {request.reverse_first_k}, but interleaved doesn't split backwards; set it to 0, or use "
-            f"modulo"
+            f"reverse_first_k is {request.reverse_first_k}, but interleaved doesn't split backwards; set it to 0, or "
+            f"use modulo"
         )

@@ -14,11 +14,9 @@ left. L falls to what D (`holds`) or K (`warm_up`) allow, and with L = 1 this is
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Sequence
 
-from dapple_tf import list_scheduling
+from dapple_tf import list_scheduling, priorities
 from dapple_tf.list_scheduling import Timeline
 from dapple_tf.schedule_request import Job, Orders, ScheduleError, ScheduleRequest
 from graph_passes.tasks import Phase
@@ -27,7 +25,7 @@ F, BX, BW = Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 
 
 def in_flight_limits(request: ScheduleRequest) -> list[int]:
-    """L of each stage: p under zb_h1, else 2p - 1, or less if K, D or M say so; one number for all stages of a group."""
+    """L of each stage: p under zb_h1, else 2p - 1, or less if K, D or M say so; one number for a group."""
     positions = len(request.groups)
     wanted = positions if request.policy == "zb_h1" else 2 * positions - 1
     limits = [min(request.limit(stage, wanted) for stage in group) for group in request.groups]
@@ -79,15 +77,16 @@ def zero_bubble(request: ScheduleRequest) -> Orders:
             main = [job for job in order if job.phase is not BW]
             rest = [[job for job in order if job.phase is BW and job.stage == stage] for stage in reversed(group)]
             queues |= {device: [main, *rest] for device in request.devices[group[0]]}
-        found.append(list_scheduling.run(request, queues, _gaps, limits=limits))
-    return _best(found).orders
+        found.append(list_scheduling.run(request, queues, priorities.fill_gaps, limits=limits))
+    return list_scheduling.best(found).orders
 
 
 def zb_v(request: ScheduleRequest) -> Orders:
-    """ZB-V ("Pipeline Parallelism with Controllable Memory", Qi et al., section 3): stages i and 2p - 1 - i on one device.
+    """ZB-V ("Pipeline Parallelism with Controllable Memory", Qi et al.): stages i and 2p - 1 - i on one device.
 
-    A device has at most p micro-batches' worth of activations: p times its number of stages, each a part of the model's.
-    With `warm_up`, K of its stages are the limit instead. Of several list schedules the one with the shortest step.
+    A device has at most p micro-batches' worth of activations: p times its number of stages, each one part of the
+    model's. With `warm_up`, K of its stages are the limit instead. Of two list schedules the one with the shorter step;
+    for equal times it has the ideal length of ``6 M + p - 1`` tasks.
 
     Raises:
         ScheduleError: the devices aren't a V.
@@ -101,8 +100,9 @@ def zb_v(request: ScheduleRequest) -> Orders:
     positions = len({request.devices[stage] for stage in range(request.stages)})
     room = None if request.warm_up else {device: positions * len(stages) for device, stages in hosted.items()}
     queues = list_scheduling.free_queues(request)
-    runs = [list_scheduling.run(request, queues, key, limits=limits, room=room) for key in _v_keys(request)]
-    return _best(runs).orders
+    keys = (priorities.oldest_first(request), priorities.deepest_first(request))
+    runs = [list_scheduling.run(request, queues, key, limits=limits, room=room) for key in keys]
+    return list_scheduling.best(runs).orders
 
 
 def is_v(request: ScheduleRequest) -> bool:
@@ -123,9 +123,9 @@ def check_v(request: ScheduleRequest) -> None:
     """
     if not is_v(request):
         raise ScheduleError(
-            f"zb_v wants stages i and {request.stages} - 1 - i on the same devices, such as [[0], [1], [1], [0]], and the "
-            f"first half on different ones, but the stages are on {[list(devices) for devices in request.devices]}; use "
-            f"such a list, or zb_h1, zb_h2 or modulo"
+            f"zb_v wants stages i and {request.stages} - 1 - i on the same devices, such as [[0], [1], [1], [0]], and "
+            f"the first half on different ones, but the stages are on {list(map(list, request.devices))}; use such a "
+            f"list, or zb_h1, zb_h2 or modulo"
         )
 
 
@@ -151,33 +151,3 @@ def _order(micro_batches: int, stages: range, warm_up: int, delay: int) -> list[
 
 def _replay(request: ScheduleRequest, orders: Orders) -> Timeline:
     return list_scheduling.run(request, {device: [jobs] for device, jobs in orders.items()}, lambda job, ready: ())
-
-
-def _best(runs: Sequence[Timeline]) -> Timeline:
-    return min(runs, key=lambda run: (round(run.makespan, 9), round(run.longest_span, 9)))
-
-
-def _gaps(job: Job, ready: float) -> tuple[float, ...]:
-    return (1.0, ready) if job.phase is BW else (0.0, 0.0)
-
-
-def _v_keys(request: ScheduleRequest) -> list[Callable[[Job, float], tuple[float, ...]]]:
-    """Ways to choose among ready jobs."""
-    remaining = list_scheduling.critical_path(request)
-
-    def oldest(job: Job, ready: float, order: tuple[Phase, ...]) -> tuple[float, ...]:
-        return (order.index(job.phase), job.micro_batch, -remaining(job))
-
-    def deepest(job: Job, ready: float, order: tuple[Phase, ...]) -> tuple[float, ...]:
-        return (order.index(job.phase), remaining(job), job.micro_batch)
-
-    def last_weights(job: Job, ready: float) -> tuple[float, ...]:
-        return (float(job.phase is BW), job.micro_batch, remaining(job))
-
-    def path(job: Job, ready: float) -> tuple[float, ...]:
-        return (float(job.phase is BW), -remaining(job), job.micro_batch)
-
-    orders = ((BX, F, BW), (F, BX, BW))
-    keys: list[Callable[[Job, float], tuple[float, ...]]] = [last_weights, path]
-    keys += [functools.partial(rule, order=order) for rule in (oldest, deepest) for order in orders]
-    return keys
