@@ -49,6 +49,15 @@ class PlanOptions(TypedDict, total=False):
     weight_devices: tuple[tuple[int, ...], ...] | None
 
 
+class ScheduleOptions(TypedDict):
+    """The fields of `Plan` that `schedules.make_schedule` takes as they are."""
+
+    warm_up: tuple[int, ...] | None
+    reverse_first_k: int
+    task_seconds: tuple[tuple[float, float, float], ...] | None
+    weight_devices: tuple[tuple[int, ...], ...] | None
+
+
 @dataclass(frozen=True)
 class Plan:
     """Stages, their devices and the schedule; checked when it is made. Sequences may be given as lists.
@@ -239,8 +248,19 @@ class Plan:
         return tuple(map(len, self.devices))
 
     def warm_up_counts(self) -> tuple[int, ...]:
-        """Return K of each stage: ``warm_up`` where given, else the policy's without a memory limit."""
-        return schedules.resolve_warm_up(self.schedule, self.num_stages, self.micro_batches, warm_up=self.warm_up)
+        """Return K of each stage (`schedules.resolve_warm_up`) without a memory limit."""
+        return schedules.resolve_warm_up(
+            self.schedule, self.num_stages, self.micro_batches, devices=self.devices, **self.schedule_options()
+        )
+
+    def schedule_options(self) -> ScheduleOptions:
+        """Return what `schedules.make_schedule` is told besides devices, micro-batches and memory."""
+        return {
+            "warm_up": self.warm_up,
+            "reverse_first_k": self.reverse_first_k,
+            "task_seconds": self.task_seconds,
+            "weight_devices": self.weight_devices,
+        }
 
     def order_tasks(
         self,
@@ -418,7 +438,7 @@ class Plan:
                     f"to at most {self.micro_batches}"
                 )
         try:
-            self.warm_up_counts()
+            schedules.check_schedule(self.schedule, self.devices, self.micro_batches, **self.schedule_options())
         except schedules.ScheduleError as error:
             raise PlanError(str(error)) from error
 

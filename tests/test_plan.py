@@ -8,6 +8,7 @@ import pytest
 
 from dapple_tf.cluster import Cluster
 from dapple_tf.plan import Plan, PlanError
+from dapple_tf.schedules import POLICIES, in_flight, make_schedule
 
 VALID: dict[str, Any] = {
     "cuts": ["block_3"],
@@ -43,6 +44,23 @@ def test_warm_up_is_the_policys_or_the_given_one() -> None:
     assert Plan.straight(["a", "b"], 8, 4, warm_up=(4, 2, 2)).warm_up_counts() == (4, 2, 2)
 
 
+def test_a_device_may_stand_in_several_stages_where_the_schedule_allows_it() -> None:
+    chunks = Plan.manual(["a", "b"], [[0, 1], [0, 1], [2]], 4, 8)
+    assert chunks.warm_up_counts() == (2, 2, 1)
+    assert Plan.manual(["a"], [[0, 1], [1]], 4, 8, "modulo").warm_up_counts() == (4, 4)
+    ring = Plan.manual(["a", "b", "c"], [[0], [1], [0], [1]], 4, 8, "interleaved")
+    assert ring.warm_up_counts() == (4, 3, 2, 1)
+
+
+@pytest.mark.parametrize("policy", ["fast_forward_a", "modulo", "zb_h1", "zb_h2", "zero_bubble"])
+def test_warm_up_bounds_what_a_schedule_with_weight_gradients_of_its_own_has_in_flight(policy: str) -> None:
+    plan = Plan.straight(["a", "b"], 8, 4, policy, warm_up=(2, 1, 3), task_seconds=((1, 2, 1), (1, 1, 1), (2, 3, 4)))
+    schedule = make_schedule(policy, plan.devices, 4, **plan.schedule_options())
+    found = in_flight(schedule)
+    assert all(count <= most for count, most in zip(found, plan.warm_up_counts(), strict=True))
+    assert all(count <= most for count, most in zip(found, (2, 1, 3), strict=True))
+
+
 def test_the_whole_text_of_too_many_replicas() -> None:
     with pytest.raises(PlanError) as caught:
         Plan.manual(["block_3"], [[0, 1, 2], [3]], micro_batches=4, global_batch_size=11)
@@ -74,9 +92,20 @@ def test_each_fix_that_too_many_replicas_offers_works(change: dict[str, Any]) ->
         ({"devices": [[0], []]}, "stage 1 has no devices; give it at least one"),
         (
             {"devices": [[0, 1], [1]]},
-            "device 1 stands twice, in stages 0 and 1; a device runs one replica of one stage",
+            "device 1 stands in stage 0 on devices [0, 1] and in stage 1 on [1], but dapple_a wants all stages of a "
+            "device next to each other and with one list of devices; use modulo, interleaved or zb_v, or other devices",
         ),
-        ({"devices": [[0], [1, 1]]}, "device 1 stands twice, in stage 1; a device runs one replica of one stage"),
+        ({"devices": [[0], [1, 1]]}, "device 1 stands twice, in stage 1; a device runs one replica of a stage"),
+        (
+            {"devices": [[0], [1]], "schedule": "zb_v"},
+            "zb_v wants stages i and 2 - 1 - i on the same devices, such as [[0], [1], [1], [0]], and the first half "
+            "on different ones, but the stages are on [[0], [1]]; use such a list, or zb_h1, zb_h2 or modulo",
+        ),
+        (
+            {"weight_devices": [[4, 5, 6], [7]], "schedule": "zb_h1"},
+            "weight_devices of stage 0 are [4, 5, 6], its devices [0, 1, 2], but zb_h1 runs Bw on a stage's own "
+            "devices; leave them out, or use fast_forward, fast_forward_a or fast_forward_b",
+        ),
         ({"devices": [[0], [-1]]}, "stage 1 has device -1; device numbers start at 0"),
         ({"devices": 2}, "devices is 2; give a list, such as [[0, 1], [2]] with a list for each stage"),
         ({"devices": [0, 1]}, "devices of stage 0 is 0; give a list, such as [0, 1]"),
@@ -98,7 +127,7 @@ def test_each_fix_that_too_many_replicas_offers_works(change: dict[str, Any]) ->
             "stage 0 has 3 replicas but the only micro-batch has 2 samples (global batch 2): use at most 2 replicas, "
             "or a global batch of at least 3",
         ),
-        ({"schedule": "1f1b"}, "unknown schedule '1f1b'; use one of gpipe, dapple_a, dapple_b"),
+        ({"schedule": "1f1b"}, f"unknown schedule '1f1b'; use one of {', '.join(POLICIES)}"),
         ({"recompute": "all"}, "unknown recompute 'all'; use one of none, boundary, min_cut"),
         ({"jit_compile": "yes"}, "jit_compile is 'yes'; it must be True or False"),
         ({"bucket_bytes": 0}, "bucket_bytes is 0; it must be at least 1"),
@@ -181,7 +210,11 @@ def test_the_json_form_has_a_line_for_each_key() -> None:
   "recompute": "none",
   "jit_compile": false,
   "warm_up": [2, 1],
-  "bucket_bytes": 4194304
+  "bucket_bytes": 4194304,
+  "reverse_first_k": 0,
+  "wait_free": true,
+  "task_seconds": null,
+  "weight_devices": null
 }
 """
     )
