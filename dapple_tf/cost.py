@@ -207,6 +207,18 @@ class CostModel:
             return start + (weight if self.computes(stage, Phase.INPUT_GRAD) else whole)
         return start + (whole - weight if self.computes(stage, Phase.WEIGHT_GRAD) else whole)
 
+    @property
+    def task_seconds(self) -> tuple[tuple[float, float, float], ...]:
+        """Times of F, Bx and Bw of each stage for the first micro-batch, as `Plan.task_seconds` takes them."""
+        return tuple(
+            (
+                self.seconds(Task(stage, Phase.FORWARD, 0)),
+                self.seconds(Task(stage, Phase.INPUT_GRAD, 0)),
+                self.seconds(Task(stage, Phase.WEIGHT_GRAD, 0)),
+            )
+            for stage in range(len(self.stages))
+        )
+
     def pieces(self, producer: int, consumer: int, micro_batch: int, *, backward: bool = False) -> tuple[Piece, ...]:
         """What goes between the replicas of two stages, owner to owner.
 
