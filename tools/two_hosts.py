@@ -28,7 +28,6 @@ import pathlib
 import platform
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -49,10 +48,13 @@ from models.vgg import vgg
 
 _MODELS = flags.DEFINE_list("models", ["resnet", "vgg"], "which of resnet and vgg to train")
 _RATE = flags.DEFINE_string(
-    "rate", "auto", "of the link in Mbit/s in each direction; auto: all-reduce takes about as long as computation"
+    "rate", "auto", "of the link in Mbit/s in each direction; auto: all-reduce takes about --ratio times computation"
 )
+_RATIO = flags.DEFINE_float("ratio", 1.0, "see --rate", lower_bound=0.01)
 _FIRST = flags.DEFINE_list("first_k", ["2", "4", "8"], "values of reverse_first_k")
-_ROUNDS = flags.DEFINE_integer("rounds", 7, "measured rounds", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "rounds to measure on a quiet machine", lower_bound=1)
+_PATIENCE = flags.DEFINE_integer("patience", 3, "up to so many times as many rounds, in wait for a quiet machine")
+_NOISE = flags.DEFINE_float("noise", 0.15, "cores that other processes may use in a round that counts")
 _STEPS = flags.DEFINE_integer("steps", 2, "steps of each variant in a round; the fastest counts", lower_bound=1)
 _BUCKET = flags.DEFINE_float("bucket", 4.0, "MiB that are reduced at once", lower_bound=0.001)
 _BATCH = flags.DEFINE_integer("batch", None, "global batch size; by default the model's own", lower_bound=2)
@@ -95,6 +97,7 @@ class TwoHosts:
         self.names = [f"two_hosts_{os.getpid()}_{host}" for host in range(2)]
         self.cores = sorted(os.sched_getaffinity(0))[:2]
         self.addresses = [f"{address}:{_PORT}" for address in _ADDRESSES]
+        self.servers: list[int] = []
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> TwoHosts:
@@ -119,6 +122,7 @@ class TwoHosts:
             _call("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             _call("ip", "-n", name, "link", "set", "eth0", "up")
         servers = [self._server(host) for host in range(2)]
+        self.servers = [server.pid for server in servers]
         for server in servers:
             assert server.stdout is not None
             if not server.stdout.readline():
@@ -149,8 +153,8 @@ class TwoHosts:
         """Runs this program's other half in the first host; returns what it has found."""
         with tempfile.TemporaryDirectory() as directory:
             result = pathlib.Path(directory) / "result.json"
-            told = json.dumps({**task, "addresses": self.addresses, "result": str(result)})
-            command = [sys.executable, "-m", "tools.two_hosts", f"--inside={told}"]
+            told = json.dumps({**task, "addresses": self.addresses, "servers": self.servers, "result": str(result)})
+            command = [sys.executable, "-m", "tools.two_hosts", f"--inside={told}", "--verbosity=-1"]
             client = subprocess.Popen([*_within(self.names[0]), *command], stdin=subprocess.DEVNULL, env=_environment())
             try:
                 if client.wait():
@@ -306,19 +310,15 @@ class Client:
                 failed[name] = f"{type(error).__name__}: {error}"
                 _say(f"{name} is left out: {failed[name]}")
                 losses.pop(name, None)
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
-        rounds = self.task["rounds"]
-        for number in range(rounds + 1):
-            for name, step in steps.items():
-                found = min(step() for _ in range(self.task["steps"]))
-                if number:  # The first round warms up.
-                    seconds[name].append(found)
-            typical = statistics.median(seconds["conventional"]) if number else 0.0
-            _say(f"{self.task['model']}: round {number}/{rounds}, conventional {typical * 1e3:.0f} ms")
+        rounds = list(self._rounds(steps))
+        quiet = [times for times, noise in rounds if noise <= self.task["noise"]]
+        counted = quiet if len(quiet) >= 3 else [times for times, _ in rounds]
         first = next(iter(losses.values()))
         apart = max(abs(a - b) / abs(b) for other in losses.values() for a, b in zip(other, first, strict=True))
         return {
-            "seconds": seconds,
+            "seconds": {name: [times[name] for times in counted] for name in steps},
+            "noise": [noise for _, noise in rounds],
+            "quiet": len(quiet) >= 3,
             "failed": failed,
             "losses": first,
             "losses_apart": apart,
@@ -326,13 +326,51 @@ class Client:
             "chunks": len(self.example.cuts) + 1,
         }
 
+    def _rounds(self, steps: Mapping[str, Callable[[], float]]) -> Iterator[tuple[dict[str, float], float]]:
+        """Measures each variant once; seconds of each, and how many cores other processes used meanwhile."""
+        wanted, quiet = self.task["rounds"], 0
+        for number in range(self.task["patience"] * wanted + 1):
+            with self._noise() as noise:
+                times = {name: min(step() for _ in range(self.task["steps"])) for name, step in steps.items()}
+            if number == 0:
+                continue  # It warms up.
+            yield times, noise[0]
+            quiet += noise[0] <= self.task["noise"]
+            _say(
+                f"{self.task['model']}: round {number}, {quiet} of {wanted} quiet ({noise[0]:.2f} cores used by others), "
+                f"conventional {times['conventional'] * 1e3:.0f} ms"
+            )
+            if quiet == wanted:
+                return
+
     def compute_seconds(self) -> dict[str, Any]:
-        """Time of a step without a network, for --rate=auto."""
+        """Time of a step without a network, for --rate=auto: the fastest of eight, on a quiet machine if it gets so."""
         step = self.compute()
-        return {
-            "seconds": statistics.median(step() for _ in range(5)),
-            "gradient_bytes": self.gradient_bytes,
-        }
+        for _ in range(self.task["patience"]):
+            with self._noise() as noise:
+                seconds = min(step() for _ in range(8))
+            if noise[0] <= self.task["noise"]:
+                break
+        return {"seconds": seconds, "gradient_bytes": self.gradient_bytes}
+
+    @contextlib.contextmanager
+    def _noise(self) -> Iterator[list[float]]:
+        """Gives a list that has, afterwards, how many cores other processes used meanwhile."""
+        noise: list[float] = []
+        before, started = _others(self.task["servers"]), time.perf_counter()
+        yield noise
+        noise.append((_others(self.task["servers"]) - before) / (time.perf_counter() - started))
+
+
+def _others(servers: Sequence[int]) -> float:
+    """CPU seconds that this machine has spent on processes other than the servers and this one."""
+    with open("/proc/stat") as lines:
+        user, nice, system, _, _, interrupts, soft_interrupts, stolen = map(int, next(lines).split()[1:9])
+    ticks = user + nice + system + interrupts + soft_interrupts + stolen
+    for process in (*servers, os.getpid()):
+        fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        ticks -= int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _inside(task: Mapping[str, Any]) -> None:
@@ -358,13 +396,15 @@ def measure(name: str, rate: float | None) -> dict[str, Any]:
         "bucket_bytes": int(_BUCKET.value * 2**20),
         "first_k": [int(k) for k in _FIRST.value],
         "rounds": _ROUNDS.value,
+        "patience": _PATIENCE.value,
+        "noise": _NOISE.value,
         "steps": _STEPS.value,
     }
     with TwoHosts() as hosts:
         if rate is None:
             _say(f"{name}: measuring computation without a network")
             found = hosts.run({**task, "what": "compute"})
-            rate = found["gradient_bytes"] * 8 / found["seconds"] / 1e6
+            rate = found["gradient_bytes"] * 8 / found["seconds"] / 1e6 / _RATIO.value
     with TwoHosts() as hosts:  # Fresh servers: the old ones know the collectives' keys already.
         _say(f"{name}: global batch {batch}, link of {rate:.0f} Mbit/s")
         hosts.limit(rate)
@@ -396,6 +436,8 @@ def table(result: Mapping[str, Any]) -> str:
         f"gradients, link of {result['rate_mbit']:.0f} Mbit/s (all-reduce gets "
         f"{size * 8 / np.median(seconds['all_reduce']) / 1e6:.0f}); losses agree to {result['losses_apart']:.1e}"
     )
+    if not result["quiet"]:
+        lines.append("too few quiet rounds: all are counted, and other processes have disturbed them")
     lines += [f"{name} is left out: {why}" for name, why in result["failed"].items()]
     return "\n".join([head, *lines])
 
