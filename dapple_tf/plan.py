@@ -78,8 +78,8 @@ class Plan:
             others, those of stage 0 first (Out-Of-Order BackProp, EuroSys'22, algorithm 2).
         wait_free: whether a stage's gradients are all-reduced as soon as they are complete, rather than when its
             devices have run all their tasks.
-        carried_updates: of so many parameter groups (those whose gradients are reduced last) the reduction and update take
-            place during the next step's forward, each stage of which waits for its own only (section 2 of the same
+        carried_updates: of so many parameter groups (those whose gradients are reduced last) the reduction and update
+            take place during the next step's forward, each stage of which waits for its own only (section 2 of the same
             paper). Whatever reads or changes variables between steps has these updates made first.
         task_seconds: for each stage the times of F, Bx and Bw, in any unit, by which policies that fill gaps order
             tasks; None takes all as equal.
@@ -292,12 +292,9 @@ class Plan:
             self.devices,
             count,
             holds=holds,
-            warm_up=self.warm_up,
             active=active,
             forward_only=forward_only,
-            reverse_first_k=self.reverse_first_k,
-            task_seconds=self.task_seconds,
-            weight_devices=self.weight_devices,
+            **self.schedule_options(),
         )
         schedules.validate(
             made,

@@ -148,10 +148,10 @@ class UpdateGraph:
         self._hold_back_reads(applied)
         now = [group for group in self.groups if group not in carried]
         applied |= self._reduce_and_apply(now)
-        counted = self._call_each("counters", carried, None)
-        train = self.builder.add(
-            "train", "NoOp", control=[*applied.values(), *counted.values()], device=self.options.host_device
-        ).node
+        ends = [*applied.values(), *self._call_each("counters", carried, None).values()]
+        # What is carried over must have been accumulated, though nothing in this step reads it.
+        ends += [name for group in carried for device in group.devices for name in self._complete(group, device)]
+        train = self.builder.add("train", "NoOp", control=dict.fromkeys(ends), device=self.options.host_device).node
         gradients = self._gradients() if self.options.want_gradients else {}
         merge_library(self.graph, self.functions)
         step = dataclasses.replace(self.step, pending={}, train=train, gradients=gradients)
