@@ -15,7 +15,7 @@ from dapple_tf.cost import CostModel
 from dapple_tf.plan import Plan, PlanError
 from dapple_tf.profile import ZERO, Cost, LayerProfile, Profile, SharedParameters, Tensor
 from dapple_tf.schedules import POLICIES, in_flight, make_schedule
-from dapple_tf.simulator import Simulation, Span, last_gradients, run, simulate
+from dapple_tf.simulator import Simulation, Span, last_gradients, reduction_order, run, simulate
 from graph_passes.batching import split_evenly
 from graph_passes.tasks import Phase, Schedule, Task
 
@@ -376,6 +376,133 @@ def test_a_schedule_that_deadlocks_is_refused() -> None:
     stuck = Schedule.parse("0: 0F0 0B0 0F1 0B1\n1: 1F0 1F1 1B0 1B1")
     with pytest.raises(ValueError, match="the schedule deadlocks: 0B0, 1F1 wait for ever"):
         simulate(straight(2, 2), profile([(1.0, 2.0)] * 2), cluster(2), schedule=stuck)
+
+
+# --- stages that share devices ---
+
+
+def timeline(step: Simulation, device: int) -> str:
+    return " ".join(f"{span.stage}{span.kind}@{span.start:g}-{span.end:g}" for span in step.timeline[device])
+
+
+def test_what_stays_on_a_device_is_there_at_once() -> None:
+    plan = Plan.manual(NAMES[:2], [[0], [0], [1]], 1, 1, "gpipe")
+    step = simulate(plan, profile([(1.0, 2.0)] * 3, 4.0), cluster(1, 1, inter_bandwidth=4.0))
+    assert sends(step) == [(0, 1, 2, 3), (1, 0, 6, 7)]
+    assert timeline(step, 0) == "0F@0-1 1F@1-2 1B@7-9 0B@9-11"
+    assert step.idle == {0: pytest.approx(5 / 11), 1: pytest.approx(8 / 11)}
+    assert step.bubbles == pytest.approx([5 / 11, 5 / 11, 8 / 11])
+    assert str(step).splitlines()[2].split()[:4] == ["0", "1", "0", "45.5%"]
+
+
+def test_a_device_keeps_what_all_its_stages_do_and_shared_parameters_once() -> None:
+    model = profile([(1.0, 1.0)] * 3, 0.0, shared=[SharedParameters((0, 2), 40, 20)], **HEAVY)
+    step = simulate(Plan.manual(NAMES[:2], [[0], [1], [0]], 1, 1, "modulo"), model, cluster(2))
+    assert step.costs.stored_bytes == {0: 2 * 250 + 2 * 40 + 20, 1: 250}
+    assert step.peak_bytes == {0: 600 + 2 * 30 + 5, 1: 250 + 30 + 5}
+    assert [span.kind for span in step.spans if span.kind == "all_reduce"] == []
+    assert step.costs.needed_bytes(0, 1) == step.peak_bytes[0]
+
+
+def test_whether_a_schedule_fits_is_a_matter_of_its_peak() -> None:
+    plan, model = straight(2, 4, "gpipe"), profile([(1.0, 2.0)] * 2, 0.0, **HEAVY)
+    step = simulate(plan, model, cluster(2, memory=250 + 4 * 30 + 5))
+    assert step.fits
+    step.check_memory()
+    greedy = make_schedule("gpipe", plan.devices, 4)
+    limited = simulate(straight(2, 4), model, cluster(2, memory=250 + 2 * 30 + 5), schedule=greedy)
+    assert not limited.fits
+    with pytest.raises(PlanError, match="device 1 needs 375 bytes, 60 bytes more than it has"):
+        limited.check_memory()
+
+
+# --- reductions ---
+
+
+def chunks(count: int, seconds: float = 1.0, **options: Any) -> Simulation:
+    """Data parallelism on two devices in stages of F = Bx = Bw = 1 whose gradients take so long to reduce."""
+    plan_options = {name: options.pop(name) for name in ("reverse_first_k", "wait_free") if name in options}
+    plan = Plan.manual(NAMES[: count - 1], [[0, 1]] * count, 1, 2, "gpipe", **plan_options)
+    model = profile([(1.0, 2.0)] * count, parameter_bytes=4, apply_seconds=options.pop("apply_seconds", 0.0))
+    return simulate(plan, model, cluster(2, intra_bandwidth=4.0 / seconds), **options)
+
+
+def test_gradients_are_reduced_while_other_stages_compute_theirs() -> None:
+    assert times(chunks(3), "all_reduce") == [(5, 6), (7, 8), (9, 10)]
+    assert times(chunks(3, wait_free=False), "all_reduce") == [(9, 10), (10, 11), (11, 12)]
+
+
+def test_one_reduction_at_a_time_in_the_order_in_which_gradients_are_completed() -> None:
+    step = chunks(3, seconds=4.0)
+    assert [(span.stage, span.start) for span in step.spans if span.kind == "all_reduce"] == [(2, 5), (1, 9), (0, 13)]
+    assert [span.reduction for span in step.spans if span.kind == "all_reduce"] == [2, 1, 0]
+    step = chunks(3, seconds=4.0, reduction_order=[0, 1, 2])
+    assert [(span.stage, span.start) for span in step.spans if span.kind == "all_reduce"] == [(0, 9), (1, 13), (2, 17)]
+    with pytest.raises(
+        ValueError, match=r"reduction_order is \[0, 1\]; there are 3 reductions, give the order of 0 to 2"
+    ):
+        chunks(3, reduction_order=[0, 1])
+
+
+def test_reverse_first_k_brings_the_first_stages_gradients_forward() -> None:
+    step = chunks(3, reverse_first_k=2)
+    assert timeline(step, 0) == "0F@0-1 1F@1-2 2F@2-3 2B@3-5 1Bx@5-6 0Bx@6-6 0Bw@6-8 1Bw@8-9"
+    assert [(span.stage, span.start) for span in step.spans if span.kind == "all_reduce"] == [(2, 5), (0, 8), (1, 9)]
+
+
+def test_the_order_of_reductions() -> None:
+    schedule = Schedule.parse("0: 0F0 1F0 1B0 0B0\n1: 0F0.r1 1F0.r1 1B0.r1 0B0.r1\n2: 2F0 2B0")
+    assert reduction_order(schedule, [[0], [1], [2], [0, 2], [1, 2]]) == (2, 1, 4, 0, 3)
+    assert reduction_order(Schedule.parse("0: 0F0 0B0\n1: 1F0 1B0"), [[0], [1]]) == (1, 0)
+
+
+def test_updates_run_while_a_device_waits_and_let_tasks_go_first() -> None:
+    plan = Plan.manual(NAMES[:2], [[0], [1], [0]], 1, 1, "modulo")
+    model = profile([(1.0, 1.0), (1.0, 4.0), (1.0, 1.0)], parameter_bytes=4, apply_seconds=3.0)
+    text = "0: 0F0 2F0 2B0 0B0\n1: 1F0 1B0"
+    step = simulate(plan, model, cluster(2), schedule=Schedule.parse(text))
+    assert timeline(step, 0) == "0F@0-1 2F@2-3 2B@3-4 2apply@4-7 0B@8-9 0apply@9-12"
+    model = profile([(1.0, 1.0), (1.0, 0.0), (1.0, 1.0)], parameter_bytes=4, apply_seconds=3.0)
+    step = simulate(plan, model, cluster(2), schedule=Schedule.parse(text))
+    assert timeline(step, 0) == "0F@0-1 2F@2-3 2B@3-4 0B@4-5 2apply@5-8 0apply@8-11"
+
+
+def test_the_next_steps_forwards_wait_for_their_stages_updates() -> None:
+    step = chunks(3, seconds=2.0, apply_seconds=0.5, next_forward=True)
+    assert (
+        timeline(step, 0)
+        == "2B@0-2 1B@2-4 0B@4-6 2apply@6-6.5 1apply@6.5-7 0apply@8-8.5 0F@8.5-9.5 1F@9.5-10.5 2F@10.5-11.5"
+    )
+    assert step.memory[0][:2] == ((0.0, 24), (0.0, 26))  # what the last two stages were given in the step before
+    assert step.memory[0][-1][1] == 26
+    kept = profile([(1.0, 2.0)], residual_bytes=Cost(0.0, 30.0))
+    forth = simulate(Plan.data_parallel(1, 2, 2, "gpipe"), kept, cluster(1), next_forward=True)
+    assert forth.memory[0] == ((0.0, 0), (0.0, 60), (2.0, 30), (4.0, 30), (5.0, 60), (6.0, 60))
+
+
+# --- weight gradients elsewhere ---
+
+
+def test_weight_gradients_on_another_device_get_what_they_need_from_this_one() -> None:
+    plan = straight(2, 2, "fast_forward", weight_devices=[[0], [2]])
+    layer = {"parameter_bytes": 100, "residual_bytes": Cost(0.0, 30.0), "delayed_bytes": Cost(0.0, 8.0)}
+    model = profile([(1.0, 2.0)] * 2, 0.0, apply_seconds=0.5, **layer)
+    step = simulate(plan, model, cluster(3, intra_bandwidth=16.0, speeds=[1.0, 1.0, 0.5]))
+    assert timeline(step, 1) == "1F@1-2 1F@2-3 1Bx@3-4 1Bx@4-5"
+    assert timeline(step, 2) == "1Bw@4.5-6.5 1Bw@6.5-8.5 1apply@8.5-9.5"
+    assert [one for one in sends(step) if one[1] == 2] == [(1, 2, 4, 4.5), (1, 2, 5, 5.5)]
+    assert step.costs.stored_bytes == {0: 200, 1: 0, 2: 200}
+    assert step.memory[2] == ((0, 200), (4, 208), (4.5, 208), (5, 216), (6.5, 208), (8.5, 200))
+    assert step.peak_bytes[1] == 60
+    assert [line.split()[:2] for line in str(step).splitlines()[2:5]] == [["0", "0"], ["1", "1"], ["1Bw", "2"]]
+
+
+def test_a_task_waits_for_another_devices_task() -> None:
+    order = Schedule.parse("0: 0F0 0B0 0F1>1B0 0B1\n1: 1F0 1B0 1F1 1B1")
+    free = simulate(
+        straight(2, 2), profile([(1.0, 2.0)] * 2, [Tensor(0, (1,), ZERO, False)]), cluster(2), schedule=order
+    )
+    assert timeline(free, 0) == "0F@0-1 0B@1-3 0F@4-5 0B@5-7"
 
 
 # --- memory ---

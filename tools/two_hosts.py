@@ -337,7 +337,7 @@ class Client:
             yield times, noise[0]
             quiet += noise[0] <= self.task["noise"]
             _say(
-                f"{self.task['model']}: round {number}, {quiet} of {wanted} quiet ({noise[0]:.2f} cores used by others), "
+                f"{self.task['model']}: round {number}, {quiet} of {wanted} quiet (others used {noise[0]:.2f} cores), "
                 f"conventional {times['conventional'] * 1e3:.0f} ms"
             )
             if quiet == wanted:
