@@ -35,7 +35,8 @@ class Update:
         first_key: the first of the collective keys; steps that share workers mustn't share keys.
         prefix: start of the functions' names.
         wait_free: False makes a group wait until its devices have run all their tasks.
-        want_gradients: whether the reduced gradients can be fetched (``step.gradients``).
+        want_gradients: whether the reduced gradients can be fetched (``step.gradients``); those of groups that are
+            carried over can't be.
         carried: the groups, by their stages and in order, that aren't reduced in this step but during the forward of
             the next one. Groups with rows of embeddings can't be: these aren't kept beyond a step.
         head: whether a step before this one has carried groups over: this one begins by reducing and updating them, and

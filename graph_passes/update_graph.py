@@ -152,7 +152,7 @@ class UpdateGraph:
         # What is carried over must have been accumulated, though nothing in this step reads it.
         ends += [name for group in carried for device in group.devices for name in self._complete(group, device)]
         train = self.builder.add("train", "NoOp", control=dict.fromkeys(ends), device=self.options.host_device).node
-        gradients = self._gradients() if self.options.want_gradients else {}
+        gradients = self._gradients(now) if self.options.want_gradients else {}
         merge_library(self.graph, self.functions)
         step = dataclasses.replace(self.step, pending={}, train=train, gradients=gradients)
         return self.program.replace(graph=self.graph, step=step)
@@ -349,10 +349,10 @@ class UpdateGraph:
             return None
         return self.builder.add_n("totals", present, types_pb2.DT_DOUBLE, device=self.homes[0][0])
 
-    def _gradients(self) -> dict[str, Ref]:
+    def _gradients(self, groups: Sequence[_Group]) -> dict[str, Ref]:
         """Reduced gradients as tensors, each from the first device that has it; computed only when they are fetched."""
         found: dict[str, Ref] = {}
-        for group in self.groups:
+        for group in groups:
             if group.update is None:
                 continue
             sliced = list(group.update.apply.slices)
