@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dapple_tf.cost import CostModel
+from graph_passes.group_update import reduction_order
 from graph_passes.tasks import Phase, Schedule, Task
 
 _GRADIENTS = (Phase.BACKWARD, Phase.WEIGHT_GRAD)
@@ -31,28 +32,6 @@ def gradient_ends(schedule: Schedule, *, wait_free: bool = True) -> Mapping[Task
         end = task if wait_free else schedule.orders[device][-1]
         found[end] = (*found.get(end, ()), stage)
     return found
-
-
-def reduction_order(schedule: Schedule, groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The one order in which all devices reduce parameter groups: that in which the schedule completes their gradients.
-
-    Groups are sorted by the position of their last gradient task in the order of its device, the latest of all devices;
-    among equals the one with the latest first stage comes first, as backwards do, then as they are given.
-
-    Args:
-        schedule: the order of tasks.
-        groups: the stages that read each group's parameters.
-
-    Returns:
-        Positions in ``groups``.
-    """
-    latest: dict[int, int] = {}
-    for tasks in schedule.orders.values():
-        last = {task.stage: position for position, task in enumerate(tasks) if task.phase in _GRADIENTS}
-        for stage, position in last.items():
-            latest[stage] = max(latest.get(stage, 0), position)
-    keys = [(max(latest.get(stage, -1) for stage in stages), -min(stages)) for stages in groups]
-    return tuple(sorted(range(len(groups)), key=lambda group: keys[group]))
 
 
 @dataclass
@@ -91,14 +70,14 @@ class Reductions:
         Args:
             costs: what is reduced.
             schedule: completes the gradients.
-            order: positions in :attr:`CostModel.reductions`; None for `reduction_order`.
+            order: positions in :attr:`CostModel.reductions`; None for that of a real step, `reduction_order`.
 
         Raises:
             ValueError: ``order`` isn't one of all reductions.
         """
         groups = [reduction.stages for reduction in costs.reductions]
         if order is None:
-            order = reduction_order(schedule, groups)
+            order = reduction_order(groups, schedule, costs.homes)
         elif sorted(order) != list(range(len(groups))):
             raise ValueError(
                 f"reduction_order is {list(order)}; there are {len(groups)} reductions, give the order of 0 to "

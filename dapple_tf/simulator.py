@@ -8,12 +8,12 @@ from dapple_tf.cluster import Cluster
 from dapple_tf.cost import CostModel
 from dapple_tf.plan import Plan
 from dapple_tf.profile import Profile
-from dapple_tf.simulated_reductions import Reductions, last_gradients, reduction_order
+from dapple_tf.simulated_reductions import Reductions, last_gradients
 from dapple_tf.simulated_step import SimulatedStep
 from dapple_tf.simulation import Simulation, Span
 from graph_passes.tasks import Schedule
 
-__all__ = ["Simulation", "Span", "last_gradients", "reduction_order", "run", "simulate"]
+__all__ = ["Simulation", "Span", "last_gradients", "run", "simulate"]
 
 
 def simulate(
@@ -36,8 +36,9 @@ def simulate(
 
     Gradients of a parameter group are reduced when all replicas of its stages have computed them, whatever tasks are
     left; with ``plan.wait_free=False`` when all tasks of these devices are over. A device takes part in one reduction
-    at a time, in the order of :func:`reduction_order`. A stage's parameters are updated when its gradients are reduced
-    and its device has no task that is ready. A schedule without backwards reduces and updates nothing.
+    at a time, in the order of a real step (:func:`graph_passes.group_update.reduction_order`). A stage's parameters are
+    updated when its gradients are reduced and its device has no task that is ready. A schedule without backwards
+    reduces and updates nothing.
 
     On a server whose capacity is below its number of devices, tasks that run at the same time slow each other down.
 

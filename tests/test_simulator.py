@@ -15,7 +15,7 @@ from dapple_tf.cost import CostModel
 from dapple_tf.plan import Plan, PlanError
 from dapple_tf.profile import ZERO, Cost, LayerProfile, Profile, SharedParameters, Tensor
 from dapple_tf.schedules import POLICIES, in_flight, make_schedule
-from dapple_tf.simulator import Simulation, Span, last_gradients, reduction_order, run, simulate
+from dapple_tf.simulator import Simulation, Span, last_gradients, run, simulate
 from graph_passes.batching import split_evenly
 from graph_passes.tasks import Phase, Schedule, Task
 
@@ -450,10 +450,15 @@ def test_reverse_first_k_brings_the_first_stages_gradients_forward() -> None:
     assert [(span.stage, span.start) for span in step.spans if span.kind == "all_reduce"] == [(2, 5), (0, 8), (1, 9)]
 
 
-def test_the_order_of_reductions() -> None:
-    schedule = Schedule.parse("0: 0F0 1F0 1B0 0B0\n1: 0F0.r1 1F0.r1 1B0.r1 0B0.r1\n2: 2F0 2B0")
-    assert reduction_order(schedule, [[0], [1], [2], [0, 2], [1, 2]]) == (2, 1, 4, 0, 3)
-    assert reduction_order(Schedule.parse("0: 0F0 0B0\n1: 1F0 1B0"), [[0], [1]]) == (1, 0)
+def test_a_step_reduces_in_the_order_of_a_real_one() -> None:
+    """That of `group_update.reduction_order`: by place in a device's order, then the later stages first."""
+    plan = Plan.manual(NAMES[:2], [[0, 1], [0, 1], [2]], 1, 2, "gpipe")
+    model = profile(
+        [(1.0, 2.0)] * 3, parameter_bytes=4, shared=[SharedParameters((0, 2), 4), SharedParameters((1, 2), 4)]
+    )
+    step = simulate(plan, model, cluster(3, intra_bandwidth=4.0))
+    assert [one.stages for one in step.costs.reductions] == [(0,), (1,), (0, 2), (1, 2)]
+    assert [span.reduction for span in step.spans if span.kind == "all_reduce"] == [3, 1, 2, 0]
 
 
 def test_updates_run_while_a_device_waits_and_let_tasks_go_first() -> None:

@@ -13,8 +13,12 @@ Variants take turns, so that all meet the same ups and downs of the machine's sp
 * conventional: the whole model as one stage; gradients are reduced after the backward pass.
 * conventional_chunked: the model in chunks, with wait_free=False; shows what chunks cost by themselves.
 * wait_free: the model in chunks, each reduced as soon as its gradients are there.
-* reverse_first_<k>: the same with the weight gradients of the first k chunks put off (Out-Of-Order BackProp,
+* first_<k>: the same with the weight gradients of the first k chunks put off (reverse_first_k; Out-Of-Order BackProp,
   EuroSys'22, section 5.1).
+* first_<k>_carried_<n>: the same, and the n reductions that start last go on during the next step's forward pass
+  (carried_updates).
+
+"hidden" is the part of the all-reduce or of the computation, whichever is shorter, that runs behind the other.
 """
 
 from __future__ import annotations
@@ -51,7 +55,8 @@ _RATE = flags.DEFINE_string(
     "rate", "auto", "of the link in Mbit/s in each direction; auto: all-reduce takes about --ratio times computation"
 )
 _RATIO = flags.DEFINE_float("ratio", 1.0, "see --rate", lower_bound=0.01)
-_FIRST = flags.DEFINE_list("first_k", ["2", "4", "8"], "values of reverse_first_k")
+_FIRST = flags.DEFINE_list("first_k", ["0", "4", "7"], "values of reverse_first_k")
+_CARRIED = flags.DEFINE_list("carried", ["0", "3", "6"], "values of carried_updates; all pairs with first_k are tried")
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "rounds to measure on a quiet machine", lower_bound=1)
 _PATIENCE = flags.DEFINE_integer("patience", 3, "up to so many times as many rounds, in wait for a quiet machine")
 _NOISE = flags.DEFINE_float("noise", 0.15, "cores that other processes may use in a round that counts")
@@ -63,8 +68,8 @@ _INSIDE = flags.DEFINE_string("inside", None, "internal: this is the client with
 
 _ADDRESSES = ("10.255.77.1", "10.255.77.2")
 _PORT = 2222
-_KEYS = 10_000_000
-"""Collective keys for each variant: all sessions on a server draw from the same numbers."""
+_KEY = 2_000_000_000
+"""First collective key of `Client.all_reduce`; steps count theirs from 1."""
 
 
 class Example(NamedTuple):
@@ -192,7 +197,6 @@ class Client:
         self.example = _EXAMPLES[task["model"]]
         self.batch: int = task["batch"]
         self.cluster = dapple.Cluster.of_servers(task["addresses"])
-        self._slots = itertools.count()
         self._threads = concurrent.futures.ThreadPoolExecutor(2)
         draw = np.random.default_rng(0)
         shape = self._model().input_shape[1:]
@@ -207,9 +211,7 @@ class Client:
         return model
 
     def _trainer(self, plan: dapple.Plan) -> Any:
-        trainer = dapple.transform(self._model(), self.cluster, plan)
-        trainer._engine._next_key = 1 + _KEYS * next(self._slots)
-        return trainer
+        return dapple.transform(self._model(), self.cluster, plan)
 
     def compute(self) -> Callable[[], float]:
         """A step of both hosts at once, without a network."""
@@ -231,7 +233,6 @@ class Client:
         """Reduces as many bytes as the model has gradients, bucket by bucket."""
         size = self.gradient_bytes // 4
         most = max(1, self.task["bucket_bytes"] // 4)
-        first = 1 + _KEYS * next(self._slots)
         graph = tf.Graph()
         with graph.as_default():
             ends = []
@@ -245,8 +246,8 @@ class Client:
                             reduced = tf.raw_ops.CollectiveReduceV2(
                                 input=vector,
                                 group_size=2,
-                                group_key=first,
-                                instance_key=first + number,
+                                group_key=_KEY,
+                                instance_key=_KEY + number,
                                 ordering_token=[],
                                 merge_op="Add",
                                 final_op="Id",
@@ -275,15 +276,24 @@ class Client:
         cuts = self.example.cuts
         chunks = [[0, 1]] * (len(cuts) + 1)
 
-        def chunked(wait_free: bool, k: int = 0) -> dapple.Plan:
+        def chunked(wait_free: bool, k: int = 0, carried: int = 0) -> dapple.Plan:
             return dapple.Plan.manual(
-                cuts, chunks, 1, self.batch, wait_free=wait_free, reverse_first_k=k, bucket_bytes=bucket
+                cuts,
+                chunks,
+                1,
+                self.batch,
+                wait_free=wait_free,
+                reverse_first_k=k,
+                carried_updates=carried,
+                bucket_bytes=bucket,
             )
 
         yield "conventional_chunked", chunked(False)
         yield "wait_free", chunked(True)
-        for k in self.task["first_k"]:
-            yield f"reverse_first_{k}", chunked(True, min(k, len(chunks)))
+        for k, carried in itertools.product(self.task["first_k"], self.task["carried"]):
+            if k or carried:
+                name = f"first_{k}" + f"_carried_{carried}" * bool(carried)
+                yield name, chunked(True, min(k, len(chunks)), carried)
 
     def measure(self) -> dict[str, Any]:
         """Measures all variants in turns."""
@@ -395,6 +405,7 @@ def measure(name: str, rate: float | None) -> dict[str, Any]:
         "batch": batch,
         "bucket_bytes": int(_BUCKET.value * 2**20),
         "first_k": [int(k) for k in _FIRST.value],
+        "carried": [int(count) for count in _CARRIED.value],
         "rounds": _ROUNDS.value,
         "patience": _PATIENCE.value,
         "noise": _NOISE.value,
@@ -472,9 +483,10 @@ def _check() -> None:
     unknown = set(_MODELS.value) - set(_EXAMPLES)
     if unknown or not _MODELS.value:
         raise app.UsageError(f"--models={','.join(_MODELS.value)}; choose from {', '.join(_EXAMPLES)}")
-    for k in _FIRST.value:
-        if not k.isdigit():
-            raise app.UsageError(f"--first_k has {k!r}; give whole numbers from 0")
+    for flag, values in (("first_k", _FIRST.value), ("carried", _CARRIED.value)):
+        for value in values:
+            if not value.isdigit():
+                raise app.UsageError(f"--{flag} has {value!r}; give whole numbers from 0")
     if _OUT.value and not pathlib.Path(_OUT.value).absolute().parent.is_dir():
         raise app.UsageError(f"--out={_OUT.value}: no such folder")
     for program in ("ip", "tc", "taskset"):
