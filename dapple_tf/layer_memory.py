@@ -16,7 +16,8 @@ from typing import Any
 from tensorflow.core.framework import types_pb2
 
 from dapple_tf.cost_fit import cost_through
-from dapple_tf.profile import ZERO, Cost, ProfileError, SharedParameters, Tensor
+from dapple_tf.layer_buffers import buffers_of, fitted
+from dapple_tf.profile import ZERO, Cost, LayerBuffers, ProfileError, SharedParameters, Tensor
 from dapple_tf.timed_step import LAST, input_gradients_of
 from dapple_tf.variables import VariableTable
 from graph_passes.graph import Graph, Ref
@@ -39,6 +40,7 @@ class LayerMemory:
     min_cut: tuple[Cost, ...]
     delayed: tuple[Cost | None, ...]
     temporary: tuple[Cost, ...]
+    buffers: tuple[LayerBuffers, ...]
 
 
 def layer_memory(
@@ -76,13 +78,24 @@ def layer_memory(
         _min_cut_bytes(min_cut, trace, static_sizes(min_cut, sample_shapes, trace.samples), otherwise)
         for trace, otherwise in zip(traces, residual, strict=True)
     ]
-    delays = [_delayed_bytes(split, trace, static_sizes(split, sample_shapes, trace.samples)) for trace in traces]
+    static = [static_sizes(split, sample_shapes, trace.samples) for trace in traces]
+    delays = [_delayed_bytes(split, trace, sizes) for trace, sizes in zip(traces, static, strict=True)]
     delayed = []
     for sizes in zip(*delays, strict=True):
         known = [size for size in sizes if size is not None]
         delayed.append(cost_through(samples, known) if len(known) == len(sizes) else None)
     temporary = [[trace.temporary_bytes(stage) for stage in stages] for trace in traces]
-    return LayerMemory(tuple(tensors), tuple(output), costs(residual), costs(fewest), tuple(delayed), costs(temporary))
+    found = [buffers_of(program, split, trace, sizes) for trace, sizes in zip(traces, static, strict=True)]
+    buffers, read = fitted(samples, found, tensors)
+    return LayerMemory(
+        tensors=read,
+        output=tuple(output),
+        residual=costs(residual),
+        min_cut=costs(fewest),
+        delayed=tuple(delayed),
+        temporary=costs(temporary),
+        buffers=buffers,
+    )
 
 
 def kept_tensors(program: Program, stage: int) -> list[Ref]:
@@ -187,7 +200,16 @@ class StepTrace:
         samples: how many a micro-batch has.
     """
 
-    def __init__(self, stats: Any, program: Program, step: Step, device: str, name: str, samples: int) -> None:
+    def __init__(
+        self,
+        stats: Any,
+        program: Program,
+        step: Step,
+        device: str,
+        name: str,
+        samples: int,
+        applies: Mapping[str, int] | None = None,
+    ) -> None:
         """Reads a trace.
 
         Args:
@@ -197,6 +219,7 @@ class StepTrace:
             device: name of the device that it ran on.
             name: under which its nodes are in the session's graph.
             samples: how many a micro-batch has.
+            applies: the calls of the optimizer's updates, each with its stage.
         """
         self.samples = samples
         self._program = program
@@ -206,6 +229,10 @@ class StepTrace:
         self._pointers: dict[tuple[int, Ref], int] = {}  # the same -> address of the buffer, 0 where that isn't known
         self._spans: dict[Task, tuple[int, int]] = {}  # microseconds
         self._given_back: dict[int, int] = {}  # stage -> bytes of the input gradients that its B returns
+        self._gradients: dict[int, int] = {}  # stage -> bytes of the dense gradients of parameters that its B returns
+        self._rows: dict[int, int] = {}  # stage -> bytes of the rows that its B returns
+        self._applies: dict[int, list[tuple[int, int]]] = {}  # stage -> when its parameters are updated
+        updates = {f"{name}/{node}": stage for node, stage in (applies or {}).items()}
         allocations: list[tuple[int, int]] = []  # (microseconds, bytes); negative ones are freed
         for own in stats.dev_stats:
             if own.device != device:
@@ -216,6 +243,9 @@ class StepTrace:
                         allocations += [(r.alloc_micros, r.alloc_bytes) for r in memory.allocation_records]
                 if node.node_name in calls:
                     self._read_outputs(calls[node.node_name], node)
+                if node.node_name in updates:
+                    span = (node.all_start_micros, node.all_start_micros + node.all_end_rel_micros)
+                    self._applies.setdefault(updates[node.node_name], []).append(span)
                 if node.node_name in ends:
                     task = ends[node.node_name]
                     begin, end = node.all_start_micros, node.all_start_micros + node.all_end_rel_micros
@@ -236,7 +266,7 @@ class StepTrace:
                 f"{len(node.output)}: TensorFlow has removed some, so that it can't be told which tensor is which"
             )
         input_gradients = input_gradients_of(self._program, stage)
-        given_back = 0
+        given_back = gradients = rows = 0
         for output in node.output:
             value = function.outputs[output.slot]
             description = output.tensor_description
@@ -246,8 +276,13 @@ class StepTrace:
                 self._pointers[task.stage, value.ref] = description.allocation_description.ptr
             elif value in input_gradients:
                 given_back += size
+            elif value.kind is ValueKind.GRADIENT:
+                gradients += size
+            else:
+                rows += size
         if task.phase is Phase.BACKWARD:
             self._given_back[task.stage] = given_back
+            self._gradients[task.stage], self._rows[task.stage] = gradients, rows
 
     def knows(self, stage: int, ref: Ref) -> bool:
         """Whether a stage's F returns this tensor."""
@@ -265,6 +300,30 @@ class StepTrace:
                 f"hands on; is the device profiled by something else?"
             )
         return self._sizes[stage, ref]
+
+    def address(self, stage: int, ref: Ref) -> Hashable | None:
+        """The buffer of a tensor that a stage's F returns; None where that isn't known."""
+        return self._pointers.get((stage, ref)) or ((stage, ref) if self.knows(stage, ref) else None)
+
+    def gradient_bytes(self, stage: int) -> int:
+        """Bytes of the dense gradients of parameters that a stage's B returns."""
+        return self._gradients.get(stage, 0)
+
+    def row_bytes(self, stage: int) -> int:
+        """Bytes of the gradients that are rows of embeddings which a stage's B returns."""
+        return self._rows.get(stage, 0)
+
+    def apply_bytes(self, stage: int) -> int:
+        """Peak use of the updates of a stage's parameters."""
+        found = 0
+        for begin, end in self._applies.get(stage, ()):
+            low, high = bisect.bisect_left(self._times, begin), bisect.bisect_right(self._times, end)
+            found = max(found, max(self._in_use[low : high + 1]) - self._in_use[low])
+        return found
+
+    def list_bytes(self, stage: int, refs: Sequence[Ref]) -> int:
+        """Bytes in the tensor lists among these results of a stage's F."""
+        return self._list_bytes(stage) if self._keeps_lists(stage, refs) else 0
 
     def _buffers(self, stage: int, refs: Iterable[Ref]) -> dict[Hashable, int]:
         """The buffers of tensors that a stage's F returns, with their bytes: several tensors may share one."""
@@ -295,7 +354,7 @@ class StepTrace:
             buffers = self._buffers(stage, refs)
             own = sum(size for key, size in buffers.items() if key not in counted)
             counted |= buffers.keys()
-            found.append(own + (self._list_bytes(stage) if self._keeps_lists(stage, refs) else 0))
+            found.append(own + self.list_bytes(stage, refs))
         return found
 
     def _keeps_lists(self, stage: int, refs: Sequence[Ref]) -> bool:

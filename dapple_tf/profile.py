@@ -63,6 +63,31 @@ ZERO = Cost()
 
 
 @dataclass(frozen=True)
+class LayerBuffers:
+    """What a layer's tasks leave in memory, apart from the tensors between layers (`Tensor`), each buffer once.
+
+    Attributes:
+        residual: made by F for the layer's own backward.
+        delayed: the part of it that Bw reads.
+        partial: made by Bx for Bw.
+        gradients: dense gradients of parameters, which B or Bw returns and an accumulator takes over.
+        rows: gradients that are rows of an embedding, kept until the update, of every slice.
+        apply: peak use of the optimizer's update.
+    """
+
+    residual: Cost = ZERO
+    delayed: Cost = ZERO
+    partial: Cost = ZERO
+    gradients: int = 0
+    rows: Cost = ZERO
+    apply: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("gradients", "apply"):
+            _check_amount(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
 class LayerProfile:
     """One layer, or several that can't be cut apart. Times are seconds on the profiled device.
 
@@ -83,6 +108,7 @@ class LayerProfile:
         state_bytes: non-trainable variables.
         apply_seconds: time of the optimizer's update of its parameters.
         spread: interquartile range of the measured F + B, as a fraction of its median.
+        buffers: what its tasks leave in memory, buffer by buffer; None where only the sums above are known.
     """
 
     name: str
@@ -99,6 +125,7 @@ class LayerProfile:
     state_bytes: int = 0
     apply_seconds: float = 0.0
     spread: float = 0.0
+    buffers: LayerBuffers | None = None
 
     def __post_init__(self) -> None:
         for name in ("parameter_bytes", "slot_bytes", "state_bytes", "apply_seconds", "spread"):
@@ -124,12 +151,18 @@ class Tensor:
         consumers: indices of the later layers that read it, ascending.
         bytes: its size.
         differentiable: whether a gradient of the same size flows back.
+        kept: the layers whose backward reads its buffer.
+        delayed: the layers whose Bw reads its buffer.
+        gradient_delayed: whether Bw of the layer that makes it reads its gradient.
     """
 
     producer: int
     consumers: tuple[int, ...]
     bytes: Cost
     differentiable: bool = True
+    kept: tuple[int, ...] = ()
+    delayed: tuple[int, ...] = ()
+    gradient_delayed: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,6 +255,11 @@ class Profile:
     def index(self) -> Mapping[str, int]:
         """Name of a layer -> its index."""
         return {layer.name: index for index, layer in enumerate(self.layers)}
+
+    @functools.cached_property
+    def has_buffers(self) -> bool:
+        """Whether it tells what is in memory buffer by buffer."""
+        return all(layer.buffers is not None for layer in self.layers)
 
     @property
     def least_samples(self) -> int:
@@ -391,7 +429,7 @@ def _plain(entry: Any) -> Any:
     for field in dataclasses.fields(entry):
         value = getattr(entry, field.name)
         if field.default is dataclasses.MISSING or value != field.default:
-            found[field.name] = _plain(value) if isinstance(value, Cost) else value
+            found[field.name] = _plain(value) if dataclasses.is_dataclass(value) else value
     return found
 
 

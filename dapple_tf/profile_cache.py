@@ -25,7 +25,7 @@ from graph_passes.program import Program
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 2
+_VERSION = 3
 """Changes when the same model would be measured in another way, so that older files don't count."""
 
 

@@ -295,7 +295,8 @@ class _Profiler:
             layered.run(samples, kept=False)
             stats = layered.trace(samples)
             step = layered.timed.step
-            traces.append(StepTrace(stats, self.program, step, self.device_name, layered.name, samples))
+            updates = {node: item.key.stage for item in layered.timed.items if item.key.work == APPLY for node in item.exit}
+            traces.append(StepTrace(stats, self.program, step, self.device_name, layered.name, samples, updates))
         fewest = with_functions(self.differentiated, "min_cut_", "min_cut")
         split = run_passes(self.differentiated, [Partition(prefix="split_", split=range(len(self.names)))], first=4)
         return layer_memory(self.program, fewest, split, [array.shape for array in self.example.arrays], traces)
@@ -324,6 +325,7 @@ class _Profiler:
                 state_bytes=variables.state[index],
                 apply_seconds=float(applied[index]),
                 spread=self._spread(index),
+                buffers=memory.buffers[index],
             )
             for index, name in enumerate(self.names)
         ]
