@@ -47,9 +47,7 @@ def buffers_of(program: Program, split: Program, trace: StepTrace, static: Sizes
     whole = [_read(program, stage, [stage.backward]) for stage in program.stages]
     delayed = [_read(split, stage, [stage.weight_grad]) for stage in split.stages]
     kept_by, delayed_by = (_readers(program, trace, reads) for reads in (whole, delayed))
-    gradients = [
-        {value.ref for value in _roots(stage) if value.kind is ValueKind.GRADIENT} for stage in split.stages
-    ]
+    gradients = [{value.ref for value in _roots(stage) if value.kind is ValueKind.GRADIENT} for stage in split.stages]
     readers = []
     for kept, late, boundary in zip(kept_by, delayed_by, program.boundaries, strict=True):
         readers.append((kept, late, boundary.ref in gradients[boundary.producer]))
@@ -134,7 +132,9 @@ def _partial_bytes(stage: Stage, static: Sizes) -> int:
         if value.kind is ValueKind.PARTIAL:
             size = static.get((stage.index, value.ref))
             if size is None and value.ref not in given:  # The alias that Bw reads has a known shape.
-                size = max((static.get((stage.index, ref), 0) for ref in given if _leads(stage, ref, value.ref)), default=0)
+                size = max(
+                    (static.get((stage.index, ref), 0) for ref in given if _leads(stage, ref, value.ref)), default=0
+                )
             found += size or 0
     return found
 
@@ -149,9 +149,7 @@ def _leads(stage: Stage, alias: Ref, root: Ref) -> bool:
     return True
 
 
-def _readers(
-    program: Program, trace: StepTrace, reads: Sequence[Sequence[tuple[int, Ref]]]
-) -> list[frozenset[int]]:
+def _readers(program: Program, trace: StepTrace, reads: Sequence[Sequence[tuple[int, Ref]]]) -> list[frozenset[int]]:
     """For each boundary the stages that read its buffer, also as what a stage that received it makes of it."""
     own = [
         {address for maker, ref in tensors if maker == stage and (address := trace.address(maker, ref)) is not None}

@@ -295,7 +295,9 @@ class _Profiler:
             layered.run(samples, kept=False)
             stats = layered.trace(samples)
             step = layered.timed.step
-            updates = {node: item.key.stage for item in layered.timed.items if item.key.work == APPLY for node in item.exit}
+            updates = {
+                node: item.key.stage for item in layered.timed.items if item.key.work == APPLY for node in item.exit
+            }
             traces.append(StepTrace(stats, self.program, step, self.device_name, layered.name, samples, updates))
         fewest = with_functions(self.differentiated, "min_cut_", "min_cut")
         split = run_passes(self.differentiated, [Partition(prefix="split_", split=range(len(self.names)))], first=4)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from dapple_tf.cost import CostModel, gib
 from dapple_tf.plan import PlanError
+from dapple_tf.step_memory import StepMemory
 from graph_passes.tasks import Phase
 
 
@@ -125,9 +126,14 @@ class Simulation:
         """Device -> (seconds, bytes in use from then on), its curve over the step.
 
         F adds a slice's residuals, which B takes away at its end. Where B is split, Bx leaves behind what Bw needs,
-        on the device of Bw. A running backward needs its temporaries besides, a reduction its buffers.
+        on the device of Bw. A running backward needs its temporaries besides, a reduction its buffers. Where the
+        profile tells of buffers, each lives as long as in a real step (`step_memory.py`).
         """
         changes = {device: _Changes(stored) for device, stored in self.costs.stored_bytes.items()}
+        if self.costs.profile.has_buffers:
+            for life in StepMemory(self).lives():
+                changes[life.device].add(life.start, life.end, 0.0, life.bytes, 0.0)
+            return {device: change.curve() for device, change in changes.items()}
         for device, start, end, before, during, after in self._uses():
             changes[device].add(start, end, before, during, after)
         return {device: change.curve() for device, change in changes.items()}

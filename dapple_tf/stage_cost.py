@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dapple_tf.profile import ZERO, Cost, LayerProfile, Profile
+from dapple_tf.stage_buffers import StageBuffers, stage_buffers
 
 MIN_CUT_SHARE = 0.1
 """Part of F's time that B takes longer with ``recompute="min_cut"``: elementwise work, by memory bandwidth."""
@@ -29,6 +30,7 @@ class StageCost:
         slot_bytes: the optimizer's variables.
         state_bytes: other variables.
         apply_seconds: the optimizer's update.
+        buffers: what its tasks leave in memory, buffer by buffer; None where the profile doesn't tell.
     """
 
     layers: tuple[int, int]
@@ -43,6 +45,7 @@ class StageCost:
     slot_bytes: int
     state_bytes: int
     apply_seconds: float
+    buffers: StageBuffers | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -87,6 +90,7 @@ def stage_cost(profile: Profile, start: int, stop: int, recompute: str = "none")
         slot_bytes=sum(x.slot_bytes for x in layers) + sum(group.slot_bytes for group in shared),
         state_bytes=sum(x.state_bytes for x in layers),
         apply_seconds=sum(x.apply_seconds for x in layers),
+        buffers=stage_buffers(profile, start, stop, recompute),
     )
 
 
