@@ -293,6 +293,9 @@ class CostModel:
         if not self.computes(stage, phase):
             return 0.0
         cost = self.stages[stage]
+        if cost.buffers is not None:
+            alone = phase is Phase.WEIGHT_GRAD and not self.computes(stage, Phase.INPUT_GRAD)
+            return cost.buffers.most(samples, Phase.BACKWARD if alone else phase)
         recomputes = phase is not Phase.WEIGHT_GRAD or not self.computes(stage, Phase.INPUT_GRAD)
         return cost.temporary_bytes.at(samples) + (cost.recomputed_bytes.at(samples) if recomputes else 0.0)
 

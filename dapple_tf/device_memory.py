@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from graph_passes.tasks import Phase
+
 if TYPE_CHECKING:
     from dapple_tf.cost import CostModel
 
@@ -65,11 +67,22 @@ def _need(costs: CostModel, runs: tuple[int, ...], homes: tuple[int, ...]) -> De
         delayed = costs.delayed_bytes(stage, samples) if stage in homes and costs.delays(stage) else 0.0
         each += max(residual, delayed)
     stages = {*runs, *homes}
-    working = max(costs.working_bytes(stage, costs.samples(stage)) for stage in stages)
+    working = max(_working(costs, stage) for stage in stages)
+    applying = [own.apply for stage in homes if (own := costs.stages[stage].buffers) is not None]
     reducing = [reduction.bytes for reduction in costs.reductions if stages & {*reduction.stages}]
     alone = sum(reducing) + (each + working if costs.overlap else 0.0)
+    alone += sum(applying)
     beside = max(reducing, default=0.0) if len(stages) > 1 else 0.0  # while other stages compute
+    beside += max(applying, default=0) if len(stages) > 1 else 0
     return DeviceNeed(_stored(costs, homes), each, working, alone, beside)
+
+
+def _working(costs: CostModel, stage: int) -> float:
+    """What the hungriest backward task of a stage needs."""
+    samples = costs.samples(stage)
+    split = (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
+    phases = split if costs.delays(stage) and costs.stages[stage].buffers is not None else (Phase.BACKWARD,)
+    return max(costs.working_bytes(stage, samples, phase) for phase in phases)
 
 
 def _stored(costs: CostModel, stages: Sequence[int]) -> float:

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dapple_tf.profile import ZERO, Cost, LayerBuffers, Profile, Tensor
+from dapple_tf.profile import ZERO, Cost, Profile, Tensor
+from graph_passes.tasks import Phase
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,9 @@ class StageBuffers:
         gradients: dense gradients of parameters, which B or Bw returns.
         rows: gradients that are rows of embeddings, kept from the backward to the update.
         apply: peak use of the optimizer's update.
+        kept: all that a slice keeps from F to its backward, tensors that cross included.
+        late: all that it keeps from Bx to Bw, likewise.
+        given: the gradients that the stage is given.
     """
 
     residual: Cost
@@ -30,6 +34,9 @@ class StageBuffers:
     gradients: int
     rows: Cost
     apply: int
+    kept: Cost
+    late: Cost
+    given: Cost
     _steps: tuple[tuple[int, Cost, Cost, Cost], ...]  # of each layer: gradients, temporaries, what comes in, goes out
 
     def working(self, samples: int) -> float:
@@ -38,9 +45,8 @@ class StageBuffers:
         The executor keeps a function's results until it is over: at each layer the gradients of the parameters of all
         later layers are there, and the gradients that the layer is given and gives back.
         """
-        return self._most[samples] if samples in self._most else self._working(samples)
-
-    def _working(self, samples: int) -> float:
+        if samples in self._most:
+            return self._most[samples]
         most, passed = 0.0, 0
         for gradients, temporary, given, returned in reversed(self._steps):
             most = max(most, passed + temporary.at(samples) + given.at(samples) + returned.at(samples))
@@ -59,6 +65,14 @@ class StageBuffers:
     def working_weight(self) -> float:
         """What a running Bw uses besides: its results."""
         return float(self.gradients)
+
+    def most(self, samples: int, phase: Phase) -> float:
+        """What a running B, Bx or Bw uses at most beyond what is kept."""
+        if phase is Phase.WEIGHT_GRAD:
+            return self.working_weight()
+        if phase is Phase.INPUT_GRAD:
+            return self.partial.at(samples) + self.working_input(samples) + self.given.at(samples)
+        return self.working(samples) + self.given.at(samples)
 
 
 def stage_buffers(profile: Profile, start: int, stop: int, recompute: str = "none") -> StageBuffers | None:
@@ -93,7 +107,19 @@ def stage_buffers(profile: Profile, start: int, stop: int, recompute: str = "non
         given = [t.bytes for t in flowing if t.producer == index and max(t.consumers) in members]
         returned = [t.bytes for t in flowing if index in t.consumers]
         steps.append((layer.gradients, cost, _sum(given), _sum(returned)))
+    entering = [t for t in profile.tensors if t.producer < start and any(i in members for i in (*t.consumers, *t.kept))]
+    leaving = [t for t in profile.tensors if t.producer in members and not _stays(t, members)]
     return StageBuffers(
+        kept=_sum([residual], (t.bytes for t in (*entering, *leaving) if t.kept)),
+        late=_sum(
+            [delayed, partial],
+            (
+                t.bytes
+                for t in (*entering, *leaving)
+                if any(i in members for i in t.delayed) or (t in leaving and t.gradient_delayed)
+            ),
+        ),
+        given=_sum([t.bytes for t in leaving if t.differentiable]),
         residual=residual,
         delayed=delayed,
         partial=partial,
@@ -111,6 +137,3 @@ def _stays(tensor: Tensor, members: range) -> bool:
 def _sum(costs: Iterable[Cost], others: Iterable[Cost] = ()) -> Cost:
     found = [*costs, *others]
     return Cost(sum(cost.fixed for cost in found), sum(cost.per_sample for cost in found))
-
-
-__all__ = ["LayerBuffers", "StageBuffers", "stage_buffers"]

@@ -75,6 +75,7 @@ def stage_cost(profile: Profile, start: int, stop: int, recompute: str = "none")
         kept = total(
             [x.residual_bytes if x.min_cut_residual_bytes is None else x.min_cut_residual_bytes for x in layers]
         )
+    buffers = stage_buffers(profile, start, stop, recompute)
     shared = [group for group in profile.shared if any(start <= layer < stop for layer in group.layers)]
     temporary = [x.temporary_bytes for x in layers]
     return StageCost(
@@ -82,15 +83,15 @@ def stage_cost(profile: Profile, start: int, stop: int, recompute: str = "none")
         forward=forward,
         backward=backward,
         backward_weight=total(weights),
-        residual_bytes=kept + entering,
-        delayed_bytes=delayed,
+        residual_bytes=kept + entering if buffers is None else buffers.kept,
+        delayed_bytes=delayed if buffers is None else buffers.late,
         recomputed_bytes=recomputed,
         temporary_bytes=Cost(max(x.fixed for x in temporary), max(x.per_sample for x in temporary)),
         parameter_bytes=sum(x.parameter_bytes for x in layers) + sum(group.parameter_bytes for group in shared),
         slot_bytes=sum(x.slot_bytes for x in layers) + sum(group.slot_bytes for group in shared),
         state_bytes=sum(x.state_bytes for x in layers),
         apply_seconds=sum(x.apply_seconds for x in layers),
-        buffers=stage_buffers(profile, start, stop, recompute),
+        buffers=buffers,
     )
 
 

@@ -6,6 +6,7 @@ devices of one server) read it there; others get a copy, which is theirs from it
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -250,6 +251,9 @@ class StepMemory:
         order = reduction_order(keys, self.costs.schedule, self.costs.homes)
         return frozenset(keys[index] for index in order[-count:])
 
+    def _apply_seconds(self, stage: int, device: int) -> float:
+        return self.costs.apply_seconds(stage, device)
+
     def _applied(self, stage: int, device: int) -> float:
         span = self.applies.get((stage, device))
         return self.end if span is None else span.end
@@ -268,24 +272,37 @@ class StepMemory:
         return max(ends, default=0.0)
 
     def _updates(self, buffers: Sequence[StageBuffers | None]) -> Iterator[Life]:
-        """Packed gradients from the last task to the update, and what the update itself uses."""
+        """Packed gradients from the last task to the update, and what the updates themselves use.
+
+        An update runs as soon as its gradients are reduced, on a thread of its own beside the device's tasks.
+        """
+        ready: dict[tuple[int, int], float] = {}  # (stage, device) -> when its gradients are reduced
         for number, reduction in enumerate(self.costs.reductions):
             for device in reduction.devices:
-                stages = [s for s in reduction.stages if device in self.costs.homes[s]]
+                stages = [stage for stage in reduction.stages if device in self.costs.homes[stage]]
                 if reduction.stages in self.carried:
                     yield Life(device, 0.0, self._head(stages, device), reduction.bytes)
                     continue
                 start = self._complete(stages, device)
-                ends = [self._applied(stage, device) for stage in stages if (stage, device) in self.applies]
-                end = max(ends, default=self.reduced.get(number, start))
-                yield Life(device, start, max(start, end), reduction.bytes)
+                reduced = max(start, self.reduced.get(number, start))
+                ready |= {(stage, device): max(reduced, ready.get((stage, device), 0.0)) for stage in stages}
+                yield Life(
+                    device,
+                    start,
+                    reduced + max(self._apply_seconds(stage, device) for stage in stages),
+                    reduction.bytes,
+                )
+        pending: dict[int, list[Life]] = defaultdict(list)
         for (stage, device), span in self.applies.items():
             own = buffers[stage]
             assert own is not None
             if (stage,) in self.carried:
-                yield Life(device, 0.0, self._head([stage], device), own.apply)
+                pending[device].append(Life(device, 0.0, self._head([stage], device), own.apply))
             else:
-                yield Life(device, span.start, span.end, own.apply)
+                start = min(span.start, ready.get((stage, device), self._complete([stage], device)))
+                pending[device].append(Life(device, start, start + self._apply_seconds(stage, device), own.apply))
+        for lives in pending.values():
+            yield from _one_at_a_time(lives)
 
     def _head(self, stages: Iterable[int], device: int) -> float:
         """When the first forward of stages begins on a device."""
@@ -295,3 +312,12 @@ class StepMemory:
             if kind == "F" and stage in stages and s.device == device
         ]
         return min(found, default=0.0)
+
+
+def _one_at_a_time(lives: Sequence[Life]) -> Iterator[Life]:
+    """What uses that may come at any time of theirs, but one after the other, need at most."""
+    times = sorted({time for life in lives for time in (life.start, life.end)})
+    for start, end in itertools.pairwise(times):
+        yield Life(
+            lives[0].device, start, end, max((x.bytes for x in lives if x.start <= start and end <= x.end), default=0.0)
+        )
