@@ -68,10 +68,12 @@ def _need(costs: CostModel, runs: tuple[int, ...], homes: tuple[int, ...]) -> De
         each += max(residual, delayed)
     stages = {*runs, *homes}
     working = max(_working(costs, stage) for stage in stages)
-    applying = [own.apply for stage in homes if (own := costs.stages[stage].buffers) is not None]
+    buffers = {stage: own for stage in stages if (own := costs.stages[stage].buffers) is not None}
+    applying = [buffers[stage].apply for stage in homes if stage in buffers]
+    sending = sum(own.returned.at(costs.samples(stage)) for stage, own in buffers.items())
     reducing = [reduction.bytes for reduction in costs.reductions if stages & {*reduction.stages}]
     alone = sum(reducing) + (each + working if costs.overlap else 0.0)
-    alone += sum(applying)
+    alone += sum(applying) + sending
     beside = max(reducing, default=0.0) if len(stages) > 1 else 0.0  # while other stages compute
     beside += max(applying, default=0) if len(stages) > 1 else 0
     return DeviceNeed(_stored(costs, homes), each, working, alone, beside)

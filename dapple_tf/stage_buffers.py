@@ -26,6 +26,7 @@ class StageBuffers:
         kept: all that a slice keeps from F to its backward, tensors that cross included.
         late: all that it keeps from Bx to Bw, likewise.
         given: the gradients that the stage is given.
+        returned: those that it gives to earlier stages.
     """
 
     residual: Cost
@@ -37,6 +38,7 @@ class StageBuffers:
     kept: Cost
     late: Cost
     given: Cost
+    returned: Cost
     _steps: tuple[tuple[int, Cost, Cost, Cost], ...]  # of each layer: gradients, temporaries, what comes in, goes out
 
     def working(self, samples: int) -> float:
@@ -120,6 +122,7 @@ def stage_buffers(profile: Profile, start: int, stop: int, recompute: str = "non
             ),
         ),
         given=_sum([t.bytes for t in leaving if t.differentiable]),
+        returned=_sum([t.bytes for t in entering if t.differentiable]),
         residual=residual,
         delayed=delayed,
         partial=partial,

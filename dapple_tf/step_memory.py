@@ -92,7 +92,8 @@ class StepMemory:
                     if done is not None:
                         yield from self._inside(stage, own, done)
         for tensor in self.costs.profile.tensors:
-            yield from self._between(tensor)
+            # What is handed on at once is part of what the task that makes it uses.
+            yield from (life for life in self._between(tensor) if life.end > life.start)
         if self.trains:
             yield from self._updates(buffers)
 

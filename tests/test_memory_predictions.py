@@ -1,0 +1,177 @@
+"""The memory of simulated steps: each buffer from its maker to its last reader; and beside it, what real steps take."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import dapple_tf as dapple
+from dapple_tf.cost import CostModel
+from dapple_tf.profile import ZERO, Cost, LayerBuffers, LayerProfile, Profile, Tensor
+from dapple_tf.stage_buffers import stage_buffers
+from tools import check_memory
+
+OUT, KEPT, LATE, PARTIAL = 100.0, 10.0, 4.0, 7.0
+"""Bytes of a slice: what a layer hands on, keeps for itself, keeps for Bw, and makes in Bx."""
+GRADIENTS, APPLY = 1000, 500
+
+
+def layer(name: str, **changes: Any) -> LayerProfile:
+    buffers = LayerBuffers(
+        Cost(KEPT), Cost(LATE), Cost(PARTIAL), gradients=GRADIENTS, apply=APPLY, **changes.pop("buffers", {})
+    )
+    times = {"forward": Cost(1.0), "backward": Cost(2.0), "apply_seconds": 0.1, "temporary_bytes": Cost(GRADIENTS)}
+    return LayerProfile(name, **{**times, "parameter_bytes": GRADIENTS, "buffers": buffers, **changes})
+
+
+def profile(count: int, kept: bool = True, late: bool = True) -> Profile:
+    """A chain: each layer's backward reads what it has been given, as products with weights do."""
+    tensors = [
+        Tensor(i, (i + 1,), Cost(OUT), True, (i + 1,) if kept else (), (i + 1,) if late else ())
+        for i in range(count - 1)
+    ]
+    return Profile("chain", "none", (1,), tuple(layer(f"l{i}") for i in range(count)), tuple(tensors))
+
+
+def peaks(model: Profile, cuts: list[str], devices: list[list[int]], micro_batches: int = 1, **options: Any) -> Any:
+    """Device -> its peak beyond what is stored; on devices with memory of their own unless ``cpu``."""
+    count = 1 + max(device for group in devices for device in group)
+    cluster = dapple.Cluster.local(count, kind="cpu")
+    if not options.pop("cpu", False):
+        own = [dataclasses.replace(d, name=d.name.replace("CPU", "GPU")) for d in cluster.devices]
+        cluster = dataclasses.replace(cluster, devices=tuple(own), real=False)
+    samples = micro_batches * max(map(len, devices))
+    plan = dapple.Plan.manual(cuts, devices, micro_batches, samples, **options)
+    found = dapple.simulate(plan, model, cluster)
+    return {device: peak - found.costs.stored_bytes[device] for device, peak in found.peak_bytes.items()}
+
+
+def test_one_stage_keeps_each_buffer_once_and_all_gradients_until_its_end() -> None:
+    # Kept: two layers' own and the tensor between. At the first layer's backward its gradient is there, too.
+    assert peaks(profile(2), [], [[0]]) == {0: 2 * KEPT + OUT + max(GRADIENTS + OUT, 2 * GRADIENTS + OUT)}
+
+
+def test_a_tensor_that_no_backward_reads_is_gone_when_the_next_stage_has_run() -> None:
+    read, unread = (peaks(profile(2, kept), ["l0"], [[0], [1]], 4, schedule="gpipe") for kept in (True, False))
+    assert read[1] - unread[1] == 4 * OUT
+    assert read[0] == unread[0]
+
+
+def test_cpus_read_what_they_receive_where_it_was_made() -> None:
+    copied, shared = (peaks(profile(2), ["l0"], [[0], [1]], 4, schedule="gpipe", cpu=cpu) for cpu in (False, True))
+    assert copied[1] - shared[1] == 4 * OUT
+    assert shared[0] > copied[0]
+
+
+def test_stages_of_one_device_share_what_they_hand_on() -> None:
+    # The first stage's backward: the second's residuals are gone, its update may be under way.
+    assert peaks(profile(2), ["l0"], [[0], [0]]) == {0: KEPT + OUT + GRADIENTS + APPLY}
+
+
+def test_weight_gradients_that_wait_keep_what_they_read() -> None:
+    """F0 F1 Bx1 Bw0 Bw1 on one device, where stage 0 has no Bx."""
+    model = profile(2)
+    found = peaks(model, ["l0"], [[0], [0]], reverse_first_k=2)
+    # In Bw0: stage 0's residuals, what Bw1 reads (its own, what Bx1 made, what F0 made), and the gradient of the latter.
+    assert found == {0: KEPT + LATE + PARTIAL + OUT + OUT + GRADIENTS}
+
+
+def test_buckets_are_there_from_packing_to_the_update() -> None:
+    model = profile(2)
+    chunks = [[0, 1], [0, 1]]
+    late, early = (peaks(model, ["l0"], chunks, wait_free=free) for free in (False, True))
+    assert late == {0: 2 * GRADIENTS + APPLY, 1: 2 * GRADIENTS + APPLY}
+    # The update of stage 1 runs beside the backward of stage 0.
+    first = KEPT + OUT + GRADIENTS
+    assert early == dict.fromkeys((0, 1), first + GRADIENTS + APPLY)
+    # When a step begins, the gradients of the one before are packed.
+    carried = peaks(model, ["l0"], chunks, carried_updates=2)
+    assert carried == dict.fromkeys((0, 1), 2 * GRADIENTS + APPLY + KEPT + OUT)
+
+
+def test_rows_of_embeddings_are_kept_to_the_update() -> None:
+    model = profile(2)
+    first = dataclasses.replace(model.layers[0], buffers=LayerBuffers(rows=Cost(20.0)), parameter_bytes=0)
+    rows = dataclasses.replace(model, layers=(first, model.layers[1]))
+    bare = dataclasses.replace(model, layers=(dataclasses.replace(first, buffers=LayerBuffers()), model.layers[1]))
+    found, without = (peaks(m, ["l0"], [[0], [1]], 4, schedule="gpipe") for m in (rows, bare))
+    assert found[0] - without[0] == 3 * 20.0  # those of the last come when its residuals go
+
+
+def test_what_is_inside_a_stage_and_what_crosses() -> None:
+    model = profile(4)
+    own = stage_buffers(model, 1, 3)
+    assert own is not None
+    assert own.residual == Cost(2 * KEPT + OUT)
+    assert own.delayed == Cost(2 * LATE + OUT)
+    assert own.kept == Cost(2 * KEPT + 3 * OUT)
+    assert own.gradients == 2 * GRADIENTS
+    again = stage_buffers(model, 1, 3, "boundary")
+    assert again is not None and again.residual == ZERO
+    assert again.working(1) == own.working(1) + own.residual.at(1)
+
+
+def test_a_profile_without_buffers_is_counted_by_its_sums() -> None:
+    model = profile(2)
+    plain = dataclasses.replace(
+        model, layers=(model.layers[0], dataclasses.replace(model.layers[1], buffers=None, residual_bytes=Cost(3.0)))
+    )
+    assert not plain.has_buffers and stage_buffers(plain, 0, 2) is None
+    assert peaks(plain, ["l0"], [[0], [1]])[1] == 3.0 + OUT + GRADIENTS  # its temporaries
+
+
+@pytest.mark.parametrize("devices", [[[0], [1], [2]], [[0, 1], [2], [3, 4]], [[0, 1], [0, 1], [0, 1]]])
+@pytest.mark.parametrize("options", [{}, {"reverse_first_k": 2}, {"recompute": "boundary"}], ids=str)
+def test_what_a_plan_is_said_to_need_is_enough(devices: list[list[int]], options: dict[str, Any]) -> None:
+    model = profile(6)
+    plan = dapple.Plan.manual(["l1", "l3"], devices, 4, 16, "dapple_a", **options)
+    cluster = dataclasses.replace(dapple.Cluster.local(5, kind="cpu"), real=False)
+    costs = CostModel(plan, model, cluster)
+    found = dapple.simulate(plan, model, cluster)
+    for stage, members in enumerate(devices):
+        need = costs.needed_bytes(stage, 4)
+        assert all(found.peak_bytes[device] <= need for device in members), (stage, found.peak_bytes, need)
+
+
+def test_profiles_with_buffers_are_read_as_they_were_written() -> None:
+    model = profile(3)
+    assert Profile.from_json(model.to_json()) == model
+
+
+# ---- real steps
+
+
+def dense() -> keras.Model:
+    hidden = [keras.layers.Dense(128, activation="relu", name=f"dense_{i}") for i in range(8)]
+    model = keras.Sequential([keras.Input((128,)), *hidden, keras.layers.Dense(10, name="logits")], name="dense")
+    model.compile(keras.optimizers.SGD(1e-2, 0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def vectors(samples: int) -> check_memory.Arrays:
+    return np.zeros((samples, 128), "float32"), np.zeros(samples, "int64")
+
+
+TINY = check_memory.Model(
+    dense, vectors, 2048, {3: ["dense_2", "dense_5"], 4: ["dense_1", "dense_3", "dense_5"]}, micro_batches=4
+)
+
+
+@functools.cache
+def measured_profile() -> Profile:
+    return dapple.profile(dense(), (256, 512), cluster=dapple.Cluster.local(3, kind="cpu"), cache=False, repeats=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["gpipe", "dapple_a", "zb_h2", "modulo", "zb_v", "conventional", "reverse_first_2"])
+def test_predicted_peaks_are_those_of_allocation_records(policy: str) -> None:
+    cluster = dapple.Cluster.local(3, kind="cpu")
+    predicted = dapple.simulate(check_memory.plan_of(TINY, policy), measured_profile(), cluster).peak_bytes
+    for device, found in check_memory.measure(TINY, policy, cluster, 5).items():
+        assert predicted[device] == pytest.approx(statistics.median(found), rel=0.1), (device, found)
