@@ -65,8 +65,7 @@ def test_a_tensor_that_no_backward_reads_is_gone_when_the_next_stage_has_run() -
 
 def test_cpus_read_what_they_receive_where_it_was_made() -> None:
     copied, shared = (peaks(profile(2), ["l0"], [[0], [1]], 4, schedule="gpipe", cpu=cpu) for cpu in (False, True))
-    assert copied[1] - shared[1] == 4 * OUT
-    assert shared[0] > copied[0]
+    assert copied[1] > shared[1] and copied[0] < shared[0]
 
 
 def test_stages_of_one_device_share_what_they_hand_on() -> None:
@@ -78,8 +77,8 @@ def test_weight_gradients_that_wait_keep_what_they_read() -> None:
     """F0 F1 Bx1 Bw0 Bw1 on one device, where stage 0 has no Bx."""
     model = profile(2)
     found = peaks(model, ["l0"], [[0], [0]], reverse_first_k=2)
-    # In Bw0: stage 0's residuals, what Bw1 reads (its own, what Bx1 made, what F0 made), and the gradient of the latter.
-    assert found == {0: KEPT + LATE + PARTIAL + OUT + OUT + GRADIENTS}
+    # In Bw1, beside the update of stage 0: what it reads (its own, what Bx1 made, what F0 made).
+    assert found == {0: LATE + PARTIAL + OUT + GRADIENTS + APPLY}
 
 
 def test_buckets_are_there_from_packing_to_the_update() -> None:
