@@ -291,8 +291,8 @@ class Engine:
                 shown = f"stage {stages[0]} needs" if len(stages) == 1 else f"stages {stages} together need"
                 raise DappleError(
                     f"{shown} {fixed + residual:,} bytes for variables, gradients and the residuals of one "
-                    f"micro-batch, but device {device} has {limit:,}: use more stages, more replicas, smaller micro-batches or "
-                    f"recompute='boundary'"
+                    f"micro-batch, but device {device} has {limit:,}: use more stages, more replicas, smaller "
+                    f"micro-batches or recompute='boundary'"
                 )
             for stage in stages:
                 found[stage] = min(found[stage], count)
