@@ -12,6 +12,9 @@ from graph_passes.graph import GraphDef
 _LEADER = "/job:worker/replica:0/task:0"
 """The server that gives out the keys of collective operations."""
 
+_MAIN_PRIORITY, _SUB_PRIORITY = -1, 0
+"""CUDA stream priorities: every GPU that has any has these two."""
+
 
 def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
     """A session's configuration: one executor thread per device, and the cores shared out among them.
@@ -25,7 +28,29 @@ def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
         return config
     _share_cores(config, cluster.num_devices, sum("device:CPU" in device.name for device in cluster.devices))
     config.gpu_options.allow_growth = True
+    if cluster.sub_streams and "device:GPU" in cluster.devices[0].name:
+        _split_gpus(config.gpu_options, cluster)
     return config
+
+
+def _split_gpus(options: tf.compat.v1.GPUOptions, cluster: Cluster) -> None:
+    """Makes two logical devices of each GPU: its main stream and, at a lower priority, its sub-stream.
+
+        GPU 0, GPU 1   become   GPU:0 on 0, GPU:1 on 1 (main), GPU:2 on 0, GPU:3 on 1 (sub)
+
+    Logical devices are numbered by their ordinal first, so that the main ones keep their GPUs' numbers: TensorFlow
+    refuses a process in which one number means two GPUs, and Keras may have used them by then. Lower numbers are higher
+    priorities; 0 is the default.
+    """
+    count = cluster.sub_streams
+    options.visible_device_list = ",".join(map(str, range(count)))
+    for main, sub in zip(cluster.devices[:count], cluster.devices[count:], strict=True):
+        assert main.memory_bytes is not None and sub.memory_bytes is not None
+        options.experimental.virtual_devices.add(
+            memory_limit_mb=[main.memory_bytes / 2**20, sub.memory_bytes / 2**20],
+            priority=[_MAIN_PRIORITY, _SUB_PRIORITY],
+            device_ordinal=[0, 1],
+        )
 
 
 def server_config(devices: int) -> tf.compat.v1.ConfigProto:
