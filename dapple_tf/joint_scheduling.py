@@ -69,7 +69,9 @@ def joint_schedule(
         raise ValueError("there are no regions to schedule in; give at least one")
     for kernel, when in ready.items():
         if not 0 <= when.region < count:
-            raise ValueError(f"kernel {kernel} becomes runnable in region {when.region}, but regions are 0 to {count - 1}")
+            raise ValueError(
+                f"kernel {kernel} becomes runnable in region {when.region}, but regions are 0 to {count - 1}"
+            )
     schedule: list[list[int]] = [[] for _ in range(count)]
     now = [0.0] * count
     unscheduled = sorted(ready, key=lambda kernel: ready[kernel])
@@ -202,7 +204,9 @@ def check_regions(regions: Regions, stages: int) -> None:
                 )
             expected -= 1
     if expected >= 0:
-        raise ValueError(f"regions end at stage {expected + 1}; they run through all stages from {stages - 1} down to 0")
+        raise ValueError(
+            f"regions end at stage {expected + 1}; they run through all stages from {stages - 1} down to 0"
+        )
 
 
 def readiness(times: StreamTimes, regions: Regions) -> dict[int, Ready]:
@@ -322,8 +326,8 @@ def fit_memory(
         limit: bytes that a micro-batch may keep; None for no limit.
 
     Returns:
-        The schedule with the least k that fits; if none does, that with all regions prescheduled, whose ``peak`` then is
-        above the limit.
+        The schedule with the least k that fits; if none does, that with all regions prescheduled, whose ``peak`` then
+        is above the limit.
     """
     fitted = []
     for k in range(len(regions) + 1):

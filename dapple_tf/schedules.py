@@ -113,6 +113,7 @@ def resolve_warm_up(
         reverse_first_k: as in `make_schedule`, as the other options.
         task_seconds: for policies that fill gaps.
         weight_devices: where Bw runs.
+        weight_regions: as in `make_schedule`.
 
     Raises:
         ScheduleError: as `make_schedule`.

@@ -29,9 +29,9 @@ _IN_FLIGHT = 2
 def joint(request: ScheduleRequest) -> Orders:
     """Order both streams.
 
-        joint, [[0], [0]], weight_devices [[1], [1]], 2 micro-batches
-        0: 0F0 1F0 1Bx0 0Bx0 0F1 1F1 1Bx1 0Bx1
-        1: 1Bw0 0Bw0 1Bw1 0Bw1
+    joint, [[0], [0]], weight_devices [[1], [1]], 2 micro-batches
+    0: 0F0 1F0 1Bx0 0Bx0 0F1 1F1 1Bx1 0Bx1
+    1: 1Bw0 0Bw0 1Bw1 0Bw1
     """
     stages = range(request.stages)
     main = sequence(request.micro_batches, stages, 1, stages, stages)
@@ -80,8 +80,9 @@ def check_joint(request: ScheduleRequest) -> None:
         shared = sorted({*mains} & {*subs})
         if shared:
             raise ScheduleError(
-                f"joint runs Bw on a sub-stream, but device {shared[0]} stands in the devices and in the weight_devices "
-                f"of stage {stage}; give each device another for its Bw, as Cluster.with_sub_streams makes them"
+                f"joint runs Bw on a sub-stream, but device {shared[0]} stands in the devices and in the "
+                f"weight_devices of stage {stage}; give each device another for its Bw, as "
+                f"Cluster.with_sub_streams makes them"
             )
         if subs != request.weight_devices[0]:
             raise ScheduleError(
@@ -99,15 +100,21 @@ def check_weight_regions(policy: str, weight_regions: Sequence[int] | None, stag
     if weight_regions is None:
         return
     if policy != JOINT:
-        raise ScheduleError(f"weight_regions are given for {policy}, which has no regions; leave them out, or use joint")
+        raise ScheduleError(
+            f"weight_regions are given for {policy}, which has no regions; leave them out, or use joint"
+        )
     if len(weight_regions) != stages:
         raise ScheduleError(f"weight_regions has {len(weight_regions)} entries for {stages} stages; give one for each")
     for stage, region in enumerate(weight_regions):
         if not 0 <= region <= stage:
-            what = f"the Bx of stage {region} runs before that of stage {stage}" if 0 <= region < stages else "no stage"
+            what = (
+                f"the Bx of stage {region} runs before that of stage {stage}"
+                if 0 <= region < stages
+                else "there is no such stage"
+            )
             raise ScheduleError(
-                f"weight_regions puts the Bw of stage {stage} beside the Bx of stage {region}, but {what}; give a stage "
-                f"from 0 to {stage}"
+                f"weight_regions puts the Bw of stage {stage} beside the Bx of stage {region}, but {what}; give a "
+                f"stage from 0 to {stage}"
             )
 
 

@@ -2,8 +2,8 @@
 
 Out-Of-Order BackProp, EuroSys'22, section 4.1: "For all the region pairs we profile their concurrent kernel runs and
 record the speedups over their sequential runs." Here a pair is a stage's Bw and an earlier stage's Bx, the real stage
-functions of a plan on its real devices. One graph runs the model forward and backward once and then, for each pair, both
-tasks one after the other and both at once, with nodes between them that tell the time (as in `timed_step.py`).
+functions of a plan on its real devices. One graph runs the model forward and backward once and then, for each pair,
+both tasks one after the other and both at once, with nodes between them that tell the time (as in `timed_step.py`).
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def measure_speedups(
     """Measure each stage's Bx and Bw alone, and all pairs of a Bw and a Bx of an earlier stage at the same time.
 
     The speedup of a pair is the time of both one after the other over that of both at once, on the first replica's main
-    and weight device and a slice of the first micro-batch; medians over ``repeats`` runs, in each of which all pairs are
-    measured. The model keeps its values.
+    and weight device and a slice of the first micro-batch; medians over ``repeats`` runs, in each of which all pairs
+    are measured. The model keeps its values.
 
     Args:
         model: a built and compiled Keras model.
@@ -194,29 +194,33 @@ def plan_streams(
         PlanError: a cluster without sub-streams, neither or both of ``cuts`` and ``stages``, no schedule that fits the
             limit, or as `Plan` and `measure_speedups`.
     """
-    count = cluster.sub_streams
+    if (cuts is None) == (stages is None):
+        raise PlanError("give either cuts, the layers that stages end after, or stages, their number")
+    names = even_cuts(model, stages, x, y, sample_weight) if stages is not None else list(cuts or ())
+    plan = two_stream_plan(cluster, names, global_batch_size, micro_batches, **options)
+    if profile is None:
+        profile = measure_speedups(model, cluster, plan, x=x, y=y, sample_weight=sample_weight, progress=progress)
+    return with_joint_schedule(plan, profile, memory_limit=memory_limit, tolerance=tolerance)
+
+
+def two_stream_plan(
+    cluster: Cluster, cuts: Sequence[str], global_batch_size: int, micro_batches: int = 1, **options: Any
+) -> Plan:
+    """A plan for the two streams of each device in which Bw run as soon as they are ready.
+
+    Raises:
+        PlanError: a cluster without sub-streams, an option that `plan_streams` doesn't take, or as `Plan`.
+    """
+    count, size = cluster.sub_streams, len(cuts) + 1
     if not count:
         raise PlanError("the cluster has no sub-streams; make them with Cluster.with_sub_streams()")
     if unknown := sorted(options.keys() - {"recompute", "jit_compile", "bucket_bytes", "wait_free"}):
         raise PlanError(f"plan_streams doesn't take {unknown[0]!r}")
-    if (cuts is None) == (stages is None):
-        raise PlanError("give either cuts, the layers that stages end after, or stages, their number")
-    names = _even_cuts(model, stages, x, y, sample_weight) if cuts is None else list(cuts)
-    size = len(names) + 1
     given = PlanOptions(**options)  # type: ignore[typeddict-item]
-    plan = Plan.manual(
-        names,
-        [range(count)] * size,
-        micro_batches,
-        global_batch_size,
-        JOINT,
-        **given,
-        weight_devices=((*range(count, 2 * count),),) * size,
-        warm_up=None if memory_limit is None else (1,) * size,
+    subs = ((*range(count, 2 * count),),) * size
+    return Plan.manual(
+        cuts, [range(count)] * size, micro_batches, global_batch_size, JOINT, **given, weight_devices=subs
     )
-    if profile is None:
-        profile = measure_speedups(model, cluster, plan, x=x, y=y, sample_weight=sample_weight, progress=progress)
-    return with_joint_schedule(plan, profile, memory_limit=memory_limit, tolerance=tolerance)
 
 
 def with_joint_schedule(
@@ -236,8 +240,8 @@ def with_joint_schedule(
     fitted = joint_scheduling.fit_memory(times, regions, profile.residual_bytes, profile.delayed_bytes, memory_limit)
     if memory_limit is not None and fitted.peak > memory_limit:
         raise PlanError(
-            f"a slice keeps {fitted.peak:,.0f} bytes even if all weight gradients are computed as soon as they are ready, "
-            f"but memory_limit is {memory_limit:,}; use more micro-batches, or recompute='boundary'"
+            f"a slice keeps {fitted.peak:,.0f} bytes even if all weight gradients are computed as soon as they are "
+            f"ready, but memory_limit is {memory_limit:,}; use more micro-batches, or recompute='boundary'"
         )
     logger.info(
         "joint schedule: %s in %d regions, of which %d prescheduled; a slice keeps %.3g MiB at most",
@@ -247,12 +251,17 @@ def with_joint_schedule(
         fitted.peak / 2**20,
     )
     found = joint_scheduling.weight_regions(regions, fitted.schedule, times.stages)
-    return dataclasses.replace(plan, weight_regions=found)
+    # What the memory rule counts is one micro-batch's.
+    warm_up = plan.warm_up if memory_limit is None else (1,) * times.stages
+    return dataclasses.replace(plan, weight_regions=found, warm_up=warm_up)
 
 
-def _even_cuts(model: keras.Model, stages: int | None, x: Any, y: Any, sample_weight: Any) -> list[str]:
-    """Cuts into so many stages of about as many layers each."""
-    assert stages is not None
+def even_cuts(model: keras.Model, stages: int, x: Any = None, y: Any = None, sample_weight: Any = None) -> list[str]:
+    """The layers to cut after for so many stages of about as many layers each.
+
+    Raises:
+        PlanError: fewer stages than 1, or more than the model can be cut into.
+    """
     if stages < 1:
         raise PlanError(f"stages is {stages}; it must be at least 1")
     check_model(model, training=True)
@@ -378,7 +387,8 @@ class _StreamStep:
         for task in order:
             self._calls += {self.step.entry[task], *self.step.exit[task]}
         return [
-            Item(ItemKey(task.phase.value, task.stage), (self.step.entry[task],), self.step.exit[task]) for task in order
+            Item(ItemKey(task.phase.value, task.stage), (self.step.entry[task],), self.step.exit[task])
+            for task in order
         ]
 
     def _pair(self, kernel: int, region: int) -> list[Item]:
@@ -411,7 +421,7 @@ class _StreamStep:
         return name
 
     def _readers(self) -> list[str]:
-        """A reader of each result that nothing else reads: TensorFlow removes them otherwise, and with them the work."""
+        """A reader of each result that nothing else reads: TensorFlow removes it otherwise, and with it the work."""
         view = Graph(self.graph)
         read = {ref for name in view.nodes for ref in view.inputs(name)}
         readers = []
