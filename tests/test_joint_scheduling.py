@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from equivalence import Reference, assert_equal_training, use_float64
 from zoo import ZOO
 
@@ -28,7 +29,7 @@ from dapple_tf.joint_scheduling import (
 )
 from dapple_tf.plan import Plan, PlanError
 from dapple_tf.schedules import ScheduleError, make_schedule, resolve_warm_up, validate
-from dapple_tf.session import session_config
+from dapple_tf.session import configure_gpus, session_config
 from dapple_tf.stream_speedups import StreamProfile, measure_speedups, plan_streams, with_joint_schedule
 
 # ---- algorithm 1
@@ -366,12 +367,32 @@ def test_a_session_makes_two_logical_devices_of_each_gpu() -> None:
     assert [name.rsplit(":", 1)[1] for name in cluster.device_names] == ["0", "1", "2", "3"]
     options = session_config(cluster).gpu_options
     assert options.visible_device_list == "0,1"
-    assert len(options.experimental.virtual_devices) == 2
-    for made in options.experimental.virtual_devices:
-        assert list(made.memory_limit_mb) == [0.75 * 2**14, 0.25 * 2**14]
-        assert list(made.priority) == [-1, 0]  # lower is higher
-        assert list(made.device_ordinal) == [0, 1]  # main streams first: they keep the numbers of their GPUs
+    made = options.experimental.virtual_devices
+    assert [list(gpu.memory_limit_mb) for gpu in made] == [[0.75 * 2**14, 0.25 * 2**14]] * 2
+    # Main streams first: they keep the numbers of their GPUs. TensorFlow looks priorities up by these numbers.
+    assert [list(gpu.device_ordinal) for gpu in made] == [[0, 1], [0, 1]]
+    assert [list(gpu.priority) for gpu in made] == [[-1, -1], [0, 0]]
+    (single,) = session_config(gpus(1).with_sub_streams()).gpu_options.experimental.virtual_devices
+    assert list(single.priority) == [-1, 0]  # lower is higher
     assert not session_config(gpus(2)).gpu_options.experimental.virtual_devices
+
+
+def test_the_process_gpus_are_configured_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, list[Any]] = {}
+    visible: list[Any] = []
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [f"{kind}{i}" for i in range(3)])
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda devices, kind: visible.append((devices, kind)))
+    monkeypatch.setattr(tf.config, "set_logical_device_configuration", made.__setitem__)
+    configure_gpus(gpus(2))
+    configure_gpus(Cluster.local(1, kind="cpu").with_sub_streams())
+    assert not made and not visible
+    configure_gpus(gpus(2).with_sub_streams())
+    assert visible == [(["GPU0", "GPU1"], "GPU")]
+    assert {gpu: [(x.memory_limit, x.experimental_priority) for x in found] for gpu, found in made.items()} == {
+        "GPU0": [(2**13, -1), (2**13, -1)],
+        "GPU1": [(2**13, 0), (2**13, 0)],
+    }
+    assert [x.experimental_device_ordinal for x in made["GPU1"]] == [0, 1]
 
 
 @pytest.mark.parametrize(
