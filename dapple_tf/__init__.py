@@ -5,6 +5,7 @@ from dapple_tf.emulated_waits import EmulationError
 from dapple_tf.emulator import Emulation, emulate
 from dapple_tf.errors import CaptureError, DappleError, DataError, NonFiniteLossError, StepError
 from dapple_tf.links import measure_links
+from dapple_tf.measured_steps import tune_reverse_first_k
 from dapple_tf.plan import Plan, PlanError
 from dapple_tf.planner import plan
 from dapple_tf.prediction import Prediction
@@ -47,4 +48,5 @@ __all__ = [
     "profile",
     "simulate",
     "transform",
+    "tune_reverse_first_k",
 ]

@@ -52,6 +52,8 @@ _WARM_UP = 2
 """Runs that don't count: TensorFlow optimizes the graph in the first, allocators settle in the second."""
 _REPEATS = 7
 """Runs that count; medians are taken."""
+_OPTIONS = {"recompute", "jit_compile", "bucket_bytes", "wait_free", "carried_updates"}
+"""What `plan_streams` passes on."""
 _STEP = "streams"
 _FIRST, _SECOND, _BOTH, _REHEARSAL = "first", "second", "both", "rehearsal"
 """What a pair's items are: Bx, then Bw; both at once; and both at once before that counts, to warm caches."""
@@ -188,7 +190,7 @@ def plan_streams(
         y: example labels.
         sample_weight: example weights.
         progress: whether to tell on a terminal how far measuring has got.
-        **options: ``recompute``, ``jit_compile``, ``bucket_bytes`` and ``wait_free`` of the plan.
+        **options: ``recompute``, ``jit_compile``, ``bucket_bytes``, ``wait_free`` and ``carried_updates`` of the plan.
 
     Raises:
         PlanError: a cluster without sub-streams, neither or both of ``cuts`` and ``stages``, no schedule that fits the
@@ -214,7 +216,7 @@ def two_stream_plan(
     count, size = cluster.sub_streams, len(cuts) + 1
     if not count:
         raise PlanError("the cluster has no sub-streams; make them with Cluster.with_sub_streams()")
-    if unknown := sorted(options.keys() - {"recompute", "jit_compile", "bucket_bytes", "wait_free"}):
+    if unknown := sorted(options.keys() - _OPTIONS):
         raise PlanError(f"plan_streams doesn't take {unknown[0]!r}")
     given = PlanOptions(**options)  # type: ignore[typeddict-item]
     subs = ((*range(count, 2 * count),),) * size

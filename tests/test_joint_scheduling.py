@@ -435,6 +435,7 @@ CASES = [
     Case(4, 1, 3, {"weight_regions": [0, 0, 1, 0]}),
     Case(3, 2, 3, {"weight_regions": [0, 1, 0], "recompute": "min_cut"}),
     Case(3, 1, 4, {"warm_up": [1, 1, 1], "wait_free": False}),
+    Case(4, 2, 2, {"weight_regions": [0, 0, 1, 0], "carried_updates": 1}),
 ]
 
 

@@ -216,6 +216,7 @@ def test_the_json_form_has_a_line_for_each_key() -> None:
   "bucket_bytes": 4194304,
   "reverse_first_k": 0,
   "wait_free": true,
+  "carried_updates": 0,
   "task_seconds": null,
   "weight_devices": null,
   "weight_regions": null
