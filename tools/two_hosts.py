@@ -7,7 +7,7 @@ The hosts are network namespaces of this machine, joined by a pair of virtual Et
 and on errors and Ctrl-C, too. That needs root, `ip` and `tc`.
 
 Variants take turns, so that all meet the same ups and downs of the machine's speed, and only steps count during which
-other processes leave the machine alone:
+other processes leave the machine alone (the four least disturbed ones, if it never is):
 
 * compute: each host trains on its half of the batch by itself; no network.
 * all_reduce: only as many bytes as the model has gradients, in the same buckets; no computation.
