@@ -12,6 +12,7 @@ from dapple_tf.prediction import Prediction
 from dapple_tf.profile import Profile, ProfileError
 from dapple_tf.profiler import profile
 from dapple_tf.simulator import Simulation, simulate
+from dapple_tf.stream_speedups import StreamProfile, measure_speedups, plan_streams
 from dapple_tf.trainer import PipelinedModel, transform
 from dapple_tf.verification import Verification
 from graph_passes.graph import PassError
@@ -37,10 +38,13 @@ __all__ = [
     "ProfileError",
     "Simulation",
     "StepError",
+    "StreamProfile",
     "Verification",
     "emulate",
     "measure_links",
+    "measure_speedups",
     "plan",
+    "plan_streams",
     "profile",
     "simulate",
     "transform",
