@@ -116,7 +116,7 @@ def profile(
         raise ProfileError(f"repeats is {repeats}; it must be at least 1")
     check_model(model, training=True)
     check_optimizer(model.optimizer, model.trainable_variables)
-    with _kept_metrics(model), Progress("profiling", shown=None if progress else False) as bar:
+    with kept_metrics(model), Progress("profiling", shown=None if progress else False) as bar:
         bar.step("capturing the model")
         example = ExampleBatch.of(model, x, y, sample_weight)
         table = VariableTable(model)
@@ -148,7 +148,7 @@ def _sizes(batch_size: int | Sequence[int]) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _kept_metrics(model: keras.Model) -> Iterator[None]:
+def kept_metrics(model: keras.Model) -> Iterator[None]:
     """Metrics have their values afterwards; those that are built meanwhile are reset."""
     before = [(variable, np.asarray(variable.value)) for variable in model.metrics_variables]
     known = {id(variable) for variable, _ in before}

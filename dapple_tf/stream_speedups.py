@@ -27,11 +27,11 @@ from dapple_tf.layer_cuts import layer_stages
 from dapple_tf.metrics import RunningMetrics
 from dapple_tf.parameter_groups import readers_of
 from dapple_tf.plan import Plan, PlanError, PlanOptions
-from dapple_tf.profiler import _kept_metrics
+from dapple_tf.profiler import kept_metrics
 from dapple_tf.progress import Progress
 from dapple_tf.stream_schedule import JOINT
 from dapple_tf.timed_session import TimedSession
-from dapple_tf.timed_step import _HOST, Item, ItemKey, _chained, _stamp
+from dapple_tf.timed_step import HOST, Item, ItemKey, chained, time_stamp
 from dapple_tf.variables import VariableTable
 from graph_passes.assign_stages import AssignStages
 from graph_passes.batching import split_evenly
@@ -118,7 +118,7 @@ def measure_speedups(
     samples = split_evenly(split_evenly(plan.global_batch_size, plan.micro_batches)[0], len(plan.devices[0]))[0]
     names = cluster.device_names
     main, sub = names[plan.devices[0][0]], names[plan.weight_devices[0][0]]
-    with _kept_metrics(model), Progress("measuring streams", shown=None if progress else False) as bar:
+    with kept_metrics(model), Progress("measuring streams", shown=None if progress else False) as bar:
         bar.step("capturing the model")
         example = ExampleBatch.of(model, x, y, sample_weight)
         table = VariableTable(model)
@@ -267,7 +267,7 @@ def even_cuts(model: keras.Model, stages: int, x: Any = None, y: Any = None, sam
     if stages < 1:
         raise PlanError(f"stages is {stages}; it must be at least 1")
     check_model(model, training=True)
-    with _kept_metrics(model):
+    with kept_metrics(model):
         example = ExampleBatch.of(model, x, y, sample_weight)
         table = VariableTable(model)
         build(model, table, example.spec)
@@ -293,7 +293,7 @@ class _StreamStep:
         self.program, self.main, self.sub = program, main, sub
         count = len(program.stages)
         layout = Layout(((main,),) * count, samples, samples, 1, ((sub,),) * count)
-        replicate = Replicate(layout, _HOST, readers_of(program), f"{_STEP}_")
+        replicate = Replicate(layout, HOST, readers_of(program), f"{_STEP}_")
         complete = run_passes(program, [replicate, SplitConcat()], first=5)
         assert complete.step is not None
         self.graph: GraphDef = complete.graph
@@ -312,13 +312,13 @@ class _StreamStep:
         self._ends: dict[tuple[int, int], tuple[str, str]] = {}
         for pair in self.pairs:
             items += self._pair(*pair)
-        timed = _chained(self.graph, self.step, items, main)
+        timed = chained(self.graph, self.step, items, main)
         self._builder = Builder(self.graph)  # That has added nodes.
         self._position = {item.key: index for index, item in enumerate(items)}
         self._stamps = list(timed.stamps)
         self._begin_of_both = {pair: timed.stamps[self._position[_key(_BOTH, pair)]] for pair in self.pairs}
         self._end_of_weights = {
-            pair: _stamp(self._builder, sub, [weight_grad]) for pair, (_, weight_grad) in self._ends.items()
+            pair: time_stamp(self._builder, sub, [weight_grad]) for pair, (_, weight_grad) in self._ends.items()
         }
         self._stamps += self._end_of_weights.values()
         self._unread = self._readers()
