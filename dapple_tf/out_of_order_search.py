@@ -1,0 +1,235 @@
+"""Looks for the best out-of-order plan near those of DAPPLE's that the planner found, by simulation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from dapple_tf.choice import Choice
+from dapple_tf.local_search import neighbours
+from dapple_tf.out_of_order import best_reverse_first_k
+from dapple_tf.out_of_order_plans import (
+    SAME_STAGES,
+    more_stages,
+    same_stages,
+    stages_per_device,
+    with_chunks,
+    with_task_seconds,
+)
+from dapple_tf.plan import Plan, PlanError
+from dapple_tf.plan_request import AUTO, PlanRequest
+from dapple_tf.schedule_request import ScheduleError
+from dapple_tf.simulator import run
+from graph_passes.tasks import Phase, Task
+
+_CHUNKS = (4, 2, 8, 16)
+"""Numbers of chunks of a replicated stage that are tried, the likeliest first."""
+_PROBES = 3
+"""So many policies stand for all until it is known which plans are worth more simulations."""
+_BEST = 4
+"""Of so many plans more is tried, and of so many neighbours are looked at."""
+_NEAR = 1.2
+"""Plans that are slower than the best by this factor aren't varied any more."""
+_TIE = 1e-3
+"""Relative difference of latencies below which they count as equal."""
+_FOLLOWING = 0.01
+"""Weight, beside a step's own time, of the time between steps where each overlaps with the next. Steps here don't
+overlap, so that it decides only between orders of a step that are as fast as each other."""
+_SORTED_TASKS = 0.5
+"""What ordering a task by list scheduling costs, relative to simulating it."""
+
+
+class OutOfOrderSearch:
+    """One search.
+
+    Attributes:
+        choices: what has been simulated; None for what doesn't fit in memory.
+        origin: the plan of DAPPLE's from which each was derived.
+        bases: those plans of DAPPLE's that were simulated themselves.
+    """
+
+    def __init__(self, request: PlanRequest, allowed: float, step: Callable[[str], None]) -> None:
+        """Starts with nothing.
+
+        Args:
+            request: what is sought; gradients aren't taken to be reduced during a backward, but chunk by chunk.
+            allowed: how many tasks and transfers to simulate, about.
+            step: is told of progress.
+        """
+        self.request, self.overlapped = dataclasses.replace(request, overlap=False), request.overlap
+        self.allowed, self.step = allowed, step
+        self.work = 0.0
+        self.choices: dict[Plan, Choice | None] = {}
+        self.origin: dict[Plan, Plan] = {}
+        self.bases: list[Choice] = []
+
+    def run(self, bases: Sequence[Plan]) -> Choice | None:
+        """The best plan that the request allows and that follows from one of these; None if none fits.
+
+        Args:
+            bases: plans of DAPPLE's, the best first.
+        """
+        self._baseline(bases)
+        probed = [(self._probe(base), index, base) for index, base in enumerate(bases)]
+        promising = [base for seconds, _, base in sorted(probed) if seconds < math.inf][:_BEST]
+        for base in promising:
+            self._vary(base)
+        self._combine()
+        self._climb()
+        self._order_bw_of_first_stages()
+        return self.best()
+
+    def dapple(self) -> Choice | None:
+        """The best of DAPPLE's own plans, without chunks; None if no base fits."""
+        return min(self.bases, key=lambda choice: choice.latency, default=None)
+
+    def best(self) -> Choice | None:
+        """The fastest; of those within the tie the one with the shortest time between steps, then the simplest."""
+        ranked = self.ranked()
+        if not ranked:
+            return None
+        close = [choice for choice in ranked if choice.latency <= ranked[0].latency * (1 + _TIE)]
+        if self.request.reverse_first_k == AUTO and any(choice.plan.reverse_first_k for choice in close):
+            return max(close, key=lambda choice: (self._throughput(choice), -choice.plan.reverse_first_k))
+        return min(close, key=lambda choice: (choice.plan.num_stages, choice.plan.micro_batches, choice.memory))
+
+    def ranked(self) -> list[Choice]:
+        """What the request allows, the fastest first."""
+        found = [choice for choice in self.choices.values() if choice and choice.plan.schedule in self.request.schedules]
+        return sorted(found, key=lambda choice: choice.latency)
+
+    # ---- candidates
+
+    def _baseline(self, bases: Sequence[Plan]) -> None:
+        """Simulates DAPPLE's plans without the assumption that reductions overlap with backwards."""
+        known = self.request.reverse_first_k in (0, AUTO)
+        for base in bases[: _BEST if self.overlapped else 1]:
+            choice = self._try(base, base, certainly=True)
+            self.bases += [choice] if choice is not None else []
+            if not known:
+                self.choices[base] = None  # without k it isn't what is sought
+
+    def _probe(self, base: Plan) -> float:
+        """The least latency of a few plans that follow from one of DAPPLE's; infinite where nothing can be gained."""
+        ranked = self.ranked()
+        if ranked and self._least_seconds(base) >= ranked[0].latency:
+            return math.inf
+        found = self._all(self._few_policies(base), base)
+        for policy, count in [*stages_per_device(base, self.request)][:1]:
+            found += self._all(more_stages(base, self.request, policy, count), base)
+        if self.request.chunks:
+            found += self._all(with_chunks(base, self.request, _CHUNKS[0]), base)
+        return min((choice.latency for choice in found if choice is not None), default=math.inf)
+
+    def _few_policies(self, base: Plan) -> Iterator[Plan]:
+        allowed = [policy for policy in SAME_STAGES if policy in self.request.schedules]
+        if base.schedule not in allowed:
+            return same_stages(base, self.request, allowed[:_PROBES])
+        return same_stages(base, self.request, [base.schedule, *allowed[: 0 if base.num_stages == 1 else _PROBES]])
+
+    def _vary(self, base: Plan) -> None:
+        """All that follows directly from a plan."""
+        self._all(same_stages(base, self.request), base)
+        for policy, count in stages_per_device(base, self.request):
+            self._all(more_stages(base, self.request, policy, count), base)
+        if self.request.chunks:
+            for chunks in _CHUNKS:
+                self._all(with_chunks(base, self.request, chunks), base)
+
+    def _combine(self) -> None:
+        """Chunks in the best plans without them (section 6 of Out-Of-Order BackProp)."""
+        if self.request.chunks:
+            for choice in self._near():
+                for chunks in _CHUNKS:
+                    self._all(with_chunks(choice.plan, self.request, chunks), self.origin[choice.plan])
+
+    def _climb(self) -> None:
+        """Moves cuts and devices of the best plans, as long as work is left."""
+        tried: set[Plan] = set()
+        while self.work < self.allowed:
+            start = next((choice.plan for choice in self._near() if choice.plan not in tried), None)
+            if start is None:
+                return
+            tried.add(start)
+            bare = dataclasses.replace(start, task_seconds=None)
+            for plan in neighbours(bare, self.request.profile, self.request.cluster, self.request.micro_batches):
+                if self.work < self.allowed:
+                    self._try(with_task_seconds(plan, self.request), self.origin[start])
+
+    def _order_bw_of_first_stages(self) -> None:
+        """Reverse first-k: the paper's search for k, in the best plans that reduce gradients."""
+        if self.request.reverse_first_k != AUTO:
+            return
+        for choice in self._near(2):
+            plan = choice.plan
+            if plan.schedule == "interleaved" or max(plan.replicas) == 1 or plan.num_stages == 1:
+                continue
+            trials: dict[int, float] = {}
+
+            def throughput(k: int, plan: Plan = plan, trials: dict[int, float] = trials) -> float:
+                trials[k] = 0.0
+                found = self._try(dataclasses.replace(plan, reverse_first_k=k), self.origin[plan], certainly=True)
+                return 0.0 if found is None else self._throughput(found)
+
+            best_reverse_first_k(plan.num_stages, throughput)
+
+    def _near(self, most: int = _BEST) -> list[Choice]:
+        """The best plans, that aren't much slower than the first; one of those with the same devices and policy."""
+        ranked = self.ranked()
+        found: dict[tuple[object, ...], Choice] = {}
+        for choice in ranked:
+            if choice.latency <= _NEAR * ranked[0].latency:
+                found.setdefault((choice.plan.devices, choice.plan.schedule, choice.plan.micro_batches), choice)
+        return [*found.values()][:most]
+
+    # ---- simulation
+
+    def _all(self, plans: Iterable[Plan], origin: Plan) -> list[Choice | None]:
+        return [self._try(plan, origin) for plan in plans]
+
+    def _try(self, plan: Plan, origin: Plan, *, certainly: bool = False) -> Choice | None:
+        """The simulated plan; None if it doesn't fit in memory, or no work is left and it needn't be known."""
+        if plan in self.choices:
+            return self.choices[plan]
+        if self.work > self.allowed and self.ranked() and not certainly:
+            return None
+        choice: Choice | None = None
+        costs = self.request.costs(plan)
+        self.work += self._ordering(plan)
+        try:
+            simulation = run(costs)
+        except (PlanError, ScheduleError):
+            self.work += 20
+        else:
+            self.work += len(simulation.spans)
+            if simulation.fits:
+                choice = Choice(plan, simulation.latency, costs)
+        self.choices[plan] = choice
+        self.origin[plan] = origin
+        self.step(f"{len(self.choices)} out-of-order plans simulated")
+        return choice
+
+    def _throughput(self, choice: Choice) -> float:
+        """Samples per second: of steps that follow each other, and a little of steps that overlap."""
+        following = run(choice.costs, next_forward=True)
+        self.work += len(following.spans)
+        return choice.plan.global_batch_size / ((choice.latency + _FOLLOWING * following.latency) or 1.0)
+
+    def _ordering(self, plan: Plan) -> float:
+        """What it costs to order the tasks of a plan."""
+        runs = {"modulo": 2, "zb_v": 2, "zero_bubble": 2 * plan.num_stages}
+        runs |= dict.fromkeys(("fast_forward", "fast_forward_a", "fast_forward_b"), 1)
+        return _SORTED_TASKS * 3 * plan.num_stages * plan.micro_batches * runs.get(plan.schedule, 0)
+
+    def _least_seconds(self, base: Plan) -> float:
+        """A step takes at least as long as its busiest device computes, however tasks are ordered.
+
+        Of the stages as they are: with other cuts it may be less, but hardly so.
+        """
+        costs = self.request.costs(base)
+        sizes = len(costs.micro_batches)
+        return max(
+            sizes * sum(costs.seconds(Task(stage, phase, sizes - 1)) for phase in (Phase.FORWARD, Phase.BACKWARD))
+            for stage in range(base.num_stages)
+        )
