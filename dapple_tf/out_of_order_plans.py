@@ -19,10 +19,10 @@ from dapple_tf.chunks import chunked
 from dapple_tf.cost import CostModel
 from dapple_tf.plan import Plan, PlanError
 from dapple_tf.plan_request import DAPPLE_POLICIES, PlanRequest
-from dapple_tf.stage_cuts import by_time
+from dapple_tf.stage_cuts import by_device
 
 SAME_STAGES = (
-    *("zb_h2", "fast_forward_b", "zb_h1", "fast_forward_a", "modulo", "zero_bubble", "fast_forward"),
+    *("zb_h2", "fast_forward_b", "modulo", "zb_h1", "fast_forward_a", "zero_bubble", "fast_forward"),
     *("dapple_b", "dapple_a", "gpipe"),
 )
 """Policies for stages on devices of their own, those that are most likely to gain first."""
@@ -71,7 +71,7 @@ def more_stages(base: Plan, request: PlanRequest, policy: str, count: int) -> It
     there = list(base.devices)
     devices = [*there, *there[::-1]] if policy == "zb_v" else there * count
     speeds = [sum(request.cluster.devices[device].speed for device in group) for group in devices]
-    cuts = tuple(by_time(request.profile, len(devices), speeds))
+    cuts = tuple(by_device(request.profile, devices, speeds))
     yield from _legal(base, request, cuts=cuts, devices=tuple(devices), schedule=policy)
 
 

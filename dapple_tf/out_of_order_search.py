@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from dapple_tf.choice import Choice
+from dapple_tf.cost import CostModel
+from dapple_tf.latency import stage_times
 from dapple_tf.local_search import neighbours
 from dapple_tf.out_of_order import best_reverse_first_k
 from dapple_tf.out_of_order_plans import (
@@ -25,10 +27,12 @@ from graph_passes.tasks import Phase, Task
 
 _CHUNKS = (4, 2, 8, 16)
 """Numbers of chunks of a replicated stage that are tried, the likeliest first."""
-_PROBES = 3
-"""So many policies stand for all until it is known which plans are worth more simulations."""
+_VARIED = 3
+"""Of so many of DAPPLE's plans all variants are tried, if work is left."""
 _BEST = 4
 """Of so many plans more is tried, and of so many neighbours are looked at."""
+_FOR_K = 0.5
+"""The search for k may take so much more work."""
 _NEAR = 1.2
 """Plans that are slower than the best by this factor aren't varied any more."""
 _TIE = 1e-3
@@ -59,7 +63,8 @@ class OutOfOrderSearch:
         """
         self.request, self.overlapped = dataclasses.replace(request, overlap=False), request.overlap
         self.allowed, self.step = allowed, step
-        self.work = 0.0
+        self.work, self.fastest = 0.0, math.inf
+        self.following: dict[Plan, float] = {}
         self.choices: dict[Plan, Choice | None] = {}
         self.origin: dict[Plan, Plan] = {}
         self.bases: list[Choice] = []
@@ -71,10 +76,10 @@ class OutOfOrderSearch:
             bases: plans of DAPPLE's, the best first.
         """
         self._baseline(bases)
-        probed = [(self._probe(base), index, base) for index, base in enumerate(bases)]
-        promising = [base for seconds, _, base in sorted(probed) if seconds < math.inf][:_BEST]
-        for base in promising:
-            self._vary(base)
+        ranked = sorted(range(len(bases)), key=lambda index: (index > 0 and self._estimate(bases[index]), index))
+        probed = [(self._probe(bases[index]), index) for index in ranked]
+        for _, index in sorted(entry for entry in probed if entry[0] < math.inf)[:_VARIED]:
+            self._vary(bases[index])
         self._combine()
         self._climb()
         self._order_bw_of_first_stages()
@@ -109,24 +114,17 @@ class OutOfOrderSearch:
             self.bases += [choice] if choice is not None else []
             if not known:
                 self.choices[base] = None  # without k it isn't what is sought
+                self.fastest = math.inf
 
     def _probe(self, base: Plan) -> float:
-        """The least latency of a few plans that follow from one of DAPPLE's; infinite where nothing can be gained."""
-        ranked = self.ranked()
-        if ranked and self._least_seconds(base) >= ranked[0].latency:
-            return math.inf
-        found = self._all(self._few_policies(base), base)
+        """The least latency of a few plans that follow from one of DAPPLE's; infinite where none is known."""
+        allowed = [policy for policy in SAME_STAGES if policy in self.request.schedules]
+        found = self._all(same_stages(base, self.request, allowed[:1]), base)
         for policy, count in [*stages_per_device(base, self.request)][:1]:
             found += self._all(more_stages(base, self.request, policy, count), base)
         if self.request.chunks:
             found += self._all(with_chunks(base, self.request, _CHUNKS[0]), base)
         return min((choice.latency for choice in found if choice is not None), default=math.inf)
-
-    def _few_policies(self, base: Plan) -> Iterator[Plan]:
-        allowed = [policy for policy in SAME_STAGES if policy in self.request.schedules]
-        if base.schedule not in allowed:
-            return same_stages(base, self.request, allowed[:_PROBES])
-        return same_stages(base, self.request, [base.schedule, *allowed[: 0 if base.num_stages == 1 else _PROBES]])
 
     def _vary(self, base: Plan) -> None:
         """All that follows directly from a plan."""
@@ -158,21 +156,23 @@ class OutOfOrderSearch:
                     self._try(with_task_seconds(plan, self.request), self.origin[start])
 
     def _order_bw_of_first_stages(self) -> None:
-        """Reverse first-k: the paper's search for k, in the best plans that reduce gradients."""
+        """Reverse first-k: the paper's search for k, in the best plan that reduces gradients chunk by chunk."""
         if self.request.reverse_first_k != AUTO:
             return
-        for choice in self._near(2):
+        for choice in self._near(_VARIED):
             plan = choice.plan
-            if plan.schedule == "interleaved" or max(plan.replicas) == 1 or plan.num_stages == 1:
+            if plan.num_stages == 1 or not choice.costs.reductions or plan.schedule == "interleaved":
                 continue
-            trials: dict[int, float] = {}
 
-            def throughput(k: int, plan: Plan = plan, trials: dict[int, float] = trials) -> float:
-                trials[k] = 0.0
-                found = self._try(dataclasses.replace(plan, reverse_first_k=k), self.origin[plan], certainly=True)
-                return 0.0 if found is None else self._throughput(found)
+            def throughput(k: int, first: Choice = choice) -> float:
+                plan = dataclasses.replace(first.plan, reverse_first_k=k)
+                if k and self.work > (1 + _FOR_K) * self.allowed:
+                    return 0.0
+                found = self._try(plan, self.origin[first.plan], certainly=True)
+                return 0.0 if found is None or found.latency > first.latency * _NEAR else self._throughput(found)
 
             best_reverse_first_k(plan.num_stages, throughput)
+            return
 
     def _near(self, most: int = _BEST) -> list[Choice]:
         """The best plans, that aren't much slower than the first; one of those with the same devices and policy."""
@@ -192,19 +192,24 @@ class OutOfOrderSearch:
         """The simulated plan; None if it doesn't fit in memory, or no work is left and it needn't be known."""
         if plan in self.choices:
             return self.choices[plan]
-        if self.work > self.allowed and self.ranked() and not certainly:
+        if self.work > self.allowed and self.fastest < math.inf and not certainly:
             return None
         choice: Choice | None = None
         costs = self.request.costs(plan)
-        self.work += self._ordering(plan)
-        try:
-            simulation = run(costs)
-        except (PlanError, ScheduleError):
-            self.work += 20
-        else:
-            self.work += len(simulation.spans)
-            if simulation.fits:
-                choice = Choice(plan, simulation.latency, costs)
+        fastest = math.inf if certainly else self.fastest
+        if _busiest(costs) < fastest:
+            self.work += self._ordering(plan)
+            try:
+                simulation = run(costs)
+            except (PlanError, ScheduleError):
+                self.work += 20
+            else:
+                self.work += len(simulation.spans)
+                # Memory is added up only where it matters.
+                if simulation.latency > _NEAR * self.fastest or simulation.fits:
+                    choice = Choice(plan, simulation.latency, costs)
+                    if plan.schedule in self.request.schedules:
+                        self.fastest = min(self.fastest, choice.latency)
         self.choices[plan] = choice
         self.origin[plan] = origin
         self.step(f"{len(self.choices)} out-of-order plans simulated")
@@ -212,9 +217,12 @@ class OutOfOrderSearch:
 
     def _throughput(self, choice: Choice) -> float:
         """Samples per second: of steps that follow each other, and a little of steps that overlap."""
-        following = run(choice.costs, next_forward=True)
-        self.work += len(following.spans)
-        return choice.plan.global_batch_size / ((choice.latency + _FOLLOWING * following.latency) or 1.0)
+        if choice.plan not in self.following:
+            simulation = run(choice.costs, next_forward=True)
+            self.work += len(simulation.spans)
+            self.following[choice.plan] = simulation.latency
+        seconds = choice.latency + _FOLLOWING * self.following[choice.plan]
+        return choice.plan.global_batch_size / (seconds or 1.0)
 
     def _ordering(self, plan: Plan) -> float:
         """What it costs to order the tasks of a plan."""
@@ -222,14 +230,21 @@ class OutOfOrderSearch:
         runs |= dict.fromkeys(("fast_forward", "fast_forward_a", "fast_forward_b"), 1)
         return _SORTED_TASKS * 3 * plan.num_stages * plan.micro_batches * runs.get(plan.schedule, 0)
 
-    def _least_seconds(self, base: Plan) -> float:
-        """A step takes at least as long as its busiest device computes, however tasks are ordered.
-
-        Of the stages as they are: with other cuts it may be less, but hardly so.
-        """
-        costs = self.request.costs(base)
-        sizes = len(costs.micro_batches)
-        return max(
-            sizes * sum(costs.seconds(Task(stage, phase, sizes - 1)) for phase in (Phase.FORWARD, Phase.BACKWARD))
-            for stage in range(base.num_stages)
+    def _estimate(self, base: Plan) -> float:
+        """Seconds of a step whose slowest stage, of computation or network, never waits (T_s of DAPPLE, M times)."""
+        times = stage_times(self.request.costs(base))
+        return base.micro_batches * max(time.forward + time.backward for time in times) + max(
+            time.all_reduce for time in times
         )
+
+
+def _busiest(costs: CostModel) -> float:
+    """Seconds that the busiest device computes: no order of its tasks makes a step shorter."""
+    busy: dict[int, float] = {}
+    count = len(costs.micro_batches)
+    for stage, devices in enumerate(costs.plan.devices):
+        for replica, device in enumerate(devices):
+            tasks = (Task(stage, phase, count - 1, replica) for phase in (Phase.FORWARD, Phase.BACKWARD))
+            seconds = count * sum(map(costs.seconds, tasks)) + costs.apply_seconds(stage, device)
+            busy[device] = busy.get(device, 0.0) + seconds
+    return max(busy.values())

@@ -22,6 +22,39 @@ def by_time(profile: Profile, stages: int, weights: Sequence[float] | None = Non
     return [profile.layers[end - 1].name for end in balanced(times, stages, weights)]
 
 
+def by_device(profile: Profile, devices: Sequence[object], speeds: Sequence[float]) -> list[str]:
+    """The layers to cut after, so that each device gets about as much to do, in all of its stages together.
+
+    Cuts of equal stages are moved by single layers as long as that shares out the work better.
+
+    Args:
+        profile: the layers.
+        devices: of each stage what it runs on; equal ones share their time.
+        speeds: how fast each stage is, such as its number of replicas.
+    """
+    samples = profile.batch_sizes[-1]
+    times = [layer.forward.at(samples) + layer.backward.at(samples) for layer in profile.layers]
+    passed = [0.0, *itertools.accumulate(times)]
+    bounds = [0, *balanced(times, len(devices), speeds), len(times)]
+    hosts = [devices.index(device) for device in devices]
+    loads = dict.fromkeys(hosts, 0.0)
+    for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        loads[hosts[stage]] += (passed[stop] - passed[start]) / speeds[stage]
+    moved = True
+    while moved:
+        moved = False
+        for cut, shift in itertools.product(range(1, len(devices)), (-1, 1)):
+            new = bounds[cut] + shift
+            before, after = hosts[cut - 1], hosts[cut]
+            if before == after or not bounds[cut - 1] < new < bounds[cut + 1]:
+                continue
+            change = passed[new] - passed[bounds[cut]]
+            one, other = loads[before] + change / speeds[cut - 1], loads[after] - change / speeds[cut]
+            if max(one, other) < max(loads[before], loads[after]) * (1 - 1e-9):
+                loads[before], loads[after], bounds[cut], moved = one, other, new, True
+    return [profile.layers[end - 1].name for end in bounds[1:-1]]
+
+
 def by_memory(profile: Profile, stages: int) -> list[str]:
     """The layers to cut after, so that stored bytes and residuals are shared out evenly."""
     samples = profile.least_samples
