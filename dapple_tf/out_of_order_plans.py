@@ -19,7 +19,8 @@ from dapple_tf.chunks import chunked
 from dapple_tf.cost import CostModel
 from dapple_tf.plan import Plan, PlanError
 from dapple_tf.plan_request import DAPPLE_POLICIES, PlanRequest
-from dapple_tf.stage_cuts import by_device
+from dapple_tf.stage_cuts import by_device, by_time
+from graph_passes.tasks import Phase, Task
 
 SAME_STAGES = (
     *("zb_h2", "fast_forward_b", "modulo", "zb_h1", "fast_forward_a", "zero_bubble", "fast_forward"),
@@ -47,6 +48,26 @@ def with_task_seconds(plan: Plan, request: PlanRequest) -> Plan:
         return float(f"{number / longest:.{_DIGITS}g}")
 
     return dataclasses.replace(plan, task_seconds=tuple((rounded(f), rounded(x), rounded(w)) for f, x, w in seconds))
+
+
+def even_plans(request: PlanRequest, recompute: str) -> Iterator[Plan]:
+    """Pipelines of stages of the same time and number of devices, on all devices, that fit in memory.
+
+    Under DAPPLE's policies unequal stages may be better, but not where weight gradients fill the bubbles.
+    """
+    devices = request.cluster.num_devices
+    for stages in range(1, min(devices, len(request.profile.layers)) + 1):
+        replicas, rest = divmod(devices, stages)
+        if rest:
+            continue
+        members = [range(i * replicas, (i + 1) * replicas) for i in range(stages)]
+        speeds = [sum(request.cluster.devices[device].speed for device in group) for group in members]
+        cuts = by_time(request.profile, stages, speeds)
+        for count in request.micro_batches:
+            if replicas <= request.batch // count and (count > 1 or stages == 1):
+                plan = request.plan(cuts, members, count, recompute)
+                if min(request.costs(plan).holds or (1,)) > 0:
+                    yield plan
 
 
 def same_stages(base: Plan, request: PlanRequest, policies: Sequence[str] = SAME_STAGES) -> Iterator[Plan]:
@@ -90,6 +111,36 @@ def groups(plan: Plan) -> list[tuple[range, tuple[int, ...]]]:
         members = list(stages)
         found.append((range(members[0], members[-1] + 1), devices))
     return found
+
+
+def has_chunks(plan: Plan) -> bool:
+    """Whether a replicated stage is cut into chunks."""
+    return any(len(stages) > 1 and len(devices) > 1 for stages, devices in groups(plan))
+
+
+def least_seconds(costs: CostModel) -> float:
+    """No order of a plan's tasks makes its step shorter than this.
+
+    What the busiest device computes, and what the busiest port of a device or network card sends or receives.
+    """
+    busy: dict[object, float] = {}
+    plan, cluster = costs.plan, costs.cluster
+    count = len(costs.micro_batches)
+    for stage, devices in enumerate(plan.devices):
+        for replica, device in enumerate(devices):
+            tasks = (Task(stage, phase, count - 1, replica) for phase in (Phase.FORWARD, Phase.BACKWARD))
+            seconds = count * sum(map(costs.seconds, tasks)) + costs.apply_seconds(stage, device)
+            busy[device] = busy.get(device, 0.0) + seconds
+    for (producer, consumer), backward in itertools.product(costs.routes, (False, True)):
+        ends = (consumer, producer) if backward else (producer, consumer)
+        for piece in costs.pieces(producer, consumer, count - 1, backward=backward):
+            source, target = plan.devices[ends[0]][piece.sender], plan.devices[ends[1]][piece.receiver]
+            if source != target:
+                link = cluster.link(source, target)
+                a, b = cluster.devices[source].server, cluster.devices[target].server
+                for port in (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b)):
+                    busy[port] = busy.get(port, 0.0) + count * piece.bytes / link.bandwidth
+    return max(busy.values())
 
 
 def name(plan: Plan) -> str:

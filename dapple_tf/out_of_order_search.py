@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dapple_tf.choice import Choice
-from dapple_tf.cost import CostModel
 from dapple_tf.latency import stage_times
 from dapple_tf.local_search import neighbours
 from dapple_tf.out_of_order import best_reverse_first_k
 from dapple_tf.out_of_order_plans import (
     SAME_STAGES,
+    even_plans,
+    has_chunks,
+    least_seconds,
     more_stages,
     same_stages,
     stages_per_device,
@@ -23,16 +25,25 @@ from dapple_tf.plan import Plan, PlanError
 from dapple_tf.plan_request import AUTO, PlanRequest
 from dapple_tf.schedule_request import ScheduleError
 from dapple_tf.simulator import run
-from graph_passes.tasks import Phase, Task
 
-_CHUNKS = (4, 2, 8, 16)
-"""Numbers of chunks of a replicated stage that are tried, the likeliest first."""
-_VARIED = 3
+_CHUNKS = (2, 4, 8, 16)
+"""Numbers of chunks of a replicated stage that are tried, as long as more are better."""
+_PARALLEL_CHUNKS = 8
+"""Chunks of data parallelism that are tried first."""
+_PROBED = 8
+"""Of so many of DAPPLE's plans a few variants are tried, from the one on that would be fastest without bubbles."""
+_VARIED = 2
 """Of so many of DAPPLE's plans all variants are tried, if work is left."""
 _BEST = 4
 """Of so many plans more is tried, and of so many neighbours are looked at."""
-_FOR_K = 0.5
+_LIKELY = 6
+"""Of all policies for the same stages so many are tried."""
+_SORTING = 0.2
+"""Policies whose list scheduling takes a larger part of the work aren't tried, unless they are likely to gain most."""
+_FOR_K = 0.25
 """The search for k may take so much more work."""
+_HOPEFUL = 1.1
+"""Plans with several stages on a device whose estimate is above the best one's time by this factor aren't simulated."""
 _NEAR = 1.2
 """Plans that are slower than the best by this factor aren't varied any more."""
 _TIE = 1e-3
@@ -65,6 +76,7 @@ class OutOfOrderSearch:
         self.allowed, self.step = allowed, step
         self.work, self.fastest = 0.0, math.inf
         self.following: dict[Plan, float] = {}
+        self.estimates: dict[Plan, float] = {}
         self.choices: dict[Plan, Choice | None] = {}
         self.origin: dict[Plan, Plan] = {}
         self.bases: list[Choice] = []
@@ -76,10 +88,13 @@ class OutOfOrderSearch:
             bases: plans of DAPPLE's, the best first.
         """
         self._baseline(bases)
-        ranked = sorted(range(len(bases)), key=lambda index: (index > 0 and self._estimate(bases[index]), index))
-        probed = [(self._probe(bases[index]), index) for index in ranked]
+        found = dict.fromkeys([*bases, *even_plans(self.request, bases[0].recompute)])
+        # The best of DAPPLE's own first, so that it is known what there is to gain.
+        ranked = sorted(found, key=lambda base: (base != bases[0], self._estimate(base)))[:_PROBED]
+        probed = [(self._probe(base), index) for index, base in enumerate(ranked)]
+        self._combine()
         for _, index in sorted(entry for entry in probed if entry[0] < math.inf)[:_VARIED]:
-            self._vary(bases[index])
+            self._vary(ranked[index])
         self._combine()
         self._climb()
         self._order_bw_of_first_stages()
@@ -121,26 +136,41 @@ class OutOfOrderSearch:
         allowed = [policy for policy in SAME_STAGES if policy in self.request.schedules]
         found = self._all(same_stages(base, self.request, allowed[:1]), base)
         for policy, count in [*stages_per_device(base, self.request)][:1]:
-            found += self._all(more_stages(base, self.request, policy, count), base)
-        if self.request.chunks:
-            found += self._all(with_chunks(base, self.request, _CHUNKS[0]), base)
+            found += self._all(self._worth(more_stages(base, self.request, policy, count)), base)
+        if self.request.chunks and (base.num_stages == 1 or not found):
+            found += self._all(with_chunks(base, self.request, _PARALLEL_CHUNKS), base)
         return min((choice.latency for choice in found if choice is not None), default=math.inf)
+
+    def _worth(self, plans: Iterable[Plan]) -> Iterator[Plan]:
+        """Those that may be among the best by their estimates."""
+        return (plan for plan in plans if self._estimate(plan) <= self.fastest * _HOPEFUL)
 
     def _vary(self, base: Plan) -> None:
         """All that follows directly from a plan."""
-        self._all(same_stages(base, self.request), base)
         for policy, count in stages_per_device(base, self.request):
-            self._all(more_stages(base, self.request, policy, count), base)
-        if self.request.chunks:
-            for chunks in _CHUNKS:
-                self._all(with_chunks(base, self.request, chunks), base)
+            if self.work <= self.allowed:
+                self._all(self._worth(more_stages(base, self.request, policy, count)), base)
+        policies = [policy for policy in SAME_STAGES if policy in self.request.schedules]
+        if len(policies) == len(SAME_STAGES):
+            policies = policies[:_LIKELY]  # all are allowed: the others are hardly ever better
+        for plan in same_stages(base, self.request, policies):
+            if self._ordering(plan) <= _SORTING * self.allowed:
+                self._all([plan], base)
 
     def _combine(self) -> None:
         """Chunks in the best plans without them (section 6 of Out-Of-Order BackProp)."""
         if self.request.chunks:
             for choice in self._near():
-                for chunks in _CHUNKS:
-                    self._all(with_chunks(choice.plan, self.request, chunks), self.origin[choice.plan])
+                self._more_chunks(choice.plan, self.origin[choice.plan], choice.latency)
+
+    def _more_chunks(self, plan: Plan, origin: Plan, seconds: float) -> None:
+        """Twice as many chunks of a plan that takes so long, as long as that makes its step shorter."""
+        for chunks in _CHUNKS:
+            found = self._all(with_chunks(plan, self.request, chunks), origin)
+            least = min((choice.latency for choice in found if choice is not None), default=math.inf)
+            if least > seconds * (1 - _TIE) or self.work > self.allowed:
+                return
+            seconds = least
 
     def _climb(self) -> None:
         """Moves cuts and devices of the best plans, as long as work is left."""
@@ -159,9 +189,9 @@ class OutOfOrderSearch:
         """Reverse first-k: the paper's search for k, in the best plan that reduces gradients chunk by chunk."""
         if self.request.reverse_first_k != AUTO:
             return
-        for choice in self._near(_VARIED):
+        for choice in self._near():
             plan = choice.plan
-            if plan.num_stages == 1 or not choice.costs.reductions or plan.schedule == "interleaved":
+            if not has_chunks(plan) or plan.schedule == "interleaved":
                 continue
 
             def throughput(k: int, first: Choice = choice) -> float:
@@ -174,14 +204,14 @@ class OutOfOrderSearch:
             best_reverse_first_k(plan.num_stages, throughput)
             return
 
-    def _near(self, most: int = _BEST) -> list[Choice]:
+    def _near(self) -> list[Choice]:
         """The best plans, that aren't much slower than the first; one of those with the same devices and policy."""
         ranked = self.ranked()
         found: dict[tuple[object, ...], Choice] = {}
         for choice in ranked:
             if choice.latency <= _NEAR * ranked[0].latency:
                 found.setdefault((choice.plan.devices, choice.plan.schedule, choice.plan.micro_batches), choice)
-        return [*found.values()][:most]
+        return [*found.values()][:_BEST]
 
     # ---- simulation
 
@@ -197,7 +227,7 @@ class OutOfOrderSearch:
         choice: Choice | None = None
         costs = self.request.costs(plan)
         fastest = math.inf if certainly else self.fastest
-        if _busiest(costs) < fastest:
+        if least_seconds(costs) < fastest:
             self.work += self._ordering(plan)
             try:
                 simulation = run(costs)
@@ -230,21 +260,19 @@ class OutOfOrderSearch:
         runs |= dict.fromkeys(("fast_forward", "fast_forward_a", "fast_forward_b"), 1)
         return _SORTED_TASKS * 3 * plan.num_stages * plan.micro_batches * runs.get(plan.schedule, 0)
 
-    def _estimate(self, base: Plan) -> float:
-        """Seconds of a step whose slowest stage, of computation or network, never waits (T_s of DAPPLE, M times)."""
-        times = stage_times(self.request.costs(base))
-        return base.micro_batches * max(time.forward + time.backward for time in times) + max(
-            time.all_reduce for time in times
-        )
+    def _estimate(self, plan: Plan) -> float:
+        """About the seconds of a step without other bubbles than those of the first and the last micro-batch.
 
-
-def _busiest(costs: CostModel) -> float:
-    """Seconds that the busiest device computes: no order of its tasks makes a step shorter."""
-    busy: dict[int, float] = {}
-    count = len(costs.micro_batches)
-    for stage, devices in enumerate(costs.plan.devices):
-        for replica, device in enumerate(devices):
-            tasks = (Task(stage, phase, count - 1, replica) for phase in (Phase.FORWARD, Phase.BACKWARD))
-            seconds = count * sum(map(costs.seconds, tasks)) + costs.apply_seconds(stage, device)
-            busy[device] = busy.get(device, 0.0) + seconds
-    return max(busy.values())
+        Formula 1 of DAPPLE (section 4.1) for orders in which Bw fill bubbles.
+        """
+        if plan not in self.estimates:
+            costs = self.request.costs(plan)
+            times = stage_times(costs)
+            per_device = plan.num_stages / len(set(plan.devices))
+            self.estimates[plan] = (
+                least_seconds(costs)
+                + sum(time.forward for time in times[::2]) / per_device
+                + sum(time.forward + time.backward for time in times[1::2])
+                + max(time.all_reduce for time in times)
+            )
+        return self.estimates[plan]

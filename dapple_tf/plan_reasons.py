@@ -77,6 +77,8 @@ def report(
     if derived is not None and plan.devices != derived.origin.devices:
         pace = f"stage {min(range(plan.num_stages), key=lambda stage: best.bubbles[stage])}"
     following = run(costs, next_forward=True).latency if plan.reverse_first_k else None
+    if following is not None and following >= best.latency:
+        following = None
     single = single_device_seconds(request.profile, request.batch)
     return PlanReport(
         latency=best.latency,

@@ -54,7 +54,7 @@ class PlanReport:
             doesn't fit.
         dapple_text: that plan, in short.
         following: time from one step's end to the next one's with ``reverse_first_k``, where each forward of the next
-            step may begin as soon as its own weights are there; None without it.
+            step may begin as soon as its own weights are there; None without k, or if that doesn't save time.
     """
 
     latency: float
