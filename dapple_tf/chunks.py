@@ -48,10 +48,11 @@ def chunked(plan: Plan, profile: Profile, chunks: int = 4) -> Plan:
         return plan
     cuts = [profile.layers[end - 1].name for ends in parts for end in ends][:-1]
     origin = [stage for stage, ends in enumerate(parts) for _ in ends]  # the stage that each chunk is of
-    ranges = itertools.pairwise([0, *(end for ends in parts for end in ends)])
+    ranges = list(itertools.pairwise([0, *(end for ends in parts for end in ends)]))
     seconds = plan.task_seconds
     if seconds is not None:
-        shares = [_time(profile, *part) / (_time(profile, *bounds[s : s + 2]) or 1.0) for part, s in zip(ranges, origin)]
+        whole = [_time(profile, start, stop) or 1.0 for start, stop in itertools.pairwise(bounds)]
+        shares = [_time(profile, *part) / whole[stage] for part, stage in zip(ranges, origin, strict=True)]
         seconds = tuple(
             (share * seconds[s][0], share * seconds[s][1], share * seconds[s][2])
             for share, s in zip(shares, origin, strict=True)

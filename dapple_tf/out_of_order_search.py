@@ -22,7 +22,7 @@ from dapple_tf.out_of_order_plans import (
     with_task_seconds,
 )
 from dapple_tf.plan import Plan, PlanError
-from dapple_tf.plan_request import AUTO, PlanRequest
+from dapple_tf.plan_request import AUTO, DAPPLE_POLICIES, PlanRequest
 from dapple_tf.schedule_request import ScheduleError
 from dapple_tf.simulator import run
 
@@ -109,14 +109,20 @@ class OutOfOrderSearch:
         ranked = self.ranked()
         if not ranked:
             return None
-        close = [choice for choice in ranked if choice.latency <= ranked[0].latency * (1 + _TIE)]
+        limit = ranked[0].latency * (1 + _TIE)
+        dapple = self.dapple()
+        if dapple is not None and dapple in ranked:
+            limit = min(limit, dapple.latency)
+        close = [choice for choice in ranked if choice.latency <= limit]
         if self.request.reverse_first_k == AUTO and any(choice.plan.reverse_first_k for choice in close):
             return max(close, key=lambda choice: (self._throughput(choice), -choice.plan.reverse_first_k))
-        return min(close, key=lambda choice: (choice.plan.num_stages, choice.plan.micro_batches, choice.memory))
+        return min(close, key=_complexity)
 
     def ranked(self) -> list[Choice]:
         """What the request allows, the fastest first."""
-        found = [choice for choice in self.choices.values() if choice and choice.plan.schedule in self.request.schedules]
+        found = [
+            choice for choice in self.choices.values() if choice and choice.plan.schedule in self.request.schedules
+        ]
         return sorted(found, key=lambda choice: choice.latency)
 
     # ---- candidates
@@ -276,3 +282,9 @@ class OutOfOrderSearch:
                 + max(time.all_reduce for time in times)
             )
         return self.estimates[plan]
+
+
+def _complexity(choice: Choice) -> tuple[bool, int, int, float]:
+    """The simplest plan is one of DAPPLE's, then that with the fewest stages, micro-batches and bytes."""
+    plan = choice.plan
+    return plan.schedule not in DAPPLE_POLICIES, plan.num_stages, plan.micro_batches, choice.memory

@@ -111,6 +111,11 @@ class PlanRequest:
                 if value not in known:
                     alone = ", or 'auto' alone for all of them" if name == "schedule" else ""
                     raise PlanError(f"unknown {name} {value!r}; use one of {', '.join(known)}{alone}")
+        if self.schedules == ("interleaved",) and self.reverse_first_k not in (0, AUTO):
+            raise PlanError(
+                f"reverse_first_k is {self.reverse_first_k}, but interleaved doesn't split backwards; leave it out, or "
+                f"use modulo"
+            )
         choices = {"micro_batches": self.micro_batches, "schedule": self.schedules, "recompute": self.recompute}
         for name, choice in choices.items():
             if choice is not None and not choice:

@@ -59,7 +59,7 @@ _HOPELESS = 1.5
 """Plans whose L is above that of the best by this factor are simulated last."""
 _BASES = 10
 """From so many plans out-of-order ones are derived."""
-_DERIVING = 1.5
+_DERIVING = 1.0
 """How much of the work that finding the stages may take deriving these may take."""
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
@@ -180,7 +180,7 @@ class _Planner:
             best = self._best()
         if best is None:
             raise PlanError(shortage(self.request))
-        derived = self._out_of_order(best) if self.request.out_of_order else None
+        derived = self._out_of_order(best) if self._derives() else None
         self.bar.close()
         logger.info(
             "planned %s in %.2f s, %d plans simulated", self.profile.model, time.perf_counter() - started,
@@ -387,6 +387,13 @@ class _Planner:
             self._simulate_all(choice.plan)
         return self._best()
 
+    def _derives(self) -> bool:
+        """Whether to look for plans besides DAPPLE's: on one device there is nothing to gain, but it may be asked."""
+        request = self.request
+        asked = isinstance(request.reverse_first_k, int) and request.reverse_first_k > 0
+        asked |= not set(request.schedules) & set(DAPPLE_POLICIES)
+        return request.out_of_order and (asked or self.cluster.num_devices > 1)
+
     def _out_of_order(self, best: Choice) -> Derivation:
         """The best plan under the policies that were asked for, derived from the best ones of DAPPLE's."""
         search = OutOfOrderSearch(self.request, self.allowed * _DERIVING, self.bar.step)
@@ -401,7 +408,7 @@ class _Planner:
         found = search.run([*bases][:_BASES])
         if found is None:
             raise PlanError(
-                f"no plan under {', '.join(self.request.schedules)} fits the devices' memory; one under "
+                f"no plan under {', '.join(self.request.schedules)} fits these devices and their memory, but one under "
                 f"{best.plan.schedule} does: allow that as well, such as with schedule='auto'"
             )
         return Derivation(found, search.origin[found.plan], search.dapple())
