@@ -13,6 +13,7 @@ from typing import NamedTuple, TypedDict
 
 from dapple_tf.all_reduce import ALL_REDUCE, all_reduce_line, all_reduce_seconds
 from dapple_tf.cluster import Cluster
+from dapple_tf.device_memory import DeviceNeed, device_needs, stored_bytes
 from dapple_tf.plan import Plan, PlanError
 from dapple_tf.profile import ZERO, Cost, Profile
 from dapple_tf.schedules import WHOLE_BACKWARD, ScheduleError, make_schedule, resolve_warm_up
@@ -55,35 +56,6 @@ class Reduction:
     stages: tuple[int, ...]
     devices: tuple[int, ...]
     bytes: float
-
-
-class _Need(NamedTuple):
-    """The memory that a device needs.
-
-    Attributes:
-        stored: bytes of variables, slots and gradient accumulators.
-        each: what one micro-batch keeps in all stages of the device.
-        working: what a running task needs besides.
-        alone: for reductions at the end of the step.
-        beside: for a reduction while tasks go on.
-    """
-
-    stored: float
-    each: float
-    working: float
-    alone: float
-    beside: float
-
-    def peak(self, in_flight: int) -> float:
-        """Bytes with so many micro-batches in flight."""
-        return self.stored + max(in_flight * self.each + self.working + self.beside, self.alone)
-
-    def fitting(self, limit: int, most: int) -> int:
-        """How many micro-batches fit in so many bytes, at most ``most``."""
-        room = limit - self.stored - self.working - self.beside
-        if room < self.each or limit < self.peak(1):
-            return 0
-        return min(most, int(room // self.each)) if self.each else most
 
 
 class _Limits(TypedDict):
@@ -334,53 +306,13 @@ class CostModel:
 
         Parameters that several of its stages read are there once.
         """
-        kept = self._homes_of
-        sizes = {stages: self._stored_bytes(stages) for stages in set(kept.values())}
-        return {device: sizes[kept[device]] for device in self.devices}
-
-    def _stored_bytes(self, stages: Sequence[int]) -> float:
-        total = sum(self.stages[stage].stored_bytes for stage in stages)
-        for group in self.profile.shared:
-            readers = sum(
-                any(first <= layer < stop for layer in group.layers)
-                for first, stop in (self.stages[stage].layers for stage in stages)
-            )
-            total -= max(0, readers - 1) * (2 * group.parameter_bytes + group.slot_bytes)
-        return total
+        return stored_bytes(self)
 
     @functools.cached_property
-    def _homes_of(self) -> dict[int, tuple[int, ...]]:
-        """Device -> the stages whose variables live there."""
-        return _hosted(self.devices, self.homes)
+    def _needs(self) -> tuple[tuple[DeviceNeed, ...], ...]:
+        return device_needs(self)
 
-    @functools.cached_property
-    def _needs(self) -> tuple[tuple[_Need, ...], ...]:
-        """For each stage what its devices need; devices that host the same stages need the same."""
-        runs = _hosted(self.devices, self.plan.devices)
-        hosts = {device: (runs[device], self._homes_of[device]) for device in self.devices}
-        needs = {pair: self._need(*pair) for pair in dict.fromkeys(hosts.values())}
-        return tuple(
-            tuple(needs[pair] for pair in dict.fromkeys(hosts[device] for device in (*devices, *homes)))
-            for devices, homes in zip(self.plan.devices, self.homes, strict=True)
-        )
-
-    def _need(self, runs: tuple[int, ...], homes: tuple[int, ...]) -> _Need:
-        """What a device needs that runs F and Bx of some stages, and has the variables of some."""
-        each = 0.0
-        for stage in runs:
-            delayed = self._delays(stage) and stage in homes
-            samples = self.samples(stage)
-            residual = self.residual_bytes(stage, samples)
-            each += max(residual, self.delayed_bytes(stage, samples)) if delayed else residual
-        each += sum(self.delayed_bytes(stage, self.samples(stage)) for stage in homes if stage not in runs)
-        stages = {*runs, *homes}
-        working = max(self.working_bytes(stage, self.samples(stage)) for stage in stages)
-        reducing = [reduction.bytes for reduction in self.reductions if stages & {*reduction.stages}]
-        alone = sum(reducing) + (each + working if self.overlap else 0.0)
-        beside = max(reducing, default=0.0) if len(stages) > 1 else 0.0  # while other stages compute
-        return _Need(self._stored_bytes(homes), each, working, alone, beside)
-
-    def _delays(self, stage: int) -> bool:
+    def delays(self, stage: int) -> bool:
         """Whether the plan's schedule splits the backwards of a stage."""
         plan = self.plan
         offloaded = self.homes[stage] != plan.devices[stage]
@@ -479,15 +411,6 @@ class CostModel:
             "task_seconds": plan.task_seconds,
             "weight_devices": plan.weight_devices,
         }
-
-
-def _hosted(devices: Sequence[int], stages: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """Device -> the stages that stand on it."""
-    found: dict[int, tuple[int, ...]] = dict.fromkeys(devices, ())
-    for stage, members in enumerate(stages):
-        for device in members:
-            found[device] += (stage,)
-    return found
 
 
 def gib(size: float) -> str:

@@ -14,8 +14,8 @@ import tensorflow as tf
 from dapple_tf.cost import CostModel
 from dapple_tf.emulated_waits import Array, Port, StepClock, Wait
 from dapple_tf.simulated_reductions import Reductions, Unit, gradient_ends, last_gradients
+from dapple_tf.simulated_step import device_orders
 from dapple_tf.simulation import Simulation, Span
-from dapple_tf.simulator import device_orders
 from graph_passes.batching import Interval, slice_intervals
 from graph_passes.tasks import Phase, Schedule, Task
 
@@ -114,15 +114,15 @@ class EmulatedStep:
             for device, items in work.items():
                 while positions[device] < len(items):
                     item = items[positions[device]]
+                    last = max(self.reductions.of_stage[item.stage], default=-1)
+                    if (isinstance(item, _Update) or item in self.next) and last >= reduced:
+                        break
                     if isinstance(item, _Update):
-                        if max(self.reductions.of_stage[item.stage], default=-1) >= reduced:
-                            break
                         self._add_update(item)
-                    else:
-                        waits = item in self.next and max(self.reductions.of_stage[item.stage], default=-1) >= reduced
-                        if waits or not needs[item] <= self.made.keys():
-                            break
+                    elif needs[item] <= self.made.keys():
                         self._add_task(item)
+                    else:
+                        break
                     positions[device] += 1
                     moved = True
 
@@ -130,8 +130,8 @@ class EmulatedStep:
 
     def _slice(self, task: Task) -> Interval:
         """The samples of the global batch that are the task's."""
-        costs = self.costs
-        return slice_intervals(costs.micro_batches[task.micro_batch], len(costs.plan.devices[task.stage]))[task.replica]
+        replicas = self.costs.plan.replicas[task.stage]
+        return slice_intervals(self.costs.micro_batches[task.micro_batch], replicas)[task.replica]
 
     def _sources(self, task: Task) -> Iterable[list[tuple[Task, Interval, float]]]:
         """What a task gets from each other stage: (sender, samples, bytes) in the order of samples."""
@@ -171,13 +171,11 @@ class EmulatedStep:
         with self._on(device):
             tensors: list[tf.Tensor] = []
             after: list[Wait] = []
-            control: list[tf.Operation] = []
             kept = self._own(task)
             if kept is None or kept not in self.made:  # the last step's forwards are over
                 tensors.append(tf.constant(_samples(own), tf.float64))
             else:
-                size = self.costs.delayed_bytes(task.stage, own.size)
-                arrived = self._transfer(kept, task, own, size)
+                arrived = self._transfer(kept, task, own, self.costs.delayed_bytes(task.stage, own.size))
                 tensors.append(arrived.tensor)
                 after.append(arrived.wait)
             for pieces in self._sources(task):
@@ -190,7 +188,7 @@ class EmulatedStep:
             if task in self.next:
                 before_it += self._update_of(task)
             after += [made.wait for made in before_it]
-            control += [made.tensor.op for made in before_it]
+            control = [made.tensor.op for made in before_it]
             server = self.server[device]
             span = self._span(task.phase.value, device, task.stage, task.micro_batch, task.replica)
             seconds, before = self.costs.seconds(task, device), 0.0

@@ -9,7 +9,7 @@ import math
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -29,7 +29,7 @@ from graph_passes.assign_stages import AssignStages
 from graph_passes.build_backward import BuildBackward
 from graph_passes.build_forward import BuildForward
 from graph_passes.graph import Graph, GraphDef, Ref
-from graph_passes.group_update import GroupUpdate
+from graph_passes.group_update import GroupUpdate, reduction_order
 from graph_passes.outline import dtype_of
 from graph_passes.partition import Partition
 from graph_passes.pass_manager import Dump, Pass, Timing, run_passes
@@ -40,7 +40,7 @@ from graph_passes.split_concat import SplitConcat
 from graph_passes.storage import by_dtype
 from graph_passes.tasks import Schedule
 from graph_passes.tensorflow_bridge import dtype_size
-from graph_passes.update import Update
+from graph_passes.update import Update, flush
 from graph_passes.verify import verify
 
 logger = logging.getLogger(__name__)
@@ -65,16 +65,37 @@ class StepResult:
     trace: Any = None
 
 
+class _Kind(NamedTuple):
+    """What a step graph is for.
+
+    Attributes:
+        samples: of its batch.
+        carries: whether it leaves updates to the next step.
+        head: whether it begins with those that the step before has left.
+    """
+
+    samples: int
+    carries: bool = False
+    head: bool = False
+
+
 @dataclasses.dataclass
 class _Build:
-    """The stage functions of one mode and batch structure, and the steps made of them so far."""
+    """The stage functions of one mode and batch structure, and the steps made of them so far.
+
+    Attributes:
+        carried: the parameter groups whose updates steps leave to the next one, by their stages.
+        flush: node that makes these updates without a step; None as long as there is none.
+    """
 
     mode: Mode
     spec: BatchSpec
     program: Program
     updates: tuple[GroupUpdate, ...]
     prefix: str
-    steps: dict[int, tuple[str, Step]] = dataclasses.field(default_factory=dict)
+    steps: dict[_Kind, tuple[str, Step]] = dataclasses.field(default_factory=dict)
+    carried: tuple[tuple[int, ...], ...] = ()
+    flush: str | None = None
 
 
 class Engine:
@@ -101,7 +122,6 @@ class Engine:
         self._hosts: dict[str, tuple[int, ...]] = {}
         self._optimizer_variables: dict[tuple[int, ...], tuple[Variable, ...]] = {}
         self._builds: dict[tuple[Mode, str, bool], _Build] = {}
-        self._next_key = 1
         self.generation = 0
         self.ahead = False
         self._numbers = itertools.count()
@@ -117,6 +137,7 @@ class Engine:
         )
         self._storage: DeviceValues | None = None
         self._pushed_learning_rate: float | None = None
+        self._left_over: str | None = None  # node that makes the updates which the last step has left
 
     def close(self) -> None:
         """Frees the devices' memory."""
@@ -155,8 +176,27 @@ class Engine:
         program = run_passes(program, self._stage_passes(mode, prefix), instruments=[self.timing])
         updates = group_updates(self.model, self.table, program) if mode is Mode.TRAIN else ()
         self._host(program, updates)
+        carried = self._carried(updates)
         logger.info("prepared %s for %s in %.2f s", mode.value, spec.key, time.perf_counter() - start)
-        return _Build(mode, spec, program, updates, prefix)
+        return _Build(mode, spec, program, updates, prefix, carried=carried)
+
+    def _carried(self, updates: Sequence[GroupUpdate]) -> tuple[tuple[int, ...], ...]:
+        """The parameter groups that are updated during the next step's forward, in the order of their reduction.
+
+        Raises:
+            DappleError: the optimizer must know all gradients before it updates anything.
+        """
+        count = self.plan.carried_updates
+        if not count or not updates:
+            return ()
+        if any(update.statistics is not None for update in updates):
+            raise DappleError(
+                f"carried_updates is {count}, but the optimizer needs all gradients before it updates anything "
+                f"(global_clipnorm, or the loss scale's check for non-finite gradients): set carried_updates=0"
+            )
+        keys = [update.stages for update in updates]
+        order = reduction_order(keys, self.plan.order_tasks(), self.plan.weight_devices or self.plan.devices)
+        return tuple(keys[index] for index in order[-count:] if not updates[index].apply.slices)
 
     def _stage_passes(self, mode: Mode, prefix: str) -> list[Pass]:
         """Passes 1 to 4: from the captured graph to stage functions."""
@@ -168,24 +208,25 @@ class Engine:
             Partition(self.plan.recompute, self.plan.jit_compile, training, prefix, self.plan.split_stages),
         ]
 
-    def _step_passes(self, built: _Build, samples: int) -> list[Pass]:
-        """Passes 5 to 9: from stage functions to a step on a batch of ``samples`` samples."""
-        layout = self.layout(built, samples)
+    def _step_passes(self, built: _Build, kind: _Kind) -> list[Pass]:
+        """Passes 5 to 9: from stage functions to a step."""
+        layout = self.layout(built, kind.samples)
         order = OrderTasks(self.schedule(built, layout), self.cluster.device_names)
         replicate = Replicate(layout, self.cluster.host_device, self._hosts, built.prefix)
         if built.mode is not Mode.TRAIN:
             return [replicate, SplitConcat(), order]
-        bucket_bytes, key = self.plan.bucket_bytes, self._next_key
         update = Update(
             built.updates,
             self._hosts,
             self.cluster.host_device,
-            bucket_bytes,
-            key,
+            self.plan.bucket_bytes,
+            next(_COLLECTIVE_KEYS),
             built.prefix,
             self.plan.wait_free,
+            want_gradients=not kind.carries,
+            carried=built.carried if kind.carries else (),
+            head=kind.head,
         )
-        self._next_key += _KEYS_PER_STEP
         return [replicate, SplitConcat(), Accumulate(built.prefix), order, update]
 
     def _host(self, program: Program, updates: Sequence[GroupUpdate]) -> None:
@@ -207,11 +248,11 @@ class Engine:
         self._hosts = hosts
         self._optimizer_variables = optimizer or self._optimizer_variables
 
-    def step(self, built: _Build, samples: int) -> tuple[str, Step]:
-        """The step graph for batches of ``samples`` samples; made once. Returns its prefix in the session's graph."""
-        if samples not in built.steps:
-            built.steps[samples] = self._make_step(built, samples)
-        return built.steps[samples]
+    def step(self, built: _Build, kind: _Kind) -> tuple[str, Step]:
+        """A step graph; made once. Returns its prefix in the session's graph, too."""
+        if kind not in built.steps:
+            built.steps[kind] = self._make_step(built, kind)
+        return built.steps[kind]
 
     def layout(self, built: _Build, samples: int) -> Layout:
         """How a batch of ``samples`` samples is cut. Evaluation may take larger batches than training."""
@@ -250,8 +291,8 @@ class Engine:
                 shown = f"stage {stages[0]} needs" if len(stages) == 1 else f"stages {stages} together need"
                 raise DappleError(
                     f"{shown} {fixed + residual:,} bytes for variables, gradients and the residuals of one "
-                    f"micro-batch, but device {device} has {limit:,}: use more stages, more replicas, smaller micro-batches or "
-                    f"recompute='boundary'"
+                    f"micro-batch, but device {device} has {limit:,}: use more stages, more replicas, smaller "
+                    f"micro-batches or recompute='boundary'"
                 )
             for stage in stages:
                 found[stage] = min(found[stage], count)
@@ -271,12 +312,18 @@ class Engine:
                 stored += [v for _, v in accumulated_gradients(program, stage)]
         return sum(math.prod(v.shape) * dtype_size(v.dtype) for v in stored)
 
-    def _make_step(self, built: _Build, samples: int) -> tuple[str, Step]:
-        passes = self._step_passes(built, samples)
+    def _make_step(self, built: _Build, kind: _Kind) -> tuple[str, Step]:
+        passes = self._step_passes(built, kind)
         program = run_passes(built.program, passes, first=5, instruments=[self.timing])
         verify(program, complete=True)
-        name = f"{built.prefix}{samples}"
+        name = f"{built.prefix}{kind.samples}" + "_carries" * kind.carries + "_head" * kind.head
         self._import(program.graph, name)
+        if kind.carries and built.flush is None:
+            update = passes[-1]
+            assert isinstance(update, Update)
+            graph, node = flush(dataclasses.replace(update, first_key=next(_COLLECTIVE_KEYS)), program)
+            self._import(graph, f"{built.prefix}flush")
+            built.flush = f"{built.prefix}flush/{node}"
         assert program.step is not None
         return name, program.step
 
@@ -308,7 +355,12 @@ class Engine:
             trace: collect step stats.
         """
         built = self.prepare(mode, spec, training=training)
-        prefix, step = self.step(built, arrays[0].shape[0])
+        if mode is Mode.TRAIN and not want_gradients:
+            self._push_learning_rate()
+        carries = mode is Mode.TRAIN and not want_gradients and bool(built.carried)
+        if self._left_over != (built.flush if carries else None):
+            self.flush()
+        prefix, step = self.step(built, _Kind(arrays[0].shape[0], carries, self._left_over is not None))
 
         def name(ref: Ref) -> str:
             return f"{prefix}/{ref.node}:{ref.output}"
@@ -326,11 +378,12 @@ class Engine:
             fetch["loss"] = name(step.loss)
         if step.train is not None and not want_gradients:
             fetch["train"] = f"{prefix}/{step.train}"
-            self._push_learning_rate()
         metadata = tf.compat.v1.RunMetadata() if trace else None
         options = tf.compat.v1.RunOptions(trace_level=tf.compat.v1.RunOptions.FULL_TRACE) if trace else None
         self.ahead |= "train" in fetch
         result = self._session.run(fetch, feed, options=options, run_metadata=metadata)
+        if carries:
+            self._left_over = built.flush
         return StepResult(
             loss=float(result["loss"]) if "loss" in result else None,
             metrics={key: _merged(parts, (metrics or {})[key][1]) for key, parts in result["metrics"].items()},
@@ -346,6 +399,12 @@ class Engine:
         if spec.key not in self._structures:
             self._structures[spec.key] = output_structure(self.model, spec)
         return self._structures[spec.key]
+
+    def flush(self) -> None:
+        """Makes the updates that the last step has left to the next one."""
+        if self._left_over is not None:
+            node, self._left_over = self._left_over, None
+            self._session.run(node)
 
     # ---- variables
 
@@ -372,8 +431,9 @@ class Engine:
         return self._storage
 
     def load(self) -> None:
-        """Keras values -> devices."""
+        """Keras values -> devices; updates that a step has left to the next one are dropped."""
         self.ahead = False
+        self._left_over = None
         storage = self._stores()
         for holding, feeds, loads in zip(storage.holdings, storage.feeds, storage.loads, strict=True):
             feed = {}
@@ -390,6 +450,7 @@ class Engine:
 
         Not the learning rate: devices get it from Keras, and what a callback has assigned last may not be there yet.
         """
+        self.flush()
         storage = self._stores()
         rate = self.learning_rate
         seen = {self.table.name_of(rate)} if rate is not None and self.table.knows(rate) else set()
@@ -418,6 +479,7 @@ class Engine:
         value = float(rate.numpy())
         if value == self._pushed_learning_rate:
             return
+        self.flush()  # with the rate of its own step
         self._pushed_learning_rate = value
         name = self.table.name_of(rate)
         storage = self._stores()
@@ -438,9 +500,9 @@ class Engine:
             write = Dump(place)
             write.graph("00_capture", captured.graph)
             run_passes(captured, self._stage_passes(built.mode, built.prefix), instruments=[write])
-            samples = max(built.steps, default=self.plan.global_batch_size)
-            run_passes(built.program, self._step_passes(built, samples), first=5, instruments=[write])
-            schedule = self.schedule(built, self.layout(built, samples))
+            kind = max(built.steps, default=_Kind(self.plan.global_batch_size))
+            run_passes(built.program, self._step_passes(built, kind), first=5, instruments=[write])
+            schedule = self.schedule(built, self.layout(built, kind.samples))
             (place / "schedule.txt").write_text(f"{schedule}\n")
 
 
@@ -486,8 +548,9 @@ def optimizer_variables(updates: Sequence[GroupUpdate]) -> dict[tuple[int, ...],
     }
 
 
-# A step uses one collective key per bucket; keys of steps mustn't overlap.
-_KEYS_PER_STEP = 1_000_000
+# A step uses one collective key per bucket. Keys of steps mustn't overlap, those of other engines on the same servers
+# included.
+_COLLECTIVE_KEYS = itertools.count(1, 20_000)
 
 
 def _merged(parts: Sequence[np.ndarray], initial: np.ndarray) -> np.ndarray:

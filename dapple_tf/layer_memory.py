@@ -37,17 +37,23 @@ class LayerMemory:
     output: tuple[Cost, ...]
     residual: tuple[Cost, ...]
     min_cut: tuple[Cost, ...]
+    delayed: tuple[Cost | None, ...]
     temporary: tuple[Cost, ...]
 
 
 def layer_memory(
-    program: Program, min_cut: Program, sample_shapes: Sequence[Sequence[int]], traces: Sequence[StepTrace]
+    program: Program,
+    min_cut: Program,
+    split: Program,
+    sample_shapes: Sequence[Sequence[int]],
+    traces: Sequence[StepTrace],
 ) -> LayerMemory:
     """Bytes from the traces of a step at two sizes.
 
     Args:
         program: the stages of the traced step.
         min_cut: the same stages with ``recompute="min_cut"``.
+        split: the same stages with Bx and Bw in place of B.
         sample_shapes: the shape of one sample of each batch input.
         traces: of two sizes, the smaller first.
     """
@@ -70,8 +76,13 @@ def layer_memory(
         _min_cut_bytes(min_cut, trace, static_sizes(min_cut, sample_shapes, trace.samples), otherwise)
         for trace, otherwise in zip(traces, residual, strict=True)
     ]
+    delays = [_delayed_bytes(split, trace, static_sizes(split, sample_shapes, trace.samples)) for trace in traces]
+    delayed = []
+    for sizes in zip(*delays, strict=True):
+        known = [size for size in sizes if size is not None]
+        delayed.append(cost_through(samples, known) if len(known) == len(sizes) else None)
     temporary = [[trace.temporary_bytes(stage) for stage in stages] for trace in traces]
-    return LayerMemory(tuple(tensors), tuple(output), costs(residual), costs(fewest), costs(temporary))
+    return LayerMemory(tuple(tensors), tuple(output), costs(residual), costs(fewest), tuple(delayed), costs(temporary))
 
 
 def kept_tensors(program: Program, stage: int) -> list[Ref]:
@@ -88,7 +99,7 @@ def kept_tensors(program: Program, stage: int) -> list[Ref]:
 
 
 def static_sizes(program: Program, sample_shapes: Sequence[Sequence[int]], samples: int) -> dict[tuple[int, Ref], int]:
-    """(stage, residual) -> bytes, of those whose shapes are known without running anything.
+    """(stage, residual or partial result of Bx) -> bytes, where the shape is known without running anything.
 
     Args:
         program: stages with functions.
@@ -99,7 +110,7 @@ def static_sizes(program: Program, sample_shapes: Sequence[Sequence[int]], sampl
     boundaries = {boundary.ref: boundary for boundary in program.boundaries}
     inputs = dict(zip(program.roles.inputs, sample_shapes, strict=True))
     for stage in program.stages:
-        assert stage.graph is not None and stage.backward is not None
+        assert stage.graph is not None
         assumed: dict[str, list[int | None]] = {}
         for value, ref in stage.arguments.items():
             boundary = boundaries.get(value.ref)
@@ -112,8 +123,9 @@ def static_sizes(program: Program, sample_shapes: Sequence[Sequence[int]], sampl
                 assumed[ref.node] = shape
         shapes = infer_shapes(stage.graph, assumed, {program.roles.slice.samples: samples})
         graph = Graph(stage.graph)
-        for value in stage.backward.inputs:
-            dims = shapes.get(value.ref) if value.kind is ValueKind.RESIDUAL else None
+        read = {value for _, function in stage.phases if function is not None for value in function.inputs}
+        for value in read:
+            dims = shapes.get(value.ref) if value.kind in (ValueKind.RESIDUAL, ValueKind.PARTIAL) else None
             known = [dim for dim in dims or () if dim is not None]
             if dims is not None and len(known) == len(dims):
                 found[stage.index, value.ref] = math.prod(known) * dtype_size(dtype_of(graph, value.ref))
@@ -139,6 +151,32 @@ def _min_cut_bytes(
         fresh = [static.get((stage, ref)) for ref in refs if not trace.knows(stage, ref)]
         known = [size for size in fresh if size is not None]
         found.append(measured[stage] + sum(known) if len(known) == len(fresh) else otherwise[stage])
+    return found
+
+
+def _delayed_bytes(program: Program, trace: StepTrace, static: Mapping[tuple[int, Ref], int]) -> list[int | None]:
+    """What each stage keeps from Bx to Bw, all that Bw reads but variables; None where that can't be told.
+
+    What F returns has been measured, each buffer counts once; a gradient is as large as its tensor; of partial results
+    the shapes tell.
+    """
+    makers = {boundary.ref: boundary.producer for boundary in program.boundaries}
+    found: list[int | None] = []
+    for stage in program.stages:
+        kept: list[tuple[int, Ref]] = []
+        sizes: list[int | None] = []
+        for value in stage.weight_grad.inputs if stage.weight_grad is not None else ():
+            made = (makers.get(value.ref, stage.index), value.ref)
+            if value.kind is ValueKind.PARTIAL:
+                sizes.append(static.get((stage.index, value.ref)))
+            elif value.kind is ValueKind.RESIDUAL or (value.kind is ValueKind.FORWARD and value.ref in makers):
+                kept.append(made)
+            elif value.kind is ValueKind.GRADIENT:
+                sizes.append(trace.size(*made) if trace.knows(*made) else None)
+        sizes += [static.get((stage.index, ref)) for maker, ref in kept if not trace.knows(maker, ref)]
+        sizes.append(trace.buffer_bytes([made for made in kept if trace.knows(*made)]))
+        known = [size for size in sizes if size is not None]
+        found.append(sum(known) if len(known) == len(sizes) else None)
     return found
 
 
@@ -235,6 +273,14 @@ class StepTrace:
             key = self._pointers.get((stage, ref)) or (stage, ref)  # No address: a buffer of its own.
             found[key] = max(found.get(key, 0), self.size(stage, ref))
         return found
+
+    def buffer_bytes(self, made: Iterable[tuple[int, Ref]]) -> int:
+        """Bytes of tensors, each with the stage whose F returns it; those that share a buffer count once."""
+        buffers: dict[Hashable, int] = {}
+        for stage, ref in made:
+            for key, size in self._buffers(stage, [ref]).items():
+                buffers[key] = max(buffers.get(key, 0), size)
+        return sum(buffers.values())
 
     def kept_bytes(self, kept: Sequence[Iterable[Ref]]) -> list[int]:
         """Bytes that each stage keeps, given the tensors that it does: each buffer counts for the first that does.

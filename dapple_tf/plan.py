@@ -45,6 +45,7 @@ class PlanOptions(TypedDict, total=False):
     bucket_bytes: int
     reverse_first_k: int
     wait_free: bool
+    carried_updates: int
     task_seconds: tuple[tuple[float, float, float], ...] | None
     weight_devices: tuple[tuple[int, ...], ...] | None
 
@@ -77,6 +78,9 @@ class Plan:
             others, those of stage 0 first (Out-Of-Order BackProp, EuroSys'22, algorithm 2).
         wait_free: whether a stage's gradients are all-reduced as soon as they are complete, rather than when its
             devices have run all their tasks.
+        carried_updates: of so many parameter groups (those whose gradients are reduced last) the reduction and update
+            take place during the next step's forward, each stage of which waits for its own only (section 2 of the same
+            paper). Whatever reads or changes variables between steps has these updates made first.
         task_seconds: for each stage the times of F, Bx and Bw, in any unit, by which policies that fill gaps order
             tasks; None takes all as equal.
         weight_devices: for each stage the device of each replica that computes weight gradients (Bw), keeps the
@@ -99,6 +103,7 @@ class Plan:
     bucket_bytes: int = 4 * 2**20
     reverse_first_k: int = 0
     wait_free: bool = True
+    carried_updates: int = 0
     task_seconds: tuple[tuple[float, float, float], ...] | None = None
     weight_devices: tuple[tuple[int, ...], ...] | None = None
     report: PlanReport | None = field(default=None, compare=False, repr=False)
@@ -287,12 +292,9 @@ class Plan:
             self.devices,
             count,
             holds=holds,
-            warm_up=self.warm_up,
             active=active,
             forward_only=forward_only,
-            reverse_first_k=self.reverse_first_k,
-            task_seconds=self.task_seconds,
-            weight_devices=self.weight_devices,
+            **self.schedule_options(),
         )
         schedules.validate(
             made,
@@ -357,7 +359,7 @@ class Plan:
         """Turn lists into tuples and number-like things into ints; refuse what is neither."""
         object.__setattr__(self, "cuts", _names(self.cuts))
         object.__setattr__(self, "devices", _device_lists(self.devices))
-        for name in ("micro_batches", "global_batch_size", "bucket_bytes", "reverse_first_k"):
+        for name in ("micro_batches", "global_batch_size", "bucket_bytes", "reverse_first_k", "carried_updates"):
             object.__setattr__(self, name, integer(name, getattr(self, name)))
         if self.warm_up is not None:
             object.__setattr__(self, "warm_up", _integers("warm_up", self.warm_up))
@@ -392,6 +394,8 @@ class Plan:
             raise PlanError(f"task_seconds has {len(self.task_seconds)} entries for {stages} stages; give one for each")
         if not 0 <= self.reverse_first_k <= stages:
             raise PlanError(f"reverse_first_k is {self.reverse_first_k}; with {stages} stages it must be 0 to {stages}")
+        if self.carried_updates < 0:
+            raise PlanError(f"carried_updates is {self.carried_updates}; it must be 0 or more")
         if self.weight_devices is not None:
             self._check_weight_devices(self.weight_devices)
 

@@ -47,6 +47,8 @@ from dapple_tf.timed_step import (
 )
 from dapple_tf.variables import VariableTable
 from graph_passes.group_update import GroupUpdate
+from graph_passes.partition import Partition
+from graph_passes.pass_manager import run_passes
 from graph_passes.program import Program
 from graph_passes.tasks import Phase
 
@@ -295,7 +297,8 @@ class _Profiler:
             step = layered.timed.step
             traces.append(StepTrace(stats, self.program, step, self.device_name, layered.name, samples))
         fewest = with_functions(self.differentiated, "min_cut_", "min_cut")
-        return layer_memory(self.program, fewest, [array.shape for array in self.example.arrays], traces)
+        split = run_passes(self.differentiated, [Partition(prefix="split_", split=range(len(self.names)))], first=4)
+        return layer_memory(self.program, fewest, split, [array.shape for array in self.example.arrays], traces)
 
     # ---- attributing
 
@@ -313,6 +316,7 @@ class _Profiler:
                 backward_weight=backward[index] * float(1 - input_parts[index]),
                 residual_bytes=memory.residual[index],
                 min_cut_residual_bytes=memory.min_cut[index],
+                delayed_bytes=memory.delayed[index],
                 temporary_bytes=memory.temporary[index],
                 output_bytes=memory.output[index],
                 parameter_bytes=variables.parameters[index],

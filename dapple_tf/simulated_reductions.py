@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dapple_tf.cost import CostModel
+from graph_passes.group_update import reduction_order
 from graph_passes.tasks import Phase, Schedule, Task
 
 _GRADIENTS = (Phase.BACKWARD, Phase.WEIGHT_GRAD)
@@ -33,26 +34,14 @@ def gradient_ends(schedule: Schedule, *, wait_free: bool = True) -> Mapping[Task
     return found
 
 
-def reduction_order(schedule: Schedule, groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The one order in which all devices reduce parameter groups: that in which the schedule completes their gradients.
-
-    Groups are sorted by the position of their last gradient task in the order of its device, the latest of all devices;
-    among equals the one with the latest first stage comes first, as backwards do, then as they are given.
-
-    Args:
-        schedule: the order of tasks.
-        groups: the stages that read each group's parameters.
-
-    Returns:
-        Positions in ``groups``.
-    """
-    latest: dict[int, int] = {}
-    for tasks in schedule.orders.values():
-        last = {task.stage: position for position, task in enumerate(tasks) if task.phase in _GRADIENTS}
-        for stage, position in last.items():
-            latest[stage] = max(latest.get(stage, 0), position)
-    keys = [(max(latest.get(stage, -1) for stage in stages), -min(stages)) for stages in groups]
-    return tuple(sorted(range(len(groups)), key=lambda group: keys[group]))
+def carried_stages(costs: CostModel, schedule: Schedule) -> tuple[int, ...]:
+    """The stages whose own parameters are updated during the next step's forward, by ``plan.carried_updates``."""
+    count = costs.plan.carried_updates
+    shared = {reduction.stages for reduction in costs.reductions if len(reduction.stages) > 1}
+    own = {(stage,) for stage, cost in enumerate(costs.stages) if cost.parameter_bytes}
+    groups = sorted(own | shared)
+    order = reduction_order(groups, schedule, costs.homes)
+    return tuple(groups[index][0] for index in order[len(order) - min(count, len(order)) :] if len(groups[index]) == 1)
 
 
 @dataclass
@@ -85,25 +74,30 @@ class Reductions:
         unreduced: stage -> how many of its units aren't over.
     """
 
-    def __init__(self, costs: CostModel, schedule: Schedule, order: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, costs: CostModel, schedule: Schedule, order: Sequence[int] | None = None, carried: Sequence[int] = ()
+    ) -> None:
         """Orders the reductions.
 
         Args:
             costs: what is reduced.
             schedule: completes the gradients.
-            order: positions in :attr:`CostModel.reductions`; None for `reduction_order`.
+            order: positions in :attr:`CostModel.reductions`; None for that of a real step, `reduction_order`.
+            carried: stages whose gradients are those of the step before: they are reduced first, and at once.
 
         Raises:
             ValueError: ``order`` isn't one of all reductions.
         """
         groups = [reduction.stages for reduction in costs.reductions]
         if order is None:
-            order = reduction_order(schedule, groups)
+            order = reduction_order(groups, schedule, costs.homes)
         elif sorted(order) != list(range(len(groups))):
             raise ValueError(
                 f"reduction_order is {list(order)}; there are {len(groups)} reductions, give the order of 0 to "
                 f"{len(groups) - 1}, positions in CostModel.reductions"
             )
+        left_over = {(stage,) for stage in carried}
+        order = sorted(order, key=lambda number: groups[number] not in left_over)
         members: dict[int, int] = {}
         for _, stage in last_gradients(schedule):
             members[stage] = members.get(stage, 0) + 1
@@ -112,7 +106,9 @@ class Reductions:
         previous: dict[int, int] = {}
         for number in order if members else ():
             reduction = costs.reductions[number]
-            unready = sum(members.get(stage, 0) for stage in reduction.stages)
+            unready = 0
+            if reduction.stages not in left_over:
+                unready = sum(members.get(stage, 0) for stage in reduction.stages)
             for part, size in buckets(costs, number):
                 position = len(self.units)
                 self.units.append(Unit(number, size, part, unready))

@@ -193,9 +193,8 @@ class Simulation:
         if over:
             lacking, device = max(over)
             raise PlanError(
-                f"device {device} needs {gib(self.peak_bytes[device])} under schedule "
-                f"{self.costs.plan.schedule!r}, {gib(lacking)} more than it has: use a schedule that holds fewer "
-                f"micro-batches, such as dapple_a, smaller micro-batches, or more devices"
+                f"device {device} needs {gib(self.peak_bytes[device])}, {gib(lacking)} more than it has: use a "
+                f"schedule that holds fewer micro-batches, such as dapple_a, smaller micro-batches, or more devices"
             )
 
     # ---- text
@@ -230,8 +229,8 @@ class _Changes:
     def add(self, start: float, end: float, before: float, during: float, after: float) -> None:
         """Something adds bytes at its start, needs some more until its end, and adds or frees others then."""
         self.changes += [(start, before + during), (end, after - during)]
-        if start == end:
-            self.moments[start] = max(self.moments[start], during - min(0.0, after))
+        if start == end and (peak := during - min(0.0, after)) > 0:
+            self.moments[start] = max(self.moments[start], peak)
 
     def curve(self) -> tuple[tuple[float, float], ...]:
         """(seconds, bytes from then on)."""

@@ -6,8 +6,9 @@ On position i of p (a group of stages counts as one), with unit times, K = warm-
     1F1B      p - i            -                  p (position 0)            (p - 1)(T_F + T_B + T_W)
     zb_h1     p - i            i                  p, as 1F1B's fullest      (p - 1)(T_F + T_B - T_W)
     zb_h2     2(p - i) - 1     2i                 2p - 1                    (p - 1)(T_F + T_B - 2 T_W)
-    zb_v      a list schedule  -                  p, over both stages       0 for equal times
+    zb_v      a list schedule  -                  p, over both stages       see `zb_v`
 
+The bubble is that of position 0, between its first and its last task; the other positions start later as well.
 The order of a position is K forwards; then for each micro-batch j: Bx(j), Bw(j - d), F(j + K); at last the Bw that are
 left. L falls to what D (`holds`) or K (`warm_up`) allow, and with L = 1 this is the order F Bx Bw of each micro-batch.
 """

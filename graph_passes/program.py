@@ -319,6 +319,7 @@ class Step:
         values: where each result of each task is: (task, value) -> tensor.
         pending: (task, value) -> the placeholder that stands for an argument until a later pass connects it.
         schedule: the order of tasks on each device, once it is fixed.
+        reads: (stage, replica) -> the nodes that read its variables.
         feeds: flat batch input -> placeholder of the whole batch.
         metric_feeds: metric variable -> placeholders of its value before the step and of its value after a reset.
         metric_results: metric variable -> its value on each replica after the step, the first replica first.
@@ -334,6 +335,7 @@ class Step:
     values: Mapping[tuple[Task, Value], Ref] = dataclasses.field(default_factory=dict)
     pending: Mapping[tuple[Task, Value], str] = dataclasses.field(default_factory=dict)
     schedule: Schedule | None = None
+    reads: Mapping[tuple[int, int], tuple[str, ...]] = dataclasses.field(default_factory=dict)
     feeds: Mapping[Ref, Ref] = dataclasses.field(default_factory=dict)
     metric_feeds: Mapping[str, tuple[Ref, Ref]] = dataclasses.field(default_factory=dict)
     metric_results: Mapping[str, tuple[Ref, ...]] = dataclasses.field(default_factory=dict)

@@ -87,6 +87,7 @@ class _Replication:
         self.slices: dict[tuple[Ref, int], dict[tuple[int, int], Ref]] = {}
         self.metric_feeds: dict[str, tuple[Ref, Ref]] = {}
         self.variables: dict[tuple[str, int, int], Ref] = {}
+        self.reads: dict[tuple[int, int], tuple[str, ...]] = {}
         self.functions: list[FunctionDef] = []
 
     def result(self) -> Program:
@@ -110,6 +111,7 @@ class _Replication:
             exit=self.exit,
             values=self.values,
             pending=self.pending,
+            reads=self.reads,
             feeds=self.feeds,
             metric_feeds=self.metric_feeds,
             metric_results=self._metric_results(),
@@ -185,6 +187,8 @@ class _Replication:
                     name = self.builder.names.fresh(f"stage{stage.index}/replica{replica}/read_from{source}")
                     place = self.layout.homes[source][0] if remote else device
                     self.builder.append(call_node(name, function, [], device=place))
+                reader = stage.index, replica
+                self.reads[reader] = (*self.reads.get(reader, ()), name)
                 for index, variable in enumerate(group):
                     self.variables[variable.name, stage.index, replica] = Ref(name, index)
 

@@ -13,7 +13,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -339,10 +339,17 @@ def apply(program: Program, *passes: Pass) -> Program:
     return program
 
 
-def staged(program: Program, *cuts: str, recompute: str = "none", training: bool = True, prefix: str = "") -> Program:
+def staged(
+    program: Program,
+    *cuts: str,
+    recompute: str = "none",
+    training: bool = True,
+    prefix: str = "",
+    split: Container[int] = (),
+) -> Program:
     """A program with stage functions: passes 1 to 4."""
     backward = [BuildBackward()] if training else []
-    partition = Partition(recompute, training=training, prefix=prefix)
+    partition = Partition(recompute, training=training, prefix=prefix, split=split)
     return apply(program, AssignStages(cuts), BuildForward(want_outputs=not training), *backward, partition)
 
 

@@ -308,6 +308,32 @@ def test_a_large_reduction_counts_when_it_needs_more_than_the_tasks() -> None:
     assert CostModel(plan, model, cluster(2), overlap=True).needed_bytes(0, 1) == 200 + 100 + 30
 
 
+def test_stages_of_one_device_share_its_memory() -> None:
+    model = profile(letters(3, **HEAVY), shared=[SharedParameters((0, 2), 40, 5)])
+    plan = Plan.manual([*"ab"], [[0], [1], [0]], 1, 1, "modulo")
+    costs = CostModel(plan, model, cluster(2))
+    assert costs.stored_bytes == {0: 2 * 260 + 2 * 40 + 5, 1: 260}
+    assert costs.needed_bytes(0, 1) == costs.needed_bytes(2, 1) == 605 + (30 + 40) + 4
+    assert costs.needed_bytes(1, 1) == 260 + 40 + 4
+    assert costs.reductions == ()
+    assert CostModel(plan, model, cluster(2, memory=679)).holds == (1, 1, 1)
+    assert CostModel(plan, model, cluster(2, memory=678)).holds == (0, 1, 0)
+
+
+def test_what_is_delayed_counts_where_backwards_are_split() -> None:
+    layers = letters(2, **{**HEAVY, "delayed_bytes": Cost(0.0, 50.0)})
+    whole, split = (
+        CostModel(Plan.straight([*"a"], 4, 4, policy), profile(layers), cluster(2)) for policy in ("gpipe", "zb_h1")
+    )
+    assert whole.needed_bytes(1, 2) == 260 + 2 * 40 + 4
+    assert split.needed_bytes(1, 2) == 260 + 2 * 50 + 4
+    assert split.needed_bytes(0, 2) == 260 + 2 * 30 + 4  # the first stage's Bx does nothing
+    apart = Plan.straight([*"a"], 4, 4, "fast_forward", weight_devices=[[0], [2]])
+    costs = CostModel(apart, profile(layers), cluster(3))
+    assert costs.stored_bytes == {0: 260, 1: 0, 2: 260}
+    assert costs.needed_bytes(1, 2) == 260 + 2 * 50 + 4
+
+
 def test_memory_bounds_the_warm_up() -> None:
     assert heavy(None).holds is None
     assert heavy(None).warm_up == (2, 1)

@@ -141,6 +141,37 @@ def test_weight_gradients_of_their_own() -> None:
     assert step.order.orders == split.orders
 
 
+def test_weight_gradients_and_updates_on_a_device_of_their_own() -> None:
+    plan = replicated([1, 2], 3, 2, schedule="fast_forward_a", weight_devices=[[0], [3, 4]])
+    layer = {"parameter_bytes": 200, "residual_bytes": Cost(0.0, 100.0), "apply_seconds": 5e-3}
+    step = measured(plan, profile(2, **layer), cluster(5, intra_bandwidth=2e4))
+    assert step.order.orders == {**step.costs.schedule.orders}
+    assert {span.device for span in step.spans if span.kind == "apply"} == {0, 3, 4}
+    assert step.costs.schedule.after
+
+
+def test_stages_that_share_devices_are_reduced_and_updated_one_by_one() -> None:
+    plan = Plan.manual(NAMES[:3], [[0, 1], [0, 1], [0, 1], [2]], 2, 4, "dapple_a")
+    step = measured(plan, profile(4, parameter_bytes=500, apply_seconds=5e-3), cluster(3, intra_bandwidth=2e4))
+    assert [span.stage for span in step.spans if span.kind == "all_reduce"] == [2, 1, 0]
+    assert [span.stage for span in step.timeline[0] if span.kind == "apply"] == [2, 1, 0]
+    assert times(step, "all_reduce", 2)[0] < times(step, "B", 0)[-1]
+
+
+def times(step: Emulation, kind: str, stage: int) -> list[float]:
+    return sorted(span.start for span in step.spans if (span.kind, span.stage) == (kind, stage))
+
+
+@pytest.mark.parametrize("wait_free", [True, False])
+def test_the_next_steps_forwards_wait_for_updates(wait_free: bool) -> None:
+    plan = Plan.manual(NAMES[:2], [[0, 1]] * 3, 1, 2, "gpipe", reverse_first_k=2, wait_free=wait_free)
+    model = profile(3, parameter_bytes=500, apply_seconds=5e-3)
+    step = measured(plan, model, cluster(2, intra_bandwidth=2e4), next_forward=True, reduction_order=[1, 2, 0])
+    assert [span.stage for span in step.spans if span.kind == "all_reduce"] == [1, 2, 0]
+    assert [span.stage for span in step.timeline[0] if span.kind == "F"] == [0, 1, 2]
+    assert step.timeline[0][0].kind == "B"
+
+
 def test_forwards_alone() -> None:
     plan = replicated([2, 1], 3, 2)
     forward = make_schedule("gpipe", plan.devices, 3, forward_only=True)

@@ -7,11 +7,13 @@ moments are constant here, see docs/equivalence.md), dropout, skip connections a
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
-from equivalence import Reference, assert_equal_training, use_float64
+from equivalence import Reference, assert_equal_training, assert_same_variables, pair, use_float64
 from zoo import ZOO
 
 import dapple_tf as dapple
@@ -65,6 +67,8 @@ CASES = [
     Case("dapple_a", CHUNKS, {"reverse_first_k": 4}),
     Case("gpipe", CHUNKS, {"reverse_first_k": 2, "recompute": "boundary"}, 3),
     Case("dapple_b", CHUNKS, {"wait_free": False}),
+    Case("dapple_a", CHUNKS, {"reverse_first_k": 3, "carried_updates": 2}, 1),
+    Case("zb_h1", GROUPS, {"carried_updates": 3}),
     Case("fast_forward", [[0], [0]], {"weight_devices": [[1], [1]]}),
     Case("dapple_a", [[0, 1], [2]], {"weight_devices": [[3, 4], [5]]}),
 ]
@@ -107,19 +111,50 @@ def test_every_policy_trains_as_plain_keras(
     check(model, case, reference(model, samples, "float64"), monkeypatch, samples)
 
 
+def others() -> list[tuple[str, Case]]:
+    """Each case with another model in turn, where that isn't refused: these two clip gradients by their global norm."""
+    found = zip(itertools.cycle(("transformer", "multi_output", "cnn")), CASES)
+    return [("multi_output" if "carried_updates" in case.options else model, case) for model, case in found]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("index", "model"),
-    [
-        (i, m)
-        for m in ("cnn", "transformer", "multi_output")
-        for i in range(len(CASES))
-        if i % 3 == ["cnn", "transformer", "multi_output"].index(m)
-    ],
-)
+@pytest.mark.parametrize(("model", "case"), others(), ids=str)
 def test_other_models_take_the_policies_in_turn(
-    index: int, model: str, reference: Callable[[str, int, str], Reference], monkeypatch: pytest.MonkeyPatch
+    model: str, case: Case, reference: Callable[[str, int, str], Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_float64()
-    samples = samples_of(CASES[index])
-    check(model, CASES[index], reference(model, samples, "float64"), monkeypatch, samples)
+    samples = samples_of(case)
+    check(model, case, reference(model, samples, "float64"), monkeypatch, samples)
+
+
+def test_an_optimizer_that_must_know_all_gradients_carries_nothing_over() -> None:
+    plan = dapple.Plan.manual(ZOO["cnn"].cuts_for(4), CHUNKS, 1, 13, reverse_first_k=3, carried_updates=2)
+    pipelined = dapple.transform(ZOO["cnn"].build(), dapple.Cluster.local(2, kind="cpu"), plan)
+    with pytest.raises(dapple.DappleError, match="carried_updates is 2, but the optimizer needs all gradients"):
+        pipelined.train_on_batch(*ZOO["cnn"].batch(np.random.default_rng(0), 13)[:2])
+
+
+def test_what_is_carried_over_is_made_up_for_before_anyone_looks() -> None:
+    """The learning rate changes, a batch is evaluated, values are read: each time all updates have been made."""
+    use_float64()
+    own, plain = pair(ZOO["branches"].build)
+    plan = dapple.Plan.manual(
+        ZOO["branches"].cuts_for(4), CHUNKS, 3, 13, "dapple_a", reverse_first_k=3, carried_updates=2
+    )
+    pipelined = dapple.transform(own, dapple.Cluster.local(2, kind="cpu"), plan)
+    rng = np.random.default_rng(0)
+    for number, size in enumerate((13, 13, 13, 5, 13)):
+        x, y, _ = ZOO["branches"].batch(rng, size)
+        for model in (pipelined, plain):
+            model.train_on_batch(x, y)
+        if number == 1:
+            losses = [model.test_on_batch(x, y, return_dict=True)["loss"] for model in (pipelined, plain)]
+            np.testing.assert_allclose(*losses, rtol=2e-6)
+        if number == 2:
+            for model in (own, plain):
+                model.optimizer.learning_rate = 0.1
+        if number == 3:
+            pipelined.sync()
+            assert_same_variables(own, plain, 1e-10)
+    pipelined.sync()
+    assert_same_variables(own, plain, 1e-10)

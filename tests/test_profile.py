@@ -23,6 +23,7 @@ FULL = LayerProfile(
     backward_weight=Cost(1e-5, 2e-6),
     residual_bytes=Cost(64, 1024.5),
     min_cut_residual_bytes=Cost(0, 128),
+    delayed_bytes=Cost(0, 96),
     temporary_bytes=Cost(0, 1 / 3),
     output_bytes=Cost(4, 256),
     parameter_bytes=4096,

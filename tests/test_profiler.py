@@ -211,3 +211,14 @@ def test_wrong_arguments() -> None:
         measured(model, 4, device=1)
     with pytest.raises(dapple.CaptureError, match="isn't compiled"):
         measured(keras.Sequential([keras.Input((2,)), layers.Dense(1)]))
+
+
+def test_what_weight_gradients_are_computed_from() -> None:
+    """What the layer was given and the gradient of what its matrix product gave: 6 and 5, then 5 and 3 floats.
+
+    The first layer has no Bx, so that its Bw is the whole B: it reads tanh's results and the gradient of these.
+    Features aren't kept, they are there for the whole step.
+    """
+    found = measured(mlp(), [4, 8])
+    kept = [layer.delayed_bytes.at(1) for layer in found.layers if layer.delayed_bytes is not None]
+    assert kept == [4 * (6 + 6), 4 * (6 + 5), 4 * (5 + 3)]

@@ -22,7 +22,6 @@ from programs import (
 )
 
 from dapple_tf.capture import Mode
-from dapple_tf.schedules import POLICIES
 from graph_passes.accumulate import Accumulate
 from graph_passes.graph import Graph, PassError, control_inputs
 from graph_passes.program import Layout, Program
@@ -58,7 +57,7 @@ def refused(program: Program, schedule: Schedule, names: tuple[str, ...]) -> str
 # ---- which edges there are
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["gpipe", "dapple_a", "dapple_b"])
 @pytest.mark.parametrize(("counts", "batch", "micro_batches"), [([1, 1], 4, 4), ([2, 1], 7, 3), ([3, 2], 4, 3)])
 def test_the_new_control_edges_are_exactly_the_consecutive_pairs_of_the_schedule(
     policy: str, counts: list[int], batch: int, micro_batches: int
@@ -108,7 +107,7 @@ def test_the_next_task_waits_for_metrics_and_accumulation_of_the_one_before_it()
     ]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["gpipe", "dapple_a", "dapple_b"])
 def test_every_order_of_a_policy_leaves_one_way_to_run_the_tasks_of_a_device(policy: str) -> None:
     cut = layout([2, 2, 1], 8, 4)
     program = apply(connected(staged(mlp(3), "dense_0", "dense_1"), cut), Accumulate())

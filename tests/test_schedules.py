@@ -2,14 +2,26 @@
 
 import doctest
 import itertools
+import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from dapple_tf import schedules
-from dapple_tf.schedules import POLICIES, ScheduleError, make_schedule, resolve_warm_up, validate, warm_up_counts
+from dapple_tf import schedule_check, schedules
+from dapple_tf.one_forward_one_backward import RULE, one_forward_one_backward
+from dapple_tf.schedules import (
+    POLICIES,
+    ScheduleError,
+    in_flight,
+    make_schedule,
+    resolve_warm_up,
+    validate,
+    warm_up_counts,
+)
 from graph_passes.batching import split_evenly
 from graph_passes.tasks import Phase, Schedule, Task
+from tests.schedule_runs import in_micro_batch_order
 
 
 def place(replicas: Sequence[int]) -> list[list[int]]:
@@ -141,8 +153,7 @@ def test_one_forward_one_backward_deadlocks_just_where_warm_up_rises() -> None:
     for counts in itertools.product(range(1, micro_batches + 1), repeat=stages):
         orders = {
             stage: tuple(
-                Task(stage, phase, micro_batch)
-                for phase, micro_batch in schedules._one_forward_one_backward(micro_batches, count)
+                Task(stage, phase, micro_batch) for phase, micro_batch in one_forward_one_backward(micro_batches, count)
             )
             for stage, count in enumerate(counts)
         }
@@ -169,15 +180,36 @@ def test_an_explicit_warm_up_replaces_the_policys_and_counts_as_m_above_m() -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"policy": "zigzag"}, "unknown schedule 'zigzag'; use one of gpipe, dapple_a, dapple_b"),
+        ({"policy": "zigzag"}, f"unknown schedule 'zigzag'; use one of {', '.join(POLICIES)}"),
         ({"micro_batches": 0}, "micro_batches is 0; it must be at least 1"),
         ({"devices": []}, "number of stages is 0; it must be at least 1"),
         ({"devices": [[0], []]}, "stage 1 has no devices; give it at least one"),
         (
             {"devices": [[0, 1], [1]]},
-            "device 1 stands twice, in stages 0 and 1; a device runs one replica of one stage",
+            "device 1 stands in stage 0 on devices [0, 1] and in stage 1 on [1], but dapple_a wants all stages of a "
+            "device next to each other and with one list of devices; use modulo, interleaved or zb_v, or other devices",
         ),
-        ({"devices": [[0], [1, 1]]}, "device 1 stands twice, in stage 1; a device runs one replica of one stage"),
+        (
+            {"devices": [[0], [1], [0]], "policy": "zero_bubble"},
+            "device 0 stands in stage 0 on devices [0] and in stage 2 on [0], but zero_bubble wants all stages of a "
+            "device next to each other and with one list of devices; use modulo, interleaved or zb_v, or other devices",
+        ),
+        ({"devices": [[0], [1, 1]]}, "device 1 stands twice, in stage 1; a device runs one replica of a stage"),
+        ({"reverse_first_k": 3}, "reverse_first_k is 3; with 2 stages it must be from 0 to 2"),
+        ({"task_seconds": [[1, 1, 1]]}, "task_seconds has 1 entries for 2 stages; give one for each"),
+        (
+            {"task_seconds": [[1, 1, 1], [1, -1, 1]]},
+            "task_seconds of stage 1 is [1, -1, 1]; give the times of F, Bx and Bw, such as [1, 1, 1]",
+        ),
+        (
+            {"weight_devices": [[2], [3, 4]]},
+            "weight_devices has [1, 2] devices for stages of [1, 1] replicas; give one for each replica",
+        ),
+        (
+            {"devices": [[0], [0]], "warm_up": [2, 1]},
+            "warm_up falls from 2 at stage 0 to 1 at stage 1, but both run on devices [0] in one order; give both the "
+            "same",
+        ),
         ({"holds": [4]}, "holds has 1 entries for 2 stages; give one for each stage"),
         ({"holds": [4, 0]}, "holds of stage 1 is 0; it must be at least 1"),
         ({"warm_up": [2, 1, 1]}, "warm_up has 3 entries for 2 stages; give one for each stage"),
@@ -219,7 +251,7 @@ def test_warm_up_of_no_stages_is_refused() -> None:
 # --- full sweep of small cases ---
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RULE)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_every_small_schedule_is_valid_and_holds_just_k_micro_batches(policy: str, stages: int) -> None:
     for micro_batches, replicas in itertools.product(range(1, 7), itertools.product((1, 2, 3), repeat=stages)):
@@ -241,7 +273,7 @@ def test_every_small_memory_limit_is_kept_without_deadlock(policy: str) -> None:
             validate(schedule, devices, micro_batches, holds=holds)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", RULE)
 def test_small_batches_that_leave_slices_empty_are_valid(policy: str) -> None:
     for replicas, samples in itertools.product(itertools.product((1, 2, 3), repeat=2), range(3, 10)):
         sizes = split_evenly(samples, 3)
@@ -260,11 +292,97 @@ def test_small_batches_that_leave_slices_empty_are_valid(policy: str) -> None:
             validate(schedule, place(replicas), 3, active=active, forward_only=forward_only)
 
 
+# --- all policies ---
+
+
+def random_devices(policy: str, draw: random.Random) -> list[list[int]]:
+    """Devices on which the policy can run."""
+    if policy == "modulo":
+        return [draw.sample(range(5), draw.randint(1, 3)) for _ in range(draw.randint(1, 6))]
+    numbers = itertools.count()
+    lists = [list(itertools.islice(numbers, draw.randint(1, 3))) for _ in range(draw.randint(2, 4))]
+    if policy == "interleaved":
+        return lists * draw.randint(1, 3)
+    devices = [devices for devices in lists for _ in range(draw.choice([1, 1, 2, 3]))]
+    if policy == "zb_v" or (policy == "zero_bubble" and draw.random() < 0.3):
+        return devices + devices[::-1]
+    return devices
+
+
+def random_options(policy: str, devices: Sequence[Sequence[int]], draw: random.Random) -> dict[str, Any]:
+    """Options that the policy takes."""
+    options: dict[str, Any] = {}
+    if draw.random() < 0.5 and policy != "gpipe":
+        options["holds"] = [draw.randint(1, 6) for _ in devices]
+    if draw.random() < 0.3 and policy not in RULE:
+        options["warm_up"] = [draw.randint(1, 6) for _ in devices]
+    if draw.random() < 0.5:
+        options["task_seconds"] = [[draw.choice([0, 1, draw.random()]) for _ in range(3)] for _ in devices]
+    if draw.random() < 0.4 and policy != "interleaved":
+        options["reverse_first_k"] = draw.randint(0, len(devices))
+    if draw.random() < 0.5 and (policy in RULE or policy.startswith("fast_forward")):
+        options["weight_devices"] = [
+            stage if draw.random() < 0.4 else draw.sample(range(12), len(stage)) for stage in devices
+        ]
+    return options
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-def test_backwards_run_in_one_order_under_every_policy(policy: str) -> None:
-    schedule = make_schedule(policy, [[0], [1], [2]], 5)
-    for tasks in schedule.orders.values():
-        assert [task.micro_batch for task in tasks if task.phase is Phase.BACKWARD] == [0, 1, 2, 3, 4]
+def test_every_policy_makes_legal_schedules_within_its_limits(policy: str) -> None:
+    draw = random.Random(policy)
+    for _ in range(60):
+        devices = random_devices(policy, draw)
+        micro_batches = draw.randint(1, 9)
+        options = random_options(policy, devices, draw)
+        cells = itertools.product(range(len(devices)), range(micro_batches), range(1, 3))
+        empty = {cell for cell in cells if draw.random() < draw.choice([0.0, 0.2])}
+
+        def active(stage: int, micro_batch: int, replica: int, empty: set[tuple[int, ...]] = empty) -> bool:
+            return (stage, micro_batch, replica) not in empty
+
+        schedule = make_schedule(policy, devices, micro_batches, active=active, **options)
+        for limits in (options.get("holds"), options.get("warm_up")):
+            weights = options.get("weight_devices")
+            validate(schedule, devices, micro_batches, holds=limits, active=active, weight_devices=weights)
+        assert in_micro_batch_order(schedule)
+        most = resolve_warm_up(policy, len(devices), micro_batches, devices=devices, **options)
+        found = in_flight(schedule)
+        assert all(count <= limit for count, limit in zip(found, most, strict=False)), (devices, options, found, most)
+        assert Schedule.parse(str(schedule), name=policy) == schedule
+        late = [task for tasks in schedule.orders.values() for task in tasks[-1:]]
+        if options.get("reverse_first_k", 0) == len(devices) and not empty and "weight_devices" not in options:
+            assert all(task.phase is Phase.WEIGHT_GRAD and task.micro_batch == micro_batches - 1 for task in late)
+        forward = make_schedule(policy, devices, micro_batches, forward_only=True, active=active)
+        validate(forward, devices, micro_batches, forward_only=True, active=active)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_gets_along_with_one_micro_batch_in_flight(policy: str) -> None:
+    devices = [[0], [1], [1], [0]] if policy == "zb_v" else [[0], [1], [2]]
+    if policy == "gpipe":
+        devices = devices[:1]
+    micro_batches = 1 if policy == "gpipe" else 5
+    schedule = make_schedule(policy, devices, micro_batches, holds=[1] * len(devices))
+    assert in_flight(schedule) == (1,) * len(devices)
+
+
+@pytest.mark.parametrize("policy", RULE)
+def test_a_group_of_stages_runs_as_one_stage(policy: str) -> None:
+    whole = make_schedule(policy, [[0, 1], [2]], 4)
+    parts = make_schedule(policy, [[0, 1], [0, 1], [0, 1], [2]], 4)
+    for device, tasks in whole.orders.items():
+        found = [(task.phase, task.micro_batch) for task in parts.orders[device]]
+        count = 3 if device < 2 else 1
+        assert found == [(task.phase, task.micro_batch) for task in tasks for _ in range(count)]
+    assert str(make_schedule(policy, [[0], [0]], 1)) == "0: 0F0 1F0 1B0 0B0"
+    assert resolve_warm_up(policy, 4, 4, devices=[[0, 1], [0, 1], [0, 1], [2]]) == (
+        (4, 4, 4, 4) if policy == "gpipe" else {"dapple_a": (2, 2, 2, 1), "dapple_b": (3, 3, 3, 1)}[policy]
+    )
+
+
+def test_forwards_of_a_ring_keep_all_devices_busy_in_rounds() -> None:
+    schedule = make_schedule("modulo", [[0], [1], [0], [1]], 5, forward_only=True)
+    assert str(schedule).splitlines()[0] == "0: 0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3 0F4 2F4"
 
 
 # --- what the validator refuses ---
@@ -292,7 +410,7 @@ def test_a_deadlock_text_names_all_replicas_waited_for_and_devices_that_are_done
     stuck = Schedule.parse("0: 0B0 0F0\n1: 1F0 1B0\n2: 1F0.r1 1B0.r1")
     homes = {task: device for device, tasks in stuck.orders.items() for task in tasks}
     with pytest.raises(ScheduleError) as caught:  # validate() refuses 0B0 before 0F0 earlier, with a shorter message
-        schedules._check_progress(stuck, homes)
+        schedule_check._check_progress(stuck, homes)
     assert "device 0  -> 0B0 waits for 1B0 on device 1, 1B0.r1 on device 2" in str(caught.value)
     crossed = Schedule.parse("0: 0F0 0B0 0F1 0B1\n1: 1F1 1B1 1F0 1B0\n2: 0F0.r1 0F1.r1 0B0.r1 0B1.r1")
     with pytest.raises(ScheduleError) as caught:
@@ -334,7 +452,24 @@ def test_a_long_deadlock_shows_the_last_steps_only() -> None:
         ),
         (
             "0: 0F0 0B0 0F1 0Bx1\n1: 1F0 1B0 1F1 1B1",
-            "device 0 runs 0Bx1, which isn't a task of this step of 8 tasks; remove it",
+            "device 0 runs 0B0, but other backwards of stage 0 are split; give all of them as Bx and Bw, or all as B",
+        ),
+        ("0: 0F0 0Bx0 0F1 0Bx1 0Bw0\n1: 1F0 1B0 1F1 1B1", "no device runs 0Bw1; add it to device 0"),
+        (
+            "0: 0F0 0Bw0 0Bx0 0F1 0Bx1 0Bw1\n1: 1F0 1B0 1F1 1B1",
+            "device 0 runs 0Bw0 before 0Bx0; a weight gradient needs its Bx first",
+        ),
+        (
+            "0: 0F0 0F1 0Bx0 0Bx1 0Bw1 0Bw0\n1: 1F0 1B0 1F1 1B1",
+            "device 0 runs 0Bw0 after 0Bw1; weight gradients are added up in micro-batch order, so move it before",
+        ),
+        (
+            "0: 0F0 0F1 0B1 0B0\n1: 1F0 1B0 1F1 1B1",
+            "device 0 runs 0B0 after 0B1; weight gradients are added up in micro-batch order, so move it before",
+        ),
+        (
+            "0: 0F0 0B0 0F1 0B1\n1: 1F0 1Bx0 1F1 1Bx1 1Bw0 1Bw1",
+            "device 1 has 2 micro-batches in flight after 1F1, but stage 1 holds 1; run a backward before it",
         ),
         (
             "0: 0F0 0B1 0F1 0B0\n1: 1F0 1B0 1F1 1B1",
@@ -352,10 +487,32 @@ def test_a_wrong_schedule_is_refused_with_its_task_and_device(text: str, message
     assert str(caught.value) == message
 
 
+def test_holds_of_a_stage_whose_bw_run_elsewhere_need_waits() -> None:
+    text = "0: 0F0 0Bx0 0F1 0Bx1\n5: 0Bw0 0Bw1"
+    schedule = Schedule.parse(text)
+    validate(schedule, [[0]], 2, holds=[2], weight_devices=[[5]])
+    assert in_flight(schedule) == (2,)
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule, [[0]], 2, holds=[1], weight_devices=[[5]])
+    assert str(caught.value) == (
+        "device 0 has 2 micro-batches in flight after 0F1, but stage 0 holds 1; run a backward before it, or let it "
+        "wait for the end of 0Bw of an earlier micro-batch on its own device (after)"
+    )
+    waiting = Schedule.parse(text.replace("0F1", "0F1>0Bw0"))
+    validate(waiting, [[0]], 2, holds=[1], weight_devices=[[5]])
+    assert in_flight(waiting) == (1,)
+
+
+def test_a_wait_that_can_never_end_is_a_deadlock() -> None:
+    schedule = Schedule.parse("0: 0F0>0Bw1 0Bx0 0F1 0Bx1\n5: 0Bw0 0Bw1")
+    with pytest.raises(ScheduleError, match="device 0  -> 0F0 waits for 0Bw1 on device 5"):
+        validate(schedule, [[0]], 2, weight_devices=[[5]])
+
+
 def test_a_training_schedule_is_no_forward_only_schedule() -> None:
     with pytest.raises(ScheduleError, match="device 0 runs 0B0, which isn't a task of this step of 2 tasks"):
         validate(make_schedule("gpipe", [[0]], 2), [[0]], 2, forward_only=True)
 
 
 def test_the_example_in_the_documentation_is_true() -> None:
-    assert doctest.testmod(schedules) == (0, 1)
+    assert doctest.testmod(schedules) == (0, 2)

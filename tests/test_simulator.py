@@ -378,6 +378,138 @@ def test_a_schedule_that_deadlocks_is_refused() -> None:
         simulate(straight(2, 2), profile([(1.0, 2.0)] * 2), cluster(2), schedule=stuck)
 
 
+# --- stages that share devices ---
+
+
+def timeline(step: Simulation, device: int) -> str:
+    return " ".join(f"{span.stage}{span.kind}@{span.start:g}-{span.end:g}" for span in step.timeline[device])
+
+
+def test_what_stays_on_a_device_is_there_at_once() -> None:
+    plan = Plan.manual(NAMES[:2], [[0], [0], [1]], 1, 1, "gpipe")
+    step = simulate(plan, profile([(1.0, 2.0)] * 3, 4.0), cluster(1, 1, inter_bandwidth=4.0))
+    assert sends(step) == [(0, 1, 2, 3), (1, 0, 6, 7)]
+    assert timeline(step, 0) == "0F@0-1 1F@1-2 1B@7-9 0B@9-11"
+    assert step.idle == {0: pytest.approx(5 / 11), 1: pytest.approx(8 / 11)}
+    assert step.bubbles == pytest.approx([5 / 11, 5 / 11, 8 / 11])
+    assert str(step).splitlines()[2].split()[:4] == ["0", "1", "0", "45.5%"]
+
+
+def test_a_device_keeps_what_all_its_stages_do_and_shared_parameters_once() -> None:
+    model = profile([(1.0, 1.0)] * 3, 0.0, shared=[SharedParameters((0, 2), 40, 20)], **HEAVY)
+    step = simulate(Plan.manual(NAMES[:2], [[0], [1], [0]], 1, 1, "modulo"), model, cluster(2))
+    assert step.costs.stored_bytes == {0: 2 * 250 + 2 * 40 + 20, 1: 250}
+    assert step.peak_bytes == {0: 600 + 2 * 30 + 5, 1: 250 + 30 + 5}
+    assert [span.kind for span in step.spans if span.kind == "all_reduce"] == []
+    assert step.costs.needed_bytes(0, 1) == step.peak_bytes[0]
+
+
+def test_whether_a_schedule_fits_is_a_matter_of_its_peak() -> None:
+    plan, model = straight(2, 4, "gpipe"), profile([(1.0, 2.0)] * 2, 0.0, **HEAVY)
+    step = simulate(plan, model, cluster(2, memory=250 + 4 * 30 + 5))
+    assert step.fits
+    step.check_memory()
+    greedy = make_schedule("gpipe", plan.devices, 4)
+    limited = simulate(straight(2, 4), model, cluster(2, memory=250 + 2 * 30 + 5), schedule=greedy)
+    assert not limited.fits
+    with pytest.raises(PlanError, match="device 1 needs 375 bytes, 60 bytes more than it has"):
+        limited.check_memory()
+
+
+# --- reductions ---
+
+
+def chunks(count: int, seconds: float = 1.0, **options: Any) -> Simulation:
+    """Data parallelism on two devices in stages of F = Bx = Bw = 1 whose gradients take so long to reduce."""
+    plan_options = {name: options.pop(name) for name in ("reverse_first_k", "wait_free") if name in options}
+    plan = Plan.manual(NAMES[: count - 1], [[0, 1]] * count, 1, 2, "gpipe", **plan_options)
+    model = profile([(1.0, 2.0)] * count, parameter_bytes=4, apply_seconds=options.pop("apply_seconds", 0.0))
+    return simulate(plan, model, cluster(2, intra_bandwidth=4.0 / seconds), **options)
+
+
+def test_gradients_are_reduced_while_other_stages_compute_theirs() -> None:
+    assert times(chunks(3), "all_reduce") == [(5, 6), (7, 8), (9, 10)]
+    assert times(chunks(3, wait_free=False), "all_reduce") == [(9, 10), (10, 11), (11, 12)]
+
+
+def test_one_reduction_at_a_time_in_the_order_in_which_gradients_are_completed() -> None:
+    step = chunks(3, seconds=4.0)
+    assert [(span.stage, span.start) for span in step.spans if span.kind == "all_reduce"] == [(2, 5), (1, 9), (0, 13)]
+    assert [span.reduction for span in step.spans if span.kind == "all_reduce"] == [2, 1, 0]
+    step = chunks(3, seconds=4.0, reduction_order=[0, 1, 2])
+    assert [(span.stage, span.start) for span in step.spans if span.kind == "all_reduce"] == [(0, 9), (1, 13), (2, 17)]
+    with pytest.raises(
+        ValueError, match=r"reduction_order is \[0, 1\]; there are 3 reductions, give the order of 0 to 2"
+    ):
+        chunks(3, reduction_order=[0, 1])
+
+
+def test_reverse_first_k_brings_the_first_stages_gradients_forward() -> None:
+    step = chunks(3, reverse_first_k=2)
+    assert timeline(step, 0) == "0F@0-1 1F@1-2 2F@2-3 2B@3-5 1Bx@5-6 0Bx@6-6 0Bw@6-8 1Bw@8-9"
+    assert [(span.stage, span.start) for span in step.spans if span.kind == "all_reduce"] == [(2, 5), (0, 8), (1, 9)]
+
+
+def test_a_step_reduces_in_the_order_of_a_real_one() -> None:
+    """That of `group_update.reduction_order`: by place in a device's order, then the later stages first."""
+    plan = Plan.manual(NAMES[:2], [[0, 1], [0, 1], [2]], 1, 2, "gpipe")
+    model = profile(
+        [(1.0, 2.0)] * 3, parameter_bytes=4, shared=[SharedParameters((0, 2), 4), SharedParameters((1, 2), 4)]
+    )
+    step = simulate(plan, model, cluster(3, intra_bandwidth=4.0))
+    assert [one.stages for one in step.costs.reductions] == [(0,), (1,), (0, 2), (1, 2)]
+    assert [span.reduction for span in step.spans if span.kind == "all_reduce"] == [3, 1, 2, 0]
+
+
+def test_updates_run_while_a_device_waits_and_let_tasks_go_first() -> None:
+    plan = Plan.manual(NAMES[:2], [[0], [1], [0]], 1, 1, "modulo")
+    model = profile([(1.0, 1.0), (1.0, 4.0), (1.0, 1.0)], parameter_bytes=4, apply_seconds=3.0)
+    text = "0: 0F0 2F0 2B0 0B0\n1: 1F0 1B0"
+    step = simulate(plan, model, cluster(2), schedule=Schedule.parse(text))
+    assert timeline(step, 0) == "0F@0-1 2F@2-3 2B@3-4 2apply@4-7 0B@8-9 0apply@9-12"
+    model = profile([(1.0, 1.0), (1.0, 0.0), (1.0, 1.0)], parameter_bytes=4, apply_seconds=3.0)
+    step = simulate(plan, model, cluster(2), schedule=Schedule.parse(text))
+    assert timeline(step, 0) == "0F@0-1 2F@2-3 2B@3-4 0B@4-5 2apply@5-8 0apply@8-11"
+
+
+def test_the_next_steps_forwards_wait_for_their_stages_updates() -> None:
+    step = chunks(3, seconds=2.0, apply_seconds=0.5, next_forward=True)
+    assert (
+        timeline(step, 0)
+        == "2B@0-2 1B@2-4 0B@4-6 2apply@6-6.5 1apply@6.5-7 0apply@8-8.5 0F@8.5-9.5 1F@9.5-10.5 2F@10.5-11.5"
+    )
+    assert step.memory[0][:2] == ((0.0, 24), (0.0, 26))  # what the last two stages were given in the step before
+    assert step.memory[0][-1][1] == 26
+    kept = profile([(1.0, 2.0)], residual_bytes=Cost(0.0, 30.0))
+    forth = simulate(Plan.data_parallel(1, 2, 2, "gpipe"), kept, cluster(1), next_forward=True)
+    assert forth.memory[0] == ((0.0, 0), (0.0, 60), (2.0, 30), (4.0, 30), (5.0, 60), (6.0, 60))
+
+
+# --- weight gradients elsewhere ---
+
+
+def test_weight_gradients_on_another_device_get_what_they_need_from_this_one() -> None:
+    plan = straight(2, 2, "fast_forward", weight_devices=[[0], [2]])
+    layer = {"parameter_bytes": 100, "residual_bytes": Cost(0.0, 30.0), "delayed_bytes": Cost(0.0, 8.0)}
+    model = profile([(1.0, 2.0)] * 2, 0.0, apply_seconds=0.5, **layer)
+    step = simulate(plan, model, cluster(3, intra_bandwidth=16.0, speeds=[1.0, 1.0, 0.5]))
+    assert timeline(step, 1) == "1F@1-2 1F@2-3 1Bx@3-4 1Bx@4-5"
+    assert timeline(step, 2) == "1Bw@4.5-6.5 1Bw@6.5-8.5 1apply@8.5-9.5"
+    assert [one for one in sends(step) if one[1] == 2] == [(1, 2, 4, 4.5), (1, 2, 5, 5.5)]
+    assert step.costs.stored_bytes == {0: 200, 1: 0, 2: 200}
+    assert step.memory[2] == ((0, 200), (4, 208), (4.5, 208), (5, 216), (6.5, 208), (8.5, 200))
+    assert step.peak_bytes[1] == 60
+    assert [line.split()[:2] for line in str(step).splitlines()[2:5]] == [["0", "0"], ["1", "1"], ["1Bw", "2"]]
+
+
+def test_a_task_waits_for_another_devices_task() -> None:
+    order = Schedule.parse("0: 0F0 0B0 0F1>1B0 0B1\n1: 1F0 1B0 1F1 1B1")
+    free = simulate(
+        straight(2, 2), profile([(1.0, 2.0)] * 2, [Tensor(0, (1,), ZERO, False)]), cluster(2), schedule=order
+    )
+    assert timeline(free, 0) == "0F@0-1 0B@1-3 0F@4-5 0B@5-7"
+
+
 # --- memory ---
 
 # 2 x 100 for weights and gradients, 50 for slots: 250 stored; 30 kept per sample, 5 while a B runs.
@@ -720,3 +852,41 @@ def test_a_task_of_no_time_needs_its_memory_all_the_same() -> None:
     cluster = Cluster((Device("x", 0), Device("y", 0)), real=False)
     found = simulate(Plan.manual(["a"], [[0], [1]], 1, 1), profile, cluster)
     assert found.peak_bytes[1] == found.costs.needed_bytes(1, 1) == 1_500_001_000
+
+
+# ---- updates that are carried over
+
+
+def carrying(carried_updates: int = 0, reverse_first_k: int = 0) -> Simulation:
+    """Three layers of F 1, Bx 1, Bw 1 s (the first without Bx) on two devices; each all-reduce takes 2 s."""
+    layers = tuple(
+        LayerProfile(f"l{i}", Cost(0, 1.0), Cost(0, 2.0 if i else 1.0), Cost(0, 1.0), parameter_bytes=2)
+        for i in range(3)
+    )
+    tensors = tuple(Tensor(i, (i + 1,), Cost(0, 0.0)) for i in range(2))
+    profile = Profile("chunks", "any", (1,), layers, tensors)
+    cluster = Cluster((Device("a", 0), Device("b", 1)), 1.0, 1.0, 0.0, 0.0, real=False)
+    plan = Plan.manual(
+        ["l0", "l1"], [[0, 1]] * 3, 1, 2, reverse_first_k=reverse_first_k, carried_updates=carried_updates
+    )
+    return simulate(plan, profile, cluster)
+
+
+def test_what_is_carried_over_is_reduced_during_the_forward_of_its_own_stage() -> None:
+    """F0 F1 F2, B2 B1 B0, reductions of 2 s behind 2B, 1B, 0B; then with dW0 before dW1, whose update is carried over.
+
+    Reverse first-2: 2B 3..5, 1Bx 5..6, 0Bw 6..7, 1Bw 7..8. Stage 1's reduction 0..2 holds its forward back to 2.
+    """
+    assert carrying().latency == 11.0  # 2B 3..5, 1B 5..7, 0B 7..8; reductions 5..7, 7..9, 9..11
+    carried = carrying(carried_updates=1, reverse_first_k=2)
+    starts = {str(span).split()[0]: span.start for span in carried.spans}
+    assert (starts["0F0"], starts["1F0"], starts["2F0"]) == (0.0, 2.0, 3.0)
+    reductions = [(span.stage, span.start) for span in carried.spans if span.kind == "all_reduce"]
+    assert reductions == [(1, 0.0), (2, 6.0), (0, 8.0)]
+    assert carried.latency == 10.0
+
+
+def test_what_is_carried_over_is_reduced_once() -> None:
+    for count in range(4):
+        found = carrying(carried_updates=count)
+        assert sorted(span.stage for span in found.spans if span.kind == "all_reduce") == [0, 1, 2]

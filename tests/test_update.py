@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from programs import (
     Machine,
     Writer,
     apply,
+    connected,
     devices,
     hosts,
     interpret,
@@ -38,15 +39,17 @@ from programs import (
 )
 from tensorflow.core.framework import types_pb2
 
+from dapple_tf.schedules import make_schedule
 from graph_passes.accumulate import Accumulate
 from graph_passes.graph import Builder, Graph, NodeDef, Ref, control_inputs, data_inputs, dtype_attr
 from graph_passes.group_update import Captured, GroupUpdate
 from graph_passes.outline import placeholder
 from graph_passes.program import Layout, Program, Value
 from graph_passes.replicate import Replicate
+from graph_passes.schedule import OrderTasks
 from graph_passes.split_concat import SplitConcat
 from graph_passes.tensorflow_bridge import empty_graph
-from graph_passes.update import Update
+from graph_passes.update import Update, flush
 from graph_passes.verify import verify
 
 RATE = 0.5
@@ -232,7 +235,7 @@ def test_keys_begin_where_they_are_told_to() -> None:
     assert made == {"p_stage0_pack", "p_stage0_apply", "p_stage0_gradients"}
 
 
-def tied_and_own() -> Program:
+def tied_and_own(split: Container[int] = ()) -> Program:
     """``w`` in stages 0 and 2; ``u`` in 0, ``v`` in 1 and ``t`` in 2."""
     writer = Writer()
     h = writer.input("x", (None, 2))
@@ -241,7 +244,7 @@ def tied_and_own() -> Program:
         with writer.layer(name):
             for kernel in kernels:
                 h = writer.op("tanh", "Tanh", writer.op("matmul", "MatMul", h, kernel))
-    return staged(writer.program(writer.op("loss", "L2Loss", h)), "a", "b")
+    return staged(writer.program(writer.op("loss", "L2Loss", h)), "a", "b", split=split)
 
 
 def test_a_tied_weight_is_reduced_over_all_devices_of_its_stages() -> None:
@@ -473,3 +476,87 @@ def test_stages_on_one_device_add_up_what_they_share_and_apply_it_once() -> None
     library = {function.signature.name: function for function in after.graph.library.function}
     names = {each.attr["shared_name"].s.decode() for each in library["stage0_1_apply"].node_def}
     assert names - {""} == {"w", "w/gradient/stage0", "w/gradient/stage1"}
+
+
+# ---- stages that share devices, and the order of reductions
+
+
+def ordered_chunks(k: int = 0) -> Program:
+    """``tied_and_own`` in three stages, all on the same two devices, the first k reversed."""
+    names = devices(2)[0]
+    order = make_schedule("dapple_a", [[0, 1]] * 3, 1, reverse_first_k=k)
+    program = connected(tied_and_own(split=range(k)), Layout((names,) * 3, 4, 4, 1))
+    return apply(program, Accumulate(), OrderTasks(order, names))
+
+
+def chunked(k: int = 0, **options: Any) -> Program:
+    """:func:`ordered_chunks`, complete."""
+    program = ordered_chunks(k)
+    after = apply(program, Update(sgd_updates(program, RATE), hosts(program), HOST, 1 << 20, **options))
+    verify(after, complete=True)
+    return after
+
+
+def ends_before(program: Program, name: str) -> set[str]:
+    """Tasks that a node waits for directly."""
+    exits = {end: str(task) for task, ends in step_of(program).exit.items() for end in ends}
+    return {exits[waited] for waited in control_inputs(node(program, name)) if waited in exits}
+
+
+def test_a_chunk_is_reduced_when_its_own_tasks_are_over() -> None:
+    program = chunked()
+    assert ends_before(program, "stage2/replica0/pack") == {"2F0", "2B0"}
+    assert ends_before(program, "stage1/replica0/pack") == {"1F0", "1B0"}
+    assert ends_before(program, "stage0_2/replica1/pack") == {"0F0.r1", "0B0.r1", "2F0.r1", "2B0.r1"}
+
+
+def test_without_wait_free_reduction_a_chunk_waits_for_the_whole_device() -> None:
+    program = chunked(wait_free=False)
+    for stage in ("stage0", "stage1", "stage2", "stage0_2"):
+        assert ends_before(program, f"{stage}/replica0/pack") == {"0F0", "1F0", "2F0", "2B0", "1B0", "0B0"}
+
+
+def test_a_weight_of_two_chunks_is_packed_as_their_sum_and_applied_once() -> None:
+    program = chunked()
+    packed = next(f for f in program.graph.library.function if f.signature.name == "stage0_2_pack")
+    assert [each.op for each in packed.node_def].count("ReadVariableOp") == 2
+    assert "AddN" in [each.op for each in packed.node_def]
+    assert sorted(calls(program, "apply")) == sorted(
+        f"{group}/replica{replica}/apply" for group in ("stage0", "stage1", "stage2", "stage0_2") for replica in (0, 1)
+    )
+
+
+@pytest.mark.parametrize(("k", "order"), [(0, ["2", "1", "0_2", "0"]), (2, ["2", "0_2", "0", "1"])])
+def test_reductions_run_in_the_order_in_which_gradients_are_complete(k: int, order: list[str]) -> None:
+    program = chunked(k)
+    place = devices(2)[0][0]
+    names = [each.name for each in program.graph.node if each.op == "CollectiveReduceV2" and each.device == place]
+    assert [name.split("/")[0].removeprefix("stage") for name in names] == order
+
+
+# ---- updates that are carried over
+
+
+def test_what_is_carried_over_is_reduced_at_the_head_of_the_next_step() -> None:
+    first = chunked(carried=((1,), (0,)))
+    assert sorted({name.split("/")[0] for name in calls(first, "apply")}) == ["stage0_2", "stage2"]
+    # Nothing reads these accumulators in this step, but they must be complete at its end.
+    train = control_inputs(node(first, "train"))
+    assert {"stage0/replica1/accumulate_B0", "stage1/replica0/accumulate_B0"} <= set(train)
+    following = chunked(carried=((1,), (0,)), head=True)
+    carried = calls(following, "carried_apply")
+    assert sorted(carried) == [f"stage{s}/replica{r}/carried_apply" for s in (0, 1) for r in (0, 1)]
+    assert not any(ends_before(following, name) for name in carried)
+    for stage in (0, 1):
+        reader = node(following, f"stage{stage}/replica1/read_from{stage}")
+        assert f"stage{stage}/replica1/carried_apply" in control_inputs(reader)
+    assert not control_inputs(node(following, "stage2/replica0/read_from2"))
+
+
+def test_a_flush_makes_carried_updates_and_nothing_else() -> None:
+    program = ordered_chunks()
+    graph, end = flush(Update(sgd_updates(program, RATE), hosts(program), HOST, 1 << 20, carried=((1,),)), program)
+    ops = [each.op for each in graph.node if each.op != "Const"]
+    assert sorted(set(ops)) == ["CollectiveReduceV2", "NoOp", "StatefulPartitionedCall"]
+    assert {each.name.split("/")[0] for each in graph.node if "/" in each.name} == {"stage1"}
+    assert set(control_inputs(Graph(graph).nodes[end])) == {f"stage1/replica{r}/carried_apply" for r in (0, 1)}

@@ -13,8 +13,12 @@ Variants take turns, so that all meet the same ups and downs of the machine's sp
 * conventional: the whole model as one stage; gradients are reduced after the backward pass.
 * conventional_chunked: the model in chunks, with wait_free=False; shows what chunks cost by themselves.
 * wait_free: the model in chunks, each reduced as soon as its gradients are there.
-* reverse_first_<k>: the same with the weight gradients of the first k chunks put off (Out-Of-Order BackProp,
+* first_<k>: the same with the weight gradients of the first k chunks put off (reverse_first_k; Out-Of-Order BackProp,
   EuroSys'22, section 5.1).
+* first_<k>_carried_<n>: the same, and the n reductions that start last go on during the next step's forward pass
+  (carried_updates).
+
+"hidden" is the part of the all-reduce or of the computation, whichever is shorter, that runs behind the other.
 """
 
 from __future__ import annotations
@@ -28,7 +32,6 @@ import pathlib
 import platform
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -49,10 +52,14 @@ from models.vgg import vgg
 
 _MODELS = flags.DEFINE_list("models", ["resnet", "vgg"], "which of resnet and vgg to train")
 _RATE = flags.DEFINE_string(
-    "rate", "auto", "of the link in Mbit/s in each direction; auto: all-reduce takes about as long as computation"
+    "rate", "auto", "of the link in Mbit/s in each direction; auto: all-reduce takes about --ratio times computation"
 )
-_FIRST = flags.DEFINE_list("first_k", ["2", "4", "8"], "values of reverse_first_k")
-_ROUNDS = flags.DEFINE_integer("rounds", 7, "measured rounds", lower_bound=1)
+_RATIO = flags.DEFINE_float("ratio", 1.0, "see --rate", lower_bound=0.01)
+_FIRST = flags.DEFINE_list("first_k", ["0", "4", "7"], "values of reverse_first_k")
+_CARRIED = flags.DEFINE_list("carried", ["0", "3", "6"], "values of carried_updates; all pairs with first_k are tried")
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "rounds to measure on a quiet machine", lower_bound=1)
+_PATIENCE = flags.DEFINE_integer("patience", 3, "up to so many times as many rounds, in wait for a quiet machine")
+_NOISE = flags.DEFINE_float("noise", 0.15, "cores that other processes may use in a round that counts")
 _STEPS = flags.DEFINE_integer("steps", 2, "steps of each variant in a round; the fastest counts", lower_bound=1)
 _BUCKET = flags.DEFINE_float("bucket", 4.0, "MiB that are reduced at once", lower_bound=0.001)
 _BATCH = flags.DEFINE_integer("batch", None, "global batch size; by default the model's own", lower_bound=2)
@@ -61,8 +68,8 @@ _INSIDE = flags.DEFINE_string("inside", None, "internal: this is the client with
 
 _ADDRESSES = ("10.255.77.1", "10.255.77.2")
 _PORT = 2222
-_KEYS = 10_000_000
-"""Collective keys for each variant: all sessions on a server draw from the same numbers."""
+_KEY = 2_000_000_000
+"""First collective key of `Client.all_reduce`; steps count theirs from 1."""
 
 
 class Example(NamedTuple):
@@ -95,6 +102,7 @@ class TwoHosts:
         self.names = [f"two_hosts_{os.getpid()}_{host}" for host in range(2)]
         self.cores = sorted(os.sched_getaffinity(0))[:2]
         self.addresses = [f"{address}:{_PORT}" for address in _ADDRESSES]
+        self.servers: list[int] = []
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> TwoHosts:
@@ -119,6 +127,7 @@ class TwoHosts:
             _call("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             _call("ip", "-n", name, "link", "set", "eth0", "up")
         servers = [self._server(host) for host in range(2)]
+        self.servers = [server.pid for server in servers]
         for server in servers:
             assert server.stdout is not None
             if not server.stdout.readline():
@@ -149,8 +158,8 @@ class TwoHosts:
         """Runs this program's other half in the first host; returns what it has found."""
         with tempfile.TemporaryDirectory() as directory:
             result = pathlib.Path(directory) / "result.json"
-            told = json.dumps({**task, "addresses": self.addresses, "result": str(result)})
-            command = [sys.executable, "-m", "tools.two_hosts", f"--inside={told}"]
+            told = json.dumps({**task, "addresses": self.addresses, "servers": self.servers, "result": str(result)})
+            command = [sys.executable, "-m", "tools.two_hosts", f"--inside={told}", "--verbosity=-1"]
             client = subprocess.Popen([*_within(self.names[0]), *command], stdin=subprocess.DEVNULL, env=_environment())
             try:
                 if client.wait():
@@ -188,7 +197,6 @@ class Client:
         self.example = _EXAMPLES[task["model"]]
         self.batch: int = task["batch"]
         self.cluster = dapple.Cluster.of_servers(task["addresses"])
-        self._slots = itertools.count()
         self._threads = concurrent.futures.ThreadPoolExecutor(2)
         draw = np.random.default_rng(0)
         shape = self._model().input_shape[1:]
@@ -203,9 +211,7 @@ class Client:
         return model
 
     def _trainer(self, plan: dapple.Plan) -> Any:
-        trainer = dapple.transform(self._model(), self.cluster, plan)
-        trainer._engine._next_key = 1 + _KEYS * next(self._slots)
-        return trainer
+        return dapple.transform(self._model(), self.cluster, plan)
 
     def compute(self) -> Callable[[], float]:
         """A step of both hosts at once, without a network."""
@@ -227,7 +233,6 @@ class Client:
         """Reduces as many bytes as the model has gradients, bucket by bucket."""
         size = self.gradient_bytes // 4
         most = max(1, self.task["bucket_bytes"] // 4)
-        first = 1 + _KEYS * next(self._slots)
         graph = tf.Graph()
         with graph.as_default():
             ends = []
@@ -241,8 +246,8 @@ class Client:
                             reduced = tf.raw_ops.CollectiveReduceV2(
                                 input=vector,
                                 group_size=2,
-                                group_key=first,
-                                instance_key=first + number,
+                                group_key=_KEY,
+                                instance_key=_KEY + number,
                                 ordering_token=[],
                                 merge_op="Add",
                                 final_op="Id",
@@ -271,15 +276,24 @@ class Client:
         cuts = self.example.cuts
         chunks = [[0, 1]] * (len(cuts) + 1)
 
-        def chunked(wait_free: bool, k: int = 0) -> dapple.Plan:
+        def chunked(wait_free: bool, k: int = 0, carried: int = 0) -> dapple.Plan:
             return dapple.Plan.manual(
-                cuts, chunks, 1, self.batch, wait_free=wait_free, reverse_first_k=k, bucket_bytes=bucket
+                cuts,
+                chunks,
+                1,
+                self.batch,
+                wait_free=wait_free,
+                reverse_first_k=k,
+                carried_updates=carried,
+                bucket_bytes=bucket,
             )
 
         yield "conventional_chunked", chunked(False)
         yield "wait_free", chunked(True)
-        for k in self.task["first_k"]:
-            yield f"reverse_first_{k}", chunked(True, min(k, len(chunks)))
+        for k, carried in itertools.product(self.task["first_k"], self.task["carried"]):
+            if k or carried:
+                name = f"first_{k}" + f"_carried_{carried}" * bool(carried)
+                yield name, chunked(True, min(k, len(chunks)), carried)
 
     def measure(self) -> dict[str, Any]:
         """Measures all variants in turns."""
@@ -306,19 +320,15 @@ class Client:
                 failed[name] = f"{type(error).__name__}: {error}"
                 _say(f"{name} is left out: {failed[name]}")
                 losses.pop(name, None)
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
-        rounds = self.task["rounds"]
-        for number in range(rounds + 1):
-            for name, step in steps.items():
-                found = min(step() for _ in range(self.task["steps"]))
-                if number:  # The first round warms up.
-                    seconds[name].append(found)
-            typical = statistics.median(seconds["conventional"]) if number else 0.0
-            _say(f"{self.task['model']}: round {number}/{rounds}, conventional {typical * 1e3:.0f} ms")
+        rounds = list(self._rounds(steps))
+        quiet = [times for times, noise in rounds if noise <= self.task["noise"]]
+        counted = quiet if len(quiet) >= 3 else [times for times, _ in rounds]
         first = next(iter(losses.values()))
         apart = max(abs(a - b) / abs(b) for other in losses.values() for a, b in zip(other, first, strict=True))
         return {
-            "seconds": seconds,
+            "seconds": {name: [times[name] for times in counted] for name in steps},
+            "noise": [noise for _, noise in rounds],
+            "quiet": len(quiet) >= 3,
             "failed": failed,
             "losses": first,
             "losses_apart": apart,
@@ -326,13 +336,51 @@ class Client:
             "chunks": len(self.example.cuts) + 1,
         }
 
+    def _rounds(self, steps: Mapping[str, Callable[[], float]]) -> Iterator[tuple[dict[str, float], float]]:
+        """Measures each variant once; seconds of each, and how many cores other processes used meanwhile."""
+        wanted, quiet = self.task["rounds"], 0
+        for number in range(self.task["patience"] * wanted + 1):
+            with self._noise() as noise:
+                times = {name: min(step() for _ in range(self.task["steps"])) for name, step in steps.items()}
+            if number == 0:
+                continue  # It warms up.
+            yield times, noise[0]
+            quiet += noise[0] <= self.task["noise"]
+            _say(
+                f"{self.task['model']}: round {number}, {quiet} of {wanted} quiet (others used {noise[0]:.2f} cores), "
+                f"conventional {times['conventional'] * 1e3:.0f} ms"
+            )
+            if quiet == wanted:
+                return
+
     def compute_seconds(self) -> dict[str, Any]:
-        """Time of a step without a network, for --rate=auto."""
+        """Time of a step without a network, for --rate=auto: the fastest of eight, on a quiet machine if it gets so."""
         step = self.compute()
-        return {
-            "seconds": statistics.median(step() for _ in range(5)),
-            "gradient_bytes": self.gradient_bytes,
-        }
+        for _ in range(self.task["patience"]):
+            with self._noise() as noise:
+                seconds = min(step() for _ in range(8))
+            if noise[0] <= self.task["noise"]:
+                break
+        return {"seconds": seconds, "gradient_bytes": self.gradient_bytes}
+
+    @contextlib.contextmanager
+    def _noise(self) -> Iterator[list[float]]:
+        """Gives a list that has, afterwards, how many cores other processes used meanwhile."""
+        noise: list[float] = []
+        before, started = _others(self.task["servers"]), time.perf_counter()
+        yield noise
+        noise.append((_others(self.task["servers"]) - before) / (time.perf_counter() - started))
+
+
+def _others(servers: Sequence[int]) -> float:
+    """CPU seconds that this machine has spent on processes other than the servers and this one."""
+    with open("/proc/stat") as lines:
+        user, nice, system, _, _, interrupts, soft_interrupts, stolen = map(int, next(lines).split()[1:9])
+    ticks = user + nice + system + interrupts + soft_interrupts + stolen
+    for process in (*servers, os.getpid()):
+        fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        ticks -= int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _inside(task: Mapping[str, Any]) -> None:
@@ -357,14 +405,17 @@ def measure(name: str, rate: float | None) -> dict[str, Any]:
         "batch": batch,
         "bucket_bytes": int(_BUCKET.value * 2**20),
         "first_k": [int(k) for k in _FIRST.value],
+        "carried": [int(count) for count in _CARRIED.value],
         "rounds": _ROUNDS.value,
+        "patience": _PATIENCE.value,
+        "noise": _NOISE.value,
         "steps": _STEPS.value,
     }
     with TwoHosts() as hosts:
         if rate is None:
             _say(f"{name}: measuring computation without a network")
             found = hosts.run({**task, "what": "compute"})
-            rate = found["gradient_bytes"] * 8 / found["seconds"] / 1e6
+            rate = found["gradient_bytes"] * 8 / found["seconds"] / 1e6 / _RATIO.value
     with TwoHosts() as hosts:  # Fresh servers: the old ones know the collectives' keys already.
         _say(f"{name}: global batch {batch}, link of {rate:.0f} Mbit/s")
         hosts.limit(rate)
@@ -396,6 +447,8 @@ def table(result: Mapping[str, Any]) -> str:
         f"gradients, link of {result['rate_mbit']:.0f} Mbit/s (all-reduce gets "
         f"{size * 8 / np.median(seconds['all_reduce']) / 1e6:.0f}); losses agree to {result['losses_apart']:.1e}"
     )
+    if not result["quiet"]:
+        lines.append("too few quiet rounds: all are counted, and other processes have disturbed them")
     lines += [f"{name} is left out: {why}" for name, why in result["failed"].items()]
     return "\n".join([head, *lines])
 
@@ -430,9 +483,10 @@ def _check() -> None:
     unknown = set(_MODELS.value) - set(_EXAMPLES)
     if unknown or not _MODELS.value:
         raise app.UsageError(f"--models={','.join(_MODELS.value)}; choose from {', '.join(_EXAMPLES)}")
-    for k in _FIRST.value:
-        if not k.isdigit():
-            raise app.UsageError(f"--first_k has {k!r}; give whole numbers from 0")
+    for flag, values in (("first_k", _FIRST.value), ("carried", _CARRIED.value)):
+        for value in values:
+            if not value.isdigit():
+                raise app.UsageError(f"--{flag} has {value!r}; give whole numbers from 0")
     if _OUT.value and not pathlib.Path(_OUT.value).absolute().parent.is_dir():
         raise app.UsageError(f"--out={_OUT.value}: no such folder")
     for program in ("ip", "tc", "taskset"):

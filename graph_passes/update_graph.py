@@ -1,0 +1,563 @@
+"""The nodes that pass 9 adds: AllReduce and Apply of each parameter group."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from tensorflow.core.framework import types_pb2
+
+from graph_passes.accumulate import (
+    accumulated_gradients,
+    accumulated_state,
+    gradient_accumulator,
+    state_accumulator,
+)
+from graph_passes.graph import (
+    FLOAT_DTYPES,
+    PHASE_ATTR,
+    STAGE_ATTR,
+    Builder,
+    Graph,
+    GraphDef,
+    Ref,
+    dtype_attr,
+    substitute,
+)
+from graph_passes.group_update import Captured, GroupUpdate, reduction_order
+from graph_passes.outline import FunctionDef, call_node, outline, placeholder
+from graph_passes.program import Program, Step, Value, ValueKind, Variable, VariableKind
+from graph_passes.storage import (
+    accumulate_function,
+    assign,
+    buckets,
+    flatten,
+    handle,
+    merge_library,
+    read,
+    unflatten,
+    zeros,
+)
+from graph_passes.tasks import Phase, Task
+from graph_passes.tensorflow_bridge import empty_graph
+
+if TYPE_CHECKING:
+    from graph_passes.update import Update
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Variables that the same stages read.
+
+    Attributes:
+        stages: the stages, ascending.
+        devices: their devices, each once, in the order of stages and replicas.
+        variables: those with gradients or floating-point state that are added up over slices.
+        update: the optimizer's part; None where there are no parameters.
+    """
+
+    stages: tuple[int, ...]
+    devices: tuple[str, ...]
+    variables: tuple[Variable, ...]
+    update: GroupUpdate | None
+
+    @property
+    def label(self) -> str:
+        """Name in nodes and functions."""
+        return "stage" + "_".join(map(str, self.stages))
+
+
+_Calls: TypeAlias = dict[tuple[tuple[int, ...], str], str]
+"""(stages of a group, device) -> the call that updates it there."""
+
+
+class UpdateGraph:
+    """The nodes of AllReduce and Apply while they are being added to a step's top level.
+
+    Args:
+        options: the pass.
+        program: a program with ordered tasks.
+        graph: what nodes are added to.
+    """
+
+    def __init__(self, options: Update, program: Program, graph: GraphDef) -> None:
+        assert program.step is not None
+        self.options = options
+        self.program = program
+        self.step: Step = program.step
+        self.homes = self.step.layout.homes
+        self.graph = graph
+        self.builder = Builder(self.graph)
+        self.functions: list[FunctionDef] = []
+        self.contributors = self._contributors()
+        self.groups = self._groups()
+        self.reduced: dict[tuple[tuple[Variable, ...], str], Ref] = {}
+        self.gathered: dict[tuple[str, str], tuple[Ref, Ref]] = {}
+        self.joined: dict[tuple[Value, int, int], Ref | None] = {}
+        self.next_key = options.first_key
+        self.previous: dict[str, str] = {}  # device -> the last of its all-reduces so far
+
+    def _contributors(self) -> dict[str, dict[int, Variable]]:
+        """Variable -> the stages that contribute to it, with their accumulators."""
+        found: dict[str, dict[int, Variable]] = {}
+        for stage in self.program.stages:
+            for _, variable in accumulated_gradients(self.program, stage):
+                found.setdefault(variable.name, {})[stage.index] = gradient_accumulator(variable, stage.index)
+            for _, variable in accumulated_state(self.program, stage):
+                found.setdefault(variable.name, {})[stage.index] = state_accumulator(variable, stage.index)
+        return found
+
+    def _groups(self) -> list[_Group]:
+        """All groups, in the order in which they are reduced."""
+        updates = {update.stages: update for update in self.options.updates}
+        variables: dict[tuple[int, ...], list[Variable]] = {stages: [] for stages in updates}
+        for variable in self.program.roles.variables:
+            stages = self._stages_of(variable)
+            if stages and variable.kind is not VariableKind.METRIC:
+                own = variables.setdefault(stages, [])
+                if variable.name in self.contributors:
+                    own.append(variable)
+        keys = list(variables)
+        numbers = self._device_numbers()
+        devices = [[numbers[device] for device in devices if device in numbers] for devices in self.homes]
+        return [
+            _Group(keys[index], self._devices(keys[index]), tuple(variables[keys[index]]), updates.get(keys[index]))
+            for index in reduction_order(keys, self.step.schedule, devices)
+        ]
+
+    def _stages_of(self, variable: Variable) -> tuple[int, ...]:
+        """The stages that keep a variable or contribute to it."""
+        stages = {*self.options.hosts.get(variable.name, ()), *self.contributors.get(variable.name, ())}
+        return tuple(sorted(stages))
+
+    def _device_numbers(self) -> dict[str, int]:
+        """Name of a device that runs some task -> its number in the schedule."""
+        orders = {} if self.step.schedule is None else self.step.schedule.orders
+        return {self.step.layout.device_of(task): device for device, tasks in orders.items() for task in tasks}
+
+    def _devices(self, stages: Sequence[int]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(device for stage in stages for device in self.homes[stage]))
+
+    def result(self) -> Program:
+        """The step's program, complete."""
+        self._bind_loss_scale()
+        carried = self._carried()
+        applied = self._reduce_and_apply(carried, at_head=True) if self.options.head else {}
+        self._accumulate_nothing(applied)
+        self._hold_back_reads(applied)
+        now = [group for group in self.groups if group not in carried]
+        applied |= self._reduce_and_apply(now)
+        ends = [*applied.values(), *self._call_each("counters", carried, None).values()]
+        # What is carried over must have been accumulated, though nothing in this step reads it.
+        ends += [name for group in carried for device in group.devices for name in self._complete(group, device)]
+        train = self.builder.add("train", "NoOp", control=dict.fromkeys(ends), device=self.options.host_device).node
+        gradients = self._gradients(now) if self.options.want_gradients else {}
+        merge_library(self.graph, self.functions)
+        step = dataclasses.replace(self.step, pending={}, train=train, gradients=gradients)
+        return self.program.replace(graph=self.graph, step=step)
+
+    def flushed(self) -> tuple[GraphDef, str]:
+        """A graph of carried updates alone, and the node that has run at its end."""
+        applied = self._reduce_and_apply(self._carried(), at_head=True)
+        train = self.builder.add("train", "NoOp", control=list(applied.values()), device=self.options.host_device).node
+        merge_library(self.graph, self.functions)
+        return self.graph, train
+
+    def _carried(self) -> list[_Group]:
+        by_stages = {group.stages: group for group in self.groups}
+        return [by_stages[stages] for stages in self.options.carried]
+
+    def _reduce_and_apply(self, groups: Sequence[_Group], *, at_head: bool = False) -> _Calls:
+        """AllReduce and Apply of groups; ``at_head`` of gradients of the step before: there is nothing to wait for."""
+        self._all_reduce(groups, at_head=at_head)
+        if at_head:
+            return self._call_each("carried_apply", groups, None)
+        return self._call_each("apply", groups, self._totals())
+
+    def _call_each(self, what: str, groups: Sequence[_Group], totals: Ref | None) -> _Calls:
+        found: _Calls = {}
+        for group in groups:
+            for device in group.devices:
+                call = self._on_gradients(what, group, device, totals)
+                if call is not None:
+                    found[group.stages, device] = call.node
+        return found
+
+    def _hold_back_reads(self, applied: _Calls) -> None:
+        """The variables of a stage are read when its carried updates have been made."""
+        nodes = {node.name: node for node in self.graph.node}
+        for (stages, device), call in applied.items():
+            for place in self._places(stages, device):
+                for name in self.step.reads.get(place, ()):
+                    nodes[name].input.append(f"^{call}")
+
+    def _bind_loss_scale(self) -> None:
+        """The gradient of the loss is the loss scale, which each replica of its stage reads from an optimizer's part.
+
+        From one on its own device if there is one: all have the same value.
+        """
+        bound: dict[str, Ref] = {}
+        scales: dict[str, Ref] = {}
+        scaled = [group for group in self.groups if group.update is not None and group.update.loss_scale is not None]
+        for (task, value), name in self.step.pending.items():
+            assert value == Value(self.program.roles.loss or value.ref, ValueKind.GRADIENT), f"{value} is not connected"
+            device = self.step.layout.devices[task.stage][task.replica]
+            if not scaled:
+                dtype = next(node for node in self.graph.node if node.name == name).attr["dtype"].type
+                bound[name] = self.builder.const(1.0, dtype, device=device)
+                continue
+            group = next((group for group in scaled if device in group.devices), scaled[0])
+            place = device if device in group.devices else group.devices[0]
+            if place not in scales:
+                assert group.update is not None and group.update.loss_scale is not None
+                captured = group.update.loss_scale
+                function = self._bound(f"{group.label}_loss_scale", captured, {}, [], captured.outputs)
+                scales[place] = self._call("loss_scale", function, [], group, place)
+            bound[name] = scales[place]
+        substitute(self.graph, bound)
+
+    def _places(self, stages: Iterable[int], device: str) -> list[tuple[int, int]]:
+        """The (stage, replica) of these stages whose variables are on a device."""
+        return [
+            (stage, replica) for stage in stages for replica, home in enumerate(self.homes[stage]) if home == device
+        ]
+
+    def _complete(self, group: _Group, device: str) -> list[str]:
+        """Nodes after which a device's accumulators are complete and its variables are no longer read."""
+        places = set(self._places(group.stages, device))
+        names = [
+            name
+            for task, exits in self.step.exit.items()
+            if (task.stage, task.replica) in places
+            or (not self.options.wait_free and self.step.layout.device_of(task) == device)
+            for name in exits
+        ]
+        return names + [name for place in places for name in self.empty.get(place, ())]
+
+    def _accumulate_nothing(self, applied: _Calls) -> None:
+        """A replica that has no samples in this step contributes zeros, once what was carried over has been used."""
+        self.empty: dict[tuple[int, int], list[str]] = {}
+        for stage, devices in enumerate(self.homes):
+            for replica, device in enumerate(devices):
+                if any(task.stage == stage and task.replica == replica for task in self.step.entry):
+                    continue
+                targets = [own[stage] for own in self.contributors.values() if stage in own]
+                if targets:
+                    name = f"{self.options.prefix}stage{stage}_accumulate_nothing"
+                    function = accumulate_function(name, targets, "none")
+                    self.functions.append(function)
+                    node = self.builder.names.fresh(f"stage{stage}/replica{replica}/accumulate_nothing")
+                    attrs: dict[str, str | int] = {PHASE_ATTR: "accumulate_nothing", STAGE_ATTR: stage}
+                    after = [call for (stages, on), call in applied.items() if on == device and stage in stages]
+                    self.builder.append(call_node(node, function, [], device=device, control=after, attrs=attrs))
+                    self.empty[stage, replica] = [node]
+
+    def _all_reduce(self, groups: Sequence[_Group], *, at_head: bool = False) -> None:
+        for group in groups:
+            if len(group.devices) == 1 or not group.variables:
+                continue
+            group_key = self.next_key
+            packed = buckets(group.variables, self.options.bucket_bytes)
+            calls = {
+                device: self._call(
+                    "pack",
+                    self._pack_function(group, device, packed),
+                    [],
+                    group,
+                    device,
+                    control=[] if at_head else self._complete(group, device),
+                )
+                for device in group.devices
+            }
+            for index, bucket in enumerate(packed):
+                for device in group.devices:
+                    node = self._collective(
+                        Ref(calls[device].node, index),
+                        bucket[0].dtype,
+                        group,
+                        group_key,
+                        self.next_key,
+                        device,
+                        [self.previous[device]] if device in self.previous else [],
+                    )
+                    self.previous[device] = node.node
+                    self.reduced[bucket, device] = node
+                self.next_key += 1
+
+    def _own_sum(self, builder: Builder, variable: Variable, stages: Iterable[int]) -> Ref:
+        """What stages of one device have accumulated for a variable, added up; zeros if they contribute nothing."""
+        accumulators = [
+            self.contributors[variable.name][stage] for stage in stages if stage in self.contributors[variable.name]
+        ]
+        if not accumulators:
+            return zeros(builder, variable.dtype, variable.shape)
+        parts = [read(builder, own.name, own.dtype, own.shape) for own in accumulators]
+        return builder.add_n("sum", parts, variable.dtype)
+
+    def _function_name(self, what: str, group: _Group, device: str) -> str:
+        """Devices that run different stages of a group have functions of their own."""
+        stages = tuple(self._stages_on(group, device))
+        own = "" if stages == group.stages else "_on" + "_".join(map(str, stages))
+        return f"{group.label}_{what}{own}"
+
+    def _stages_on(self, group: _Group, device: str) -> list[int]:
+        return [stage for stage, _ in self._places(group.stages, device)]
+
+    def _pack_function(self, group: _Group, device: str, packed: Sequence[Sequence[Variable]]) -> FunctionDef:
+        stages = self._stages_on(group, device)
+        builder = Builder(empty_graph())
+        vectors = []
+        for bucket in packed:
+            parts = [flatten(builder, self._own_sum(builder, v, stages), v.dtype) for v in bucket]
+            vectors.append(builder.concat("bucket", parts, bucket[0].dtype, 0))
+        name = self.options.prefix + self._function_name("pack", group, device)
+        function = outline(name, Graph(builder.graph), [], vectors)
+        self.functions.append(function)
+        return function
+
+    def _collective(
+        self, vector: Ref, dtype: int, group: _Group, group_key: int, instance: int, device: str, after: list[str]
+    ) -> Ref:
+        sizes = (len(group.devices), group_key, instance)
+        numbers = [self.builder.const(value, types_pb2.DT_INT32) for value in sizes]
+        return self.builder.add(
+            f"{group.label}/replica{group.devices.index(device)}/all_reduce{instance}",
+            "CollectiveReduceV2",
+            [vector, *numbers],
+            control=after,
+            device=device,
+            T=dtype_attr(dtype),
+            merge_op="Add",
+            final_op="Id",
+            communication_hint="auto",
+            # None: TensorFlow starts a thread for each timeout, which sleeps until it is over, whatever has happened.
+            timeout_seconds=0.0,
+            Nordering_token=0,
+            max_subdivs_per_device=-1,
+            **{PHASE_ATTR: "all_reduce", STAGE_ATTR: group.stages[0]},
+        )
+
+    def _totals(self) -> Ref | None:
+        """The statistics of all groups, added up; each device reads the same sum."""
+        parts = []
+        for group in self.groups:
+            if group.update is not None and group.update.statistics is not None:
+                parts.append(self._on_gradients("statistics", group, group.devices[0], None))
+        present = [part for part in parts if part is not None]
+        if not present:
+            return None
+        return self.builder.add_n("totals", present, types_pb2.DT_DOUBLE, device=self.homes[0][0])
+
+    def _gradients(self, groups: Sequence[_Group]) -> dict[str, Ref]:
+        """Reduced gradients as tensors, each from the first device that has it; computed only when they are fetched."""
+        found: dict[str, Ref] = {}
+        for group in groups:
+            if group.update is None:
+                continue
+            sliced = list(group.update.apply.slices)
+            here = [self.program.variables[name] for name in (*group.update.apply.gradients, *sliced)]
+            if here:
+                group = dataclasses.replace(
+                    group, update=dataclasses.replace(group.update, apply=self._identity(here, sliced))
+                )
+                node = self._on_gradients("gradients", group, group.devices[0], None)
+                assert node is not None
+                found |= {variable.name: Ref(node.node, index) for index, variable in enumerate(here)}
+        return found
+
+    def _identity(self, variables: Sequence[Variable], sliced: Sequence[str]) -> Captured:
+        """The computation that returns gradients, dense ones all."""
+        builder = Builder(empty_graph())
+        gradients, slices, outputs = {}, {}, []
+        for variable in variables:
+            kind = dtype_attr(variable.dtype)
+            gradient = builder.append(placeholder(builder.names.fresh("gradient"), variable.dtype))
+            if variable.name not in sliced:
+                gradients[variable.name] = gradient
+                outputs.append(builder.add("result", "Identity", [gradient], T=kind))
+                continue
+            dtype = self._dtype(Value(variable.value or Ref(""), ValueKind.SLICE_INDICES))
+            indices = builder.append(placeholder(builder.names.fresh("indices"), dtype))
+            slices[variable.name] = (gradient, indices)
+            rows = builder.const(variable.shape[0], types_pb2.DT_INT32)
+            kinds = {"T": kind, "Tindices": dtype_attr(dtype), "Tnumsegments": dtype_attr(types_pb2.DT_INT32)}
+            outputs.append(builder.add("result", "UnsortedSegmentSum", [gradient, indices, rows], **kinds))
+        return Captured(builder.graph, gradients, {}, slices, outputs=tuple(outputs))
+
+    def _on_gradients(self, what: str, group: _Group, device: str, totals: Ref | None) -> Ref | None:
+        """Calls a computation on a group's reduced gradients, which it takes from the buckets or accumulators.
+
+        Args:
+            what: ``apply``, which also assigns state; ``carried_apply``, which does so at the head of the next step;
+                ``counters``, which is what a step assigns of a group that it carries over; ``statistics``; or
+                ``gradients``, which returns them.
+            group: the group.
+            device: where.
+            totals: the sum of all groups' statistics.
+
+        Returns:
+            The call; None if there is nothing to do.
+        """
+        captured = Captured(empty_graph(), {}, {})
+        if group.update is not None and what != "counters":
+            captured = group.update.apply
+            if what == "statistics" and group.update.statistics is not None:
+                captured = group.update.statistics
+        graph = GraphDef()
+        graph.CopyFrom(captured.graph)
+        builder = Builder(graph)
+        inputs: dict[Ref, Ref] = {}  # placeholder of the function's graph -> tensor of the top level
+        state = self._state_of(group, what)
+        wanted = [*captured.gradients, *(variable.name for variable in state if variable.dtype in FLOAT_DTYPES)]
+        reduced = self._reduced_values(builder, inputs, wanted, group, device)
+        effects = [*captured.effects, *self._assign_state(builder, inputs, reduced, state)]
+        if not effects and what not in ("statistics", "gradients"):
+            return None
+        if captured.totals is not None and totals is not None:
+            argument = builder.append(placeholder(builder.names.fresh("totals"), types_pb2.DT_DOUBLE))
+            inputs[argument] = totals
+            substitute(graph, {captured.totals.node: argument})
+        bindings = {placed.node: reduced[name] for name, placed in captured.gradients.items()}
+        for name, (values, indices) in captured.slices.items():
+            rows = self._gather(name, device)
+            for placed, tensor in zip((values, indices), rows, strict=True):
+                inputs[placed] = tensor
+        function = self._bound(
+            self._function_name(what, group, device),
+            dataclasses.replace(captured, graph=graph),
+            bindings,
+            list(inputs),
+            captured.outputs,
+            effects,
+        )
+        control = [] if what == "carried_apply" else self._complete(group, device)
+        if what == "gradients":
+            # Whoever fetches them without training still needs every member of each all-reduce to take part.
+            control += [ref.node for ref in self.reduced.values()]
+        return self._call(what, function, list(inputs.values()), group, device, control=control)
+
+    def _reduced_values(
+        self, builder: Builder, inputs: dict[Ref, Ref], wanted: Sequence[str], group: _Group, device: str
+    ) -> dict[str, Ref]:
+        here = [variable for variable in group.variables if variable.name in wanted]
+        if len(group.devices) == 1:
+            stages = self._stages_on(group, device)
+            return {variable.name: self._own_sum(builder, variable, stages) for variable in here}
+        found: dict[str, Ref] = {}
+        for bucket in buckets(group.variables, self.options.bucket_bytes):
+            if any(variable in here for variable in bucket):
+                argument = builder.append(placeholder(builder.names.fresh("bucket"), bucket[0].dtype))
+                inputs[argument] = self.reduced[bucket, device]
+                parts = unflatten(builder, argument, bucket[0].dtype, [variable.shape for variable in bucket])
+                found |= {variable.name: part for variable, part in zip(bucket, parts, strict=True)}
+        return found
+
+    def _gather(self, name: str, device: str) -> tuple[Ref, Ref]:
+        """The rows of a gradient from all slices (by stage, replica, micro-batch), on one device."""
+        if (name, device) not in self.gathered:
+            variable = self.program.variables[name]
+            found = []
+            for kind in (ValueKind.SLICE_VALUES, ValueKind.SLICE_INDICES):
+                value = Value(variable.value or Ref(""), kind)
+                parts = [
+                    self._joined(value, stage, replica)
+                    for stage, devices in enumerate(self.homes)
+                    for replica in range(len(devices))
+                ]
+                present = [part for part in parts if part is not None]
+                found.append(self.builder.concat("rows", present, self._dtype(value), 0, device=device))
+            self.gathered[name, device] = (found[0], found[1])
+        return self.gathered[name, device]
+
+    def _joined(self, value: Value, stage: int, replica: int) -> Ref | None:
+        """The rows from one device, joined there before they are sent."""
+        key = (value, stage, replica)
+        if key not in self.joined:
+            own = sorted(task for task, v in self.step.values if v == value and (task.stage, task.replica) == key[1:])
+            parts = [self.step.values[task, value] for task in own]
+            device = self.homes[stage][replica]
+            name = f"stage{stage}/replica{replica}/own_rows"
+            self.joined[key] = self.builder.concat(name, parts, self._dtype(value), 0, device=device) if parts else None
+        return self.joined[key]
+
+    def _dtype(self, value: Value) -> int:
+        stage = next(stage for stage in self.program.stages if value in stage.results)
+        _, function = stage.parameter_gradients
+        assert function is not None
+        return function.result_dtype(value)
+
+    def _state_of(self, group: _Group, what: str) -> list[Variable]:
+        """The state of a group that a call assigns: counters have their new value in the step itself."""
+        if what in ("statistics", "gradients"):
+            return []
+        found = [
+            variable
+            for variable in self.program.roles.variables
+            if variable.kind is VariableKind.STATE
+            and variable.update is not None
+            and self._stages_of(variable) == group.stages
+        ]
+        if what == "apply":
+            return found
+        return [variable for variable in found if (variable.dtype in FLOAT_DTYPES) == (what == "carried_apply")]
+
+    def _assign_state(
+        self, builder: Builder, inputs: dict[Ref, Ref], reduced: Mapping[str, Ref], state: Sequence[Variable]
+    ) -> list[str]:
+        effects = []
+        for variable in state:
+            if variable.dtype in FLOAT_DTYPES:
+                value = reduced[variable.name]
+            else:
+                assert variable.update is not None
+                producer = self.program.node_stage.get(variable.update.node, len(self.homes) - 1)
+                first = Task(producer, Phase.FORWARD, 0, 0)
+                value = builder.append(placeholder(builder.names.fresh("state"), variable.dtype))
+                inputs[value] = self.step.values[first, Value(variable.update)]
+            effects.append(assign(builder, variable.place, value, variable.dtype, variable.shape))
+        return effects
+
+    def _bound(
+        self,
+        name: str,
+        captured: Captured,
+        bindings: Mapping[str, Ref],
+        inputs: Sequence[Ref],
+        outputs: Sequence[Ref],
+        effects: Sequence[str] = (),
+    ) -> FunctionDef:
+        """A library function of a captured computation; its resources become variables of whichever device runs it."""
+        graph = GraphDef()
+        graph.CopyFrom(captured.graph)
+        builder = Builder(graph)
+        bound = dict(bindings)
+        for resource, variable in captured.variables.items():
+            bound[resource.node] = handle(builder, variable.place, variable.dtype, variable.shape)
+        substitute(graph, bound)
+        function = outline(self.options.prefix + name, _sorted(graph), list(inputs), list(outputs), effects=effects)
+        merge_library(self.graph, captured.graph.library.function)
+        self.functions.append(function)
+        return function
+
+    def _call(
+        self,
+        what: str,
+        function: FunctionDef,
+        inputs: Sequence[Ref],
+        group: _Group,
+        device: str,
+        *,
+        control: Sequence[str] = (),
+    ) -> Ref:
+        name = self.builder.names.fresh(f"{group.label}/replica{group.devices.index(device)}/{what}")
+        attrs: dict[str, str | int] = {PHASE_ATTR: what, STAGE_ATTR: group.stages[0]}
+        return self.builder.append(call_node(name, function, inputs, device=device, control=control, attrs=attrs))
+
+
+def _sorted(graph: GraphDef) -> Graph:
+    """The graph with producers first: nodes that were added behind their readers move up."""
+    view = Graph(graph)
+    order = view.topological()
+    ordered = GraphDef(node=[view.nodes[name] for name in order], versions=graph.versions, library=graph.library)
+    return Graph(ordered)
