@@ -112,16 +112,21 @@ def _ms(seconds: float) -> str:
 
 
 def parse_report(data: object) -> PlanReport:
-    """A report from JSON data.
+    """A report from JSON data, of this version or an earlier one.
 
     Raises:
-        ValueError: it isn't one.
+        PlanError: it isn't one.
     """
-    stages = data.get("stages") if isinstance(data, dict) else None
-    if not isinstance(data, dict) or not isinstance(stages, list):
-        raise ValueError(f"'report' is {data!r}; remove it, or restore what the planner wrote")
-    parsed = [_parsed_numbers(StageReport, stage) for stage in stages]
-    return _parsed_numbers(PlanReport, data | {"stages": tuple(parsed)})
+    from dapple_tf.plan import PlanError  # which has reports
+
+    try:
+        stages = data.get("stages") if isinstance(data, dict) else None
+        if not isinstance(data, dict) or not isinstance(stages, list):
+            raise ValueError(f"'report' is {data!r}; remove it, or restore what the planner wrote")
+        parsed = [_parsed_numbers(StageReport, stage) for stage in stages]
+        return _parsed_numbers(PlanReport, data | {"stages": tuple(parsed)})
+    except ValueError as error:
+        raise PlanError(str(error)) from error
 
 
 def _parsed_numbers(kind: Any, data: object) -> Any:
