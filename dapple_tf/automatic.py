@@ -68,14 +68,20 @@ def plan_model(
         profiled = profile(model, slice_sizes(global_batch_size, cluster.num_devices), cluster=cluster, **examples)
     if unknown:
         cluster = measure_capacity(model, cluster, profiled, **examples)
-    found = find(_to_run(PlanRequest.of(profiled, cluster, global_batch_size, **options)))
+    found = find(_to_run(PlanRequest.of(profiled, cluster, global_batch_size, **options), model.optimizer))
     logger.info("%s", found)
     return Planned(found, profiled, cluster)
 
 
-def _to_run(request: PlanRequest) -> PlanRequest:
-    """The request for a plan that keeps what it promises: steps overlap all-reduce with backwards by chunks."""
-    return dataclasses.replace(request, chunks=request.chunks or request.overlap)
+def _to_run(request: PlanRequest, optimizer: keras.optimizers.Optimizer) -> PlanRequest:
+    """The request for a plan whose steps keep what it promises.
+
+    All-reduce overlaps with backwards by chunks. Updates can't be left to the next step where the optimizer needs all
+    gradients before it makes the first.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    needs_all = inner is not optimizer or getattr(inner, "global_clipnorm", None) is not None
+    return dataclasses.replace(request, chunks=request.chunks or request.overlap, carries=not needs_all)
 
 
 def slice_sizes(global_batch_size: int, devices: int) -> tuple[int, ...]:

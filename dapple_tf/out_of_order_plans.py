@@ -156,6 +156,8 @@ def name(plan: Plan) -> str:
         parts.append(f"wait-free reduction of chunks (stages {', '.join(cut)})")
     if plan.reverse_first_k:
         parts.append(f"reverse first-k with k = {plan.reverse_first_k}")
+    if plan.carried_updates:
+        parts.append(f"{plan.carried_updates} updates during the next step's forward")
     return ", ".join(parts)
 
 

@@ -48,9 +48,6 @@ _NEAR = 1.2
 """Plans that are slower than the best by this factor aren't varied any more."""
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
-_FOLLOWING = 0.01
-"""Weight, beside a step's own time, of the time between steps where each overlaps with the next. Steps here don't
-overlap, so that it decides only between orders of a step that are as fast as each other."""
 _SORTED_TASKS = 0.5
 """What ordering a task by list scheduling costs, relative to simulating it."""
 
@@ -75,7 +72,6 @@ class OutOfOrderSearch:
         self.request, self.overlapped = dataclasses.replace(request, overlap=False), request.overlap
         self.allowed, self.step = allowed, step
         self.work, self.fastest = 0.0, math.inf
-        self.following: dict[Plan, float] = {}
         self.estimates: dict[Plan, float] = {}
         self.choices: dict[Plan, Choice | None] = {}
         self.origin: dict[Plan, Plan] = {}
@@ -105,7 +101,7 @@ class OutOfOrderSearch:
         return min(self.bases, key=lambda choice: choice.latency, default=None)
 
     def best(self) -> Choice | None:
-        """The fastest; of those within the tie the one with the shortest time between steps, then the simplest."""
+        """The fastest; of those within the tie the simplest."""
         ranked = self.ranked()
         if not ranked:
             return None
@@ -114,8 +110,6 @@ class OutOfOrderSearch:
         if dapple is not None and dapple in ranked:
             limit = min(limit, dapple.latency)
         close = [choice for choice in ranked if choice.latency <= limit]
-        if self.request.reverse_first_k == AUTO and any(choice.plan.reverse_first_k for choice in close):
-            return max(close, key=lambda choice: (self._throughput(choice), -choice.plan.reverse_first_k))
         return min(close, key=_complexity)
 
     def ranked(self) -> list[Choice]:
@@ -192,23 +186,35 @@ class OutOfOrderSearch:
                     self._try(with_task_seconds(plan, self.request), self.origin[start])
 
     def _order_bw_of_first_stages(self) -> None:
-        """Reverse first-k: the paper's search for k, in the best plan that reduces gradients chunk by chunk."""
-        if self.request.reverse_first_k != AUTO:
+        """Reverse first-k, with updates carried over, in the best plans that reduce gradients chunk by chunk."""
+        if not self.request.reverse_first_k:
             return
-        for choice in self._near():
-            plan = choice.plan
-            if not has_chunks(plan) or plan.schedule == "interleaved":
-                continue
+        cut = [choice for choice in self.ranked() if has_chunks(choice.plan) and choice.plan.schedule != "interleaved"]
+        parallel = [choice for choice in cut if len(set(choice.plan.devices)) == 1]
+        near = [choice for choice in self._near() if choice in cut]
+        for choice in dict.fromkeys([*near[:1], *parallel[:1], *near[1:2]]):
+            self._search_k(choice.plan, self.origin[choice.plan])
 
-            def throughput(k: int, first: Choice = choice) -> float:
-                plan = dataclasses.replace(first.plan, reverse_first_k=k)
-                if k and self.work > (1 + _FOR_K) * self.allowed:
-                    return 0.0
-                found = self._try(plan, self.origin[first.plan], certainly=True)
-                return 0.0 if found is None or found.latency > first.latency * _NEAR else self._throughput(found)
+    def _search_k(self, plan: Plan, origin: Plan) -> None:
+        """The paper's search for k by simulated throughput (section 5.1), and likewise for the updates to carry over.
 
-            best_reverse_first_k(plan.num_stages, throughput)
-            return
+        What is reduced last are the gradients of the first k stages, of stage 0 first; the next step's forward needs
+        those at the end of this row last.
+        """
+
+        def throughput(k: int, carried: int) -> float:
+            trial = dataclasses.replace(plan, reverse_first_k=k, carried_updates=carried)
+            choice = self._try(trial, origin, share=1 + _FOR_K)
+            return 0.0 if choice is None or not choice.latency else plan.global_batch_size / choice.latency
+
+        def best_throughput(k: int) -> float:
+            return max(throughput(k, carried) for carried in ({0, (k + 1) // 2, k} if self.request.carries else {0}))
+
+        k = plan.reverse_first_k
+        if self.request.reverse_first_k == AUTO:
+            k = best_reverse_first_k(plan.num_stages, best_throughput)
+        if self.request.carries:
+            best_reverse_first_k(plan.num_stages + 1, lambda carried: throughput(k, carried))
 
     def _near(self) -> list[Choice]:
         """The best plans, that aren't much slower than the first; one of those with the same devices and policy."""
@@ -224,11 +230,14 @@ class OutOfOrderSearch:
     def _all(self, plans: Iterable[Plan], origin: Plan) -> list[Choice | None]:
         return [self._try(plan, origin) for plan in plans]
 
-    def _try(self, plan: Plan, origin: Plan, *, certainly: bool = False) -> Choice | None:
-        """The simulated plan; None if it doesn't fit in memory, or no work is left and it needn't be known."""
+    def _try(self, plan: Plan, origin: Plan, *, certainly: bool = False, share: float = 1.0) -> Choice | None:
+        """The simulated plan; None if it doesn't fit in memory, or needn't be known.
+
+        That is when this share of the work is done, or when it takes longer than the fastest, whatever the order.
+        """
         if plan in self.choices:
             return self.choices[plan]
-        if self.work > self.allowed and self.fastest < math.inf and not certainly:
+        if self.work > share * self.allowed and self.fastest < math.inf and not certainly:
             return None
         choice: Choice | None = None
         costs = self.request.costs(plan)
@@ -250,15 +259,6 @@ class OutOfOrderSearch:
         self.origin[plan] = origin
         self.step(f"{len(self.choices)} out-of-order plans simulated")
         return choice
-
-    def _throughput(self, choice: Choice) -> float:
-        """Samples per second: of steps that follow each other, and a little of steps that overlap."""
-        if choice.plan not in self.following:
-            simulation = run(choice.costs, next_forward=True)
-            self.work += len(simulation.spans)
-            self.following[choice.plan] = simulation.latency
-        seconds = choice.latency + _FOLLOWING * self.following[choice.plan]
-        return choice.plan.global_batch_size / (seconds or 1.0)
 
     def _ordering(self, plan: Plan) -> float:
         """What it costs to order the tasks of a plan."""
@@ -284,7 +284,8 @@ class OutOfOrderSearch:
         return self.estimates[plan]
 
 
-def _complexity(choice: Choice) -> tuple[bool, int, int, float]:
+def _complexity(choice: Choice) -> tuple[int, int, int, float]:
     """The simplest plan is one of DAPPLE's, then that with the fewest stages, micro-batches and bytes."""
     plan = choice.plan
-    return plan.schedule not in DAPPLE_POLICIES, plan.num_stages, plan.micro_batches, choice.memory
+    orders = (plan.schedule not in DAPPLE_POLICIES) + (plan.reverse_first_k > 0) + (plan.carried_updates > 0)
+    return orders, plan.num_stages, plan.micro_batches, choice.memory

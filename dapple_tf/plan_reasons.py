@@ -16,7 +16,7 @@ from dapple_tf.plan import Plan
 from dapple_tf.plan_report import PlanReport, StageReport
 from dapple_tf.plan_request import PlanRequest
 from dapple_tf.profile import Profile
-from dapple_tf.simulator import Simulation, run
+from dapple_tf.simulator import Simulation
 from dapple_tf.stage_cuts import by_memory
 
 
@@ -76,9 +76,6 @@ def report(
     pace = _stage_name(formula.pivot)
     if derived is not None and plan.devices != derived.origin.devices:
         pace = f"stage {min(range(plan.num_stages), key=lambda stage: best.bubbles[stage])}"
-    following = run(costs, next_forward=True).latency if plan.reverse_first_k else None
-    if following is not None and following >= best.latency:
-        following = None
     single = single_device_seconds(request.profile, request.batch)
     return PlanReport(
         latency=best.latency,
@@ -97,7 +94,6 @@ def report(
         out_of_order="" if derived is None else out_of_order_plans.name(plan),
         dapple=None if derived is None or derived.dapple is None else derived.dapple.latency,
         dapple_text="" if derived is None or derived.dapple is None else _policy_and_shape(derived.dapple.plan),
-        following=following,
     )
 
 

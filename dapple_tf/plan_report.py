@@ -53,8 +53,6 @@ class PlanReport:
         dapple: of the best plan under DAPPLE's policies, without chunks; None where others weren't sought, or it
             doesn't fit.
         dapple_text: that plan, in short.
-        following: time from one step's end to the next one's with ``reverse_first_k``, where each forward of the next
-            step may begin as soon as its own weights are there; None without k, or if that doesn't save time.
     """
 
     latency: float
@@ -73,7 +71,6 @@ class PlanReport:
     out_of_order: str = ""
     dapple: float | None = None
     dapple_text: str = ""
-    following: float | None = None
 
     def __str__(self) -> str:
         def factor(other: float) -> str:
@@ -102,8 +99,6 @@ class PlanReport:
         text = f"\nout-of-order backprop: {self.out_of_order}"
         if self.dapple is not None and self.latency:
             text += f"; {self.dapple / self.latency:.3g}x as fast as {self.dapple_text}: {_ms(self.dapple)}"
-        if self.following is not None:
-            text += f"\nif the next step's forwards began before this one's end: {_ms(self.following)} between steps"
         return text
 
 

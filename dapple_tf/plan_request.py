@@ -39,6 +39,7 @@ class PlanRequest:
         jit_compile: passed on to plans.
         reverse_first_k: of plans with chunks; ``auto`` looks for the best.
         chunks: whether to cut replicated stages into chunks, so that gradients are reduced while others are computed.
+        carries: whether plans with reverse first-k may leave updates to the next step's forward.
 
     Raises:
         PlanError: a choice that doesn't exist.
@@ -55,6 +56,7 @@ class PlanRequest:
     jit_compile: bool
     reverse_first_k: int | str = 0
     chunks: bool = False
+    carries: bool = True
 
     @classmethod
     def of(

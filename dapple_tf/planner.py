@@ -97,7 +97,8 @@ def plan(
         jit_compile: passed on to the plan.
         reverse_first_k: k of the plan, of which replicated stages are cut into chunks then: of so many stages, or of
             all if there are fewer, the last weight gradients come last (Out-Of-Order BackProp, EuroSys'22, section
-            5.1). ``auto`` looks for the best k as the paper does, by simulated throughput.
+            5.1). ``auto`` looks for the best k as the paper does, by simulated throughput. The last updates may be left
+            to the next step's forward then (`Plan.carried_updates`).
 
     Returns:
         The plan; ``print`` it for a table with the reasons, which are also in ``plan.report``.
