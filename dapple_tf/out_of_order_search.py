@@ -193,9 +193,11 @@ class OutOfOrderSearch:
         parallel = [choice for choice in cut if len(set(choice.plan.devices)) == 1]
         near = [choice for choice in self._near() if choice in cut]
         for choice in dict.fromkeys([*near[:1], *parallel[:1], *near[1:2]]):
-            self._search_k(choice.plan, self.origin[choice.plan])
+            # A stage whose weights others share can't be updated before these have their gradients.
+            own = all(len(reduction.stages) == 1 for reduction in choice.costs.reductions)
+            self._search_k(choice.plan, self.origin[choice.plan], own and self.request.carries)
 
-    def _search_k(self, plan: Plan, origin: Plan) -> None:
+    def _search_k(self, plan: Plan, origin: Plan, carries: bool) -> None:
         """The paper's search for k by simulated throughput (section 5.1), and likewise for the updates to carry over.
 
         What is reduced last are the gradients of the first k stages, of stage 0 first; the next step's forward needs
@@ -208,12 +210,12 @@ class OutOfOrderSearch:
             return 0.0 if choice is None or not choice.latency else plan.global_batch_size / choice.latency
 
         def best_throughput(k: int) -> float:
-            return max(throughput(k, carried) for carried in ({0, (k + 1) // 2, k} if self.request.carries else {0}))
+            return max(throughput(k, carried) for carried in ({0, (k + 1) // 2, k} if carries else {0}))
 
         k = plan.reverse_first_k
         if self.request.reverse_first_k == AUTO:
             k = best_reverse_first_k(plan.num_stages, best_throughput)
-        if self.request.carries:
+        if carries:
             best_reverse_first_k(plan.num_stages + 1, lambda carried: throughput(k, carried))
 
     def _near(self) -> list[Choice]:
