@@ -87,7 +87,8 @@ def test_overlap_is_planned_as_chunks_which_keep_it() -> None:
     pipelined = dapple.transform(
         mlp(), cluster, global_batch_size=8, profile=given, micro_batches=1, schedule="dapple_a", overlap=True
     )
-    assert pipelined.plan.devices == ((0, 1),) * 3
+    assert set(pipelined.plan.devices) == {(0, 1)}
+    assert pipelined.plan.num_stages > 1
     assert pipelined.plan.report is not None
     assert not pipelined.plan.report.overlap
     whole = dapple.simulate(dapple.Plan.data_parallel(2, 8), given, cluster)

@@ -47,8 +47,8 @@ def cluster_of(*servers: int, memory: int | None = None, **links: Any) -> Cluste
 FOUR = cluster_of(1, 1, 1, 1, inter_bandwidth=1e10)
 
 
-def request_of(profile: Profile, cluster: Cluster, batch: int = 8, **options: Any) -> PlanRequest:
-    return PlanRequest.of(profile, cluster, batch, **({"schedule": "auto", "micro_batches": 4} | options))
+def request_of(profile: Profile, cluster: Cluster, batch: int = 8) -> PlanRequest:
+    return PlanRequest.of(profile, cluster, batch, micro_batches=4, schedule="auto")
 
 
 # ---- candidates
