@@ -5,12 +5,14 @@ from dapple_tf.emulated_waits import EmulationError
 from dapple_tf.emulator import Emulation, emulate
 from dapple_tf.errors import CaptureError, DappleError, DataError, NonFiniteLossError, StepError
 from dapple_tf.links import measure_links
+from dapple_tf.measured_steps import tune_reverse_first_k
 from dapple_tf.plan import Plan, PlanError
 from dapple_tf.planner import plan
 from dapple_tf.prediction import Prediction
 from dapple_tf.profile import Profile, ProfileError
 from dapple_tf.profiler import profile
 from dapple_tf.simulator import Simulation, simulate
+from dapple_tf.stream_speedups import StreamProfile, measure_speedups, plan_streams
 from dapple_tf.trainer import PipelinedModel, transform
 from dapple_tf.verification import Verification
 from graph_passes.graph import PassError
@@ -36,11 +38,15 @@ __all__ = [
     "ProfileError",
     "Simulation",
     "StepError",
+    "StreamProfile",
     "Verification",
     "emulate",
     "measure_links",
+    "measure_speedups",
     "plan",
+    "plan_streams",
     "profile",
     "simulate",
     "transform",
+    "tune_reverse_first_k",
 ]

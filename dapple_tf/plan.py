@@ -48,6 +48,7 @@ class PlanOptions(TypedDict, total=False):
     carried_updates: int
     task_seconds: tuple[tuple[float, float, float], ...] | None
     weight_devices: tuple[tuple[int, ...], ...] | None
+    weight_regions: tuple[int, ...] | None
 
 
 class ScheduleOptions(TypedDict):
@@ -57,6 +58,7 @@ class ScheduleOptions(TypedDict):
     reverse_first_k: int
     task_seconds: tuple[tuple[float, float, float], ...] | None
     weight_devices: tuple[tuple[int, ...], ...] | None
+    weight_regions: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Plan:
             stages, once in each.
         micro_batches: M, the number of micro-batches in a global batch.
         global_batch_size: samples in one step, over all devices.
-        schedule: one of `schedules.POLICIES`.
+        schedule: one of `schedules.POLICIES` or `schedules.STREAM_POLICIES`.
         recompute: one of `RECOMPUTE_MODES`.
         jit_compile: whether stages are compiled with XLA.
         warm_up: K of each stage in place of the policy's; must not rise from a stage to the next.
@@ -85,6 +87,8 @@ class Plan:
             tasks; None takes all as equal.
         weight_devices: for each stage the device of each replica that computes weight gradients (Bw), keeps the
             variables and updates them; None for the stage's own devices.
+        weight_regions: for each stage the stage with whose Bx its Bw may start, at the earliest; None is as soon as it
+            is ready. For the schedule joint, which runs Bw on a sub-stream (EuroSys'22, section 4.1, algorithm 1).
         report: what the planner expects of it, and why it chose it; None for a plan made by hand. Says nothing of
             equality.
 
@@ -106,6 +110,7 @@ class Plan:
     carried_updates: int = 0
     task_seconds: tuple[tuple[float, float, float], ...] | None = None
     weight_devices: tuple[tuple[int, ...], ...] | None = None
+    weight_regions: tuple[int, ...] | None = None
     report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -265,6 +270,7 @@ class Plan:
             "reverse_first_k": self.reverse_first_k,
             "task_seconds": self.task_seconds,
             "weight_devices": self.weight_devices,
+            "weight_regions": self.weight_regions,
         }
 
     def order_tasks(
@@ -372,6 +378,8 @@ class Plan:
             object.__setattr__(self, "task_seconds", _task_seconds(self.task_seconds))
         if self.weight_devices is not None:
             object.__setattr__(self, "weight_devices", _device_lists(self.weight_devices))
+        if self.weight_regions is not None:
+            object.__setattr__(self, "weight_regions", _integers("weight_regions", self.weight_regions))
 
     def _check_stages(self) -> None:
         stages = len(self.cuts) + 1
@@ -429,8 +437,9 @@ class Plan:
                 )
 
     def _check_options(self) -> None:
-        if self.schedule not in schedules.POLICIES:
-            raise PlanError(f"unknown schedule {self.schedule!r}; use one of {', '.join(schedules.POLICIES)}")
+        known = (*schedules.POLICIES, *schedules.STREAM_POLICIES)
+        if self.schedule not in known:
+            raise PlanError(f"unknown schedule {self.schedule!r}; use one of {', '.join(known)}")
         if self.recompute not in RECOMPUTE_MODES:
             raise PlanError(f"unknown recompute {self.recompute!r}; use one of {', '.join(RECOMPUTE_MODES)}")
         if self.bucket_bytes < 1:

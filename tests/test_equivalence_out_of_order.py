@@ -228,3 +228,41 @@ def test_every_policy_agrees_where_slices_matter(micro_batches: int) -> None:
         np.testing.assert_allclose(losses, expected, rtol=2e-6, err_msg=str(case))
         for own, other in zip(variables_of(model), variables_of(reference), strict=True):
             assert largest_difference(own.value, other.value) <= 1e-10, f"{case}: {own.path}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "clip_norm", "scaled"),
+    [
+        (Case("zb_v", VEE), None, True),
+        (Case("modulo", PERIODIC), 0.01, False),
+        (Case("dapple_a", CHUNKS, {"reverse_first_k": 3}), 0.01, True),
+        (Case("zb_h1", GROUPS, {"jit_compile": True}), None, False),
+    ],
+    ids=str,
+)
+def test_optimizers_that_look_at_all_gradients_and_xla(case: Case, clip_norm: float | None, scaled: bool) -> None:
+    """Global-norm clipping, loss scaling with a step that is skipped for an infinite gradient, and compiled stages."""
+
+    def build() -> keras.Model:
+        model = ZOO["branches"].build()
+        optimizer = keras.optimizers.Adam(1e-2, epsilon=1e-3, global_clipnorm=clip_norm)
+        if scaled:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0, dynamic_growth_steps=2)
+        model.compile(optimizer, "mse")
+        return model
+
+    own, plain = pair(build)
+    plan = dapple.Plan.manual(ZOO["branches"].cuts_for(4), case.devices, 4, 13, case.schedule, **case.options)
+    cluster = dapple.Cluster.local(3, kind="cpu")
+    pipelined = dapple.transform(own, cluster, plan, on_non_finite_loss="continue")
+    rng = np.random.default_rng(0)
+    for number in range(5):
+        x, y, _ = ZOO["branches"].batch(rng, 13)
+        if scaled and number == 3:
+            y = np.array(y)
+            y[0] = np.inf
+        pipelined.train_on_batch(x, y)
+        plain.train_on_batch(x, y)
+    pipelined.sync()
+    assert_same_variables(own, plain, 1e-4)
