@@ -26,10 +26,6 @@ def profile_of(
     return Profile("layers", "none", (1,), tuple(layers), tuple(tensors), shared=shared)
 
 
-def two_devices(**links: float) -> Cluster:
-    return Cluster((Device("a", 0), Device("b", 0)), real=False, **links)
-
-
 def test_equal_layers_make_equal_chunks() -> None:
     plan = Plan.data_parallel(2, 8)
     found = chunked(plan, profile_of([10] * 8), 4)
@@ -83,7 +79,8 @@ def test_what_is_said_of_a_stage_holds_for_its_chunks() -> None:
 
 
 def test_gradients_of_the_last_chunk_are_reduced_while_those_of_the_first_are_computed() -> None:
-    profile, cluster = profile_of([10] * 4), two_devices(intra_bandwidth=20.0)
+    profile = profile_of([10] * 4)
+    cluster = Cluster((Device("a", 0), Device("b", 0)), real=False, intra_bandwidth=20.0)
     plan = Plan.data_parallel(2, 4)
     whole, parts = (simulate(each, profile, cluster) for each in (plan, chunked(plan, profile, 4)))
     # All-reduce takes 2 s, of which 1.5 s are hidden behind the backwards of the other chunks.
