@@ -40,6 +40,8 @@ _LIKELY = 6
 """Of all policies for the same stages so many are tried."""
 _SORTING = 0.2
 """Policies whose list scheduling takes a larger part of the work aren't tried, unless they are likely to gain most."""
+_BOUND = 3
+"""What a plan's costs and its bound take for each replica of a stage, relative to simulating a task."""
 _FOR_K = 0.25
 """The search for k may take so much more work."""
 _HOPEFUL = 1.1
@@ -193,6 +195,8 @@ class OutOfOrderSearch:
         parallel = [choice for choice in cut if len(set(choice.plan.devices)) == 1]
         near = [choice for choice in self._near() if choice in cut]
         for choice in dict.fromkeys([*near[:1], *parallel[:1], *near[1:2]]):
+            if least_seconds(choice.costs) >= self.fastest * (1 - _TIE):
+                continue  # whatever the order
             # A stage whose weights others share can't be updated before these have their gradients.
             own = all(len(reduction.stages) == 1 for reduction in choice.costs.reductions)
             self._search_k(choice.plan, self.origin[choice.plan], own and self.request.carries)
@@ -243,8 +247,8 @@ class OutOfOrderSearch:
             return None
         choice: Choice | None = None
         costs = self.request.costs(plan)
-        fastest = math.inf if certainly else self.fastest
-        if least_seconds(costs) < fastest:
+        self.work += _BOUND * plan.num_stages * max(plan.replicas)
+        if certainly or share > 1 or least_seconds(costs) < self.fastest:
             self.work += self._ordering(plan)
             try:
                 simulation = run(costs)

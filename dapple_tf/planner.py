@@ -59,7 +59,7 @@ _HOPELESS = 1.5
 """Plans whose L is above that of the best by this factor are simulated last."""
 _BASES = 10
 """From so many plans out-of-order ones are derived."""
-_DERIVING = 1.0
+_DERIVING = 0.8
 """How much of the work that finding the stages may take deriving these may take."""
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
