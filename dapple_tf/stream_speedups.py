@@ -21,11 +21,11 @@ from dapple_tf import joint_scheduling
 from dapple_tf.batch import BatchSpec
 from dapple_tf.capture import Mode, build, capture, check_model
 from dapple_tf.cluster import Cluster
-from dapple_tf.engine import readers_of
 from dapple_tf.example_batch import ExampleBatch
 from dapple_tf.joint_scheduling import StreamTimes
 from dapple_tf.layer_cuts import layer_stages
 from dapple_tf.metrics import RunningMetrics
+from dapple_tf.parameter_groups import readers_of
 from dapple_tf.plan import Plan, PlanError, PlanOptions
 from dapple_tf.profiler import _kept_metrics
 from dapple_tf.progress import Progress

@@ -30,6 +30,7 @@ from absl import app, flags
 
 import dapple_tf as dapple
 from dapple_tf.cluster import Cluster
+from dapple_tf.session import configure_gpus
 from dapple_tf.stream_speedups import even_cuts, measure_speedups, two_stream_plan, with_joint_schedule
 from models.resnet import resnet
 from models.vgg import vgg
@@ -99,6 +100,7 @@ def main(argv: Sequence[str]) -> int:
     memory = None if _MEMORY.value is None else int(_MEMORY.value * 2**30)
     one = Cluster.local(1, memory, kind=_KIND.value)
     two = one.with_sub_streams()
+    configure_gpus(two)
     started = time.perf_counter()
     cuts = even_cuts(_model(), _STAGES.value)
     unordered = two_stream_plan(two, cuts, _BATCH.value, _MICRO_BATCHES.value, jit_compile=_JIT.value)

@@ -7,7 +7,7 @@ The hosts are network namespaces of this machine, joined by a pair of virtual Et
 and on errors and Ctrl-C, too. That needs root, `ip` and `tc`.
 
 Variants take turns, so that all meet the same ups and downs of the machine's speed, and only steps count during which
-other processes leave the machine alone:
+other processes leave the machine alone (the four least disturbed ones, if it never is):
 
 * compute: each host trains on its half of the batch by itself; no network.
 * all_reduce: only as many bytes as the model has gradients, in the same buckets; no computation.
@@ -19,7 +19,8 @@ other processes leave the machine alone:
 * first_<k>_carried_<n>: the same, and the n reductions that start last go on during the next step's forward pass
   (carried_updates).
 
-"hidden" is the part of the all-reduce or of the computation, whichever is shorter, that runs behind the other.
+"others" is how many cores other processes used at most during the steps that count; "hidden" is the part of the
+all-reduce or of the computation, whichever is shorter, that runs behind the other.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import pathlib
 import platform
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -74,7 +76,7 @@ _KEY = 2_000_000_000
 
 
 _FEWEST = 4
-"""Undisturbed steps of each variant; with fewer, all are counted."""
+"""So many steps of each variant count at least: the least disturbed ones, where fewer are undisturbed."""
 
 
 class Example(NamedTuple):
@@ -358,14 +360,14 @@ class Client:
         return samples
 
     def compute_seconds(self) -> dict[str, Any]:
-        """Time of a step without a network, for --rate=auto: the fastest of eight, on a quiet machine if it gets so."""
+        """Processor time of a host's step without a network, for --rate=auto; other processes change it but little."""
         step = self.compute()
-        for _ in range(5):
-            with self._noise() as noise:
-                seconds = min(step() for _ in range(8))
-            if noise[0] <= self.task["noise"]:
-                break
-        return {"seconds": seconds, "gradient_bytes": self.gradient_bytes}
+        found = []
+        for _ in range(8):
+            before = [_cpu_seconds(server) for server in self.task["servers"]]
+            step()
+            found.append(max(_cpu_seconds(s) - b for s, b in zip(self.task["servers"], before, strict=True)))
+        return {"seconds": statistics.median(found), "gradient_bytes": self.gradient_bytes}
 
     @contextlib.contextmanager
     def _noise(self) -> Iterator[list[float]]:
@@ -376,15 +378,18 @@ class Client:
         noise.append((_others(self.task["servers"]) - before) / (time.perf_counter() - started))
 
 
+def _cpu_seconds(process: int) -> float:
+    """Processor time of a process so far."""
+    fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _others(servers: Sequence[int]) -> float:
-    """CPU seconds that this machine has spent on processes other than the servers and this one."""
+    """Processor time that this machine has spent so far on processes other than the servers and this one."""
     with open("/proc/stat") as lines:
         user, nice, system, _, _, interrupts, soft_interrupts, stolen = map(int, next(lines).split()[1:9])
-    ticks = user + nice + system + interrupts + soft_interrupts + stolen
-    for process in (*servers, os.getpid()):
-        fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        ticks -= int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    total = (user + nice + system + interrupts + soft_interrupts + stolen) / os.sysconf("SC_CLK_TCK")
+    return total - sum(map(_cpu_seconds, (*servers, os.getpid())))
 
 
 def _inside(task: Mapping[str, Any]) -> None:
@@ -429,14 +434,14 @@ def measure(name: str, rate: float | None) -> dict[str, Any]:
 def table(result: Mapping[str, Any]) -> str:
     """A model's numbers for people."""
     most = result["noise"]
-    seconds = {name: np.array([time for time, _ in found]) for name, found in result["samples"].items()}
-    quiet = {name: np.array([noise <= most for _, noise in found]) for name, found in result["samples"].items()}
-    enough = all(marks.sum() >= _FEWEST for marks in quiet.values())
-    if enough:
-        seconds = {name: times[quiet[name]] for name, times in seconds.items()}
+    counted = {name: sorted(found, key=lambda step: step[1]) for name, found in result["samples"].items()}
+    seconds, noise = {}, {}
+    for name, found in counted.items():
+        quiet = max(_FEWEST, sum(noise <= most for _, noise in found))
+        seconds[name], noise[name] = np.array(found[:quiet]).T
     typical = {name: float(np.median(times)) for name, times in seconds.items()}
     compute, all_reduce = typical["compute"], typical["all_reduce"]
-    rows = [("variant", "steps", "median ms", "min", "max", "speed-up", "hidden")]
+    rows = [("variant", "steps", "median ms", "min", "max", "others", "speed-up", "hidden")]
     for name, times in seconds.items():
         trained = name not in ("compute", "all_reduce")
         rows.append(
@@ -444,6 +449,7 @@ def table(result: Mapping[str, Any]) -> str:
                 name,
                 str(len(times)),
                 *(f"{value * 1e3:.0f}" for value in (typical[name], times.min(), times.max())),
+                f"{noise[name].max():.2f}",
                 f"{typical['conventional'] / typical[name]:.3f}" if trained else "",
                 f"{(compute + all_reduce - typical[name]) / min(compute, all_reduce):.0%}" if trained else "",
             )
@@ -456,8 +462,6 @@ def table(result: Mapping[str, Any]) -> str:
         f"gradients, link of {result['rate_mbit']:.0f} Mbit/s (all-reduce gets "
         f"{size * 8 / all_reduce / 1e6:.0f}); losses agree to {result['losses_apart']:.1e}"
     )
-    if not enough:
-        lines.append("too few undisturbed steps: all are counted")
     lines += [f"{name} is left out: {why}" for name, why in result["failed"].items()]
     return "\n".join([head, *lines])
 
@@ -532,9 +536,9 @@ def main(argv: list[str]) -> None:
             sys.exit(130)
         sys.stdout.write(table(results[-1]) + "\n\n")
         sys.stdout.flush()
-    if _OUT.value:
-        text = json.dumps({"machine": machine(), "results": results}, indent=1)
-        pathlib.Path(_OUT.value).write_text(text + "\n")
+        if _OUT.value:
+            text = json.dumps({"machine": machine(), "results": results})
+            pathlib.Path(_OUT.value).write_text(text + "\n")
 
 
 if __name__ == "__main__":
