@@ -1,5 +1,6 @@
 """Pipelined data-parallel training for TensorFlow 2 and Keras 3, by rewriting the training graph."""
 
+from dapple_tf.chunks import chunked
 from dapple_tf.cluster import Cluster, ClusterError, Device
 from dapple_tf.emulated_waits import EmulationError
 from dapple_tf.emulator import Emulation, emulate
@@ -40,6 +41,7 @@ __all__ = [
     "StepError",
     "StreamProfile",
     "Verification",
+    "chunked",
     "emulate",
     "measure_links",
     "measure_speedups",

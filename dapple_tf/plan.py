@@ -220,7 +220,7 @@ class Plan:
             plan = cls(**data)
             if report is not None:
                 plan = replace(plan, report=parse_report(report))
-        except PlanError as error:
+        except ValueError as error:
             raise PlanError(f"{source}: {error}") from error
         if plan.report is not None and plan.report.fingerprint != plan.fingerprint:
             logger.warning("%s has been changed since it was planned: what was expected of it is left out", source)

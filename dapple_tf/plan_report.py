@@ -110,18 +110,14 @@ def parse_report(data: object) -> PlanReport:
     """A report from JSON data, of this version or an earlier one.
 
     Raises:
-        PlanError: it isn't one.
+        ValueError: it isn't one.
     """
-    from dapple_tf.plan import PlanError  # which has reports
-
-    try:
-        stages = data.get("stages") if isinstance(data, dict) else None
-        if not isinstance(data, dict) or not isinstance(stages, list):
-            raise ValueError(f"'report' is {data!r}; remove it, or restore what the planner wrote")
-        parsed = [_parsed_numbers(StageReport, stage) for stage in stages]
-        return _parsed_numbers(PlanReport, data | {"stages": tuple(parsed)})
-    except ValueError as error:
-        raise PlanError(str(error)) from error
+    stages = data.get("stages") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or not isinstance(stages, list):
+        raise ValueError(f"'report' is {data!r}; remove it, or restore what the planner wrote")
+    parsed = [_parsed_numbers(StageReport, stage) for stage in stages]
+    report: PlanReport = _parsed_numbers(PlanReport, data | {"stages": tuple(parsed)})
+    return report
 
 
 def _parsed_numbers(kind: Any, data: object) -> Any:

@@ -35,13 +35,18 @@ def gradient_ends(schedule: Schedule, *, wait_free: bool = True) -> Mapping[Task
 
 
 def carried_stages(costs: CostModel, schedule: Schedule) -> tuple[int, ...]:
-    """The stages whose own parameters are updated during the next step's forward, by ``plan.carried_updates``."""
+    """The stages whose parameters are updated during the next step's forward, by ``plan.carried_updates``.
+
+    A stage that shares some of its parameters with another isn't among them: its update is simulated as one.
+    """
     count = costs.plan.carried_updates
     shared = {reduction.stages for reduction in costs.reductions if len(reduction.stages) > 1}
     own = {(stage,) for stage, cost in enumerate(costs.stages) if cost.parameter_bytes}
     groups = sorted(own | shared)
     order = reduction_order(groups, schedule, costs.homes)
-    return tuple(groups[index][0] for index in order[len(order) - min(count, len(order)) :] if len(groups[index]) == 1)
+    sharing = {stage for stages in shared for stage in stages}
+    last = [groups[index] for index in order[len(order) - min(count, len(order)) :]]
+    return tuple(stages[0] for stages in last if len(stages) == 1 and stages[0] not in sharing)
 
 
 @dataclass

@@ -890,3 +890,17 @@ def test_what_is_carried_over_is_reduced_once() -> None:
     for count in range(4):
         found = carrying(carried_updates=count)
         assert sorted(span.stage for span in found.spans if span.kind == "all_reduce") == [0, 1, 2]
+
+
+def test_stages_that_share_parameters_carry_nothing_over_in_a_simulation() -> None:
+    """Its own update was awaited together with the shared one, which comes at the end of the step: a deadlock."""
+    one = Cost(0, 1.0)
+    layers = tuple(LayerProfile(f"l{i}", one, one + one if i else one, one, parameter_bytes=2) for i in range(3))
+    tensors = tuple(Tensor(i, (i + 1,), Cost(0, 0.0)) for i in range(2))
+    profile = Profile("tied", "any", (1,), layers, tensors, (SharedParameters((0, 2), 2, 0),))
+    cluster = Cluster((Device("a", 0), Device("b", 1)), 1.0, 1.0, 0.0, 0.0, real=False)
+    plan = Plan.manual(["l0", "l1"], [[0, 1]] * 3, 1, 2, reverse_first_k=2, carried_updates=4)
+    spans = simulate(plan, profile, cluster).spans
+    first = {span.stage: span.start for span in reversed(spans) if span.kind == "all_reduce"}
+    assert first[1] == 0.0
+    assert sorted(span.stage for span in spans if span.kind == "all_reduce") == [0, 0, 1, 2]
