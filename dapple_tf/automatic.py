@@ -11,8 +11,9 @@ import keras
 
 from dapple_tf.cluster import Cluster
 from dapple_tf.links import measure_links
-from dapple_tf.plan import Plan, integer
+from dapple_tf.plan import Plan
 from dapple_tf.plan_request import PlanRequest
+from dapple_tf.plan_values import integer
 from dapple_tf.planner import find
 from dapple_tf.profile import Cost, LayerProfile, Profile
 from dapple_tf.profiler import profile

@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from dapple_tf.plan import Plan, PlanError, integer
+from dapple_tf.plan import Plan, PlanError
+from dapple_tf.plan_values import integer
 from dapple_tf.profile import Profile
 
 

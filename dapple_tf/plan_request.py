@@ -9,7 +9,8 @@ from typing import Any
 
 from dapple_tf.cluster import Cluster
 from dapple_tf.cost import ALL_REDUCE, CostModel
-from dapple_tf.plan import RECOMPUTE_MODES, Plan, PlanError, integer
+from dapple_tf.plan import RECOMPUTE_MODES, Plan, PlanError
+from dapple_tf.plan_values import integer
 from dapple_tf.profile import Profile
 from dapple_tf.schedules import POLICIES
 
