@@ -1,16 +1,19 @@
 """Pipelined data-parallel training for TensorFlow 2 and Keras 3, by rewriting the training graph."""
 
+from dapple_tf.chunks import chunked
 from dapple_tf.cluster import Cluster, ClusterError, Device
 from dapple_tf.emulated_waits import EmulationError
 from dapple_tf.emulator import Emulation, emulate
 from dapple_tf.errors import CaptureError, DappleError, DataError, NonFiniteLossError, StepError
 from dapple_tf.links import measure_links
+from dapple_tf.measured_steps import tune_reverse_first_k
 from dapple_tf.plan import Plan, PlanError
 from dapple_tf.planner import plan
 from dapple_tf.prediction import Prediction
 from dapple_tf.profile import Profile, ProfileError
 from dapple_tf.profiler import profile
 from dapple_tf.simulator import Simulation, simulate
+from dapple_tf.stream_speedups import StreamProfile, measure_speedups, plan_streams
 from dapple_tf.trainer import PipelinedModel, transform
 from dapple_tf.verification import Verification
 from graph_passes.graph import PassError
@@ -36,11 +39,16 @@ __all__ = [
     "ProfileError",
     "Simulation",
     "StepError",
+    "StreamProfile",
     "Verification",
+    "chunked",
     "emulate",
     "measure_links",
+    "measure_speedups",
     "plan",
+    "plan_streams",
     "profile",
     "simulate",
     "transform",
+    "tune_reverse_first_k",
 ]

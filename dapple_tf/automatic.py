@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,10 @@ import keras
 
 from dapple_tf.cluster import Cluster
 from dapple_tf.links import measure_links
-from dapple_tf.plan import Plan, PlanError, integer
+from dapple_tf.plan import Plan
 from dapple_tf.plan_request import PlanRequest
-from dapple_tf.planner import plan
+from dapple_tf.plan_values import integer
+from dapple_tf.planner import find
 from dapple_tf.profile import Cost, LayerProfile, Profile
 from dapple_tf.profiler import profile
 from dapple_tf.shared_cores import measure_capacity
@@ -47,18 +49,15 @@ def plan_model(
             unknown.
         global_batch_size: samples in one step.
         profiled: a profile to use in place of measuring.
-        options: as for :func:`dapple_tf.planner.plan`; ``x`` and ``y`` as for :func:`dapple_tf.profiler.profile`.
+        options: as for :func:`dapple_tf.planner.plan`; ``x`` and ``y`` as for :func:`dapple_tf.profiler.profile`. With
+            ``overlap=True`` replicated stages are cut into chunks where that is faster, whose gradients are all-reduced
+            while others are computed; what the report expects doesn't assume more than that.
 
     Raises:
         CaptureError: the model can't be captured.
         ProfileError: inputs or labels can't be guessed; give ``x`` and ``y``.
         PlanError: a choice that doesn't exist, or nothing fits.
     """
-    if options.get("overlap"):
-        raise PlanError(
-            "overlap=True plans for steps that all-reduce gradients during backwards, which steps here don't do yet; "
-            "leave it out"
-        )
     examples = {name: options.pop(name) for name in ("x", "y", "sample_weight") if name in options}
     # Mistakes are told before minutes of measuring.
     PlanRequest.of(_ANY_PROFILE if profiled is None else profiled, cluster, global_batch_size, **options)
@@ -70,9 +69,20 @@ def plan_model(
         profiled = profile(model, slice_sizes(global_batch_size, cluster.num_devices), cluster=cluster, **examples)
     if unknown:
         cluster = measure_capacity(model, cluster, profiled, **examples)
-    found = plan(profiled, cluster, global_batch_size, **options)
+    found = find(_to_run(PlanRequest.of(profiled, cluster, global_batch_size, **options), model.optimizer))
     logger.info("%s", found)
     return Planned(found, profiled, cluster)
+
+
+def _to_run(request: PlanRequest, optimizer: keras.optimizers.Optimizer) -> PlanRequest:
+    """The request for a plan whose steps keep what it promises.
+
+    All-reduce overlaps with backwards by chunks. Updates can't be left to the next step where the optimizer needs all
+    gradients before it makes the first.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    needs_all = inner is not optimizer or getattr(inner, "global_clipnorm", None) is not None
+    return dataclasses.replace(request, chunks=request.chunks or request.overlap, carries=not needs_all)
 
 
 def slice_sizes(global_batch_size: int, devices: int) -> tuple[int, ...]:

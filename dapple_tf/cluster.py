@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +88,7 @@ class Cluster:
         reduce_latency: seconds of one step of the ring, likewise.
         target: where sessions on these devices are opened, "grpc://host:port" of the first server; empty for this
             process.
+        sub_streams: n, where the last n devices are the sub-streams of the first n, see `with_sub_streams`; 0 for none.
 
     Raises:
         ClusterError: no devices, a name twice, servers not numbered 0, 1, ... in order, or a number out of range.
@@ -103,6 +104,7 @@ class Cluster:
     reduce_bandwidth: float | None = None
     reduce_latency: float | None = None
     target: str = ""
+    sub_streams: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -137,6 +139,10 @@ class Cluster:
                 _check_link(f"{name} of server {number}", getattr(own, name))
             if own.capacity is not None and not (math.isfinite(own.capacity) and own.capacity > 0):
                 raise ClusterError(f"capacity of server {number} is {own.capacity}; it must be above 0 and finite")
+        if self.sub_streams not in (0, self.num_devices / 2):
+            raise ClusterError(
+                f"sub_streams is {self.sub_streams}, but there are {self.num_devices} devices; give 0, or half of them"
+            )
 
     @classmethod
     def local(cls, count: int, memory_bytes: int | None = None, *, kind: str = "auto") -> Cluster:
@@ -190,6 +196,51 @@ class Cluster:
             for index in range(devices_per_server)
         )
         return cls(devices, target=f"grpc://{addresses[0]}")
+
+    def with_sub_streams(self, memory_share: float = 0.5) -> Cluster:
+        """Give each device a sub-stream: a second logical device of the same hardware (EuroSys'22, section 4.1).
+
+            Cluster.local(2).with_sub_streams()   devices 0 and 1, their sub-streams 2 and 3
+
+        The devices keep their numbers; device i's sub-stream is device n + i. TensorFlow gives each logical device
+        streams of its own. On CPUs, sub-streams are further logical CPU devices. On GPUs, a session makes them with the
+        main ones' streams at the higher priority (`session.session_config`); it needs to know the GPU's memory, of
+        which each logical device has a fixed part. Two streams share the hardware: the server's capacity stays what it
+        is.
+
+        Args:
+            memory_share: the part of a device's memory that is the sub-stream's. It keeps variables, optimizer slots
+                and gradients there, and copies of what Bw reads.
+
+        Raises:
+            ClusterError: several servers or remote ones, sub-streams already, a share that isn't between 0 and 1, or
+                GPUs whose ``memory_bytes`` isn't known.
+        """
+        if self.sub_streams:
+            raise ClusterError("the cluster has sub-streams already; a device has one")
+        if self.num_servers > 1 or self.target:
+            where = f"{self.num_servers} servers" if self.num_servers > 1 else f"a server at {self.target}"
+            raise ClusterError(f"sub-streams are for the devices of this machine, but the cluster is of {where}")
+        if not 0 < memory_share < 1:
+            raise ClusterError(f"memory_share is {memory_share}; it must be between 0 and 1")
+        mains, subs = [], []
+        for index, device in enumerate(self.devices):
+            kind, number = _kind_and_number(device.name)
+            size = device.memory_bytes
+            if size is None and self.real and kind == "GPU":
+                raise ClusterError(
+                    f"device {index} is a GPU of unknown memory, which two streams must share out: give it, "
+                    f"Cluster.local({self.num_devices}, memory_bytes=...)"
+                )
+            if number != index:
+                raise ClusterError(f"device {index} is {device.name}; sub-streams are for devices in order, from 0 on")
+            part = None if size is None else max(1, round(size * memory_share))
+            name = device.name.removesuffix(str(number)) + str(number + self.num_devices)
+            mains.append(replace(device, memory_bytes=None if part is None or size is None else max(1, size - part)))
+            subs.append(replace(device, name=name, memory_bytes=part))
+        own = self.servers[0] if self.servers else Server()
+        server = replace(own, capacity=self.capacity(0))
+        return replace(self, devices=(*mains, *subs), servers=(server,), sub_streams=self.num_devices)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
@@ -370,6 +421,12 @@ def check_addresses(addresses: Sequence[str]) -> None:
             raise ClusterError(f"address {position} is {address!r}; write it as 'host:port', such as '10.0.0.1:2222'")
         if address in addresses[:position]:
             raise ClusterError(f"servers {addresses.index(address)} and {position} both have the address {address!r}")
+
+
+def _kind_and_number(name: str) -> tuple[str, int]:
+    """What kind of device it is, and which: ``.../device:GPU:3`` is ("GPU", 3)."""
+    _, kind, number = name.rsplit(":", 2)
+    return kind, int(number)
 
 
 def _count_gpus() -> int:

@@ -129,6 +129,11 @@ def emulate(
         raise ValueError(f"{steps} steps were asked for; ask for at least 1")
     if scale is not None and not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale is {scale}; it must be above 0 and finite, or None to choose one")
+    if plan.carried_updates:
+        raise EmulationError(
+            f"the plan carries {plan.carried_updates} updates over into the next step, and only single steps can be "
+            f"emulated; simulate it, or emulate it with carried_updates=0"
+        )
     devices = {device for group in (*plan.devices, *(plan.weight_devices or ())) for device in group}
     if len(devices) > MAX_DEVICES:
         raise EmulationError(

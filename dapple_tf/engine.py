@@ -20,20 +20,19 @@ from dapple_tf.capture import Mode, build, capture, output_structure
 from dapple_tf.cluster import Cluster
 from dapple_tf.device_values import DeviceValues, Holding, load_one
 from dapple_tf.errors import DappleError
-from dapple_tf.optimizer import capture_updates, check_optimizer
+from dapple_tf.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
 from dapple_tf.plan import Plan
 from dapple_tf.session import add_to_graph, session_config
 from dapple_tf.variables import VariableTable
-from graph_passes.accumulate import Accumulate, accumulated_gradients, sliced_gradients
+from graph_passes.accumulate import Accumulate, accumulated_gradients
 from graph_passes.assign_stages import AssignStages
 from graph_passes.build_backward import BuildBackward
 from graph_passes.build_forward import BuildForward
-from graph_passes.graph import Graph, GraphDef, Ref
+from graph_passes.graph import GraphDef, Ref
 from graph_passes.group_update import GroupUpdate, reduction_order
-from graph_passes.outline import dtype_of
 from graph_passes.partition import Partition
 from graph_passes.pass_manager import Dump, Pass, Timing, run_passes
-from graph_passes.program import Layout, Program, Stage, Step, Variable, VariableKind
+from graph_passes.program import Layout, Program, Stage, Step, Variable
 from graph_passes.replicate import Replicate
 from graph_passes.schedule import OrderTasks
 from graph_passes.split_concat import SplitConcat
@@ -291,8 +290,8 @@ class Engine:
                 shown = f"stage {stages[0]} needs" if len(stages) == 1 else f"stages {stages} together need"
                 raise DappleError(
                     f"{shown} {fixed + residual:,} bytes for variables, gradients and the residuals of one "
-                    f"micro-batch, but device {device} has {limit:,}: use more stages, more replicas, smaller micro-batches or "
-                    f"recompute='boundary'"
+                    f"micro-batch, but device {device} has {limit:,}: use more stages, more replicas, smaller "
+                    f"micro-batches or recompute='boundary'"
                 )
             for stage in stages:
                 found[stage] = min(found[stage], count)
@@ -410,19 +409,7 @@ class Engine:
 
     def _holdings(self) -> list[Holding]:
         """The variables that devices keep, by the stages that read them."""
-        found: dict[tuple[int, ...], list[Variable]] = {}
-        for name, stages in self._hosts.items():
-            found.setdefault(stages, []).append(self.table.describe(name))
-        for stages, variables in self._optimizer_variables.items():
-            found.setdefault(stages, []).extend(variables)
-        return [
-            Holding(
-                stages,
-                tuple(dict.fromkeys(device for stage in stages for device in self.homes[stage])),
-                tuple(variables),
-            )
-            for stages, variables in sorted(found.items())
-        ]
+        return holdings(self.table, self._hosts, self._optimizer_variables, self.homes)
 
     def _stores(self) -> DeviceValues:
         if self._storage is None:
@@ -504,48 +491,6 @@ class Engine:
             run_passes(built.program, self._step_passes(built, kind), first=5, instruments=[write])
             schedule = self.schedule(built, self.layout(built, kind.samples))
             (place / "schedule.txt").write_text(f"{schedule}\n")
-
-
-def group_updates(model: keras.Model, table: VariableTable, program: Program) -> tuple[GroupUpdate, ...]:
-    """The optimizer's part for each parameter group of a program with stage functions; adds its variables to the table.
-
-    Raises:
-        CaptureError: the optimizer can't be split over groups.
-    """
-    optimizer = model.optimizer
-    check_optimizer(optimizer, model.trainable_variables)
-    table.add_optimizer(optimizer)
-    sliced = {
-        v.name: tf.dtypes.as_dtype(dtype) for stage in program.stages for v, dtype in sliced_gradients(program, stage)
-    }
-    trained = sliced.keys() | {v.name for stage in program.stages for _, v in accumulated_gradients(program, stage)}
-    groups: dict[tuple[int, ...], list[str]] = {}
-    for name, stages in readers_of(program).items():
-        if name in trained:
-            groups.setdefault(stages, []).append(name)
-    loss = program.roles.loss
-    assert loss is not None
-    loss_dtype = tf.dtypes.as_dtype(dtype_of(Graph(program.graph), loss))
-    return capture_updates(optimizer, table, groups, sliced, loss_dtype)
-
-
-def readers_of(program: Program) -> dict[str, tuple[int, ...]]:
-    """The stages that read each variable of the model, ascending; variables in the model's order."""
-    reads: dict[str, tuple[int, ...]] = {}
-    for stage in program.stages:
-        for name in stage.reads:
-            reads[name] = (*reads.get(name, ()), stage.index)
-    return {variable.name: reads[variable.name] for variable in program.roles.variables if variable.name in reads}
-
-
-def optimizer_variables(updates: Sequence[GroupUpdate]) -> dict[tuple[int, ...], tuple[Variable, ...]]:
-    """The optimizer's variables of each parameter group."""
-    return {
-        update.stages: tuple(
-            dict.fromkeys(v for v in update.apply.variables.values() if v.kind is VariableKind.OPTIMIZER)
-        )
-        for update in updates
-    }
 
 
 # A step uses one collective key per bucket. Keys of steps mustn't overlap, those of other engines on the same servers

@@ -16,7 +16,7 @@ _GROUPS = 4
 
 
 def neighbours(plan: Plan, profile: Profile, cluster: Cluster, micro_batches: Iterable[int]) -> Iterator[Plan]:
-    """Legal plans that differ from ``plan`` in one thing.
+    """Legal plans that differ from ``plan`` in one thing: of plans whose stages share devices, cuts or micro-batches.
 
     Args:
         plan: where to start.
@@ -26,11 +26,15 @@ def neighbours(plan: Plan, profile: Profile, cluster: Cluster, micro_batches: It
     """
     for cuts in _moved_cuts(plan, profile):
         yield from _legal(plan, cuts=cuts)
-    for devices in _moved_devices(plan, cluster):
+    hosts = [device for group in plan.devices for device in group]
+    shared = len(hosts) > len(set(hosts))
+    for devices in () if shared else _moved_devices(plan, cluster):
         yield from _legal(plan, devices=devices)
     for count in micro_batches:
         if count != plan.micro_batches and plan.micro_batches / 2 <= count <= plan.micro_batches * 2:
             yield from _legal(plan, micro_batches=count)
+    if shared:
+        return
     for index in range(plan.num_stages - 1):
         merged = tuple(sorted([*plan.devices[index], *plan.devices[index + 1]]))
         groups = (*plan.devices[:index], merged, *plan.devices[index + 2 :])

@@ -6,18 +6,16 @@ import functools
 import hashlib
 import json
 import logging
-import operator
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
-
-import numpy as np
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from dapple_tf import schedules
-from dapple_tf.plan_report import LARGEST, PlanReport, parse_report
+from dapple_tf.plan_report import PlanReport, parse_report
+from dapple_tf.plan_values import PlanError, device_lists, integer, integers, layer_names, task_times
 from graph_passes.batching import split_evenly
 from graph_passes.tasks import Schedule
 
@@ -26,14 +24,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+__all__ = ["RECOMPUTE_MODES", "Plan", "PlanError", "PlanOptions"]
+
 RECOMPUTE_MODES = ("none", "boundary", "min_cut")
 """What a backward recomputes: nothing; its stage's forward (GPipe's way); or what a min-cut finds cheapest."""
 
 _FORMAT = "dapple_tf.plan/1"
-
-
-class PlanError(ValueError):
-    """A plan contradicts itself or the cluster it is for."""
 
 
 class PlanOptions(TypedDict, total=False):
@@ -48,6 +44,7 @@ class PlanOptions(TypedDict, total=False):
     carried_updates: int
     task_seconds: tuple[tuple[float, float, float], ...] | None
     weight_devices: tuple[tuple[int, ...], ...] | None
+    weight_regions: tuple[int, ...] | None
 
 
 class ScheduleOptions(TypedDict):
@@ -57,6 +54,7 @@ class ScheduleOptions(TypedDict):
     reverse_first_k: int
     task_seconds: tuple[tuple[float, float, float], ...] | None
     weight_devices: tuple[tuple[int, ...], ...] | None
+    weight_regions: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Plan:
             stages, once in each.
         micro_batches: M, the number of micro-batches in a global batch.
         global_batch_size: samples in one step, over all devices.
-        schedule: one of `schedules.POLICIES`.
+        schedule: one of `schedules.POLICIES` or `schedules.STREAM_POLICIES`.
         recompute: one of `RECOMPUTE_MODES`.
         jit_compile: whether stages are compiled with XLA.
         warm_up: K of each stage in place of the policy's; must not rise from a stage to the next.
@@ -85,6 +83,8 @@ class Plan:
             tasks; None takes all as equal.
         weight_devices: for each stage the device of each replica that computes weight gradients (Bw), keeps the
             variables and updates them; None for the stage's own devices.
+        weight_regions: for each stage the stage with whose Bx its Bw may start, at the earliest; None is as soon as it
+            is ready. For the schedule joint, which runs Bw on a sub-stream (EuroSys'22, section 4.1, algorithm 1).
         report: what the planner expects of it, and why it chose it; None for a plan made by hand. Says nothing of
             equality.
 
@@ -106,6 +106,7 @@ class Plan:
     carried_updates: int = 0
     task_seconds: tuple[tuple[float, float, float], ...] | None = None
     weight_devices: tuple[tuple[int, ...], ...] | None = None
+    weight_regions: tuple[int, ...] | None = None
     report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -131,7 +132,7 @@ class Plan:
         Raises:
             PlanError: as `Plan`.
         """
-        return cls(_names(cuts), _device_lists(devices), micro_batches, global_batch_size, schedule, **options)
+        return cls(layer_names(cuts), device_lists(devices), micro_batches, global_batch_size, schedule, **options)
 
     @classmethod
     def data_parallel(
@@ -166,7 +167,7 @@ class Plan:
         Raises:
             PlanError: as `Plan`.
         """
-        names = _names(cuts)
+        names = layer_names(cuts)
         devices = [[stage] for stage in range(len(names) + 1)]
         return cls.manual(names, devices, micro_batches, global_batch_size, schedule, **options)
 
@@ -215,7 +216,7 @@ class Plan:
             plan = cls(**data)
             if report is not None:
                 plan = replace(plan, report=parse_report(report))
-        except PlanError as error:
+        except ValueError as error:
             raise PlanError(f"{source}: {error}") from error
         if plan.report is not None and plan.report.fingerprint != plan.fingerprint:
             logger.warning("%s has been changed since it was planned: what was expected of it is left out", source)
@@ -265,6 +266,7 @@ class Plan:
             "reverse_first_k": self.reverse_first_k,
             "task_seconds": self.task_seconds,
             "weight_devices": self.weight_devices,
+            "weight_regions": self.weight_regions,
         }
 
     def order_tasks(
@@ -357,21 +359,23 @@ class Plan:
 
     def _normalise(self) -> None:
         """Turn lists into tuples and number-like things into ints; refuse what is neither."""
-        object.__setattr__(self, "cuts", _names(self.cuts))
-        object.__setattr__(self, "devices", _device_lists(self.devices))
+        object.__setattr__(self, "cuts", layer_names(self.cuts))
+        object.__setattr__(self, "devices", device_lists(self.devices))
         for name in ("micro_batches", "global_batch_size", "bucket_bytes", "reverse_first_k", "carried_updates"):
             object.__setattr__(self, name, integer(name, getattr(self, name)))
         if self.warm_up is not None:
-            object.__setattr__(self, "warm_up", _integers("warm_up", self.warm_up))
+            object.__setattr__(self, "warm_up", integers("warm_up", self.warm_up))
         if self.report is not None and len(self.report.stages) != len(self.devices):
             raise PlanError(f"the report is about {len(self.report.stages)} stages, the plan has {len(self.devices)}")
         for name in ("jit_compile", "wait_free"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.task_seconds is not None:
-            object.__setattr__(self, "task_seconds", _task_seconds(self.task_seconds))
+            object.__setattr__(self, "task_seconds", task_times(self.task_seconds))
         if self.weight_devices is not None:
-            object.__setattr__(self, "weight_devices", _device_lists(self.weight_devices))
+            object.__setattr__(self, "weight_devices", device_lists(self.weight_devices))
+        if self.weight_regions is not None:
+            object.__setattr__(self, "weight_regions", integers("weight_regions", self.weight_regions))
 
     def _check_stages(self) -> None:
         stages = len(self.cuts) + 1
@@ -429,8 +433,9 @@ class Plan:
                 )
 
     def _check_options(self) -> None:
-        if self.schedule not in schedules.POLICIES:
-            raise PlanError(f"unknown schedule {self.schedule!r}; use one of {', '.join(schedules.POLICIES)}")
+        known = (*schedules.POLICIES, *schedules.STREAM_POLICIES)
+        if self.schedule not in known:
+            raise PlanError(f"unknown schedule {self.schedule!r}; use one of {', '.join(known)}")
         if self.recompute not in RECOMPUTE_MODES:
             raise PlanError(f"unknown recompute {self.recompute!r}; use one of {', '.join(RECOMPUTE_MODES)}")
         if self.bucket_bytes < 1:
@@ -472,54 +477,3 @@ def _runs(sizes: tuple[int, ...]) -> str:
     if len(sizes) <= 4:
         return "+".join(map(str, sizes))
     return " + ".join(f"{count}x{size}" for size, count in Counter(sizes).items())
-
-
-def _entries(what: str, values: object, example: str) -> tuple[Any, ...]:
-    """Return a list-like value as a tuple; a string or a mapping isn't list-like."""
-    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
-        raise PlanError(f"{what} is {values!r}; give a list, such as {example}")
-    return tuple(values)
-
-
-def _names(cuts: object) -> tuple[str, ...]:
-    names = _entries("cuts", cuts, "['block_3']")
-    for stage, name in enumerate(names):
-        if not isinstance(name, str) or not name:
-            raise PlanError(f"cuts: entry {stage} is {name!r}; it must be the name of the last layer of stage {stage}")
-    return names
-
-
-def _device_lists(devices: object) -> tuple[tuple[int, ...], ...]:
-    stages = _entries("devices", devices, "[[0, 1], [2]] with a list for each stage")
-    return tuple(_integers(f"devices of stage {stage}", values) for stage, values in enumerate(stages))
-
-
-def _task_seconds(seconds: object) -> tuple[tuple[float, float, float], ...]:
-    found = []
-    for stage, times in enumerate(_entries("task_seconds", seconds, "[[1, 1, 1]] with F, Bx and Bw of each stage")):
-        entries = _entries(f"task_seconds of stage {stage}", times, "[1, 1, 1]")
-        numbers = [float(x) for x in entries if isinstance(x, int | float | np.number) and not isinstance(x, bool)]
-        if len(entries) != 3 or len(numbers) != 3 or not all(0 <= x < LARGEST for x in numbers):
-            raise PlanError(
-                f"task_seconds of stage {stage} is {times!r}; give the times of F, Bx and Bw, such as [1, 1, 1]"
-            )
-        found.append((numbers[0], numbers[1], numbers[2]))
-    return tuple(found)
-
-
-def _integers(what: str, values: object) -> tuple[int, ...]:
-    return tuple(integer(what, value) for value in _entries(what, values, "[0, 1]"))
-
-
-def integer(what: str, value: Any) -> int:
-    """A whole number of Python's or NumPy's as an int.
-
-    Raises:
-        PlanError: it isn't one, or is beyond 64 bits.
-    """
-    try:
-        if not isinstance(value, bool) and abs(number := operator.index(value)) < LARGEST:
-            return number
-    except TypeError:
-        pass
-    raise PlanError(f"{what}: {value!r} isn't a whole number")

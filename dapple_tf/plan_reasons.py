@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from dapple_tf import out_of_order_plans
+from dapple_tf.choice import Choice
 from dapple_tf.cluster import Cluster
 from dapple_tf.cost import CostModel, gib
 from dapple_tf.latency import pipeline_latency, stage_times
@@ -17,12 +20,28 @@ from dapple_tf.simulator import Simulation
 from dapple_tf.stage_cuts import by_memory
 
 
+@dataclass(frozen=True)
+class Derivation:
+    """How a plan follows from DAPPLE's.
+
+    Attributes:
+        choice: the plan.
+        origin: the plan that it was made from.
+        dapple: the best plan under DAPPLE's policies, without chunks; None where none fits.
+    """
+
+    choice: Choice
+    origin: Plan
+    dapple: Choice | None
+
+
 def report(
     request: PlanRequest,
     best: Simulation,
     *,
     runner_up: tuple[Plan, float] | None = None,
     data_parallel: float | None = None,
+    derived: Derivation | None = None,
 ) -> PlanReport:
     """Says what is expected of a plan, and why it was chosen.
 
@@ -31,23 +50,32 @@ def report(
         best: the plan's simulated step.
         runner_up: the best plan with other stages or replicas, and its latency; None if there was none.
         data_parallel: latency of data parallelism on all devices; None if that doesn't fit.
+        derived: what the plan was made from, if plans other than DAPPLE's were sought.
     """
     costs, plan = best.costs, best.costs.plan
     total = sum(best.busy.values()) or 1.0
+    busy = [0.0] * plan.num_stages
+    for span in best.spans:
+        if span.device is not None and span.kind != "send":
+            busy[span.stage] += span.end - span.start
     stages = []
     for stage, devices in enumerate(plan.devices):
         first, stop = costs.stages[stage].layers
         stages.append(
             StageReport(
                 layers=stop - first,
-                share=sum(best.busy[device] for device in devices) / total,
+                share=busy[stage] / total,
                 bubble=best.bubbles[stage],
                 warm_up=costs.warm_up[stage],
                 memory_bytes=max(best.peak_bytes[device] for device in devices),
                 memory_limit=costs.memory_limit(stage),
             )
         )
-    formula = pipeline_latency(stage_times(costs), len(costs.micro_batches))
+    straight = costs if derived is None else request.costs(derived.origin)
+    formula = pipeline_latency(stage_times(straight), len(straight.micro_batches))
+    pace = _stage_name(formula.pivot)
+    if derived is not None and plan.devices != derived.origin.devices:
+        pace = f"stage {min(range(plan.num_stages), key=lambda stage: best.bubbles[stage])}"
     single = single_device_seconds(request.profile, request.batch)
     return PlanReport(
         latency=best.latency,
@@ -57,12 +85,15 @@ def report(
         data_parallel_note="" if data_parallel is not None else _why_not_data_parallel(request),
         runner_up=None if runner_up is None else runner_up[1],
         runner_up_text="" if runner_up is None else shape(runner_up[0]),
-        pivot=_stage_name(formula.pivot),
+        pivot=pace,
         limited_by=_limit(best),
         overlap=request.overlap,
         all_reduce=request.all_reduce,
         stages=tuple(stages),
         fingerprint=plan.fingerprint,
+        out_of_order="" if derived is None else out_of_order_plans.name(plan),
+        dapple=None if derived is None or derived.dapple is None else derived.dapple.latency,
+        dapple_text="" if derived is None or derived.dapple is None else _policy_and_shape(derived.dapple.plan),
     )
 
 
@@ -187,6 +218,10 @@ def shape(plan: Plan) -> str:
     elif set(replicas) == {1}:
         name = f"straight pipeline of {plan.num_stages} stages"
     return f"{name}, {plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''}"
+
+
+def _policy_and_shape(plan: Plan) -> str:
+    return shape(plan) if plan.num_stages == 1 else f"{plan.schedule} on {shape(plan)}"
 
 
 def _stage_name(index: int) -> str:

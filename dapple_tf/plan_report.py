@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 LARGEST = 2**63
@@ -49,6 +49,10 @@ class PlanReport:
         all_reduce: the assumed algorithm.
         stages: see :class:`StageReport`.
         fingerprint: that of the plan that this was said about.
+        out_of_order: what the plan has besides DAPPLE's: its policy, chunks and k; empty if nothing.
+        dapple: of the best plan under DAPPLE's policies, without chunks; None where others weren't sought, or it
+            doesn't fit.
+        dapple_text: that plan, in short.
     """
 
     latency: float
@@ -64,6 +68,9 @@ class PlanReport:
     all_reduce: str
     stages: tuple[StageReport, ...]
     fingerprint: str
+    out_of_order: str = ""
+    dapple: float | None = None
+    dapple_text: str = ""
 
     def __str__(self) -> str:
         def factor(other: float) -> str:
@@ -80,8 +87,19 @@ class PlanReport:
             f"expected step {_ms(self.latency)}, {self.speedup:.3g}x one device{assumed}\n"
             f"pace set by {self.pivot} (the pivot stage); critical path: {self.limited_by}\n"
             f"runner-up: {runner_up}\n"
-            f"data parallelism on all devices: {parallel}"
+            f"data parallelism on all devices: {parallel}{self._gain()}"
         )
+
+    def _gain(self) -> str:
+        """What the out-of-order schedule gained over DAPPLE's, on lines of its own; empty if none was sought."""
+        if self.dapple is None and not self.out_of_order:
+            return ""
+        if not self.out_of_order:
+            return "\nout-of-order backprop: gains nothing over DAPPLE's schedule"
+        text = f"\nout-of-order backprop: {self.out_of_order}"
+        if self.dapple is not None and self.latency:
+            text += f"; {self.dapple / self.latency:.3g}x as fast as {self.dapple_text}: {_ms(self.dapple)}"
+        return text
 
 
 def _ms(seconds: float) -> str:
@@ -89,7 +107,7 @@ def _ms(seconds: float) -> str:
 
 
 def parse_report(data: object) -> PlanReport:
-    """A report from JSON data.
+    """A report from JSON data, of this version or an earlier one.
 
     Raises:
         ValueError: it isn't one.
@@ -98,13 +116,15 @@ def parse_report(data: object) -> PlanReport:
     if not isinstance(data, dict) or not isinstance(stages, list):
         raise ValueError(f"'report' is {data!r}; remove it, or restore what the planner wrote")
     parsed = [_parsed_numbers(StageReport, stage) for stage in stages]
-    return _parsed_numbers(PlanReport, data | {"stages": tuple(parsed)})
+    report: PlanReport = _parsed_numbers(PlanReport, data | {"stages": tuple(parsed)})
+    return report
 
 
 def _parsed_numbers(kind: Any, data: object) -> Any:
     """A dataclass of texts and numbers from JSON data."""
     names = {entry.name: str(entry.type) for entry in fields(kind)}
-    if not isinstance(data, dict) or set(data) != set(names):
+    needed = {entry.name for entry in fields(kind) if entry.default is MISSING}  # others came with later versions
+    if not isinstance(data, dict) or not needed <= set(data) <= set(names):
         raise ValueError(f"'report' has {data!r} where {', '.join(names)} are expected; remove 'report' from the file")
     for name, value in data.items():
         optional = "None" in names[name]

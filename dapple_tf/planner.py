@@ -17,15 +17,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from dapple_tf.choice import Choice
 from dapple_tf.cluster import Cluster
-from dapple_tf.cost import CostModel
 from dapple_tf.latency import pipeline_latency, stage_times
 from dapple_tf.local_search import neighbours
+from dapple_tf.out_of_order_search import OutOfOrderSearch
 from dapple_tf.placement import Placements, links_of
 from dapple_tf.plan import Plan, PlanError
-from dapple_tf.plan_reasons import attempts, report, shortage
+from dapple_tf.plan_reasons import Derivation, attempts, report, shortage
 from dapple_tf.plan_report import PlanReport
-from dapple_tf.plan_request import PlanRequest
+from dapple_tf.plan_request import DAPPLE_POLICIES, PlanRequest
 from dapple_tf.profile import Profile
 from dapple_tf.progress import Progress
 from dapple_tf.search import Candidate, Search, coarsened
@@ -56,6 +57,10 @@ _STARTS = 24
 """Of so many of the best plans the neighbours are looked at, if work is left."""
 _HOPELESS = 1.5
 """Plans whose L is above that of the best by this factor are simulated last."""
+_BASES = 10
+"""From so many plans out-of-order ones are derived."""
+_DERIVING = 0.8
+"""How much of the work that finding the stages may take deriving these may take."""
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
 
@@ -71,20 +76,29 @@ def plan(
     overlap: bool = False,
     all_reduce: str = "hierarchical",
     jit_compile: bool = False,
+    reverse_first_k: int | str = 0,
 ) -> Plan:
     """Finds stages, replicas, placement, micro-batches, schedule and recomputation together.
+
+        found = plan(profile, cluster, 64, schedule="auto", reverse_first_k="auto")
 
     Args:
         profile: what the model's layers cost.
         cluster: what to run on. Devices without known memory count as large enough, unknown links as free.
         global_batch_size: samples in one step.
         micro_batches: M, or several to choose from; None tries the usual ones.
-        schedule: a policy, or several to choose from; None tries all.
+        schedule: a policy, or several to choose from; None tries DAPPLE's, which are gpipe, dapple_a and dapple_b.
+            ``auto`` tries all, modulo and interleaved with several stages on a device, and cuts replicated stages into
+            chunks (:func:`dapple_tf.chunks.chunked`), whose gradients are reduced while others are computed.
         recompute: a mode, or several; None recomputes only where memory demands it.
-        overlap: whether to assume that gradients are all-reduced during the stage's last backward. `transform`'s steps
-            reduce them after it.
+        overlap: whether to assume that gradients are all-reduced during the stage's last backward, bucket by bucket.
+            Where chunks are tried (``auto`` or ``reverse_first_k``), only the search for stages assumes it.
         all_reduce: ``hierarchical`` or ``flat``.
         jit_compile: passed on to the plan.
+        reverse_first_k: k of the plan, of which replicated stages are cut into chunks then: of so many stages, or of
+            all if there are fewer, the last weight gradients come last (Out-Of-Order BackProp, EuroSys'22, section
+            5.1). ``auto`` looks for the best k as the paper does, by simulated throughput. The last updates may be left
+            to the next step's forward then (`Plan.carried_updates`).
 
     Returns:
         The plan; ``print`` it for a table with the reasons, which are also in ``plan.report``.
@@ -102,28 +116,18 @@ def plan(
         overlap=overlap,
         all_reduce=all_reduce,
         jit_compile=jit_compile,
+        reverse_first_k=reverse_first_k,
     )
-    return _Planner(request).plan()
+    return find(request)
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """A plan that was simulated. The simulation isn't kept: ten thousands of spans for each plan slow Python down.
+def find(request: PlanRequest) -> Plan:
+    """Finds the plan for a request, as :func:`plan`.
 
-    Attributes:
-        plan: the plan.
-        latency: simulated seconds of its step.
-        costs: what it was simulated with.
+    Raises:
+        PlanError: as `plan`.
     """
-
-    plan: Plan
-    latency: float
-    costs: CostModel
-
-    @property
-    def memory(self) -> float:
-        """Peak use of the fullest device."""
-        return max(self.costs.needed_bytes(stage, count) for stage, count in enumerate(self.costs.warm_up))
+    return _Planner(request).plan()
 
 
 class _Found(NamedTuple):
@@ -154,7 +158,7 @@ class _Planner:
         self.bar = Progress("planning")
         # The schedule with the most micro-batches in flight of those whose memory doesn't grow with M: hardly ever
         # slower than the others, so that it stands for them until the last few plans are compared.
-        self.quickest = max(request.schedules, key=("gpipe", "dapple_a", "dapple_b").index)
+        self.quickest = max(request.searched, key=DAPPLE_POLICIES.index)
 
     def plan(self) -> Plan:
         started = time.perf_counter()
@@ -177,12 +181,15 @@ class _Planner:
             best = self._best()
         if best is None:
             raise PlanError(shortage(self.request))
+        derived = self._out_of_order(best) if self._derives() else None
         self.bar.close()
         logger.info(
             "planned %s in %.2f s, %d plans simulated", self.profile.model, time.perf_counter() - started,
             len(self.choices),
         )  # fmt: skip
-        return dataclasses.replace(best.plan, report=self._report(best))
+        if derived is not None:
+            best = derived.choice
+        return dataclasses.replace(best.plan, report=self._report(best, derived))
 
     # ---- candidates
 
@@ -292,7 +299,7 @@ class _Planner:
 
     def _simulate_all(self, plan: Plan) -> None:
         """Simulates a plan under each schedule, where it fits."""
-        for schedule in self.request.schedules:
+        for schedule in self.request.searched:
             self._simulate(dataclasses.replace(plan, schedule=schedule))
 
     def _explore(self, plan: Plan) -> None:
@@ -301,7 +308,7 @@ class _Planner:
         # Where memory cuts down K, that of neighbouring stages may be equal, and then they wait for each other; P_A's
         # is one less from stage to stage.
         limited = choice is None or choice.costs.warm_up != choice.plan.warm_up_counts()
-        if limited and "dapple_a" in self.request.schedules:
+        if limited and "dapple_a" in self.request.searched:
             self._simulate(dataclasses.replace(plan, schedule="dapple_a"))
 
     def _hopeless(self, plan: Plan) -> bool:
@@ -329,7 +336,7 @@ class _Planner:
     def _simulate(self, plan: Plan, *, certainly: bool = False) -> Choice | None:
         """The simulated plan; None if it doesn't fit in memory, or is hopeless and needn't be known ``certainly``."""
         if plan.num_stages == 1:
-            plan = dataclasses.replace(plan, schedule=self.request.schedules[0])
+            plan = dataclasses.replace(plan, schedule=self.request.searched[0])
         key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, plan.recompute)
         if key in self.choices:
             return self.choices[key]
@@ -381,19 +388,48 @@ class _Planner:
             self._simulate_all(choice.plan)
         return self._best()
 
+    def _derives(self) -> bool:
+        """Whether to look for plans besides DAPPLE's: on one device there is nothing to gain, but it may be asked."""
+        request = self.request
+        asked = isinstance(request.reverse_first_k, int) and request.reverse_first_k > 0
+        asked |= not set(request.schedules) & set(DAPPLE_POLICIES)
+        return request.out_of_order and (asked or self.cluster.num_devices > 1)
+
+    def _out_of_order(self, best: Choice) -> Derivation:
+        """The best plan under the policies that were asked for, derived from the best ones of DAPPLE's."""
+        search = OutOfOrderSearch(self.request, self.allowed * _DERIVING, self.bar.step)
+        kinds: dict[tuple[object, ...], Plan] = {}
+        for choice in self._ranked():
+            kinds.setdefault((choice.plan.replicas, choice.plan.micro_batches), choice.plan)
+        different: dict[tuple[int, ...], Plan] = {}
+        for plan in kinds.values():
+            different.setdefault(plan.replicas, plan)
+        parallel = [plan for replicas, plan in different.items() if replicas == (self.cluster.num_devices,)]
+        bases = dict.fromkeys([best.plan, *parallel, *list(different.values())[: _BASES // 2], *kinds.values()])
+        found = search.run([*bases][:_BASES])
+        if found is None:
+            raise PlanError(
+                f"no plan under {', '.join(self.request.schedules)} fits these devices and their memory, but one under "
+                f"{best.plan.schedule} does: allow that as well, such as with schedule='auto'"
+            )
+        return Derivation(found, search.origin[found.plan], search.dapple())
+
     def _ranked(self) -> list[Choice]:
         """What has been simulated, the fastest first."""
         found = {id(choice): choice for choice in self.choices.values() if choice is not None}
         return sorted(found.values(), key=lambda choice: choice.latency)
 
-    def _report(self, best: Choice) -> PlanReport:
+    def _report(self, best: Choice, derived: Derivation | None) -> PlanReport:
         ranked = self._ranked()
-        runner_up = next((choice for choice in ranked if choice.plan.replicas != best.plan.replicas), None)
+        request = self.request if derived is None else dataclasses.replace(self.request, overlap=False)
+        replicas = best.plan.replicas if derived is None else derived.origin.replicas
+        runner_up = next((choice for choice in ranked if choice.plan.replicas != replicas), None)
         everywhere = (self.cluster.num_devices,)
         parallel = next((choice for choice in ranked if choice.plan.replicas == everywhere), None)
         return report(
-            self.request,
-            run(self.request.costs(best.plan)),
+            request,
+            run(best.costs),
             runner_up=None if runner_up is None else (runner_up.plan, runner_up.latency),
             data_parallel=None if parallel is None else parallel.latency,
+            derived=derived,
         )

@@ -25,12 +25,12 @@ from dapple_tf.batch import BatchSpec
 from dapple_tf.capture import Mode, build, capture, check_model
 from dapple_tf.cluster import Cluster
 from dapple_tf.cost_fit import nearest_cost, shares
-from dapple_tf.engine import group_updates
 from dapple_tf.example_batch import ExampleBatch
 from dapple_tf.layer_cuts import layer_stages, with_functions, with_gradients
 from dapple_tf.layer_memory import LayerMemory, StepTrace, layer_memory, variable_bytes
 from dapple_tf.metrics import RunningMetrics
 from dapple_tf.optimizer import check_optimizer
+from dapple_tf.parameter_groups import group_updates
 from dapple_tf.plan import Plan
 from dapple_tf.profile import Cost, LayerProfile, Profile, ProfileError
 from dapple_tf.profile_cache import cache_directory, profile_key, read_profile, write_profile
@@ -116,7 +116,7 @@ def profile(
         raise ProfileError(f"repeats is {repeats}; it must be at least 1")
     check_model(model, training=True)
     check_optimizer(model.optimizer, model.trainable_variables)
-    with _kept_metrics(model), Progress("profiling", shown=None if progress else False) as bar:
+    with kept_metrics(model), Progress("profiling", shown=None if progress else False) as bar:
         bar.step("capturing the model")
         example = ExampleBatch.of(model, x, y, sample_weight)
         table = VariableTable(model)
@@ -148,7 +148,7 @@ def _sizes(batch_size: int | Sequence[int]) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def _kept_metrics(model: keras.Model) -> Iterator[None]:
+def kept_metrics(model: keras.Model) -> Iterator[None]:
     """Metrics have their values afterwards; those that are built meanwhile are reset."""
     before = [(variable, np.asarray(variable.value)) for variable in model.metrics_variables]
     known = {id(variable) for variable, _ in before}

@@ -47,6 +47,7 @@ class ScheduleRequest:
         seconds: for each stage the times of F, Bx and Bw.
         weight_devices: for each stage the device of each replica that runs Bw.
         reverse_first_k: of so many stages the Bw of the last micro-batch come last.
+        weight_regions: for each stage the stage with whose Bx its Bw may start, under joint; None is its own.
 
     Raises:
         ScheduleError: a number is too small, or a list has another length than there are stages or replicas.
@@ -60,6 +61,7 @@ class ScheduleRequest:
     seconds: tuple[tuple[float, float, float], ...]
     weight_devices: tuple[tuple[int, ...], ...]
     reverse_first_k: int
+    weight_regions: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -72,6 +74,7 @@ class ScheduleRequest:
         task_seconds: TaskSeconds | None = None,
         weight_devices: Sequence[Sequence[int]] | None = None,
         reverse_first_k: int = 0,
+        weight_regions: Sequence[int] | None = None,
     ) -> ScheduleRequest:
         """Check and fill in arguments.
 
@@ -99,6 +102,7 @@ class ScheduleRequest:
             _seconds(task_seconds, stages),
             places if weight_devices is None else tuple(map(tuple, weight_devices)),
             reverse_first_k,
+            None if weight_regions is None else tuple(weight_regions),
         )
 
     @property

@@ -7,6 +7,7 @@
     interleaved                 Megatron's 1F1B with several stages per device           interleaving
     zb_h1, zb_h2, zb_v          zero bubble: Bw are put off as far as memory allows      zero_bubble
     zero_bubble                 the best of these for given times and limits             zero_bubble
+    joint                       a main stream and a sub-stream (Bw) on one device        stream_schedule
 
 Weight gradients run in micro-batch order under every policy, so that they are added up in one order and results don't
 depend on the policy, to the last bit. The GPipe paper draws the backwards of a step last micro-batch first; the peak
@@ -21,7 +22,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from dapple_tf import interleaving, out_of_order, zero_bubble
+from dapple_tf import interleaving, out_of_order, stream_schedule, zero_bubble
 from dapple_tf.one_forward_one_backward import RULE
 from dapple_tf.schedule_check import in_flight, validate
 from dapple_tf.schedule_request import (
@@ -38,6 +39,7 @@ from graph_passes.tasks import Phase, Schedule, Task
 
 __all__ = [
     "POLICIES",
+    "STREAM_POLICIES",
     "WHOLE_BACKWARD",
     "Active",
     "ScheduleError",
@@ -50,7 +52,10 @@ __all__ = [
 ]
 
 POLICIES = (*RULE, *out_of_order.FAST_FORWARD, "modulo", "interleaved", "zb_h1", "zb_h2", "zb_v", "zero_bubble")
-"""The names of the policies that `make_schedule` knows."""
+"""The names of the policies that `make_schedule` knows, for devices of any number."""
+
+STREAM_POLICIES = (stream_schedule.JOINT,)
+"""Those for two streams of one device, which want `weight_devices` besides."""
 
 WHOLE_BACKWARD = (*RULE, "interleaved")
 """The policies that run a stage's backward as one task B, unless an option splits it."""
@@ -89,6 +94,7 @@ def resolve_warm_up(
     reverse_first_k: int = 0,
     task_seconds: TaskSeconds | None = None,
     weight_devices: Sequence[Sequence[int]] | None = None,
+    weight_regions: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """Return K of each stage, the most micro-batches it has in flight, from F to B or Bw.
 
@@ -107,6 +113,7 @@ def resolve_warm_up(
         reverse_first_k: as in `make_schedule`, as the other options.
         task_seconds: for policies that fill gaps.
         weight_devices: where Bw runs.
+        weight_regions: as in `make_schedule`.
 
     Raises:
         ScheduleError: as `make_schedule`.
@@ -116,7 +123,15 @@ def resolve_warm_up(
     if devices is None:
         devices = [[stage] for stage in range(stages)]
     request = ScheduleRequest.of(
-        policy, devices, micro_batches, holds, warm_up, task_seconds, weight_devices, reverse_first_k
+        policy,
+        devices,
+        micro_batches,
+        holds,
+        warm_up,
+        task_seconds,
+        weight_devices,
+        reverse_first_k,
+        weight_regions,
     )
     _check_request(request)
     if policy in RULE or policy in out_of_order.FAST_FORWARD:
@@ -136,6 +151,7 @@ def check_schedule(
     reverse_first_k: int = 0,
     task_seconds: TaskSeconds | None = None,
     weight_devices: Sequence[Sequence[int]] | None = None,
+    weight_regions: Sequence[int] | None = None,
 ) -> None:
     """Check that `make_schedule` takes these arguments, without making the schedule.
 
@@ -144,7 +160,15 @@ def check_schedule(
     """
     _check_policy(policy)
     request = ScheduleRequest.of(
-        policy, devices, micro_batches, holds, warm_up, task_seconds, weight_devices, reverse_first_k
+        policy,
+        devices,
+        micro_batches,
+        holds,
+        warm_up,
+        task_seconds,
+        weight_devices,
+        reverse_first_k,
+        weight_regions,
     )
     _check_request(request)
 
@@ -161,6 +185,7 @@ def make_schedule(
     reverse_first_k: int = 0,
     task_seconds: TaskSeconds | None = None,
     weight_devices: Sequence[Sequence[int]] | None = None,
+    weight_regions: Sequence[int] | None = None,
 ) -> Schedule:
     """Make the order of each device's tasks in one step.
 
@@ -172,7 +197,7 @@ def make_schedule(
         1: 1F0 1F1 1Bx0 1Bx1 1Bw0 1Bw1
 
     Args:
-        policy: one of `POLICIES`.
+        policy: one of `POLICIES` or `STREAM_POLICIES`.
         devices: for each stage, the device index of each of its replicas. A device may stand in several stages; all but
             modulo, interleaved, zb_v and zero_bubble want these next to each other and with equal devices (a group).
         micro_batches: M.
@@ -186,7 +211,9 @@ def make_schedule(
             their devices' orders, stage 0's first (EuroSys'22, algorithm 2).
         task_seconds: for each stage the times of F, Bx and Bw, by which gaps are found; all equal by default.
         weight_devices: for each stage the device of each replica that runs Bw, in the order in which they become ready;
-            the stage's own by default. For gpipe, dapple_* and fast_forward* only.
+            the stage's own by default. For gpipe, dapple_*, fast_forward* and joint only.
+        weight_regions: for joint, for each stage the stage with whose Bx its Bw may start; as soon as it is ready by
+            default (`joint_scheduling`).
 
     Raises:
         ScheduleError: a policy that isn't known or that can't run on these devices; a number or list that is no use, or
@@ -199,7 +226,15 @@ def make_schedule(
         request = ScheduleRequest.of(policy, devices, micro_batches)
         return _expand("forward", request, _forwards(request), active)
     request = ScheduleRequest.of(
-        policy, devices, micro_batches, holds, warm_up, task_seconds, weight_devices, reverse_first_k
+        policy,
+        devices,
+        micro_batches,
+        holds,
+        warm_up,
+        task_seconds,
+        weight_devices,
+        reverse_first_k,
+        weight_regions,
     )
     _check_request(request)
     return _schedule(request, active)
@@ -219,6 +254,7 @@ def _orders(request: ScheduleRequest) -> Orders:
         "zb_h2": zero_bubble.zb_h2,
         "zb_v": zero_bubble.zb_v,
         "zero_bubble": zero_bubble.zero_bubble,
+        stream_schedule.JOINT: stream_schedule.joint,
     }
     orders = makers.get(request.policy, out_of_order.fast_forward)(request)
     if request.reverse_first_k:
@@ -265,6 +301,8 @@ def _expand(name: str, request: ScheduleRequest, orders: Orders, active: Active 
 
 def _waits(request: ScheduleRequest, active: Active | None) -> dict[Task, Task]:
     """Forwards that wait until there is room again, where it is Bw on another device that makes room."""
+    if request.policy in STREAM_POLICIES:
+        return stream_schedule.joint_waits(request, active)
     if not request.offloaded:
         return {}
     limits = out_of_order.in_flight_limits(request)
@@ -281,14 +319,17 @@ def _waits(request: ScheduleRequest, active: Active | None) -> dict[Task, Task]:
 
 
 def _check_policy(policy: str) -> None:
-    if policy not in POLICIES:
+    if policy not in (*POLICIES, *STREAM_POLICIES):
         raise ScheduleError(f"unknown schedule {policy!r}; use one of {', '.join(POLICIES)}")
 
 
 def _check_request(request: ScheduleRequest) -> None:
     """Check that the policy can do what is asked."""
     policy = request.policy
-    if policy == "interleaved":
+    stream_schedule.check_weight_regions(policy, request.weight_regions, request.stages)
+    if policy in STREAM_POLICIES:
+        stream_schedule.check_joint(request)
+    elif policy == "interleaved":
         interleaving.check_periodic(request)
     elif policy == "zb_v":
         zero_bubble.check_v(request)
@@ -296,7 +337,7 @@ def _check_request(request: ScheduleRequest) -> None:
         request.check_straight()
     if policy in RULE or policy in out_of_order.FAST_FORWARD:
         out_of_order.in_flight_limits(request)
-    elif request.offloaded:
+    elif request.offloaded and policy not in STREAM_POLICIES:
         stage = min(request.offloaded)
         raise ScheduleError(
             f"weight_devices of stage {stage} are {list(request.weight_devices[stage])}, its devices "

@@ -12,6 +12,9 @@ from graph_passes.graph import GraphDef
 _LEADER = "/job:worker/replica:0/task:0"
 """The server that gives out the keys of collective operations."""
 
+_MAIN_PRIORITY, _SUB_PRIORITY = -1, 0
+"""CUDA stream priorities, of which the lower number is the higher; every GPU that has any has these two."""
+
 
 def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
     """A session's configuration: one executor thread per device, and the cores shared out among them.
@@ -25,7 +28,70 @@ def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
         return config
     _share_cores(config, cluster.num_devices, sum("device:CPU" in device.name for device in cluster.devices))
     config.gpu_options.allow_growth = True
+    if _has_gpu_streams(cluster):
+        _split_gpus(config.gpu_options, cluster)
     return config
+
+
+def configure_gpus(cluster: Cluster) -> None:
+    """Makes the two logical devices of each GPU for this process, before anything else uses TensorFlow's GPUs.
+
+    Streams and allocators are made once in a process. Where Keras has used a GPU before the first session, its main
+    stream has the default priority, no higher than the sub-stream's, and its memory isn't shared out; calling this
+    first, before models are built, makes both right. Nothing is done for a cluster without sub-streams on GPUs.
+
+    Raises:
+        RuntimeError: TensorFlow has been initialized already.
+    """
+    if not _has_gpu_streams(cluster):
+        return
+    gpus = tf.config.list_physical_devices("GPU")[: cluster.sub_streams]
+    tf.config.set_visible_devices(gpus, "GPU")
+    for gpu, made in zip(gpus, _logical_gpus(cluster), strict=True):
+        configurations = [
+            tf.config.LogicalDeviceConfiguration(
+                size, experimental_priority=priority, experimental_device_ordinal=ordinal
+            )
+            for size, priority, ordinal in made
+        ]
+        tf.config.set_logical_device_configuration(gpu, configurations)
+
+
+def _has_gpu_streams(cluster: Cluster) -> bool:
+    return cluster.sub_streams > 0 and "device:GPU" in cluster.devices[0].name
+
+
+def _split_gpus(options: tf.compat.v1.GPUOptions, cluster: Cluster) -> None:
+    """Makes two logical devices of each GPU: its main stream and, at a lower priority, its sub-stream.
+
+    GPU 0, GPU 1   become   GPU:0 on 0, GPU:1 on 1 (main), GPU:2 on 0, GPU:3 on 1 (sub)
+    """
+    options.visible_device_list = ",".join(map(str, range(cluster.sub_streams)))
+    for made in _logical_gpus(cluster):
+        sizes, priorities, ordinals = zip(*made, strict=True)
+        options.experimental.virtual_devices.add(memory_limit_mb=sizes, priority=priorities, device_ordinal=ordinals)
+
+
+def _logical_gpus(cluster: Cluster) -> list[list[tuple[float, int, int]]]:
+    """For each GPU (MiB, priority, ordinal) of its main and its sub device.
+
+    Devices are numbered by their ordinals first, so that the main ones keep their GPUs' numbers: TensorFlow refuses a
+    process in which one number means two GPUs, and Keras may have used them by then. Priorities, however, TensorFlow
+    (`GetPriority` in gpu_device.cc) looks up by that number in the lists of all GPUs one after another, so that the
+    first n of these are the main ones'.
+    """
+    count = cluster.sub_streams
+    priorities = [_MAIN_PRIORITY] * count + [_SUB_PRIORITY] * count
+    found = []
+    for gpu in range(count):
+        sizes = [cluster.devices[device].memory_bytes for device in (gpu, gpu + count)]
+        found.append(
+            [
+                ((size or 0) / 2**20, priority, ordinal)
+                for ordinal, (size, priority) in enumerate(zip(sizes, priorities[2 * gpu :], strict=False))
+            ]
+        )
+    return found
 
 
 def server_config(devices: int) -> tf.compat.v1.ConfigProto:

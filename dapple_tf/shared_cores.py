@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import statistics
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -13,14 +11,12 @@ import keras
 from dapple_tf.cluster import Cluster, Server
 from dapple_tf.cost import CostModel
 from dapple_tf.example_batch import ExampleBatch
+from dapple_tf.measured_steps import measure_steps
 from dapple_tf.plan import Plan
 from dapple_tf.profile import Profile
-from dapple_tf.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-_WARM_UP = 2
-_ROUNDS = 7
 _MICRO_BATCHES = 2
 
 
@@ -63,36 +59,9 @@ def _capacity(model: keras.Model, cluster: Cluster, profile: Profile, server: in
     devices = cluster.devices_of(server)
     samples = profile.batch_sizes[len(profile.batch_sizes) // 2] * _MICRO_BATCHES
     plans = [Plan.data_parallel(group, samples * len(group), _MICRO_BATCHES) for group in (devices[:1], devices)]
-    alone, together = _step_seconds(model, cluster, plans, example)
+    alone, together = measure_steps(model, cluster, plans, example, what="measuring shared cores")
     costs = CostModel(plans[1], profile, cluster)
     reduced = sum(costs.reduction_seconds(reduction) for reduction in costs.reductions)
     computing = max(alone - profile.step_seconds, 0.1 * alone)
     slower = max(1.0, (together - profile.step_seconds - reduced) / computing)
     return max(1.0, len(devices) / slower)
-
-
-def _step_seconds(
-    model: keras.Model, cluster: Cluster, plans: Sequence[Plan], example: ExampleBatch
-) -> tuple[float, ...]:
-    """Median seconds of a step of each plan; they take turns, since a machine's speed drifts."""
-    from dapple_tf.trainer import PipelinedModel  # The trainer imports this module, to plan automatically.
-
-    trainers = [PipelinedModel(model, cluster, plan, on_non_finite_loss="continue") for plan in plans]
-    batches = [example.trees(plan.global_batch_size) for plan in plans]
-    seconds: list[list[float]] = [[] for _ in plans]
-    metrics = [(variable, variable.numpy()) for variable in model.metrics_variables]
-    try:
-        with Progress("measuring shared cores", _WARM_UP + _ROUNDS) as bar:
-            for number in range(_WARM_UP + _ROUNDS):
-                for trainer, (x, y, weights), found in zip(trainers, batches, seconds, strict=True):
-                    trainer.train_on_batch(x, y, sample_weight=weights)  # gets its data back into the caches
-                    trainer.train_on_batch(x, y, sample_weight=weights)
-                    if number >= _WARM_UP:
-                        found.append(trainer.last_step_seconds)
-                bar.step("steps in turns")
-    finally:
-        for trainer in trainers:
-            trainer._engine.close()  # Its own close would bring the trained values back.
-        for variable, value in metrics:
-            variable.assign(value)
-    return tuple(statistics.median(found) for found in seconds)

@@ -34,6 +34,21 @@ def gradient_ends(schedule: Schedule, *, wait_free: bool = True) -> Mapping[Task
     return found
 
 
+def carried_stages(costs: CostModel, schedule: Schedule) -> tuple[int, ...]:
+    """The stages whose parameters are updated during the next step's forward, by ``plan.carried_updates``.
+
+    A stage that shares some of its parameters with another isn't among them: its update is simulated as one.
+    """
+    count = costs.plan.carried_updates
+    shared = {reduction.stages for reduction in costs.reductions if len(reduction.stages) > 1}
+    own = {(stage,) for stage, cost in enumerate(costs.stages) if cost.parameter_bytes}
+    groups = sorted(own | shared)
+    order = reduction_order(groups, schedule, costs.homes)
+    sharing = {stage for stages in shared for stage in stages}
+    last = [groups[index] for index in order[len(order) - min(count, len(order)) :]]
+    return tuple(stages[0] for stages in last if len(stages) == 1 and stages[0] not in sharing)
+
+
 @dataclass
 class Unit:
     """A reduction, or one bucket of it.
@@ -64,13 +79,16 @@ class Reductions:
         unreduced: stage -> how many of its units aren't over.
     """
 
-    def __init__(self, costs: CostModel, schedule: Schedule, order: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, costs: CostModel, schedule: Schedule, order: Sequence[int] | None = None, carried: Sequence[int] = ()
+    ) -> None:
         """Orders the reductions.
 
         Args:
             costs: what is reduced.
             schedule: completes the gradients.
             order: positions in :attr:`CostModel.reductions`; None for that of a real step, `reduction_order`.
+            carried: stages whose gradients are those of the step before: they are reduced first, and at once.
 
         Raises:
             ValueError: ``order`` isn't one of all reductions.
@@ -83,6 +101,8 @@ class Reductions:
                 f"reduction_order is {list(order)}; there are {len(groups)} reductions, give the order of 0 to "
                 f"{len(groups) - 1}, positions in CostModel.reductions"
             )
+        left_over = {(stage,) for stage in carried}
+        order = sorted(order, key=lambda number: groups[number] not in left_over)
         members: dict[int, int] = {}
         for _, stage in last_gradients(schedule):
             members[stage] = members.get(stage, 0) + 1
@@ -91,7 +111,9 @@ class Reductions:
         previous: dict[int, int] = {}
         for number in order if members else ():
             reduction = costs.reductions[number]
-            unready = sum(members.get(stage, 0) for stage in reduction.stages)
+            unready = 0
+            if reduction.stages not in left_over:
+                unready = sum(members.get(stage, 0) for stage in reduction.stages)
             for part, size in buckets(costs, number):
                 position = len(self.units)
                 self.units.append(Unit(number, size, part, unready))

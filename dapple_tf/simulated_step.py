@@ -37,8 +37,15 @@ _Ports = tuple[tuple[str, int], tuple[str, int]]
 class SimulatedStep:
     """The state of a step that is being simulated; `run` does it."""
 
-    def __init__(self, costs: CostModel, schedule: Schedule, reductions: Reductions, next_forward: bool) -> None:
-        self.costs, self.schedule, self.reductions = costs, schedule, reductions
+    def __init__(
+        self,
+        costs: CostModel,
+        schedule: Schedule,
+        reductions: Reductions,
+        next_forward: bool,
+        carried: Sequence[int] = (),
+    ) -> None:
+        self.costs, self.schedule, self.reductions, self.carried = costs, schedule, reductions, carried
         plan, cluster = costs.plan, costs.cluster
         orders, self.next = device_orders(schedule, next_forward)
         self.orders = {device: tasks for device, tasks in orders.items() if tasks}
@@ -76,11 +83,15 @@ class SimulatedStep:
         self.members: dict[int, list[tuple[int, int]]] = {stage: [] for stage in range(plan.num_stages)}
         for (device, stage), task in last_gradients(schedule).items():
             self.members[stage].append((device, task.replica))
-        self.complete: dict[tuple[int, int], int] = {}
-        self.updates: dict[int, deque[tuple[int, int]]] = {device: deque() for device in self.orders}
+        self.complete: dict[tuple[int, int], int | None] = {}
+        self.updates: dict[int, deque[tuple[int, int | None]]] = {device: deque() for device in self.orders}
         self.next_of_stage: dict[int, list[Task]] = {}
         if next_forward:
             self._await_updates()
+        for task in self.home if carried else ():
+            if task.stage in carried and task.phase is Phase.FORWARD:
+                self.waiting[task] += 1
+                self.next_of_stage.setdefault(task.stage, []).append(task)
 
     def _waits(self) -> Iterator[tuple[Task, int]]:
         """How many messages and other tasks each task waits for."""
@@ -125,6 +136,14 @@ class SimulatedStep:
 
     def run(self) -> Simulation:
         """Lets everything happen, in order of time."""
+        for stage in self.carried:
+            for device, _ in self.members[stage]:
+                self.complete[device, stage] = None
+            for unit in self.reductions.of_stage[stage]:
+                if not self.reductions.units[unit].before:
+                    self.reduce(unit, None)
+            for device, _ in self.members[stage]:
+                self.updatable(device, stage, None)
         for device in self.orders:
             self.start(device)
         while self.events:
@@ -175,6 +194,8 @@ class SimulatedStep:
         self.free[device] = True
         self.send(task, index)
         for stage in self.ends.get(task, ()):
+            if stage in self.carried:
+                continue
             self.complete[device, stage] = index
             if not self.costs.overlap or self.shared[self.server[device]]:
                 for unit in self.reductions.of_stage[stage]:
@@ -297,7 +318,7 @@ class SimulatedStep:
                 start, cause = free, owner
         return start, cause
 
-    def arrive(self, task: Task, index: int) -> None:
+    def arrive(self, task: Task, index: int | None) -> None:
         """Something that a task waits for is there."""
         self.waiting[task] -= 1
         self.arrived[task] = index  # messages come in order of time
@@ -309,7 +330,7 @@ class SimulatedStep:
     def announce(self, task: Task, start: float, seconds: float, index: int) -> None:
         """The last backward tells when each bucket will be ready."""
         for stage in self.ends[task]:
-            for unit in self.reductions.of_stage[stage]:
+            for unit in self.reductions.of_stage[stage] if stage not in self.carried else ():
                 self.at(start + self.reductions.units[unit].part * seconds, self.ready, (unit, index))
 
     def ready(self, unit: int, index: int) -> None:
@@ -317,7 +338,7 @@ class SimulatedStep:
         if self.reductions.ready(unit):
             self.reduce(unit, index)
 
-    def reduce(self, unit: int, index: int) -> None:
+    def reduce(self, unit: int, index: int | None) -> None:
         """Reduces a unit whose turn it is, once the links of its devices are free."""
         number, size = self.reductions.units[unit].number, self.reductions.units[unit].bytes
         reduction = self.costs.reductions[number]
@@ -343,7 +364,7 @@ class SimulatedStep:
             for device, _ in self.members[stage]:
                 self.updatable(device, stage, index)
 
-    def updatable(self, device: int, stage: int, index: int) -> None:
+    def updatable(self, device: int, stage: int, index: int | None) -> None:
         """Puts a stage's update in the queue of its device once its gradients are complete and reduced."""
         if (device, stage) not in self.complete or self.reductions.unreduced[stage]:
             return
@@ -365,7 +386,7 @@ class SimulatedStep:
         stage, cause = self.updates[device].popleft()
         self.free[device] = False
         previous = self.last[device]
-        if previous is not None and self.spans[previous].end > self.spans[cause].end:
+        if previous is not None and (cause is None or self.spans[previous].end > self.spans[cause].end):
             cause = previous
         replica = next(replica for member, replica in self.members[stage] if member == device)
         end = self.now + self.costs.apply_seconds(stage, device)
@@ -382,7 +403,7 @@ class SimulatedStep:
         self.release(device, stage, index)
         self.start(device)
 
-    def release(self, device: int, stage: int, index: int) -> None:
+    def release(self, device: int, stage: int, index: int | None) -> None:
         """The next step's forwards of a stage have what they waited for."""
         for task in self.next_of_stage.get(stage, ()):
             if (device, task.replica) in self.members[stage]:

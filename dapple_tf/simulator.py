@@ -8,7 +8,7 @@ from dapple_tf.cluster import Cluster
 from dapple_tf.cost import CostModel
 from dapple_tf.plan import Plan
 from dapple_tf.profile import Profile
-from dapple_tf.simulated_reductions import Reductions, last_gradients
+from dapple_tf.simulated_reductions import Reductions, carried_stages, last_gradients
 from dapple_tf.simulated_step import SimulatedStep
 from dapple_tf.simulation import Simulation, Span
 from graph_passes.tasks import Schedule
@@ -38,7 +38,8 @@ def simulate(
     left; with ``plan.wait_free=False`` when all tasks of these devices are over. A device takes part in one reduction
     at a time, in the order of a real step (:func:`graph_passes.group_update.reduction_order`). A stage's parameters are
     updated when its gradients are reduced and its device has no task that is ready. A schedule without backwards
-    reduces and updates nothing.
+    reduces and updates nothing. With ``plan.carried_updates`` a step begins with what the one before has left: that is
+    reduced and updated first, and the forwards of its stages wait for it.
 
     On a server whose capacity is below its number of devices, tasks that run at the same time slow each other down.
 
@@ -73,4 +74,6 @@ def run(
 ) -> Simulation:
     """Simulates the step that ``costs`` describes; see :func:`simulate`."""
     schedule = costs.schedule if schedule is None else schedule
-    return SimulatedStep(costs, schedule, Reductions(costs, schedule, reduction_order), next_forward).run()
+    carried = () if next_forward else carried_stages(costs, schedule)
+    reductions = Reductions(costs, schedule, reduction_order, carried)
+    return SimulatedStep(costs, schedule, reductions, next_forward, carried).run()

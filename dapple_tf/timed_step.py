@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 
-from dapple_tf.engine import readers_of
+from dapple_tf.parameter_groups import readers_of
 from graph_passes.accumulate import Accumulate
 from graph_passes.graph import PHASE_ATTR, STAGE_ATTR, Builder, Graph, GraphDef, NodeDef, Ref, dtype_attr, shape_attr
 from graph_passes.group_update import GroupUpdate
@@ -36,7 +36,9 @@ LAST = MICRO_BATCHES - 1
 STATISTICS, APPLY, NOTHING = "statistics", "apply", "nothing"
 """What items are that belong to no phase of a task: those of the update, and calls of an empty function."""
 
-_HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
+HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
+"""Where batches are fed and times are told."""
+
 _MARK = 1_000_003
 """Stands for the samples of a micro-batch while a step is built: a prime, so that no other constant is a multiple."""
 
@@ -102,14 +104,14 @@ def timed_step(
     batch = _MARK * MICRO_BATCHES
     layout = Layout(((device,),) * len(program.stages), batch, batch, MICRO_BATCHES)
     # Buckets are for reduction, which one device has none of.
-    update = Update(tuple(updates), hosts, _HOST, bucket_bytes=0, prefix=prefix, want_gradients=False)
-    passes: list[Pass] = [Replicate(layout, _HOST, hosts, prefix), SplitConcat(), Accumulate(prefix), update]
+    update = Update(tuple(updates), hosts, HOST, bucket_bytes=0, prefix=prefix, want_gradients=False)
+    passes: list[Pass] = [Replicate(layout, HOST, hosts, prefix), SplitConcat(), Accumulate(prefix), update]
     complete = run_passes(program, passes, first=5)
     assert complete.step is not None
     graph, step = complete.graph, complete.step
     sizes = _with_fed_sizes(graph)
     parts = _add_input_gradients(program, graph, step, device, prefix) if input_gradients else {}
-    made = _chained(graph, step, _items(program, graph, step, parts), device)
+    made = chained(graph, step, _items(program, graph, step, parts), device)
     return dataclasses.replace(made, sizes=sizes, unread=_read_results(made, device))
 
 
@@ -130,7 +132,7 @@ def empty_calls(device: str, count: int) -> TimedStep:
         value = builder.append(call_node(builder.names.fresh("nothing"), function, [value], device=device))
         items.append(Item(ItemKey(NOTHING, index), (value.node,), (value.node,)))
     merge_library(graph, [function])
-    return _chained(graph, Step(Layout(((device,),), 1, 1, 1), train=value.node), items, device)
+    return chained(graph, Step(Layout(((device,),), 1, 1, 1), train=value.node), items, device)
 
 
 def input_gradients_of(program: Program, stage: Stage) -> list[Value]:
@@ -242,14 +244,14 @@ def _with_fed_sizes(graph: GraphDef) -> dict[str, np.ndarray]:
             continue
         found[node.name] = values // _MARK
         kind = {"dtype": dtype_attr(node.attr["dtype"].type), "shape": shape_attr(values.shape)}
-        node.op, node.device = "Placeholder", _HOST
+        node.op, node.device = "Placeholder", HOST
         node.attr.clear()
         for name, value in kind.items():
             node.attr[name].CopyFrom(value)
     return found
 
 
-def _chained(graph: GraphDef, step: Step, items: Sequence[Item], device: str) -> TimedStep:
+def chained(graph: GraphDef, step: Step, items: Sequence[Item], device: str) -> TimedStep:
     """Adds the nodes that tell the time, and control edges through them: each node runs between two times, once.
 
         F0 -> sum -> B0   becomes   t0 -> F0 -> t1 -> sum -> B0 -> t2,  F0 in t1 - t0, sum and B0 in t2 - t1
@@ -271,11 +273,11 @@ def _chained(graph: GraphDef, step: Step, items: Sequence[Item], device: str) ->
     connecting = _connecting(view, items, behind - item_nodes)
     nodes = {node.name: node for node in graph.node}
     builder = Builder(graph)
-    stamps = [_stamp(builder, device, before)]
+    stamps = [time_stamp(builder, device, before)]
     for item, own in zip(items, connecting, strict=True):
         for name in (*item.entry, *own):
             nodes[name].input.append(f"^{stamps[-1]}")
-        stamps.append(_stamp(builder, device, item.exit))
+        stamps.append(time_stamp(builder, device, item.exit))
     return TimedStep(graph, step, tuple(stamps), tuple(items))
 
 
@@ -296,12 +298,12 @@ def _connecting(view: Graph, items: Sequence[Item], free: set[str]) -> list[list
     return found
 
 
-def _stamp(builder: Builder, device: str, after: Sequence[str]) -> str:
+def time_stamp(builder: Builder, device: str, after: Sequence[str]) -> str:
     """A node that tells the time when ``after`` are over."""
     clock = device
     if tf.DeviceSpec.from_string(device).device_type == "GPU":
         # A control edge tells that work has been enqueued; a copy to the host waits until it is done.
-        clock = _HOST
+        clock = HOST
         mark = _random_number(builder, device, after)
         after = [builder.add("copied", "Identity", [mark], device=clock, T=dtype_attr(types_pb2.DT_FLOAT)).node]
     return builder.add("stamp", "Timestamp", control=after, device=clock).node

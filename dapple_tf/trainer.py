@@ -59,8 +59,10 @@ def transform(
             plan has to be found.
         on_non_finite_loss: ``stop`` raises NonFiniteLossError at the step whose loss is NaN or infinite; ``continue``
             goes on, as Keras does.
-        planning: what the search is to choose from, as for :func:`dapple_tf.plan`, and example data (``x``, ``y``,
-            ``sample_weight``), as for :func:`dapple_tf.profile`.
+        planning: what the search is to choose from, as for :func:`dapple_tf.plan`, such as ``schedule="auto",
+            reverse_first_k="auto"`` for out-of-order backprop wherever it gains, and example data (``x``, ``y``,
+            ``sample_weight``), as for :func:`dapple_tf.profile`. With ``overlap=True`` replicated stages are cut into
+            chunks where that is faster, whose gradients are all-reduced while others are computed.
 
     Raises:
         CaptureError: the model isn't built or compiled, or can't be captured.

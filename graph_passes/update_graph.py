@@ -8,12 +8,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.accumulate import (
-    accumulated_gradients,
-    accumulated_state,
-    gradient_accumulator,
-    state_accumulator,
-)
 from graph_passes.graph import (
     FLOAT_DTYPES,
     PHASE_ATTR,
@@ -25,8 +19,9 @@ from graph_passes.graph import (
     dtype_attr,
     substitute,
 )
-from graph_passes.group_update import Captured, GroupUpdate, reduction_order
+from graph_passes.group_update import Captured
 from graph_passes.outline import FunctionDef, call_node, outline, placeholder
+from graph_passes.parameter_group import ParameterGroup, contributors, parameter_groups
 from graph_passes.program import Program, Step, Value, ValueKind, Variable, VariableKind
 from graph_passes.storage import (
     accumulate_function,
@@ -44,28 +39,6 @@ from graph_passes.tensorflow_bridge import empty_graph
 
 if TYPE_CHECKING:
     from graph_passes.update import Update
-
-
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    """Variables that the same stages read.
-
-    Attributes:
-        stages: the stages, ascending.
-        devices: their devices, each once, in the order of stages and replicas.
-        variables: those with gradients or floating-point state that are added up over slices.
-        update: the optimizer's part; None where there are no parameters.
-    """
-
-    stages: tuple[int, ...]
-    devices: tuple[str, ...]
-    variables: tuple[Variable, ...]
-    update: GroupUpdate | None
-
-    @property
-    def label(self) -> str:
-        """Name in nodes and functions."""
-        return "stage" + "_".join(map(str, self.stages))
 
 
 _Calls: TypeAlias = dict[tuple[tuple[int, ...], str], str]
@@ -90,54 +63,13 @@ class UpdateGraph:
         self.graph = graph
         self.builder = Builder(self.graph)
         self.functions: list[FunctionDef] = []
-        self.contributors = self._contributors()
-        self.groups = self._groups()
+        self.contributors = contributors(program)
+        self.groups = parameter_groups(program, options.updates, options.hosts)
         self.reduced: dict[tuple[tuple[Variable, ...], str], Ref] = {}
         self.gathered: dict[tuple[str, str], tuple[Ref, Ref]] = {}
         self.joined: dict[tuple[Value, int, int], Ref | None] = {}
         self.next_key = options.first_key
         self.previous: dict[str, str] = {}  # device -> the last of its all-reduces so far
-
-    def _contributors(self) -> dict[str, dict[int, Variable]]:
-        """Variable -> the stages that contribute to it, with their accumulators."""
-        found: dict[str, dict[int, Variable]] = {}
-        for stage in self.program.stages:
-            for _, variable in accumulated_gradients(self.program, stage):
-                found.setdefault(variable.name, {})[stage.index] = gradient_accumulator(variable, stage.index)
-            for _, variable in accumulated_state(self.program, stage):
-                found.setdefault(variable.name, {})[stage.index] = state_accumulator(variable, stage.index)
-        return found
-
-    def _groups(self) -> list[_Group]:
-        """All groups, in the order in which they are reduced."""
-        updates = {update.stages: update for update in self.options.updates}
-        variables: dict[tuple[int, ...], list[Variable]] = {stages: [] for stages in updates}
-        for variable in self.program.roles.variables:
-            stages = self._stages_of(variable)
-            if stages and variable.kind is not VariableKind.METRIC:
-                own = variables.setdefault(stages, [])
-                if variable.name in self.contributors:
-                    own.append(variable)
-        keys = list(variables)
-        numbers = self._device_numbers()
-        devices = [[numbers[device] for device in devices if device in numbers] for devices in self.homes]
-        return [
-            _Group(keys[index], self._devices(keys[index]), tuple(variables[keys[index]]), updates.get(keys[index]))
-            for index in reduction_order(keys, self.step.schedule, devices)
-        ]
-
-    def _stages_of(self, variable: Variable) -> tuple[int, ...]:
-        """The stages that keep a variable or contribute to it."""
-        stages = {*self.options.hosts.get(variable.name, ()), *self.contributors.get(variable.name, ())}
-        return tuple(sorted(stages))
-
-    def _device_numbers(self) -> dict[str, int]:
-        """Name of a device that runs some task -> its number in the schedule."""
-        orders = {} if self.step.schedule is None else self.step.schedule.orders
-        return {self.step.layout.device_of(task): device for device, tasks in orders.items() for task in tasks}
-
-    def _devices(self, stages: Sequence[int]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(device for stage in stages for device in self.homes[stage]))
 
     def result(self) -> Program:
         """The step's program, complete."""
@@ -164,18 +96,18 @@ class UpdateGraph:
         merge_library(self.graph, self.functions)
         return self.graph, train
 
-    def _carried(self) -> list[_Group]:
+    def _carried(self) -> list[ParameterGroup]:
         by_stages = {group.stages: group for group in self.groups}
         return [by_stages[stages] for stages in self.options.carried]
 
-    def _reduce_and_apply(self, groups: Sequence[_Group], *, at_head: bool = False) -> _Calls:
+    def _reduce_and_apply(self, groups: Sequence[ParameterGroup], *, at_head: bool = False) -> _Calls:
         """AllReduce and Apply of groups; ``at_head`` of gradients of the step before: there is nothing to wait for."""
         self._all_reduce(groups, at_head=at_head)
         if at_head:
             return self._call_each("carried_apply", groups, None)
         return self._call_each("apply", groups, self._totals())
 
-    def _call_each(self, what: str, groups: Sequence[_Group], totals: Ref | None) -> _Calls:
+    def _call_each(self, what: str, groups: Sequence[ParameterGroup], totals: Ref | None) -> _Calls:
         found: _Calls = {}
         for group in groups:
             for device in group.devices:
@@ -223,7 +155,7 @@ class UpdateGraph:
             (stage, replica) for stage in stages for replica, home in enumerate(self.homes[stage]) if home == device
         ]
 
-    def _complete(self, group: _Group, device: str) -> list[str]:
+    def _complete(self, group: ParameterGroup, device: str) -> list[str]:
         """Nodes after which a device's accumulators are complete and its variables are no longer read."""
         places = set(self._places(group.stages, device))
         names = [
@@ -253,7 +185,7 @@ class UpdateGraph:
                     self.builder.append(call_node(node, function, [], device=device, control=after, attrs=attrs))
                     self.empty[stage, replica] = [node]
 
-    def _all_reduce(self, groups: Sequence[_Group], *, at_head: bool = False) -> None:
+    def _all_reduce(self, groups: Sequence[ParameterGroup], *, at_head: bool = False) -> None:
         for group in groups:
             if len(group.devices) == 1 or not group.variables:
                 continue
@@ -295,16 +227,16 @@ class UpdateGraph:
         parts = [read(builder, own.name, own.dtype, own.shape) for own in accumulators]
         return builder.add_n("sum", parts, variable.dtype)
 
-    def _function_name(self, what: str, group: _Group, device: str) -> str:
+    def _function_name(self, what: str, group: ParameterGroup, device: str) -> str:
         """Devices that run different stages of a group have functions of their own."""
         stages = tuple(self._stages_on(group, device))
         own = "" if stages == group.stages else "_on" + "_".join(map(str, stages))
         return f"{group.label}_{what}{own}"
 
-    def _stages_on(self, group: _Group, device: str) -> list[int]:
+    def _stages_on(self, group: ParameterGroup, device: str) -> list[int]:
         return [stage for stage, _ in self._places(group.stages, device)]
 
-    def _pack_function(self, group: _Group, device: str, packed: Sequence[Sequence[Variable]]) -> FunctionDef:
+    def _pack_function(self, group: ParameterGroup, device: str, packed: Sequence[Sequence[Variable]]) -> FunctionDef:
         stages = self._stages_on(group, device)
         builder = Builder(empty_graph())
         vectors = []
@@ -317,7 +249,14 @@ class UpdateGraph:
         return function
 
     def _collective(
-        self, vector: Ref, dtype: int, group: _Group, group_key: int, instance: int, device: str, after: list[str]
+        self,
+        vector: Ref,
+        dtype: int,
+        group: ParameterGroup,
+        group_key: int,
+        instance: int,
+        device: str,
+        after: list[str],
     ) -> Ref:
         sizes = (len(group.devices), group_key, instance)
         numbers = [self.builder.const(value, types_pb2.DT_INT32) for value in sizes]
@@ -349,7 +288,7 @@ class UpdateGraph:
             return None
         return self.builder.add_n("totals", present, types_pb2.DT_DOUBLE, device=self.homes[0][0])
 
-    def _gradients(self, groups: Sequence[_Group]) -> dict[str, Ref]:
+    def _gradients(self, groups: Sequence[ParameterGroup]) -> dict[str, Ref]:
         """Reduced gradients as tensors, each from the first device that has it; computed only when they are fetched."""
         found: dict[str, Ref] = {}
         for group in groups:
@@ -385,7 +324,7 @@ class UpdateGraph:
             outputs.append(builder.add("result", "UnsortedSegmentSum", [gradient, indices, rows], **kinds))
         return Captured(builder.graph, gradients, {}, slices, outputs=tuple(outputs))
 
-    def _on_gradients(self, what: str, group: _Group, device: str, totals: Ref | None) -> Ref | None:
+    def _on_gradients(self, what: str, group: ParameterGroup, device: str, totals: Ref | None) -> Ref | None:
         """Calls a computation on a group's reduced gradients, which it takes from the buckets or accumulators.
 
         Args:
@@ -438,7 +377,7 @@ class UpdateGraph:
         return self._call(what, function, list(inputs.values()), group, device, control=control)
 
     def _reduced_values(
-        self, builder: Builder, inputs: dict[Ref, Ref], wanted: Sequence[str], group: _Group, device: str
+        self, builder: Builder, inputs: dict[Ref, Ref], wanted: Sequence[str], group: ParameterGroup, device: str
     ) -> dict[str, Ref]:
         here = [variable for variable in group.variables if variable.name in wanted]
         if len(group.devices) == 1:
@@ -487,16 +426,14 @@ class UpdateGraph:
         assert function is not None
         return function.result_dtype(value)
 
-    def _state_of(self, group: _Group, what: str) -> list[Variable]:
+    def _state_of(self, group: ParameterGroup, what: str) -> list[Variable]:
         """The state of a group that a call assigns: counters have their new value in the step itself."""
         if what in ("statistics", "gradients"):
             return []
         found = [
             variable
             for variable in self.program.roles.variables
-            if variable.kind is VariableKind.STATE
-            and variable.update is not None
-            and self._stages_of(variable) == group.stages
+            if variable.kind is VariableKind.STATE and variable.update is not None and variable in group.kept
         ]
         if what == "apply":
             return found
@@ -545,7 +482,7 @@ class UpdateGraph:
         what: str,
         function: FunctionDef,
         inputs: Sequence[Ref],
-        group: _Group,
+        group: ParameterGroup,
         device: str,
         *,
         control: Sequence[str] = (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 import keras
@@ -11,6 +12,7 @@ from profiled import mlp
 
 import dapple_tf as dapple
 from dapple_tf.automatic import slice_sizes
+from dapple_tf.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.shared_cores import measure_capacity, shares_cores
 
 
@@ -74,6 +76,28 @@ def test_a_given_plan_with_a_profile_is_predicted() -> None:
     assert len(pipelined.prediction.steps) == 1
 
 
+def test_overlap_is_planned_as_chunks_which_keep_it() -> None:
+    layers = [
+        LayerProfile(name, Cost(0.0, 1e-3), Cost(0.0, 2e-3), parameter_bytes=400)
+        for name in ("first", "second", "logits")
+    ]
+    tensors = [Tensor(index, (index + 1,), Cost(0.0, 1e5)) for index in range(2)]
+    given = Profile("mlp", "none", (1, 4), tuple(layers), tuple(tensors))
+    cluster = dataclasses.replace(dapple.Cluster.local(2, kind="cpu"), intra_bandwidth=1e5)
+    pipelined = dapple.transform(
+        mlp(), cluster, global_batch_size=8, profile=given, micro_batches=1, schedule="dapple_a", overlap=True
+    )
+    assert set(pipelined.plan.devices) == {(0, 1)}
+    assert pipelined.plan.num_stages > 1
+    assert pipelined.plan.report is not None
+    assert not pipelined.plan.report.overlap
+    whole = dapple.simulate(dapple.Plan.data_parallel(2, 8), given, cluster)
+    assert pipelined.plan.report.latency < whole.latency
+    assert dapple.simulate(pipelined.plan, given, cluster).latency == pipelined.plan.report.latency
+    x, y = data(8)
+    pipelined.train_on_batch(x, y)
+
+
 def test_shared_cores_are_those_of_logical_cpu_devices() -> None:
     assert shares_cores(dapple.Cluster.local(2, kind="cpu"), 0)
     assert not shares_cores(dapple.Cluster.local(1, kind="cpu"), 0)
@@ -124,7 +148,7 @@ def test_an_uncompiled_model_is_refused_before_anything_is_measured() -> None:
         ({"schedule": "nope"}, dapple.PlanError, "unknown schedule 'nope'"),
         ({"micro_batches": 99}, dapple.PlanError, "8 samples can't be cut into 99 micro-batches"),
         ({"recompte": "none"}, TypeError, "recompte"),
-        ({"overlap": True}, dapple.PlanError, "leave it out"),
+        ({"reverse_first_k": "best"}, dapple.PlanError, "give a number of stages, or 'auto'"),
         ({"global_batch_size": 8.0}, dapple.PlanError, r"8\.0 isn't a whole number"),
     ],
 )

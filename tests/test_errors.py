@@ -178,7 +178,9 @@ def test_device_does_not_exist() -> None:
 
 
 def test_plans_that_contradict_themselves() -> None:
-    with refused(dapple.PlanError, "device 1 stands twice, in stages 0 and 1"):
+    with refused(dapple.PlanError, "device 2 stands twice, in stage 1"):
+        plan(devices=[[0, 1], [2, 2]])
+    with refused(dapple.PlanError, "modulo"):
         plan(devices=[[0, 1], [1, 2]])
     with refused(dapple.PlanError, "stage 1 has 2 replicas but the smallest of the 4 micro-batches has 1 samples"):
         plan(micro_batches=4)

@@ -9,10 +9,10 @@ from programs import HOST, layout, staged, step_of, two_layers, updated
 from tensorflow.core.framework import step_stats_pb2, types_pb2
 
 from dapple_tf.capture import build
-from dapple_tf.engine import group_updates
 from dapple_tf.example_batch import ExampleBatch
 from dapple_tf.layer_cuts import with_functions, with_gradients
 from dapple_tf.layer_memory import StepTrace, kept_tensors, static_sizes, variable_bytes
+from dapple_tf.parameter_groups import group_updates
 from dapple_tf.profile import ProfileError
 from dapple_tf.timed_step import LAST
 from dapple_tf.variables import VariableTable

@@ -8,7 +8,7 @@ import pytest
 
 from dapple_tf.cluster import Cluster
 from dapple_tf.plan import Plan, PlanError
-from dapple_tf.schedules import POLICIES, in_flight, make_schedule
+from dapple_tf.schedules import POLICIES, STREAM_POLICIES, in_flight, make_schedule
 
 VALID: dict[str, Any] = {
     "cuts": ["block_3"],
@@ -127,7 +127,10 @@ def test_each_fix_that_too_many_replicas_offers_works(change: dict[str, Any]) ->
             "stage 0 has 3 replicas but the only micro-batch has 2 samples (global batch 2): use at most 2 replicas, "
             "or a global batch of at least 3",
         ),
-        ({"schedule": "1f1b"}, f"unknown schedule '1f1b'; use one of {', '.join(POLICIES)}"),
+        (
+            {"schedule": "1f1b"},
+            f"unknown schedule '1f1b'; use one of {', '.join((*POLICIES, *STREAM_POLICIES))}",
+        ),
         ({"recompute": "all"}, "unknown recompute 'all'; use one of none, boundary, min_cut"),
         ({"jit_compile": "yes"}, "jit_compile is 'yes'; it must be True or False"),
         ({"bucket_bytes": 0}, "bucket_bytes is 0; it must be at least 1"),
@@ -213,8 +216,10 @@ def test_the_json_form_has_a_line_for_each_key() -> None:
   "bucket_bytes": 4194304,
   "reverse_first_k": 0,
   "wait_free": true,
+  "carried_updates": 0,
   "task_seconds": null,
-  "weight_devices": null
+  "weight_devices": null,
+  "weight_regions": null
 }
 """
     )

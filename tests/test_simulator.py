@@ -852,3 +852,55 @@ def test_a_task_of_no_time_needs_its_memory_all_the_same() -> None:
     cluster = Cluster((Device("x", 0), Device("y", 0)), real=False)
     found = simulate(Plan.manual(["a"], [[0], [1]], 1, 1), profile, cluster)
     assert found.peak_bytes[1] == found.costs.needed_bytes(1, 1) == 1_500_001_000
+
+
+# ---- updates that are carried over
+
+
+def carrying(carried_updates: int = 0, reverse_first_k: int = 0) -> Simulation:
+    """Three layers of F 1, Bx 1, Bw 1 s (the first without Bx) on two devices; each all-reduce takes 2 s."""
+    layers = tuple(
+        LayerProfile(f"l{i}", Cost(0, 1.0), Cost(0, 2.0 if i else 1.0), Cost(0, 1.0), parameter_bytes=2)
+        for i in range(3)
+    )
+    tensors = tuple(Tensor(i, (i + 1,), Cost(0, 0.0)) for i in range(2))
+    profile = Profile("chunks", "any", (1,), layers, tensors)
+    cluster = Cluster((Device("a", 0), Device("b", 1)), 1.0, 1.0, 0.0, 0.0, real=False)
+    plan = Plan.manual(
+        ["l0", "l1"], [[0, 1]] * 3, 1, 2, reverse_first_k=reverse_first_k, carried_updates=carried_updates
+    )
+    return simulate(plan, profile, cluster)
+
+
+def test_what_is_carried_over_is_reduced_during_the_forward_of_its_own_stage() -> None:
+    """F0 F1 F2, B2 B1 B0, reductions of 2 s behind 2B, 1B, 0B; then with dW0 before dW1, whose update is carried over.
+
+    Reverse first-2: 2B 3..5, 1Bx 5..6, 0Bw 6..7, 1Bw 7..8. Stage 1's reduction 0..2 holds its forward back to 2.
+    """
+    assert carrying().latency == 11.0  # 2B 3..5, 1B 5..7, 0B 7..8; reductions 5..7, 7..9, 9..11
+    carried = carrying(carried_updates=1, reverse_first_k=2)
+    starts = {str(span).split()[0]: span.start for span in carried.spans}
+    assert (starts["0F0"], starts["1F0"], starts["2F0"]) == (0.0, 2.0, 3.0)
+    reductions = [(span.stage, span.start) for span in carried.spans if span.kind == "all_reduce"]
+    assert reductions == [(1, 0.0), (2, 6.0), (0, 8.0)]
+    assert carried.latency == 10.0
+
+
+def test_what_is_carried_over_is_reduced_once() -> None:
+    for count in range(4):
+        found = carrying(carried_updates=count)
+        assert sorted(span.stage for span in found.spans if span.kind == "all_reduce") == [0, 1, 2]
+
+
+def test_stages_that_share_parameters_carry_nothing_over_in_a_simulation() -> None:
+    """Its own update was awaited together with the shared one, which comes at the end of the step: a deadlock."""
+    one = Cost(0, 1.0)
+    layers = tuple(LayerProfile(f"l{i}", one, one + one if i else one, one, parameter_bytes=2) for i in range(3))
+    tensors = tuple(Tensor(i, (i + 1,), Cost(0, 0.0)) for i in range(2))
+    profile = Profile("tied", "any", (1,), layers, tensors, (SharedParameters((0, 2), 2, 0),))
+    cluster = Cluster((Device("a", 0), Device("b", 1)), 1.0, 1.0, 0.0, 0.0, real=False)
+    plan = Plan.manual(["l0", "l1"], [[0, 1]] * 3, 1, 2, reverse_first_k=2, carried_updates=4)
+    spans = simulate(plan, profile, cluster).spans
+    first = {span.stage: span.start for span in reversed(spans) if span.kind == "all_reduce"}
+    assert first[1] == 0.0
+    assert sorted(span.stage for span in spans if span.kind == "all_reduce") == [0, 0, 1, 2]

@@ -6,7 +6,8 @@ The hosts are network namespaces of this machine, joined by a pair of virtual Et
 `tc tbf`. Each runs a TensorFlow server (`dapple_tf.worker`) on a core of its own. All of it is taken down at the end,
 and on errors and Ctrl-C, too. That needs root, `ip` and `tc`.
 
-Variants take turns, so that all meet the same ups and downs of the machine's speed:
+Variants take turns, so that all meet the same ups and downs of the machine's speed, and only steps count during which
+other processes leave the machine alone (the four least disturbed ones, if it never is):
 
 * compute: each host trains on its half of the batch by itself; no network.
 * all_reduce: only as many bytes as the model has gradients, in the same buckets; no computation.
@@ -18,7 +19,8 @@ Variants take turns, so that all meet the same ups and downs of the machine's sp
 * first_<k>_carried_<n>: the same, and the n reductions that start last go on during the next step's forward pass
   (carried_updates).
 
-"hidden" is the part of the all-reduce or of the computation, whichever is shorter, that runs behind the other.
+"others" is how many cores other processes used at most during the steps that count; "hidden" is the part of the
+all-reduce or of the computation, whichever is shorter, that runs behind the other.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import pathlib
 import platform
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -57,10 +60,10 @@ _RATE = flags.DEFINE_string(
 _RATIO = flags.DEFINE_float("ratio", 1.0, "see --rate", lower_bound=0.01)
 _FIRST = flags.DEFINE_list("first_k", ["0", "4", "7"], "values of reverse_first_k")
 _CARRIED = flags.DEFINE_list("carried", ["0", "3", "6"], "values of carried_updates; all pairs with first_k are tried")
-_ROUNDS = flags.DEFINE_integer("rounds", 7, "rounds to measure on a quiet machine", lower_bound=1)
-_PATIENCE = flags.DEFINE_integer("patience", 3, "up to so many times as many rounds, in wait for a quiet machine")
-_NOISE = flags.DEFINE_float("noise", 0.15, "cores that other processes may use in a round that counts")
-_STEPS = flags.DEFINE_integer("steps", 2, "steps of each variant in a round; the fastest counts", lower_bound=1)
+_QUIET = flags.DEFINE_integer("quiet", 10, "undisturbed steps of each variant to measure", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 20, "at most so many rounds, in wait for a quiet machine", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 2, "steps of each variant in a round", lower_bound=1)
+_NOISE = flags.DEFINE_float("noise", 0.1, "cores that other processes may use during an undisturbed step")
 _BUCKET = flags.DEFINE_float("bucket", 4.0, "MiB that are reduced at once", lower_bound=0.001)
 _BATCH = flags.DEFINE_integer("batch", None, "global batch size; by default the model's own", lower_bound=2)
 _OUT = flags.DEFINE_string("out", None, "write the numbers and the machine's facts to this JSON file, too")
@@ -70,6 +73,10 @@ _ADDRESSES = ("10.255.77.1", "10.255.77.2")
 _PORT = 2222
 _KEY = 2_000_000_000
 """First collective key of `Client.all_reduce`; steps count theirs from 1."""
+
+
+_FEWEST = 4
+"""So many steps of each variant count at least: the least disturbed ones, where fewer are undisturbed."""
 
 
 class Example(NamedTuple):
@@ -309,7 +316,8 @@ class Client:
                 losses[name].append(float(trainer.train_on_batch(self.x, self.y)))
                 return float(trainer.last_step_seconds)
 
-            step()
+            for _ in range(3):  # It warms up.
+                step()
             return step
 
         for name, plan in self.plans():
@@ -320,15 +328,11 @@ class Client:
                 failed[name] = f"{type(error).__name__}: {error}"
                 _say(f"{name} is left out: {failed[name]}")
                 losses.pop(name, None)
-        rounds = list(self._rounds(steps))
-        quiet = [times for times, noise in rounds if noise <= self.task["noise"]]
-        counted = quiet if len(quiet) >= 3 else [times for times, _ in rounds]
+        samples = self._samples(steps)
         first = next(iter(losses.values()))
         apart = max(abs(a - b) / abs(b) for other in losses.values() for a, b in zip(other, first, strict=True))
         return {
-            "seconds": {name: [times[name] for times in counted] for name in steps},
-            "noise": [noise for _, noise in rounds],
-            "quiet": len(quiet) >= 3,
+            "samples": samples,
             "failed": failed,
             "losses": first,
             "losses_apart": apart,
@@ -336,32 +340,34 @@ class Client:
             "chunks": len(self.example.cuts) + 1,
         }
 
-    def _rounds(self, steps: Mapping[str, Callable[[], float]]) -> Iterator[tuple[dict[str, float], float]]:
-        """Measures each variant once; seconds of each, and how many cores other processes used meanwhile."""
-        wanted, quiet = self.task["rounds"], 0
-        for number in range(self.task["patience"] * wanted + 1):
-            with self._noise() as noise:
-                times = {name: min(step() for _ in range(self.task["steps"])) for name, step in steps.items()}
-            if number == 0:
-                continue  # It warms up.
-            yield times, noise[0]
-            quiet += noise[0] <= self.task["noise"]
+    def _samples(self, steps: Mapping[str, Callable[[], float]]) -> dict[str, list[tuple[float, float]]]:
+        """Measures variants in turns; seconds of each step, and how many cores other processes used meanwhile."""
+        samples: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+        for number in range(1, self.task["rounds"] + 1):
+            for name, step in steps.items():
+                for _ in range(self.task["steps"]):
+                    with self._noise() as noise:
+                        seconds = step()
+                    samples[name].append((seconds, noise[0]))
+            quiet = {name: sum(noise <= self.task["noise"] for _, noise in found) for name, found in samples.items()}
+            least = min(quiet, key=lambda name: quiet[name])
             _say(
-                f"{self.task['model']}: round {number}, {quiet} of {wanted} quiet (others used {noise[0]:.2f} cores), "
-                f"conventional {times['conventional'] * 1e3:.0f} ms"
+                f"{self.task['model']}: round {number}, {quiet[least]} of {self.task['quiet']} undisturbed steps of "
+                f"{least}; conventional {samples['conventional'][-1][0] * 1e3:.0f} ms"
             )
-            if quiet == wanted:
-                return
+            if quiet[least] >= self.task["quiet"]:
+                break
+        return samples
 
     def compute_seconds(self) -> dict[str, Any]:
-        """Time of a step without a network, for --rate=auto: the fastest of eight, on a quiet machine if it gets so."""
+        """Processor time of a host's step without a network, for --rate=auto; other processes change it but little."""
         step = self.compute()
-        for _ in range(self.task["patience"]):
-            with self._noise() as noise:
-                seconds = min(step() for _ in range(8))
-            if noise[0] <= self.task["noise"]:
-                break
-        return {"seconds": seconds, "gradient_bytes": self.gradient_bytes}
+        found = []
+        for _ in range(8):
+            before = [_cpu_seconds(server) for server in self.task["servers"]]
+            step()
+            found.append(max(_cpu_seconds(s) - b for s, b in zip(self.task["servers"], before, strict=True)))
+        return {"seconds": statistics.median(found), "gradient_bytes": self.gradient_bytes}
 
     @contextlib.contextmanager
     def _noise(self) -> Iterator[list[float]]:
@@ -372,15 +378,18 @@ class Client:
         noise.append((_others(self.task["servers"]) - before) / (time.perf_counter() - started))
 
 
+def _cpu_seconds(process: int) -> float:
+    """Processor time of a process so far."""
+    fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _others(servers: Sequence[int]) -> float:
-    """CPU seconds that this machine has spent on processes other than the servers and this one."""
+    """Processor time that this machine has spent so far on processes other than the servers and this one."""
     with open("/proc/stat") as lines:
         user, nice, system, _, _, interrupts, soft_interrupts, stolen = map(int, next(lines).split()[1:9])
-    ticks = user + nice + system + interrupts + soft_interrupts + stolen
-    for process in (*servers, os.getpid()):
-        fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        ticks -= int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    total = (user + nice + system + interrupts + soft_interrupts + stolen) / os.sysconf("SC_CLK_TCK")
+    return total - sum(map(_cpu_seconds, (*servers, os.getpid())))
 
 
 def _inside(task: Mapping[str, Any]) -> None:
@@ -406,8 +415,8 @@ def measure(name: str, rate: float | None) -> dict[str, Any]:
         "bucket_bytes": int(_BUCKET.value * 2**20),
         "first_k": [int(k) for k in _FIRST.value],
         "carried": [int(count) for count in _CARRIED.value],
+        "quiet": _QUIET.value,
         "rounds": _ROUNDS.value,
-        "patience": _PATIENCE.value,
         "noise": _NOISE.value,
         "steps": _STEPS.value,
     }
@@ -424,19 +433,25 @@ def measure(name: str, rate: float | None) -> dict[str, Any]:
 
 def table(result: Mapping[str, Any]) -> str:
     """A model's numbers for people."""
-    seconds = {name: np.array(times) for name, times in result["seconds"].items()}
-    reference = seconds["conventional"]
-    sum_of_parts = seconds["compute"] + seconds["all_reduce"]
-    least = np.minimum(seconds["compute"], seconds["all_reduce"])
-    rows = [("variant", "median ms", "min", "max", "speed-up", "hidden")]
+    most = result["noise"]
+    counted = {name: sorted(found, key=lambda step: step[1]) for name, found in result["samples"].items()}
+    seconds, noise = {}, {}
+    for name, found in counted.items():
+        quiet = max(_FEWEST, sum(noise <= most for _, noise in found))
+        seconds[name], noise[name] = np.array(found[:quiet]).T
+    typical = {name: float(np.median(times)) for name, times in seconds.items()}
+    compute, all_reduce = typical["compute"], typical["all_reduce"]
+    rows = [("variant", "steps", "median ms", "min", "max", "others", "speed-up", "hidden")]
     for name, times in seconds.items():
         trained = name not in ("compute", "all_reduce")
         rows.append(
             (
                 name,
-                *(f"{value * 1e3:.0f}" for value in (np.median(times), times.min(), times.max())),
-                f"{np.median(reference / times):.3f}" if trained else "",
-                f"{np.median((sum_of_parts - times) / least):.0%}" if trained else "",
+                str(len(times)),
+                *(f"{value * 1e3:.0f}" for value in (typical[name], times.min(), times.max())),
+                f"{noise[name].max():.2f}",
+                f"{typical['conventional'] / typical[name]:.3f}" if trained else "",
+                f"{(compute + all_reduce - typical[name]) / min(compute, all_reduce):.0%}" if trained else "",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -445,10 +460,8 @@ def table(result: Mapping[str, Any]) -> str:
     head = (
         f"{result['model']}: global batch {result['batch']}, {result['chunks']} chunks, {size / 1e6:.1f} MB of "
         f"gradients, link of {result['rate_mbit']:.0f} Mbit/s (all-reduce gets "
-        f"{size * 8 / np.median(seconds['all_reduce']) / 1e6:.0f}); losses agree to {result['losses_apart']:.1e}"
+        f"{size * 8 / all_reduce / 1e6:.0f}); losses agree to {result['losses_apart']:.1e}"
     )
-    if not result["quiet"]:
-        lines.append("too few quiet rounds: all are counted, and other processes have disturbed them")
     lines += [f"{name} is left out: {why}" for name, why in result["failed"].items()]
     return "\n".join([head, *lines])
 
@@ -515,12 +528,17 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results = []
     for name in _MODELS.value:
-        results.append(measure(name, rate))
+        try:
+            results.append(measure(name, rate))
+        except RuntimeError as error:
+            sys.exit(f"{name}: {error}")
+        except KeyboardInterrupt:
+            sys.exit(130)
         sys.stdout.write(table(results[-1]) + "\n\n")
         sys.stdout.flush()
-    if _OUT.value:
-        text = json.dumps({"machine": machine(), "results": results}, indent=1)
-        pathlib.Path(_OUT.value).write_text(text + "\n")
+        if _OUT.value:
+            text = json.dumps({"machine": machine(), "results": results})
+            pathlib.Path(_OUT.value).write_text(text + "\n")
 
 
 if __name__ == "__main__":

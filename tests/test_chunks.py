@@ -1,0 +1,101 @@
+"""Replicated stages cut into chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from dapple_tf.chunks import chunked
+from dapple_tf.cluster import Cluster, Device
+from dapple_tf.plan import Plan, PlanError
+from dapple_tf.profile import Cost, LayerProfile, Profile, SharedParameters, Tensor
+from dapple_tf.simulator import simulate
+
+
+def profile_of(
+    parameters: list[int], crossing: list[float] | None = None, shared: tuple[SharedParameters, ...] = ()
+) -> Profile:
+    """Layers of F = 1 s and B = 2 s a sample, with so many bytes of parameters each."""
+    layers = [
+        LayerProfile(f"layer_{index}", Cost(0.0, 1.0), Cost(0.0, 2.0), parameter_bytes=size)
+        for index, size in enumerate(parameters)
+    ]
+    sizes = crossing or [1.0] * (len(parameters) - 1)
+    tensors = [Tensor(index, (index + 1,), Cost(0.0, size)) for index, size in enumerate(sizes)]
+    return Profile("layers", "none", (1,), tuple(layers), tuple(tensors), shared=shared)
+
+
+def test_equal_layers_make_equal_chunks() -> None:
+    plan = Plan.data_parallel(2, 8)
+    found = chunked(plan, profile_of([10] * 8), 4)
+    assert found.cuts == ("layer_1", "layer_3", "layer_5")
+    assert found.devices == ((0, 1),) * 4
+    assert (found.micro_batches, found.schedule) == (plan.micro_batches, plan.schedule)
+
+
+def test_stages_that_arent_replicated_stay_whole() -> None:
+    plan = Plan.manual(["layer_3"], [[0, 1], [2]], 2, 8)
+    assert chunked(plan, profile_of([10] * 8), 2).cuts == ("layer_1", "layer_3")
+    straight = Plan.straight(["layer_3"], 8, 2)
+    assert chunked(straight, profile_of([10] * 8), 2) is straight
+
+
+def test_of_cuts_that_are_about_as_good_few_bytes_cross() -> None:
+    crossing = [9.0] * 7
+    crossing[4] = 1.0
+    assert chunked(Plan.data_parallel(2, 8), profile_of([10] * 8, crossing), 2).cuts == ("layer_4",)
+
+
+def test_every_chunk_has_parameters() -> None:
+    assert chunked(Plan.data_parallel(2, 8), profile_of([0, 0, 10, 0, 0, 10, 0, 0]), 8).num_stages == 2
+    bare = Plan.data_parallel(2, 8)
+    assert chunked(bare, profile_of([0] * 4), 4) is bare
+    assert chunked(bare, profile_of([0, 10, 0, 0]), 4) is bare
+
+
+def test_shared_parameters_count_where_they_are_read_first() -> None:
+    shared = (SharedParameters((0, 3), 10),)
+    assert chunked(Plan.data_parallel(2, 8), profile_of([0, 10, 0, 0], shared=shared), 4).num_stages == 2
+
+
+def test_what_is_said_of_a_stage_holds_for_its_chunks() -> None:
+    plan = Plan.manual(
+        ["layer_3"],
+        [[0, 1], [2, 3]],
+        4,
+        8,
+        "fast_forward_a",
+        warm_up=(3, 2),
+        reverse_first_k=1,
+        task_seconds=((1.0, 2.0, 4.0), (1.0, 1.0, 1.0)),
+    )
+    found = chunked(plan, profile_of([10] * 8), 2)
+    assert found.warm_up == (3, 3, 2, 2)
+    assert found.reverse_first_k == 2
+    assert found.task_seconds == ((0.5, 1.0, 2.0), (0.5, 1.0, 2.0), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    moved = dataclasses.replace(plan, weight_devices=((4, 5), (6, 7)), warm_up=None)
+    assert chunked(moved, profile_of([10] * 8), 2).weight_devices == ((4, 5), (4, 5), (6, 7), (6, 7))
+
+
+def test_gradients_of_the_last_chunk_are_reduced_while_those_of_the_first_are_computed() -> None:
+    profile = profile_of([10] * 4)
+    cluster = Cluster((Device("a", 0), Device("b", 0)), real=False, intra_bandwidth=20.0)
+    plan = Plan.data_parallel(2, 4)
+    whole, parts = (simulate(each, profile, cluster) for each in (plan, chunked(plan, profile, 4)))
+    # All-reduce takes 2 s, of which 1.5 s are hidden behind the backwards of the other chunks.
+    assert whole.latency == pytest.approx(4 * 2 * 3 + 2)
+    assert parts.latency == pytest.approx(4 * 2 * 3 + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "cut", "text"),
+    [
+        (0, "layer_3", "chunks is 0; it must be at least 1"),
+        (1.5, "layer_3", r"chunks: 1\.5 isn't a whole number"),
+        (2, "block", "cuts after 'block', which isn't a layer of the profile of 'layers'"),
+    ],
+)
+def test_a_wrong_request_is_refused(chunks: int, cut: str, text: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        chunked(Plan.manual([cut], [[0, 1], [2]], 1, 8), profile_of([10] * 8), chunks)

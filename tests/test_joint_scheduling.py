@@ -1,0 +1,536 @@
+"""Multi-region joint scheduling (Out-Of-Order BackProp, section 4.1): the algorithm, its schedules and its streams."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import Reference, assert_equal_training, use_float64
+from zoo import ZOO
+
+import dapple_tf as dapple
+from dapple_tf.cluster import Cluster, ClusterError, Device
+from dapple_tf.joint_scheduling import (
+    Ready,
+    StreamTimes,
+    check_regions,
+    fit_memory,
+    joint_schedule,
+    peak_bytes,
+    schedule_regions,
+    similar_regions,
+    stage_regions,
+    weight_regions,
+)
+from dapple_tf.plan import Plan, PlanError
+from dapple_tf.schedules import ScheduleError, make_schedule, resolve_warm_up, validate
+from dapple_tf.session import configure_gpus, session_config
+from dapple_tf.stream_speedups import StreamProfile, measure_speedups, plan_streams, with_joint_schedule
+from tools.check_streams import summarize
+
+# ---- algorithm 1
+
+
+def test_the_pseudo_code_followed_by_hand() -> None:
+    speedups = {(3, 1): 1.2, (3, 2): 1.5, (3, 3): 1.1, (2, 2): 1.4, (2, 3): 1.3, (1, 3): 1.6}
+    found = joint_schedule(
+        [2.0, 3.0, 2.0, 4.0],
+        lambda kernel, region: 2.0,
+        lambda kernel, region: speedups[kernel, region],
+        {3: Ready(1), 2: Ready(2), 1: Ready(3)},
+    )
+    # tmp = [-, (3, 1.2), (3, 1.5), (1, 1.6)]: dW1 in R4, now = 2 of 4
+    # tmp = [-, (3, 1.2), (3, 1.5), (2, 1.3)]: dW3 in R3, now = 2 of 2, R3 is closed
+    # tmp = [-, -, closed, (2, 1.3)]:          dW2 in R4
+    assert found == ((), (), (3,), (1, 2))
+
+
+def test_a_region_takes_kernels_until_its_time_is_over() -> None:
+    ready = {kernel: Ready(0) for kernel in range(4)}
+    found = joint_schedule([3.0, 3.0], lambda k, i: 2.0, lambda k, i: 2.0 - i, ready)
+    assert found == ((0, 1), (2, 3))
+
+
+def test_of_equal_speedups_the_earliest_region_wins_and_in_it_the_kernel_that_was_ready_first() -> None:
+    ready = {0: Ready(1), 1: Ready(0, 0.0), 2: Ready(0, 0.0)}
+    assert joint_schedule([1.0, 9.0], lambda k, i: 1.0, lambda k, i: 1.0, ready) == ((1,), (2, 0))
+
+
+def test_what_finds_no_room_runs_behind_the_last_region_as_it_became_ready() -> None:
+    ready = {2: Ready(0), 1: Ready(1), 0: Ready(1, 1.0)}
+    assert joint_schedule([1.0, 1.0], lambda k, i: 5.0, lambda k, i: 1.0 + (i == 1), ready) == ((), (2, 1, 0))
+
+
+def test_the_sub_stream_idles_until_a_kernel_is_ready_within_a_region() -> None:
+    assert joint_schedule([3.0], lambda k, i: 1.0, lambda k, i: 1.0, {0: Ready(0, 2.0), 1: Ready(0, 1.0)}) == ((1, 0),)
+
+
+def test_regions_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match="there are no regions"):
+        joint_schedule([], lambda k, i: 1.0, lambda k, i: 1.0, {})
+    with pytest.raises(ValueError, match="kernel 4 becomes runnable in region 2, but regions are 0 to 1"):
+        joint_schedule([1.0, 1.0], lambda k, i: 1.0, lambda k, i: 1.0, {4: Ready(2)})
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_kernel_runs_once_never_before_it_is_ready_and_the_greedy_choice_is_kept(seed: int) -> None:
+    draw = random.Random(seed)
+    count = draw.randrange(1, 7)
+    main = [draw.uniform(0.0, 3.0) for _ in range(count)]
+    ready = {kernel: Ready(draw.randrange(count), draw.choice([0.0, 0.5])) for kernel in range(draw.randrange(9))}
+    sub = {(k, i): draw.uniform(0.2, 3.0) for k in ready for i in range(count)}
+    gain = {(k, i): draw.uniform(0.5, 2.0) for k in ready for i in range(count)}
+    found = joint_schedule(main, lambda k, i: sub[k, i], lambda k, i: gain[k, i], ready)
+    assert sorted(kernel for kernels in found for kernel in kernels) == sorted(ready)
+    for region, kernels in enumerate(found):
+        assert all(ready[kernel].region <= region for kernel in kernels)
+    # Each choice is that with the highest speedup of all that could be made.
+    left, now, taken = set(ready), [0.0] * count, [0] * count
+    while True:
+        choices = {
+            (k, i): gain[k, i]
+            for k in left
+            for i in range(count)
+            if (now[i] < main[i] or (now[i] == 0.0 and not taken[i])) and ready[k] <= Ready(i, now[i])
+        }
+        if not choices:
+            later = sorted(ready[k] for k in left if ready[k].offset > now[ready[k].region])
+            later = [when for when in later if when.offset < main[when.region] and now[when.region] < main[when.region]]
+            if not later:
+                break
+            now[later[0].region] = later[0].offset
+            continue
+        (kernel, region) = max(choices, key=lambda pair: choices[pair])
+        assert found[region][taken[region]] == kernel
+        taken[region] += 1
+        left.remove(kernel)
+        now[region] += sub[kernel, region]
+    assert list(found[-1][taken[-1] :]) == sorted(left, key=lambda kernel: ready[kernel])
+
+
+# ---- regions of stages
+
+
+def test_stages_of_similar_compute_are_one_region() -> None:
+    assert stage_regions(3) == ((2,), (1,), (0,))
+    assert similar_regions([1.0, 1.1, 5.0, 4.0, 4.2]) == ((4, 3, 2), (1, 0))
+    assert similar_regions([1.0, 1.1, 5.0, 4.0, 4.2], 0.0) == stage_regions(5)
+    with pytest.raises(ValueError, match="tolerance is -1; it must be at least 0"):
+        similar_regions([1.0], -1)
+
+
+def test_regions_are_runs_of_all_stages() -> None:
+    check_regions([(2, 1), (0,)], 3)
+    with pytest.raises(ValueError, match=r"region 1 is \[0\], where stage 1 should come next"):
+        check_regions([(2,), (0,), (1,)], 3)
+    with pytest.raises(ValueError, match="regions end at stage 1; they run through all stages from 2 down to 0"):
+        check_regions([(2, 1)], 3)
+    with pytest.raises(ValueError, match="region 1 has no stages"):
+        check_regions([(2,), ()], 3)
+
+
+def test_times_say_what_does_not_fit_together() -> None:
+    with pytest.raises(ValueError, match="2 times of Bx and 1 of Bw"):
+        StreamTimes((1.0, 1.0), (1.0,))
+    with pytest.raises(ValueError, match=r"stages \(2, 0\) are a pair, but there are 2 stages"):
+        StreamTimes((1.0, 1.0), (1.0, 1.0), {(2, 0): 1.0})
+
+
+def test_a_regions_speedup_is_the_mean_over_its_stages_by_their_times() -> None:
+    times = StreamTimes((1.0, 3.0, 1.0), (1.0, 1.0, 2.0), {(2, 1): 4.0}, {(2, 1): 1.2, (2, 0): 2.0})
+    assert times.region_speedup(2, (1, 0)) == pytest.approx((3 * 1.2 + 2.0) / 4)
+    assert times.sub_seconds(2, (1, 0)) == pytest.approx((3 * 4.0 + 2.0) / 4)  # by itself where it wasn't measured
+
+
+def test_stages_without_weights_have_no_kernel() -> None:
+    times = StreamTimes((0.0, 1.0, 1.0), (1.0, 0.0, 1.0))
+    assert schedule_regions(times, stage_regions(3)) == ((), (2,), (0,))
+
+
+def test_a_kernel_may_run_in_the_region_of_its_own_stage_once_that_has_run() -> None:
+    times = StreamTimes((1.0, 1.0, 1.0), (0.5, 0.5, 0.5))
+    schedule = schedule_regions(times, [(2, 1, 0)])
+    assert schedule == ((2, 1, 0),)
+    assert weight_regions([(2, 1, 0)], schedule, 3) == (0, 1, 2)
+
+
+# ---- the memory rule
+
+
+def late() -> StreamTimes:
+    """All Bw gain most at the backward's end."""
+    return StreamTimes((1.0,) * 3, (1.0,) * 3, {}, {(2, 1): 1.0, (2, 0): 2.0, (1, 0): 1.5})
+
+
+def test_bytes_of_a_schedule_worked_out() -> None:
+    times, regions = late(), stage_regions(3)
+    schedule = schedule_regions(times, regions)
+    assert schedule == ((), (), (2, 1, 0))
+    # Bx2: 20 + 10 + 10; Bx1: 20 + 10, and 20 for Bw2; Bx0: 20, and 20 for each of Bw2 and Bw1
+    assert peak_bytes(times, regions, schedule, [10] * 3, [20] * 3) == 60
+    early = schedule_regions(times, regions, 2)
+    assert early == ((), (2,), (1, 0))
+    assert peak_bytes(times, regions, early, [10] * 3, [20] * 3) == 50
+
+
+def test_regions_are_prescheduled_until_the_schedule_fits() -> None:
+    times, regions = late(), stage_regions(3)
+
+    def fitted(limit: float | None) -> tuple[int, float]:
+        found = fit_memory(times, regions, [10] * 3, [20] * 3, limit)
+        return found.prescheduled, found.peak
+
+    assert fitted(None) == fitted(60) == (0, 60)
+    assert fitted(55) == fitted(50) == (2, 50)
+    assert fitted(40) == (3, 50)  # the last resort, which doesn't fit either
+    with pytest.raises(ValueError, match="prescheduled is 4; with 3 regions it must be 0 to 3"):
+        schedule_regions(times, regions, 4)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_less_memory_never_means_fewer_prescheduled_regions(seed: int) -> None:
+    draw = random.Random(seed)
+    stages = draw.randrange(1, 8)
+    pairs = [(k, r) for k in range(stages) for r in range(k)]
+    times = StreamTimes(
+        tuple(draw.uniform(0, 2) for _ in range(stages)),
+        tuple(draw.choice([0.0, draw.uniform(0.1, 2)]) for _ in range(stages)),
+        {pair: draw.uniform(0.1, 3) for pair in pairs},
+        {pair: draw.uniform(0.8, 2) for pair in pairs},
+    )
+    regions = draw.choice([stage_regions(stages), similar_regions(times.input_grad)])
+    residual, delayed = ([draw.randrange(1, 100) for _ in range(stages)] for _ in range(2))
+    before = 0
+    for limit in (1000, 500, 300, 200, 100, 50, 0):
+        found = fit_memory(times, regions, residual, delayed, limit)
+        assert found.prescheduled >= before
+        assert found.peak <= limit or found.prescheduled == len(regions)
+        assert found.peak >= sum(residual)
+        kernels = [kernel for kernels in found.schedule for kernel in kernels]
+        assert sorted(kernels) == [stage for stage in range(stages) if times.weight_grad[stage]]
+        Plan.manual(
+            [f"layer_{stage}" for stage in range(stages - 1)],
+            [[0]] * stages,
+            2,
+            4,
+            "joint",
+            weight_devices=[[1]] * stages,
+            weight_regions=weight_regions(regions, found.schedule, stages),
+        ).order_tasks()
+        before = found.prescheduled
+
+
+# ---- the policy
+
+
+def joint(stages: int, micro_batches: int, **options: Any) -> str:
+    devices, weights = [[0]] * stages, [[1]] * stages
+    schedule = make_schedule("joint", devices, micro_batches, weight_devices=weights, **options)
+    holds = resolve_warm_up(
+        "joint", stages, micro_batches, devices=devices, weight_devices=weights, holds=options.get("holds")
+    )
+    validate(schedule, devices, micro_batches, weight_devices=weights, holds=holds)
+    return str(schedule)
+
+
+def test_without_regions_weight_gradients_run_as_soon_as_they_are_ready() -> None:
+    assert joint(3, 1) == "0: 0F0 1F0 2F0 2Bx0 1Bx0 0Bx0\n1: 2Bw0 1Bw0 0Bw0"
+
+
+def test_a_weight_gradient_waits_for_the_task_before_its_region() -> None:
+    assert joint(4, 1, weight_regions=[0, 1, 0, 1]) == (
+        "0: 0F0 1F0 2F0 3F0 3Bx0 2Bx0 1Bx0 0Bx0\n1: 3Bw0>2Bx0 2Bw0>1Bx0 1Bw0 0Bw0"
+    )
+    assert joint(3, 1, weight_regions=[0, 1, 0]) == "0: 0F0 1F0 2F0 2Bx0 1Bx0 0Bx0\n1: 2Bw0>1Bx0 1Bw0 0Bw0"
+
+
+def test_regions_put_weight_gradients_in_another_order() -> None:
+    assert joint(4, 1, weight_regions=[0, 0, 1, 0]) == (
+        "0: 0F0 1F0 2F0 3F0 3Bx0 2Bx0 1Bx0 0Bx0\n1: 2Bw0 3Bw0>1Bx0 1Bw0 0Bw0"
+    )
+
+
+def test_the_sub_stream_runs_on_beside_the_next_forward_within_limits() -> None:
+    assert joint(2, 3) == (
+        "0: 0F0 1F0 1Bx0 0Bx0 0F1 1F1 1Bx1 0Bx1 0F2>0Bw0 1F2>1Bw0 1Bx2 0Bx2\n1: 1Bw0 0Bw0 1Bw1 0Bw1 1Bw2 0Bw2"
+    )
+    assert joint(2, 2, holds=[1, 1]).startswith("0: 0F0 1F0 1Bx0 0Bx0 0F1>0Bw0 1F1>1Bw0 1Bx1 0Bx1\n")
+
+
+def test_replicas_and_empty_slices() -> None:
+    devices, weights = [[0, 1]] * 2, [[2, 3]] * 2
+
+    def active(stage: int, micro_batch: int, replica: int) -> bool:
+        return micro_batch == 0 or replica == 0
+
+    schedule = make_schedule(
+        "joint", devices, 2, weight_devices=weights, weight_regions=[0, 0], active=active, holds=[1, 1]
+    )
+    assert str(schedule) == (
+        "0: 0F0 1F0 1Bx0 0Bx0 0F1>0Bw0 1F1>1Bw0 1Bx1 0Bx1\n1: 0F0.r1 1F0.r1 1Bx0.r1 0Bx0.r1\n"
+        "2: 1Bw0 0Bw0 1Bw1 0Bw1\n3: 1Bw0.r1 0Bw0.r1"
+    )
+    validate(schedule, devices, 2, weight_devices=weights, active=active, holds=[1, 1])
+
+
+VALID: dict[str, Any] = {
+    "cuts": ["a", "b"],
+    "devices": [[0], [0], [0]],
+    "micro_batches": 2,
+    "global_batch_size": 8,
+    "schedule": "joint",
+    "weight_devices": [[1], [1], [1]],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"weight_devices": None},
+            "joint runs Bw on a sub-stream, but device 0 stands in the devices and in the weight_devices of stage 0; "
+            "give each device another for its Bw, as Cluster.with_sub_streams makes them",
+        ),
+        (
+            {"weight_devices": [[1], [2], [1]]},
+            "joint has one sub-stream for each device, but weight_devices of stage 0 are [1] and of stage 1 [2]; give "
+            "all stages the same",
+        ),
+        (
+            {"devices": [[0], [0], [2]]},
+            "joint schedules the two streams of one device, but stage 0 is on devices [0] and stage 2 on [2]; give all "
+            "stages the same devices, or use fast_forward",
+        ),
+        ({"weight_regions": [0]}, "weight_regions has 1 entries for 3 stages; give one for each"),
+        (
+            {"weight_regions": [0, 2, 0]},
+            "weight_regions puts the Bw of stage 1 beside the Bx of stage 2, but the Bx of stage 2 runs before that of "
+            "stage 1; give a stage from 0 to 1",
+        ),
+        (
+            {"weight_regions": [0, -1, 0]},
+            "weight_regions puts the Bw of stage 1 beside the Bx of stage -1, but there is no such stage; "
+            "give a stage from 0 to 1",
+        ),
+        ({"weight_regions": "012"}, "weight_regions is '012'; give a list, such as [0, 1]"),
+        ({"weight_regions": [0, 0.5, 0]}, "weight_regions: 0.5 isn't a whole number"),
+        (
+            {"schedule": "fast_forward", "weight_regions": [0, 0, 0]},
+            "weight_regions are given for fast_forward, which has no regions; leave them out, or use joint",
+        ),
+    ],
+)
+def test_plans_of_streams_that_cannot_be_are_refused_early(change: dict[str, Any], message: str) -> None:
+    import json
+
+    with pytest.raises(PlanError) as caught:
+        Plan(**(VALID | change))
+    assert str(caught.value) == message
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(json.dumps({"format": "dapple_tf.plan/1"} | VALID | change), source="plan.json")
+    assert str(caught.value) == f"plan.json: {message}"
+
+
+def test_a_plan_of_streams_loads_back_equal() -> None:
+    plan = Plan(**VALID, weight_regions=[0, 0, 0])
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.weight_regions == (0, 0, 0)
+    assert plan.warm_up_counts() == (2, 2, 2)
+    with pytest.raises(ScheduleError, match="weight_regions has 1 entries"):
+        make_schedule("joint", [[0], [0]], 1, weight_devices=[[1], [1]], weight_regions=[0])
+
+
+# ---- devices
+
+
+def test_a_sub_stream_is_a_second_logical_device() -> None:
+    cluster = Cluster.local(2, memory_bytes=1000, kind="cpu").with_sub_streams(0.25)
+    assert [name.rsplit("/", 1)[1] for name in cluster.device_names] == [f"device:CPU:{i}" for i in range(4)]
+    assert [device.memory_bytes for device in cluster.devices] == [750, 750, 250, 250]
+    assert cluster.sub_streams == 2
+    assert cluster.capacity(0) == 2  # two streams of a device are no two devices
+    assert session_config(cluster).device_count["CPU"] == 4
+    assert not session_config(cluster).gpu_options.experimental.virtual_devices
+
+
+def gpus(count: int, memory: int | None = 2**34, **options: Any) -> Cluster:
+    names = [f"/job:localhost/replica:0/task:0/device:GPU:{index}" for index in range(count)]
+    return Cluster(tuple(Device(name, 0, memory) for name in names), **options)
+
+
+def test_a_session_makes_two_logical_devices_of_each_gpu() -> None:
+    cluster = gpus(2).with_sub_streams(0.25)
+    assert [name.rsplit(":", 1)[1] for name in cluster.device_names] == ["0", "1", "2", "3"]
+    options = session_config(cluster).gpu_options
+    assert options.visible_device_list == "0,1"
+    made = options.experimental.virtual_devices
+    assert [list(gpu.memory_limit_mb) for gpu in made] == [[0.75 * 2**14, 0.25 * 2**14]] * 2
+    # Main streams first: they keep the numbers of their GPUs. TensorFlow looks priorities up by these numbers.
+    assert [list(gpu.device_ordinal) for gpu in made] == [[0, 1], [0, 1]]
+    assert [list(gpu.priority) for gpu in made] == [[-1, -1], [0, 0]]
+    (single,) = session_config(gpus(1).with_sub_streams()).gpu_options.experimental.virtual_devices
+    assert list(single.priority) == [-1, 0]  # lower is higher
+    assert not session_config(gpus(2)).gpu_options.experimental.virtual_devices
+
+
+def test_the_process_gpus_are_configured_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, list[Any]] = {}
+    visible: list[Any] = []
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [f"{kind}{i}" for i in range(3)])
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda devices, kind: visible.append((devices, kind)))
+    monkeypatch.setattr(tf.config, "set_logical_device_configuration", made.__setitem__)
+    configure_gpus(gpus(2))
+    configure_gpus(Cluster.local(1, kind="cpu").with_sub_streams())
+    assert not made and not visible
+    configure_gpus(gpus(2).with_sub_streams())
+    assert visible == [(["GPU0", "GPU1"], "GPU")]
+    assert {gpu: [(x.memory_limit, x.experimental_priority) for x in found] for gpu, found in made.items()} == {
+        "GPU0": [(2**13, -1), (2**13, -1)],
+        "GPU1": [(2**13, 0), (2**13, 0)],
+    }
+    assert [x.experimental_device_ordinal for x in made["GPU1"]] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "share", "message"),
+    [
+        (Cluster.local(1, kind="cpu").with_sub_streams(), 0.5, "the cluster has sub-streams already"),
+        (Cluster.of_servers(["10.0.0.1:2222"]), 0.5, r"the cluster is of a server at grpc://10.0.0.1:2222"),
+        (Cluster((Device("a:CPU:0", 0), Device("b:CPU:0", 1))), 0.5, "the cluster is of 2 servers"),
+        (Cluster.local(1, kind="cpu"), 1.0, "memory_share is 1.0; it must be between 0 and 1"),
+        (gpus(1, None), 0.5, r"device 0 is a GPU of unknown memory.*Cluster.local\(1, memory_bytes=...\)"),
+        (Cluster((Device("a:CPU:1", 0),)), 0.5, "device 0 is a:CPU:1; sub-streams are for devices in order"),
+    ],
+)
+def test_what_cannot_have_sub_streams_is_refused(cluster: Cluster, share: float, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        cluster.with_sub_streams(share)
+
+
+def test_sub_streams_are_half_of_the_devices() -> None:
+    with pytest.raises(ClusterError, match="sub_streams is 1, but there are 3 devices; give 0, or half of them"):
+        gpus(3, sub_streams=1)
+
+
+# ---- training
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    stages: int
+    replicas: int
+    micro_batches: int
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"S{self.stages}-R{self.replicas}-M{self.micro_batches}-{self.options}"
+
+
+CASES = [
+    Case(3, 1, 1, {"weight_regions": [0, 0, 0]}),
+    Case(4, 1, 3, {"weight_regions": [0, 0, 1, 0]}),
+    Case(3, 2, 3, {"weight_regions": [0, 1, 0], "recompute": "min_cut"}),
+    Case(3, 1, 4, {"warm_up": [1, 1, 1], "wait_free": False}),
+    Case(4, 2, 2, {"weight_regions": [0, 0, 1, 0], "carried_updates": 1}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("model", ["branches", "tied"])
+def test_joint_schedules_train_as_plain_keras(model: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_float64()
+    mains, subs = range(case.replicas), range(case.replicas, 2 * case.replicas)
+    plan = Plan.manual(
+        ZOO[model].cuts_for(case.stages),
+        [mains] * case.stages,
+        case.micro_batches,
+        13,
+        "joint",
+        weight_devices=[subs] * case.stages,
+        **case.options,
+    )
+    cluster = Cluster.local(case.replicas, kind="cpu").with_sub_streams()
+    assert_equal_training(ZOO[model], cluster, plan, Reference.of(ZOO[model], 13), monkeypatch)
+
+
+# ---- planning
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    one, two = summarize({"one lane": [1.0, 2.0, 4.0], "two lanes": [2.0, 2.0, 2.0]})
+    assert (one.seconds, one.ratio, one.low, one.high) == (2.0, 1.0, 1.0, 1.0)
+    assert (two.seconds, two.ratio, two.low, two.high) == (2.0, 1.0, 0.75, 1.5)
+
+
+def small_model() -> keras.Model:
+    layers = [keras.layers.Dense(width, activation="relu", name=f"dense_{i}") for i, width in enumerate((32, 32, 16))]
+    model = keras.Sequential([keras.Input((8,)), *layers, keras.layers.Dense(3, name="logits")])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return model
+
+
+def test_a_model_is_measured_and_planned_on_two_streams() -> None:
+    model = small_model()
+    before = [np.asarray(variable.value) for variable in model.variables]
+    cluster = Cluster.local(1, kind="cpu").with_sub_streams()
+    plan = plan_streams(model, cluster, stages=4, global_batch_size=12, micro_batches=2, progress=False)
+    assert plan.cuts == ("dense_0", "dense_1", "dense_2")
+    assert plan.devices == ((0,),) * 4
+    assert plan.weight_devices == ((1,),) * 4
+    assert plan.schedule == "joint"
+    assert plan.weight_regions is not None
+    found = measure_speedups(model, cluster, plan, repeats=2, progress=False)
+    times = found.times
+    assert times.input_grad[0] == 0.0  # nothing that stage 0 receives has a gradient
+    assert all(seconds > 0 for seconds in (*times.input_grad[1:], *times.weight_grad))
+    assert set(times.speedup) == set(times.beside) == {(k, r) for k in range(4) for r in range(1, k)}
+    assert all(speedup > 0 for speedup in times.speedup.values())
+    # Relu's gradient is of its output: dense_1 keeps what it received and its output, 6 samples of 32 numbers each.
+    assert found.residual_bytes[1] >= 6 * 32 * 4
+    assert all(np.array_equal(a, np.asarray(b.value)) for a, b in zip(before, model.variables, strict=True))
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(12, 8)).astype("float32"), rng.integers(0, 3, 12)
+    with_plan = dapple.transform(model, cluster, plan)
+    assert with_plan.verify(x, y).worst[1] < 1e-4
+    with_plan.close()
+
+
+def test_a_memory_limit_preschedules_or_says_what_would_fit() -> None:
+    cluster = Cluster.local(2, kind="cpu").with_sub_streams()
+    profile = StreamProfile(late(), (10,) * 3, (20,) * 3)
+    arguments: dict[str, Any] = {"global_batch_size": 8, "profile": profile}
+    free = plan_streams(small_model(), cluster, ["dense_0", "dense_1"], **arguments)
+    assert free.weight_regions == (0, 0, 0)
+    assert free.devices == ((0, 1),) * 3
+    assert free.weight_devices == ((2, 3),) * 3
+    tight = plan_streams(small_model(), cluster, ["dense_0", "dense_1"], memory_limit=50, **arguments)
+    assert tight.weight_regions == (0, 0, 1)
+    assert tight.warm_up == (1, 1, 1)
+    with pytest.raises(PlanError, match=r"keeps 50 bytes even if all weight gradients.* memory_limit is 40; use more"):
+        plan_streams(small_model(), cluster, ["dense_0", "dense_1"], memory_limit=40, **arguments)
+    grouped = plan_streams(small_model(), cluster, ["dense_0", "dense_1"], tolerance=0.5, **arguments)
+    assert grouped.weight_regions == (0, 1, 2)  # one region: as soon as they are ready
+
+
+def test_what_cannot_be_planned_on_streams_is_refused() -> None:
+    model, cluster = small_model(), Cluster.local(1, kind="cpu")
+    with pytest.raises(PlanError, match=r"the cluster has no sub-streams; make them with Cluster.with_sub_streams\(\)"):
+        plan_streams(model, cluster, stages=2, global_batch_size=4)
+    streams = cluster.with_sub_streams()
+    with pytest.raises(PlanError, match="give either cuts"):
+        plan_streams(model, streams, global_batch_size=4)
+    with pytest.raises(PlanError, match="stages is 9, but the model can be cut into at most 4; lower it"):
+        plan_streams(model, streams, stages=9, global_batch_size=4)
+    with pytest.raises(PlanError, match="plan_streams doesn't take 'schedule'"):
+        plan_streams(model, streams, stages=2, global_batch_size=4, schedule="gpipe")
+    plan = Plan.manual(["dense_0"], [[0], [0]], 1, 4)
+    with pytest.raises(PlanError, match="the plan has no sub-stream to measure; give weight_devices"):
+        measure_speedups(model, streams, plan)
+    with pytest.raises(PlanError, match="the profile is of 3 stages, the plan has 2"):
+        with_joint_schedule(plan, StreamProfile(late(), (1,) * 3, (1,) * 3))

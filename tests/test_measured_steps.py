@@ -1,0 +1,46 @@
+"""Steps of several plans, measured in turns, and the k that they are compared for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from profiled import mlp
+
+import dapple_tf as dapple
+from dapple_tf import measured_steps
+from dapple_tf.example_batch import ExampleBatch
+
+CLUSTER = dapple.Cluster.local(2, kind="cpu")
+PLAN = dapple.Plan.manual(["first", "second"], [[0, 1]] * 3, 1, 8)
+
+
+def values(model: keras.Model) -> list[np.ndarray]:
+    return [variable.numpy() for variable in model.variables]
+
+
+def test_plans_take_turns_and_the_model_keeps_its_values() -> None:
+    model = mlp()
+    before = values(model)
+    plans = [PLAN, dapple.Plan.data_parallel(2, 8)]
+    seconds = measured_steps.measure_steps(model, CLUSTER, plans, ExampleBatch.of(model), rounds=2)
+    assert len(seconds) == 2 and min(seconds) > 0
+    for own, other in zip(values(model), before, strict=True):
+        np.testing.assert_array_equal(own, other)
+
+
+def test_k_is_the_one_that_is_fastest_beside_k_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is twice as slow at every other measurement; what counts is the ratio within one."""
+    asked = []
+
+    def measured(model: Any, cluster: Any, plans: Any, example: Any, **_: Any) -> tuple[float, ...]:
+        asked.append([plan.reverse_first_k for plan in plans])
+        slow = 1 + len(asked) % 2
+        return tuple(slow * {0: 1.0, 1: 0.9, 2: 0.8}[plan.reverse_first_k] for plan in plans)
+
+    monkeypatch.setattr(measured_steps, "measure_steps", measured)
+    tuned = dapple.tune_reverse_first_k(mlp(), CLUSTER, PLAN)
+    assert tuned.reverse_first_k == 2
+    assert asked == [[0, 1], [0, 2]]
