@@ -147,30 +147,30 @@ def test_profiles_with_buffers_are_read_as_they_were_written() -> None:
 
 
 def dense() -> keras.Model:
-    hidden = [keras.layers.Dense(128, activation="relu", name=f"dense_{i}") for i in range(8)]
-    model = keras.Sequential([keras.Input((128,)), *hidden, keras.layers.Dense(10, name="logits")], name="dense")
+    hidden = [keras.layers.Dense(256, activation="relu", name=f"dense_{i}") for i in range(16)]
+    model = keras.Sequential([keras.Input((256,)), *hidden, keras.layers.Dense(10, name="logits")], name="dense")
     model.compile(keras.optimizers.SGD(1e-2, 0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
 
 def vectors(samples: int) -> check_memory.Arrays:
-    return np.zeros((samples, 128), "float32"), np.zeros(samples, "int64")
+    return np.zeros((samples, 256), "float32"), np.zeros(samples, "int64")
 
 
-TINY = check_memory.Model(
-    dense, vectors, 2048, {3: ["dense_2", "dense_5"], 4: ["dense_1", "dense_3", "dense_5"]}, micro_batches=4
+SMALL = check_memory.Model(
+    dense, vectors, 4096, {3: ["dense_4", "dense_9"], 4: ["dense_3", "dense_7", "dense_11"]}, micro_batches=8
 )
 
 
 @functools.cache
 def measured_profile() -> Profile:
-    return dapple.profile(dense(), (256, 512), cluster=dapple.Cluster.local(3, kind="cpu"), cache=False, repeats=2)
+    return dapple.profile(dense(), (512, 1024), cluster=dapple.Cluster.local(3, kind="cpu"), cache=False, repeats=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["gpipe", "dapple_a", "zb_h2", "modulo", "zb_v", "conventional", "reverse_first_2"])
+@pytest.mark.parametrize("policy", ["gpipe", "dapple_b", "zb_h2", "modulo", "zb_v", "conventional"])
 def test_predicted_peaks_are_those_of_allocation_records(policy: str) -> None:
     cluster = dapple.Cluster.local(3, kind="cpu")
-    predicted = dapple.simulate(check_memory.plan_of(TINY, policy), measured_profile(), cluster).peak_bytes
-    for device, found in check_memory.measure(TINY, policy, cluster, 5).items():
+    predicted = dapple.simulate(check_memory.plan_of(SMALL, policy), measured_profile(), cluster).peak_bytes
+    for device, found in check_memory.measure(SMALL, policy, cluster, 5).items():
         assert predicted[device] == pytest.approx(statistics.median(found), rel=0.1), (device, found)
