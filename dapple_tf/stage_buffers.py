@@ -5,9 +5,31 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dapple_tf.profile import ZERO, Cost, Profile, Tensor
 from graph_passes.tasks import Phase
+
+
+class _Step(NamedTuple):
+    """The backward of one layer.
+
+    Attributes:
+        gradients: of its parameters, dense.
+        partial: made by Bx for Bw.
+        temporary: peak use, these two included.
+        passing: the gradients that it is given within the stage, and those that it gives back.
+    """
+
+    gradients: int
+    partial: Cost
+    temporary: Cost
+    passing: Cost
+
+    def without_weights(self, samples: int) -> float:
+        """Peak use of the layer's part of Bx, beyond what it makes for Bw."""
+        own = self.temporary.at(samples) - self.gradients - self.partial.at(samples)
+        return max(0.0, own) + self.passing.at(samples)
 
 
 @dataclass(frozen=True)
@@ -39,7 +61,7 @@ class StageBuffers:
     late: Cost
     given: Cost
     returned: Cost
-    _steps: tuple[tuple[int, Cost, Cost, Cost], ...]  # of each layer: gradients, temporaries, what comes in, goes out
+    _steps: tuple[_Step, ...]
 
     def working(self, samples: int) -> float:
         """What a running B uses at most besides its arguments.
@@ -50,9 +72,9 @@ class StageBuffers:
         if samples in self._most:
             return self._most[samples]
         most, passed = 0.0, 0
-        for gradients, temporary, given, returned in reversed(self._steps):
-            most = max(most, passed + temporary.at(samples) + given.at(samples) + returned.at(samples))
-            passed += gradients
+        for step in reversed(self._steps):
+            most = max(most, passed + step.temporary.at(samples) + step.passing.at(samples))
+            passed += step.gradients
         self._most[samples] = most
         return most
 
@@ -61,8 +83,8 @@ class StageBuffers:
         return {}
 
     def working_input(self, samples: int) -> float:
-        """What a running Bx uses besides, beyond what it makes for Bw: what the layers hand on."""
-        return max(given.at(samples) + returned.at(samples) for _, _, given, returned in self._steps)
+        """What a running Bx uses besides, beyond what it makes for Bw."""
+        return max(step.without_weights(samples) for step in self._steps)
 
     def working_weight(self) -> float:
         """What a running Bw uses besides: its results."""
@@ -108,7 +130,7 @@ def stage_buffers(profile: Profile, start: int, stop: int, recompute: str = "non
         flowing = [t for t in profile.tensors if t.differentiable]
         given = [t.bytes for t in flowing if t.producer == index and max(t.consumers) in members]
         returned = [t.bytes for t in flowing if index in t.consumers]
-        steps.append((layer.gradients, cost, _sum(given), _sum(returned)))
+        steps.append(_Step(layer.gradients, layer.partial, cost, _sum([*given, *returned])))
     entering = [t for t in profile.tensors if t.producer < start and any(i in members for i in (*t.consumers, *t.kept))]
     leaving = [t for t in profile.tensors if t.producer in members and not _stays(t, members)]
     return StageBuffers(
