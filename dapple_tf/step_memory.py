@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from dapple_tf.simulated_reductions import carried_stages
 from graph_passes.batching import Interval
-from graph_passes.group_update import reduction_order
 from graph_passes.tasks import Phase
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class StepMemory:
                 self.spans[span.kind, span.stage, span.micro_batch, span.replica] = span
         self.split = {stage for kind, stage, _, _ in self.spans if kind == Phase.INPUT_GRAD.value}
         self.trains = any(kind != Phase.FORWARD.value for kind, *_ in self.spans)
-        self.carried = self._carried()
+        self.carried = frozenset((stage,) for stage in carried_stages(self.costs, self.costs.schedule))
 
     def lives(self) -> Iterator[Life]:
         """Each buffer, and what each task uses while it runs."""
@@ -236,21 +236,6 @@ class StepMemory:
         return min(found, default=after)
 
     # ---- reductions and updates
-
-    def _carried(self) -> frozenset[tuple[int, ...]]:
-        """The parameter groups whose updates are carried over from the step before."""
-        count = self.plan.carried_updates
-        if not count:
-            return frozenset()
-        owners = [
-            (stage,)
-            for stage, cost in enumerate(self.costs.stages)
-            if any(layer.parameter_bytes for layer in self.costs.profile.layers[slice(*cost.layers)])
-        ]
-        shared = [tuple(sorted(self._stages(group.layers))) for group in self.costs.profile.shared]
-        keys = list(dict.fromkeys([*owners, *shared]))
-        order = reduction_order(keys, self.costs.schedule, self.costs.homes)
-        return frozenset(keys[index] for index in order[-count:])
 
     def _apply_seconds(self, stage: int, device: int) -> float:
         return self.costs.apply_seconds(stage, device)
