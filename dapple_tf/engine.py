@@ -20,6 +20,7 @@ from dapple_tf.capture import Mode, build, capture, output_structure
 from dapple_tf.cluster import Cluster
 from dapple_tf.device_values import DeviceValues, Holding, load_one
 from dapple_tf.errors import DappleError
+from dapple_tf.optimizer import needs_all_gradients
 from dapple_tf.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
 from dapple_tf.plan import Plan
 from dapple_tf.session import add_to_graph, session_config
@@ -115,6 +116,11 @@ class Engine:
             raise DappleError(
                 "this cluster is a description without real devices: it can be planned for, not trained on"
             )
+        if plan.carried_updates and plan.num_stages > 1 and needs_all_gradients(model.optimizer):
+            raise DappleError(
+                f"carried_updates is {plan.carried_updates}, but the optimizer needs all gradients before it updates "
+                f"anything (global_clipnorm, or the loss scale's check for non-finite gradients): set carried_updates=0"
+            )
         self.model, self.cluster, self.plan = model, cluster, plan
         self.table = VariableTable(model)
         self.timing = Timing()
@@ -180,19 +186,10 @@ class Engine:
         return _Build(mode, spec, program, updates, prefix, carried=carried)
 
     def _carried(self, updates: Sequence[GroupUpdate]) -> tuple[tuple[int, ...], ...]:
-        """The parameter groups that are updated during the next step's forward, in the order of their reduction.
-
-        Raises:
-            DappleError: the optimizer must know all gradients before it updates anything.
-        """
+        """The parameter groups that are updated during the next step's forward, in the order of their reduction."""
         count = self.plan.carried_updates
         if not count or not updates:
             return ()
-        if any(update.statistics is not None for update in updates):
-            raise DappleError(
-                f"carried_updates is {count}, but the optimizer needs all gradients before it updates anything "
-                f"(global_clipnorm, or the loss scale's check for non-finite gradients): set carried_updates=0"
-            )
         keys = [update.stages for update in updates]
         order = reduction_order(keys, self.plan.order_tasks(), self.plan.weight_devices or self.plan.devices)
         return tuple(keys[index] for index in order[-count:] if not updates[index].apply.slices)
@@ -271,18 +268,21 @@ class Engine:
     def holds(self, built: _Build, layout: Layout) -> tuple[int, ...] | None:
         """D of each stage: how many micro-batches' residuals its devices' memory holds; None without a memory limit.
 
-        A device that runs several stages holds as many micro-batches in each.
+        A device that runs several stages holds as many micro-batches in each; one that computes weight gradients of
+        another's stage, what Bx hands to it.
 
         Raises:
             DappleError: not even one micro-batch fits.
         """
-        limits = {d: self.cluster.devices[d].memory_bytes for devices in self.plan.devices for d in devices}
+        homes = self.plan.weight_devices or self.plan.devices
+        limits = {d: self.cluster.devices[d].memory_bytes for devices in (*self.plan.devices, *homes) for d in devices}
         known = {device: limit for device, limit in limits.items() if limit is not None}
         if not known:
             return None
         found = [len(layout.micro_batch_intervals)] * self.plan.num_stages
         for device, limit in known.items():
-            stages = [index for index, devices in enumerate(self.plan.devices) if device in devices]
+            places = enumerate(zip(self.plan.devices, homes, strict=True))
+            stages = [index for index, (own, weights) in places if device in (*own, *weights)]
             fixed = self._stored_bytes(built.program, self.cluster.device_names[device])
             residual = max(1, sum(self._slice_bytes(built.program.stages[stage], layout) for stage in stages))
             count = (limit - fixed) // residual

@@ -41,6 +41,8 @@ def measure_steps(
         rounds: how often each plan has its turn, after two that don't count.
         what: shown with the progress.
     """
+    if rounds < 1:
+        raise ValueError(f"rounds is {rounds}; it must be at least 1")
     from dapple_tf.trainer import PipelinedModel  # The trainer imports this module, to plan automatically.
 
     trainers = [PipelinedModel(model, cluster, plan, on_non_finite_loss="continue") for plan in plans]

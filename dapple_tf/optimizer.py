@@ -44,6 +44,11 @@ def check_optimizer(optimizer: Any, parameters: Sequence[keras.Variable]) -> Non
         )
 
 
+def needs_all_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether an optimizer must know the gradients of all stages before it updates any: clips their norm, say."""
+    return bool(_inner(optimizer).global_clipnorm) or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+
 def capture_updates(
     optimizer: keras.optimizers.Optimizer,
     table: VariableTable,

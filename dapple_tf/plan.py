@@ -70,7 +70,8 @@ class Plan:
         schedule: one of `schedules.POLICIES` or `schedules.STREAM_POLICIES`.
         recompute: one of `RECOMPUTE_MODES`.
         jit_compile: whether stages are compiled with XLA.
-        warm_up: K of each stage in place of the policy's; must not rise from a stage to the next.
+        warm_up: K of each stage in place of the policy's, the most micro-batches in flight. Under gpipe and dapple_* it
+            must not rise from a stage to the next.
         bucket_bytes: gradients are all-reduced in buckets of about so many bytes.
         reverse_first_k: of the first k stages, the weight gradients of the last micro-batch are computed after all
             others, those of stage 0 first (Out-Of-Order BackProp, EuroSys'22, algorithm 2).
@@ -373,7 +374,7 @@ class Plan:
         if self.task_seconds is not None:
             object.__setattr__(self, "task_seconds", task_times(self.task_seconds))
         if self.weight_devices is not None:
-            object.__setattr__(self, "weight_devices", device_lists(self.weight_devices))
+            object.__setattr__(self, "weight_devices", device_lists(self.weight_devices, "weight_devices"))
         if self.weight_regions is not None:
             object.__setattr__(self, "weight_regions", integers("weight_regions", self.weight_regions))
 

@@ -78,7 +78,7 @@ class PlanRequest:
         batch = integer("global_batch_size", batch)
         if batch < 1:
             raise PlanError(f"global_batch_size is {batch}; it must be at least 1")
-        automatic = schedule == AUTO
+        automatic = isinstance(schedule, str) and schedule == AUTO
         schedules = POLICIES if automatic else _several(schedule, DAPPLE_POLICIES)
         if reverse_first_k != AUTO:
             reverse_first_k = _first_k(reverse_first_k)
@@ -99,6 +99,8 @@ class PlanRequest:
         )
 
     def __post_init__(self) -> None:
+        if not isinstance(self.overlap, bool):
+            raise PlanError(f"overlap is {self.overlap!r}; it must be True or False")
         for count in self.micro_batches:
             if not 1 <= count <= self.batch:
                 raise PlanError(

@@ -35,14 +35,14 @@ def layer_names(cuts: object) -> tuple[str, ...]:
     return names
 
 
-def device_lists(devices: object) -> tuple[tuple[int, ...], ...]:
-    """Return a list of lists of device numbers as tuples.
+def device_lists(devices: object, what: str = "devices") -> tuple[tuple[int, ...], ...]:
+    """Return a list of lists of device numbers as tuples; ``what`` they are stands in errors.
 
     Raises:
         PlanError: it isn't one.
     """
-    stages = _entries("devices", devices, "[[0, 1], [2]] with a list for each stage")
-    return tuple(integers(f"devices of stage {stage}", values) for stage, values in enumerate(stages))
+    stages = _entries(what, devices, "[[0, 1], [2]] with a list for each stage")
+    return tuple(integers(f"{what} of stage {stage}", values) for stage, values in enumerate(stages))
 
 
 def task_times(seconds: object) -> tuple[tuple[float, float, float], ...]:

@@ -304,7 +304,8 @@ class Profile:
             if cut not in self.index:
                 raise ProfileError(
                     f"the plan cuts after {cut!r}, which isn't a layer of the profile of {self.model!r}; its layers "
-                    f"are {_listed([layer.name for layer in self.layers])}"
+                    f"are {_listed([layer.name for layer in self.layers])}; layers without computation of their own in "
+                    f"inference (dropout, say) are part of the next one: cut before them"
                 )
             bounds.append(self.index[cut] + 1)
         bounds.append(len(self.layers))

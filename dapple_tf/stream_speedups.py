@@ -27,6 +27,7 @@ from dapple_tf.layer_cuts import layer_stages
 from dapple_tf.metrics import RunningMetrics
 from dapple_tf.parameter_groups import readers_of
 from dapple_tf.plan import Plan, PlanError, PlanOptions
+from dapple_tf.plan_values import integer
 from dapple_tf.profiler import kept_metrics
 from dapple_tf.progress import Progress
 from dapple_tf.stream_schedule import JOINT
@@ -264,6 +265,7 @@ def even_cuts(model: keras.Model, stages: int, x: Any = None, y: Any = None, sam
     Raises:
         PlanError: fewer stages than 1, or more than the model can be cut into.
     """
+    stages = integer("stages", stages)
     if stages < 1:
         raise PlanError(f"stages is {stages}; it must be at least 1")
     check_model(model, training=True)

@@ -109,7 +109,8 @@ class AssignStages:
                 behind = f"after {self.cuts[stage]!r}" if stage < len(self.cuts) else "at the model's output"
                 raise PassError(
                     f"cuts leave stage {stage} of {len(ends)} without a layer: it starts {before} and ends {behind}; "
-                    f"name cuts in the order in which the model calls its layers, and none behind its last layer"
+                    f"name cuts in the order in which the model calls its layers, none behind its last layer, and give "
+                    f"each stage a layer that computes something in inference, too (dropout doesn't)"
                 )
             start = stop
         return positions

@@ -73,9 +73,9 @@ class UpdateGraph:
 
     def result(self) -> Program:
         """The step's program, complete."""
-        self._bind_loss_scale()
         carried = self._carried()
         applied = self._reduce_and_apply(carried, at_head=True) if self.options.head else {}
+        self._bind_loss_scale(applied)
         self._accumulate_nothing(applied)
         self._hold_back_reads(applied)
         now = [group for group in self.groups if group not in carried]
@@ -124,10 +124,10 @@ class UpdateGraph:
                 for name in self.step.reads.get(place, ()):
                     nodes[name].input.append(f"^{call}")
 
-    def _bind_loss_scale(self) -> None:
+    def _bind_loss_scale(self, applied: _Calls) -> None:
         """The gradient of the loss is the loss scale, which each replica of its stage reads from an optimizer's part.
 
-        From one on its own device if there is one: all have the same value.
+        From one on its own device if there is one: all have the same value. A carried update changes it first.
         """
         bound: dict[str, Ref] = {}
         scales: dict[str, Ref] = {}
@@ -145,7 +145,9 @@ class UpdateGraph:
                 assert group.update is not None and group.update.loss_scale is not None
                 captured = group.update.loss_scale
                 function = self._bound(f"{group.label}_loss_scale", captured, {}, [], captured.outputs)
-                scales[place] = self._call("loss_scale", function, [], group, place)
+                updated = applied.get((group.stages, place))
+                control = [] if updated is None else [updated]
+                scales[place] = self._call("loss_scale", function, [], group, place, control=control)
             bound[name] = scales[place]
         substitute(self.graph, bound)
 

@@ -139,9 +139,8 @@ def test_other_models_take_the_policies_in_turn(
 
 def test_an_optimizer_that_must_know_all_gradients_carries_nothing_over() -> None:
     plan = dapple.Plan.manual(ZOO["cnn"].cuts_for(4), CHUNKS, 1, 13, reverse_first_k=3, carried_updates=2)
-    pipelined = dapple.transform(ZOO["cnn"].build(), dapple.Cluster.local(2, kind="cpu"), plan)
     with pytest.raises(dapple.DappleError, match="carried_updates is 2, but the optimizer needs all gradients"):
-        pipelined.train_on_batch(*ZOO["cnn"].batch(np.random.default_rng(0), 13)[:2])
+        dapple.transform(ZOO["cnn"].build(), dapple.Cluster.local(2, kind="cpu"), plan)
 
 
 def test_what_is_carried_over_is_made_up_for_before_anyone_looks() -> None:
@@ -266,3 +265,30 @@ def test_optimizers_that_look_at_all_gradients_and_xla(case: Case, clip_norm: fl
         plain.train_on_batch(x, y)
     pipelined.sync()
     assert_same_variables(own, plain, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [[0], [0, 1]])
+def test_a_loss_scale_that_a_carried_update_changes_counts_for_the_next_step(devices: list[int]) -> None:
+    """The next step scaled by the value from before the carried update, and unscaled by the one after it."""
+    use_float64()
+
+    def build() -> keras.Model:
+        model = ZOO["branches"].build()
+        inner = keras.optimizers.SGD(0.1, momentum=0.5)
+        model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0, dynamic_growth_steps=2), "mse")
+        return model
+
+    own, plain = pair(build)
+    plan = dapple.Plan.manual([], [devices], 2, 13, carried_updates=1)
+    pipelined = dapple.transform(own, dapple.Cluster.local(2, kind="cpu"), plan, on_non_finite_loss="continue")
+    rng = np.random.default_rng(0)
+    for number in range(6):
+        x, y, _ = ZOO["branches"].batch(rng, 13)
+        if number == 3:
+            y = np.array(y)
+            y[0] = np.inf
+        pipelined.train_on_batch(x, y)
+        plain.train_on_batch(x, y)
+    pipelined.sync()
+    assert_same_variables(own, plain, 1e-10)

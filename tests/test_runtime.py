@@ -197,3 +197,12 @@ def test_a_description_of_a_cluster_cannot_train(tmp_path: Any) -> None:
     cluster = dataclasses.replace(dapple.Cluster.local(2, kind="cpu"), real=False)
     with pytest.raises(dapple.DappleError, match="description without real devices"):
         dapple.transform(chain(2), cluster, dapple.Plan.manual(["dense_0"], [[0], [1]], 1, 4))
+
+
+def test_variables_on_weight_devices_count_for_their_memory() -> None:
+    """Only devices of F and Bx were looked at, where no variable lives then."""
+    model = chain(2, width=64)
+    plan = dapple.Plan.manual([], [[0]], 2, 8, "fast_forward", weight_devices=[[1]])
+    cluster = dapple.Cluster.local(2, memory_bytes=10_000, kind="cpu")
+    with pytest.raises(dapple.DappleError, match=r"stage 0 needs .* but device 1 has 10,000"):
+        dapple.transform(model, cluster, plan).train_on_batch(np.zeros((8, 8)), np.zeros((8, 1)))
