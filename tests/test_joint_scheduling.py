@@ -31,7 +31,7 @@ from dapple_tf.plan import Plan, PlanError
 from dapple_tf.schedules import ScheduleError, make_schedule, resolve_warm_up, validate
 from dapple_tf.session import configure_gpus, session_config
 from dapple_tf.stream_speedups import StreamProfile, measure_speedups, plan_streams, with_joint_schedule
-from tools.check_streams import summarize
+from tools.ratios import summarize
 
 # ---- algorithm 1
 

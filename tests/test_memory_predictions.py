@@ -15,7 +15,7 @@ import dapple_tf as dapple
 from dapple_tf.cost import CostModel
 from dapple_tf.profile import ZERO, Cost, LayerBuffers, LayerProfile, Profile, Tensor
 from dapple_tf.stage_buffers import stage_buffers
-from tools import check_memory
+from tools import memory_of_steps
 
 OUT, KEPT, LATE, PARTIAL = 100.0, 10.0, 4.0, 7.0
 """Bytes of a slice: what a layer hands on, keeps for itself, keeps for Bw, and makes in Bx."""
@@ -153,11 +153,11 @@ def dense() -> keras.Model:
     return model
 
 
-def vectors(samples: int) -> check_memory.Arrays:
+def vectors(samples: int) -> memory_of_steps.Arrays:
     return np.zeros((samples, 256), "float32"), np.zeros(samples, "int64")
 
 
-SMALL = check_memory.Model(
+SMALL = memory_of_steps.Model(
     dense, vectors, 4096, {3: ["dense_4", "dense_9"], 4: ["dense_3", "dense_7", "dense_11"]}, micro_batches=8
 )
 
@@ -171,6 +171,6 @@ def measured_profile() -> Profile:
 @pytest.mark.parametrize("policy", ["gpipe", "dapple_b", "zb_h2", "modulo", "zb_v", "conventional"])
 def test_predicted_peaks_are_those_of_allocation_records(policy: str) -> None:
     cluster = dapple.Cluster.local(3, kind="cpu")
-    predicted = dapple.simulate(check_memory.plan_of(SMALL, policy), measured_profile(), cluster).peak_bytes
-    for device, found in check_memory.measure(SMALL, policy, cluster, 5).items():
+    predicted = dapple.simulate(memory_of_steps.plan_of(SMALL, policy), measured_profile(), cluster).peak_bytes
+    for device, found in memory_of_steps.measure(SMALL, policy, cluster, 5).items():
         assert predicted[device] == pytest.approx(statistics.median(found), rel=0.1), (device, found)

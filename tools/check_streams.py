@@ -2,7 +2,7 @@
 
     python -m tools.check_streams                                # a small ResNet on logical CPU devices
     python -m tools.check_streams --model=vgg --stages=6 --json=streams.json
-    python -m tools.check_streams --kind=gpu --memory_gib=16 --jit_compile
+    python -m tools.check_streams --kind=gpu --memory_gib=16 --xla
 
 Three ways of running the same stages of a model, on the same data, in turns:
 
@@ -34,6 +34,7 @@ from dapple_tf.session import configure_gpus
 from dapple_tf.stream_speedups import even_cuts, measure_speedups, two_stream_plan, with_joint_schedule
 from models.resnet import resnet
 from models.vgg import vgg
+from tools.ratios import summarize
 
 _MODEL = flags.DEFINE_enum("model", "resnet", ["resnet", "vgg"], "Which model.")
 _IMAGE = flags.DEFINE_integer("image", 32, "Height and width of the images.", lower_bound=8)
@@ -44,40 +45,11 @@ _MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 1, "Micro-batches.", lowe
 _ROUNDS = flags.DEFINE_integer("rounds", 20, "Rounds that count, of a step of each.", lower_bound=1)
 _KIND = flags.DEFINE_enum("kind", "cpu", ["cpu", "gpu"], "Kind of device.")
 _MEMORY = flags.DEFINE_float("memory_gib", None, "Memory of the GPU that both streams share out.", lower_bound=0.1)
-_JIT = flags.DEFINE_boolean("jit_compile", False, "Compile tasks with XLA (on GPUs: with command buffers).")
+_JIT = flags.DEFINE_boolean("xla", False, "Compile tasks with XLA (on GPUs: with command buffers).")
 _JSON = flags.DEFINE_string("json", None, "Where to write the result.")
 
 _WARM_UP = 3
 _ONE, _TWO, _JOINT = "one lane", "two lanes", "joint"
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """Step times of one way of running a model.
-
-    Attributes:
-        name: which.
-        seconds: median of a step.
-        ratio: median of each round's time over that of one lane.
-        low: lower quartile of these.
-        high: upper quartile.
-    """
-
-    name: str
-    seconds: float
-    ratio: float
-    low: float
-    high: float
-
-
-def summarize(times: dict[str, list[float]]) -> list[Result]:
-    """Medians of interleaved times, and of their ratios to the first one's."""
-    base = np.asarray(next(iter(times.values())))
-    results = []
-    for name, found in times.items():
-        low, middle, high = np.percentile(np.asarray(found) / base, (25, 50, 75))
-        results.append(Result(name, float(np.median(found)), float(middle), float(low), float(high)))
-    return results
 
 
 def _model() -> keras.Model:
