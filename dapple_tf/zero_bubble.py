@@ -2,7 +2,7 @@
 
 On position i of p (a group of stages counts as one), with unit times, K = warm-up and d = delay of Bw in micro-batches:
 
-    policy    K                d = L - K          L, the most in flight     bubble (section 2.2, table 1)
+    policy    K                d = L - K          L, the most in flight     bubble (sections 2.1, 2.2)
     1F1B      p - i            -                  p (position 0)            (p - 1)(T_F + T_B + T_W)
     zb_h1     p - i            i                  p, as 1F1B's fullest      (p - 1)(T_F + T_B - T_W)
     zb_h2     2(p - i) - 1     2i                 2p - 1                    (p - 1)(T_F + T_B - 2 T_W)
@@ -45,7 +45,7 @@ def handcrafted(request: ScheduleRequest, extra: int) -> Orders:
 
 
 def zb_h1(request: ScheduleRequest) -> Orders:
-    """ZB-H1 (section 2.2): 1F1B's warm-up and 1F1B's peak memory, a third of its bubble."""
+    """ZB-H1 (section 2.1): 1F1B's warm-up and 1F1B's peak memory, a third of its bubble."""
     return handcrafted(request, 0)
 
 
