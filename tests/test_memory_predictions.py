@@ -167,12 +167,16 @@ def measured_profile() -> Profile:
     return dapple.profile(dense(), (512, 1024), cluster=dapple.Cluster.local(3, kind="cpu"), cache=False, repeats=2)
 
 
-# Without dapple_*: on a busy machine the executor runs ahead on input gradients inside one B, and a stage that holds
-# only one micro-batch then peaks up to 20 % above the prediction (docs/results/memory.md).
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["gpipe", "zb_h2", "modulo", "zb_v", "conventional"])
+@pytest.mark.parametrize("policy", ["gpipe", "dapple_b", "zb_h2", "modulo", "zb_v", "conventional"])
 def test_predicted_peaks_are_those_of_allocation_records(policy: str) -> None:
     cluster = dapple.Cluster.local(3, kind="cpu")
-    predicted = dapple.simulate(memory_of_steps.plan_of(SMALL, policy), measured_profile(), cluster).peak_bytes
+    plan = memory_of_steps.plan_of(SMALL, policy)
+    predicted = dapple.simulate(plan, measured_profile(), cluster).peak_bytes
     for device, found in memory_of_steps.measure(SMALL, policy, cluster, 5).items():
-        assert predicted[device] == pytest.approx(statistics.median(found), rel=0.1), (device, found)
+        measured = statistics.median(found)
+        assert predicted[device] <= 1.1 * measured, (device, found)
+        # On a busy machine the executor runs ahead on input gradients inside one B, and a stage that holds a single
+        # micro-batch then peaks up to 22 % above the prediction (docs/results/memory.md).
+        alone = policy == "dapple_b" and plan.warm_up_counts()[device] == 1
+        assert predicted[device] >= (0.8 if alone else 0.9) * measured, (device, found)
