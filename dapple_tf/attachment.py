@@ -25,7 +25,9 @@ class Hooks:
         predict: takes a list of batches and returns the outputs for all of them, in the model's structure.
         sync: copies values from the devices into the model, if they have newer ones.
         load: makes the model's values count.
-        doubt: has the next step look whether someone has assigned values to the model.
+        agree: ``sync`` for others who may look at the model, and assign to it what the next step is to notice; a model
+            that has no values of its own stays without.
+        steps_left: is told before each training step how many its epoch has from there on; None if nobody knows.
     """
 
     train: Callable[[Any], dict[str, Any]]
@@ -33,7 +35,8 @@ class Hooks:
     predict: Callable[[list[Any]], Any]
     sync: Callable[[], object]
     load: Callable[[], None]
-    doubt: Callable[[], None]
+    agree: Callable[[], None]
+    steps_left: Callable[[int | None], None]
 
 
 @contextlib.contextmanager
@@ -101,26 +104,27 @@ class _Sync(keras.callbacks.Callback):
         super().__init__()
         self._hooks = hooks
 
-    def _agree(self) -> None:
-        self._hooks.sync()
-        self._hooks.doubt()
-
     def on_train_begin(self, logs: Any = None) -> None:
         """Before callbacks restore a backup, say."""
-        self._agree()
+        self._hooks.agree()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """After callbacks have assigned what they will at the end of the epoch before."""
-        self._agree()
+        self._hooks.agree()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Tells how many steps the epoch still has, as far as Keras knows."""
+        steps = (self.params or {}).get("steps")
+        self._hooks.steps_left(None if steps is None else steps - batch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Before callbacks save or judge the epoch's result."""
-        self._agree()
+        self._hooks.agree()
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Before callbacks swap in moving averages, say."""
-        self._agree()
+        self._hooks.agree()
 
     def on_predict_begin(self, logs: Any = None) -> None:
         """As for tests."""
-        self._agree()
+        self._hooks.agree()

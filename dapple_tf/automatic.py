@@ -62,6 +62,28 @@ def plan_model(
     # Mistakes are told before minutes of measuring.
     PlanRequest.of(_ANY_PROFILE if profiled is None else profiled, cluster, global_batch_size, **options)
     global_batch_size = integer("global_batch_size", global_batch_size)
+    profiled, cluster = measured(model, cluster, global_batch_size, profiled, **examples)
+    found = find(_to_run(PlanRequest.of(profiled, cluster, global_batch_size, **options), model.optimizer))
+    logger.info("%s", found)
+    return Planned(found, profiled, cluster)
+
+
+def measured(
+    model: keras.Model, cluster: Cluster, global_batch_size: int, profiled: Profile | None = None, **examples: Any
+) -> tuple[Profile, Cluster]:
+    """What a model costs on a real cluster, and the cluster with its links.
+
+    Args:
+        model: a built and compiled Keras model.
+        cluster: real devices; links that are known aren't measured.
+        global_batch_size: samples in one step, by which slices are profiled.
+        profiled: a profile to use in place of measuring.
+        examples: ``x``, ``y`` and ``sample_weight`` as for :func:`dapple_tf.profiler.profile`.
+
+    Raises:
+        CaptureError: the model can't be captured.
+        ProfileError: inputs or labels can't be guessed; give ``x`` and ``y``.
+    """
     unknown = cluster.real and cluster.num_devices > 1 and cluster.intra_bandwidth is None
     if unknown:
         cluster = measure_links(cluster, capacity=False)
@@ -69,9 +91,7 @@ def plan_model(
         profiled = profile(model, slice_sizes(global_batch_size, cluster.num_devices), cluster=cluster, **examples)
     if unknown:
         cluster = measure_capacity(model, cluster, profiled, **examples)
-    found = find(_to_run(PlanRequest.of(profiled, cluster, global_batch_size, **options), model.optimizer))
-    logger.info("%s", found)
-    return Planned(found, profiled, cluster)
+    return profiled, cluster
 
 
 def _to_run(request: PlanRequest, optimizer: keras.optimizers.Optimizer) -> PlanRequest:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -129,7 +130,8 @@ class Batches(Iterator[Batch]):
     Within a pass only the number of samples may change, and the axes that the model or the dataset (by its
     ``element_spec``) leaves open. Where ``full`` is given, only the last batch of the data may be smaller, or, of data
     that repeat, the last one of each round: the batch behind a smaller one must be full again. It is looked at before
-    the smaller one is handed out, so that nothing is trained on in batches of the wrong size.
+    the smaller one is handed out, so that nothing is trained on in batches of the wrong size. An iterator that knows
+    its position is told: ``mark()`` before, ``unmark()`` when the batch that was looked at is handed out.
 
     Attributes:
         iterator: what the batches come from: of (x, y, sample_weight) tuples, or x alone.
@@ -155,6 +157,7 @@ class Batches(Iterator[Batch]):
         self._full = full
         self._count = 0
         self._ahead: list[Batch | Exception] = []
+        self._coming: _Coming | None = None
 
     def __next__(self) -> Batch:
         """The next batch.
@@ -163,7 +166,7 @@ class Batches(Iterator[Batch]):
             StopIteration: there is none.
             DataError: it doesn't fit.
         """
-        item = self._ahead.pop() if self._ahead else self._read()
+        item = self._take_ahead() if self._ahead else self._read() if self._coming is None else self._arrived()
         if isinstance(item, Exception):
             raise item
         if self._full is not None and item.samples > self._full:
@@ -172,7 +175,36 @@ class Batches(Iterator[Batch]):
             self._look_ahead(item)
         return item
 
+    def prefetch(self) -> None:
+        """Has the next batch read while something else is done; what is wrong with it is told when it is asked for.
+
+        Not where the iterator's position is about to be asked for, which would be one too far.
+        """
+        may = getattr(self.iterator, "may_read_ahead", None)
+        if not self._ahead and self._coming is None and (may is None or may()):
+            self._coming = _Coming(self._read)
+
+    def _arrived(self) -> Batch | Exception:
+        coming, self._coming = self._coming, None
+        assert coming is not None
+        item = coming.result()
+        if (unmark := getattr(self.iterator, "unmark", None)) is not None:
+            unmark()
+        return item
+
+    def skip(self) -> bool:
+        """Whether the next batch was trained on before a resumption, so that its step is only to be counted."""
+        skip = getattr(self.iterator, "skip", None)
+        return skip is not None and bool(skip())
+
+    def _take_ahead(self) -> Batch | Exception:
+        if (unmark := getattr(self.iterator, "unmark", None)) is not None:
+            unmark()
+        return self._ahead.pop()
+
     def _look_ahead(self, item: Batch) -> None:
+        if (mark := getattr(self.iterator, "mark", None)) is not None:
+            mark()
         try:
             following = self._read()
         except StopIteration:
@@ -202,7 +234,8 @@ class Batches(Iterator[Batch]):
         self._count += 1
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(_without_optionals(data))
         given = spec_of(self._model, x, y, sample_weight)
-        arrays = [_as_array(value) for value in _present((x, y, sample_weight))]
+        # Whoever has made an array may fill it with the next batch, which is read while this one is trained on.
+        arrays = [np.array(v) if isinstance(v, np.ndarray) else _as_array(v) for v in _present((x, y, sample_weight))]
         samples = check_samples(given.leaves, arrays)
         self.spec = self._fitting(given)
         return Batch(self.spec, arrays, samples)
@@ -239,6 +272,28 @@ class Batches(Iterator[Batch]):
                     f"{_shown(known.shape)}: leave the axes that vary open (None) in keras.Input or in the dataset's "
                     f"shapes"
                 )
+
+
+class _Coming:
+    """A batch that a thread is reading, which may take for ever: Python mustn't wait for it when it exits."""
+
+    def __init__(self, read: Callable[[], Batch]) -> None:
+        self._item: Batch | Exception = StopIteration()
+        self._thread = threading.Thread(target=self._run, args=(read,), name="next-batch", daemon=True)
+        self._thread.start()
+
+    def _run(self, read: Callable[[], Batch]) -> None:
+        try:
+            self._item = read()
+        except StopIteration:
+            pass  # Not this one, which holds the frames that it came through, and with them the iterator.
+        except Exception as error:
+            self._item = error
+
+    def result(self) -> Batch | Exception:
+        """The batch, or why there is none."""
+        self._thread.join()
+        return self._item
 
 
 def check_samples(leaves: Sequence[Leaf], arrays: Sequence[np.ndarray]) -> int:

@@ -16,12 +16,14 @@ import tensorflow as tf
 
 from dapple_tf.batch import BatchSpec
 from dapple_tf.errors import CaptureError, reason
+from dapple_tf.functional import outputs_as_declared
 from dapple_tf.losses import GlobalNormalizers
 from dapple_tf.metrics import is_sum, weighted_means
 from dapple_tf.variables import VariableTable
 from graph_passes.assign_stages import POSITION_ATTR
-from graph_passes.graph import LAYER_ATTR, Graph, GraphDef, NodeDef, Ref
+from graph_passes.graph import LAYER_ATTR, Graph, GraphDef, Ref
 from graph_passes.program import LayerCall, Program, Roles, Slice, Variable, VariableKind
+from graph_passes.tensorflow_bridge import make_constant
 
 # 2^32 / golden ratio: consecutive slice numbers give seeds far apart.
 _SEED_STRIDE = 2654435769
@@ -91,7 +93,8 @@ def build(model: keras.Model, table: VariableTable, spec: BatchSpec) -> None:
     structures = (spec.x, spec.y, spec.sample_weight)
     batch = tuple(None if tree is None else keras.tree.map_structure(symbolic, tree) for tree in structures)
     try:
-        model._symbolic_build(data_batch=batch)
+        with outputs_as_declared(model):
+            model._symbolic_build(data_batch=batch)
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         capture(model, table, Mode.PREDICT, spec)  # Names the layer, if it is one.
         raise CaptureError(
@@ -382,16 +385,8 @@ def _without_captures(graph: tf.Graph, table: VariableTable) -> GraphDef:
                 f"attribute of a layer (for random draws, a keras.random.SeedGenerator of the layer), or move lookups "
                 f"into the input pipeline"
             )
-        make_constant(nodes[internal.op.name], external)
+        make_constant(nodes[internal.op.name], external.numpy())
     return graph_def
-
-
-def make_constant(node: NodeDef, tensor: tf.Tensor) -> None:
-    """Turns the placeholder of a tensor that a trace captured into a constant of its value, in place."""
-    node.op = "Const"
-    node.attr.clear()
-    node.attr["dtype"].type = tensor.dtype.as_datatype_enum
-    node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(tensor.numpy()))
 
 
 def _pruned(graph_def: GraphDef, roles: Roles, paths: dict[int, str]) -> Program:

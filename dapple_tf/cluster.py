@@ -3,72 +3,20 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-_FORMAT = "dapple_tf.cluster/1"
-_LINKS = ("intra_bandwidth", "inter_bandwidth", "intra_latency", "inter_latency")
-_REDUCTION = ("reduce_bandwidth", "reduce_latency")
+from dapple_tf.cluster_description import parse, to_text
+from dapple_tf.data_files import clip, read_text
+from dapple_tf.devices import LINKS, REDUCTION, ClusterError, Device, Link, Server, check_addresses, check_link
+
+__all__ = ["Cluster", "ClusterError", "Device", "Link", "Server", "check_addresses"]
+
 _KINDS = ("auto", "cpu", "gpu")
-_MOST_DEVICES = 1_000_000
-"""Of one server; more is a mistake."""
-
-
-class ClusterError(ValueError):
-    """A cluster can't be had on this machine, or its description is wrong."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """One device.
-
-    Attributes:
-        name: fully qualified, such as ``/job:localhost/replica:0/task:0/device:CPU:3``.
-        server: index of the server it is in.
-        memory_bytes: its memory; None is unknown, which planning takes as no limit.
-        speed: how fast it computes, as a multiple of the device that profiles are made on.
-    """
-
-    name: str
-    server: int
-    memory_bytes: int | None = None
-    speed: float = 1.0
-
-
-@dataclass(frozen=True)
-class Server:
-    """What one server has of its own; None is what the cluster says for all.
-
-    Attributes:
-        intra_bandwidth: bytes/s between two of its devices, in each direction.
-        inter_bandwidth: bytes/s of its network card, in each direction.
-        intra_latency: seconds until the first byte arrives, within it.
-        inter_latency: the same, to and from other servers.
-        capacity: how many devices' worth of compute it gives when all of its devices are busy; None is one for each.
-            Logical CPU devices share their cores: four of them on two cores have a capacity of two.
-    """
-
-    intra_bandwidth: float | None = None
-    inter_bandwidth: float | None = None
-    intra_latency: float | None = None
-    inter_latency: float | None = None
-    capacity: float | None = None
-
-
-class Link(NamedTuple):
-    """A link between two devices: bytes/s and seconds until the first byte arrives."""
-
-    bandwidth: float
-    latency: float
-
-    def seconds(self, size: float) -> float:
-        """Time to send ``size`` bytes."""
-        return self.latency + size / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -86,8 +34,7 @@ class Cluster:
         reduce_bandwidth: bytes/s that all-reduce gets out of the slowest link of its ring, where it was measured; None
             is the link's own.
         reduce_latency: seconds of one step of the ring, likewise.
-        target: where sessions on these devices are opened, "grpc://host:port" of the first server; empty for this
-            process.
+        addresses: "host:port" of the worker on each server (`dapple_tf.worker`); empty for the devices of this process.
         sub_streams: n, where the last n devices are the sub-streams of the first n, see `with_sub_streams`; 0 for none.
 
     Raises:
@@ -103,12 +50,13 @@ class Cluster:
     servers: tuple[Server, ...] = ()
     reduce_bandwidth: float | None = None
     reduce_latency: float | None = None
-    target: str = ""
+    addresses: tuple[str, ...] = ()
     sub_streams: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
         object.__setattr__(self, "servers", tuple(self.servers))
+        object.__setattr__(self, "addresses", tuple(self.addresses))
         if not self.devices:
             raise ClusterError("the cluster has no devices; give it at least one")
         positions: dict[str, int] = {}
@@ -130,13 +78,13 @@ class Cluster:
                 )
             if not (math.isfinite(device.speed) and device.speed > 0):
                 raise ClusterError(f"device {index} has speed {device.speed}; it must be above 0 and finite")
-        for name in (*_LINKS, *_REDUCTION):
-            _check_link(name, getattr(self, name))
+        for name in (*LINKS, *REDUCTION):
+            check_link(name, getattr(self, name))
         if self.servers and len(self.servers) != self.num_servers:
             raise ClusterError(f"{len(self.servers)} servers are described, but the devices are in {self.num_servers}")
         for number, own in enumerate(self.servers):
-            for name in _LINKS:
-                _check_link(f"{name} of server {number}", getattr(own, name))
+            for name in LINKS:
+                check_link(f"{name} of server {number}", getattr(own, name))
             if own.capacity is not None and not (math.isfinite(own.capacity) and own.capacity > 0):
                 raise ClusterError(f"capacity of server {number} is {own.capacity}; it must be above 0 and finite")
         if self.sub_streams not in (0, self.num_devices / 2):
@@ -172,30 +120,62 @@ class Cluster:
 
     @classmethod
     def of_servers(
-        cls, addresses: Sequence[str], *, devices_per_server: int = 1, memory_bytes: int | None = None
+        cls, addresses: Sequence[str], *, devices_per_server: int | None = None, memory_bytes: int | None = None
     ) -> Cluster:
-        """Take the logical CPU devices of TensorFlow servers that run already, see `dapple_tf.worker`.
+        """Take the devices of workers that run already, see `dapple_tf.worker`.
 
             Cluster.of_servers(["10.0.0.1:2222", "10.0.0.2:2222"])
 
         Args:
-            addresses: "host:port" of each server, the same and in the same order as the servers were given. Sessions
-                are opened on the first.
-            devices_per_server: devices of each server.
-            memory_bytes: memory of each device, for planning; None is unknown.
+            addresses: "host:port" of each worker, by which this process and the other workers reach it.
+            devices_per_server: logical CPU devices of each worker; None asks the workers what they have.
+            memory_bytes: memory of each device, for planning; None is what the workers say, or unknown.
 
         Raises:
-            ClusterError: no addresses, one that isn't "host:port" or that stands there twice, or no devices.
+            ClusterError: no addresses, one that isn't "host:port" or that stands there twice, no devices, or no worker
+                there.
         """
         check_addresses(addresses)
-        if devices_per_server < 1:
+        if devices_per_server is None:
+            from dapple_tf.connection import inventory  # heavy, and a description doesn't need it
+
+            found = [[(str(d["kind"]), d["memory_bytes"]) for d in devices] for devices in inventory(addresses)]
+        elif devices_per_server < 1:
             raise ClusterError(f"devices_per_server is {devices_per_server}; servers have at least 1 device each")
+        else:
+            found = [[("CPU", None)] * devices_per_server] * len(addresses)
         devices = tuple(
-            Device(f"/job:worker/replica:0/task:{server}/device:CPU:{index}", server, memory_bytes)
-            for server in range(len(addresses))
-            for index in range(devices_per_server)
+            Device(f"/job:worker/replica:0/task:{task}/device:{kind}:{index}", task, memory_bytes or memory)
+            for task, kinds in enumerate(found)
+            for index, (kind, memory) in enumerate(kinds)
         )
-        return cls(devices, target=f"grpc://{addresses[0]}")
+        return cls(devices, addresses=tuple(addresses))
+
+    @classmethod
+    def from_resolver(cls, resolver: Any, *, job: str = "worker", memory_bytes: int | None = None) -> Cluster:
+        """Take the workers that a ``tf.distribute.cluster_resolver`` names (TF_CONFIG, Slurm, Kubernetes, ...).
+
+            Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+
+        This process is their client, whatever task the resolver says it is.
+
+        Args:
+            resolver: names the addresses.
+            job: the job whose tasks are the workers.
+            memory_bytes: as for `of_servers`.
+
+        Raises:
+            ClusterError: the resolver has no such job, or as for `of_servers`.
+        """
+        jobs = resolver.cluster_spec().as_dict()
+        if job not in jobs:
+            raise ClusterError(
+                f"{type(resolver).__name__} names no job {job!r}, but {', '.join(map(repr, jobs)) or 'nothing'}: is "
+                f"TF_CONFIG set, or job= another one?"
+            )
+        tasks = jobs[job]
+        addresses = [tasks[task] for task in sorted(tasks)] if isinstance(tasks, dict) else list(tasks)
+        return cls.of_servers(addresses, memory_bytes=memory_bytes)
 
     def with_sub_streams(self, memory_share: float = 0.5) -> Cluster:
         """Give each device a sub-stream: a second logical device of the same hardware (EuroSys'22, section 4.1).
@@ -218,8 +198,8 @@ class Cluster:
         """
         if self.sub_streams:
             raise ClusterError("the cluster has sub-streams already; a device has one")
-        if self.num_servers > 1 or self.target:
-            where = f"{self.num_servers} servers" if self.num_servers > 1 else f"a server at {self.target}"
+        if self.num_servers > 1 or self.addresses:
+            where = f"{self.num_servers} servers" if self.num_servers > 1 else f"a worker at {self.addresses[0]}"
             raise ClusterError(f"sub-streams are for the devices of this machine, but the cluster is of {where}")
         if not 0 < memory_share < 1:
             raise ClusterError(f"memory_share is {memory_share}; it must be between 0 and 1")
@@ -250,11 +230,7 @@ class Cluster:
             ClusterError: naming the file and what is wrong in it.
             OSError: the file can't be read.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ClusterError(f"{os.fspath(path)} isn't text: {error}") from error
-        return cls.from_json(text, source=os.fspath(path))
+        return cls.from_json(read_text(path, ClusterError), source=os.fspath(path))
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "cluster description") -> Cluster:
@@ -271,50 +247,15 @@ class Cluster:
         Raises:
             ClusterError: not JSON, or an unknown, missing or wrong key.
         """
-        data = _parse_object(text, source)
-        _check_keys(data, {"format", "servers"}, {*_LINKS, *_REDUCTION}, source)
-        if data["format"] != _FORMAT:
-            raise ClusterError(f"{source}: 'format' is {data['format']!r}; this version reads {_FORMAT!r}")
-        servers = data["servers"]
-        if not isinstance(servers, list) or not servers:
-            raise ClusterError(f"{source}: 'servers' is {servers!r}; it must be a list of at least one server")
-        devices: list[Device] = []
-        own: list[Server] = []
-        for number, server in enumerate(servers):
-            where = f"{source}: server {number}"
-            memories, speeds = _server_devices(server, where)
-            own.append(Server(**_numbers(server, [field.name for field in fields(Server)], where)))
-            for index, (memory, speed) in enumerate(zip(memories, speeds, strict=True)):
-                name = f"/job:worker/replica:0/task:{number}/device:GPU:{index}"
-                devices.append(Device(name, number, memory, speed))
-        numbers: dict[str, Any] = _numbers(data, [*_LINKS, *_REDUCTION], source)
+        found = parse(text, source)
         try:
-            return cls(
-                tuple(devices),
-                **numbers,
-                real=False,
-                servers=tuple(own) if any(server != Server() for server in own) else (),
-            )
+            return cls(**found, real=False)
         except ClusterError as error:
-            raise ClusterError(f"{source}: {error}") from error
+            raise ClusterError(f"{source}: {clip(str(error))}") from error
 
     def to_json(self) -> str:
         """Return the description as JSON text: servers, memory and links, but not device names; see `from_json`."""
-        lines = []
-        for number in range(self.num_servers):
-            devices = self.devices_of(number)
-            entry: dict[str, Any] = {"devices": len(devices)}
-            for key in ("memory_bytes", "speed"):
-                values = [getattr(self.devices[device], key) for device in devices]
-                if key == "memory_bytes" or set(values) != {1.0}:
-                    entry[key] = values[0] if len(set(values)) == 1 else values
-            if self.servers:
-                entry |= {key: value for key, value in asdict(self.servers[number]).items() if value is not None}
-            lines.append("    " + json.dumps(entry))
-        kept = [*_LINKS, *(name for name in _REDUCTION if getattr(self, name) is not None)]
-        links = [f"  {json.dumps(name)}: {json.dumps(getattr(self, name))}" for name in kept]
-        servers = '  "servers": [\n' + ",\n".join(lines) + "\n  ]"
-        return "{\n" + ",\n".join([f'  "format": {json.dumps(_FORMAT)}', servers, *links]) + "\n}\n"
+        return to_text(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_json` to a file; `load` gives the same cluster back as a description."""
@@ -385,8 +326,8 @@ class Cluster:
 
     @property
     def host_device(self) -> str:
-        """The device that batches are fed to and results are fetched from: a CPU of the process with the session."""
-        return f"/job:{'worker' if self.target else 'localhost'}/replica:0/task:0/device:CPU:0"
+        """The device that batches are fed to and results are fetched from: a CPU of this process."""
+        return f"/job:{'client' if self.addresses else 'localhost'}/replica:0/task:0/device:CPU:0"
 
     def __str__(self) -> str:
         counts = [len(self.devices_of(server)) for server in range(self.num_servers)]
@@ -407,22 +348,6 @@ class Cluster:
         return f"Cluster ({'real' if self.real else 'description'}): {servers}, {memory}\n{names}\n{links}"
 
 
-def check_addresses(addresses: Sequence[str]) -> None:
-    """Checks the addresses of servers.
-
-    Raises:
-        ClusterError: no addresses, one that isn't "host:port", or one that stands there twice.
-    """
-    if isinstance(addresses, str) or not addresses:
-        raise ClusterError(f"addresses is {addresses!r}; give a list with 'host:port' of at least one server")
-    for position, address in enumerate(addresses):
-        host, _, port = address.rpartition(":")
-        if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
-            raise ClusterError(f"address {position} is {address!r}; write it as 'host:port', such as '10.0.0.1:2222'")
-        if address in addresses[:position]:
-            raise ClusterError(f"servers {addresses.index(address)} and {position} both have the address {address!r}")
-
-
 def _kind_and_number(name: str) -> tuple[str, int]:
     """What kind of device it is, and which: ``.../device:GPU:3`` is ("GPU", 3)."""
     _, kind, number = name.rsplit(":", 2)
@@ -439,73 +364,3 @@ def _link_text(bandwidth: float | None, latency: float | None) -> str:
     rate = "bandwidth unknown" if bandwidth is None else f"{bandwidth / 1e9:.4g} GB/s"
     delay = "latency unknown" if latency is None else f"{latency * 1e6:.4g} us"
     return f"{rate}, {delay}"
-
-
-def _check_link(name: str, value: float | None) -> None:
-    if value is None:
-        return
-    if "bandwidth" in name:
-        if not (math.isfinite(value) and value > 0):
-            raise ClusterError(f"{name} is {value} bytes/s; it must be above 0 and finite, or None for unknown")
-    elif not (math.isfinite(value) and value >= 0):
-        raise ClusterError(f"{name} is {value} s; it must be at least 0 and finite, or None for unknown")
-
-
-def _parse_object(text: str, source: str) -> Mapping[str, Any]:
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:  # also for numbers and nesting beyond Python's limits
-        raise ClusterError(f"{source} isn't JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ClusterError(f"{source} has a JSON {type(data).__name__} where an object {{...}} is expected")
-    return data
-
-
-def _check_keys(data: Mapping[str, Any], required: set[str], optional: set[str], source: str) -> None:
-    for key in data:
-        if key not in required | optional:
-            raise ClusterError(f"{source}: unknown key {key!r}; the keys are {', '.join(sorted(required | optional))}")
-    for key in sorted(required):
-        if key not in data:
-            raise ClusterError(f"{source}: key {key!r} is missing")
-
-
-def _is_number(value: object) -> bool:
-    """Whether it is a number that a float can hold."""
-    return isinstance(value, float) or (type(value) is int and abs(value) < 2**1000)
-
-
-def _numbers(data: Mapping[str, Any], names: Sequence[str], source: str) -> dict[str, float | None]:
-    """The values of these keys, each a number or None."""
-    for name in names:
-        value = data.get(name)
-        if value is not None and not _is_number(value):
-            raise ClusterError(f"{source}: {name!r} is {value!r}; it must be a number or null")
-    return {name: data.get(name) for name in names}
-
-
-def _server_devices(server: object, source: str) -> tuple[Sequence[int | None], Sequence[float]]:
-    """Return memory and speed of each device of one entry of ``servers``."""
-    if not isinstance(server, dict):
-        raise ClusterError(f'{source} is {server!r}; it must be an object such as {{"devices": 8}}')
-    _check_keys(server, {"devices"}, {"memory_bytes", "speed", *(field.name for field in fields(Server))}, source)
-    count = server["devices"]
-    if type(count) is not int or not 1 <= count <= _MOST_DEVICES:
-        raise ClusterError(f"{source}: 'devices' is {count!r}; it must be a whole number from 1 to {_MOST_DEVICES:,}")
-    memories = _per_device(server, "memory_bytes", None, count, source)
-    for entry in memories:
-        if entry is not None and (type(entry) is not int or entry >= 2**63):
-            raise ClusterError(f"{source}: 'memory_bytes' has {entry!r}; it must be a whole number of bytes or null")
-    speeds = _per_device(server, "speed", 1.0, count, source)
-    for entry in speeds:
-        if not _is_number(entry):
-            raise ClusterError(f"{source}: 'speed' has {entry!r}; it must be a number")
-    return memories, speeds
-
-
-def _per_device(server: Mapping[str, Any], key: str, default: Any, count: int, source: str) -> list[Any]:
-    value = server.get(key, default)
-    values = value if isinstance(value, list) else [value] * count
-    if len(values) != count:
-        raise ClusterError(f"{source}: {key!r} has {len(values)} entries for {count} devices; give one for each")
-    return values

@@ -66,6 +66,7 @@ class _Limits(TypedDict):
     reverse_first_k: int
     task_seconds: tuple[tuple[float, float, float], ...] | None
     weight_devices: tuple[tuple[int, ...], ...] | None
+    weight_regions: tuple[int, ...] | None
 
 
 class CostModel:
@@ -413,6 +414,7 @@ class CostModel:
             "reverse_first_k": plan.reverse_first_k,
             "task_seconds": plan.task_seconds,
             "weight_devices": plan.weight_devices,
+            "weight_regions": plan.weight_regions,
         }
 
 

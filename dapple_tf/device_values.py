@@ -33,12 +33,17 @@ class Holding:
 
 
 class DeviceValues:
-    """Graph nodes that load and save all variables of every device, one vector per dtype and holding."""
+    """Graph nodes that load and save all variables of every device, one vector per dtype and holding.
+
+    Attributes:
+        prefix: the name under which the nodes are to be imported; functions' names begin with it, too.
+        holdings: what devices keep.
+    """
 
     PREFIX = "storage"
 
-    def __init__(self, holdings: Sequence[Holding]) -> None:
-        self.holdings = holdings
+    def __init__(self, holdings: Sequence[Holding], prefix: str = PREFIX) -> None:
+        self.holdings, self.prefix = holdings, prefix
         self.graph = empty_graph()
         self.feeds: list[list[str]] = []
         self.loads: list[list[str]] = []
@@ -48,7 +53,10 @@ class DeviceValues:
         functions: list[FunctionDef] = []
         for holding in holdings:
             label, variables = holding.label, holding.variables
-            load, save = load_function(f"{label}_load", variables), save_function(f"{label}_save", variables)
+            load, save = (
+                load_function(f"{prefix}_{label}_load", variables),
+                save_function(f"{prefix}_{label}_save", variables),
+            )
             functions += [load, save]
             feeds = [builder.append(placeholder(f"{label}/values{dtype}", dtype)) for dtype in by_dtype(variables)]
             self.feeds.append([ref.node for ref in feeds])
@@ -63,8 +71,8 @@ class DeviceValues:
         merge_library(self.graph, functions)
 
 
-def load_one(name: str, holdings: Sequence[Holding]) -> tuple[GraphDef, str, list[str]]:
-    """Nodes that assign one scalar variable wherever it is kept.
+def load_one(name: str, holdings: Sequence[Holding], prefix: str) -> tuple[GraphDef, str, list[str]]:
+    """Nodes that assign one scalar variable wherever it is kept; names of their functions begin with ``prefix``.
 
     Returns:
         The graph, the placeholder of the value, and the nodes that assign it.
@@ -78,7 +86,7 @@ def load_one(name: str, holdings: Sequence[Holding]) -> tuple[GraphDef, str, lis
         for variable in holding.variables:
             if variable.name != name:
                 continue
-            function = load_function(f"{holding.label}_load_one", [variable])
+            function = load_function(f"{prefix}_{holding.label}_load_one", [variable])
             functions.append(function)
             feeds = feeds or [builder.append(placeholder("value", variable.dtype))]
             nodes += [

@@ -25,6 +25,19 @@ class StepError(DappleError):
     """A device failed in the middle of a step; the text says why, as far as that can be told."""
 
 
+class WorkerLostError(DappleError):
+    """A worker is lost: killed, hung, or cut off the network.
+
+    Attributes:
+        task: its number; None if a run hangs and it isn't known why.
+        address: its address.
+    """
+
+    def __init__(self, text: str, task: int | None = None, address: str = "") -> None:
+        super().__init__(text)
+        self.task, self.address = task, address
+
+
 def reason(error: BaseException) -> str:
     """What an error says, in one line, without what Keras and TensorFlow put around it."""
     text = re.sub(r"\x1b\[\d*m", "", str(getattr(error, "message", error)))
@@ -32,7 +45,7 @@ def reason(error: BaseException) -> str:
     lines = [line.strip(" '") for line in text.splitlines()]
     frame = (
         r"(Unable to automatically build|Exception encountered|Graph execution error|Detected at node|Node:"
-        r"|\d+ root error)"
+        r"|\d+ root error|From /job:\S+:$|=+$)"
     )
     said = [line for line in lines if line and not re.match(frame, line)]
     return re.sub(r"^\(\d+\) ?", "", said[0]) if said else type(error).__name__

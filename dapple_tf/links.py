@@ -11,14 +11,15 @@ import itertools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.cluster import Cluster, ClusterError, Server
-from dapple_tf.session import session_config
+from dapple_tf.cluster import Cluster, ClusterError, Link, Server
+from dapple_tf.connection import connected, open_session
+from dapple_tf.session import COLLECTIVE_KEYS
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ def measure_links(
     large: int = 4 * 2**20,
     repeats: int = 9,
     capacity: bool = True,
+    between: Mapping[tuple[int, int], Link] | None = None,
 ) -> Cluster:
     """Measures a cluster's links.
 
@@ -49,6 +51,8 @@ def measure_links(
         large: bytes of the large one.
         repeats: how often each time is measured; the median counts.
         capacity: whether to measure each server's `capacity` too, which keeps all of its cores busy for a moment.
+        between: what `measure_between_servers` has found, which gives each server a network card of its own; None tries
+            neighbouring servers only, and describes them as alike.
 
     Returns:
         A copy with intra and inter bandwidth and latency (those of the slowest pair that was tried; None where there is
@@ -57,6 +61,70 @@ def measure_links(
     Raises:
         ClusterError: a description without devices, or sizes out of order.
     """
+    _check(cluster, small, large, repeats)
+    sizes = tuple(max(1, size // 4) for size in (small, large))
+    start = time.perf_counter()
+    with connected(cluster):
+        changes: dict[str, Any] = {}
+        own = list(cluster.servers or (Server(),) * cluster.num_servers)
+        for kind, pairs in _pairs(cluster).items():
+            if kind == "inter" and between is not None:
+                found = list(between.values())
+                own = _network_cards(own, between)
+            else:
+                found = [_line_of(sizes, _transfers(cluster, pair, sizes, repeats)) for pair in pairs]
+            if found:
+                changes[f"{kind}_bandwidth"] = min(link.bandwidth for link in found)
+                changes[f"{kind}_latency"] = max(link.latency for link in found)
+        if cluster.num_devices > 1:
+            changes["reduce_bandwidth"], changes["reduce_latency"] = _reduction(cluster, sizes, repeats)
+        if capacity:
+            own = [
+                dataclasses.replace(one, capacity=_capacity(cluster, cluster.devices_of(server), repeats))
+                for server, one in enumerate(own)
+            ]
+        if any(one != Server() for one in own):
+            changes["servers"] = tuple(own)
+    logger.info("measured links in %.2f s: %s", time.perf_counter() - start, changes)
+    return dataclasses.replace(cluster, **changes)
+
+
+def measure_between_servers(
+    cluster: Cluster,
+    *,
+    small: int = 4 * 2**10,
+    large: int = 4 * 2**20,
+    repeats: int = 5,
+    progress: Callable[[int, int], object] | None = None,
+) -> dict[tuple[int, int], Link]:
+    """Measures the link between every two servers, one after the other, from the lower number to the higher.
+
+    Args:
+        cluster: workers.
+        small: bytes of the small message, which tells the latency.
+        large: bytes of the large one.
+        repeats: how often each time is measured; the median counts.
+        progress: called with each pair before it is measured.
+
+    Returns:
+        Bandwidth and latency by pair of servers.
+
+    Raises:
+        ClusterError: a description without devices, or sizes out of order.
+    """
+    _check(cluster, small, large, repeats)
+    sizes = tuple(max(1, size // 4) for size in (small, large))
+    found = {}
+    with connected(cluster):
+        for pair in itertools.combinations(range(cluster.num_servers), 2):
+            if progress is not None:
+                progress(*pair)
+            first, second = (cluster.devices_of(server)[0] for server in pair)
+            found[pair] = _line_of(sizes, _transfers(cluster, (first, second), sizes, repeats))
+    return found
+
+
+def _check(cluster: Cluster, small: int, large: int, repeats: int) -> None:
     if not cluster.real:
         raise ClusterError(
             "this cluster is a description without real devices: give it its links, or measure real ones"
@@ -66,23 +134,22 @@ def measure_links(
             f"messages of {small} and {large} bytes, {repeats} times: give a small one of at least 1 byte, a larger "
             f"one, and at least 1 time"
         )
-    sizes = tuple(max(1, size // 4) for size in (small, large))
-    start = time.perf_counter()
-    changes: dict[str, Any] = {}
-    for kind, pairs in _pairs(cluster).items():
-        found = [_line_of(sizes, _transfers(cluster, pair, sizes, repeats)) for pair in pairs]
-        if found:
-            changes[f"{kind}_bandwidth"] = min(bandwidth for bandwidth, _ in found)
-            changes[f"{kind}_latency"] = max(latency for _, latency in found)
-    if cluster.num_devices > 1:
-        changes["reduce_bandwidth"], changes["reduce_latency"] = _reduction(cluster, sizes, repeats)
-    if capacity:
-        changes["servers"] = tuple(
-            dataclasses.replace(own, capacity=_capacity(cluster, cluster.devices_of(server), repeats))
-            for server, own in enumerate(cluster.servers or (Server(),) * cluster.num_servers)
-        )
-    logger.info("measured links in %.2f s: %s", time.perf_counter() - start, changes)
-    return dataclasses.replace(cluster, **changes)
+
+
+def _network_cards(servers: Sequence[Server], between: Mapping[tuple[int, int], Link]) -> list[Server]:
+    """Gives each server the best link that it has to any other: a link is as fast as the slower card of the two.
+
+    Cards of 1, 1 and 5 give links of 1 (0-1), 1 (0-2) and 1 (1-2), so that the third comes out as 1, too; as a link,
+    nobody can tell.
+    """
+    found = []
+    for number, server in enumerate(servers):
+        links = [link for pair, link in between.items() if number in pair]
+        if links:
+            bandwidth, latency = max(link.bandwidth for link in links), min(link.latency for link in links)
+            server = dataclasses.replace(server, inter_bandwidth=bandwidth, inter_latency=latency)
+        found.append(server)
+    return found
 
 
 def _pairs(cluster: Cluster) -> dict[str, list[tuple[int, int]]]:
@@ -100,10 +167,6 @@ def _timed(session: Any, fetches: Any, feed: Any, repeats: int, seconds: Callabl
     """The median over runs, of which the first two don't count."""
     found = [seconds(session.run(fetches, feed)) for _ in range(repeats + 2)]
     return statistics.median(found[2:])
-
-
-def _session(cluster: Cluster, graph: tf.Graph) -> Any:
-    return tf.compat.v1.Session(graph=graph, config=session_config(cluster))
 
 
 def _host(name: str) -> str:
@@ -142,7 +205,7 @@ def _transfers(cluster: Cluster, pair: tuple[int, int], sizes: Sequence[int], re
         with tf.device(source), tf.control_dependencies([before]):
             nothing = made[:1] + made[-1:]
         alone = _clock([nothing], _host(source))
-        with _session(cluster, graph) as session:
+        with open_session(cluster, graph) as session:
             with_copy = [
                 _timed(session, [before, after], {count: size}, repeats, lambda found: found[1] - found[0])
                 for size in sizes
@@ -153,21 +216,22 @@ def _transfers(cluster: Cluster, pair: tuple[int, int], sizes: Sequence[int], re
     return [there[0] / 2, max(there[1] - there[0] / 2, there[0] / 2)]
 
 
-def _line_of(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+def _line_of(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
     """Bandwidth in bytes/s and latency in seconds, from times of two sizes in floats."""
     few, many = (4 * size for size in sizes)
     difference = seconds[1] - seconds[0]
     bandwidth = (many - few) / difference if difference > 0 else _MOST_BANDWIDTH
     bandwidth = min(bandwidth, _MOST_BANDWIDTH)
-    return bandwidth, max(seconds[0] - few / bandwidth, _LEAST_LATENCY)
+    return Link(bandwidth, max(seconds[0] - few / bandwidth, _LEAST_LATENCY))
 
 
 def _reduction(cluster: Cluster, sizes: Sequence[int], repeats: int) -> tuple[float, float]:
     """Bandwidth and latency of a ring over all devices: 2 (n - 1) steps, each with an n-th of the bytes."""
-    names, key = cluster.device_names, 1
+    names = cluster.device_names
     count = len(names)
     found = []
     for size in sizes:
+        key = next(COLLECTIVE_KEYS)
         with tf.Graph().as_default() as graph:
             made = []
             for name in names:
@@ -191,8 +255,7 @@ def _reduction(cluster: Cluster, sizes: Sequence[int], repeats: int) -> tuple[fl
                         )
                     )
             after = _clock(reduced, _host(names[0]))
-            key += 1
-            with _session(cluster, graph) as session:
+            with open_session(cluster, graph) as session:
                 found.append(_timed(session, [before, after], {}, repeats, lambda times: times[1] - times[0]))
     steps = 2 * (count - 1)
     # seconds = steps * latency + steps / count * bytes / bandwidth
@@ -230,7 +293,7 @@ def _capacity(cluster: Cluster, devices: Sequence[int], repeats: int) -> float:
 
         alone: list[float] = []
         together: list[float] = []
-        with _session(cluster, graph) as session:
+        with open_session(cluster, graph) as session:
             for number in range(repeats + 2):  # In turns: a machine's speed drifts.
                 one = span(session.run(chains[:1], given))
                 every = span(session.run(chains, given))

@@ -43,7 +43,7 @@ def measure_steps(
     """
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; it must be at least 1")
-    from dapple_tf.trainer import PipelinedModel  # The trainer imports this module, to plan automatically.
+    from dapple_tf.trainer import PipelinedModel  # transformation.py imports this module, to plan automatically.
 
     trainers = [PipelinedModel(model, cluster, plan, on_non_finite_loss="continue") for plan in plans]
     batches = [example.trees(plan.global_batch_size) for plan in plans]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -110,3 +110,11 @@ def is_sum(graph: Graph, update: Ref, value: Ref, running: Container[str]) -> bo
         and not any(name in running for name in graph.ancestors([other], control=False))
         for one, other in pairs
     )
+
+
+def merged(parts: Sequence[np.ndarray], initial: np.ndarray) -> np.ndarray:
+    """A metric's value over all replicas: the first one's running value plus what the others added to a fresh one."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + (part - initial)
+    return np.asarray(total)

@@ -11,12 +11,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dapple_tf.capture import make_constant
 from dapple_tf.errors import CaptureError
+from dapple_tf.initialization import deferred_like
 from dapple_tf.variables import VariableTable
 from graph_passes.graph import Graph, Ref
 from graph_passes.group_update import Captured, GroupUpdate
 from graph_passes.program import VariableKind
+from graph_passes.tensorflow_bridge import make_constant
 
 
 def check_optimizer(optimizer: Any, parameters: Sequence[keras.Variable]) -> None:
@@ -28,7 +29,8 @@ def check_optimizer(optimizer: Any, parameters: Sequence[keras.Variable]) -> Non
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise CaptureError(f"optimizer is a {type(optimizer).__name__}; use a Keras 3 optimizer (keras.optimizers)")
     if not optimizer.built:
-        optimizer.build(list(parameters))
+        with deferred_like(parameters):
+            optimizer.build(list(parameters))
     for variable in parameters:
         if getattr(variable, "overwrite_with_gradient", False):
             raise CaptureError(
@@ -270,7 +272,7 @@ def _capture(
                 )
             resources[Ref.parse(internal.name)] = table.describe(by_handle[id(external)])
         else:
-            make_constant(nodes[internal.op.name], external)
+            make_constant(nodes[internal.op.name], external.numpy())
     inputs = [Ref.parse(tensor.name) for tensor in graph.inputs[: len(specs)]]
     present = Graph(graph_def)
     return Captured(

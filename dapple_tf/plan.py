@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from dapple_tf import schedules
+from dapple_tf.data_files import clip, parse_object, read_text, short
 from dapple_tf.plan_report import PlanReport, parse_report
 from dapple_tf.plan_values import PlanError, device_lists, integer, integers, layer_names, task_times
 from graph_passes.batching import split_evenly
@@ -30,6 +31,8 @@ RECOMPUTE_MODES = ("none", "boundary", "min_cut")
 """What a backward recomputes: nothing; its stage's forward (GPipe's way); or what a min-cut finds cheapest."""
 
 _FORMAT = "dapple_tf.plan/1"
+_MOST_MICRO_BATCHES = 1_000_000
+"""More is a mistake; a step has a node for each."""
 
 
 class PlanOptions(TypedDict, total=False):
@@ -180,11 +183,7 @@ class Plan:
             PlanError: naming the file and what is wrong in it.
             OSError: the file can't be read.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise PlanError(f"{os.fspath(path)} isn't text: {error}") from error
-        return cls.from_json(text, source=os.fspath(path))
+        return cls.from_json(read_text(path, PlanError), source=os.fspath(path))
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "plan") -> Plan:
@@ -195,20 +194,15 @@ class Plan:
         Raises:
             PlanError: not JSON, another format, an unknown or missing key, a value of the wrong type, or as `Plan`.
         """
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:  # also for numbers and nesting beyond Python's limits
-            raise PlanError(f"{source} isn't JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise PlanError(f"{source} has a JSON {type(data).__name__} where an object {{...}} is expected")
+        data = parse_object(text, source, PlanError)
         if "format" not in data:
             raise PlanError(f"{source}: key 'format' is missing; a plan has \"format\": {json.dumps(_FORMAT)}")
         if (found := data.pop("format")) != _FORMAT:
-            raise PlanError(f"{source}: 'format' is {found!r}; this version reads {_FORMAT!r}")
+            raise PlanError(f"{source}: 'format' is {short(found)}; this version reads {_FORMAT!r}")
         known = {entry.name: entry for entry in fields(cls)}
         for key in data:
             if key not in known:
-                raise PlanError(f"{source}: unknown key {key!r}; the keys are format, {', '.join(known)}")
+                raise PlanError(f"{source}: unknown key {short(key)}; the keys are format, {', '.join(known)}")
         for key, entry in known.items():
             if key not in data and entry.default is MISSING:
                 raise PlanError(f"{source}: key {key!r} is missing")
@@ -218,7 +212,7 @@ class Plan:
             if report is not None:
                 plan = replace(plan, report=parse_report(report))
         except ValueError as error:
-            raise PlanError(f"{source}: {error}") from error
+            raise PlanError(f"{source}: {clip(str(error))}") from error
         if plan.report is not None and plan.report.fingerprint != plan.fingerprint:
             logger.warning("%s has been changed since it was planned: what was expected of it is left out", source)
             plan = replace(plan, report=None)
@@ -333,6 +327,8 @@ class Plan:
                     )
 
     def __str__(self) -> str:
+        from dapple_tf.cost import gib  # which imports this module
+
         sizes = Counter(split_evenly(self.global_batch_size, self.micro_batches))
         batches = " + ".join(f"{count} x {size}" for size, count in sizes.items())
         header = (
@@ -349,8 +345,9 @@ class Plan:
             row = [str(stage), layer, _ranges(devices), str(len(devices)), slices, str(warm_up)]
             if report is not None:
                 found = report.stages[stage]
-                memory = f"{found.memory_bytes / 2**30:.3g}"
-                memory += " GiB" if found.memory_limit is None else f" of {found.memory_limit / 2**30:.3g} GiB"
+                memory = gib(found.memory_bytes)
+                if found.memory_limit is not None:
+                    memory += f" of {gib(found.memory_limit)}"
                 row[5] = str(found.warm_up)
                 row += [str(found.layers), f"{found.share:.1%}", f"{found.bubble:.1%}", memory]
             rows.append(row)
@@ -370,7 +367,7 @@ class Plan:
             raise PlanError(f"the report is about {len(self.report.stages)} stages, the plan has {len(self.devices)}")
         for name in ("jit_compile", "wait_free"):
             if not isinstance(getattr(self, name), bool):
-                raise PlanError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+                raise PlanError(f"{name} is {short(getattr(self, name))}; it must be True or False")
         if self.task_seconds is not None:
             object.__setattr__(self, "task_seconds", task_times(self.task_seconds))
         if self.weight_devices is not None:
@@ -422,7 +419,9 @@ class Plan:
                 f"a global batch of {batch} samples can't be cut into {count} micro-batches; use a global batch of at "
                 f"least {count}" + (f" or at most {batch} micro-batches" if batch > 0 else "")
             )
-        smallest = min(split_evenly(batch, count))
+        if count > _MOST_MICRO_BATCHES:
+            raise PlanError(f"micro_batches is {count}; it must be at most {_MOST_MICRO_BATCHES:,}")
+        smallest = batch // count
         for stage, replicas in enumerate(self.replicas):
             if replicas > smallest:
                 of_batches = f"smallest of the {count} micro-batches" if count > 1 else "only micro-batch"
@@ -436,9 +435,9 @@ class Plan:
     def _check_options(self) -> None:
         known = (*schedules.POLICIES, *schedules.STREAM_POLICIES)
         if self.schedule not in known:
-            raise PlanError(f"unknown schedule {self.schedule!r}; use one of {', '.join(known)}")
+            raise PlanError(f"unknown schedule {short(self.schedule)}; use one of {', '.join(known)}")
         if self.recompute not in RECOMPUTE_MODES:
-            raise PlanError(f"unknown recompute {self.recompute!r}; use one of {', '.join(RECOMPUTE_MODES)}")
+            raise PlanError(f"unknown recompute {short(self.recompute)}; use one of {', '.join(RECOMPUTE_MODES)}")
         if self.bucket_bytes < 1:
             raise PlanError(f"bucket_bytes is {self.bucket_bytes}; it must be at least 1")
         for stage, count in enumerate(self.warm_up or ()):

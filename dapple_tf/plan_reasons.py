@@ -235,6 +235,8 @@ def _limit(simulation: Simulation) -> str:
     for span in simulation.critical_path:
         name = names.get(span.kind, f"computation of stage {span.stage}")
         parts[name] = parts.get(name, 0.0) + span.end - span.start
+    if (once := simulation.costs.profile.step_seconds) > 0:
+        parts["what a step takes once"] = once
     ranked: list[tuple[str, float]] = sorted(parts.items(), key=lambda item: -item[1])[:3]
     total = simulation.latency or 1.0
     return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in ranked)

@@ -6,6 +6,8 @@ import math
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+from dapple_tf.data_files import short
+
 LARGEST = 2**63
 """No number in a plan is as large."""
 
@@ -114,7 +116,7 @@ def parse_report(data: object) -> PlanReport:
     """
     stages = data.get("stages") if isinstance(data, dict) else None
     if not isinstance(data, dict) or not isinstance(stages, list):
-        raise ValueError(f"'report' is {data!r}; remove it, or restore what the planner wrote")
+        raise ValueError(f"'report' is {short(data)}; remove it, or restore what the planner wrote")
     parsed = [_parsed_numbers(StageReport, stage) for stage in stages]
     report: PlanReport = _parsed_numbers(PlanReport, data | {"stages": tuple(parsed)})
     return report
@@ -125,12 +127,14 @@ def _parsed_numbers(kind: Any, data: object) -> Any:
     names = {entry.name: str(entry.type) for entry in fields(kind)}
     needed = {entry.name for entry in fields(kind) if entry.default is MISSING}  # others came with later versions
     if not isinstance(data, dict) or not needed <= set(data) <= set(names):
-        raise ValueError(f"'report' has {data!r} where {', '.join(names)} are expected; remove 'report' from the file")
+        raise ValueError(
+            f"'report' has {short(data)} where {', '.join(names)} are expected; remove 'report' from the file"
+        )
     for name, value in data.items():
         optional = "None" in names[name]
         fits = type(value) in (int, float) and abs(value) < LARGEST and not math.isnan(value)
         if names[name] in ("str", "bool"):
             fits = isinstance(value, str if names[name] == "str" else bool)
         if not (name == "stages" or (value is None and optional) or fits):
-            raise ValueError(f"'report' has {value!r} for {name!r}; remove 'report' from the file")
+            raise ValueError(f"'report' has {short(value)} for {name!r}; remove 'report' from the file")
     return kind(**data)

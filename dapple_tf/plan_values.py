@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dapple_tf.data_files import short
 from dapple_tf.plan_report import LARGEST
 
 
@@ -18,7 +19,7 @@ class PlanError(ValueError):
 def _entries(what: str, values: object, example: str) -> tuple[Any, ...]:
     """Return a list-like value as a tuple; a string or a mapping isn't list-like."""
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
-        raise PlanError(f"{what} is {values!r}; give a list, such as {example}")
+        raise PlanError(f"{what} is {short(values)}; give a list, such as {example}")
     return tuple(values)
 
 
@@ -31,7 +32,9 @@ def layer_names(cuts: object) -> tuple[str, ...]:
     names = _entries("cuts", cuts, "['block_3']")
     for stage, name in enumerate(names):
         if not isinstance(name, str) or not name:
-            raise PlanError(f"cuts: entry {stage} is {name!r}; it must be the name of the last layer of stage {stage}")
+            raise PlanError(
+                f"cuts: entry {stage} is {short(name)}; it must be the name of the last layer of stage {stage}"
+            )
     return names
 
 
@@ -54,12 +57,12 @@ def task_times(seconds: object) -> tuple[tuple[float, float, float], ...]:
     found = []
     for stage, times in enumerate(_entries("task_seconds", seconds, "[[1, 1, 1]] with F, Bx and Bw of each stage")):
         entries = _entries(f"task_seconds of stage {stage}", times, "[1, 1, 1]")
-        numbers = [float(x) for x in entries if isinstance(x, int | float | np.number) and not isinstance(x, bool)]
+        numbers = [x for x in entries if isinstance(x, int | float | np.number) and not isinstance(x, bool)]
         if len(entries) != 3 or len(numbers) != 3 or not all(0 <= x < LARGEST for x in numbers):
             raise PlanError(
-                f"task_seconds of stage {stage} is {times!r}; give the times of F, Bx and Bw, such as [1, 1, 1]"
+                f"task_seconds of stage {stage} is {short(times)}; give the times of F, Bx and Bw, such as [1, 1, 1]"
             )
-        found.append((numbers[0], numbers[1], numbers[2]))
+        found.append((float(numbers[0]), float(numbers[1]), float(numbers[2])))
     return tuple(found)
 
 
@@ -83,4 +86,4 @@ def integer(what: str, value: Any) -> int:
             return number
     except TypeError:
         pass
-    raise PlanError(f"{what}: {value!r} isn't a whole number")
+    raise PlanError(f"{what}: {short(value)} isn't a whole number")

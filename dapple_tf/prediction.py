@@ -6,6 +6,8 @@ import logging
 import statistics
 from dataclasses import dataclass, field
 
+from dapple_tf.simulation import Simulation
+
 logger = logging.getLogger(__name__)
 
 _WARM_UP = 3
@@ -23,10 +25,12 @@ class Prediction:
     Attributes:
         predicted: seconds, by simulation.
         steps: seconds of each measured step, the first ones left out; short batches don't count.
+        simulation: the step that was simulated; None if only its time is known.
     """
 
     predicted: float
     steps: list[float] = field(default_factory=list)
+    simulation: Simulation | None = field(default=None, repr=False)
     _seen: int = 0
 
     @property

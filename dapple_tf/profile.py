@@ -7,14 +7,15 @@ import functools
 import itertools
 import json
 import os
-import reprlib
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+
+from dapple_tf.data_files import clip, parse_object, read_text, short
 
 _FORMAT = "dapple_tf.profile/1"
 
@@ -40,7 +41,7 @@ class Cost:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ProfileError(f"a cost's {part} part is {value!r}; it must be a number")
             if not 0 <= value <= sys.float_info.max:
-                raise ProfileError(f"a cost's {part} part is {_short(value)}; it must be finite and at least 0")
+                raise ProfileError(f"a cost's {part} part is {short(value)}; it must be finite and at least 0")
 
     def at(self, samples: float) -> float:
         """The cost of a slice of ``samples`` samples."""
@@ -236,6 +237,13 @@ class Profile:
                     f"a tensor goes from layer {tensor.producer} to layers {list(tensor.consumers)}; these must be "
                     f"later layers of the {len(self.layers)}, in ascending order"
                 )
+            for name in ("kept", "delayed"):
+                for layer in getattr(tensor, name):
+                    if not 0 <= layer < len(self.layers):
+                        raise ProfileError(
+                            f"a tensor of layer {tensor.producer} is {name} by layer {layer}, but there are "
+                            f"{len(self.layers)}"
+                        )
         for group in self.shared:
             if len(group.layers) < 2 or list(group.layers) != sorted(set(group.layers)):
                 raise ProfileError(
@@ -359,19 +367,14 @@ class Profile:
         Raises:
             ProfileError: not JSON, another format, an unknown, missing or wrong key, or as `Profile`.
         """
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits is a mere ValueError
-            raise ProfileError(f"{source} isn't JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise ProfileError(f"{source} has a JSON {type(data).__name__} where an object {{...}} is expected")
+        data = parse_object(text, source, ProfileError)
         if data.get("format") != _FORMAT:
-            raise ProfileError(f"{source}: 'format' is {_short(data.get('format'))}; this version reads {_FORMAT!r}")
+            raise ProfileError(f"{source}: 'format' is {short(data.get('format'))}; this version reads {_FORMAT!r}")
         del data["format"]
         try:
             return _parsed(cls, data, "")
         except ProfileError as error:
-            raise ProfileError(f"{source}: {error}") from error
+            raise ProfileError(f"{source}: {clip(str(error))}") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
@@ -381,11 +384,7 @@ class Profile:
             ProfileError: naming the file and what is wrong in it.
             OSError: the file can't be read.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ProfileError(f"{path} isn't UTF-8 text: {error}") from error
-        return cls.from_json(text, source=os.fspath(path))
+        return cls.from_json(read_text(path, ProfileError), source=os.fspath(path))
 
     def __str__(self) -> str:
         samples = self.batch_sizes[-1]
@@ -440,12 +439,12 @@ _LARGEST = 2**63  # whole numbers stay below it
 def _parsed(kind: Any, data: Any, where: str) -> Any:
     """An object of dataclass ``kind`` from JSON data, each value checked; ``where`` is a path such as ``layers[3]``."""
     if not isinstance(data, dict):
-        raise ProfileError(f"{where} is {_short(data)}; it must be an object {{...}}")
+        raise ProfileError(f"{where} is {short(data)}; it must be an object {{...}}")
     inside = f"{where}: " if where else ""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for key in data:
         if key not in fields:
-            raise ProfileError(f"{inside}unknown key {_short(key)}; the keys are {', '.join(fields)}")
+            raise ProfileError(f"{inside}unknown key {short(key)}; the keys are {', '.join(fields)}")
     for name, field in fields.items():
         if name not in data and field.default is dataclasses.MISSING:
             raise ProfileError(f"{inside}key {name!r} is missing")
@@ -460,33 +459,45 @@ def _types(kind: type) -> Mapping[str, Any]:
 
 def _value(kind: Any, value: Any, where: str) -> Any:
     """A value of type ``kind`` from JSON data."""
-    wrong = f"{where} is {_short(value)}; it must be"
     if typing.get_origin(kind) is tuple:
+        entry_kind = typing.get_args(kind)[0]
         if not isinstance(value, list):
-            raise ProfileError(f"{wrong} a list")
-        return tuple(_value(typing.get_args(kind)[0], entry, f"{where}[{i}]") for i, entry in enumerate(value))
+            raise _wrong(value, where, "a list")
+        if entry_kind in _PLAIN and all(map(_PLAIN[entry_kind].fits, value)):
+            return tuple(value)  # Without a place for each.
+        return tuple(_value(entry_kind, entry, f"{where}[{i}]") for i, entry in enumerate(value))
     if type(None) in typing.get_args(kind):
         return None if value is None else _value(typing.get_args(kind)[0], value, where)
     if kind is Cost:
         if not isinstance(value, list) or len(value) != 2:
-            raise ProfileError(f"{wrong} [fixed, per_sample]")
+            raise _wrong(value, where, "[fixed, per_sample]")
         return Cost(*(_value(float, part, f"{where}[{i}]") for i, part in enumerate(value)))
     if dataclasses.is_dataclass(kind):
         return _parsed(kind, value, where)
-    if kind is float:
-        if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
-            raise ProfileError(f"{wrong} a finite number of at least 0")
-    elif kind is int:
-        if type(value) is not int or not 0 <= value < _LARGEST:
-            raise ProfileError(f"{wrong} a whole number of at least 0 and below 2**63")
-    elif type(value) is not kind:
-        raise ProfileError(f"{wrong} {'a text' if kind is str else 'true or false'}")
+    if not _PLAIN[kind].fits(value):
+        raise _wrong(value, where, _PLAIN[kind].said)
     return value
 
 
-_REPR = reprlib.Repr()  # of what may be large or nested deeply
-_REPR.maxstring = _REPR.maxother = 80
+class _Plain(typing.NamedTuple):
+    """A type without parts: which JSON values are of it, and how an error says what it must be."""
+
+    fits: Callable[[Any], bool]
+    said: str
 
 
-def _short(value: Any) -> str:
-    return _REPR.repr(value)
+_PLAIN: Mapping[Any, _Plain] = {
+    float: _Plain(
+        lambda value: type(value) in (int, float) and 0 <= value <= sys.float_info.max,
+        "a finite number of at least 0",
+    ),
+    int: _Plain(
+        lambda value: type(value) is int and 0 <= value < _LARGEST, "a whole number of at least 0 and below 2**63"
+    ),
+    str: _Plain(lambda value: type(value) is str, "a text"),
+    bool: _Plain(lambda value: type(value) is bool, "true or false"),
+}
+
+
+def _wrong(value: Any, where: str, wanted: str) -> ProfileError:
+    return ProfileError(f"{where} is {short(value)}; it must be {wanted}")

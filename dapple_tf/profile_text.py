@@ -30,13 +30,17 @@ from pathlib import Path
 
 import networkx as nx
 
+from dapple_tf.data_files import read_text
 from dapple_tf.profile import Cost, LayerProfile, Profile, ProfileError, Tensor
 
 _SEPARATOR = " -- "
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _STAGE = re.compile(r" -- stage_id=\d+\s*$")  # PipeDream's optimizer adds it
 _SELECTION = re.compile(r"__getitem__\((\d{1,3})\)(#\d+)?", re.ASCII)
+_MOST_BYTES = 2 * 2**20
+"""A file isn't larger; those of DAPPLE have up to 35 kB."""
+_MOST_SIZES = 100_000
 _DIGITS = 40  # of exact arithmetic between text and floats, which have 17
 
 
@@ -50,10 +54,7 @@ def load_text(
         OSError: the file can't be read.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ProfileError(f"{path} isn't UTF-8 text: {error}") from error
+    text = read_text(path, ProfileError, encoding="utf-8-sig", most_bytes=_MOST_BYTES)
     return parse_text(
         text, batch_size=batch_size, model=path.stem if model is None else model, device=device, source=os.fspath(path)
     )
@@ -169,9 +170,13 @@ class _Node:
 
 def _read(text: str, source: str) -> tuple[Mapping[str, _Node], Sequence[tuple[str, str]]]:
     """Nodes by id, in the order of the file, and edges between them."""
+    if len(text) > _MOST_BYTES:
+        raise ProfileError(f"{source} is longer than {_MOST_BYTES:,} characters, the most that is read")
+    if text.count(";") > _MOST_SIZES:
+        raise ProfileError(f"{source}: activation_size lists more than {_MOST_SIZES:,} tensors, the most that are read")
     nodes: dict[str, _Node] = {}
     lines: dict[str, int] = {}
-    edges: list[tuple[str, str, str]] = []
+    edges: list[tuple[str, str, int]] = []
     for number, line in enumerate(re.split(r"\r\n|\r|\n", text), start=1):
         where = f"{source}:{number}"
         if not line.strip():
@@ -182,16 +187,18 @@ def _read(text: str, source: str) -> tuple[Mapping[str, _Node], Sequence[tuple[s
                 raise ProfileError(
                     f"{where}: {_short(line.strip())} is indented, but no edge 'nodeA -- nodeB'; don't indent nodes"
                 )
-            edges.append((ends[0].strip(), ends[1].strip(), where))
+            edges.append((ends[0].strip(), ends[1].strip(), number))
             continue
         node, found = _node(line, where)
         if node in nodes:
             raise ProfileError(f"{where}: {_short(node)} is described a second time, after line {lines[node]}")
         nodes[node], lines[node] = found, number
-    for first, second, where in edges:
+    for first, second, number in edges:
         for end in (first, second):
             if end not in nodes:
-                raise ProfileError(f"{where}: an edge names {_short(end)}, which no line describes; add a line for it")
+                raise ProfileError(
+                    f"{source}:{number}: an edge names {_short(end)}, which no line describes; add a line for it"
+                )
     return nodes, [(first, second) for first, second, _ in edges]
 
 

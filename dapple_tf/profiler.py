@@ -270,7 +270,7 @@ class _Profiler:
     @contextlib.contextmanager
     def _engine_step(self, samples: int) -> Iterator[Callable[[], float]]:
         """A real training step on the device: a function that runs it and returns its seconds."""
-        from dapple_tf.trainer import PipelinedModel  # The trainer imports this module, to plan automatically.
+        from dapple_tf.trainer import PipelinedModel  # transformation.py imports this module, to plan automatically.
 
         batch = samples * MICRO_BATCHES
         plan = Plan.data_parallel([self.device], batch, micro_batches=MICRO_BATCHES)

@@ -78,6 +78,15 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(peaks)
 
 
+def lockstep(schedule: Schedule) -> list[dict[int, Task]]:
+    """Run a schedule as if all tasks took as long: for each step, device -> the task that it runs then.
+
+    Raises:
+        ScheduleError: the schedule deadlocks.
+    """
+    return _check_progress(schedule, {task: device for device, tasks in schedule.orders.items() for task in tasks})
+
+
 def _expected_tasks(
     schedule: Schedule,
     devices: Sequence[Sequence[int]],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import tensorflow as tf
@@ -9,11 +10,12 @@ import tensorflow as tf
 from dapple_tf.cluster import Cluster
 from graph_passes.graph import GraphDef
 
-_LEADER = "/job:worker/replica:0/task:0"
-"""The server that gives out the keys of collective operations."""
-
 _MAIN_PRIORITY, _SUB_PRIORITY = -1, 0
 """CUDA stream priorities, of which the lower number is the higher; every GPU that has any has these two."""
+
+
+COLLECTIVE_KEYS = itertools.count(1, 20_000)
+"""First keys of graphs with collective operations, of all in this process: servers remember what each was used for."""
 
 
 def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
@@ -22,8 +24,11 @@ def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
     Servers have threads and devices of their own, see `server_config`.
     """
     config = tf.compat.v1.ConfigProto(allow_soft_placement=False)
-    if cluster.target:
-        config.experimental.collective_group_leader = _LEADER
+    # A step's top level is calls of functions, which Grappler has nothing to do for but goes through again and again;
+    # it still optimizes each function, when that is first called. What is only timed, it would even drop.
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    if cluster.addresses:
+        config.experimental.collective_group_leader = _worker(0)
         config.isolate_session_state = True  # Sessions on one server mustn't share variables.
         return config
     _share_cores(config, cluster.num_devices, sum("device:CPU" in device.name for device in cluster.devices))
@@ -94,12 +99,23 @@ def _logical_gpus(cluster: Cluster) -> list[list[tuple[float, int, int]]]:
     return found
 
 
-def server_config(devices: int) -> tf.compat.v1.ConfigProto:
-    """The configuration of a server with so many logical CPU devices; threads as in `session_config`."""
+def server_config(cpus: int, gpus: int, leader: int = 0) -> tf.compat.v1.ConfigProto:
+    """The configuration of a worker's server; threads as in `session_config`.
+
+    Args:
+        cpus: its logical CPU devices.
+        gpus: its GPUs.
+        leader: the worker that gives out the keys of collective operations.
+    """
     config = tf.compat.v1.ConfigProto()
-    config.experimental.collective_group_leader = _LEADER
-    _share_cores(config, devices, devices)
+    config.experimental.collective_group_leader = _worker(leader)
+    config.gpu_options.allow_growth = True
+    _share_cores(config, cpus + gpus, cpus)
     return config
+
+
+def _worker(task: int) -> str:
+    return f"/job:worker/replica:0/task:{task}"
 
 
 def _share_cores(config: tf.compat.v1.ConfigProto, devices: int, cpus: int) -> None:
@@ -112,6 +128,10 @@ def _share_cores(config: tf.compat.v1.ConfigProto, devices: int, cpus: int) -> N
 def add_to_graph(target: tf.Graph, library: set[str], graph: GraphDef, name: str) -> None:
     """Adds nodes under ``name/``, and the functions that ``library`` doesn't name yet; it names them then."""
     fresh = GraphDef(node=graph.node, versions=graph.versions)
+    for node in fresh.node:
+        if "f" in node.attr:
+            # Nobody asks for the shapes of what a call gives, and TensorFlow would infer them anew for each call.
+            node.attr["_disable_call_shape_inference"].b = True
     for function in graph.library.function:
         if function.signature.name not in library:
             library.add(function.signature.name)

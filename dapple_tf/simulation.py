@@ -219,6 +219,8 @@ class Simulation:
         for span, after in itertools.zip_longest(path, path[1:]):
             end = span.end if after is None else min(span.end, after.start)  # overlapped reductions start before
             shares[span.kind] = shares.get(span.kind, 0.0) + end - span.start
+        if (once := self.costs.profile.step_seconds) > 0:  # feeding, metrics: behind the last span
+            shares["what a step takes once"] = once
         parts = ", ".join(f"{kind} {seconds * 1e3:.4g} ms" for kind, seconds in shares.items())
         lines.append(f"critical path: {parts}")
         return "\n".join(lines)

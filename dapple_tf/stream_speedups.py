@@ -109,7 +109,7 @@ def measure_speedups(
         CaptureError: the model can't be captured.
     """
     plan.validate_on(cluster)
-    if not cluster.real or cluster.target:
+    if not cluster.real or cluster.addresses:
         raise PlanError("streams are measured on devices of this machine; use Cluster.local")
     if plan.weight_devices is None or plan.devices[0][0] == plan.weight_devices[0][0]:
         raise PlanError("the plan has no sub-stream to measure; give weight_devices that aren't the stages' own")

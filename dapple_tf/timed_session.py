@@ -9,8 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.cluster import Cluster
+from dapple_tf.connection import open_session
 from dapple_tf.device_values import DeviceValues, Holding
-from dapple_tf.session import add_to_graph, session_config
+from dapple_tf.session import add_to_graph
 from dapple_tf.timed_step import LAST, ItemKey, TimedStep
 from dapple_tf.variables import VariableTable
 from graph_passes.graph import GraphDef, Ref
@@ -30,7 +31,7 @@ class TimedSession:
     def __init__(self, cluster: Cluster, device: str, metrics: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
         self.device, self.metrics = device, metrics
         self._graph = tf.Graph()
-        self.session = tf.compat.v1.Session(graph=self._graph, config=session_config(cluster))
+        self.session = open_session(cluster, self._graph)
         self._library: set[str] = set()
 
     def __enter__(self) -> TimedSession:

@@ -1,95 +1,52 @@
-"""The Keras front: ``transform`` and the pipelined model, whose training loop is Keras' own."""
+"""The Keras front: the pipelined model, whose training loop is Keras' own."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
+import os
 import pathlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from dapple_tf.attachment import Hooks, attached, with_sync
-from dapple_tf.automatic import plan_model
 from dapple_tf.batch import Batch, Batches, BatchSpec, declared_spec
+from dapple_tf.builds import StepResult
 from dapple_tf.capture import Mode, capture, check_model
+from dapple_tf.checkpoint import Checkpoint, Progress
+from dapple_tf.checkpoint_manifest import Manifest
+from dapple_tf.checkpointing import CheckpointedFit, Checkpointing
 from dapple_tf.cluster import Cluster
-from dapple_tf.engine import Engine, StepResult
-from dapple_tf.errors import DataError, NonFiniteLossError, StepError, reason
-from dapple_tf.metrics import RunningMetrics
+from dapple_tf.dump import dump
+from dapple_tf.engine import Engine
+from dapple_tf.errors import DappleError, DataError, NonFiniteLossError, WorkerLostError
+from dapple_tf.faults import FaultPolicy
+from dapple_tf.functional import cuts_are_safe
+from dapple_tf.initialization import materialize
+from dapple_tf.monitoring import PipelineMonitor, StepMonitor
 from dapple_tf.optimizer import check_optimizer
-from dapple_tf.plan import Plan, PlanError
+from dapple_tf.plan import Plan
 from dapple_tf.prediction import Prediction
 from dapple_tf.profile import Profile
+from dapple_tf.recovery import FaultRecord
+from dapple_tf.runtime import Runtime
+from dapple_tf.simulation import Simulation
 from dapple_tf.simulator import simulate
-from dapple_tf.values import Values
+from dapple_tf.step_passes import StepPasses
+from dapple_tf.step_profile import StepProfile
 from dapple_tf.verification import Verification, compare
+from dapple_tf.view.planned import planned
 from graph_passes.assign_stages import AssignStages, find_call
 from graph_passes.pass_manager import run_passes
 from graph_passes.program import LayerCall
 
 logger = logging.getLogger(__name__)
-
-
-def transform(
-    model: keras.Model,
-    cluster: Cluster,
-    plan: Plan | None = None,
-    *,
-    global_batch_size: int | None = None,
-    profile: Profile | None = None,
-    on_non_finite_loss: str = "stop",
-    **planning: Any,
-) -> PipelinedModel:
-    """Makes a pipelined, data-parallel trainer of a compiled Keras model.
-
-    Without a plan, the model is profiled on the cluster's devices and planned first; ``print(pipelined.plan)`` shows
-    what was found and why, ``pipelined.prediction`` how well the prediction holds once steps have run.
-
-    Args:
-        model: a built and compiled Keras model; it isn't modified, and gets the trained values by ``sync``.
-        cluster: the devices.
-        plan: stages, replicas, micro-batches and schedule; None finds one.
-        global_batch_size: samples in one step, when there is no plan.
-        profile: what the model's layers cost, to plan from or to compare a given plan with; None measures it where a
-            plan has to be found.
-        on_non_finite_loss: ``stop`` raises NonFiniteLossError at the step whose loss is NaN or infinite; ``continue``
-            goes on, as Keras does.
-        planning: what the search is to choose from, as for :func:`dapple_tf.plan`, such as ``schedule="auto",
-            reverse_first_k="auto"`` for out-of-order backprop wherever it gains, and example data (``x``, ``y``,
-            ``sample_weight``), as for :func:`dapple_tf.profile`. With ``overlap=True`` replicated stages are cut into
-            chunks where that is faster, whose gradients are all-reduced while others are computed.
-
-    Raises:
-        CaptureError: the model isn't built or compiled, or can't be captured.
-        PlanError: the plan doesn't fit the cluster, or none fits its memory.
-        ProfileError: the model's inputs or labels can't be guessed, to measure it; give ``x`` and ``y``.
-        PassError: a cut names no layer, or leaves a stage empty.
-    """
-    if plan is None:
-        if global_batch_size is None:
-            raise PlanError("transform() got neither a plan nor a global_batch_size; give one of them")
-        if not cluster.real:
-            raise PlanError(
-                "this cluster is a description without real devices: plan for it with dapple_tf.plan(), and transform "
-                "on a real one"
-            )
-        check_model(model, training=True)
-        planned = plan_model(model, cluster, global_batch_size, profiled=profile, **planning)
-        plan, profile, cluster = planned.plan, planned.profile, planned.cluster
-    else:
-        if planning:
-            raise TypeError(f"transform() got a plan, so that {', '.join(planning)} mean nothing; leave them out")
-        if global_batch_size not in (None, plan.global_batch_size):
-            raise PlanError(
-                f"transform() got global_batch_size={global_batch_size} and a plan for {plan.global_batch_size}; leave "
-                f"global_batch_size out, or make a plan for it"
-            )
-    return PipelinedModel(model, cluster, plan, profile, on_non_finite_loss=on_non_finite_loss)
 
 
 class PipelinedModel:
@@ -111,10 +68,8 @@ class PipelinedModel:
 
     Attributes:
         model: the user's Keras model.
-        cluster: the devices.
-        plan: the plan.
         profile: the profile that the plan was made from; None if there was none.
-        prediction: the simulated time of a step, and the measured one; None without a profile.
+        prediction: the simulated time of a step, and the measured one; None without a profile, and after a fault.
         last_step_seconds: time of the last training step, from feeding the devices to their results; what Keras does
             before and after isn't in it.
     """
@@ -127,33 +82,43 @@ class PipelinedModel:
         profile: Profile | None = None,
         *,
         on_non_finite_loss: str = "stop",
+        faults: FaultPolicy | None = None,
     ) -> None:
-        """See :func:`transform`."""
+        """See :func:`dapple_tf.transform`."""
         if on_non_finite_loss not in ("stop", "continue"):
             raise ValueError(f"on_non_finite_loss={on_non_finite_loss!r} is unknown; use 'stop' or 'continue'")
-        self.model, self.cluster, self.plan, self.profile = model, cluster, plan, profile
+        self.model, self.profile = model, profile
         self.last_step_seconds = 0.0
         self.prediction: Prediction | None = None
+        simulation: Simulation | None = None
         if profile is not None:
             all_reduce = "hierarchical" if plan.report is None else plan.report.all_reduce
-            self.prediction = Prediction(simulate(plan, profile, cluster, all_reduce=all_reduce).latency)
+            simulation = simulate(plan, profile, cluster, all_reduce=all_reduce)
+            self.prediction = Prediction(simulation.latency, simulation=simulation)
+        self._monitor = StepMonitor(simulation)
         self._on_non_finite_loss = on_non_finite_loss
-        self._steps = 0
+        self._check()
+        self._runtime = Runtime(model, cluster, plan, profile, faults or FaultPolicy())
         self._start()
         if model.run_eagerly:
             logger.warning("model %r is compiled with run_eagerly=True, which pipelined steps ignore", model.name)
 
     def _start(self) -> None:
-        """Checks the model as it is compiled now, and makes an engine for it."""
-        check_model(self.model, training=True)
-        check_optimizer(self.model.optimizer, self.model.trainable_variables)
-        self._engine = Engine(self.model, self.cluster, self.plan)
+        """What steps of the model as it is compiled now need."""
+        materialize(self.model.metrics_variables)  # Keras asks them after every step.
         self._compiled = self._settings()
-        self._values = Values(self._engine)
-        self._metrics = RunningMetrics(self.model, self._engine.table)
         self._passes: dict[Mode, Batches] = {}
         self._specs: dict[Mode, BatchSpec] = {}
+        self._steps_left: int | None = 0  # of the epoch, from the one that was begun last; None if nobody knows
         self._check_cuts()
+
+    def _check(self) -> None:
+        check_model(self.model, training=True)
+        check_optimizer(self.model.optimizer, self.model.trainable_variables)
+
+    @property
+    def _engine(self) -> Engine:
+        return self._runtime.engine
 
     def _settings(self) -> list[Any]:
         """The objects that step graphs are made for: after another ``compile``, say, they have to be made again."""
@@ -165,6 +130,8 @@ class PipelinedModel:
 
     def _check_cuts(self) -> None:
         """Finds errors in cuts before any data is there; of a model without declared inputs only unknown names."""
+        if cuts_are_safe(self.model, self.plan.cuts):
+            return
         spec = declared_spec(self.model)
         if spec is not None:
             program = capture(self.model, self._engine.table, Mode.PREDICT, spec)
@@ -179,13 +146,34 @@ class PipelinedModel:
 
     # ---- Keras' methods
 
-    def fit(self, x: Any = None, y: Any = None, *, batch_size: int | None = None, **arguments: Any) -> Any:
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        *,
+        batch_size: int | None = None,
+        checkpoint: Checkpointing | None = None,
+        resume: bool = False,
+        **arguments: Any,
+    ) -> Any:
         """``keras.Model.fit``; ``batch_size`` and ``validation_batch_size`` are by default the plan's.
+
+        Args:
+            x: as for Keras.
+            y: as for Keras.
+            batch_size: of arrays; the plan's global batch size.
+            checkpoint: when and where to save checkpoints, in the background.
+            resume: go on from the newest checkpoint of that directory, if it has any: with the same plan, devices and
+                data, as if training hadn't stopped. Callbacks' own state isn't in it.
+            arguments: as for Keras.
 
         Raises:
             DataError: batches don't fit the plan, or change their structure or shape.
             NonFiniteLossError: the loss isn't finite and the transform was told to stop.
+            CheckpointError: the checkpoint to go on from is damaged, or of another model or other data.
         """
+        if resume and checkpoint is None:
+            raise ValueError("resume=True goes on from a checkpoint; give checkpoint=Checkpointing(directory), too")
         planned = self.plan.global_batch_size
         if batch_size not in (None, planned):
             raise DataError(
@@ -193,7 +181,18 @@ class PipelinedModel:
                 f"make a plan with global_batch_size={batch_size}"
             )
         arguments["validation_batch_size"] = arguments.get("validation_batch_size") or planned
-        return self._call("fit", x, y, batch_size=planned, **arguments)
+        if checkpoint is None:
+            return self._call("fit", x, y, batch_size=planned, **arguments)
+        save = functools.partial(self._runtime.save, checkpoint.directory, checkpoint.keep)
+        fit = CheckpointedFit(checkpoint, self.model, planned, save, lambda: self._runtime.steps)
+        source = fit.resumable() if resume else None
+        if source is not None:
+            self._follow()
+            self._runtime.restore(source)
+        try:
+            return self._call("fit", batch_size=planned, **fit.arguments(source, x, y, **arguments))
+        finally:
+            self._runtime.saver.finish()
 
     def evaluate(self, x: Any = None, y: Any = None, *, batch_size: int | None = None, **arguments: Any) -> Any:
         """``keras.Model.evaluate``, forward only; ``batch_size`` is by default the plan's global batch size."""
@@ -222,48 +221,125 @@ class PipelinedModel:
             train=self._function(Mode.TRAIN),
             test=self._function(Mode.TEST),
             predict=self._predict,
-            sync=self._values.sync,
-            load=self._values.load,
-            doubt=self._values.doubt,
+            sync=self.sync,
+            load=self.load,
+            agree=self._runtime.agree,
+            steps_left=lambda count: setattr(self, "_steps_left", count),
         )
         with contextlib.ExitStack() as stack:
             stack.enter_context(attached(self.model, hooks))
             stack.callback(setattr, self, "_passes", self._passes)  # of the call that this one is made in, if any
+            stack.callback(setattr, self, "_steps_left", self._steps_left)
             self._passes = {}
+            self._steps_left = 0
+            if method == "fit":
+                self._watch_by(kwargs.get("callbacks"), stack)
             if method == "fit" or kwargs.get("callbacks") is not None:
                 kwargs["callbacks"] = stack.enter_context(with_sync(kwargs.get("callbacks"), hooks))
             return getattr(self.model, method)(*args, **kwargs)
 
+    def _watch_by(self, callbacks: Any, stack: contextlib.ExitStack) -> None:
+        """Has the user's `PipelineMonitor` told of the steps, if there is one among the callbacks."""
+        given = getattr(callbacks, "callbacks", callbacks)
+        given = given if isinstance(given, (list, tuple)) else [given]
+        monitors = [callback for callback in given if isinstance(callback, PipelineMonitor)]
+        if len(monitors) > 1:
+            raise ValueError(f"fit() got {len(monitors)} PipelineMonitors among its callbacks; give it one")
+        stack.callback(setattr, self._monitor, "callback", self._monitor.callback)
+        self._monitor.callback = monitors[0] if monitors else None
+        for monitor in monitors:
+            monitor.attach(self.plan)
+            stack.callback(monitor.detach)
+
     def _follow(self) -> None:
         """Makes a new engine if the model has been compiled, frozen or extended since."""
-        self._values.doubt()
-        now = self._settings()
-        if len(now) == len(self._compiled) and all(a is b for a, b in zip(now, self._compiled, strict=True)):
+        self._runtime.mend()
+        self._runtime.values.doubt()
+        if not self._changed():
             return
         logger.info("model %r has changed since its step graphs were made; they are made again", self.model.name)
         self.close()
+        self._check()
+        self._runtime.start()
         self._start()
+
+    def _changed(self) -> bool:
+        """Whether the model has been compiled, frozen or extended since its step graphs were made."""
+        now = self._settings()
+        return len(now) != len(self._compiled) or any(a is not b for a, b in zip(now, self._compiled, strict=True))
 
     # ---- values
 
     def sync(self) -> keras.Model:
-        """Copies the devices' values into the user's model and optimizer; returns the model."""
-        self._values.sync()
+        """Copies the devices' values into the user's model and optimizer; returns the model.
+
+        A model made under :func:`dapple_tf.deferred_init` gets all of its values here, a few variables at a time, and
+        is an ordinary one from then on.
+
+        Raises:
+            WorkerLostError: a worker was lost, and isn't to be waited for or not back in time.
+        """
+        self._runtime.sync()
         return self.model
 
     def load(self) -> None:
         """Makes the values of the user's model and optimizer count, over those that the devices have."""
-        self._values.load()
+        self._runtime.values.load()
 
     def save(self, path: str | pathlib.Path, **arguments: Any) -> None:
         """``sync``, then ``keras.Model.save``."""
         self.sync().save(path, **arguments)
 
-    def close(self) -> None:
-        """Copies values into the user's model and frees the devices; another call starts anew."""
-        self.sync()
-        self._engine.close()
+    def save_checkpoint(self, directory: str | os.PathLike[str], *, wait: bool = True, keep: int = 3) -> pathlib.Path:
+        """Saves a checkpoint: weights, optimizer slots, seeds, metrics and the number of steps, but no data's position.
+
+        Args:
+            directory: where to; for a cluster, on a file system that all servers share.
+            wait: until it is on disk; else training can go on meanwhile, and `wait_for_checkpoint` waits.
+            keep: how many checkpoints the directory keeps; older ones are removed.
+
+        Returns:
+            The checkpoint's path.
+
+        Raises:
+            CheckpointError: it can't be written; the checkpoints before are still there.
+        """
+        self._follow()
+        path = self._runtime.save(directory, keep, Progress())
+        if wait:
+            self.wait_for_checkpoint()
+        return path
+
+    def wait_for_checkpoint(self) -> None:
+        """Until the last checkpoint is on disk.
+
+        Raises:
+            CheckpointError: it couldn't be written.
+        """
+        self._runtime.saver.wait()
+
+    def restore_checkpoint(self, path: str | os.PathLike[str]) -> Manifest:
+        """Takes over the values of a checkpoint, or of the newest in a directory, whatever plan and cluster it is from.
+
+        Returns:
+            What it holds; its ``step``, ``epoch`` and ``batch`` say how far training was.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it is of another model.
+        """
+        self._follow()
+        source = Checkpoint.open(path)
+        self._runtime.restore(source)
+        return source.manifest
+
+    def close(self, *, sync: bool = True) -> None:
+        """Copies trained values into the user's model and frees the devices; another call starts anew.
+
+        Args:
+            sync: False leaves the model as it is: what was trained since the last ``sync`` or checkpoint is lost.
+        """
         self._compiled = []
+        self._runtime.close(sync=sync)
 
     # ---- looking inside
 
@@ -279,16 +355,28 @@ class PipelinedModel:
         batch = self._one_batch(Mode.TRAIN, (x, y, sample_weight))
 
         def run(training: bool) -> StepResult:
-            return self._run(Mode.TRAIN, batch, training=training, want_gradients=True)
+            return self._runtime.run(Mode.TRAIN, batch, training=training, want_gradients=True)
 
         return compare(run, self.model, self._engine.table, x, y, sample_weight)
 
     def dump(self, directory: str | pathlib.Path) -> None:
-        """Writes the plan, the schedule and the graph after every pass (``NN_pass.pbtxt``)."""
-        path = pathlib.Path(directory)
-        path.mkdir(parents=True, exist_ok=True)
-        self.plan.save(path / "plan.json")
-        self._engine.dump(path)
+        """Writes what steps are made of: graphs, plan, schedule, drawings; ``index.html`` there tells what is what.
+
+        The graph before and after every pass (``NN_pass.pbtxt``) of each kind of step that has been run, and of
+        training if it hasn't: nothing is run, and nothing that training depends on changes.
+
+        Args:
+            directory: what to fill. Files of an earlier dump there are replaced, others left.
+
+        Raises:
+            DataError: no step has been run, and the model doesn't tell what batches look like.
+            FolderError: something else in the directory would be overwritten.
+        """
+        engine = self._engine
+        sources = [] if self._changed() else engine.sources
+        passes = StepPasses(self.plan, self.cluster)
+        spec = self._specs.get(Mode.TRAIN)
+        dump(directory, self.model, passes, sources, engine.table, self.profile, spec=spec)
 
     def trace_step(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
         """Trains on one batch and returns TensorFlow's ``StepStats``: start and end of each task, and each allocation.
@@ -296,7 +384,83 @@ class PipelinedModel:
         Metrics and History know nothing of this step.
         """
         self._follow()
-        return self._train(self._one_batch(Mode.TRAIN, (x, y, sample_weight)), trace=True).trace
+        traced = self._train(self._one_batch(Mode.TRAIN, (x, y, sample_weight)), trace=True).traced
+        assert traced is not None
+        return traced.stats
+
+    def profile_step(
+        self, x: Any, y: Any = None, sample_weight: Any = None, *, warm_up: int = 2, train: bool = False
+    ) -> StepProfile:
+        """Measures one training step, task by task and device by device, beside what was planned and simulated.
+
+        The step is a real one, but doesn't count: afterwards weights, optimizer, random seeds, metrics and the number
+        of steps are what they were. For that the user's model gets the devices' values first (``sync``), and the
+        devices get them back with the next step.
+
+        Args:
+            x: one batch of inputs, as for ``train_on_batch``.
+            y: its labels.
+            sample_weight: its weights.
+            warm_up: steps that don't count at all. Then come the one that is measured, and one before and after it, by
+                which the time is known that it takes without being traced.
+            train: leave the devices trained on this batch by all of these steps, in place of bringing values back: for
+                models that are larger than this process's memory (``deferred_init``).
+
+        Raises:
+            DappleError: the model's values are only on the devices, and ``train`` is False.
+        """
+        if warm_up < 0:
+            raise ValueError(f"warm_up is {warm_up}; give 0 or more steps")
+        self._follow()
+        if not train and self._engine.deferred:
+            raise DappleError(
+                f"profile_step() would fetch all values of model {self.model.name!r} into this process, to bring them "
+                f"back afterwards: call sync() first if they fit, or give train=True to train on this batch"
+            )
+        batch = self._one_batch(Mode.TRAIN, (x, y, sample_weight))
+        if not train:
+            self.sync()
+        run = self._runtime.train if train else functools.partial(self._runtime.run, Mode.TRAIN)
+
+        def untraced() -> float:
+            started = time.perf_counter()
+            run(batch)
+            return time.perf_counter() - started
+
+        try:
+            for _ in range(warm_up):
+                run(batch)
+            before = untraced()
+            traced = run(batch, trace=True).traced
+            seconds = (before + untraced()) / 2
+        finally:
+            if not train:
+                self._runtime.values.load()
+        assert traced is not None
+        full = batch.samples == self.plan.global_batch_size
+        simulation = self.prediction.simulation if self.prediction is not None and full else None
+        ideal = planned(self.plan, self.profile, self.cluster) if full else None
+        return StepProfile(self._engine.measured(traced), self.plan, simulation, ideal, seconds)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices; fewer when it was gone on without a worker."""
+        return self._runtime.cluster
+
+    @property
+    def plan(self) -> Plan:
+        """The plan; another one when it was gone on without a worker."""
+        return self._runtime.plan
+
+    @property
+    def faults(self) -> Sequence[FaultRecord]:
+        """Those that training went on after."""
+        return tuple(self._runtime.faults)
+
+    @property
+    def lost(self) -> WorkerLostError | None:
+        """The worker that is missing now; None if all are there, or devices are this process's."""
+        return self._engine.lost
 
     @property
     def preparation_seconds(self) -> dict[str, float]:
@@ -311,14 +475,25 @@ class PipelinedModel:
         def function(iterator: Any) -> dict[str, Any]:
             batches = self._pass(mode, iterator)
             for step in range(self.model.steps_per_execution):
+                if batches.skip():
+                    continue
+                started = time.perf_counter()
                 try:
                     batch = self._next(mode, batches)
                 except StopIteration:
                     if step == 0:
                         raise
                     break
+                if mode is Mode.TRAIN and (self._steps_left is None or step + 1 < self._steps_left):
+                    batches.prefetch()
+                waited = time.perf_counter() - started
                 self._step(mode, batch)
-            return {name: tf.convert_to_tensor(value) for name, value in self.model.get_metrics_result().items()}
+                if mode is Mode.TRAIN and self._monitor.callback is not None:
+                    self._monitor.callback.stepped(batch.samples, time.perf_counter() - started, waited)
+            logs = {name: tf.convert_to_tensor(value) for name, value in self.model.get_metrics_result().items()}
+            if mode is Mode.TRAIN and self._monitor.callback is not None:
+                logs |= self._monitor.callback.latest
+            return logs
 
         return function
 
@@ -348,64 +523,48 @@ class PipelinedModel:
 
     def _step(self, mode: Mode, batch: Batch) -> None:
         """One training or test step; metrics have its results then."""
-        result = self._train(batch) if mode is Mode.TRAIN else self._run(mode, batch)
-        self._metrics.update(result.metrics, result.loss, batch.samples)
+        result = self._train(batch) if mode is Mode.TRAIN else self._runtime.run(mode, batch)
+        self._runtime.metrics.update(result.metrics, result.loss, batch.samples)
 
     def _train(self, batch: Batch, *, trace: bool = False) -> StepResult:
+        full, faults = batch.samples == self.plan.global_batch_size, len(self.faults)
+        sample = full and not trace and self._monitor.due
         started = time.perf_counter()
-        result = self._run(Mode.TRAIN, batch, trace=trace)
+        result = self._runtime.train(batch, trace=trace or sample)
         self.last_step_seconds = time.perf_counter() - started
-        self._steps += 1
-        if self.prediction is not None and not trace and batch.samples == self.plan.global_batch_size:
-            self.prediction.add(self.last_step_seconds)
+        if self.faults:
+            self.prediction = self._monitor.drift = None  # They aren't of the devices that are left.
+        if full and not trace and len(self.faults) == faults:  # Else time went by with waiting.
+            self._followed(result, sampled=sample)
         assert result.loss is not None
         if self._on_non_finite_loss == "stop" and not math.isfinite(result.loss):
-            self._values.load()
+            self._runtime.values.load()
             raise NonFiniteLossError(
-                f"the loss of step {self._steps} is {result.loss}; the model keeps the values of its last sync(). "
+                f"the loss of step {self._runtime.steps} is {result.loss}; {self._runtime.values.kept}. "
                 f"Lower the learning rate, clip gradients, or go on regardless with transform(..., "
                 f"on_non_finite_loss='continue')"
             )
+        self._runtime.make_safe()
         return result
+
+    def _followed(self, result: StepResult, *, sampled: bool) -> None:
+        """Takes down what a full training step took."""
+        if not sampled:
+            self._monitor.stepped(self.last_step_seconds)
+            if self.prediction is not None:
+                self.prediction.add(self.last_step_seconds)
+            return
+        traced = result.traced
+        assert traced is not None
+        self._monitor.sampled(self._engine.measured(traced), self.plan, self._runtime.steps)
 
     def _predict(self, items: Iterable[Any]) -> Any:
         """What takes the place of Keras' predict function: the outputs for consecutive batches, as one."""
         outputs = []
         for item in items:
             batch = self._one_batch(Mode.PREDICT, item)
-            tensors = [tf.convert_to_tensor(array) for array in self._run(Mode.PREDICT, batch).outputs]
+            tensors = [tf.convert_to_tensor(array) for array in self._runtime.run(Mode.PREDICT, batch).outputs]
             outputs.append(keras.tree.pack_sequence_as(self._engine.output_structure(batch.spec), tensors))
         if len(outputs) == 1:
             return outputs[0]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
-
-    def _run(self, mode: Mode, batch: Batch, *, training: bool | None = None, **options: Any) -> StepResult:
-        """Runs a step on the devices.
-
-        Raises:
-            StepError: one of them failed. After a training step, the devices' values are lost.
-        """
-        self._values.prepare(mode, batch.spec, training)
-        metrics = self._metrics.feeds() if mode is not Mode.PREDICT else None
-        try:
-            return self._engine.run(mode, batch.spec, batch.arrays, training=training, metrics=metrics, **options)
-        except tf.errors.OpError as error:
-            lost = self._engine.ahead
-            if lost:
-                self._values.load()  # Some stages may have been updated and others not.
-            kept = "; the model keeps the values of its last sync()" if lost else ""
-            raise StepError(f"a {mode.value} step failed: {self._cause(batch) or reason(error)}{kept}") from error
-
-    def _cause(self, batch: Batch) -> str:
-        """What plain Keras says of a batch; empty if it finds nothing wrong.
-
-        TensorFlow often reports only that some device was waiting for the one that failed.
-        """
-        arrays = iter(batch.arrays)
-        x = keras.tree.map_structure(lambda leaf: None if leaf is None else next(arrays), batch.spec.x)
-        try:
-            with keras.StatelessScope(collect_losses=True):
-                self.model(x)
-        except Exception as error:
-            return reason(error)
-        return ""

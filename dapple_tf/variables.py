@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dapple_tf.initialization import value_of
 from graph_passes.graph import Names, Ref
 from graph_passes.program import Variable, VariableKind
 
@@ -66,6 +67,10 @@ class VariableTable:
         dtype = tf.dtypes.as_dtype(keras.backend.standardize_dtype(variable.dtype)).as_datatype_enum
         return Variable(name, dtype, tuple(variable.shape), self._kinds[name], value, update)
 
+    def value(self, name: str) -> np.ndarray:
+        """The Keras value of a variable; if it has none yet, its first value."""
+        return value_of(self.keras_variables[name])
+
     def values(self, names: Iterable[str]) -> list[np.ndarray]:
-        """The Keras values of variables."""
-        return [np.asarray(self.keras_variables[name].value) for name in names]
+        """The Keras values of variables; for those that have none yet, their first values."""
+        return [self.value(name) for name in names]

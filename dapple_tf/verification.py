@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.engine import StepResult
+from dapple_tf.builds import StepResult
 from dapple_tf.variables import VariableTable
 
 

@@ -1,70 +1,173 @@
-"""A TensorFlow server, whose devices a model can be trained on from another process.
+"""A worker: lends the devices of its machine to one client at a time, which trains a model on them.
 
-    python -m dapple_tf.worker --addresses=10.0.0.1:2222,10.0.0.2:2222 --task=0
+    python -m dapple_tf.worker --address=10.0.0.1:2222
 
-starts the first of two servers; the second is started on its machine with the same addresses and --task=1. Training
-runs in a process of its own, on `dapple_tf.Cluster.of_servers(["10.0.0.1:2222", "10.0.0.2:2222"])`.
+The address is its own, by which clients and other workers reach it. Without the flag it is read from TF_CONFIG, as
+"cluster" -> "worker" -> "task". Training runs in a process of its own, on
+`dapple_tf.Cluster.of_servers(["10.0.0.1:2222", "10.0.0.2:2222"])` or `dapple_tf.Cluster.from_resolver(...)`.
 
-TensorFlow's gRPC has neither authentication nor encryption: whoever reaches the port can run any graph, read and write
-files included. The server listens on all interfaces of its machine, whatever its address (TensorFlow offers no choice).
-So use private addresses only, and keep the port from everyone else by a firewall or a network namespace.
+For each client the worker starts a TensorFlow server in a child process, which ends with the client: none finds
+anything of the one before it, variables, aborted collectives or a stuck step. While a client is there, others are told
+who it is.
+
+TensorFlow's gRPC has neither authentication nor encryption: whoever reaches the server can run any graph, read and
+write files included. Both ports are open on the given address only, and public addresses are refused unless a flag says
+otherwise; docs/cluster.md says how to use a private network or a tunnel.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import json
 import os
 import signal
+import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping
 
-import tensorflow as tf
-from absl import app, flags
+from absl import app, flags, logging
 
 from dapple_tf.cluster import ClusterError, check_addresses
-from dapple_tf.session import server_config
+from dapple_tf.control import Channel, split_address
+from dapple_tf.listening import check_private, listen, resolve
+from dapple_tf.serving import Machine, attend
 
-_ADDRESSES = flags.DEFINE_list("addresses", [], "host:port of every server, in the same order on all of them")
-_TASK = flags.DEFINE_integer("task", None, "which of the addresses is this server's, from 0")
-_DEVICES = flags.DEFINE_integer("devices", 1, "logical CPU devices of this server")
+_ADDRESS = flags.DEFINE_string("address", None, "host:port of this worker; by default what TF_CONFIG says")
+_DEVICES = flags.DEFINE_integer("devices", 0, "logical CPU devices; 0 for the machine's GPUs, or 1 if it has none")
+_MEMORY = flags.DEFINE_integer("memory_bytes", None, "memory of each device, for planning; by default what there is")
+_SERVER_PORT = flags.DEFINE_integer("server_port", 0, "port of the TensorFlow server; 0 for any that is free")
+_ALLOW_PUBLIC = flags.DEFINE_bool("allow_public", False, "start even on an address that the whole Internet can reach")
+_ALL_INTERFACES = flags.DEFINE_bool("all_interfaces", False, "listen on all addresses of this machine")
+
+_MOST_CHILDREN = 64
+_PR_SET_PDEATHSIG = 1
 
 
-def server(addresses: Sequence[str], task: int, devices: int = 1) -> tf.distribute.Server:
-    """Starts a server in this process; it stops when the process ends.
+def own_address(environment: Mapping[str, str]) -> str:
+    """The address of this worker by TF_CONFIG.
 
-    Args:
-        addresses: "host:port" of every server.
-        task: which of them is this one.
-        devices: logical CPU devices, which share this process's cores.
+        {"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 1}}   is   "b:2222"
 
     Raises:
-        ClusterError: addresses that can't be, a task that isn't one of them, no devices, or a port that is taken.
+        ClusterError: there is no TF_CONFIG, or it doesn't say.
     """
-    check_addresses(addresses)
-    if not 0 <= task < len(addresses):
-        raise ClusterError(f"task is {task}; with {len(addresses)} addresses it must be 0 to {len(addresses) - 1}")
-    if devices < 1:
-        raise ClusterError(f"devices is {devices}; a server has at least 1")
-    config = server_config(devices)
+    text = environment.get("TF_CONFIG")
+    if text is None:
+        raise ClusterError("the worker's address is missing: give --address=host:port, or set TF_CONFIG")
     try:
-        return tf.distribute.Server({"worker": list(addresses)}, job_name="worker", task_index=task, config=config)
-    except tf.errors.UnknownError as error:
-        raise ClusterError(f"no server can be started on {addresses[task]}: is its port taken? ({error})") from error
+        config = json.loads(text)
+        task = config["task"]
+        if task["type"] != "worker":
+            raise ClusterError(f"TF_CONFIG: this task's type is {task['type']!r}; only tasks of type 'worker' serve")
+        addresses, index = config["cluster"]["worker"], task["index"]
+        if type(index) is not int or not isinstance(addresses, list) or not 0 <= index < len(addresses):
+            raise ClusterError(f"TF_CONFIG: task index is {index!r}, but the cluster's workers are {addresses!r}")
+        return str(addresses[index])
+    except (ValueError, RecursionError) as error:
+        raise ClusterError(f"TF_CONFIG isn't JSON: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise ClusterError(
+            f"TF_CONFIG lacks or garbles {error}; it looks like "
+            '{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}'
+        ) from error
+
+
+class Worker:
+    """Listens on its address and forks a child for each connection; the children agree on who has the devices."""
+
+    def __init__(self, address: str, machine: Machine, *, all_interfaces: bool = False) -> None:
+        """Starts to listen.
+
+        Raises:
+            ClusterError: no such address, or somebody else has it.
+        """
+        check_addresses([address])
+        host, port = split_address(address)
+        own = resolve(host)[0]
+        self.address, self.machine = address, machine
+        family = socket.AF_INET6 if own.version == 6 else socket.AF_INET
+        try:
+            self._listener = socket.create_server(("", port), family=family) if all_interfaces else listen(own, port)
+        except OSError as error:
+            raise ClusterError(f"no worker can listen on {address}: {error.strerror or error}") from error
+        self._children: set[int] = set()
+
+    def serve(self) -> None:
+        """Serves until the process is ended."""
+        own = os.getpid()
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:  # the other side has gone again, or there is no memory for it
+                logging.warning("a connection is lost before it began: %s", error)
+                time.sleep(0.01)
+                continue
+            with connection:
+                self.reap()
+                if len(self._children) >= _MOST_CHILDREN:
+                    logging.warning("more than %d connections at once; this one is refused", _MOST_CHILDREN)
+                    continue
+                sys.stdout.flush()
+                sys.stderr.flush()
+                try:
+                    child = os.fork()
+                except OSError as error:
+                    logging.warning("no process for a connection: %s", error)
+                    continue
+                if child == 0:
+                    self._listener.close()
+                    _in_child(connection, self.machine, own)
+                self._children.add(child)
+
+    def reap(self) -> None:
+        """Forgets the children that have ended. A signal's handler may do that in the midst of doing it."""
+        for child in list(self._children):
+            with contextlib.suppress(ChildProcessError):
+                if not os.waitpid(child, os.WNOHANG)[0]:
+                    continue
+            self._children.discard(child)
+
+
+def _in_child(connection: socket.socket, machine: Machine, worker: int) -> None:
+    """Serves one connection; the process ends with it, and at once if the worker does."""
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the worker, and this process with it.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == worker:
+            attend(Channel(connection), machine)
+            code = 0
+    except Exception:
+        logging.exception("a connection to the worker failed")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # TensorFlow's server can't be stopped.
 
 
 def main(argv: list[str]) -> None:
     """Serves until the process is ended."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; see --help")
-    if _TASK.value is None:
-        raise app.UsageError("--task is missing: which of the addresses is this server's?")
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would wait for join() to return.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        started = server(_ADDRESSES.value, _TASK.value, _DEVICES.value)
+        address = own_address(os.environ) if _ADDRESS.value is None else _ADDRESS.value
+        check_addresses([address])
+        host, _ = split_address(address)
+        check_private(host, allow_public=_ALLOW_PUBLIC.value, all_interfaces=_ALL_INTERFACES.value)
+        machine = Machine(host, _DEVICES.value, _MEMORY.value, _SERVER_PORT.value, _ALL_INTERFACES.value)
+        worker = Worker(address, machine, all_interfaces=_ALL_INTERFACES.value)
     except ClusterError as error:
         raise app.UsageError(str(error)) from error
-    sys.stdout.write(f"serving {_DEVICES.value} devices on {_ADDRESSES.value[_TASK.value]} (process {os.getpid()})\n")
+    signal.signal(signal.SIGCHLD, lambda *_: worker.reap())
+    sys.stdout.write(f"worker on {address} (process {os.getpid()})\n")
     sys.stdout.flush()
-    started.join()
+    with contextlib.suppress(KeyboardInterrupt):
+        worker.serve()
 
 
 if __name__ == "__main__":

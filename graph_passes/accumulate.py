@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
-from graph_passes.graph import FLOAT_DTYPES, PHASE_ATTR, STAGE_ATTR, Builder
+from graph_passes.graph import FLOAT_DTYPES, Builder
 from graph_passes.outline import FunctionDef, call_node
 from graph_passes.program import Program, Stage, Value, ValueKind, Variable, VariableKind
-from graph_passes.replicate import top_level
+from graph_passes.replicate import task_attrs, top_level
 from graph_passes.storage import accumulate_function, merge_library
 from graph_passes.tasks import Phase, Task
 
@@ -100,7 +100,7 @@ class Accumulate:
                         after = exits[tasks[index - 1]] if index else ()
                         inputs = [step.values[task, value] for value, _ in sources]
                         device = step.layout.homes[stage.index][replica]
-                        attrs: dict[str, str | int] = {PHASE_ATTR: "accumulate", STAGE_ATTR: stage.index}
+                        attrs = task_attrs(task, "accumulate")
                         name = f"stage{stage.index}/replica{replica}/accumulate_{phase.value}{task.micro_batch}"
                         node = call_node(
                             builder.names.fresh(name), function, inputs, device=device, control=after, attrs=attrs

@@ -6,6 +6,7 @@ and their sizes differ by at most one, the larger ones first.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -42,6 +43,7 @@ def intervals(sizes: Sequence[int], start: int = 0) -> tuple[Interval, ...]:
     return tuple(Interval(a, b) for a, b in itertools.pairwise(stops))
 
 
+@functools.cache
 def micro_batch_intervals(batch: int, global_batch_size: int, micro_batches: int) -> tuple[Interval, ...]:
     """Cuts a batch of ``batch`` samples into micro-batches.
 
@@ -52,6 +54,7 @@ def micro_batch_intervals(batch: int, global_batch_size: int, micro_batches: int
     return intervals(split_evenly(batch, count))
 
 
+@functools.cache
 def slice_intervals(micro_batch: Interval, replicas: int) -> tuple[Interval, ...]:
     """Cuts one micro-batch into a slice for each replica of a stage; a slice may be empty."""
     return intervals(split_evenly(micro_batch.size, replicas), micro_batch.start)

@@ -6,6 +6,8 @@ and printed once, when a node is made. Everything in between works with :class:`
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,11 +18,17 @@ NodeDef: TypeAlias = node_def_pb2.NodeDef
 AttrValue: TypeAlias = attr_value_pb2.AttrValue
 
 # Attributes that carry roles, so that a dumped GraphDef explains itself in any viewer.
+OWN_ATTRS = "_dapple_"
+"""Start of the names of attributes that say what a node is for."""
 LAYER_ATTR = "_dapple_layer"
 STAGE_ATTR = "_dapple_stage"
 PHASE_ATTR = "_dapple_phase"
 MICRO_BATCH_ATTR = "_dapple_micro_batch"
 REPLICA_ATTR = "_dapple_replica"
+GROUP_ATTR = "_dapple_group"
+"""The stages of the parameter group that a node reduces or updates."""
+BYTES_ATTR = "_dapple_bytes"
+"""Of the vector that a node reduces."""
 
 
 class PassError(Exception):
@@ -37,6 +45,7 @@ class Ref(NamedTuple):
         return self.node if self.output == 0 else f"{self.node}:{self.output}"
 
     @classmethod
+    @functools.lru_cache(maxsize=2**17)  # a tensor has many readers, and each pass meets it again
     def parse(cls, text: str) -> Ref:
         """Parses ``node`` or ``node:1``; a control edge isn't a tensor."""
         if text.startswith("^"):
@@ -201,6 +210,11 @@ def shape_attr(shape: Sequence[int | None] | None) -> AttrValue:
     return AttrValue(shape=tensor_shape_pb2.TensorShapeProto(dim=dims))
 
 
+def integers_attr(numbers: Iterable[int]) -> AttrValue:
+    """An AttrValue for a list of integers."""
+    return AttrValue(list=AttrValue.ListValue(i=numbers))
+
+
 def function_attr(name: str) -> AttrValue:
     """An AttrValue that names a library function."""
     return AttrValue(func=attr_value_pb2.NameAttrList(name=name))
@@ -256,6 +270,16 @@ class Builder:
         self.graph = graph
         self.names = Names(node.name for node in graph.node)
         self._constants: dict[tuple[object, int, str], Ref] = {}
+        self._marks: Mapping[str, Any] = {}
+
+    @contextlib.contextmanager
+    def marked(self, marks: Mapping[str, Any]) -> Iterator[None]:
+        """Within it, nodes get these attributes, too; but not constants, which others share."""
+        before, self._marks = self._marks, marks
+        try:
+            yield
+        finally:
+            self._marks = before
 
     def add(
         self,
@@ -272,6 +296,8 @@ class Builder:
 
     def append(self, node: NodeDef) -> Ref:
         """Adds a node that has been made under a fresh name."""
+        for key, value in self._marks.items():
+            node.attr[key].CopyFrom(attr(value))
         self.graph.node.append(node)
         return Ref(node.name)
 
@@ -279,14 +305,16 @@ class Builder:
         """A constant, shared by all who ask for it on that device. Half precision is cast from float32."""
         key = (tuple(value) if isinstance(value, Sequence) else value, dtype, device)
         if key not in self._constants:
-            if dtype in _FIELDS:
-                node = make_const(self.names.fresh("constant"), value, dtype, device=device)
-                self._constants[key] = self.append(node)
-            else:
-                wide = self.const(value, types_pb2.DT_FLOAT, device=device)
-                cast = {"SrcT": dtype_attr(types_pb2.DT_FLOAT), "DstT": dtype_attr(dtype)}
-                self._constants[key] = self.add("constant", "Cast", [wide], device=device, **cast)
+            with self.marked({}):
+                self._constants[key] = self._constant(value, dtype, device)
         return self._constants[key]
+
+    def _constant(self, value: float | Sequence[int], dtype: int, device: str) -> Ref:
+        if dtype in _FIELDS:
+            return self.append(make_const(self.names.fresh("constant"), value, dtype, device=device))
+        wide = self.const(value, types_pb2.DT_FLOAT, device=device)
+        cast = {"SrcT": dtype_attr(types_pb2.DT_FLOAT), "DstT": dtype_attr(dtype)}
+        return self.add("constant", "Cast", [wide], device=device, **cast)
 
     def split(
         self, name: str, tensor: Ref, dtype: int, sizes: Sequence[int], axis: int, *, device: str = ""

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from tensorflow.core.framework import function_pb2
 
 from graph_passes.graph import (
+    AttrValue,
     Graph,
     NodeDef,
     PassError,
@@ -104,7 +105,7 @@ def call_node(
     *,
     device: str,
     control: Sequence[str] = (),
-    attrs: Mapping[str, str | int] | None = None,
+    attrs: Mapping[str, str | int | AttrValue] | None = None,
 ) -> NodeDef:
     """A call of a library function, as one node on ``device``.
 

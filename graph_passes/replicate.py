@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tensorflow.core.framework import types_pb2
 
@@ -77,6 +77,7 @@ class _Replication:
         self.layout = options.layout
         self.program = program
         self.flat = Graph(program.flat)
+        self.variable_of_value = {v.value: v for v in program.roles.variables if v.value is not None}
         self.builder = Builder(empty_graph())
         self.entry: dict[Task, str] = {}
         self.exit: dict[Task, tuple[str, ...]] = {}
@@ -137,14 +138,15 @@ class _Replication:
                 if self.layout.active(stage, micro_batch, replica)
             ]
             sizes = [self.layout.slice(stage, *place).size for place in places]
-            parts = self.builder.split(
-                f"stage{stage}/slices/{ref.node}",
-                self.feeds[ref],
-                dtype_of(self.flat, ref),
-                sizes,
-                0,
-                device=self.options.host_device,
-            )
+            with self.builder.marked({PHASE_ATTR: "slices", STAGE_ATTR: stage}):
+                parts = self.builder.split(
+                    f"stage{stage}/slices/{ref.node}",
+                    self.feeds[ref],
+                    dtype_of(self.flat, ref),
+                    sizes,
+                    0,
+                    device=self.options.host_device,
+                )
             self.slices[ref, stage] = dict(zip(places, parts, strict=True))
         return self.slices[ref, stage]
 
@@ -166,7 +168,8 @@ class _Replication:
         function = outline(f"{self.options.prefix}normalizers", self.flat, used, wanted)
         self.functions.append(function)
         name = self.builder.names.fresh("normalizers")
-        self.builder.append(call_node(name, function, inputs, device=self.options.host_device))
+        attrs = {PHASE_ATTR: "normalizers"}
+        self.builder.append(call_node(name, function, inputs, device=self.options.host_device, attrs=attrs))
         for index, normalizer in enumerate(normalizers):
             self.inverses[normalizer.inverse] = Ref(name, index)
 
@@ -186,7 +189,12 @@ class _Replication:
                 if not remote or replica == 0:
                     name = self.builder.names.fresh(f"stage{stage.index}/replica{replica}/read_from{source}")
                     place = self.layout.homes[source][0] if remote else device
-                    self.builder.append(call_node(name, function, [], device=place))
+                    attrs: dict[str, str | int] = {
+                        PHASE_ATTR: "read",
+                        STAGE_ATTR: stage.index,
+                        REPLICA_ATTR: replica,
+                    }
+                    self.builder.append(call_node(name, function, [], device=place, attrs=attrs))
                 reader = stage.index, replica
                 self.reads[reader] = (*self.reads.get(reader, ()), name)
                 for index, variable in enumerate(group):
@@ -212,7 +220,8 @@ class _Replication:
                 self._call(stage, task, part, _NAMES[phase])
             else:
                 name = f"stage{stage.index}/replica{replica}/{_NAMES[phase]}{micro_batch}"
-                node = self.builder.add(name, "NoOp", device=self.layout.device_of(task)).node
+                device = self.layout.device_of(task)
+                node = self.builder.add(name, "NoOp", device=device, **task_attrs(task, _NAMES[phase])).node
                 self.entry[task], self.exit[task] = node, (node,)
 
     def _call(self, stage: Stage, task: Task, function: StageFunction, phase: str, *, keep: bool = True) -> str:
@@ -220,14 +229,8 @@ class _Replication:
         name = self.builder.names.fresh(f"stage{stage.index}/replica{task.replica}/{phase}{task.micro_batch}")
         self.functions.append(function.function)
         inputs = [self._argument(task, value, function, index) for index, value in enumerate(function.inputs)]
-        attrs: dict[str, str | int] = {
-            PHASE_ATTR: phase,
-            STAGE_ATTR: stage.index,
-            MICRO_BATCH_ATTR: task.micro_batch,
-            REPLICA_ATTR: task.replica,
-        }
         device = self.layout.device_of(task)
-        self.builder.append(call_node(name, function.function, inputs, device=device, attrs=attrs))
+        self.builder.append(call_node(name, function.function, inputs, device=device, attrs=task_attrs(task, phase)))
         if keep:
             self.entry[task], self.exit[task] = name, (name,)
             for index, value in enumerate(function.outputs):
@@ -236,10 +239,7 @@ class _Replication:
 
     def _argument(self, task: Task, value: Value, function: StageFunction, index: int) -> Ref:
         dtype = function.function.signature.input_arg[index].type
-        forward = dataclasses.replace(task, phase=Phase.FORWARD)
-        samples = self.layout.slice(task.stage, task.micro_batch, task.replica).size
-        scalars = self.program.roles.slice
-        device = self.layout.device_of(task)
+        forward = Task(task.stage, Phase.FORWARD, task.micro_batch, task.replica)
         if value.kind is ValueKind.GRADIENT:
             return self._pending(
                 dataclasses.replace(task, phase=self.program.stages[task.stage].gives_gradients), value, dtype
@@ -248,8 +248,16 @@ class _Replication:
             return self.values[dataclasses.replace(task, phase=Phase.INPUT_GRAD), value]
         if (forward, value) in self.values:
             return self.values[forward, value]
+        variable = self.variable_of_value.get(value.ref)
+        if variable is not None:
+            if variable.kind is VariableKind.METRIC:
+                return self._metric_value(variable, task.replica)
+            return self.variables[variable.name, task.stage, task.replica]
         if value.ref in self.feeds:
             return self._slices_of(value.ref, task.stage)[task.micro_batch, task.replica]
+        samples = self.layout.slice(task.stage, task.micro_batch, task.replica).size
+        scalars = self.program.roles.slice
+        device = self.layout.device_of(task)
         if value.ref == scalars.weight:
             return self.builder.const(samples / self.layout.batch, dtype, device=device)
         if value.ref == scalars.number:
@@ -259,11 +267,6 @@ class _Replication:
             return self.builder.const(samples, dtype, device=device)
         if value.ref in self.inverses:
             return self.inverses[value.ref]
-        for variable in self.program.roles.variables:
-            if variable.value == value.ref:
-                if variable.kind is VariableKind.METRIC:
-                    return self._metric_value(variable, task.replica)
-                return self.variables[variable.name, task.stage, task.replica]
         return self._pending(forward, value, dtype)
 
     def _pending(self, task: Task, value: Value, dtype: int) -> Ref:
@@ -308,11 +311,23 @@ class _Replication:
             return None
         parts = self._output(loss)
         task = next(task for task, value in self.values if value.ref == loss)
-        return self.builder.add_n("loss", parts, dtype_of(self.flat, loss), device=self.layout.devices[task.stage][0])
+        device = self.layout.devices[task.stage][0]
+        with self.builder.marked({PHASE_ATTR: "loss", STAGE_ATTR: task.stage}):
+            return self.builder.add_n("loss", parts, dtype_of(self.flat, loss), device=device)
 
     def _output(self, ref: Ref) -> tuple[Ref, ...]:
         tasks = sorted((t for t, value in self.values if value == Value(ref)), key=lambda t: (t.micro_batch, t.replica))
         return tuple(self.values[task, Value(ref)] for task in tasks)
+
+
+def task_attrs(task: Task, phase: str) -> dict[str, Any]:
+    """The attributes that tell what a node of a task is."""
+    return {
+        PHASE_ATTR: phase,
+        STAGE_ATTR: task.stage,
+        MICRO_BATCH_ATTR: task.micro_batch,
+        REPLICA_ATTR: task.replica,
+    }
 
 
 def top_level(program: Program) -> GraphDef:

@@ -11,7 +11,7 @@ from tensorflow.core.framework import types_pb2
 from graph_passes.batching import Interval
 from graph_passes.graph import Builder, Ref, dtype_attr, substitute
 from graph_passes.program import Boundary, Program, Step, Value, ValueKind
-from graph_passes.replicate import top_level
+from graph_passes.replicate import task_attrs, top_level
 from graph_passes.tasks import Phase, Task
 
 
@@ -104,7 +104,8 @@ class _Connection:
                         found.append(tensor)
             for (receiver, _), found in zip(receivers, parts, strict=True):
                 name = f"sum/{receiver}/{boundary.ref.node}"
-                total = self.builder.add_n(name, found, boundary.dtype, device=self._device(receiver))
+                with self.builder.marked(task_attrs(receiver, "sum")):
+                    total = self.builder.add_n(name, found, boundary.dtype, device=self._device(receiver))
                 self.bound[self.step.pending[receiver, value]] = total
 
     def _move(
@@ -119,7 +120,11 @@ class _Connection:
         if boundary.batch_axis is None:
             if backward:
                 return self._share(boundary, sources, receivers)
-            return [self._mean(boundary, sources, receiver) for receiver, _ in receivers]
+            means = []
+            for receiver, _ in receivers:
+                with self.builder.marked(task_attrs(receiver, "mean")):
+                    means.append(self._mean(boundary, sources, receiver))
+            return means
         pieces: dict[int, list[Ref]] = {index: [] for index in range(len(receivers))}
         for task, interval, tensor in sources:
             targets = [
@@ -130,16 +135,13 @@ class _Connection:
             sizes = [overlap.size for _, overlap in targets]
             for (index, _), part in zip(targets, self._split(boundary, task, interval, tensor, sizes), strict=True):
                 pieces[index].append(part)
-        return [
-            self.builder.concat(
-                f"concat/{receiver}/{boundary.ref.node}",
-                pieces[index],
-                boundary.dtype,
-                boundary.batch_axis,
-                device=self._device(receiver),
-            )
-            for index, (receiver, _) in enumerate(receivers)
-        ]
+        return [self._concat(boundary, receiver, pieces[index]) for index, (receiver, _) in enumerate(receivers)]
+
+    def _concat(self, boundary: Boundary, receiver: Task, pieces: list[Ref]) -> Ref:
+        assert boundary.batch_axis is not None
+        name, device = f"concat/{receiver}/{boundary.ref.node}", self._device(receiver)
+        with self.builder.marked(task_attrs(receiver, "concat")):
+            return self.builder.concat(name, pieces, boundary.dtype, boundary.batch_axis, device=device)
 
     def _split(self, boundary: Boundary, task: Task, interval: Interval, tensor: Ref, sizes: list[int]) -> list[Ref]:
         assert boundary.batch_axis is not None
@@ -148,10 +150,30 @@ class _Connection:
             return [tensor]
         if boundary.rows_per_sample is not None:
             lengths = [size * boundary.rows_per_sample for size in sizes]
-            return self.builder.split(name, tensor, boundary.dtype, lengths, boundary.batch_axis, device=device)
-        # The rows of a sample are known at run time only: length of the axis / samples of the slice.
+            with self.builder.marked(task_attrs(task, "split")):
+                return self.builder.split(name, tensor, boundary.dtype, lengths, boundary.batch_axis, device=device)
+        # The rows of a sample are known at run time only.
         int64 = dtype_attr(types_pb2.DT_INT64)
         axis = self.builder.const(boundary.batch_axis, types_pb2.DT_INT32)
+        with self.builder.marked(task_attrs(task, "lengths")):
+            rows = self._lengths(name, boundary, interval, tensor, sizes, axis, device)
+        kind = {"T": dtype_attr(boundary.dtype), "Tlen": int64, "num_split": len(sizes)}
+        with self.builder.marked(task_attrs(task, "split")):
+            split = self.builder.add(name, "SplitV", [tensor, rows, axis], device=device, **kind)
+        return [Ref(split.node, index) for index in range(len(sizes))]
+
+    def _lengths(
+        self,
+        name: str,
+        boundary: Boundary,
+        interval: Interval,
+        tensor: Ref,
+        sizes: list[int],
+        axis: Ref,
+        device: str,
+    ) -> Ref:
+        """The rows of each part: samples of the part * length of the axis / samples of the slice."""
+        int64 = dtype_attr(types_pb2.DT_INT64)
         shape = self.builder.add(
             f"{name}/shape", "Shape", [tensor], device=device, T=dtype_attr(boundary.dtype), out_type=int64
         )
@@ -160,12 +182,9 @@ class _Connection:
         length = self.builder.add(f"{name}/length", "GatherV2", [shape, axis, zero], device=device, **kind)
         samples = self.builder.const(interval.size, types_pb2.DT_INT64)
         rows = self.builder.add(f"{name}/rows", "FloorDiv", [length, samples], device=device, T=int64)
-        scaled = self.builder.add(
+        return self.builder.add(
             f"{name}/sizes", "Mul", [self.builder.const(sizes, types_pb2.DT_INT64), rows], device=device, T=int64
         )
-        kind = {"T": dtype_attr(boundary.dtype), "Tlen": int64, "num_split": len(sizes)}
-        split = self.builder.add(name, "SplitV", [tensor, scaled, axis], device=device, **kind)
-        return [Ref(split.node, index) for index in range(len(sizes))]
 
     def _mean(self, boundary: Boundary, sources: list[tuple[Task, Interval, Ref]], receiver: Task) -> Ref:
         if len(sources) == 1 or boundary.dtype not in _AVERAGED:
@@ -192,11 +211,12 @@ class _Connection:
         for receiver, interval in receivers:
             device, name = self._device(receiver), f"share/{receiver}/{boundary.ref.node}"
             received = [tensor for _, _, tensor in sources]
-            gradient = self.builder.add_n(name, received, boundary.dtype, device=device)
-            if len(receivers) > 1:
-                weight = self.builder.const(interval.size / total, boundary.dtype, device=device)
-                kind = dtype_attr(boundary.dtype)
-                gradient = self.builder.add(name, "Mul", [gradient, weight], device=device, T=kind)
+            with self.builder.marked(task_attrs(receiver, "share")):
+                gradient = self.builder.add_n(name, received, boundary.dtype, device=device)
+                if len(receivers) > 1:
+                    weight = self.builder.const(interval.size / total, boundary.dtype, device=device)
+                    kind = dtype_attr(boundary.dtype)
+                    gradient = self.builder.add(name, "Mul", [gradient, weight], device=device, T=kind)
             shares.append(gradient)
         return shares
 

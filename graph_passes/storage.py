@@ -87,6 +87,14 @@ def load_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
     return outline(name, Graph(builder.graph), vectors, [], effects=effects)
 
 
+def assign_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
+    """The variables' values -> (); assigns all variables."""
+    builder = Builder(empty_graph())
+    values = [builder.append(placeholder(builder.names.fresh("value"), v.dtype)) for v in variables]
+    effects = [assign(builder, v.place, value, v.dtype, v.shape) for v, value in zip(variables, values, strict=True)]
+    return outline(name, Graph(builder.graph), values, [], effects=effects)
+
+
 def save_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
     """() -> one vector per dtype, in the order of :func:`by_dtype`."""
     builder = Builder(empty_graph())
@@ -124,13 +132,18 @@ def buckets(variables: Iterable[Variable], limit: int) -> list[tuple[Variable, .
     found: list[list[Variable]] = []
     size = 0
     for variable in variables:
-        added = math.prod(variable.shape) * dtype_size(variable.dtype)
+        added = bytes_of([variable])
         if not found or found[-1][-1].dtype != variable.dtype or size + added > limit:
             found.append([])
             size = 0
         found[-1].append(variable)
         size += added
     return [tuple(bucket) for bucket in found]
+
+
+def bytes_of(variables: Iterable[Variable]) -> int:
+    """Bytes of the values of variables."""
+    return sum(math.prod(variable.shape) * dtype_size(variable.dtype) for variable in variables)
 
 
 def merge_library(graph: GraphDef, functions: Iterable[FunctionDef]) -> None:

@@ -6,7 +6,9 @@ Everything goes in and comes out as GraphDefs and references, so that the passes
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +16,23 @@ import tensorflow as tf
 from tensorflow.core.framework import op_def_pb2, types_pb2
 from tensorflow.python.framework import op_def_registry
 
-from graph_passes.graph import AttrValue, GraphDef, NodeDef, PassError, Ref, make_const, shape_attr
+from graph_passes.graph import (
+    OWN_ATTRS,
+    AttrValue,
+    GraphDef,
+    Names,
+    NodeDef,
+    PassError,
+    Ref,
+    control_inputs,
+    data_inputs,
+    make_const,
+    shape_attr,
+)
 
 Shape = tuple[int | None, ...]
+_Place = tuple[int, int]
+"""Number of a node and of its output."""
 
 
 @functools.cache
@@ -74,6 +90,16 @@ def function_body_name(node: NodeDef, index: int) -> str:
     raise PassError(f"node {node.name!r} ({node.op}) has no output {index}")
 
 
+def make_constant(node: NodeDef, value: np.ndarray) -> None:
+    """Turns a node into a constant, in place: the placeholder of a tensor that a trace captured, say."""
+    tensor = tf.make_tensor_proto(value)
+    node.op = "Const"
+    del node.input[:]
+    node.attr.clear()
+    node.attr["dtype"].type = tensor.dtype
+    node.attr["value"].tensor.CopyFrom(tensor)
+
+
 def empty_graph() -> GraphDef:
     """A GraphDef without nodes, at TensorFlow's current version."""
     graph = GraphDef()
@@ -107,19 +133,115 @@ def add_gradients(
     Returns:
         The extended graph and, for each source, its gradient (None when no output depends on it differentiably).
     """
+    numbers = {node.name: number for number, node in enumerate(graph.node)}
+    names = [node.name for node in graph.node]
+
+    def numbered(ref: Ref) -> _Place:
+        return numbers[ref.node], ref.output
+
+    anonymous = GraphDef()
+    anonymous.CopyFrom(graph)
+    for node in anonymous.node:
+        _rename(node, lambda name: f"n{numbers[name]}")
+        for attr in [attr for attr in node.attr if attr.startswith(OWN_ATTRS) or attr == "_class"]:
+            del node.attr[attr]
+    extended, found = _gradients(
+        anonymous.SerializeToString(deterministic=True),
+        tuple((numbered(output), numbered(gradient)) for output, gradient in outputs),
+        tuple(map(numbered, sources)),
+    )
+    renaming = {f"n{number}": name for name, number in numbers.items()}
+    taken = Names(names)
+    result = GraphDef()
+    result.CopyFrom(extended)
+    for node in result.node:
+        if node.name not in renaming:
+            # n3_grad is TensorFlow's name for what is computed for node n3.
+            told = re.sub(r"(?<![^/])n(\d+)_grad", lambda match: f"{names[int(match[1])]}_grad", node.name)
+            renaming[node.name] = taken.fresh(told)
+    for node in result.node:
+        _rename(node, renaming.__getitem__)
+        if node.name in numbers:
+            for attr, value in graph.node[numbers[node.name]].attr.items():
+                if attr not in node.attr:
+                    node.attr[attr].CopyFrom(value)
+        elif "_class" in node.attr:
+            del node.attr["_class"]
+
+    def named(ref: Ref) -> Ref:
+        return Ref(renaming[ref.node], ref.output)
+
+    return result, [
+        None
+        if gradient is None
+        else Gradient(
+            named(gradient.dense),
+            None if gradient.slices is None else (named(gradient.slices[0]), named(gradient.slices[1])),
+        )
+        for gradient in found
+    ]
+
+
+def _rename(node: NodeDef, rename: Callable[[str], str]) -> None:
+    """Gives a node, and those that it names, other names."""
+    inputs = [str(Ref(rename(ref.node), ref.output)) for ref in data_inputs(node)]
+    inputs += [f"^{rename(waited)}" for waited in control_inputs(node)]
+    node.name = rename(node.name)
+    del node.input[:]
+    node.input.extend(inputs)
+
+
+@functools.lru_cache(maxsize=8)
+def _gradients(
+    serialized: bytes,
+    outputs: tuple[tuple[_Place, _Place], ...],
+    sources: tuple[_Place, ...],
+) -> tuple[GraphDef, tuple[Gradient | None, ...]]:
+    """`add_gradients` of a graph whose nodes are n0, n1, ...: stages of equal layers have equal ones, but for names."""
+    graph = GraphDef.FromString(serialized)
+    _rename_functions(graph, f"_differentiated{next(_differentiations)}")
     with tf.Graph().as_default() as scope:
         tf.graph_util.import_graph_def(graph, name="")
-        tensor = {ref: scope.get_tensor_by_name(f"{ref.node}:{ref.output}") for pair in outputs for ref in pair}
-        tensor |= {ref: scope.get_tensor_by_name(f"{ref.node}:{ref.output}") for ref in sources}
+
+        def tensor(place: _Place) -> tf.Tensor:
+            return scope.get_tensor_by_name(f"n{place[0]}:{place[1]}")
+
         gradients = tf.gradients(
-            [tensor[output] for output, _ in outputs],
-            [tensor[source] for source in sources],
-            grad_ys=[tensor[gradient] for _, gradient in outputs],
+            [tensor(output) for output, _ in outputs],
+            [tensor(source) for source in sources],
+            grad_ys=[tensor(gradient) for _, gradient in outputs],
             name="gradients",
         )
-        found = [None if gradient is None else _gradient(gradient) for gradient in gradients]
-        extended = scope.as_graph_def()
-    return extended, found
+        found = tuple(None if gradient is None else _gradient(gradient) for gradient in gradients)
+        return scope.as_graph_def(), found
+
+
+_differentiations = itertools.count()
+
+
+def _rename_functions(graph: GraphDef, suffix: str) -> None:
+    """Gives the functions of a graph other names.
+
+    TensorFlow changes the functions of a loop that it differentiates, under names that it derives from theirs and that
+    hold for the whole process as long as anything keeps them. Differentiating the same loop again, in a stage that is
+    cut elsewhere, would give these names to other functions, which is an error.
+    """
+    names = {function.signature.name for function in graph.library.function}
+
+    def renamed(name: str) -> str:
+        return name + suffix if name in names else name
+
+    for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
+        for node in nodes:
+            node.op = renamed(node.op)
+            for attr in node.attr.values():
+                for called in (*([attr.func] if attr.HasField("func") else []), *attr.list.func):
+                    called.name = renamed(called.name)
+    for function in graph.library.function:
+        function.signature.name = renamed(function.signature.name)
+    for gradient in graph.library.gradient:
+        gradient.function_name = renamed(gradient.function_name)
+        gradient.gradient_func = renamed(gradient.gradient_func)
 
 
 def _gradient(gradient: tf.Tensor | tf.IndexedSlices) -> Gradient:
@@ -142,30 +264,51 @@ def infer_shapes(
     Raises:
         PassError: the shapes contradict each other, which they didn't when nothing was known of the batch.
     """
-    assumed = GraphDef()
-    assumed.CopyFrom(graph)
     constants = {ref.node: value for ref, value in values.items()}
-    for node in assumed.node:
-        if node.name in placeholders:
-            node.attr["shape"].CopyFrom(shape_attr(placeholders[node.name]))
-        if node.name in constants:
-            node.CopyFrom(make_const(node.name, constants[node.name], types_pb2.DT_INT32))
-        node.attr.pop("_output_shapes", None)
-    shapes: dict[Ref, Shape | None] = {}
+    names = {node.name: f"n{number}" for number, node in enumerate(graph.node)}
+    anonymous = GraphDef(versions=graph.versions, library=graph.library)
+    for original in graph.node:
+        node = anonymous.node.add()
+        if original.name in constants:
+            node.CopyFrom(make_const("", constants[original.name], types_pb2.DT_INT32))
+        else:
+            node.CopyFrom(original)
+            for attr in [attr for attr in node.attr if attr.startswith("_")]:  # names, places and the like
+                del node.attr[attr]
+            if original.name in placeholders:
+                node.attr["shape"].CopyFrom(shape_attr(placeholders[original.name]))
+            del node.input[:]
+            node.input.extend(str(Ref(names[ref.node], ref.output)) for ref in data_inputs(original))
+            node.input.extend(f"^{names[waited]}" for waited in control_inputs(original))
+        node.name = names[original.name]
+        node.device = ""
+    try:
+        found = _shapes_of_outputs(anonymous.SerializeToString(deterministic=True))
+    except ValueError as error:
+        raise PassError(
+            f"some tensor's shape doesn't go with any number of samples (is something computed across the samples "
+            f"of a batch, or is an input's length fixed inside a layer?); with {dict(placeholders)} TensorFlow "
+            f"says: {error}"
+        ) from error
+    return {
+        Ref(node.name, index): shape
+        for node, shapes in zip(graph.node, found, strict=True)
+        for index, shape in enumerate(shapes)
+    }
+
+
+@functools.lru_cache(maxsize=8)
+def _shapes_of_outputs(serialized: bytes) -> tuple[tuple[Shape | None, ...], ...]:
+    """The shapes of each node's outputs. Stages of equal layers have equal graphs, but for names, one after another."""
+    graph = GraphDef.FromString(serialized)
+    _rename_functions(graph, f"_differentiated{next(_differentiations)}")
     with tf.Graph().as_default() as scope:
-        try:
-            tf.graph_util.import_graph_def(assumed, name="")
-        except ValueError as error:
-            raise PassError(
-                f"some tensor's shape doesn't go with any number of samples (is something computed across the samples "
-                f"of a batch, or is an input's length fixed inside a layer?); with {dict(placeholders)} TensorFlow "
-                f"says: {error}"
-            ) from error
-        for operation in scope.get_operations():
-            for index, output in enumerate(operation.outputs):
-                known = output.shape.rank is not None
-                shapes[Ref(operation.name, index)] = tuple(output.shape.as_list()) if known else None
-    return shapes
+        tf.graph_util.import_graph_def(graph, name="")
+        operations = [scope.get_operation_by_name(node.name) for node in graph.node]
+        return tuple(
+            tuple(None if output.shape.rank is None else tuple(output.shape.as_list()) for output in operation.outputs)
+            for operation in operations
+        )
 
 
 def measure_shapes(

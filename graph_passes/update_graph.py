@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.graph import (
+    BYTES_ATTR,
     FLOAT_DTYPES,
+    GROUP_ATTR,
     PHASE_ATTR,
+    REPLICA_ATTR,
     STAGE_ATTR,
+    AttrValue,
     Builder,
     Graph,
     GraphDef,
     Ref,
     dtype_attr,
+    integers_attr,
     substitute,
 )
 from graph_passes.group_update import Captured
@@ -27,6 +32,7 @@ from graph_passes.storage import (
     accumulate_function,
     assign,
     buckets,
+    bytes_of,
     flatten,
     handle,
     merge_library,
@@ -68,6 +74,7 @@ class UpdateGraph:
         self.reduced: dict[tuple[tuple[Variable, ...], str], Ref] = {}
         self.gathered: dict[tuple[str, str], tuple[Ref, Ref]] = {}
         self.joined: dict[tuple[Value, int, int], Ref | None] = {}
+        self.tasks_with: dict[Value, list[Task]] = {}
         self.next_key = options.first_key
         self.previous: dict[str, str] = {}  # device -> the last of its all-reduces so far
 
@@ -83,7 +90,7 @@ class UpdateGraph:
         ends = [*applied.values(), *self._call_each("counters", carried, None).values()]
         # What is carried over must have been accumulated, though nothing in this step reads it.
         ends += [name for group in carried for device in group.devices for name in self._complete(group, device)]
-        train = self.builder.add("train", "NoOp", control=dict.fromkeys(ends), device=self.options.host_device).node
+        train = self._end(dict.fromkeys(ends))
         gradients = self._gradients(now) if self.options.want_gradients else {}
         merge_library(self.graph, self.functions)
         step = dataclasses.replace(self.step, pending={}, train=train, gradients=gradients)
@@ -92,9 +99,14 @@ class UpdateGraph:
     def flushed(self) -> tuple[GraphDef, str]:
         """A graph of carried updates alone, and the node that has run at its end."""
         applied = self._reduce_and_apply(self._carried(), at_head=True)
-        train = self.builder.add("train", "NoOp", control=list(applied.values()), device=self.options.host_device).node
+        train = self._end(applied.values())
         merge_library(self.graph, self.functions)
         return self.graph, train
+
+    def _end(self, after: Iterable[str]) -> str:
+        """The node that has run when others have."""
+        attrs: dict[str, Any] = {PHASE_ATTR: "train"}
+        return self.builder.add("train", "NoOp", control=after, device=self.options.host_device, **attrs).node
 
     def _carried(self) -> list[ParameterGroup]:
         by_stages = {group.stages: group for group in self.groups}
@@ -182,7 +194,11 @@ class UpdateGraph:
                     function = accumulate_function(name, targets, "none")
                     self.functions.append(function)
                     node = self.builder.names.fresh(f"stage{stage}/replica{replica}/accumulate_nothing")
-                    attrs: dict[str, str | int] = {PHASE_ATTR: "accumulate_nothing", STAGE_ATTR: stage}
+                    attrs: dict[str, str | int] = {
+                        PHASE_ATTR: "accumulate_nothing",
+                        STAGE_ATTR: stage,
+                        REPLICA_ATTR: replica,
+                    }
                     after = [call for (stages, on), call in applied.items() if on == device and stage in stages]
                     self.builder.append(call_node(node, function, [], device=device, control=after, attrs=attrs))
                     self.empty[stage, replica] = [node]
@@ -208,7 +224,7 @@ class UpdateGraph:
                 for device in group.devices:
                     node = self._collective(
                         Ref(calls[device].node, index),
-                        bucket[0].dtype,
+                        bucket,
                         group,
                         group_key,
                         self.next_key,
@@ -253,7 +269,7 @@ class UpdateGraph:
     def _collective(
         self,
         vector: Ref,
-        dtype: int,
+        bucket: Sequence[Variable],
         group: ParameterGroup,
         group_key: int,
         instance: int,
@@ -268,7 +284,7 @@ class UpdateGraph:
             [vector, *numbers],
             control=after,
             device=device,
-            T=dtype_attr(dtype),
+            T=dtype_attr(bucket[0].dtype),
             merge_op="Add",
             final_op="Id",
             communication_hint="auto",
@@ -276,7 +292,8 @@ class UpdateGraph:
             timeout_seconds=0.0,
             Nordering_token=0,
             max_subdivs_per_device=-1,
-            **{PHASE_ATTR: "all_reduce", STAGE_ATTR: group.stages[0]},
+            **_roles("all_reduce", group),
+            **{BYTES_ATTR: bytes_of(bucket)},
         )
 
     def _totals(self) -> Ref | None:
@@ -288,7 +305,8 @@ class UpdateGraph:
         present = [part for part in parts if part is not None]
         if not present:
             return None
-        return self.builder.add_n("totals", present, types_pb2.DT_DOUBLE, device=self.homes[0][0])
+        with self.builder.marked({PHASE_ATTR: "totals"}):
+            return self.builder.add_n("totals", present, types_pb2.DT_DOUBLE, device=self.homes[0][0])
 
     def _gradients(self, groups: Sequence[ParameterGroup]) -> dict[str, Ref]:
         """Reduced gradients as tensors, each from the first device that has it; computed only when they are fetched."""
@@ -407,7 +425,8 @@ class UpdateGraph:
                     for replica in range(len(devices))
                 ]
                 present = [part for part in parts if part is not None]
-                found.append(self.builder.concat("rows", present, self._dtype(value), 0, device=device))
+                with self.builder.marked({PHASE_ATTR: "concat"}):
+                    found.append(self.builder.concat("rows", present, self._dtype(value), 0, device=device))
             self.gathered[name, device] = (found[0], found[1])
         return self.gathered[name, device]
 
@@ -415,12 +434,19 @@ class UpdateGraph:
         """The rows from one device, joined there before they are sent."""
         key = (value, stage, replica)
         if key not in self.joined:
-            own = sorted(task for task, v in self.step.values if v == value and (task.stage, task.replica) == key[1:])
+            own = sorted(task for task in self._tasks_with(value) if (task.stage, task.replica) == key[1:])
             parts = [self.step.values[task, value] for task in own]
             device = self.homes[stage][replica]
             name = f"stage{stage}/replica{replica}/own_rows"
-            self.joined[key] = self.builder.concat(name, parts, self._dtype(value), 0, device=device) if parts else None
+            with self.builder.marked({PHASE_ATTR: "concat", STAGE_ATTR: stage, REPLICA_ATTR: replica}):
+                joined = self.builder.concat(name, parts, self._dtype(value), 0, device=device) if parts else None
+            self.joined[key] = joined
         return self.joined[key]
+
+    def _tasks_with(self, value: Value) -> list[Task]:
+        if value not in self.tasks_with:
+            self.tasks_with[value] = [task for task, v in self.step.values if v == value]
+        return self.tasks_with[value]
 
     def _dtype(self, value: Value) -> int:
         stage = next(stage for stage in self.program.stages if value in stage.results)
@@ -490,8 +516,13 @@ class UpdateGraph:
         control: Sequence[str] = (),
     ) -> Ref:
         name = self.builder.names.fresh(f"{group.label}/replica{group.devices.index(device)}/{what}")
-        attrs: dict[str, str | int] = {PHASE_ATTR: what, STAGE_ATTR: group.stages[0]}
+        attrs = _roles(what, group)
         return self.builder.append(call_node(name, function, inputs, device=device, control=control, attrs=attrs))
+
+
+def _roles(what: str, group: ParameterGroup) -> dict[str, str | int | AttrValue]:
+    """The attributes that tell what a node of a group's update is."""
+    return {PHASE_ATTR: what, STAGE_ATTR: group.stages[0], GROUP_ATTR: integers_attr(group.stages)}
 
 
 def _sorted(graph: GraphDef) -> Graph:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from graph_passes.graph import Graph, NodeDef, PassError, control_inputs, dtype_name
 from graph_passes.outline import FunctionDef
@@ -16,7 +16,7 @@ _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _HANDED_ON = frozenset({ValueKind.RESIDUAL, ValueKind.PARTIAL})
 
 
-def verify(program: Program, *, complete: bool = False) -> None:
+def verify(program: Program, *, complete: bool = False, known: Sequence[Stage] = ()) -> None:
     """Checks a program.
 
     Every input is bound to an output that exists; there is no cycle, control edges included; calls agree with their
@@ -27,6 +27,7 @@ def verify(program: Program, *, complete: bool = False) -> None:
     Args:
         program: after any pass.
         complete: whether the last pass has run, so that nothing may be pending.
+        known: stages that have been checked before, and aren't checked again.
 
     Raises:
         PassError: names the node and both sides of what disagrees.
@@ -36,23 +37,25 @@ def verify(program: Program, *, complete: bool = False) -> None:
         counts = collections.Counter(node.name for node in program.graph.node)
         raise PassError(f"node names are not unique: {[name for name, count in counts.items() if count > 1][:5]}")
     library = {function.signature.name: function for function in program.graph.library.function}
+    # Once for each node: a call's results have many readers.
+    dtypes = {node.name: output_dtypes(node) for node in graph}
     for node in graph:
-        _verify_inputs(graph, node)
+        _verify_inputs(graph, node, dtypes)
         if node.op in _CALLS:
-            _verify_call(graph, node, library)
+            _verify_call(graph, node, library, dtypes)
     graph.topological()
     for stage in program.stages:
-        _verify_stage(stage)
+        if not any(stage is other for other in known):
+            _verify_stage(stage)
     if program.step is not None:
         _verify_step(program, graph, complete=complete)
 
 
-def _verify_inputs(graph: Graph, node: NodeDef) -> None:
+def _verify_inputs(graph: Graph, node: NodeDef, dtypes: Mapping[str, Sequence[int]]) -> None:
     for ref in graph.inputs(node.name):
-        producer = graph.nodes.get(ref.node)
-        if producer is None:
+        if ref.node not in dtypes:
             raise PassError(f"node {node.name!r} ({node.op}) reads {ref}, but there is no node {ref.node!r}")
-        count = len(output_dtypes(producer))
+        count = len(dtypes[ref.node])
         if ref.output >= count:
             raise PassError(f"node {node.name!r} ({node.op}) reads {ref}, but {ref.node!r} has {count} outputs")
     for waited in control_inputs(node):
@@ -60,13 +63,15 @@ def _verify_inputs(graph: Graph, node: NodeDef) -> None:
             raise PassError(f"node {node.name!r} ({node.op}) waits for {waited!r}, which doesn't exist")
 
 
-def _verify_call(graph: Graph, node: NodeDef, library: Mapping[str, FunctionDef]) -> None:
+def _verify_call(
+    graph: Graph, node: NodeDef, library: Mapping[str, FunctionDef], dtypes: Mapping[str, Sequence[int]]
+) -> None:
     name = node.attr["f"].func.name
     if name not in library:
         raise PassError(f"node {node.name!r} calls function {name!r}, which isn't in the library")
     signature = library[name].signature
     expected = [arg.type for arg in signature.input_arg]
-    actual = [output_dtypes(graph.nodes[ref.node])[ref.output] for ref in graph.inputs(node.name)]
+    actual = [dtypes[ref.node][ref.output] for ref in graph.inputs(node.name)]
     if expected != actual:
         position = next((i for i, pair in enumerate(zip(expected, actual, strict=False)) if pair[0] != pair[1]), None)
         at = "" if position is None else f" (input {position}: {dtype_name(expected[position])} wanted, "

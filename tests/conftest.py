@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from browser import Page
+    from selenium.webdriver import Chrome
+
+    from tools.hosts import LocalWorkers
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -19,6 +27,7 @@ GOLDEN_FOLDER = pathlib.Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--bless", action="store_true", help="rewrite the golden files instead of comparing with them")
+    parser.addoption("--screenshots", metavar="DIR", help="save the pictures of pages for the docs in this folder")
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +40,69 @@ def _seed_and_floatx() -> Iterator[None]:
         keras.config.set_floatx("float32")
         # The global policy remembers the float type that it was first asked for.
         keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture(scope="session")
+def _running_workers() -> Iterator[LocalWorkers]:
+    from workers import running_workers
+
+    with running_workers() as running:
+        yield running
+
+
+@pytest.fixture
+def workers(_running_workers: LocalWorkers) -> Iterator[LocalWorkers]:
+    """Four workers on this machine, one device each, started once for all tests of this process; all of them serve."""
+    from workers import mend
+
+    mend(_running_workers)
+    yield _running_workers
+    mend(_running_workers)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Chrome]:
+    """A headless Chromium, started once for all tests of this process; they are skipped where there is none."""
+    pytest.importorskip("selenium", reason="needs a browser: selenium isn't installed (pip install selenium)")
+    from browser import missing, running
+
+    if reason := missing():
+        pytest.skip(f"needs a browser: {reason}")
+    with running() as started:
+        yield started
+
+
+@pytest.fixture
+def show(browser: Chrome, tmp_path: pathlib.Path) -> Iterator[Callable[..., Page]]:
+    """``show(html, hash="")`` opens a page from a file; the browser must have had nothing to complain of in the end."""
+    from browser import Page
+
+    opened: list[Page] = []
+
+    def check() -> None:
+        for page in opened[-1:]:
+            page.prefer("light")
+            assert page.errors() == []
+
+    def open_page(text: str, hash: str = "") -> Page:
+        check()
+        opened.append(Page.of(browser, text, tmp_path, hash))
+        return opened[-1]
+
+    yield open_page
+    check()
+
+
+@pytest.fixture
+def picture(request: pytest.FixtureRequest) -> Callable[[Page, str], None]:
+    """``picture(page, name)`` saves what the docs show of a page, with ``--screenshots=DIR``; else it does nothing."""
+    folder: str | None = request.config.getoption("--screenshots")
+
+    def save(page: Page, name: str) -> None:
+        if folder:
+            page.screenshot(pathlib.Path(folder) / name)
+
+    return save
 
 
 def _common(first: str, second: str) -> int:
@@ -60,6 +132,19 @@ def first_difference(expected: str, actual: str) -> str:
         width = max(1, len(got) - start - end)
         return f"line {number}\n  expected: {wanted}\n  actual:   {got}\n            {' ' * start}{'^' * width}"
     return ""
+
+
+@functools.cache
+def _without_namespaces() -> str | None:
+    from tools.hosts import unavailable  # Few tests need it.
+
+    return unavailable()
+
+
+def require_namespaces() -> None:
+    """Skips the test where network namespaces can't be had; says why."""
+    if reason := _without_namespaces():
+        pytest.skip(f"needs network namespaces: {reason}")
 
 
 @pytest.fixture

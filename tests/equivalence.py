@@ -129,10 +129,19 @@ class Reference:
 
 
 def assert_equal_training(
-    specimen: Specimen, cluster: dapple.Cluster, plan: dapple.Plan, plain: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Trains a model of the zoo by a plan and compares loss, every gradient, logs and every variable."""
-    tolerance = TOLERANCE[keras.backend.floatx()]
+    specimen: Specimen,
+    cluster: dapple.Cluster,
+    plan: dapple.Plan,
+    plain: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    tolerance: float | None = None,
+) -> tuple[list[dict[str, float]], list[np.ndarray]]:
+    """Trains a model of the zoo by a plan and compares loss, every gradient, logs and every variable.
+
+    Returns the logs and the variables, to be compared with those of another cluster.
+    """
+    tolerance = TOLERANCE[keras.backend.floatx()] if tolerance is None else tolerance
     keras.utils.set_random_seed(3)
     model = specimen.build()
     pipelined = dapple.transform(model, cluster, plan)
@@ -146,12 +155,16 @@ def assert_equal_training(
     vanishing = [name for name, size in checked.largest.items() if size < 1e-9]
     # Softmax doesn't see what is added to all keys, so that their bias has no gradient.
     assert all(name.endswith("key/bias") for name in vanishing), vanishing
+    found = []
     for (x, y, weights), expected in zip(plain.batches, plain.logs, strict=True):
         logs = pipelined.train_on_batch(x, y, sample_weight=weights, return_dict=True)
         assert logs.keys() == expected.keys()
         for name, value in expected.items():  # Keras' metrics are float32 whatever the model is
-            assert abs(logs[name] - value) <= 2e-5 * max(1.0, abs(value)), f"{name}: {logs[name]} != {value}"
+            bound = max(tolerance, 2e-5) * max(1.0, abs(value))
+            assert abs(logs[name] - value) <= bound, f"{name}: {logs[name]} != {value}"
+        found.append(logs)
     pipelined.close()
     for variable, value in zip(variables_of(model), plain.variables, strict=True):
         difference = largest_difference(variable.value, value)
         assert difference <= tolerance, f"{variable.path} differs by {difference:.3g}"
+    return found, [np.asarray(variable.value) for variable in variables_of(model)]

@@ -86,7 +86,9 @@ def subclassed() -> keras.Model:
     return model
 
 
-@pytest.mark.parametrize("cut", ["block_1", "encoder/block_0", "encoder"])
+@pytest.mark.parametrize(
+    "cut", ["encoder/block_0", *(pytest.param(cut, marks=pytest.mark.slow) for cut in ("block_1", "encoder"))]
+)
 def test_a_subclassed_model_is_cut_at_the_layers_that_it_calls(cut: str) -> None:
     check(subclassed, [cut], ({"x": X}, {"y": Y}, None))
 
@@ -182,8 +184,9 @@ def test_a_cut_where_the_data_decide_the_number_of_rows_is_refused() -> None:
     x = Positive(name="positive")(layers.Dense(3, name="first")(features))
     model = keras.Model(features, layers.Dense(1, name="last")(x))
     model.compile("sgd", "mse")
+    pipelined = pipeline(model, ["positive"], (1, 1), 1, 4)
     with pytest.raises(dapple.PassError, match="which axis is the batch can't be told"):
-        pipeline(model, ["positive"], (1, 1), 1, 4)
+        pipelined.train_on_batch(X[:4], Y[:4, :1])
 
 
 # ---- losses
@@ -209,7 +212,7 @@ def test_regularizers_and_added_losses_count_once() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "mean_with_sample_weight", "sum_over_batch_size"])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_every_reduction_is_that_of_the_whole_batch(reduction: str, weighted: bool) -> None:
     weights = rng.uniform(0.1, 3.0, size=11) if weighted else None
     check(lambda: mlp(loss=keras.losses.Huber(reduction=reduction)), ["first"], (X, Y, weights))
@@ -487,9 +490,9 @@ def test_a_variable_that_no_layer_tracks_is_refused() -> None:
         def call(self, x: Any) -> Any:
             return x * stray
 
-    model = mlp(middle=Reader(name="reader"))
+    pipelined = pipeline(mlp(middle=Reader(name="reader")), ["first"], (1, 1), 1, 4)
     with pytest.raises(dapple.CaptureError, match="reads a variable or table that it doesn't track"):
-        pipeline(model, ["first"], (1, 1), 1, 4)
+        pipelined.train_on_batch(X[:4], Y[:4])
 
 
 def test_constants_that_layers_hold_are_kept() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import pathlib
+from collections.abc import Iterator
 
 import pytest
 from conftest import first_difference
@@ -22,6 +24,15 @@ def test_first_difference(expected: str, actual: str, shown: str) -> None:
     assert first_difference(expected, actual) == shown
 
 
+@pytest.fixture
+def _own_garbage() -> Iterator[None]:
+    """Each inner run looks for garbage time and again, which takes seconds in what other tests have left in memory."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("_own_garbage")
 def test_golden_file_is_blessed_then_compared(pytester: pytest.Pytester) -> None:
     pytester.copy_example(str(pathlib.Path(__file__).with_name("conftest.py")))
     pytester.makepyfile(

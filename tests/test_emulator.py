@@ -70,7 +70,7 @@ def kinds(step: Emulation) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("schedule", STRAIGHT)
-@pytest.mark.parametrize("replicas", [[1], [2, 1]])
+@pytest.mark.parametrize("replicas", [[2, 1], pytest.param([1], marks=pytest.mark.slow)])
 def test_two_stages_with_a_network(schedule: str, replicas: Sequence[int]) -> None:
     plan, model, where = pipeline(2, 8, schedule, replicas, 0.3)
     step = measured(plan, model, where)
@@ -82,14 +82,18 @@ def kinds_of(spans: Sequence[Span]) -> dict[str, int]:
     return {kind: sum(span.kind == kind for span in spans) for kind in {span.kind for span in spans}}
 
 
+UNEVEN = (8, 16, [3, 2], 0.3)
+LARGE = [(4, 16, [1], 0.0), (16, 32, [2], 0.1), (4, 16, [2, 1], 0.5), (16, 32, [2], 0.5)]
+# Every schedule with uneven replicas and, in turn, with one of the others.
+SHAPES = [*zip(STRAIGHT, itertools.repeat(UNEVEN)), *zip(STRAIGHT, itertools.cycle(LARGE))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", STRAIGHT)
 @pytest.mark.parametrize(
-    ("stages", "micro_batches", "replicas", "network"),
-    [(4, 16, [1], 0.0), (4, 16, [2, 1], 0.5), (8, 16, [3, 2], 0.3), (16, 32, [2], 0.1), (16, 32, [2], 0.5)],
+    ("schedule", "stages", "micro_batches", "replicas", "network"), [(schedule, *shape) for schedule, shape in SHAPES]
 )
 def test_large_pipelines(
-    stages: int, micro_batches: int, replicas: Sequence[int], network: float, schedule: str
+    schedule: str, stages: int, micro_batches: int, replicas: Sequence[int], network: float
 ) -> None:
     measured(*pipeline(stages, micro_batches, schedule, replicas, network))
 

@@ -1,32 +1,32 @@
 """Pipelined training gives what plain Keras gives on one device: loss, every gradient, every variable after three
 steps.
 
-The sweep takes every model of the zoo over stages and replicas; micro-batches, schedule and recomputation go round in
-turn, so that each pair of their values meets several models. One cheap model goes through their whole product.
+The sweep takes every list of replicas three times, with all that varies going round: each pair of values meets, of
+models, numbers of stages, micro-batches, schedules and recomputation, and of replicas and each but the model. One cheap
+model goes through the pairs of options by itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 
 import pytest
-from equivalence import Reference, assert_equal_training, device_lists, use_float64
+from equivalence import assert_equal_training, device_lists, use_float64
+from references import SAMPLES, reference
 from zoo import ZOO
 
 import dapple_tf as dapple
 
-REPLICAS = {
-    1: [(1,), (3,)],
-    2: [(1, 1), (3, 1), (1, 3), (2, 3)],
-    3: [(1, 1, 1), (3, 1, 2), (1, 2, 3)],
-    4: [(1, 1, 1, 1), (2, 1, 3, 1), (1, 3, 2, 2)],
-}
+REPLICAS = [
+    *[(1,), (3,)],
+    *[(1, 1), (3, 1), (1, 3), (2, 3)],
+    *[(1, 1, 1), (3, 1, 2), (1, 2, 3)],
+    *[(1, 1, 1, 1), (2, 1, 3, 1), (1, 3, 2, 2)],
+]
 MICRO_BATCHES = (1, 4, 7)
 SCHEDULES = ("gpipe", "dapple_a", "dapple_b")
 RECOMPUTE = ("none", "boundary", "min_cut")
-OPTIONS = list(itertools.product(MICRO_BATCHES, SCHEDULES, RECOMPUTE))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,72 +41,63 @@ class Case:
         replicas = ":".join(map(str, self.replicas))
         return f"{self.model}-{replicas}-M{self.micro_batches}-{self.schedule}-{self.recompute}"
 
-    @property
-    def batch(self) -> int:
-        """Never a multiple of the number of micro-batches, nor these of the replicas."""
-        return 22 if self.micro_batches * max(self.replicas) > 13 else 13
-
 
 def sweep() -> list[Case]:
-    """Models x stages x replicas; 10 is prime to 27, so that consecutive cases differ in all three options."""
-    cases = []
-    for model, replicas in itertools.product(ZOO, itertools.chain(*REPLICAS.values())):
-        micro_batches, schedule, recompute = OPTIONS[10 * len(cases) % len(OPTIONS)]
-        cases.append(Case(model, replicas, micro_batches, schedule, recompute))
-    # Building a recurrent model takes longer than all else together: every other case of it.
-    return [case for index, case in enumerate(cases) if case.model != "lstm" or index % 2]
+    """All pairs in as few cases as there can be: 12 lists of replicas, each with all three values of an option."""
+    models, cases = list(ZOO), []
+    for turn, (index, replicas) in itertools.product(range(3), enumerate(REPLICAS)):
+        model = models[(index + 2 * turn) % len(models)]
+        options = MICRO_BATCHES[turn], SCHEDULES[(index + turn) % 3], RECOMPUTE[(index // 3 + turn) % 3]
+        cases.append(Case(model, replicas, *options))
+    return cases
 
 
-@pytest.fixture(scope="module")
-def reference() -> Callable[[str, int, str], Reference]:
-    """Plain training, once for each model, batch size and float type."""
-    known: dict[tuple[str, int, str], Reference] = {}
-
-    def train(name: str, samples: int, floatx: str) -> Reference:
-        if (name, samples, floatx) not in known:
-            known[name, samples, floatx] = Reference.of(ZOO[name], samples)
-        return known[name, samples, floatx]
-
-    return train
+def pairs_of_options() -> list[tuple[int, str, str]]:
+    """Each two values of two options once."""
+    pairs = itertools.product(range(3), repeat=2)
+    return [(MICRO_BATCHES[a], SCHEDULES[b], RECOMPUTE[(a + b) % 3]) for a, b in pairs]
 
 
-def check(case: Case, plain: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sweep_meets_every_pair_and_all_options_together() -> None:
+    options = list(itertools.product(MICRO_BATCHES, SCHEDULES, RECOMPUTE))
+    assert {(case.micro_batches, case.schedule, case.recompute) for case in sweep()} == set(options)
+    for values, field in ((MICRO_BATCHES, "micro_batches"), (SCHEDULES, "schedule"), (RECOMPUTE, "recompute")):
+        met = [(case.model, case.replicas, getattr(case, field)) for case in sweep()]
+        assert {(model, value) for model, _, value in met} == set(itertools.product(ZOO, values))
+        assert {(replicas, value) for _, replicas, value in met} == set(itertools.product(REPLICAS, values))
+    stages = {(case.model, len(case.replicas)) for case in sweep()}
+    assert stages == set(itertools.product(ZOO, range(1, 5)))
+
+
+def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = dapple.Plan.manual(
         ZOO[case.model].cuts_for(len(case.replicas)),
         device_lists(case.replicas),
         case.micro_batches,
-        case.batch,
+        SAMPLES,
         schedule=case.schedule,
         recompute=case.recompute,
     )
     cluster = dapple.Cluster.local(sum(case.replicas), kind="cpu")
-    assert_equal_training(ZOO[case.model], cluster, plan, plain, monkeypatch)
+    assert_equal_training(ZOO[case.model], cluster, plan, reference(case.model), monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sweep(), ids=str)
-def test_every_structure_trains_as_plain_keras_in_float64(
-    case: Case, reference: Callable[[str, int, str], Reference], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_structure_trains_as_plain_keras_in_float64(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     use_float64()
-    check(case, reference(case.model, case.batch, "float64"), monkeypatch)
+    check(case, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "M{}-{}-{}".format(*options))
-def test_all_options_together_on_one_model(
-    options: tuple[int, str, str], reference: Callable[[str, int, str], Reference], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("options", pairs_of_options(), ids=lambda options: "M{}-{}-{}".format(*options))
+def test_options_in_pairs_on_one_model(options: tuple[int, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     use_float64()
-    case = Case("branches", (2, 1, 3), *options)
-    check(case, reference(case.model, case.batch, "float64"), monkeypatch)
+    check(Case("branches", (2, 1, 3), *options), monkeypatch)
 
 
 @pytest.mark.parametrize(
     "model", [name if name in ("cnn", "branches") else pytest.param(name, marks=pytest.mark.slow) for name in ZOO]
 )
-def test_every_structure_trains_as_plain_keras_in_float32(
-    model: str, reference: Callable[[str, int, str], Reference], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case(model, (3, 1), 4, "dapple_a", "none")
-    check(case, reference(model, case.batch, "float32"), monkeypatch)
+def test_every_structure_trains_as_plain_keras_in_float32(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(Case(model, (3, 1), 4, "dapple_a", "none"), monkeypatch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from typing import Any
 
@@ -10,7 +11,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import Reference, assert_equal_training, use_float64
+from equivalence import assert_equal_training, use_float64
+from references import SAMPLES, reference
 from zoo import ZOO
 
 import dapple_tf as dapple
@@ -400,7 +402,11 @@ def test_the_process_gpus_are_configured_alike(monkeypatch: pytest.MonkeyPatch) 
     ("cluster", "share", "message"),
     [
         (Cluster.local(1, kind="cpu").with_sub_streams(), 0.5, "the cluster has sub-streams already"),
-        (Cluster.of_servers(["10.0.0.1:2222"]), 0.5, r"the cluster is of a server at grpc://10.0.0.1:2222"),
+        (
+            Cluster.of_servers(["10.0.0.1:2222"], devices_per_server=1),
+            0.5,
+            r"the cluster is of a worker at 10.0.0.1:2222",
+        ),
         (Cluster((Device("a:CPU:0", 0), Device("b:CPU:0", 1))), 0.5, "the cluster is of 2 servers"),
         (Cluster.local(1, kind="cpu"), 1.0, "memory_share is 1.0; it must be between 0 and 1"),
         (gpus(1, None), 0.5, r"device 0 is a GPU of unknown memory.*Cluster.local\(1, memory_bytes=...\)"),
@@ -441,8 +447,9 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("model", ["branches", "tied"])
+@pytest.mark.parametrize(
+    ("model", "case"), [*zip(itertools.cycle(("branches", "tied")), CASES), ("tied", CASES[-1])], ids=str
+)
 def test_joint_schedules_train_as_plain_keras(model: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     use_float64()
     mains, subs = range(case.replicas), range(case.replicas, 2 * case.replicas)
@@ -450,13 +457,13 @@ def test_joint_schedules_train_as_plain_keras(model: str, case: Case, monkeypatc
         ZOO[model].cuts_for(case.stages),
         [mains] * case.stages,
         case.micro_batches,
-        13,
+        SAMPLES,
         "joint",
         weight_devices=[subs] * case.stages,
         **case.options,
     )
     cluster = Cluster.local(case.replicas, kind="cpu").with_sub_streams()
-    assert_equal_training(ZOO[model], cluster, plan, Reference.of(ZOO[model], 13), monkeypatch)
+    assert_equal_training(ZOO[model], cluster, plan, reference(model), monkeypatch)
 
 
 # ---- planning

@@ -8,8 +8,9 @@ import math
 import pytest
 
 import dapple_tf as dapple
-from dapple_tf.cluster import ClusterError, Device
-from dapple_tf.links import _line_of, _pairs, measure_links
+from dapple_tf.cluster import ClusterError, Device, Link, Server
+from dapple_tf.links import _line_of, _network_cards, _pairs, measure_links
+from dapple_tf.session import session_config
 
 
 def test_links_of_logical_devices() -> None:
@@ -40,6 +41,23 @@ def test_capacity_can_be_left_out() -> None:
 def test_pairs_cover_each_server_and_neighbours() -> None:
     devices = [Device(f"/job:w/replica:0/task:{server}/device:GPU:{i}", server) for server in range(3) for i in (0, 1)]
     assert _pairs(dapple.Cluster(devices)) == {"intra": [(0, 1), (2, 3), (4, 5)], "inter": [(0, 2), (2, 4)]}
+
+
+def test_each_server_has_the_best_of_its_links() -> None:
+    slow, fast = Link(1e9, 2e-5), Link(5e9, 1e-5)
+    between = {(0, 1): slow, (0, 2): slow, (0, 3): slow, (1, 2): fast, (1, 3): fast, (2, 3): fast}
+    cards = _network_cards([Server(capacity=2.0), Server(), Server(), Server()], between)
+    assert cards[0] == Server(inter_bandwidth=1e9, inter_latency=2e-5, capacity=2.0)
+    assert cards[1:] == [Server(inter_bandwidth=5e9, inter_latency=1e-5)] * 3
+    # With these cards every link comes out as it was measured.
+    for (one, other), link in between.items():
+        assert min(cards[one].inter_bandwidth or 0, cards[other].inter_bandwidth or 0) == link.bandwidth
+
+
+def test_what_is_timed_is_not_optimized_away() -> None:
+    # TensorFlow's rewriting drops what only control edges lead from: links came out a million times too fast.
+    for cluster in (dapple.Cluster.local(2, kind="cpu"), dapple.Cluster.of_servers(["a:1"], devices_per_server=1)):
+        assert session_config(cluster).graph_options.rewrite_options.disable_meta_optimizer
 
 
 def test_a_line_through_two_sizes() -> None:

@@ -131,7 +131,9 @@ def test_a_dump_has_the_graph_after_each_pass_and_the_stages_while_they_are_buil
         "06_split_concat.pbtxt",
     ]
     assert parsed(target / "01_assign_stages.pbtxt") == apply(two_layers(), AssignStages(("a",))).graph
-    assert parsed(target / "04_partition.stage1.pbtxt") == two_stages().stages[1].graph
+    assert parsed(target / "03_build_backward.stage1.pbtxt") == two_stages().stages[1].graph
+    functions = parsed(target / "04_partition.stage1.pbtxt").library.function
+    assert [function.signature.name for function in functions] == ["stage1_forward", "stage1_backward"]
     step_graph = apply(two_stages(), step).graph
     assert parsed(target / "05_replicate.pbtxt") == step_graph
     assert parsed(target / "05_replicate.pbtxt").library.function

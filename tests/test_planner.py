@@ -182,6 +182,13 @@ def test_a_layer_that_fits_nowhere_is_named_by_its_size() -> None:
         plan(profile_of(layers=2, parameters=10**9), cluster_of(2, memory=10**8), 4)
 
 
+def test_small_models_are_told_in_small_units() -> None:
+    """Memory was 4.5e-05 GiB, and the critical path 5% of the step."""
+    text = str(plan(dataclasses.replace(profile_of(parameters=1000), step_seconds=100.0), cluster_of(2), 8))
+    assert "MiB" in text and "GiB" not in text
+    assert "critical path: what a step takes once 100%" in text
+
+
 def test_the_table_tells_what_was_chosen_and_why() -> None:
     links = {"intra_bandwidth": 1e11, "inter_bandwidth": 1e9}
     found = plan(profile_of(parameters=10**8), cluster_of(4, 4, memory=2**33, **links), 32)
@@ -197,6 +204,7 @@ def test_the_table_tells_what_was_chosen_and_why() -> None:
     assert f"expected step {found.report.latency * 1e3:.4g} ms" in text
     assert "(the pivot stage)" in text
     assert "runner-up: " in text
+    assert "takes once" not in text
     assert "data parallelism on all devices: " in text
     assert sum(stage.share for stage in found.report.stages) == pytest.approx(1)
 

@@ -87,7 +87,7 @@ def brute_force(profile: Profile, cluster: Cluster, batch: int, micro_batches: i
     return best
 
 
-SEEDS = [*range(60), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(60, 300))]
+SEEDS = [*range(60), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(60, 180))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

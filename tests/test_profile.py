@@ -364,6 +364,11 @@ NUMBER_ERROR = "it must be a finite number of at least 0"
         (changed("tensors", 0, "consumers", value=1), ": tensors[0].consumers is 1; it must be a list"),
         (changed("tensors", 0, "consumers", value=[[1]]), f": tensors[0].consumers[0] is [1]; {WHOLE_ERROR}"),
         (changed("tensors", 0, "consumers", value=[0]), ": a tensor goes from layer 0 to layers [0]; these must be"),
+        (changed("tensors", 0, "kept", value=[3]), ": a tensor of layer 0 is kept by layer 3, but there are 3"),
+        (
+            changed("tensors", 0, "delayed", value=[0, 7]),
+            ": a tensor of layer 0 is delayed by layer 7, but there are 3",
+        ),
         (changed("tensors", 0, "producer", value="a"), f": tensors[0].producer is 'a'; {WHOLE_ERROR}"),
         (
             changed("tensors", 0, "differentiable", value=1),

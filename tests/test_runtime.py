@@ -45,11 +45,12 @@ def starts(pipelined: dapple.PipelinedModel, stats: Any) -> dict[str, list[Task]
 @pytest.mark.parametrize(
     ("schedule", "devices", "options"),
     [
+        *((schedule, [[0, 1], [2], [3]], {}) for schedule in ("gpipe", "dapple_a", "zb_h1")),
         *(
-            (schedule, [[0, 1], [2], [3]], {})
-            for schedule in ("gpipe", "dapple_a", "dapple_b", "fast_forward", "zb_h1")
+            pytest.param(schedule, [[0, 1], [2], [3]], {}, marks=pytest.mark.slow)
+            for schedule in ("dapple_b", "fast_forward")
         ),
-        ("modulo", [[0], [1], [0]], {}),
+        pytest.param("modulo", [[0], [1], [0]], {}, marks=pytest.mark.slow),
         ("modulo", [[0, 1], [2], [1, 0]], {"task_seconds": [[1, 3, 1], [2, 1, 1], [1, 1, 2]]}),
         ("interleaved", [[0], [1], [0], [1]], {}),
         ("zb_v", [[0], [1], [1], [0]], {}),
@@ -73,7 +74,7 @@ def test_tasks_start_in_the_order_of_the_schedule_on_every_device(
         ((_, step),) = build.steps.values()
         assert step.schedule is not None
         names = engine.cluster.device_names
-        # What has nothing to compute (Bx of the first stage, say) leaves no trace.
+        # What has nothing to compute (Bx of the first stage, say) is a NoOp, which TensorFlow may drop.
         computed = {
             Task(task.stage, phase, task.micro_batch, task.replica)
             for task in step.entry
@@ -84,7 +85,8 @@ def test_tasks_start_in_the_order_of_the_schedule_on_every_device(
             names[device]: [task for task in tasks if task in computed]
             for device, tasks in step.schedule.orders.items()
         }
-        assert measured == expected
+        ran = {name: [task for task in tasks if task in computed] for name, tasks in measured.items()}
+        assert ran == expected
 
 
 def peaks(stats: Any) -> dict[str, int]:

@@ -601,6 +601,10 @@ def test_text() -> None:
         "1      2        35.4%   12.5     2 MiB\n"
         "critical path: F 5 ms, send 2.8 ms, B 10 ms, all_reduce 1.049 ms, apply 0.5 ms"
     )
+    # What no device does is part of the step, too: a tiny model's critical path ended at a tenth of it.
+    step = simulate(replicated([2, 1], 4, 2), model.scaled(1.0, step_seconds=0.1), cluster(2, 1, **links))
+    assert str(step).startswith("step 119.3 ms")
+    assert str(step).endswith("apply 0.5 ms, what a step takes once 100 ms")
     overlapped = str(two_buckets(overlap=True)).splitlines()[-1]
     assert overlapped == "critical path: F 4000 ms, B 8000 ms, all_reduce 1000 ms, apply 500 ms"
 

@@ -6,9 +6,13 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from dapple_tf.schedules import POLICIES, STREAM_POLICIES, make_schedule
 from graph_passes.tasks import Phase, Schedule, Task
 
 F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
@@ -155,3 +159,34 @@ def test_tasks_can_be_used_without_tensorflow() -> None:
     code = "import sys, graph_passes.tasks; sys.exit(any(name in sys.modules for name in ('tensorflow', 'keras')))"
     root = Path(__file__).resolve().parent.parent
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
+def placements(policy: str, stages: int, replicas: int) -> list[list[int]]:
+    """Devices on which a policy runs, each stage with so many replicas."""
+    positions = stages if policy not in ("interleaved", "zb_v") else max(2, stages)
+    straight = [[position * replicas + replica for replica in range(replicas)] for position in range(positions)]
+    return {"interleaved": straight * 2, "zb_v": straight + straight[::-1]}.get(policy, straight)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, *STREAM_POLICIES])
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_schedules_of_every_policy_parse_back(policy: str, data: st.DataObject) -> None:
+    stages, replicas, count = (data.draw(st.integers(1, most)) for most in (4, 3, 7))
+    devices = placements(policy, stages, replicas)
+    options: dict[str, Any] = {}
+    if policy in STREAM_POLICIES:
+        devices = devices[:1] * stages
+        options["weight_devices"] = [[device + replicas for device in stage] for stage in devices]
+        options["weight_regions"] = data.draw(st.none() | st.just([0] * stages))
+    elif policy.startswith("fast_forward") and data.draw(st.booleans()):
+        options["weight_devices"] = [[100 + device for device in stage] for stage in devices]
+    elif policy in ("gpipe", "dapple_a"):
+        options["reverse_first_k"] = data.draw(st.integers(0, stages))
+    left_out = data.draw(st.none() | st.tuples(st.integers(0, stages - 1), st.integers(0, replicas - 1)))
+    active = None if left_out is None else lambda *slice_: slice_ != (left_out[0], count - 1, left_out[1])
+    schedule = make_schedule(policy, devices, count, active=active, **options)
+    again = Schedule.parse(str(schedule), policy)
+    assert again == schedule and str(again) == str(schedule) and hash(again) == hash(schedule)
+    if policy in STREAM_POLICIES and count > 2 and left_out is None:
+        assert again.after

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 import tensorflow as tf
 from programs import BOOL, DOUBLE, FLOAT, INT32, INT64, Writer, run, two_layers
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.graph import Builder, PassError, Ref, dtype_attr, dtypes_attr, make_node, shape_attr
+from graph_passes.graph import Builder, GraphDef, PassError, Ref, dtype_attr, dtypes_attr, make_node, shape_attr
 from graph_passes.outline import placeholder
 from graph_passes.tensorflow_bridge import (
     add_gradients,
@@ -153,6 +155,35 @@ def test_the_gradient_of_a_gather_is_known_as_rows_and_as_a_whole() -> None:
 
 
 # ---- shapes
+
+
+def test_a_loop_is_differentiated_again_in_another_stage() -> None:
+    """Its functions once got the names of those before, which TensorFlow refuses unless nobody keeps these any more."""
+    with tf.Graph().as_default() as scope:
+        x = tf.compat.v1.placeholder(tf.float32, (3,), name="x")
+        double = tf.multiply(x, 2.0, name="double")
+        y = tf.while_loop(lambda i, _: i < 3, lambda i, v: (i + 1, tf.sin(v) * v), (0, double))[1]
+        tf.identity(y, name="y")
+        tf.compat.v1.placeholder(tf.float32, (3,), name="dy")
+        graph = scope.as_graph_def()
+    later = GraphDef()
+    later.CopyFrom(graph)
+    del later.node[:]
+    later.node.extend(
+        [graph.node[-1], *graph.node[:-1]]
+    )  # Other numbers for the same nodes, as another cut gives them.
+    gc.collect()
+    gc.disable()
+    try:
+        results = [add_gradients(part, [(Ref("y"), Ref("dy"))], [Ref("x")]) for part in (graph, later)]
+    finally:
+        gc.enable()
+    found = []
+    for extended, (gradient,) in results:
+        assert gradient is not None
+        feed = {Ref("x"): np.array([0.1, 0.2, 0.3], np.float32), Ref("dy"): np.ones(3, np.float32)}
+        found.append(run(extended, [gradient.dense], feed)[0])
+    np.testing.assert_array_equal(*found)
 
 
 def test_shapes_follow_from_assumed_placeholders() -> None:

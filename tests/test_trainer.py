@@ -125,6 +125,7 @@ def multi_output() -> keras.Model:
     return model
 
 
+@pytest.mark.slow
 def test_dict_inputs_and_outputs() -> None:
     pair = Pair(multi_output, plan(cuts=["joined"]))
     rng = np.random.default_rng(0)
@@ -447,6 +448,7 @@ def test_compiled_again_or_frozen() -> None:
     assert_equal(pair.model.get_layer("first").get_weights(), before)
 
 
+@pytest.mark.slow
 def test_moving_averages_of_the_weights() -> None:
     """They are the model's values after fit, as in Keras; callbacks may swap them in for validation."""
     pair = Pair(lambda: classifier(optimizer=keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.6)))
@@ -537,7 +539,9 @@ def subclassed() -> keras.Model:
     return model
 
 
-@pytest.mark.parametrize("cut", ["inner/inner_first", "inner", "hidden"])
+@pytest.mark.parametrize(
+    "cut", ["inner/inner_first", *(pytest.param(cut, marks=pytest.mark.slow) for cut in ("inner", "hidden"))]
+)
 def test_subclassed_model(cut: str) -> None:
     pair = Pair(subclassed, plan(cuts=[cut]))
     pair.fit(X, Y, validation_data=(VAL_X, VAL_Y))

@@ -1,167 +1,527 @@
-"""Servers: a model trains on two of them as on one device, and mistakes are told."""
+"""A worker lends its devices to one client at a time, whatever clients do, and tells mistakes."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import random
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
+from typing import Any
 
-import keras
-import numpy as np
 import pytest
+import tensorflow as tf
+from absl import app, flags
+from absl.testing import flagsaver
+from workers import PATIENCE, children, client, expect, has_ended, question, resident_bytes, status, wait_until
 
 import dapple_tf as dapple
+from dapple_tf import worker as worker_module
 from dapple_tf.cluster import ClusterError
+from dapple_tf.connection import connected, open_session
+from dapple_tf.control import Channel, ControlError, split_address
+from dapple_tf.serving import Lease, Machine
 from dapple_tf.session import server_config, session_config
-from dapple_tf.worker import server
+from dapple_tf.worker import Worker, own_address
+from tools.hosts import LocalWorkers, end, environment, launch
+
+Worker_ = tuple[str, int]
 
 
-def free_addresses(count: int) -> list[str]:
-    """Addresses on this machine whose ports nobody has."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for item in sockets:
-            item.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{item.getsockname()[1]}" for item in sockets]
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "dapple_tf.worker", *arguments]
+@pytest.fixture
+def worker(workers: LocalWorkers) -> Worker_:
+    """Address and process of one worker, which nobody uses."""
+    address, process = workers.addresses[0], workers.processes[0].pid
+    wait_until(lambda: not children(process))
+    return address, process
 
 
 @contextlib.contextmanager
-def serving(addresses: Sequence[str], devices: int) -> Iterator[None]:
-    """A server for each address, each a process of its own; none is left afterwards, whatever happens."""
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for task in range(len(addresses)):
-            process = subprocess.Popen(
-                command(f"--addresses={','.join(addresses)}", f"--task={task}", f"--devices={devices}"),
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            processes.append(process)
-        for address, process in zip(addresses, processes, strict=True):
-            assert process.stdout is not None
-            told = f"serving {devices} devices on {address} (process {process.pid})\n"
-            assert process.stdout.readline() == told
-        yield
+def talking(address: str) -> Iterator[Channel]:
+    with contextlib.closing(Channel.connect(address, PATIENCE)) as channel:
+        yield channel
 
 
-def small_model() -> keras.Model:
-    keras.utils.set_random_seed(1)
-    hidden = [keras.layers.Dense(16, activation="relu", name=name) for name in ("a", "b")]
-    model = keras.Sequential([keras.Input((8,)), *hidden, keras.layers.Dense(1, name="c")])
-    model.compile(keras.optimizers.Adam(1e-2), "mse")
-    return model
+@contextlib.contextmanager
+def leased(address: str, client: str = "somebody", silence: float = 3600.0) -> Iterator[Channel]:
+    """A lease whose server runs."""
+    with talking(address) as channel:
+        answer = channel.ask(question("lease", client=client, port=0), PATIENCE)
+        assert set(answer) == {"devices", "port"}, answer
+        order = {"cluster": {"worker": [f"127.0.0.1:{answer['port']}"]}, "task": 0, "leader": 0, "silence": silence}
+        assert set(channel.ask(order, PATIENCE)) == {"serving"}
+        yield channel
 
 
-def test_training_on_two_servers_equals_plain_keras() -> None:
-    draw = np.random.default_rng(0)
-    x = draw.normal(size=(16, 8)).astype("float32")
-    y = x[:, :1]
-    plain = small_model()
-    wanted = [float(plain.train_on_batch(x, y)) for _ in range(4)]
-    addresses = free_addresses(2)
-    with serving(addresses, devices=2):
-        cluster = dapple.Cluster.of_servers(addresses, devices_per_server=2)
-        model = small_model()
-        pipelined = dapple.transform(model, cluster, dapple.Plan.data_parallel([0, 2], 16))
-        got = [float(pipelined.train_on_batch(x, y)) for _ in range(4)]
-        np.testing.assert_allclose(pipelined.predict(x, verbose=0), plain.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
-        pipelined.close()
-
-        # A session of its own, with variables of the same names, on the same servers: a pipeline over both.
-        other = small_model()
-        straight = dapple.transform(other, cluster, dapple.Plan.manual(["a"], [[0, 1], [3]], 2, 16))
-        across = [float(straight.train_on_batch(x, y)) for _ in range(4)]
-        straight.close()
-    np.testing.assert_allclose(got, wanted, rtol=1e-5)
-    np.testing.assert_allclose(across, wanted, rtol=1e-5)
-    for trained in (model, other):
-        for value, reference in zip(trained.variables, plain.variables, strict=True):
-            np.testing.assert_allclose(value.numpy(), reference.numpy(), rtol=1e-4, atol=1e-6, err_msg=reference.path)
-
-
-def test_cluster_of_servers() -> None:
-    cluster = dapple.Cluster.of_servers(["10.0.0.1:2222", "b:80"], devices_per_server=2, memory_bytes=100)
-    assert cluster.target == "grpc://10.0.0.1:2222"
-    assert cluster.real
-    assert cluster.device_names == tuple(
-        f"/job:worker/replica:0/task:{task}/device:CPU:{index}" for task in range(2) for index in range(2)
-    )
-    assert [device.server for device in cluster.devices] == [0, 0, 1, 1]
-    assert {device.memory_bytes for device in cluster.devices} == {100}
-    assert cluster.host_device == "/job:worker/replica:0/task:0/device:CPU:0"
-    assert dapple.Cluster.local(1).host_device == "/job:localhost/replica:0/task:0/device:CPU:0"
-    assert dapple.Cluster.local(1).target == ""
+# ---- starting
 
 
 @pytest.mark.parametrize(
-    ("addresses", "message"),
+    ("config", "expected"),
     [
-        ([], r"addresses is \[\]; give a list"),
-        ("a:1", "addresses is 'a:1'; give a list"),
-        (["a:1", "b"], "address 1 is 'b'; write it as 'host:port'"),
-        ([":1"], "address 0 is ':1'; write it"),
-        (["a:0"], "address 0 is 'a:0'; write it"),
-        (["a:65536"], "address 0 is 'a:65536'; write it"),
-        (["a:-1"], "address 0 is 'a:-1'; write it"),
-        (["a:1", "b:1", "a:1"], "servers 0 and 2 both have the address 'a:1'"),
+        ({"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}, "b:2"),
+        ({"cluster": {"worker": ["a:1"]}}, r"TF_CONFIG lacks or garbles 'task'; it looks like"),
+        ({"cluster": {}, "task": {"type": "worker", "index": 1}}, "TF_CONFIG lacks or garbles 'worker'"),
+        ({"cluster": 1, "task": {"type": "worker", "index": 1}}, "TF_CONFIG lacks or garbles"),
+        ([], "TF_CONFIG lacks or garbles"),
+        ({"cluster": {"worker": ["a:1"]}, "task": {"type": "ps", "index": 0}}, "this task's type is 'ps'; only tasks"),
+        (
+            {"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}},
+            r"task index is 1, but .* \['a:1'\]",
+        ),
+        ({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": -1}}, "task index is -1, but"),
+        ({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": "0"}}, "task index is '0', but"),
+        ({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": True}}, "task index is True, but"),
+        ({"cluster": {"worker": {"0": "a:1"}}, "task": {"type": "worker", "index": 0}}, "the cluster's workers are {"),
+        ("{", "TF_CONFIG isn't JSON: Expecting property name"),
+        ("[" * 100_000, "TF_CONFIG isn't JSON: maximum recursion depth"),
+        ("1" * 10_000, "TF_CONFIG isn't JSON: Exceeds the limit"),
+        (None, "the worker's address is missing: give --address=host:port, or set TF_CONFIG"),
     ],
 )
-def test_wrong_addresses(addresses: list[str], message: str) -> None:
-    with pytest.raises(ClusterError, match=message):
-        dapple.Cluster.of_servers(addresses)
-    with pytest.raises(ClusterError, match=message):
-        server(addresses, 0)
+def test_own_address(config: Any, expected: str) -> None:
+    text = config if isinstance(config, str | None) else json.dumps(config)
+    environment = {} if text is None else {"TF_CONFIG": text}
+    if expected == "b:2":
+        assert own_address(environment) == expected
+        return
+    with pytest.raises(ClusterError, match=expected):
+        own_address(environment)
 
 
-def test_wrong_numbers() -> None:
-    with pytest.raises(ClusterError, match="devices_per_server is 0"):
-        dapple.Cluster.of_servers(["a:1"], devices_per_server=0)
-    with pytest.raises(ClusterError, match="task is 1; with 1 addresses it must be 0 to 0"):
-        server(["a:1"], 1)
-    with pytest.raises(ClusterError, match="devices is 0; a server has at least 1"):
-        server(["a:1"], 0, 0)
-
-
-def test_configurations() -> None:
-    config = session_config(dapple.Cluster.of_servers(["a:1", "b:1"]))
-    assert config.experimental.collective_group_leader == "/job:worker/replica:0/task:0"
-    assert config.isolate_session_state
-    assert not config.device_count
-    assert server_config(3).device_count["CPU"] == 3
-    assert server_config(3).experimental.collective_group_leader == "/job:worker/replica:0/task:0"
+@pytest.fixture
+def _flags() -> Iterator[None]:
+    """Flags that a test may change, and signals that `main` does."""
+    handler = signal.getsignal(signal.SIGTERM)
+    with flagsaver.flagsaver():
+        flags.FLAGS(["worker"])
+        yield
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--addresses=a:1"], "--task is missing"),
-        (["--addresses=a", "--task=0"], "address 0 is 'a'"),
-        (["--addresses=a:1", "--task=0", "stray"], "unexpected arguments"),
+        (["stray"], r"unexpected arguments \['stray'\]"),
+        ([], "the worker's address is missing"),
+        (["--address=a"], "address 0 is 'a'; write it as 'host:port'"),
+        (["--address=127.0.0.1:0"], "address 0 is '127.0.0.1:0'; write it as"),
+        (["--address=8.8.8.8:2222"], "'8.8.8.8' is public: the whole Internet may reach it"),
+        (["--address=[2001:4860:4860::8888]:2222"], "is public"),
+        (["--address=0.0.0.0:2222"], "'0.0.0.0' means all interfaces of this machine"),
+        (["--address=no-such-host.invalid:2222"], "the host 'no-such-host.invalid' isn't known"),
+        (["--address=192.0.2.77:2222"], "no worker can listen on 192.0.2.77:2222: Cannot assign"),
+        (["--address=8.8.8.8:2222", "--allow_public"], "no worker can listen on 8.8.8.8:2222: Cannot assign"),
     ],
 )
-def test_program_tells_mistakes(arguments: list[str], message: str) -> None:
-    done = subprocess.run(command(*arguments), capture_output=True, text=True)
-    assert done.returncode == 1
-    assert message in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.usefixtures("_flags")
+def test_mistakes_of_the_command_line(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    rest = flags.FLAGS(["worker", *arguments])
+    with pytest.raises(app.UsageError, match=message):
+        worker_module.main(rest)
 
 
-def test_taken_port() -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
+@pytest.mark.usefixtures("_flags")
+def test_the_address_of_tf_config_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"cluster": {"worker": ["8.8.8.8:1"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    with pytest.raises(app.UsageError, match=r"'8\.8\.8\.8' is public"):
+        worker_module.main(["worker"])
+
+
+def test_the_program_ends_with_a_word_about_a_taken_port() -> None:
+    """And as any program does: with code 1, and without a traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        done = subprocess.run(
-            command(f"--addresses={address}", "--task=0"), capture_output=True, text=True, env={**os.environ}
+        config = {"cluster": {"worker": [address]}, "task": {"type": "worker", "index": 0}}
+        done = launch(
+            [sys.executable, "-m", "dapple_tf.worker"],
+            env={**environment(), "TF_CONFIG": json.dumps(config)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
+        said, _ = done.communicate(timeout=PATIENCE)
     assert done.returncode == 1
-    assert f"no server can be started on {address}: is its port taken?" in done.stdout + done.stderr
+    assert f"no worker can listen on {address}: Address already in use" in said
+    assert "Traceback" not in said
+
+
+def test_a_worker_listens_on_its_own_address_only(worker: Worker_) -> None:
+    host, port = split_address(worker[0])
+    assert host == "127.0.0.1"
+    with pytest.raises(ControlError, match="can't be reached"):
+        Channel.connect(f"127.0.0.2:{port}", 5)
+    with leased(worker[0]) as channel:
+        assert channel.socket.getpeername() == (host, port)
+
+
+def test_the_server_of_a_client_is_reached_at_the_worker_s_address_only(worker: Worker_) -> None:
+    with talking(worker[0]) as channel:
+        port = channel.ask(question("lease", client="somebody", port=0), PATIENCE)["port"]
+        order = {"cluster": {"worker": [f"127.0.0.1:{port}"]}, "task": 0, "leader": 0, "silence": 60.0}
+        channel.ask(order, PATIENCE)
+        socket.create_connection(("127.0.0.1", port), 5).close()
+        with pytest.raises(OSError, match="timed out"):
+            socket.create_connection(("127.0.0.2", port), 0.3)
+
+
+def test_a_listener_that_all_may_reach() -> None:
+    """--all_interfaces: for containers, which are told an address that isn't their own."""
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        port = trial.getsockname()[1]
+    machine = Machine("127.0.0.1", all_interfaces=True)
+    made = Worker(f"127.0.0.1:{port}", machine, all_interfaces=True)
+    socket.create_connection(("127.0.0.2", port), 5).close()
+    with pytest.raises(ClusterError, match=r"no worker can listen on .*: Address already in use"):
+        Worker(f"127.0.0.1:{port}", machine)
+    made._listener.close()
+
+
+# ---- what there is
+
+
+def test_status(worker: Worker_) -> None:
+    wait_until(lambda: status(worker[0])["holder"] is None)  # It may still be ending the client of the test before.
+    answer = status(worker[0])
+    (device,) = answer.pop("devices")
+    assert answer == {"holder": None}
+    assert device["kind"] == "CPU" and 2**28 < device["memory_bytes"] < 2**50
+    with leased(worker[0], "somebody"):
+        assert status(worker[0])["holder"] == "somebody"
+    wait_until(lambda: status(worker[0])["holder"] is None)
+
+
+def test_inventory() -> None:
+    memory = 2**30
+    assert Machine("h", 3, memory).inventory() == [{"kind": "CPU", "memory_bytes": memory}] * 3
+    whole = Machine("h", 1).inventory()[0]["memory_bytes"]
+    assert Machine("h", 4).inventory() == [{"kind": "CPU", "memory_bytes": whole // 4}] * 4
+
+
+def test_configurations() -> None:
+    config = session_config(dapple.Cluster.of_servers(["a:1", "b:1"], devices_per_server=1))
+    assert config.experimental.collective_group_leader == "/job:worker/replica:0/task:0"
+    assert config.isolate_session_state
+    assert not config.device_count
+    assert server_config(3, 0).device_count["CPU"] == 3
+    assert server_config(0, 2).device_count["CPU"] == 1
+    assert server_config(3, 0, 2).experimental.collective_group_leader == "/job:worker/replica:0/task:2"
+
+
+# ---- leases
+
+
+def test_a_second_client_is_told_who_has_the_worker(worker: Worker_) -> None:
+    """It got the worker, too: starting the server closed a copy of the lease's file, which gave up the lock."""
+    with leased(worker[0], "host-a process 17"):
+        with talking(worker[0]) as other:
+            answer = other.ask(question("lease", client="host-b process 18", port=0), PATIENCE)
+        assert answer == {"error": "in use by host-a process 17; it will be free when that process ends"}
+        assert status(worker[0])["holder"] == "host-a process 17"
+    with leased(worker[0], "host-b process 18"):
+        assert status(worker[0])["holder"] == "host-b process 18"
+
+
+def test_the_same_client_takes_over_from_a_connection_that_hangs(worker: Worker_) -> None:
+    address, process = worker
+    with leased(address, "somebody"):
+        (hung,) = children(process)
+        os.kill(hung, signal.SIGSTOP)
+        started = time.monotonic()
+        with leased(address, "somebody"):
+            assert time.monotonic() - started < 30
+            wait_until(lambda: hung not in children(process))
+            assert status(address)["holder"] == "somebody"
+
+
+def test_a_client_that_comes_back_gets_its_own_and_leaves_others_alone(worker: Worker_) -> None:
+    """The lease's file told of the client before for a moment, whose process was killed to take over: another's."""
+    address, process = worker
+    with leased(address, "first"):
+        pass
+    with leased(address, "second") as second:
+        with talking(address) as other:
+            answer = other.ask(question("lease", client="first", port=0), PATIENCE)
+        assert answer["error"].startswith("in use by second")
+        assert second.ask({"ping": 1}, PATIENCE) == {"pong": 1}
+        wait_until(lambda: len(children(process)) == 1)
+
+
+def test_the_kernel_knows_who_has_a_lease() -> None:
+    lease = Lease()
+    assert lease.holder() is None
+    ready, done = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            assert lease.take("a client")
+            os.write(ready[1], b"x")
+            os.read(done[0], 1)
+        finally:
+            os._exit(0)
+    assert os.read(ready[0], 1) == b"x"
+    assert lease.holder() == (child, "a client")
+    assert not lease.take("another")
+    os.pwrite(lease._file, b"1 a client before", 0)  # As a new holder finds it.
+    assert lease.holder() == (child, "")
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert lease.holder() is None
+    assert lease.take("another")
+    for descriptor in (*ready, *done):
+        os.close(descriptor)
+
+
+def test_a_client_that_says_nothing_for_long_has_gone(worker: Worker_) -> None:
+    """It may be on a machine that was switched off: then no packet tells of its end."""
+    address, process = worker
+    with leased(address, "somebody", silence=1.0) as channel:
+        assert channel.ask({"ping": "any"}, PATIENCE) == {"pong": "any"}
+        started = time.monotonic()
+        wait_until(lambda: not children(process))
+        assert time.monotonic() - started > 0.5
+        with pytest.raises(ControlError, match="connection"):
+            channel.ask({"ping": 2}, 5)
+    assert status(address)["holder"] is None
+
+
+IN_MID_STEP = """
+import sys
+import tensorflow as tf
+import dapple_tf as dapple
+from dapple_tf.connection import connected, open_session
+
+cluster = dapple.Cluster.of_servers(sys.argv[1:])
+with tf.Graph().as_default() as graph:
+    with tf.device(cluster.device_names[0]):
+        variable = tf.compat.v1.get_variable("v", initializer=17.0, use_resource=True)
+        matrix = tf.random.uniform([300, 300])
+        endless = tf.while_loop(
+            lambda i, x: i < 10**9, lambda i, x: (i + 1, tf.tanh(x @ x)), [0, matrix], parallel_iterations=1
+        )[0]
+    with connected(cluster), open_session(cluster, graph) as session:
+        session.run(variable.initializer)
+        print("running", flush=True)
+        session.run(endless)
+"""
+
+
+def test_a_client_that_dies_in_mid_step_leaves_a_clean_worker(worker: Worker_) -> None:
+    """Within two seconds: its endless step has ended, and its variable is forgotten."""
+    address, process = worker
+    with client(IN_MID_STEP, address) as running:
+        expect(running, "running")
+        wait_until(lambda: len(children(process)) == 1)
+        running.kill()
+        assert wait_until(lambda: not children(process)) < 2.0
+    cluster = dapple.Cluster.of_servers([address])
+    with tf.Graph().as_default() as graph:
+        with tf.device(cluster.device_names[0]):
+            variable = tf.compat.v1.get_variable("v", initializer=1.0, use_resource=True)
+            there = tf.raw_ops.VarIsInitializedOp(resource=variable.handle)
+        started = time.monotonic()
+        with connected(cluster):
+            assert time.monotonic() - started < 30
+            with open_session(cluster, graph) as session:
+                assert not session.run(there)
+
+
+def test_a_worker_s_death_ends_its_clients_servers(workers: LocalWorkers) -> None:
+    address, process = workers.addresses[3], workers.processes[3].pid
+    with leased(address) as channel:
+        (child,) = children(process)
+        os.kill(process, signal.SIGKILL)
+        wait_until(lambda: has_ended(child), 5)
+        with pytest.raises(ControlError, match="connection"):
+            channel.ask({"ping": 1}, 5)
+
+
+def test_no_zombies(worker: Worker_) -> None:
+    """A client's process stayed as one until the next client came."""
+    address, process = worker
+    with leased(address):
+        (child,) = children(process)
+    wait_until(lambda: not os.path.exists(f"/proc/{child}"), 5)
+
+
+# ---- clients that aren't any
+
+
+@pytest.mark.parametrize(
+    ("hello", "error"),
+    [
+        ({}, "speaks None and the worker 'dapple_tf.worker/1'; use the same version of dapple_tf on both"),
+        ({"protocol": "dapple_tf.worker/0", "ask": "status"}, "speaks 'dapple_tf.worker/0' and the worker"),
+        (question("dance"), "asks for 'dance', which no worker knows"),
+        (question([1]), r"asks for [1], which no worker knows"),
+        (question("lease"), "'client' is None; it must be of type str"),
+        (question("lease", client=1, port=0), "'client' is 1; it must be of type str"),
+        (question("lease", client="c"), "'port' is None; it must be of type int"),
+        (question("lease", client="c", port=True), "'port' is True; it must be of type int"),
+        (question("lease", client="", port=0), "'client' must be one line of 1 to 1000 printable characters"),
+        (question("lease", client="x" * 1001, port=0), "'client' must be one line"),
+        (question("lease", client="forged\nline", port=0), "'client' must be one line"),
+        (question("lease", client="\x1b[2J", port=0), "'client' must be one line"),
+        (question("lease", client="\ud800", port=0), "'client' must be one line"),
+    ],
+)
+def test_questions_that_are_refused(worker: Worker_, hello: dict[str, Any], error: str) -> None:
+    with talking(worker[0]) as channel:
+        answer = channel.ask(hello, PATIENCE)
+    assert answer["error"].startswith(error)
+    assert status(worker[0])["holder"] is None
+
+
+GOOD: dict[str, Any] = {"cluster": {"worker": ["127.0.0.1:1"]}, "task": 0, "leader": 0, "silence": 60.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"cluster": None}, "'cluster' is None; it must be of type dict"),
+        ({"cluster": {}}, "task 0 and leader 0 aren't among the workers None"),
+        ({"cluster": {"worker": []}}, "task 0 and leader 0 aren't among the workers []"),
+        ({"task": 1}, "task 1 and leader 0 aren't among the workers"),
+        ({"leader": -1}, "task 0 and leader -1 aren't among"),
+        ({"task": "0"}, "'task' is '0'; it must be of type int"),
+        ({"silence": 60}, "'silence' is 60; it must be of type float"),
+        ({"silence": float("nan")}, "'silence' is nan s; it must be from 1 s to a day"),
+        ({"silence": float("inf")}, "'silence' is inf s; it must be from 1 s to a day"),
+        ({"silence": 0.0}, "'silence' is 0.0 s; it must be"),
+        ({"cluster": {"worker": ["127.0.0.1:1", 5]}}, "job 'worker' has the tasks ['127.0.0.1:1', 5]; they must be"),
+        ({"cluster": {"worker": ["nowhere"]}}, "job 'worker': address 0 is 'nowhere'; write it as 'host:port'"),
+        ({"cluster": {"worker": ["a:1", "a:1"]}}, "job 'worker': servers 0 and 1 both have the address 'a:1'"),
+        ({"cluster": {"worker": ["a:1"], "Other Job": ["b:1"]}}, "job 'Other Job' has the tasks ['b:1']"),
+        ({"cluster": {"worker": ["a:1"], "client": []}}, "job 'client': addresses is []; give a list"),
+    ],
+)
+def test_orders_that_are_refused(worker: Worker_, change: dict[str, Any], error: str) -> None:
+    address, process = worker
+    with talking(address) as channel:
+        channel.ask(question("lease", client="c", port=0), PATIENCE)
+        answer = channel.ask({**GOOD, **change}, PATIENCE)
+        assert answer["error"].startswith(error), answer
+        wait_until(lambda: not children(process))
+
+
+@pytest.mark.parametrize("port", [-1, 65_536, 10**30])
+def test_ports_that_are_none(worker: Worker_, port: int) -> None:
+    address, process = worker
+    with talking(address) as channel:
+        channel.ask(question("lease", client="c", port=port), PATIENCE)
+        assert "error" in channel.ask(GOOD, PATIENCE)
+        wait_until(lambda: not children(process))
+
+
+def hostile(draw: random.Random) -> bytes:
+    """What some client might send: noise, or a message with something wrong in it."""
+    odd = [None, True, -1, 2**70, 1e308, "", "x" * 3000, [], {}, [[]] * 50, {"a": {"b": []}}, "\ud800\n\x00"]
+    hello = {"protocol": question()["protocol"], "ask": "lease", "client": "fuzz", "port": 0}
+    kind = draw.randrange(6)
+    if kind == 0:
+        return draw.randbytes(draw.randrange(1, 200)) + b"\n"
+    if kind == 1:
+        return b"[" * draw.randrange(1, 60_000) + b"\n"
+    if kind == 2:
+        return b'{"a":' * draw.randrange(1, 5_000) + b"1" + b"}" * draw.randrange(5_000) + b"\n"
+    if kind == 3:
+        return json.dumps({**hello, draw.choice(list(hello)): draw.choice(odd)}).encode() + b"\n"
+    if kind == 4:
+        order = {**GOOD, draw.choice(list(GOOD)): draw.choice(odd)}
+        return json.dumps(hello).encode() + b"\n" + json.dumps(order).encode() + b"\n"
+    order = {**GOOD, "cluster": {draw.choice(["worker", "", "\n", "a"]): draw.choice(odd)}}
+    return json.dumps(hello).encode() + b"\n" + json.dumps(order).encode() + b"\n" + draw.randbytes(20)
+
+
+def give(address: str, data: bytes) -> None:
+    """Sends something to a worker and waits for the end of the connection."""
+    with socket.create_connection(split_address(address), PATIENCE) as connection, contextlib.suppress(OSError):
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(65_536):
+            pass
+
+
+def test_nothing_that_is_sent_harms_a_worker(worker: Worker_) -> None:
+    address, process = worker
+    draw = random.Random(5)
+    for _ in range(20):
+        give(address, hostile(draw))
+    before = resident_bytes(process)
+    for _ in range(130):
+        give(address, hostile(draw))
+    for size in (1 << 20, 1 << 23):
+        give(address, b"x" * size)
+        give(address, b'"' + b"x" * size + b'"\n')
+    wait_until(lambda: not children(process))
+    assert status(address)["holder"] is None
+    assert resident_bytes(process) - before < 4 * 2**20
+
+
+def test_a_hundred_connections_at_once_disturb_no_one(worker: Worker_) -> None:
+    """Some are closed at once, and none harms the client that was there before."""
+    address, process = worker
+    with leased(address, "somebody") as channel, contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(socket.create_connection(split_address(address), PATIENCE))
+        assert channel.ask({"ping": 1}, PATIENCE) == {"pong": 1}
+        assert len(children(process)) <= 64
+        stack.close()
+        wait_until(lambda: len(children(process)) == 1)
+        assert status(address)["holder"] == "somebody"
+        assert channel.ask({"ping": 2}, PATIENCE) == {"pong": 2}
+
+
+def test_a_client_that_is_slow_to_speak_keeps_no_one_waiting(worker: Worker_) -> None:
+    address, _ = worker
+    with socket.create_connection(split_address(address), PATIENCE) as slow:
+        for byte in b'{"protocol"':
+            slow.sendall(bytes([byte]))
+            if byte == ord("o"):
+                assert status(address)["devices"]  # The client of the test before may not be quite gone.
+
+
+def test_a_worker_that_cannot_fork_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended with the OSError; the client of that moment is turned away instead."""
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        port = trial.getsockname()[1]
+    made = Worker(f"127.0.0.1:{port}", Machine("127.0.0.1", 1))
+
+    class EnoughError(Exception):
+        pass
+
+    answers: list[BaseException] = [OSError(11, "Resource temporarily unavailable"), EnoughError()]
+
+    def fork() -> int:
+        raise answers.pop(0)
+
+    monkeypatch.setattr(os, "fork", fork)
+    first = socket.create_connection(("127.0.0.1", port), 5)
+    second = socket.create_connection(("127.0.0.1", port), 5)
+    with first, second:
+        with made._listener, pytest.raises(EnoughError):
+            made.serve()
+        assert first.recv(10) == b""
+
+
+def test_sigterm_ends_a_worker_and_its_clients_servers() -> None:
+    script = "import sys; from dapple_tf import worker; from absl import app; app.run(worker.main, sys.argv)"
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{trial.getsockname()[1]}"
+    with client(script, f"--address={address}", "--devices=1") as process:
+        expect(process, f"worker on {address} (process {process.pid})")
+        with leased(address):
+            (child,) = children(process.pid)
+            process.terminate()
+            assert process.wait(PATIENCE) == 0
+            wait_until(lambda: has_ended(child), 5)
+        end(process)

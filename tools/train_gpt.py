@@ -31,6 +31,8 @@ from absl import app, flags
 
 import dapple_tf as dapple
 from models import gpt, text
+from tools.run_folder import fresh_folder
+from tools.shapes import devices_of, parse_shape
 
 _PLAN = flags.DEFINE_string("plan", None, "JSON file of the plan; replaces --plan_shape and the flags of the schedule.")
 _PLAN_SHAPE = flags.DEFINE_string(
@@ -115,18 +117,6 @@ class Throughput(keras.callbacks.Callback):
             logs["tokens_per_s"] = round(self._rate())
 
 
-def parse_shape(shape: str) -> tuple[int, ...]:
-    """Replicas of each stage: ``"3:1"`` is (3, 1).
-
-    Raises:
-        ValueError: Not whole numbers of at least 1 with colons between them.
-    """
-    parts = shape.split(":")
-    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise ValueError(f"--plan_shape={shape}: need replicas per stage with colons between them, such as 3:1")
-    return tuple(int(part) for part in parts)
-
-
 def cut_layers(depth: int, replicas: Sequence[int]) -> list[str]:
     """Names of the blocks after which to cut, so that stages have blocks about in proportion to their replicas.
 
@@ -151,10 +141,9 @@ def make_plan() -> dapple.Plan:
     if _PLAN.value:
         return dapple.Plan.load(_PLAN.value)
     replicas = parse_shape(_PLAN_SHAPE.value)
-    devices = iter(range(sum(replicas)))
     return dapple.Plan.manual(
         cuts=cut_layers(_DEPTH.value, replicas),
-        devices=[list(itertools.islice(devices, count)) for count in replicas],
+        devices=devices_of(replicas),
         micro_batches=_MICRO_BATCHES.value,
         global_batch_size=_GLOBAL_BATCH_SIZE.value,
         schedule=_SCHEDULE.value,
@@ -183,14 +172,6 @@ def make_model() -> keras.Model:
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
     return model
-
-
-def fresh_folder(wanted: pathlib.Path) -> pathlib.Path:
-    """Makes ``wanted``, or the first of ``wanted-2``, ``wanted-3``, ... that doesn't exist yet."""
-    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
-    folder = next(path for path in itertools.chain([wanted], numbered) if not path.exists())
-    folder.mkdir(parents=True)
-    return folder
 
 
 def show_sample(model: keras.Model) -> None:

@@ -2,9 +2,9 @@
 
     sudo .venv/bin/python -m tools.two_hosts --models=resnet,vgg --rate=auto --out=two_hosts.json
 
-The hosts are network namespaces of this machine, joined by a pair of virtual Ethernet devices whose rate is limited by
-`tc tbf`. Each runs a TensorFlow server (`dapple_tf.worker`) on a core of its own. All of it is taken down at the end,
-and on errors and Ctrl-C, too. That needs root, `ip` and `tc`.
+The hosts are network namespaces of this machine, joined by virtual Ethernet devices whose rate is limited by
+`tc tbf` (`tools.hosts`). Each runs a worker (`dapple_tf.worker`) on a core of its own. All of it is taken down at the
+end, and on errors and Ctrl-C, too. That needs root, `ip` and `tc`.
 
 Variants take turns, so that all meet the same ups and downs of the machine's speed, and only steps count during which
 other processes leave the machine alone (the four least disturbed ones, if it never is):
@@ -35,7 +35,6 @@ import platform
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -49,9 +48,10 @@ import tensorflow as tf
 from absl import app, flags
 
 import dapple_tf as dapple
-from dapple_tf.session import session_config
+from dapple_tf.connection import connected, open_session
 from models.resnet import resnet
 from models.vgg import vgg
+from tools.hosts import Hosts, HostsError, unavailable
 
 _MODELS = flags.DEFINE_list("models", ["resnet", "vgg"], "which of resnet and vgg to train")
 _RATE = flags.DEFINE_string(
@@ -69,8 +69,6 @@ _BATCH = flags.DEFINE_integer("batch", None, "global batch size; by default the 
 _OUT = flags.DEFINE_string("out", None, "write the numbers and the machine's facts to this JSON file, too")
 _INSIDE = flags.DEFINE_string("inside", None, "internal: this is the client within the first host; what it is to do")
 
-_ADDRESSES = ("10.255.77.1", "10.255.77.2")
-_PORT = 2222
 _KEY = 2_000_000_000
 """First collective key of `Client.all_reduce`; steps count theirs from 1."""
 
@@ -102,95 +100,16 @@ _EXAMPLES = {
 # ---- the two hosts
 
 
-class TwoHosts:
-    """Two network namespaces, a link between them and a server in each; made on entry, gone on exit."""
-
-    def __init__(self) -> None:
-        self.names = [f"two_hosts_{os.getpid()}_{host}" for host in range(2)]
-        self.cores = sorted(os.sched_getaffinity(0))[:2]
-        self.addresses = [f"{address}:{_PORT}" for address in _ADDRESSES]
-        self.servers: list[int] = []
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> TwoHosts:
-        try:
-            self._start()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def _start(self) -> None:
-        for name in self.names:
-            _call("ip", "netns", "add", name)
-            self._stack.callback(_call, "ip", "netns", "del", name)
-            _call("ip", "-n", name, "link", "set", "lo", "up")
-        first, second = self.names
-        _call("ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
-        for name, address in zip(self.names, _ADDRESSES, strict=True):
-            _call("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-            _call("ip", "-n", name, "link", "set", "eth0", "up")
-        servers = [self._server(host) for host in range(2)]
-        self.servers = [server.pid for server in servers]
-        for server in servers:
-            assert server.stdout is not None
-            if not server.stdout.readline():
-                raise RuntimeError(f"a server ended with code {server.wait()} before it served; see above")
-
-    def _server(self, host: int) -> subprocess.Popen[str]:
-        command = ["taskset", "-c", str(self.cores[host]), sys.executable, "-m", "dapple_tf.worker"]
-        arguments = [f"--addresses={','.join(self.addresses)}", f"--task={host}"]
-        server = subprocess.Popen(
-            [*_within(self.names[host]), *command, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=_environment(),
-        )
-        self._stack.callback(server.wait)
-        self._stack.callback(server.kill)
-        return server
-
-    def limit(self, rate: float) -> None:
-        """Limits the link to ``rate`` Mbit/s in each direction."""
-        burst = max(32_000, int(rate * 1e6 / 8 * 0.004))
-        for name in self.names:
-            queue = ["tbf", "rate", f"{rate:.3f}mbit", "burst", f"{burst}b", "latency", "100ms"]
-            _call("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", *queue)
-
-    def run(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """Runs this program's other half in the first host; returns what it has found."""
-        with tempfile.TemporaryDirectory() as directory:
-            result = pathlib.Path(directory) / "result.json"
-            told = json.dumps({**task, "addresses": self.addresses, "servers": self.servers, "result": str(result)})
-            command = [sys.executable, "-m", "tools.two_hosts", f"--inside={told}", "--verbosity=-1"]
-            client = subprocess.Popen([*_within(self.names[0]), *command], stdin=subprocess.DEVNULL, env=_environment())
-            try:
-                if client.wait():
-                    raise RuntimeError(f"the client in host 0 ended with code {client.returncode}; see above")
-            finally:
-                client.kill()
-                client.wait()
-            return json.loads(result.read_text())
-
-
-def _within(name: str) -> list[str]:
-    """Start of a command that runs in a namespace, and ends with this process where `setpriv` is there."""
-    ending = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
-    return [*ending, "ip", "netns", "exec", name]
-
-
-def _environment() -> dict[str, str]:
-    return {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
-
-
-def _call(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.returncode}")
+def run(hosts: Hosts, task: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs this program's other half in the first host; returns what it has found."""
+    with tempfile.TemporaryDirectory() as directory:
+        result = pathlib.Path(directory) / "result.json"
+        workers = [process.pid for process in hosts.processes]
+        told = json.dumps({**task, "addresses": hosts.addresses, "workers": workers, "result": str(result)})
+        command = [sys.executable, "-m", "tools.two_hosts", f"--inside={told}", "--verbosity=-1"]
+        if code := hosts.run(0, command).returncode:
+            raise HostsError(f"the client in host 0 ended with code {code}; see above")
+        return json.loads(result.read_text())
 
 
 # ---- what runs in the first host
@@ -262,7 +181,7 @@ class Client:
                         last = [reduced.op]
                     ends += last
             done = tf.group(*ends)
-        session = tf.compat.v1.Session(self.cluster.target, graph=graph, config=session_config(self.cluster))
+        session = open_session(self.cluster, graph)
 
         def step() -> float:
             started = time.perf_counter()
@@ -364,37 +283,42 @@ class Client:
         step = self.compute()
         found = []
         for _ in range(8):
-            before = [_cpu_seconds(server) for server in self.task["servers"]]
+            before = [_cpu_seconds(server) for server in self.task["workers"]]
             step()
-            found.append(max(_cpu_seconds(s) - b for s, b in zip(self.task["servers"], before, strict=True)))
+            found.append(max(_cpu_seconds(s) - b for s, b in zip(self.task["workers"], before, strict=True)))
         return {"seconds": statistics.median(found), "gradient_bytes": self.gradient_bytes}
 
     @contextlib.contextmanager
     def _noise(self) -> Iterator[list[float]]:
         """Gives a list that has, afterwards, how many cores other processes used meanwhile."""
         noise: list[float] = []
-        before, started = _others(self.task["servers"]), time.perf_counter()
+        before, started = _others(self.task["workers"]), time.perf_counter()
         yield noise
-        noise.append((_others(self.task["servers"]) - before) / (time.perf_counter() - started))
+        noise.append((_others(self.task["workers"]) - before) / (time.perf_counter() - started))
 
 
 def _cpu_seconds(process: int) -> float:
-    """Processor time of a process so far."""
-    fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Processor time of a process and its children so far: a worker's server is a child of it."""
+    try:
+        fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        children = pathlib.Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0  # It has ended meanwhile.
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(map(_cpu_seconds, map(int, children)))
 
 
-def _others(servers: Sequence[int]) -> float:
-    """Processor time that this machine has spent so far on processes other than the servers and this one."""
+def _others(workers: Sequence[int]) -> float:
+    """Processor time that this machine has spent so far on processes other than the workers and this one."""
     with open("/proc/stat") as lines:
         user, nice, system, _, _, interrupts, soft_interrupts, stolen = map(int, next(lines).split()[1:9])
     total = (user + nice + system + interrupts + soft_interrupts + stolen) / os.sysconf("SC_CLK_TCK")
-    return total - sum(map(_cpu_seconds, (*servers, os.getpid())))
+    return total - sum(map(_cpu_seconds, (*workers, os.getpid())))
 
 
 def _inside(task: Mapping[str, Any]) -> None:
     client = Client(task)
-    found = client.measure() if task["what"] == "measure" else client.compute_seconds()
+    with connected(client.cluster):
+        found = client.measure() if task["what"] == "measure" else client.compute_seconds()
     pathlib.Path(task["result"]).write_text(json.dumps(found))
 
 
@@ -420,15 +344,14 @@ def measure(name: str, rate: float | None) -> dict[str, Any]:
         "noise": _NOISE.value,
         "steps": _STEPS.value,
     }
-    with TwoHosts() as hosts:
+    with Hosts(2, cores=sorted(os.sched_getaffinity(0))[:2]) as hosts:
         if rate is None:
             _say(f"{name}: measuring computation without a network")
-            found = hosts.run({**task, "what": "compute"})
+            found = run(hosts, {**task, "what": "compute"})
             rate = found["gradient_bytes"] * 8 / found["seconds"] / 1e6 / _RATIO.value
-    with TwoHosts() as hosts:  # Fresh servers: the old ones know the collectives' keys already.
         _say(f"{name}: global batch {batch}, link of {rate:.0f} Mbit/s")
         hosts.limit(rate)
-        return {**task, "rate_mbit": rate, **hosts.run({**task, "what": "measure"})}
+        return {**task, "rate_mbit": rate, **run(hosts, {**task, "what": "measure"})}
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -502,11 +425,10 @@ def _check() -> None:
                 raise app.UsageError(f"--{flag} has {value!r}; give whole numbers from 0")
     if _OUT.value and not pathlib.Path(_OUT.value).absolute().parent.is_dir():
         raise app.UsageError(f"--out={_OUT.value}: no such folder")
-    for program in ("ip", "tc", "taskset"):
-        if shutil.which(program) is None:
-            raise app.UsageError(f"`{program}` isn't installed; it comes with iproute2 or util-linux")
-    if os.geteuid() != 0:
-        raise app.UsageError("network namespaces need root: run this with sudo")
+    if reason := unavailable():
+        raise app.UsageError(f"{reason}; run this with sudo, on a machine that allows network namespaces")
+    if shutil.which("taskset") is None:
+        raise app.UsageError("`taskset` isn't installed; it comes with util-linux")
     if len(os.sched_getaffinity(0)) < 2:
         raise app.UsageError("two hosts need a core each, and this process may use only one")
 
@@ -530,7 +452,7 @@ def main(argv: list[str]) -> None:
     for name in _MODELS.value:
         try:
             results.append(measure(name, rate))
-        except RuntimeError as error:
+        except HostsError as error:
             sys.exit(f"{name}: {error}")
         except KeyboardInterrupt:
             sys.exit(130)

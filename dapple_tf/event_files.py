@@ -1,0 +1,54 @@
+"""Graphs as TensorBoard's event files: one run for each, which its graph view shows."""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from collections.abc import Mapping
+
+import tensorflow as tf
+from tensorflow.core.util import event_pb2
+
+from graph_passes.graph import GraphDef, Ref, control_inputs, data_inputs
+
+EVENTS = "events.out.tfevents.0.graph"
+"""Name of the file in a run's directory."""
+
+
+def write_events(directory: pathlib.Path, graph: GraphDef) -> pathlib.Path:
+    """Makes a run that has a graph; returns its file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / EVENTS
+    now = time.time()
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for event in (
+            event_pb2.Event(wall_time=now, file_version="brain.Event:2"),
+            event_pb2.Event(wall_time=now, graph_def=graph.SerializeToString()),
+        ):
+            writer.write(event.SerializeToString())
+    return path
+
+
+def together(graphs: Mapping[str, GraphDef]) -> GraphDef:
+    """Several graphs as one, each with its nodes under ``name/``; of functions of one name the first."""
+    found = GraphDef()
+    functions: set[str] = set()
+    gradients: set[str] = set()
+    for name, graph in graphs.items():
+        found.versions.CopyFrom(graph.versions)
+        for original in graph.node:
+            node = found.node.add()
+            node.CopyFrom(original)
+            node.name = f"{name}/{original.name}"
+            del node.input[:]
+            node.input.extend(str(Ref(f"{name}/{ref.node}", ref.output)) for ref in data_inputs(original))
+            node.input.extend(f"^{name}/{waited}" for waited in control_inputs(original))
+        for function in graph.library.function:
+            if function.signature.name not in functions:
+                functions.add(function.signature.name)
+                found.library.function.add().CopyFrom(function)
+        for gradient in graph.library.gradient:
+            if gradient.function_name not in gradients:
+                gradients.add(gradient.function_name)
+                found.library.gradient.add().CopyFrom(gradient)
+    return found

@@ -1,0 +1,89 @@
+"""What Keras knows of a functional model, so that nothing has to be traced: its layers' order, tensors and outputs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+def cuts_are_safe(model: keras.Model, cuts: Sequence[str]) -> bool:
+    """Whether a functional model can be cut after these layers, as far as that can be told without data.
+
+    True if every cut is the plain name of a layer of the model itself that it calls once and that no other layer's
+    inside has, the cuts are in the order of calls, every stage has a layer with weights of its own, and every tensor
+    that crosses a cut has the batch as its only unknown axis, the first. Anything else has to be traced to be known.
+    Layers whose number of rows depends on the data are found out when the first batch is prepared.
+    """
+    graph = _graph_of(model)
+    if graph is None:
+        return False
+    names = [operation.name for operation in _operations(model)]
+    calls = _calls(graph)
+    order = {node.operation.name: position for position, node in enumerate(calls)}
+    if any(names.count(cut) != 1 or cut not in order for cut in cuts):
+        return False
+    if any(sum(node.operation.name == cut for node in calls) != 1 for cut in cuts):
+        return False
+    starts = [0, *(order[cut] + 1 for cut in cuts), len(calls)]
+    stages = [range(start, stop) for start, stop in itertools.pairwise(starts)]
+    if not all(any(getattr(calls[position].operation, "weights", ()) for position in stage) for stage in stages):
+        return False
+    stage_of = {position: number for number, stage in enumerate(stages) for position in stage}
+    maker = {id(tensor): stage_of[position] for position, node in enumerate(calls) for tensor in node.outputs}
+    return all(
+        tensor.shape[:1] == (None,) and None not in tensor.shape[1:]
+        for position, node in enumerate(calls)
+        for tensor in node.input_tensors
+        if maker.get(id(tensor), stage_of[position]) != stage_of[position]
+    )
+
+
+@contextlib.contextmanager
+def outputs_as_declared(model: keras.Model) -> Iterator[None]:
+    """Within it, calling a functional model only gives tensors of the shapes and dtypes that it declares.
+
+    For what asks just these of it: building losses and metrics, which otherwise traces the whole model.
+    """
+    graph = _graph_of(model)
+    if graph is None or "call" in vars(model):
+        yield
+        return
+
+    def call(*_: Any, **__: Any) -> Any:
+        return keras.tree.map_structure(
+            lambda tensor: tf.compat.v1.placeholder(tensor.dtype, tensor.shape), graph._outputs_struct
+        )
+
+    vars(model)["call"] = call  # Keras tracks what is assigned.
+    try:
+        yield
+    finally:
+        del vars(model)["call"]
+
+
+def _graph_of(model: keras.Model) -> Any:
+    """The functional graph that a model's call runs; None if it does something else."""
+    graph = getattr(model, "_functional", model)  # Sequential keeps one
+    own_call = type(model).call not in (keras.Sequential.call, type(graph).call)
+    return None if own_call or not hasattr(graph, "_nodes_by_depth") else graph
+
+
+def _calls(graph: Any) -> list[Any]:
+    """The calls of operations, in the order in which they are made."""
+    depths = sorted(graph._nodes_by_depth, reverse=True)
+    nodes = [node for depth in depths for node in graph._nodes_by_depth[depth]]
+    return [node for node in nodes if node.operation and not node.is_input]
+
+
+def _operations(model: keras.Model) -> list[Any]:
+    """The layers and operations of a model, those inside of others included."""
+    found = {}
+    for layer in model._flatten_layers(include_self=False):
+        for operation in (layer, *getattr(layer, "operations", ())):
+            found[id(operation)] = operation
+    return list(found.values())

@@ -1,0 +1,141 @@
+"""The passes that a plan asks for: from a captured model to stage functions, and from these to a step.
+
+Nothing here needs a session, so that it serves descriptions of clusters, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from dapple_tf.builds import Build, Kind
+from dapple_tf.capture import Mode
+from dapple_tf.cluster import Cluster
+from dapple_tf.device_values import Holding
+from dapple_tf.memory_limits import residuals_held
+from dapple_tf.plan import Plan
+from graph_passes.accumulate import Accumulate, accumulated_gradients
+from graph_passes.assign_stages import AssignStages
+from graph_passes.build_backward import BuildBackward
+from graph_passes.build_forward import BuildForward
+from graph_passes.group_update import GroupUpdate, reduction_order
+from graph_passes.partition import Partition
+from graph_passes.program import Layout, Program
+from graph_passes.replicate import Replicate
+from graph_passes.schedule import OrderTasks
+from graph_passes.split_concat import SplitConcat
+from graph_passes.storage import bytes_of
+from graph_passes.tasks import Schedule
+from graph_passes.update import Update
+
+if TYPE_CHECKING:
+    from graph_passes.pass_manager import Pass
+
+STEP_PASSES_START = 5
+"""Number of the first pass that makes a step of stage functions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPasses:
+    """The passes of a plan on a cluster.
+
+    Attributes:
+        plan: the plan.
+        cluster: the cluster, real or a description.
+    """
+
+    plan: Plan
+    cluster: Cluster
+
+    @property
+    def devices(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the devices of each stage's replicas."""
+        return self._names(self.plan.devices)
+
+    @property
+    def homes(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the devices that keep the variables of each stage's replicas."""
+        return self._names(self.plan.devices if self.plan.weight_devices is None else self.plan.weight_devices)
+
+    def _names(self, devices: Sequence[Sequence[int]]) -> tuple[tuple[str, ...], ...]:
+        names = self.cluster.device_names
+        return tuple(tuple(names[device] for device in replicas) for replicas in devices)
+
+    def layout(self, samples: int) -> Layout:
+        """How a batch of ``samples`` samples is cut. Evaluation may take larger batches than training."""
+        batch, micro_batches = self.plan.global_batch_size, self.plan.micro_batches
+        if samples > batch:
+            micro_batches, batch = -(-samples * micro_batches // batch), samples
+        homes = None if self.plan.weight_devices is None else self.homes
+        return Layout(self.devices, samples, batch, micro_batches, homes)
+
+    def carried(self, updates: Sequence[GroupUpdate]) -> tuple[tuple[int, ...], ...]:
+        """The parameter groups that are updated during the next step's forward, in the order of their reduction."""
+        count = self.plan.carried_updates
+        if not count or not updates:
+            return ()
+        keys = [update.stages for update in updates]
+        order = reduction_order(keys, self.plan.order_tasks(), self.plan.weight_devices or self.plan.devices)
+        return tuple(keys[index] for index in order[-count:] if not updates[index].apply.slices)
+
+    def schedule(self, built: Build, layout: Layout, holdings: Sequence[Holding]) -> Schedule:
+        """The order of tasks for a batch; ``holdings`` are what devices keep."""
+        micro_batches = len(layout.micro_batch_intervals)
+        training = built.mode is Mode.TRAIN
+        holds = self.holds(built, layout, holdings) if training else None
+        return self.plan.order_tasks(micro_batches, holds=holds, active=layout.active, forward_only=not training)
+
+    def holds(self, built: Build, layout: Layout, holdings: Sequence[Holding]) -> tuple[int, ...] | None:
+        """D of each stage, see `residuals_held`."""
+
+        def stored(device: str) -> int:
+            return self.stored_bytes(built.program, holdings, device)
+
+        return residuals_held(self.plan, self.cluster, built.program, layout, stored)
+
+    def stored_bytes(self, program: Program, holdings: Sequence[Holding], device: str) -> int:
+        """Bytes of the variables, optimizer slots and gradient accumulators on a device."""
+        stages = [stage for stage in program.stages if device in self.homes[stage.index]]
+        kept = [v for holding in holdings if device in holding.devices for v in holding.variables]
+        return bytes_of([*kept, *(v for stage in stages for _, v in accumulated_gradients(program, stage))])
+
+    def stage_passes(self, mode: Mode, prefix: str) -> list[Pass]:
+        """Passes 1 to 4: from the captured graph to stage functions, whose names start with ``prefix``."""
+        training = mode is Mode.TRAIN
+        return [
+            AssignStages(self.plan.cuts),
+            BuildForward(want_outputs=mode is Mode.PREDICT),
+            *([BuildBackward()] if training else []),
+            Partition(self.plan.recompute, self.plan.jit_compile, training, prefix, self.plan.split_stages),
+        ]
+
+    def step_passes(
+        self, built: Build, kind: Kind, schedule: Schedule, hosts: Mapping[str, Sequence[int]], first_key: int = 1
+    ) -> list[Pass]:
+        """Passes 5 to 9: from stage functions to a step.
+
+        Args:
+            built: the stage functions.
+            kind: which step.
+            schedule: the order of its tasks.
+            hosts: variable -> the stages that keep it.
+            first_key: the first of the collective keys.
+        """
+        order = OrderTasks(schedule, self.cluster.device_names)
+        replicate = Replicate(self.layout(kind.samples), self.cluster.host_device, hosts, built.prefix)
+        if built.mode is not Mode.TRAIN:
+            return [replicate, SplitConcat(), order]
+        update = Update(
+            built.updates,
+            hosts,
+            self.cluster.host_device,
+            self.plan.bucket_bytes,
+            first_key,
+            built.prefix,
+            self.plan.wait_free,
+            want_gradients=not kind.carries,
+            carried=built.carried if kind.carries else (),
+            head=kind.head,
+        )
+        return [replicate, SplitConcat(), Accumulate(built.prefix), order, update]

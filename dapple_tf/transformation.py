@@ -1,0 +1,74 @@
+"""``transform``: from a compiled Keras model to a pipelined one, with a plan or by finding one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from dapple_tf.automatic import plan_model
+from dapple_tf.capture import check_model
+from dapple_tf.cluster import Cluster
+from dapple_tf.faults import FaultPolicy
+from dapple_tf.plan import Plan, PlanError
+from dapple_tf.profile import Profile
+from dapple_tf.trainer import PipelinedModel
+
+
+def transform(
+    model: keras.Model,
+    cluster: Cluster,
+    plan: Plan | None = None,
+    *,
+    global_batch_size: int | None = None,
+    profile: Profile | None = None,
+    on_non_finite_loss: str = "stop",
+    faults: FaultPolicy | None = None,
+    **planning: Any,
+) -> PipelinedModel:
+    """Makes a pipelined, data-parallel trainer of a compiled Keras model.
+
+    Without a plan, the model is profiled on the cluster's devices and planned first; ``print(pipelined.plan)`` shows
+    what was found and why, ``pipelined.prediction`` how well the prediction holds once steps have run.
+
+    Args:
+        model: a built and compiled Keras model; it isn't modified, and gets the trained values by ``sync``.
+        cluster: the devices.
+        plan: stages, replicas, micro-batches and schedule; None finds one.
+        global_batch_size: samples in one step, when there is no plan.
+        profile: what the model's layers cost, to plan from or to compare a given plan with; None measures it where a
+            plan has to be found.
+        on_non_finite_loss: ``stop`` raises NonFiniteLossError at the step whose loss is NaN or infinite; ``continue``
+            goes on, as Keras does.
+        faults: what is done when a worker of a cluster is lost; None raises WorkerLostError.
+        planning: what the search is to choose from, as for :func:`dapple_tf.plan`, such as ``schedule="auto",
+            reverse_first_k="auto"`` for out-of-order backprop wherever it gains, and example data (``x``, ``y``,
+            ``sample_weight``), as for :func:`dapple_tf.profile`. With ``overlap=True`` replicated stages are cut into
+            chunks where that is faster, whose gradients are all-reduced while others are computed.
+
+    Raises:
+        CaptureError: the model isn't built or compiled, or can't be captured.
+        PlanError: the plan doesn't fit the cluster, or none fits its memory.
+        ProfileError: the model's inputs or labels can't be guessed, to measure it; give ``x`` and ``y``.
+        PassError: a cut names no layer, or leaves a stage empty.
+    """
+    if plan is None:
+        if global_batch_size is None:
+            raise PlanError("transform() got neither a plan nor a global_batch_size; give one of them")
+        if not cluster.real:
+            raise PlanError(
+                "this cluster is a description without real devices: plan for it with dapple_tf.plan(), and transform "
+                "on a real one"
+            )
+        check_model(model, training=True)
+        planned = plan_model(model, cluster, global_batch_size, profiled=profile, **planning)
+        plan, profile, cluster = planned.plan, planned.profile, planned.cluster
+    else:
+        if planning:
+            raise TypeError(f"transform() got a plan, so that {', '.join(planning)} mean nothing; leave them out")
+        if global_batch_size not in (None, plan.global_batch_size):
+            raise PlanError(
+                f"transform() got global_batch_size={global_batch_size} and a plan for {plan.global_batch_size}; leave "
+                f"global_batch_size out, or make a plan for it"
+            )
+    return PipelinedModel(model, cluster, plan, profile, on_non_finite_loss=on_non_finite_loss, faults=faults)

@@ -1,0 +1,282 @@
+"""Timelines and task graphs as pages: one HTML file each, which needs no network and stays usable at 10,000 tasks.
+
+A page is a template, a style sheet, scripts and data, all in one file (`assets/`). A content security policy lets it
+run these scripts only, and lets it load nothing. Another page (tools/what_if.py) is put together like this::
+
+    scripts = [*map(asset, TIMELINE_SCRIPTS), own_script]
+    text = assemble("What if", scripts, timeline_data(timelines) | {"cases": ...})
+
+Its own script runs last. What it finds there:
+
+* ``dapple.data`` is what was handed to `assemble`, read-only;
+* ``dapple.controls`` is an empty element above the drawing, for its own controls; it's hidden while it is empty;
+* ``dapple.showTimelines(data)`` shows other timelines, in the form that `timeline_data` gives, in place: zoom, filters
+  and what is selected stay as far as they can. A zoom that shows everything will do so again;
+* ``dappleLib.element(tag, attributes, ...children)`` makes elements whose texts are texts, whatever they contain;
+* ``dapple.lanes()``, ``dapple.bounds()``, ``dapple.select(name)`` and others: `assets/timeline.js` lists them.
+
+A page that asks a server on this machine for more needs ``assemble(..., connect=True)``.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import html
+import importlib.resources
+import json
+import math
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dapple_tf.simulation import Span
+from dapple_tf.view.colours import COLOURS, CONTROL, DATA
+from dapple_tf.view.task_graph import TaskGraph, TaskNode
+from dapple_tf.view.timeline import Timeline
+
+_COMMON = ("common.js", "controls.js", "chart.js")
+TIMELINE_SCRIPTS = (
+    *_COMMON,
+    "spans.js",
+    "timeline_layout.js",
+    "timeline_drawing.js",
+    "timeline_panel.js",
+    "timeline.js",
+)
+"""Assets that draw timelines, in their order."""
+GRAPH_SCRIPTS = (*_COMMON, "nodes.js", "graph_layout.js", "graph_drawing.js", "graph_panel.js", "graph.js")
+"""Assets that draw a task graph, in their order."""
+
+_SPAN_DEFAULTS: Mapping[str, object] = Span("", 0.0, 0.0, None, 0)._asdict()
+
+
+def timeline_page(timelines: Sequence[Timeline], *, title: str) -> str:
+    """A page that shows timelines one above another, on one axis where their units agree.
+
+    Args:
+        timelines: what was planned, simulated and measured, or some of these.
+        title: heading of the page.
+
+    Returns:
+        The text of an HTML file.
+
+    Raises:
+        ValueError: there are no timelines, or two have the same name.
+    """
+    return assemble(title, [asset(name) for name in TIMELINE_SCRIPTS], timeline_data(timelines))
+
+
+def graph_page(graph: TaskGraph, *, title: str) -> str:
+    """A page that shows a task graph as figure 10 of the DAPPLE paper does: devices as lanes, control edges dotted red.
+
+    Args:
+        graph: nodes and edges of a step.
+        title: heading of the page.
+
+    Returns:
+        The text of an HTML file.
+
+    Raises:
+        ValueError: an edge connects a node that isn't there, or a node is on a device that isn't there.
+    """
+    return assemble(title, [asset(name) for name in GRAPH_SCRIPTS], graph_data(graph))
+
+
+# ---- data
+
+
+def timeline_data(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """What ``dapple.showTimelines`` takes: ``{"timelines": [...]}``, of plain lists, numbers and texts, ready for JSON.
+
+    Spans are columns: ``spans["start"][i]`` is the start of span i. A column in which all values are the default of
+    `Span` is left out.
+
+    Raises:
+        ValueError: as `timeline_page`.
+    """
+    if not timelines:
+        raise ValueError("there are no timelines to show; give at least one")
+    names = [timeline.name for timeline in timelines]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{names.count(name)} of the {len(names)} timelines are called {name!r}; rename them")
+    return {"timelines": [_timeline(timeline) for timeline in timelines]}
+
+
+def _timeline(timeline: Timeline) -> dict[str, Any]:
+    throughput = timeline.throughput
+    return {
+        "name": timeline.name,
+        "unit": timeline.unit,
+        "latency": timeline.latency,
+        "samples": timeline.samples,
+        "throughput": throughput if throughput is not None and math.isfinite(throughput) else None,
+        "devices": [
+            {
+                "device": device,
+                "label": label,
+                "bubble": timeline.bubbles[device],
+                "limit": _short_or_none(timeline.limits.get(device)),
+                "peak": _short_or_none(timeline.peak_bytes.get(device)),
+                "memory": [
+                    [_short(time) for time, _ in timeline.memory.get(device, ())],
+                    [_short(level) for _, level in timeline.memory.get(device, ())],
+                ],
+            }
+            for device, label in timeline.devices.items()
+        ],
+        "spans": _columns(timeline.spans),
+        "count": len(timeline.spans),
+        "reduced_on": {str(number): list(devices) for number, devices in timeline.reduced_on.items()},
+    }
+
+
+def _columns(spans: Sequence[Span]) -> dict[str, list[Any]]:
+    columns: dict[str, list[Any]] = {}
+    for position, (name, default) in enumerate(_SPAN_DEFAULTS.items()):
+        values = [span[position] for span in spans]
+        if any(value != default for value in values):
+            columns[name] = [_short(value) if isinstance(value, float) else value for value in values]
+    return columns
+
+
+def graph_data(graph: TaskGraph) -> dict[str, Any]:
+    """What ``dapple.showGraph`` takes: ``{"graph": {...}}``, ready for JSON.
+
+    Nodes and edges are columns, as spans are. Their lists of layers, results and tensors are positions in
+    lists of such lists.
+
+    Raises:
+        ValueError: as `graph_page`.
+    """
+    for node in graph.nodes:
+        if node.device is not None and node.device not in graph.devices:
+            raise ValueError(f"node {node.name} is on device {node.device}, which isn't among {len(graph.devices)}")
+    for edge in graph.edges:
+        for end in (edge.source, edge.target):
+            if not 0 <= end < len(graph.nodes):
+                raise ValueError(f"an edge {edge.source} -> {edge.target} ends at none of {len(graph.nodes)} nodes")
+    layers, outputs, tensors = _Table(), _Table(), _Table()
+    nodes: dict[str, list[Any]] = {name: [node[position] for node in graph.nodes] for position, name in _NODE_COLUMNS}
+    nodes["layers"] = [layers.add(node.layers) for node in graph.nodes]
+    nodes["outputs"] = [outputs.add(node.outputs) for node in graph.nodes]
+    return {
+        "graph": {
+            "devices": [{"device": device, "label": label} for device, label in graph.devices.items()],
+            "nodes": nodes,
+            "edges": {
+                "source": [edge.source for edge in graph.edges],
+                "target": [edge.target for edge in graph.edges],
+                "control": [int(edge.control) for edge in graph.edges],
+                "tensors": [tensors.add(edge.tensors) for edge in graph.edges],
+                "bytes": [_short_or_none(edge.bytes) for edge in graph.edges],
+            },
+            "layers": layers.rows,
+            "outputs": [
+                [[*row[:3], None if row[3] is None else _short(row[3])] for row in rows] for rows in outputs.rows
+            ],
+            "tensors": tensors.rows,
+        }
+    }
+
+
+_NODE_COLUMNS = tuple((i, name) for i, name in enumerate(TaskNode._fields) if name not in ("layers", "outputs"))
+
+
+class _Table:
+    """Lists that many nodes or edges share, each once: those of a stage's tasks differ by little else than numbers."""
+
+    def __init__(self) -> None:
+        self.rows: list[Sequence[Any]] = []
+        self._positions: dict[Sequence[Any], int] = {}
+
+    def add(self, row: Sequence[Any]) -> int:
+        """The position of a row."""
+        if row not in self._positions:
+            self._positions[row] = len(self.rows)
+            self.rows.append(row)
+        return self._positions[row]
+
+
+def _short_or_none(number: float | None) -> float | int | None:
+    return None if number is None else _short(number)
+
+
+def _short(number: float) -> float | int:
+    """A number to ten digits, which is more than a screen shows; whole ones without a point."""
+    rounded = float(f"{number:.10g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
+
+
+# ---- pages
+
+
+@functools.cache
+def asset(name: str) -> str:
+    """The text of a file in `assets/`."""
+    return importlib.resources.files("dapple_tf.view").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def assemble(
+    title: str, scripts: Sequence[str], data: Mapping[str, Any], *, connect: bool = False, style: str = ""
+) -> str:
+    """A page in one file.
+
+    Args:
+        title: heading of the page.
+        scripts: JavaScript, run in this order.
+        data: for ``dapple.data``.
+        connect: whether the page may ask the server that it came from for more.
+        style: more rules for the style sheet.
+
+    Returns:
+        The text of an HTML file.
+
+    Raises:
+        ValueError: a script would end its script tag, or a number of the data isn't finite.
+    """
+    for number, script in enumerate(scripts):
+        for text in ("</script", "<!--"):
+            if text in script.lower():
+                raise ValueError(f"script {number} of the page has {text!r}, which ends its tag; write it in two parts")
+    style = _palette() + asset("page.css") + style
+    # The policy's hashes are of the very characters between the tags.
+    policy = [
+        "default-src 'none'",
+        f"style-src {_source(style)}",
+        "script-src " + (" ".join(map(_source, scripts)) or "'none'"),
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+    policy += ["connect-src 'self'"] * connect
+    return string.Template(asset("page.html")).substitute(
+        title=html.escape(title),
+        policy=html.escape("; ".join(policy)),
+        style=style,
+        data=embedded(data),
+        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
+    )
+
+
+def _palette() -> str:
+    """The colours of all drawings as properties of the style sheet, before it, which has others for dark screens."""
+    colours = {f"kind-{kind}": colour for kind, colour in COLOURS.items()}
+    colours |= {"data-edge": DATA, "control-edge": CONTROL}
+    return ":root { " + " ".join(f"--{name}: {colour};" for name, colour in colours.items()) + " }\n"
+
+
+def _source(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def embedded(data: object) -> str:
+    """JSON that can stand within a script tag: ASCII only, so no U+2028, and without a ``<`` that could end the tag.
+
+    Raises:
+        ValueError: a number isn't finite.
+    """
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,213 @@
+"""What the tensors of a step's top level are: their meaning, dtype, shape and bytes, as far as that is known."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf.view.task_graph import TensorText
+from graph_passes.graph import BYTES_ATTR, PHASE_ATTR, Graph, NodeDef, PassError, Ref, dtype_name
+from graph_passes.program import Boundary, Program, Stage, StageFunction, Value, ValueKind
+from graph_passes.tasks import Phase, Task
+from graph_passes.tensorflow_bridge import dtype_size, infer_shapes, output_dtypes
+
+logger = logging.getLogger(__name__)
+
+Shape = tuple[int | None, ...]
+
+# Their result has the shape of what they read first.
+_SHAPE_KEEPING = frozenset({"AddN", "Identity", "Mul"})
+
+
+class StepTensors:
+    """The tensors of a complete step.
+
+    Args:
+        program: after all passes.
+        graph: its top level.
+    """
+
+    def __init__(self, program: Program, graph: Graph) -> None:
+        assert program.step is not None
+        self.program, self.graph, self.step = program, graph, program.step
+        self._variables = {v.value: v for v in program.roles.variables if v.value is not None}
+        self._updated = {v.update: v for v in program.roles.variables if v.update is not None}
+        self._shapes_of: dict[tuple[int, int], Mapping[Ref, Shape | None]] = {}
+        self._meanings: dict[Ref, Value] = {}
+        self._made_by: dict[Ref, Task] = {}
+        self._known: dict[Ref, TensorText] = {}
+        variables = program.variables
+        self._named = {ref: batch.node for batch, ref in self.step.feeds.items()}
+        self._named |= {ref: name for name, refs in self.step.metric_feeds.items() for ref in refs}
+        self._named |= {ref: f"gradient({name})" for name, ref in self.step.gradients.items()}
+        self._shaped = {ref: variables[name].shape for name, ref in self.step.gradients.items()}
+        for task, name in self.step.entry.items():
+            self._note_call(task, name, self._function(task))
+            for other in self.step.exit[task]:
+                if phase_of(graph.nodes[other]) == "metrics":
+                    self._note_call(task, other, program.stages[task.stage].metrics)
+
+    def outputs(self, node: str) -> tuple[TensorText, ...]:
+        """The results of a node."""
+        return tuple(self.text(Ref(node, index)) for index in range(len(output_dtypes(self.graph.nodes[node]))))
+
+    def text(self, ref: Ref) -> TensorText:
+        """A tensor, to be shown."""
+        if ref not in self._known:
+            dtype = output_dtypes(self.graph.nodes[ref.node])[ref.output]
+            shape = self._shape(ref)
+            size = dtype_size(dtype)
+            known = shape is not None and None not in shape and size > 0
+            shown = "" if shape is None else f"[{', '.join('?' if dim is None else str(dim) for dim in shape)}]"
+            self._known[ref] = TensorText(
+                self._name(ref),
+                dtype_name(dtype),
+                shown,
+                float(math.prod(dim or 0 for dim in shape or ()) * size) if known else None,
+            )
+        return self._known[ref]
+
+    def _function(self, task: Task) -> StageFunction | None:
+        stage = self.program.stages[task.stage]
+        return stage.forward if task.phase is Phase.FORWARD else dict(stage.phases)[task.phase]
+
+    def _note_call(self, task: Task, name: str, function: StageFunction | None) -> None:
+        if function is None:  # There is nothing to compute.
+            return
+        for index, value in enumerate(function.outputs):
+            ref = Ref(name, index)
+            self._meanings[ref], self._made_by[ref] = value, task
+        for value, ref in zip(function.inputs, self.graph.inputs(name), strict=True):
+            self._meanings.setdefault(ref, value)
+
+    def _name(self, ref: Ref) -> str:
+        value = self._meanings.get(ref)
+        if value is None or ref in self._named:
+            reduced = BYTES_ATTR in self.graph.nodes[ref.node].attr
+            return self._named.get(ref, "summed gradients" if reduced else str(ref))
+        variable = self._variables.get(value.ref) or self._updated.get(value.ref)
+        if variable is None:
+            return str(value)
+        return variable.name if value.kind is ValueKind.FORWARD else f"{value.kind.value}({variable.name})"
+
+    # ---- shapes
+
+    def _shape(self, ref: Ref) -> Shape | None:
+        if ref in self._made_by:
+            return self._result_shape(self._made_by[ref], self._meanings[ref])
+        if ref in self._shaped:
+            return self._shaped[ref]
+        node = self.graph.nodes[ref.node]
+        if BYTES_ATTR in node.attr:
+            return (node.attr[BYTES_ATTR].i // dtype_size(output_dtypes(node)[0]),)
+        if node.op == "Placeholder":
+            return self._fed_shape(ref, node)
+        if node.op == "Const":
+            return tuple(dim.size for dim in node.attr["value"].tensor.tensor_shape.dim)
+        if node.op == "SplitV":
+            return self._part_shape(ref)
+        if node.op == "ConcatV2":
+            return self._joined_shape(node)
+        if node.op in _SHAPE_KEEPING:
+            return self._shape(self.graph.inputs(ref.node)[0])
+        variable = self._variables.get(self._meanings[ref].ref) if ref in self._meanings else None
+        return None if variable is None else variable.shape
+
+    def _fed_shape(self, ref: Ref, node: NodeDef) -> Shape:
+        dims = tuple(None if dim.size < 0 else dim.size for dim in node.attr["shape"].shape.dim)
+        return (self.step.layout.batch, *dims[1:]) if ref in self.step.feeds.values() else dims
+
+    def _part_shape(self, ref: Ref) -> Shape | None:
+        whole, sizes, axis = self.graph.inputs(ref.node)
+        shape, lengths, axes = self._shape(whole), self._constant(sizes), self._constant(axis)
+        if shape is None or axes is None:
+            return shape
+        place = int(axes)
+        part = None if lengths is None else int(lengths[ref.output])
+        return (*shape[:place], part, *shape[place + 1 :])
+
+    def _joined_shape(self, node: NodeDef) -> Shape | None:
+        *parts, axis = self.graph.inputs(node.name)
+        shapes, axes = [self._shape(part) for part in parts], self._constant(axis)
+        known = [shape for shape in shapes if shape is not None]
+        if axes is None or len(known) < len(shapes):
+            return None
+        place = int(axes)
+        lengths = [shape[place] for shape in known]
+        total = None if None in lengths else sum(length or 0 for length in lengths)
+        return (*known[0][:place], total, *known[0][place + 1 :])
+
+    def _constant(self, ref: Ref) -> np.ndarray | None:
+        node = self.graph.nodes[ref.node]
+        return np.asarray(tf.make_ndarray(node.attr["value"].tensor)) if node.op == "Const" else None
+
+    def _result_shape(self, task: Task, value: Value) -> Shape | None:
+        variable = self._updated.get(value.ref) or self._variables.get(value.ref)
+        if variable is not None and value.kind in (ValueKind.FORWARD, ValueKind.GRADIENT):
+            return variable.shape
+        stage, samples = self.program.stages[task.stage], self.step.layout.slice(*_place(task)).size
+        if value.kind in (ValueKind.FORWARD, ValueKind.GRADIENT) and value.ref in self._boundaries:
+            shape = _sliced(self._boundaries[value.ref], samples)
+            if None not in shape:  # Within a stage a loop hides the batch axis.
+                return shape
+        shapes = self._stage_shapes(stage, samples)
+        if value.kind is ValueKind.GRADIENT:  # It is of the shape of its tensor.
+            ref = stage.arguments.get(Value(value.ref), value.ref)
+        else:
+            ref = stage.results.get(value, value.ref)
+        return shapes.get(ref)
+
+    def _stage_shapes(self, stage: Stage, samples: int) -> Mapping[Ref, Shape | None]:
+        """The shapes of all tensors of a stage for a slice of so many samples."""
+        key = stage.index, samples
+        if key not in self._shapes_of:
+            assert stage.graph is not None
+            try:
+                found = infer_shapes(
+                    stage.graph, self._assumed(stage, samples), {self.program.roles.slice.samples: samples}
+                )
+            except PassError as error:
+                logger.warning("shapes of stage %d aren't known for %d samples: %s", stage.index, samples, error)
+                found = {}
+            self._shapes_of[key] = found
+        return self._shapes_of[key]
+
+    def _assumed(self, stage: Stage, samples: int) -> dict[str, Shape]:
+        """The shapes of what a stage is given of a slice."""
+        assert stage.graph is not None
+        placeholders = {node.name: node for node in stage.graph.node if node.op == "Placeholder"}
+        found: dict[str, Shape] = {}
+        for value, ref in stage.arguments.items():
+            boundary = self._boundaries.get(value.ref)
+            if boundary is not None:
+                found[ref.node] = _sliced(boundary, samples)
+            elif value.ref in self.program.roles.inputs:
+                dims = placeholders[ref.node].attr["shape"].shape.dim
+                found[ref.node] = (samples, *(None if dim.size < 0 else dim.size for dim in dims[1:]))
+        return found
+
+    @functools.cached_property
+    def _boundaries(self) -> Mapping[Ref, Boundary]:
+        return {boundary.ref: boundary for boundary in self.program.boundaries}
+
+
+def _sliced(boundary: Boundary, samples: int) -> Shape:
+    """The shape of what crosses a cut, for a slice of so many samples."""
+    shape = list(boundary.shape)
+    if boundary.batch_axis is not None and boundary.rows_per_sample is not None:
+        shape[boundary.batch_axis] = boundary.rows_per_sample * samples
+    return tuple(shape)
+
+
+def _place(task: Task) -> tuple[int, int, int]:
+    return task.stage, task.micro_batch, task.replica
+
+
+def phase_of(node: NodeDef) -> str:
+    """What a node of a step is for, as passes tell; empty for what merely connects."""
+    return node.attr[PHASE_ATTR].s.decode() if PHASE_ATTR in node.attr else ""

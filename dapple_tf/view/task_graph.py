@@ -1,0 +1,138 @@
+"""The task graph of a step, as in figure 10 of the DAPPLE paper: devices as lanes, tasks and what connects them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from graph_passes.program import Program
+
+
+class TensorText(NamedTuple):
+    """A tensor, to be shown.
+
+    Attributes:
+        name: what it means: ``block_1/Relu``, ``gradient(block_1/Relu)``.
+        dtype: ``float32``.
+        shape: ``[8, 32]``; empty if it isn't known.
+        bytes: None if they aren't known.
+    """
+
+    name: str
+    dtype: str
+    shape: str
+    bytes: float | None
+
+
+class TaskNode(NamedTuple):
+    """A node of the drawing.
+
+    Attributes:
+        name: name of the node in the step's graph.
+        label: short text: ``1F0``, ``AllReduce 0``, ``concat``.
+        kind: ``F``, ``B``, ``Bx``, ``Bw``, ``metrics``, ``read``, ``split``, ``concat``, ``accumulate``,
+            ``all_reduce``, ``apply`` or ``other``.
+        device: index of its device; None for the host.
+        stage: None for what belongs to no stage.
+        micro_batch: None for what comes once in a step.
+        replica: likewise None where there is none.
+        column: where it stands on its lane, from the left: after all that it waits for.
+        layers: names of the layers whose work it does.
+        outputs: its results.
+        stands_for: how many nodes of the step's graph it stands for.
+    """
+
+    name: str
+    label: str
+    kind: str
+    device: int | None
+    stage: int | None
+    micro_batch: int | None
+    replica: int | None
+    column: int
+    layers: tuple[str, ...] = ()
+    outputs: tuple[TensorText, ...] = ()
+    stands_for: int = 1
+
+
+class TaskEdge(NamedTuple):
+    """An edge of the drawing.
+
+    Attributes:
+        source: position of a node.
+        target: position of the node that waits for it.
+        control: whether it only orders (dotted red) and carries no tensor.
+        tensors: names of the tensors that it carries.
+        bytes: of these tensors; None if they aren't known.
+    """
+
+    source: int
+    target: int
+    control: bool
+    tensors: tuple[str, ...] = ()
+    bytes: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskGraph:
+    """The nodes and edges of a step.
+
+    Attributes:
+        nodes: by device, then by column.
+        edges: of nodes by their positions.
+        devices: index of a device -> what it is called, in the order of the lanes; the host's lane comes first.
+    """
+
+    nodes: tuple[TaskNode, ...]
+    edges: tuple[TaskEdge, ...]
+    devices: Mapping[int, str]
+
+
+def task_graph(program: Program, device_names: Sequence[str]) -> TaskGraph:
+    """The task graph of a step.
+
+    A node of the drawing is a task, or what belongs to one or to the update: the nodes of one all-reduce on one device
+    are one. What merely connects these (constants, sums, means) is left out and counted for one of its neighbours. One
+    node leads to another wherever a path of the step's graph does that meets no third one.
+
+    Args:
+        program: a step after all passes, for training, evaluation or prediction.
+        device_names: names of the devices, in the order in which the schedule numbers them.
+
+    Raises:
+        ValueError: the program isn't a complete step, or is on a device that isn't named.
+    """
+    if program.step is None or program.step.pending:
+        state = "has no step yet" if program.step is None else f"waits for {len(program.step.pending)} tensors"
+        raise ValueError(f"the program {state}: draw it after its last pass")
+    from dapple_tf.view.step_graph import Drawing  # is made of the classes above
+
+    return Drawing(program, program.step, device_names).result()
+
+
+def longest_paths(count: int, pairs: Sequence[tuple[int, int]]) -> list[int]:
+    """For each node the number of edges on the longest path to it.
+
+    Raises:
+        ValueError: there is a cycle.
+    """
+    columns, waiting = [0] * count, [0] * count
+    followers: list[list[int]] = [[] for _ in range(count)]
+    for source, target in dict.fromkeys(pairs):
+        followers[source].append(target)
+        waiting[target] += 1
+    ready = [index for index in range(count) if not waiting[index]]
+    done = 0
+    while ready:
+        index = ready.pop()
+        done += 1
+        for follower in followers[index]:
+            columns[follower] = max(columns[follower], columns[index] + 1)
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                ready.append(follower)
+    if done < count:
+        raise ValueError(f"{count - done} of {count} tasks wait for each other in a circle")
+    return columns

@@ -1,0 +1,106 @@
+"""The axis that timelines share: which unit of time, where its ticks are, and how amounts are written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from dapple_tf.view.timeline import Timeline
+
+_SCALES = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
+_TOLERANCE = 1e-6
+"""Of a unit: times that differ by less are one."""
+
+
+def on_one_axis(timelines: Sequence[Timeline]) -> list[list[Timeline]]:
+    """Timelines in groups that can share an axis, those of one unit of time, in the order in which units appear."""
+    found: dict[str, list[Timeline]] = {}
+    for timeline in timelines:
+        found.setdefault(timeline.unit, []).append(timeline)
+    return list(found.values())
+
+
+def shown_unit(unit: str, end: float) -> tuple[str, float]:
+    """(name, size) of the unit in which an axis of ``end`` in a timeline's unit is labelled: (``ms``, 0.001)."""
+    if unit != "s":
+        return unit, 1.0
+    return next(((name, size) for name, size in _SCALES if end >= size), _SCALES[-1] if end else _SCALES[0])
+
+
+def time_text(value: float, unit: str) -> str:
+    """A time with its unit, in four digits: ``12.34 ms``, ``33 F``."""
+    name, size = shown_unit(unit, value)
+    return f"{value / size:.4g} {name}"
+
+
+def bytes_text(size: float) -> str:
+    """Bytes with their unit, in three digits: ``1.25 GiB``."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= 0.9995 * scale:
+            digits = 0 if abs(size) >= 100 * scale else 1 if abs(size) >= 10 * scale else 2
+            return f"{size / scale:.{digits}f} {unit}"
+    return f"{size:.0f} B"
+
+
+def step_text(timeline: Timeline) -> str:
+    """A step in a line: ``945.5 ms, 16.92 samples/s, bubbles 27.3%``, the last of all devices together."""
+    parts = [time_text(timeline.latency, timeline.unit)]
+    if timeline.throughput is not None and math.isfinite(timeline.throughput):
+        parts.append(f"{timeline.throughput:.4g} samples/s")
+    if timeline.bubbles:
+        parts.append(f"bubbles {sum(timeline.bubbles.values()) / len(timeline.bubbles):.1%}")
+    return ", ".join(parts)
+
+
+def memory_text(timeline: Timeline, device: int) -> str:
+    """A device's peak and limit: ``1.25 of 16.0 GiB``."""
+    number, unit = bytes_text(timeline.peak_bytes[device]).split()
+    if device not in timeline.limits:
+        return f"{number} {unit}"
+    limit = bytes_text(timeline.limits[device])
+    return f"{number} of {limit}" if limit.endswith(f" {unit}") else f"{number} {unit} of {limit}"
+
+
+def ticks(end: float, most: int) -> list[float]:
+    """0 and the following round numbers up to ``end``, no more than ``most`` in all: steps of 1, 2 or 5 times 10^n."""
+    if not end > 0 or most < 2:
+        return [0.0]
+    least = end / (most - 1)
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= least * (1 - 1e-9))
+    return [index * step for index in range(math.floor(end / step * (1 + 1e-9)) + 1)]
+
+
+def common_unit(times: Iterable[float], most: int) -> float | None:
+    """The largest time of which all ``times`` are multiples.
+
+    Args:
+        times: at least 0.
+        most: the longest of them may have so many units.
+
+    Returns:
+        None where there is no such time, or where all are 0.
+    """
+    found = sorted({time for time in times if time > 0}, reverse=True)
+    if not found:
+        return None
+    smallest = found[0] / most * (1 - _TOLERANCE)
+    unit = 0.0
+    for time in found:
+        unit = _common_divisor(time, unit, smallest)
+        if not unit:
+            return None
+    close = all(abs(time / unit - round(time / unit)) <= _TOLERANCE * most for time in found)
+    return found[0] / round(found[0] / unit) if close else None
+
+
+def _common_divisor(one: float, other: float, smallest: float) -> float:
+    """Euclid's algorithm with rounding errors; 0 if it goes below ``smallest``."""
+    while other > smallest * _TOLERANCE * 10:
+        rest = math.fmod(one, other)
+        if other - rest < smallest * _TOLERANCE * 10:
+            rest = 0.0
+        one, other = other, rest
+        if one < smallest:
+            return 0.0
+    return one

@@ -1,0 +1,176 @@
+"""A step over time: planned, simulated or measured, all in one form, which every way of drawing it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from dapple_tf.plan import Plan
+from dapple_tf.simulation import Simulation, Span
+
+TASKS = ("F", "B", "Bx", "Bw")
+"""Kinds of spans that are tasks of a schedule."""
+COMPUTE = (*TASKS, "accumulate", "apply")
+"""Kinds of spans in which a device computes."""
+SEND, ALL_REDUCE = "send", "all_reduce"
+
+MemoryCurve = tuple[tuple[float, float], ...]
+"""(seconds from the start of the step, bytes in use from then on), by time."""
+
+
+class Lane(NamedTuple):
+    """A row of a timeline.
+
+    Attributes:
+        device: index of the device.
+        row: ``compute``, ``send`` (what the device sends) or ``all_reduce``.
+    """
+
+    device: int
+    row: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """A step over time.
+
+    Attributes:
+        name: ``planned``, ``simulated`` or ``measured``; shown as a title.
+        latency: seconds of the step.
+        spans: everything that took time. A span of kind ``all_reduce`` without a device takes part on all devices that
+            `reduced_on` has for its reduction.
+        devices: index of a device -> what it is called, in the order of the lanes.
+        memory: device -> its curve; devices whose memory isn't known are missing.
+        limits: device -> bytes that it has; those without a limit are missing.
+        reduced_on: number of a reduction -> its devices.
+        samples: of the step; None if that isn't known.
+        unit: ``s``; or ``F`` where nothing is known of times, and one means the time of a forward task.
+
+    Raises:
+        ValueError: a span ends before it starts, or is on a device that isn't among ``devices``; a time or a size isn't
+            finite, or the step's time is negative.
+    """
+
+    name: str
+    latency: float
+    spans: tuple[Span, ...] = dataclasses.field(repr=False)
+    devices: Mapping[int, str] = dataclasses.field(repr=False)
+    memory: Mapping[int, MemoryCurve] = dataclasses.field(default_factory=dict, repr=False)
+    limits: Mapping[int, float] = dataclasses.field(default_factory=dict, repr=False)
+    reduced_on: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False)
+    samples: int | None = None
+    unit: str = "s"
+
+    def __post_init__(self) -> None:
+        numbers = [self.latency, *(number for span in self.spans for number in (span.start, span.end, span.bytes))]
+        numbers += (number for curve in self.memory.values() for point in curve for number in point)
+        numbers += self.limits.values()
+        if wrong := [number for number in numbers if not math.isfinite(number)]:
+            raise ValueError(
+                f"the {self.name} timeline has {len(wrong)} times or sizes that aren't finite, such as {wrong[0]}; "
+                f"leave them out"
+            )
+        if self.latency < 0:
+            raise ValueError(f"the {self.name} timeline takes {self.latency}; give 0 or more")
+        for span in self.spans:
+            if not span.start <= span.end:
+                raise ValueError(f"{span} of the {self.name} timeline ends before it starts")
+            for device in self.devices_of(span):
+                if device not in self.devices:
+                    raise ValueError(
+                        f"{span} of the {self.name} timeline is on device {device}, which isn't among its "
+                        f"{len(self.devices)} devices"
+                    )
+
+    @classmethod
+    def simulated(cls, simulation: Simulation, name: str = "simulated") -> Timeline:
+        """The timeline of a simulated or emulated step."""
+        costs = simulation.costs
+        return cls(
+            name,
+            simulation.latency,
+            simulation.spans,
+            device_labels(costs.plan),
+            simulation.memory,
+            {
+                device: float(limit)
+                for device in costs.devices
+                if (limit := costs.cluster.devices[device].memory_bytes) is not None
+            },
+            {number: reduction.devices for number, reduction in enumerate(costs.reductions)},
+            costs.plan.global_batch_size,
+        )
+
+    def devices_of(self, span: Span) -> tuple[int, ...]:
+        """The devices on whose lanes a span is."""
+        if span.device is not None:
+            return (span.device,)
+        return () if span.reduction is None else self.reduced_on.get(span.reduction, ())
+
+    @functools.cached_property
+    def lanes(self) -> Mapping[Lane, tuple[Span, ...]]:
+        """Each lane's spans by time; by devices, each with its computing first. Other lanes are there if not empty."""
+        found: dict[Lane, list[Span]] = {}
+        for device in self.devices:
+            found |= {Lane(device, "compute"): [], Lane(device, SEND): [], Lane(device, ALL_REDUCE): []}
+        for span in self.spans:
+            row = span.kind if span.kind in (SEND, ALL_REDUCE) else "compute"
+            for device in self.devices_of(span):
+                found[Lane(device, row)].append(span)
+        return {
+            lane: tuple(sorted(spans, key=lambda span: (span.start, span.end)))
+            for lane, spans in found.items()
+            if spans or lane.row == "compute"
+        }
+
+    @functools.cached_property
+    def busy(self) -> Mapping[int, float]:
+        """Device -> seconds in which it computes; spans that overlap count once."""
+        return {device: covered(self.lanes[Lane(device, "compute")]) for device in self.devices}
+
+    @functools.cached_property
+    def bubbles(self) -> Mapping[int, float]:
+        """Device -> the part of the step in which it computes nothing, 0 to 1."""
+        return {
+            device: max(0.0, 1 - busy / self.latency) if self.latency else 0.0 for device, busy in self.busy.items()
+        }
+
+    @property
+    def peak_bytes(self) -> Mapping[int, float]:
+        """Device -> the most memory in use; devices whose memory isn't known are missing."""
+        return {device: max(level for _, level in curve) for device, curve in self.memory.items() if curve}
+
+    @property
+    def throughput(self) -> float | None:
+        """Samples per second; None if that isn't known."""
+        if self.samples is None or self.unit != "s":
+            return None
+        return self.samples / self.latency if self.latency else math.inf
+
+
+def covered(spans: tuple[Span, ...]) -> float:
+    """Seconds in which at least one of these spans, ordered by their start, is on."""
+    total, end = 0.0, -math.inf
+    for span in spans:
+        total += max(0.0, span.end - max(span.start, end))
+        end = max(end, span.end)
+    return total
+
+
+def device_labels(plan: Plan) -> dict[int, str]:
+    """Device -> what it does in a plan: ``device 3: stages 1.r0, 2.r0``. In the order of stages."""
+    found: dict[int, list[str]] = {}
+    for stage, devices in enumerate(plan.devices):
+        for replica, device in enumerate(devices):
+            found.setdefault(device, []).append(f"{stage}" + (f".r{replica}" if len(devices) > 1 else ""))
+    for stage, devices in enumerate(plan.weight_devices or ()):
+        for replica, device in enumerate(devices):
+            if device != plan.devices[stage][replica]:
+                text = f"{stage}" + (f".r{replica}" if len(devices) > 1 else "") + " (Bw)"
+                found.setdefault(device, []).append(text)
+    return {
+        device: f"device {device}: stage{'s' * (len(works) > 1)} {', '.join(works)}" for device, works in found.items()
+    }

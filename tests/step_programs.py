@@ -1,0 +1,179 @@
+"""Complete step programs for plans of many shapes, made by the passes alone: no session, no Keras optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from programs import HOST, attention, hosts, mlp, sgd_updates, stateful_layers, tied_layers
+
+import dapple_tf as dapple
+from dapple_tf.builds import Build, Kind
+from dapple_tf.capture import Mode, build, capture
+from dapple_tf.example_batch import ExampleBatch
+from dapple_tf.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
+from dapple_tf.step_passes import StepPasses
+from dapple_tf.variables import VariableTable
+from graph_passes.accumulate import Accumulate
+from graph_passes.assign_stages import AssignStages
+from graph_passes.build_backward import BuildBackward
+from graph_passes.build_forward import BuildForward
+from graph_passes.group_update import reduction_order
+from graph_passes.partition import Partition
+from graph_passes.pass_manager import Pass, run_passes
+from graph_passes.program import Layout, Program
+from graph_passes.replicate import Replicate
+from graph_passes.schedule import OrderTasks
+from graph_passes.split_concat import SplitConcat
+from graph_passes.update import Update
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program and the plan by which it becomes a step.
+
+    Attributes:
+        model: one of `MODELS`.
+        plan: the plan.
+        samples: of the batch; None for the plan's.
+        head: whether it begins with updates that a step before has left.
+    """
+
+    model: str
+    plan: dapple.Plan
+    samples: int | None = None
+    head: bool = False
+
+    def __str__(self) -> str:
+        lists = "_".join("".join(map(str, devices)) for devices in self.plan.devices)
+        return f"{self.model}-{self.plan.schedule}-{lists}-M{self.plan.micro_batches}"
+
+
+@functools.cache
+def _four_layers(mode: Mode = Mode.TRAIN) -> Program:
+    return mlp(4, mode)
+
+
+MODELS = {
+    "mlp": (_four_layers, ("dense_0", "dense_1", "dense_2")),
+    "test": (lambda: _four_layers(Mode.TEST), ("dense_0", "dense_1", "dense_2")),
+    "predict": (lambda: _four_layers(Mode.PREDICT), ("dense_0", "dense_1", "dense_2")),
+    "tied": (lambda: tied_layers(4), ("layer_0", "layer_1", "layer_2")),
+    "stateful": (stateful_layers, ("a",)),
+    "attention": (attention, ("embed", "attention", "residual")),
+}
+"""Name -> the program, and where it can be cut."""
+
+
+@functools.cache
+def _staged(model: str, cuts: tuple[str, ...], split: frozenset[int]) -> Program:
+    program = MODELS[model][0]()
+    training = model not in ("test", "predict")
+    backward: list[Pass] = [BuildBackward()] if training else []
+    forward = BuildForward(want_outputs=model == "predict")
+    return run_passes(program, [AssignStages(cuts), forward, *backward, Partition(training=training, split=split)])
+
+
+def device_names(count: int) -> tuple[str, ...]:
+    """Names of CPU devices."""
+    return tuple(HOST[:-1] + str(index) for index in range(count))
+
+
+def names_for(plan: dapple.Plan) -> tuple[str, ...]:
+    """Names of as many devices as a plan has."""
+    used = [device for devices in (*plan.devices, *(plan.weight_devices or ())) for device in devices]
+    return device_names(1 + max(used))
+
+
+def complete(case: Case) -> Program:
+    """The step's program after all passes."""
+    plan, names = case.plan, names_for(case.plan)
+
+    def named(devices: Sequence[Sequence[int]]) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(names[device] for device in own) for own in devices)
+
+    training = case.model not in ("test", "predict")
+    program = _staged(case.model, plan.cuts, plan.split_stages if training else frozenset())
+    samples = case.samples or plan.global_batch_size
+    homes = None if plan.weight_devices is None else named(plan.weight_devices)
+    layout = Layout(named(plan.devices), samples, plan.global_batch_size, plan.micro_batches, homes)
+    count = len(layout.micro_batch_intervals)
+    schedule = plan.order_tasks(count, active=layout.active, forward_only=not training)
+    kept = hosts(program)
+    passes: list[Pass] = [Replicate(layout, HOST, kept), SplitConcat()]
+    if not training:
+        return run_passes(program, [*passes, OrderTasks(schedule, names)], first=5, complete=True)
+    updates = sgd_updates(program)
+    keys = [update.stages for update in updates]
+    order = reduction_order(keys, schedule, plan.weight_devices or plan.devices)
+    carried = [keys[index] for index in order[len(order) - plan.carried_updates :]]
+    update = Update(
+        updates,
+        kept,
+        HOST,
+        plan.bucket_bytes,
+        wait_free=plan.wait_free,
+        want_gradients=not carried,
+        carried=tuple(carried),
+        head=case.head,
+    )
+    return run_passes(program, [*passes, Accumulate(), OrderTasks(schedule, names), update], first=5, complete=True)
+
+
+def plan(model: str, stages: int, devices: Any, micro_batches: int, batch: int, schedule: str, **options: Any) -> Any:
+    """A plan that cuts a model into so many stages."""
+    return dapple.Plan.manual(cuts_of(model, stages), devices, micro_batches, batch, schedule, **options)
+
+
+def cuts_of(model: str, stages: int) -> tuple[str, ...]:
+    """Where to cut a model into so many stages."""
+    cuts = MODELS[model][1]
+    return {1: (), 2: cuts[:1], 3: cuts[:2], 4: cuts}[stages]
+
+
+def sampled(seed: int) -> Case:
+    """Some case: of any model, shape and schedule."""
+    draw = random.Random(seed)
+    model = draw.choice(list(MODELS))
+    stages = draw.randint(1, len(MODELS[model][1]) + 1)
+    micro_batches = draw.randint(1, 5)
+    schedule = draw.choice(["gpipe", "dapple_a", "dapple_b", "fast_forward", "zb_h1", "zero_bubble"])
+    options: dict[str, Any] = {"bucket_bytes": draw.choice([8, 64, 1 << 20]), "wait_free": draw.random() < 0.7}
+    shape = draw.random()
+    if shape < 0.2:
+        devices = [[0, 1] if draw.random() < 0.5 else [stage % 2] for stage in range(stages)]
+        devices[0] = [0, 1]
+        schedule = "modulo"
+    else:
+        devices, start = [], 0
+        for _ in range(stages):
+            count = draw.randint(1, 3)
+            devices.append(list(range(start, start + count)))
+            start += count
+        if shape < 0.35 and schedule not in ("zb_h1", "zero_bubble"):
+            options["weight_devices"] = [[start + device for device in own] for own in devices]
+            schedule = "dapple_a"
+        elif shape < 0.5 and stages > 1 and model == "mlp":
+            options["carried_updates"] = 1
+    batch = micro_batches * draw.randint(3, 5) + draw.randint(0, 2)
+    made = plan(model, stages, devices, micro_batches, batch, schedule, **options)
+    samples = batch if draw.random() < 0.7 else draw.randint(1, batch)
+    return Case(model, made, samples, head=bool(made.carried_updates) and draw.random() < 0.5)
+
+
+def of_model(model: keras.Model, plan: dapple.Plan, cluster: dapple.Cluster) -> Program:
+    """The training step of a compiled Keras model, with its own optimizer."""
+    passes, table, spec = StepPasses(plan, cluster), VariableTable(model), ExampleBatch.of(model).spec
+    build(model, table, spec)
+    captured = capture(model, table, Mode.TRAIN, spec)
+    program = run_passes(captured, passes.stage_passes(Mode.TRAIN, "train_"))
+    updates, hosts = group_updates(model, table, program), readers_of(program)
+    built = Build(Mode.TRAIN, spec, program, updates, "train_", carried=passes.carried(updates))
+    kept = holdings(table, hosts, optimizer_variables(updates), passes.homes)
+    schedule = passes.schedule(built, passes.layout(plan.global_batch_size), kept)
+    made = passes.step_passes(built, Kind(plan.global_batch_size), schedule, hosts)
+    return run_passes(program, made, first=5, complete=True)

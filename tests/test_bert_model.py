@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import dapple_tf as dapple
+from models import bert
+
+DRAW = np.random.default_rng(0)
+
+
+def _batch(samples: int) -> dict[str, np.ndarray]:
+    shape = (samples, bert.TINY.sequence)
+    return {
+        "tokens": DRAW.integers(0, bert.TINY.vocabulary, shape).astype("int32"),
+        "segments": DRAW.integers(0, 2, shape).astype("int32"),
+        "present": np.ones(shape, "int32"),
+    }
+
+
+def test_defaults_are_bert_48_of_the_dapple_paper() -> None:
+    """Table 1: 640 million parameters."""
+    assert round(bert.BertConfig().parameters, -7) == 640_000_000
+    assert round(bert.BertConfig(head="classes").parameters, -7) == 640_000_000
+
+
+@pytest.mark.parametrize(
+    ("options", "head", "shape"),
+    [
+        ({}, ["transform", "transform_norm", "logits"], (None, 16, 67)),
+        ({"tied": False}, ["transform", "transform_norm", "logits"], (None, 16, 67)),
+        ({"head": "classes", "classes": 3}, ["pooler", "logits"], (None, 3)),
+    ],
+)
+def test_layers_shapes_and_parameters(options: dict[str, object], head: list[str], shape: tuple[int | None]) -> None:
+    model = bert.bert_tiny(**options)
+    names = [layer.name for layer in model.layers]
+    assert [name for name in names if name in ("embedding", "layer_0", "layer_1", *head)] == [
+        "embedding",
+        "layer_0",
+        "layer_1",
+        *head,
+    ]
+    assert model.output_shape == shape
+    assert model.count_params() == bert.BertConfig(**{**vars(bert.TINY), **options}).parameters
+
+
+def test_padding_is_not_seen() -> None:
+    model = bert.bert_tiny()
+    batch = _batch(2)
+    batch["present"][:, 10:] = 0
+    before = model.predict_on_batch(batch)
+    batch["tokens"][:, 10:] = 0
+    np.testing.assert_array_equal(model.predict_on_batch(batch)[:, :10], before[:, :10])
+    batch["tokens"][:, 9] += 1
+    assert np.abs(model.predict_on_batch(batch)[:, 0] - before[:, 0]).max() > 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"width": 33}, {"sequence": 17}, {"head": "spans"}, {"dropout": 1.0}, {"depth": 0}]
+)
+def test_sizes_that_cannot_be(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        bert.bert_tiny(**changes)
+
+
+def test_trains_as_a_pipeline() -> None:
+    model = bert.bert_tiny(tied=True)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    plan = dapple.Plan.manual(["layer_0"], [[0, 1], [2]], micro_batches=2, global_batch_size=4)
+    pipelined = dapple.transform(model, dapple.Cluster.local(3, kind="cpu"), plan)
+    batch = _batch(4)
+    verification = pipelined.verify(batch, batch["tokens"])
+    assert verification.worst[1] < 1e-4, str(verification)

@@ -1,0 +1,210 @@
+"""Manifests and index files of checkpoints: what is written comes back, and whatever else stands there is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dapple_tf.bundle_index import BundleIndexError, Stored, read_index
+from dapple_tf.checkpoint_files import check_bundle, index_file
+from dapple_tf.checkpoint_manifest import FORMAT, CheckpointError, Entry, Manifest, Shard
+
+MANIFEST = Manifest(
+    step=12,
+    epoch=2,
+    batch=3,
+    entries=(
+        Entry("model/0", "dense/kernel", "float32", (4, 3), "shard-0"),
+        Entry("model/1", "dense/bias", "bfloat16", (), "shard-1"),
+        Entry("optimizer/0", "iterations", "int64", (), "client"),
+        Entry("metrics/10", "loss/total", "float32", (0, 7), "client"),
+    ),
+    shards={name: Shard(100, "0f" * 32, 1 << 40) for name in ("shard-0", "shard-1", "client", "data")},
+    plan={"format": "dapple_tf.plan/1"},
+    data={"kind": "dataset", "round": 2, "done": 3, "opened": 3},
+)
+
+
+def parse(text: str) -> Manifest:
+    return Manifest.from_json(text, source="m.json")
+
+
+def changed(*path: Any, value: Any) -> str:
+    data = json.loads(MANIFEST.to_json())
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return json.dumps(data)
+
+
+def test_what_is_written_comes_back() -> None:
+    assert parse(MANIFEST.to_json()) == MANIFEST
+    empty = Manifest(0, 0, 0, (), {})
+    assert parse(empty.to_json()) == empty
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "m.json isn't JSON"),
+        ("[" * 100_000, "m.json isn't JSON"),
+        ('{"step": ' + "9" * 10_000 + "}", "m.json isn't JSON"),
+        ("[1]", "m.json isn't a checkpoint: 'format' is 'list'"),
+        (changed("format", value="dapple_tf.checkpoint/2"), f"it must be '{FORMAT}'"),
+        (changed("step", value=float("nan")), "NaN isn't a number in JSON"),
+        (changed("step", value=-1), "'step' isn't a whole number from 0"),
+        (changed("epoch", value=True), "'epoch' isn't a whole number"),
+        (changed("batch", value=2**62), "'batch' isn't a whole number"),
+        (changed("more", value=1), "key 'more' is unknown"),
+        (changed("variables", value={}), "'variables' isn't a list"),
+        (changed("variables", 0, value=7), "variable 0 has a JSON int"),
+        (changed("variables", 0, "key", value="model/../1"), "isn't model/, optimizer/ or metrics/ and a number"),
+        (changed("variables", 0, "key", value="model/1"), "m.json has a variable twice"),
+        (changed("variables", 0, "dtype", value="variant"), "dtype 'variant' is unknown"),
+        (changed("variables", 0, "path", value=None), "'path' isn't a text"),
+        (changed("variables", 0, "shape", value=[4, -1]), "'shape' isn't a whole number"),
+        (changed("variables", 0, "shape", value="4"), "'shape' isn't a list"),
+        (changed("variables", 0, "shard", value="shard-2"), "which 'shards' doesn't have"),
+        (changed("variables", 0, "shard", value="data"), "which 'shards' doesn't have"),
+        (changed("shards", value={"../shard-0": {}}), "'shards' names others than"),
+        (changed("shards", "/etc/passwd", value={}), "'shards' names others than"),
+        (changed("shards", "shard-0", "index_sha256", value="x"), "isn't a digest"),
+        (changed("shards", "shard-0", "data_bytes", value=1e9), "'data_bytes' isn't a whole number"),
+        (changed("plan", value=[1]), "'plan' is neither an object nor null"),
+    ],
+)
+def test_what_cannot_be_is_refused(text: str, message: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        parse(text)
+    assert message in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+def test_a_key_that_is_missing_is_named() -> None:
+    for name in json.loads(MANIFEST.to_json()):
+        data = json.loads(MANIFEST.to_json())
+        del data[name]
+        with pytest.raises(CheckpointError, match=f"{name}.* is missing" if name != "format" else "format"):
+            parse(json.dumps(data))
+
+
+STRANGE = [None, True, -1, 0, 2**63, 10**400, 1e308, "", "..", "/", "\0", [], {}, [[[]]], {"key": "model/0"}, "model/0"]
+
+
+def test_any_value_anywhere_gives_a_manifest_or_an_error() -> None:
+    draw = random.Random(0)
+
+    def strange(value: Any, chance: float) -> Any:
+        if draw.random() < chance:
+            return draw.choice(STRANGE)
+        if isinstance(value, dict):
+            return {key if draw.random() > chance / 4 else "other": strange(v, chance) for key, v in value.items()}
+        if isinstance(value, list):
+            return [strange(item, chance) for item in value]
+        return value
+
+    outcomes = set()
+    for _ in range(2000):
+        text = json.dumps(strange(json.loads(MANIFEST.to_json()), 0.02))
+        try:
+            outcomes.add(type(parse(text)))
+        except CheckpointError:
+            outcomes.add(CheckpointError)
+    assert outcomes == {Manifest, CheckpointError}
+
+
+def test_any_damage_to_the_text_gives_a_manifest_or_an_error() -> None:
+    draw = random.Random(1)
+    text = MANIFEST.to_json()
+    for _ in range(2000):
+        place = draw.randrange(len(text))
+        damaged = draw.choice([text[:place], text[:place] + chr(draw.randrange(128)) + text[place + 1 :]])
+        try:
+            parse(damaged)
+        except CheckpointError:
+            continue
+
+
+# ---- index files
+
+DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "float16", "bfloat16", "int32", "uint32", "float32", "int64")
+
+
+def bundle(path: pathlib.Path, count: int) -> dict[str, tf.Tensor]:
+    """A bundle of so many tensors, by TensorFlow's own writer."""
+    tensors = {
+        f"model/{index}": tf.cast(np.full((index % 4, 2), index), DTYPES[index % len(DTYPES)]) for index in range(count)
+    }
+    tf.raw_ops.SaveV2(
+        prefix=str(path / "shard-0"),
+        tensor_names=list(tensors),
+        shape_and_slices=[""] * count,
+        tensors=list(tensors.values()),
+    )
+    return tensors
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 2000])
+def test_an_index_of_tensorflow_is_read(tmp_path: pathlib.Path, count: int) -> None:
+    tensors = bundle(tmp_path, count)
+    found = read_index((tmp_path / index_file("shard-0")).read_bytes())
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        stored = found[name]
+        assert (stored.dtype, stored.shape) == (tensor.dtype.as_datatype_enum, tuple(tensor.shape))
+        assert stored.size == tensor.dtype.size * int(tf.size(tensor))
+    assert len({stored.offset for stored in found.values() if stored.size}) == sum(s.size > 0 for s in found.values())
+
+
+def test_a_damaged_index_is_refused_or_tells_of_tensors(tmp_path: pathlib.Path) -> None:
+    """Whatever the bytes are, and soon."""
+    bundle(tmp_path, 40)
+    content = (tmp_path / index_file("shard-0")).read_bytes()
+    draw = random.Random(2)
+    refused = 0
+    for _ in range(3000):
+        damaged = bytearray(content)
+        for _ in range(draw.choice([1, 1, 2, 8])):
+            damaged[draw.randrange(len(damaged))] = draw.choice([0, 1, 127, 128, 255, draw.randrange(256)])
+        if draw.random() < 0.2:
+            damaged = damaged[draw.randrange(len(damaged)) :] if draw.random() < 0.5 else damaged[: draw.randrange(400)]
+        try:
+            found = read_index(bytes(damaged))
+            assert all(isinstance(stored, Stored) and min(stored.shape, default=0) >= 0 for stored in found.values())
+        except BundleIndexError:
+            refused += 1
+    assert refused > 1000
+
+
+def test_an_index_must_hold_what_the_manifest_says_within_its_data_file(tmp_path: pathlib.Path) -> None:
+    bundle(tmp_path, 12)
+    content = (tmp_path / index_file("shard-0")).read_bytes()
+    size = (tmp_path / "shard-0.data-00000-of-00001").stat().st_size
+    shard = Shard(len(content), hashlib.sha256(content).hexdigest(), size)
+    good = Entry("model/9", "x", "float32", (1, 2), "shard-0")
+    check_bundle(tmp_path, "shard-0", shard, [good])
+    for entry in (
+        Entry("model/12", "x", "float32", (1, 2), "shard-0"),
+        Entry("model/9", "x", "int32", (1, 2), "shard-0"),
+        Entry("model/9", "x", "float32", (1 << 60, 1 << 60), "shard-0"),
+    ):
+        with pytest.raises(CheckpointError, match=r"shard-0.index doesn't hold model/"):
+            check_bundle(tmp_path, "shard-0", shard, [entry])
+    with pytest.raises(CheckpointError, match="isn't the file that the manifest describes"):
+        check_bundle(tmp_path, "shard-0", Shard(len(content), "0" * 64, size), [good])
+    (tmp_path / "shard-0.data-00000-of-00001").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match=rf"it has 5 bytes, the manifest says {size:,}"):
+        check_bundle(tmp_path, "shard-0", shard, [good])
+    with pytest.raises(CheckpointError, match=r"is beyond the end of shard-0\.data"):
+        check_bundle(tmp_path, "shard-0", Shard(len(content), shard.index_sha256, 5), [good])
+    (tmp_path / index_file("shard-0")).unlink()
+    with pytest.raises(CheckpointError, match=r"is damaged: .*No such file"):
+        check_bundle(tmp_path, "shard-0", shard, [good])

@@ -1,0 +1,366 @@
+"""``fit`` that was interrupted goes on from a checkpoint as if nothing had happened, to the last bit."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import variables_of
+from models_for_tests import classifier, plan, samples, transform
+
+import dapple_tf as dapple
+from dapple_tf.checkpoint_files import checkpoints
+from dapple_tf.checkpoint_manifest import CheckpointError
+from dapple_tf.data_position import TrainingData
+
+COUNT = 31  # samples: four batches of 7, and one of 3
+X, Y, _ = samples(COUNT)
+
+
+class InterruptionError(Exception):
+    """Something happened."""
+
+
+class Log(keras.callbacks.Callback):
+    """Remembers what callbacks are told; raises after so many steps."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        super().__init__()
+        self.entries: list[Any] = []
+        self._left = stop_after
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.entries.append((batch, dict(logs)))
+        if self._left is not None:
+            self._left -= 1
+            if self._left == 0:
+                raise InterruptionError
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.entries.append(("epoch", epoch, dict(logs)))
+
+
+def dropout_model(optimizer: Any = None) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    layers = keras.layers
+    features = keras.Input((4,))
+    x = layers.Dense(6, activation="tanh", name="first")(features)
+    x = layers.BatchNormalization()(x)
+    x = layers.Dropout(0.3)(x)
+    model = keras.Model(features, layers.Dense(3, name="logits")(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer or keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    return model
+
+
+def plain_model() -> keras.Model:
+    keras.utils.set_random_seed(3)
+    return classifier(optimizer=keras.optimizers.Adam(0.01), metrics=["accuracy"])
+
+
+def scaled_model() -> keras.Model:
+    inner = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5), momentum=0.9, use_ema=True)
+    return dropout_model(keras.optimizers.LossScaleOptimizer(inner, dynamic_growth_steps=4))
+
+
+class Slices(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        return X[7 * index : 7 * index + 7], Y[7 * index : 7 * index + 7]
+
+
+def drawn() -> Iterator[Any]:
+    draw = np.random.default_rng(1)
+    while True:
+        chosen = draw.integers(0, COUNT, 7)
+        yield X[chosen], Y[chosen]
+
+
+def slices() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((X, Y))
+
+
+def from_generator() -> tf.data.Dataset:
+    signature = (tf.TensorSpec((4,), tf.float32), tf.TensorSpec((), tf.int64))
+    return tf.data.Dataset.from_generator(lambda: zip(X, Y, strict=True), output_signature=signature)
+
+
+DATA: dict[str, Callable[[], dict[str, Any]]] = {
+    "shuffled": lambda: {"x": slices().shuffle(COUNT, seed=5).batch(7).prefetch(2)},
+    "repeated": lambda: {"x": slices().shuffle(9, seed=5).repeat().batch(7), "steps_per_epoch": 4},
+    # Each round ends with a smaller batch, at which the next one is looked at.
+    "rounds": lambda: {"x": slices().shuffle(COUNT, seed=5).batch(7).repeat(), "steps_per_epoch": 4},
+    "longer": lambda: {"x": slices().shuffle(COUNT, seed=5).batch(7).repeat(4), "steps_per_epoch": 4},
+    "python": lambda: {"x": from_generator().shuffle(COUNT, seed=5).batch(7)},
+    "arrays": lambda: {"x": X, "y": Y},
+    "arrays_in_order": lambda: {"x": X, "y": Y, "shuffle": False, "sample_weight": np.linspace(0, 2, COUNT)},
+    "arrays_with_steps": lambda: {"x": X, "y": Y, "shuffle": "batch", "steps_per_epoch": 3, "validation_split": 0.3},
+    "generator": lambda: {"x": drawn(), "steps_per_epoch": 4},
+    "py_dataset": lambda: {"x": Slices(), "class_weight": {0: 1.0, 1: 2.0, 2: 0.5}},
+}
+
+
+def values(model: keras.Model) -> list[np.ndarray]:
+    return [variable.numpy() for variable in variables_of(model)]
+
+
+Pair = tuple[dapple.PipelinedModel, dapple.PipelinedModel, pathlib.Path]
+
+
+def made(build: Callable[[], keras.Model], directory: pathlib.Path, own_plan: dapple.Plan | None = None) -> Pair:
+    """Two pipelined models, and a checkpoint with their first values."""
+    first, second = (transform(build(), own_plan) for _ in range(2))
+    return first, second, first.save_checkpoint(directory)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """For many tests, as it takes long to make."""
+    return made(dropout_model, tmp_path_factory.mktemp("initial"))
+
+
+def check_resumption(
+    directory: pathlib.Path,
+    pair: Pair,
+    data: Callable[[], dict[str, Any]],
+    *,
+    every: int | None = 2,
+    stop_after: int | None = 9,
+    steps_per_execution: int = 1,
+) -> None:
+    """An undisturbed run, and one that is interrupted and goes on with another model and data that are made again.
+
+    With ``stop_after=None`` another process has been interrupted after 9 steps.
+    """
+    ours, others, initial = pair
+
+    def run(pipelined: dapple.PipelinedModel, name: str, stop: int | None = None, resume: bool = False) -> list[Any]:
+        pipelined.model.steps_per_execution = steps_per_execution
+        log = Log(stop)
+        tf.random.set_seed(7)  # from which datasets have seeds, too
+        random.seed(9 if resume else 8)
+        settings = dapple.Checkpointing(directory / name, every_steps=every)
+        with contextlib.suppress(InterruptionError):
+            pipelined.fit(**data(), epochs=4, checkpoint=settings, resume=resume, callbacks=[log], verbose=0)
+        return log.entries
+
+    ours.restore_checkpoint(initial)
+    whole = run(ours, "whole")
+    expected = values(ours.model)
+    first = whole[: 9 + 1]  # steps, and the end of an epoch
+    if stop_after is not None:
+        ours.restore_checkpoint(initial)
+        first = run(ours, "parts", stop=stop_after)
+        assert first == whole[: len(first)]
+    second = run(others, "parts", resume=True)
+    assert 0 < len(second) < len(whole) <= len(first) + len(second)
+    assert second == whole[-len(second) :]
+    for own, other, variable in zip(values(others.model), expected, variables_of(others.model), strict=True):
+        np.testing.assert_array_equal(own, other, err_msg=variable.path)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras says this of data whose size it doesn't know.
+@pytest.mark.parametrize("kind", DATA)
+def test_data_go_on_where_they_were(tmp_path: pathlib.Path, pair: Pair, kind: str) -> None:
+    check_resumption(tmp_path, pair, DATA[kind])
+
+
+@pytest.mark.parametrize(
+    ("every", "stop_after", "steps_per_execution"),
+    [(None, 9, 1), (5, 13, 1), (3, 4, 2), (1, 5, 1)],
+    ids=["epochs", "at the end of an epoch", "several steps at once", "each step"],
+)
+def test_checkpoints_at_any_step(
+    tmp_path: pathlib.Path, pair: Pair, every: int | None, stop_after: int, steps_per_execution: int
+) -> None:
+    check_resumption(
+        tmp_path,
+        pair,
+        DATA["shuffled"],
+        every=every,
+        stop_after=stop_after,
+        steps_per_execution=steps_per_execution,
+    )
+
+
+_KILLED = """
+    import os, signal, sys
+    from test_checkpoint_resume import DATA, dapple, dropout_model, keras, tf, transform
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if next(steps) == 9:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    steps = iter(range(1, 100))
+    pipelined = transform(dropout_model())
+    tf.random.set_seed(7)
+    settings = dapple.Checkpointing(sys.argv[1], every_steps=2)
+    pipelined.fit(**DATA["shuffled"](), epochs=4, checkpoint=settings, callbacks=[Kill()], verbose=0)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_process(tmp_path: pathlib.Path, pair: Pair) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])}
+    command = [sys.executable, "-c", textwrap.dedent(_KILLED), str(tmp_path / "parts")]
+    assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
+    check_resumption(tmp_path, pair, DATA["shuffled"], stop_after=None)
+
+
+def test_a_list_of_callbacks_may_be_keras_own(tmp_path: pathlib.Path, pair: Pair) -> None:
+    pipelined, _, initial = pair
+    pipelined.restore_checkpoint(initial)
+    log = Log()
+    callbacks = keras.callbacks.CallbackList([log], add_history=True, model=pipelined.model)
+    settings = dapple.Checkpointing(tmp_path, every_steps=2)
+    history = pipelined.fit(X, Y, epochs=1, checkpoint=settings, callbacks=callbacks, verbose=0)
+    assert [entry[0] for entry in log.entries] == [0, 1, 2, 3, 4, "epoch"]
+    assert history.history["loss"] == [log.entries[-1][2]["loss"]]
+    log.entries.clear()
+    kept = sorted(checkpoints(tmp_path))
+    for path in kept[1:]:
+        shutil.rmtree(path)
+    pipelined.fit(X, Y, epochs=1, checkpoint=settings, resume=True, callbacks=callbacks, verbose=0)
+    assert [entry[0] for entry in log.entries] == [2, 3, 4, "epoch"]
+    assert callbacks.callbacks == [log, history]
+
+
+@pytest.mark.slow
+def test_loss_scale_moving_averages_and_schedules_go_on(tmp_path: pathlib.Path) -> None:
+    check_resumption(tmp_path, made(scaled_model, tmp_path), DATA["arrays"])
+
+
+@pytest.mark.slow
+def test_updates_carried_into_the_next_step_are_made_first(tmp_path: pathlib.Path) -> None:
+    own = plan(cuts=["first", "second"], devices=[[0, 1]] * 3, reverse_first_k=2, carried_updates=2)
+    pair = made(plain_model, tmp_path, own)
+    check_resumption(tmp_path, pair, DATA["arrays"])
+    # Making them doesn't change anything, either.
+    found = []
+    for every in (None, 1):
+        pair[0].restore_checkpoint(pair[2])
+        settings = dapple.Checkpointing(tmp_path / str(every), every_steps=every)
+        pair[0].fit(slices().batch(7), epochs=2, checkpoint=settings, verbose=0)
+        found.append(values(pair[0].model))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_run_that_is_over_has_nothing_left_to_do_and_can_be_prolonged(tmp_path: pathlib.Path, pair: Pair) -> None:
+    pipelined, _, initial = pair
+    pipelined.restore_checkpoint(initial)
+    settings = dapple.Checkpointing(tmp_path, every_steps=4)
+    pipelined.fit(X, Y, epochs=2, checkpoint=settings, verbose=0)
+    assert [path.name for path in checkpoints(tmp_path)][-1] == "save-000003-step-10"
+    assert pipelined.fit(X, Y, epochs=2, checkpoint=settings, resume=True, verbose=0).history == {}
+    history = pipelined.fit(X, Y, epochs=3, checkpoint=settings, resume=True, verbose=0)
+    assert history.epoch == [2]
+
+
+def test_without_a_checkpoint_training_starts_from_the_beginning(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, pair: Pair
+) -> None:
+    settings = dapple.Checkpointing(tmp_path / "none")
+    with caplog.at_level(logging.INFO, "dapple_tf"):
+        history = pair[0].fit(X, Y, epochs=1, checkpoint=settings, resume=True, verbose=0)
+    assert "has no checkpoint: training starts from the beginning" in caplog.text
+    assert history.epoch == [0]
+
+
+def test_mistakes_are_told(tmp_path: pathlib.Path, pair: Pair) -> None:
+    pipelined = pair[0]
+    with pytest.raises(ValueError, match="give checkpoint=Checkpointing"):
+        pipelined.fit(X, Y, resume=True)
+    for options, message in (({"every_steps": 0}, "every_steps is 0"), ({"keep": 0}, "keep is 0")):
+        with pytest.raises(ValueError, match=message):
+            dapple.Checkpointing(tmp_path, **options)
+    pipelined.restore_checkpoint(pair[2])
+    settings = dapple.Checkpointing(tmp_path, every_steps=3)
+    with pytest.raises(InterruptionError):
+        pipelined.fit(X, Y, checkpoint=settings, callbacks=[Log(4)], verbose=0)
+    with pytest.raises(CheckpointError, match="written while training on a 'arrays', but now the data are a 'dataset'"):
+        pipelined.fit(slices().batch(7), checkpoint=settings, resume=True)
+    with pytest.raises(CheckpointError, match="in the middle of an epoch over data with samples 31, but now it is 30"):
+        pipelined.fit(X[:30], Y[:30], checkpoint=settings, resume=True)
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {},
+        {"kind": "arrays"},
+        {"kind": "arrays", "round": -1, "done": 0},
+        {"kind": "arrays", "round": 0, "done": True},
+        {"kind": "arrays", "round": 0, "done": 2**62},
+        {"kind": "arrays", "round": 0, "done": 0, "batches": 5, "shuffle": True, "samples": 31, "batch_size": 7},
+        {
+            "kind": "arrays",
+            "round": 0,
+            "done": 0,
+            "batches": 5,
+            "shuffle": True,
+            "samples": 31,
+            "batch_size": 7,
+            "seed": -1,
+        },
+        {
+            "kind": "arrays",
+            "round": 0,
+            "done": 6,
+            "batches": 5,
+            "shuffle": True,
+            "samples": 31,
+            "batch_size": 7,
+            "seed": 1,
+        },
+        {"kind": ["arrays"], "round": {}, "done": "9"},
+    ],
+)
+def test_a_position_that_cannot_be_is_refused(saved: dict[str, Any]) -> None:
+    data = TrainingData.of(X, Y, batch_size=7)
+    with pytest.raises(CheckpointError):
+        data.resume(saved, {}, 0)
+
+
+def test_the_state_of_another_dataset_is_refused() -> None:
+    data = TrainingData.of(slices().shuffle(5, seed=1).batch(7), batch_size=7)
+    next(iter(data))
+    position, state = data.position(epoch_over=False)
+    assert position == {"kind": "dataset", "round": 0, "done": 1, "opened": 1}
+    other = TrainingData.of(tf.data.Dataset.range(9).batch(7), batch_size=7)
+    with pytest.raises(CheckpointError, match="the position in the dataset can't be restored"):
+        other.resume(position, state, 1)
+    for opened in (None, -1, 10**9):
+        with pytest.raises(CheckpointError, match="how often the dataset was opened"):
+            other.resume({**position, "opened": opened}, {}, 1)
+
+
+def test_a_batch_that_was_read_ahead_does_not_count() -> None:
+    data = TrainingData.of(slices().shuffle(COUNT, seed=1).batch(7).repeat(), batch_size=7, steps_per_epoch=3)
+    reading = iter(data)
+    next(reading)
+    assert reading.may_read_ahead()
+    next(reading)
+    assert (data.position(epoch_over=False)[0]["done"], data.position(epoch_over=False)[1]) == (1, {})
+    reading.unmark()
+    values, state = data.position(epoch_over=False)
+    assert values["done"] == 2 and state.keys() == {"iterator", "start"}
+    data.position_due = lambda: True
+    assert not reading.may_read_ahead()

@@ -1,0 +1,487 @@
+"""What a client notices of its workers, and that it waits for none that is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from workers import PATIENCE, children, client, expect, status, wait_until
+
+import dapple_tf as dapple
+from dapple_tf import connection as connection_module
+from dapple_tf.cluster import ClusterError
+from dapple_tf.connection import Connection, acquire, connected, open_session, reachable, release
+from dapple_tf.errors import WorkerLostError
+from dapple_tf.faults import FaultPolicy
+from dapple_tf.links import measure_links
+from dapple_tf.remote_session import RemoteSession
+from dapple_tf.session import COLLECTIVE_KEYS
+from tools.hosts import LocalWorkers
+
+NOTICE = 2.0
+QUICK = FaultPolicy(notice_seconds=NOTICE)
+
+
+@pytest.fixture
+def cluster(workers: LocalWorkers) -> Iterator[dapple.Cluster]:
+    """Two workers that nobody uses, also after the test."""
+    addresses = workers.addresses[:2]
+    wait_until(lambda: all(reachable(addresses, PATIENCE)))
+    yield dapple.Cluster.of_servers(addresses)
+    assert not connection_module._connections
+
+
+@contextlib.contextmanager
+def held(cluster: dapple.Cluster, faults: FaultPolicy = QUICK) -> Iterator[Connection]:
+    connection = acquire(cluster, faults)
+    try:
+        yield connection
+    finally:
+        release(connection)
+
+
+def graph_on(cluster: dapple.Cluster, make: Callable[[str], Any]) -> tuple[tf.Graph, list[Any]]:
+    """A graph with something on each device."""
+    made = []
+    with tf.Graph().as_default() as graph:
+        for name in cluster.device_names:
+            with tf.device(name):
+                made.append(make(name))
+    return graph, made
+
+
+def endless(_: str) -> Any:
+    matrix = tf.random.uniform([100, 100])
+    step = tf.while_loop(lambda i, x: i < 10**9, lambda i, x: (i + 1, tf.tanh(x @ x)), [0, matrix])
+    return step[0]
+
+
+def running(session: RemoteSession, fetches: Any) -> tuple[threading.Thread, list[tuple[float, BaseException]]]:
+    """A thread that runs something until it fails; the time of that, and the error."""
+    failures: list[tuple[float, BaseException]] = []
+
+    def run() -> None:
+        try:
+            session.run(fetches)
+        except BaseException as error:
+            failures.append((time.monotonic(), error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    time.sleep(0.5)
+    assert thread.is_alive(), failures
+    return thread, failures
+
+
+def works(cluster: dapple.Cluster) -> bool:
+    """Whether a fresh client can use the workers, all-reduce included."""
+    count = cluster.num_devices
+    key = next(COLLECTIVE_KEYS)
+
+    def reduced(_: str) -> Any:
+        return tf.raw_ops.CollectiveReduceV2(
+            input=tf.ones([3]),
+            group_size=count,
+            group_key=key,
+            instance_key=key,
+            ordering_token=[],
+            merge_op="Add",
+            final_op="Id",
+        )
+
+    graph, made = graph_on(cluster, reduced)
+    with connected(cluster, QUICK), open_session(cluster, graph) as session:
+        return all(np.all(found == count) for found in session.run(made))
+
+
+# ---- all workers there
+
+
+def test_a_call_gives_what_the_function_does(cluster: dapple.Cluster) -> None:
+    with held(cluster) as connection:
+        assert connection.call(lambda: 17) == 17
+        with pytest.raises(KeyError, match="nothing"):
+            connection.call(lambda: {}["nothing"])
+        graph, (one, two) = graph_on(cluster, lambda _: tf.random.uniform([]))
+        with open_session(cluster, graph) as session:
+            assert session.run([one, two]) != session.run([one, two])
+        assert connection.lost is None
+
+
+def test_an_error_with_all_workers_there_is_told_as_it_is(cluster: dapple.Cluster) -> None:
+    """Only after all of them have answered anew: an error may be the first sign of a worker's end."""
+    graph, (broken, _) = graph_on(cluster, lambda _: tf.reshape(tf.random.uniform([4]), tf.random.shuffle([1, 3])))
+    with held(cluster) as connection, open_session(cluster, graph) as session:
+        before = [lease.confirmed for lease in connection._leases]
+        started = time.monotonic()
+        with pytest.raises(tf.errors.InvalidArgumentError, match="4 values"):
+            session.run(broken)
+        assert time.monotonic() - started < PATIENCE / 2
+        assert all(lease.confirmed > then for lease, then in zip(connection._leases, before, strict=True))
+        assert connection.lost is None
+
+
+def test_threads_may_call_at_once(cluster: dapple.Cluster) -> None:
+    graph, made = graph_on(cluster, lambda _: tf.reduce_sum(tf.ones([10]) * tf.random.uniform([], 1, 1.001)))
+    sums: list[Any] = []
+    with held(cluster), open_session(cluster, graph) as session:
+        threads = [threading.Thread(target=lambda: sums.extend(session.run(made))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    np.testing.assert_allclose(sums, [10] * 16, rtol=0.01)
+
+
+def test_ctrl_c_waits_for_the_step_under_way(cluster: dapple.Cluster, request: pytest.FixtureRequest) -> None:
+    ended: list[float] = []
+    begun, struck = threading.Event(), threading.Event()
+    here = threading.get_ident()
+
+    def step() -> None:
+        begun.set()
+        struck.wait(30)
+        time.sleep(0.2)
+        ended.append(time.monotonic())
+
+    def strike() -> None:
+        begun.wait(30)
+        signal.pthread_kill(here, signal.SIGINT)
+        struck.set()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # Shells ignore it in background programs.
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    with held(cluster) as connection:
+        threading.Thread(target=strike, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            connection.call(step)
+        assert ended
+
+
+def test_two_sessions_share_a_connection_and_no_variables(cluster: dapple.Cluster) -> None:
+    def variable(name: str) -> Any:
+        return tf.compat.v1.get_variable(f"v{name[-1]}{name[-14]}", initializer=1.0, use_resource=True)
+
+    graph, made = graph_on(cluster, variable)
+    with held(cluster) as connection, held(cluster) as same:
+        assert connection is same
+        with open_session(cluster, graph) as one, open_session(cluster, graph) as other:
+            one.run([v.initializer for v in made])
+            assert one.run(made[0]) == 1.0
+            with pytest.raises(tf.errors.FailedPreconditionError):
+                other.run(made[0])
+    for address in cluster.addresses:
+        wait_until(lambda address=address: status(address)["holder"] is None)
+
+
+def test_a_worker_that_this_process_has_in_another_cluster(cluster: dapple.Cluster, workers: LocalWorkers) -> None:
+    first, second, third = workers.addresses[:3]
+    other = dapple.Cluster.of_servers([third, second], devices_per_server=1)
+    with held(cluster):
+        with pytest.raises(ClusterError, match=f"{second} is in use by this process already, in another cluster of 2"):
+            acquire(other, QUICK)
+        assert status(third)["holder"] is None
+    assert works(other)
+    with held(dapple.Cluster.of_servers([first])), held(dapple.Cluster.of_servers([second])):  # None in common.
+        pass
+
+
+def test_whole_seconds_of_patience(cluster: dapple.Cluster) -> None:
+    """3 * 10 was sent as 30, which the worker refused for being no float; and a week was too long for it."""
+    for seconds in (5, 10, 7 * 86_400):
+        with held(cluster, FaultPolicy(notice_seconds=seconds)) as connection:
+            assert connection.call(lambda: True)
+
+
+def test_a_port_that_somebody_has_taken_meanwhile(cluster: dapple.Cluster) -> None:
+    """The client is told, the other worker is given back, and the next attempt takes another port."""
+    first, second = cluster.addresses
+    with held(cluster):
+        pass
+    known = dict(connection_module._ports)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        connection_module._ports[second] = port = taken.getsockname()[1]
+        with pytest.raises(ClusterError, match=rf"worker 1 \({second}\).*no server can be started on port {port}"):
+            acquire(cluster, QUICK)
+        wait_until(lambda: all(reachable(cluster.addresses, PATIENCE)))
+        assert status(first)["holder"] is None
+        assert works(cluster)
+    assert connection_module._ports[second] not in (port, known[second])
+
+
+IS_REFUSED = """
+import sys
+import dapple_tf as dapple
+from dapple_tf.connection import connected, reachable
+
+cluster = dapple.Cluster.of_servers(sys.argv[1:])
+print(cluster.num_devices, reachable(cluster.addresses, 60.0))
+try:
+    with connected(cluster):
+        pass
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_second_process_is_told_who_has_the_workers(cluster: dapple.Cluster) -> None:
+    with held(cluster), client(IS_REFUSED, *cluster.addresses) as process:
+        said, _ = process.communicate(timeout=PATIENCE)
+    assert said.startswith("2 [False, False]\nworker ")
+    assert f"in use by {connection_module._CLIENT}; it will be free when that process ends" in said
+    assert f"process {os.getpid()} (" in connection_module._CLIENT
+
+
+def free_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return int(trial.getsockname()[1])
+
+
+def test_nobody_there(cluster: dapple.Cluster) -> None:
+    """The worker that is there is given back."""
+    nobody = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ClusterError, match=f"worker 0 .* refused; is `python -m dapple_tf.worker --address={nobody}`"):
+        dapple.Cluster.of_servers([nobody])
+    addresses = [cluster.addresses[0], nobody]
+    half = dapple.Cluster.of_servers(addresses, devices_per_server=1)
+    with pytest.raises(ClusterError, match=rf"worker 1 \({nobody}\) can't be reached"):
+        acquire(half, QUICK)
+    wait_until(lambda: reachable(addresses, PATIENCE) == [True, False])
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "sends something that isn't JSON"),
+        (b"[]\n", "sends a JSON list where an object is expected"),
+        (b"{}\n", "answers {}, which lacks 'devices' or garbles it"),
+        (b'{"devices": 5}\n', "answers {'devices': 5}, which lacks 'devices' or garbles it"),
+        (b'{"devices": [{"kind": "TPU"}]}\n', "which lacks 'devices' or garbles it"),
+        (b'{"devices": [], "holder": null}\n', "which lacks 'devices' or garbles it"),
+        (b'{"error": "no"}\n', "no"),
+        (b"", "connection closed by the other side"),
+    ],
+)
+def test_something_else_that_listens_there(answer: bytes, message: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(ClusterError) as raised:
+            dapple.Cluster.of_servers([f"127.0.0.1:{listener.getsockname()[1]}"])
+        thread.join()
+    assert message in str(raised.value)
+
+
+def test_from_a_resolver(cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = {"worker": list(cluster.addresses), "chief": ["127.0.0.1:1"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": tasks, "task": {"type": "chief", "index": 0}}))
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    assert dapple.Cluster.from_resolver(resolver) == cluster
+    with pytest.raises(ClusterError, match="TFConfigClusterResolver names no job 'ps', but 'worker', 'chief': is TF_"):
+        dapple.Cluster.from_resolver(resolver, job="ps")
+
+
+def test_measured_links(cluster: dapple.Cluster) -> None:
+    found = measure_links(cluster, repeats=3)
+    for name in ("inter_bandwidth", "inter_latency", "reduce_bandwidth", "reduce_latency"):
+        value = getattr(found, name)
+        assert value is not None and 0 < value < math.inf, name
+    assert found.intra_bandwidth is None
+    assert [server.capacity for server in found.servers] == [1.0, 1.0]
+
+
+# ---- lost workers
+
+
+def assert_lost(failures: Sequence[tuple[float, BaseException]], address: str, since: float, within: float) -> None:
+    ((when, error),) = failures
+    assert isinstance(error, WorkerLostError), error
+    assert (error.task, error.address) == (1, address)
+    assert str(error).startswith(f"worker 1 ({address}): ")
+    assert when - since < within
+
+
+def test_a_killed_worker_is_noticed_at_once(cluster: dapple.Cluster, workers: LocalWorkers) -> None:
+    """The run fails with the error that names the worker, closing doesn't wait, and all is well once it is back."""
+    graph, made = graph_on(cluster, endless)
+    with held(cluster) as connection:
+        session = open_session(cluster, graph)
+        thread, failures = running(session, made)
+        started = time.monotonic()
+        workers.kill(1)
+        thread.join(PATIENCE)
+        assert_lost(failures, cluster.addresses[1], started, NOTICE)
+        with pytest.raises(WorkerLostError, match=cluster.addresses[1]):
+            session.run(made)
+        started = time.monotonic()
+        session.close()
+        assert time.monotonic() - started < 1.0
+        assert connection.lost is failures[0][1]
+    wait_until(lambda: not children(workers.processes[0].pid))
+    workers.restart(1)
+    assert works(cluster)
+
+
+def test_a_stopped_worker_is_noticed_in_time(cluster: dapple.Cluster, workers: LocalWorkers) -> None:
+    """Also when nothing runs; once it goes on, it finds out that its client has given it up."""
+    graph, made = graph_on(cluster, endless)
+    with held(cluster):
+        session = open_session(cluster, graph)
+        thread, failures = running(session, made)
+        started = time.monotonic()
+        workers.stop(1)
+        thread.join(PATIENCE)
+        assert_lost(failures, cluster.addresses[1], started, 2 * NOTICE)
+        started = time.monotonic()
+        session.close()
+        assert time.monotonic() - started < 1.0
+    wait_until(lambda: all(reachable(cluster.addresses[:1], PATIENCE)))
+    workers.cont(1)
+    wait_until(lambda: not children(workers.processes[1].pid))
+    assert works(cluster)
+
+
+def test_a_worker_that_is_lost_while_nothing_runs(cluster: dapple.Cluster, workers: LocalWorkers) -> None:
+    with held(cluster) as connection:
+        (child,) = children(workers.processes[1].pid)
+        os.kill(child, signal.SIGKILL)
+        wait_until(lambda: connection.lost is not None)
+        called: list[int] = []
+        with pytest.raises(WorkerLostError, match=cluster.addresses[1]):
+            connection.call(lambda: called.append(1))
+        assert not called
+    assert works(cluster)
+
+
+def test_a_run_that_takes_too_long(cluster: dapple.Cluster) -> None:
+    """All workers answer, but the run doesn't end: they are given up all the same."""
+    graph, made = graph_on(cluster, endless)
+    with held(cluster, FaultPolicy(notice_seconds=NOTICE, step_seconds=1.0)):
+        session = open_session(cluster, graph)
+        with pytest.raises(
+            WorkerLostError, match=r"a run has not ended within 1 s, though all workers answer"
+        ) as raised:
+            session.run(made)
+        assert raised.value.task is None
+        session.close()
+    assert works(cluster)
+
+
+def test_forgetting_a_session_waits_for_no_lost_worker(cluster: dapple.Cluster, workers: LocalWorkers) -> None:
+    """Python frees it whenever it collects garbage, in whatever thread; TensorFlow waited there."""
+    graph, made = graph_on(cluster, endless)
+    with held(cluster) as connection:
+        session = open_session(cluster, graph)
+        thread, _ = running(session, made)
+        workers.stop(1)
+        thread.join(PATIENCE)
+        assert connection.lost is not None
+        started = time.monotonic()
+        del session, thread
+        gc.collect()
+        assert time.monotonic() - started < 5.0
+    workers.cont(1)
+    assert works(cluster)
+
+
+def test_the_end_of_a_lost_connection_leaves_the_next_one_alone(cluster: dapple.Cluster, workers: LocalWorkers) -> None:
+    """It was forgotten with the lost one, so that the third took the workers from the second, of the same process."""
+    lost = acquire(cluster, QUICK)
+    (child,) = children(workers.processes[1].pid)
+    os.kill(child, signal.SIGKILL)
+    wait_until(lambda: lost.lost is not None)
+    graph, made = graph_on(cluster, lambda _: tf.random.uniform([]))
+    with held(cluster) as second:
+        assert second is not lost
+        with open_session(cluster, graph) as session:
+            release(lost)
+            with held(cluster) as third:
+                assert third is second
+            session.run(made)
+        assert second.lost is None
+
+
+LEAVES = """
+import sys, threading
+import tensorflow as tf
+import dapple_tf as dapple
+from dapple_tf.connection import acquire, open_session
+
+how, *addresses = sys.argv[1:]
+cluster = dapple.Cluster.of_servers(addresses)
+connection = acquire(cluster, dapple.FaultPolicy(notice_seconds=2.0))
+with tf.Graph().as_default() as graph:
+    made = []
+    for name in cluster.device_names:
+        with tf.device(name):
+            matrix = tf.random.uniform([50, 50])
+            made.append(tf.while_loop(lambda i, x: i < 10**9, lambda i, x: (i + 1, tf.tanh(x @ x)), [0, matrix])[0])
+    session = open_session(cluster, graph)
+
+
+def run():
+    try:
+        session.run(made)
+    except dapple.WorkerLostError as error:
+        print("lost", error.task, flush=True)
+
+
+thread = threading.Thread(target=run, daemon=True)
+thread.start()
+print("running", flush=True)
+if how == "after":
+    thread.join()
+else:
+    input()
+print("leaving", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["after", "before"])
+def test_a_process_that_leaves_its_session_open_ends(how: str, cluster: dapple.Cluster, workers: LocalWorkers) -> None:
+    """After it has noticed that a worker hangs, or before; nothing is closed, and a step is under way.
+
+    As Python freed the session in the end, TensorFlow waited for the lost worker.
+    """
+    options = {} if how == "after" else {"stdin": subprocess.PIPE}
+    with client(LEAVES, how, *cluster.addresses, **options) as process:
+        expect(process, "running")
+        wait_until(lambda: len(children(workers.processes[1].pid)) == 1)
+        time.sleep(0.5)
+        workers.stop(1)
+        if how == "before":
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.close()
+        else:
+            expect(process, "lost 1")
+        expect(process, "leaving")
+        started = time.monotonic()
+        assert process.wait(PATIENCE) == 0, process.stderr and process.stderr.read()
+        assert time.monotonic() - started < 15
+    workers.cont(1)
+    for worker in workers.processes[:2]:
+        wait_until(lambda worker=worker: not children(worker.pid))

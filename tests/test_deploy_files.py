@@ -1,0 +1,212 @@
+"""Files for deployment: they parse, their flags exist, and the scripts really run, with stand-ins for ssh and Slurm."""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+
+from tools.hosts import ROOT, environment, free_ports
+
+DEPLOY = ROOT / "docs" / "deploy"
+TEXTS = {path: path.read_text(encoding="utf-8") for path in sorted([*DEPLOY.iterdir(), ROOT / "docs" / "cluster.md"])}
+SCRIPTS = [DEPLOY / "ssh.sh", DEPLOY / "slurm.sbatch"]
+PROGRAM = "import os; print(os.environ['TF_CONFIG'])"
+
+
+def joined(text: str) -> str:
+    """Lines of shell with those that go on in the next one put together, and without comments' marks."""
+    return re.sub(r"\\\n\s*", " ", text).replace("# ", "  ")
+
+
+@functools.cache
+def flags_of(module: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--helpfull"], capture_output=True, text=True, env=environment(), cwd=ROOT
+    )
+    return set(re.findall(r"^\s+(?:-\w,)?--(?:\[no\])?(\w+):", done.stdout, flags=re.MULTILINE))
+
+
+def used_flags() -> list[tuple[str, str, str]]:
+    found = []
+    for path, text in TEXTS.items():
+        for module, rest in re.findall(r"-m (dapple_tf\.worker|tools\.\w+)\b([^\n]*)", joined(text)):
+            found += [(path.name, module, flag) for flag in re.findall(r"--(\w+)", rest.split(" -- ")[0])]
+    return found
+
+
+@pytest.mark.parametrize(("file", "module", "flag"), sorted(set(used_flags())))
+def test_flags_exist(file: str, module: str, flag: str) -> None:
+    assert flag in flags_of(module), f"{file}: {module} has no flag --{flag}"
+
+
+def test_flags_are_found_at_all() -> None:
+    files = {file for file, _, _ in used_flags()}
+    assert files >= {"ssh.sh", "slurm.sbatch", "wireguard.conf", "cluster.md"}
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)\)", TEXTS[ROOT / "docs" / "cluster.md"]))
+def test_links_of_the_page(link: str) -> None:
+    assert (ROOT / "docs" / link).exists()
+
+
+# ---- Kubernetes
+
+
+@functools.cache
+def manifests() -> dict[str, dict[str, Any]]:
+    found = list(yaml.safe_load_all(TEXTS[DEPLOY / "kubernetes.yaml"]))
+    return {document["kind"]: document for document in found}
+
+
+def pods() -> list[dict[str, Any]]:
+    return [manifests()[kind]["spec"]["template"] for kind in ("StatefulSet", "Job")]
+
+
+def test_kubernetes_has_all_parts() -> None:
+    assert set(manifests()) == {"Service", "NetworkPolicy", "StatefulSet", "Job"}
+    assert all(document["apiVersion"] and document["metadata"]["name"] for document in manifests().values())
+
+
+def test_only_the_jobs_pods_get_in() -> None:
+    spec = manifests()["NetworkPolicy"]["spec"]
+    allowed = {"matchLabels": {"app": "dapple"}}
+    assert spec == {
+        "podSelector": allowed,
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [{"podSelector": allowed}]}],
+    }
+    for pod in pods():
+        assert pod["metadata"]["labels"]["app"] == "dapple"
+
+
+def test_pods_have_few_rights_and_limits() -> None:
+    for pod in pods():
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] > 0
+        assert spec["automountServiceAccountToken"] is False
+        assert not spec.get("hostNetwork")
+        volumes = {volume["name"] for volume in spec["volumes"]}
+        for container in (*spec["containers"], *spec.get("initContainers", ())):
+            rights = container["securityContext"]
+            assert rights["allowPrivilegeEscalation"] is False and rights["readOnlyRootFilesystem"] is True
+            assert rights["capabilities"] == {"drop": ["ALL"]}
+            assert set(container["resources"]["limits"]) == {"cpu", "memory"}
+            assert {mount["name"] for mount in container.get("volumeMounts", ())} <= volumes
+
+
+def test_the_workers_are_found_by_their_names() -> None:
+    workers, service = manifests()["StatefulSet"], manifests()["Service"]
+    name, port = service["metadata"]["name"], service["spec"]["ports"][0]["port"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert workers["spec"]["serviceName"] == name
+    assert service["spec"]["selector"] == workers["spec"]["selector"]["matchLabels"]
+    assert workers["spec"]["template"]["metadata"]["labels"] == service["spec"]["selector"]
+    (container,) = workers["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["python", "-m", "dapple_tf.worker"]
+    for argument in container["args"]:
+        assert re.match(r"--(\w+)=", argument)[1] in flags_of("dapple_tf.worker")  # type: ignore[index]
+    assert f"--address=$(POD_IP):{port}" in container["args"]
+    (client,) = manifests()["Job"]["spec"]["template"]["spec"]["containers"]
+    config = json.loads(next(item["value"] for item in client["env"] if item["name"] == "TF_CONFIG"))
+    replicas = workers["spec"]["replicas"]
+    wanted = [f"{workers['metadata']['name']}-{number}.{name}:{port}" for number in range(replicas)]
+    assert config["cluster"]["worker"] == wanted
+
+
+# ---- WireGuard
+
+
+def test_wireguard_file() -> None:
+    lines = [line.partition("#")[0].strip() for line in TEXTS[DEPLOY / "wireguard.conf"].splitlines()]
+    settings = dict(line.split(" = ", 1) for line in lines if " = " in line)
+    assert [line for line in lines if line.startswith("[")] == ["[Interface]", "[Peer]"]
+    network = ipaddress.ip_interface(settings["Address"]).network
+    assert network.is_private
+    # Only the peer itself, not all that it sends for others.
+    peer = ipaddress.ip_network(settings["AllowedIPs"])
+    assert peer.num_addresses == 1 and peer.subnet_of(network)  # type: ignore[arg-type]
+
+
+# ---- scripts
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse_and_are_strict(script: pathlib.Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    lines = TEXTS[script].splitlines()
+    assert lines[0] == "#!/usr/bin/env bash"
+    assert "set -euo pipefail" in lines
+    for line in lines:
+        # Unquoted expansions are split and globbed; in assignments, arithmetic and single quotes they aren't.
+        code = re.sub(r"\\.|^\s*#.*", "", line)
+        code = re.sub(r"'[^']*'|\"[^\"]*\"|\(\(.*\)\)|\[\[.*\]\]", "", code)
+        code = re.sub(r"\b\w+\+?=\S+", "", code)
+        assert not re.search(r"\$[A-Za-z{@*]", code), line
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", str(script)], check=True)
+
+
+def stand_in(folder: pathlib.Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text("#!/usr/bin/env bash\n" + text)
+    path.chmod(0o755)
+
+
+def run(folder: pathlib.Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    stand_in(folder, "python", f'exec {shlex.quote(sys.executable)} "$@"\n')
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=200, cwd=ROOT, env={**environment(), "PATH": path, **variables}
+    )
+
+
+def test_ssh_script_starts_workers_and_ends_them(tmp_path: pathlib.Path) -> None:
+    (port,) = free_ports(1)
+    # ssh [options] host command, here
+    stand_in(tmp_path, "ssh", 'echo "$$" >>"$PIDS"\nexec bash -c "${@: -1}"\n')
+    pids = tmp_path / "pids"
+    done = run(
+        tmp_path,
+        *[str(DEPLOY / "ssh.sh"), "127.0.0.1", "me@127.0.0.2", "--", "python", "-c", PROGRAM],
+        PORT=str(port),
+        DEVICES="2",
+        PIDS=str(pids),
+    )
+    assert done.returncode == 0, done.stderr
+    wanted = [f"127.0.0.1:{port}", f"127.0.0.2:{port}"]
+    assert json.loads(done.stdout)["cluster"]["worker"] == wanted
+    for address in wanted:
+        assert f"worker on {address}" in done.stderr
+    workers = pids.read_text().split()
+    assert len(workers) == 2
+    assert not any(pathlib.Path("/proc", pid).exists() for pid in workers)
+    assert run(tmp_path, str(DEPLOY / "ssh.sh"), "127.0.0.1").returncode == 2
+
+
+def test_slurm_script_starts_workers(tmp_path: pathlib.Path) -> None:
+    # srun [--options] command, on one node
+    stand_in(tmp_path, "srun", 'while [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
+    stand_in(tmp_path, "hostname", "echo 192.168.7.1 127.0.0.1\n")
+    port = next(port for port in free_ports(50) if 20_000 <= port < 30_000)  # The script makes it of the job's number.
+    done = run(
+        tmp_path,
+        *["bash", str(DEPLOY / "slurm.sbatch"), "python", "-c", PROGRAM],
+        NETWORK="127.",
+        SLURM_JOB_ID=str(port - 20_000),
+    )
+    assert done.returncode == 0, done.stderr
+    worker, config = done.stdout.splitlines()
+    assert worker.startswith(f"worker on 127.0.0.1:{port} ")
+    assert json.loads(config)["cluster"]["worker"] == [f"127.0.0.1:{port}"]

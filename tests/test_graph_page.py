@@ -1,0 +1,387 @@
+from __future__ import annotations
+
+import functools
+import graphlib
+import itertools
+import random
+import re
+import urllib.parse
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from browser import Page
+from step_programs import Case, complete, names_for
+from step_programs import plan as step_plan
+
+from dapple_tf.plan import Plan
+from dapple_tf.view.page import graph_data, graph_page
+from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode, TensorText, task_graph
+from graph_passes.tasks import Phase, Schedule, Task
+
+Show = Callable[..., Page]
+
+
+@functools.cache
+def example(schedule: str = "dapple_a", stages: int = 4, micro_batches: int = 4) -> TaskGraph:
+    cuts = [f"block_{stage}" for stage in range(stages - 1)]
+    plan = Plan.manual(cuts, [[stage] for stage in range(stages)], micro_batches, micro_batches, schedule)
+    return graph_of(plan.order_tasks())
+
+
+def graph_of(schedule: Schedule) -> TaskGraph:
+    """A task graph such as a schedule without replicas has: a split, its tasks, accumulation and updates."""
+    stages = 1 + max(task.stage for task in schedule.tasks)
+    names = ["split_0", *map(str, schedule.tasks)]
+    names += [f"{kind}_{stage}" for stage in range(stages) for kind in ("accumulate", "apply")]
+    known = set(names)
+    links: dict[tuple[str, str], bool] = {}
+
+    def link(source: str, target: str, control: bool = False) -> None:
+        if source in known and target in known and source != target:
+            links.setdefault((source, target), control)
+
+    for task in schedule.tasks:
+        stage, number = task.stage, task.micro_batch
+        if task.phase is Phase.FORWARD:
+            link("split_0" if stage == 0 else f"{stage - 1}F{number}", str(task))
+            link(str(task), f"{stage}B{number}")
+            link(str(task), f"{stage}Bx{number}")
+        if task.phase in (Phase.BACKWARD, Phase.INPUT_GRAD):
+            link(f"{stage + 1}{task.phase.value}{number}", str(task))
+            link(str(task), f"{stage}Bw{number}")
+        if task.phase in (Phase.BACKWARD, Phase.WEIGHT_GRAD):
+            link(str(task), f"accumulate_{stage}")
+        link(f"accumulate_{stage}", f"apply_{stage}")
+    for order in schedule.orders.values():
+        for task, after in itertools.pairwise(order):
+            link(str(task), str(after), control=True)
+    columns = dict.fromkeys(names, 0)
+    before: dict[str, set[str]] = {name: set() for name in names}
+    for source, target in links:
+        before[target].add(source)
+    for name in graphlib.TopologicalSorter(before).static_order():
+        columns[name] = max((columns[other] + 1 for other in before[name]), default=0)
+
+    def node(name: str) -> TaskNode:
+        head, _, number = name.partition("_")
+        if number:
+            stage = None if head == "split" else int(number)
+            device = None if stage is None else schedule.device_of(Task(stage, Phase.FORWARD, 0))
+            label = f"{head} {number}"
+            return TaskNode(name, label, head, device, stage, None, None, columns[name], stands_for=12)
+        task = Task.parse(name)
+        layers = tuple(f"block_{2 * task.stage + i}/dense" for i in range(2))
+        tensors = (TensorText(f"{layers[-1]}/Relu", "float32", "[8, 32]", 1024.0), TensorText("n", "int32", "", None))
+        device = schedule.device_of(task)
+        numbers = (device, task.stage, task.micro_batch, 0, columns[name])
+        return TaskNode(name, name, task.phase.value, *numbers, layers, tensors)
+
+    nodes = sorted(map(node, names), key=lambda one: (-1 if one.device is None else one.device, one.column))
+    position = {one.name: index for index, one in enumerate(nodes)}
+    edges = tuple(
+        TaskEdge(position[source], position[target], control, *(() if control else ((f"{source}:0",), 1024.0)))
+        for (source, target), control in links.items()
+    )
+    return TaskGraph(tuple(nodes), edges, {device: f"device {device}" for device in schedule.orders})
+
+
+def page_of(graph: TaskGraph) -> str:
+    return graph_page(graph, title="Task graph")
+
+
+def counts(page: Page, value: str = "total") -> dict[int | None, int]:
+    return {lane["device"]: lane[value] for lane in page.ask("lanes()")}
+
+
+def expected(graph: TaskGraph, keep: Callable[[TaskNode], bool] = lambda node: True) -> dict[int | None, int]:
+    devices: list[int | None] = list(graph.devices)
+    hosts: list[int | None] = [None] if any(node.device is None for node in graph.nodes) else []
+    return {device: sum(node.device == device and keep(node) for node in graph.nodes) for device in hosts + devices}
+
+
+def edges_between(graph: TaskGraph, keep: Callable[[TaskNode], bool]) -> int:
+    return sum(keep(graph.nodes[edge.source]) and keep(graph.nodes[edge.target]) for edge in graph.edges)
+
+
+def bounds(page: Page) -> tuple[float, float]:
+    found = page.ask("bounds()")
+    return found["lo"], found["hi"]
+
+
+# ---- without a browser
+
+
+def test_data_has_every_node_and_edge() -> None:
+    graph = example("zb_h1")
+    data = graph_data(graph)["graph"]
+    for position, node in enumerate(graph.nodes):
+        shown: dict[str, Any] = {name: column[position] for name, column in data["nodes"].items()}
+        assert tuple(data["layers"][shown["layers"]]) == node.layers
+        assert [tuple(row) for row in data["outputs"][shown["outputs"]]] == [tuple(row) for row in node.outputs]
+        rest = {name: value for name, value in node._asdict().items() if name not in ("layers", "outputs")}
+        assert {name: shown[name] for name in rest} == rest
+    for position, edge in enumerate(graph.edges):
+        shown = {name: column[position] for name, column in data["edges"].items()}
+        assert tuple(data["tensors"][shown.pop("tensors")]) == edge.tensors
+        assert shown == {"source": edge.source, "target": edge.target, "control": edge.control, "bytes": edge.bytes}
+
+
+def test_what_tasks_share_is_there_once() -> None:
+    data = graph_data(example())["graph"]
+    assert len(data["layers"]) == 5  # those of four stages, and none
+    assert len(data["outputs"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("nodes", "edges", "message"),
+    [
+        ([TaskNode("a", "a", "F", 3, 0, 0, 0, 0)], [], "node a is on device 3, which isn't among 1"),
+        ([TaskNode("a", "a", "F", 0, 0, 0, 0, 0)], [TaskEdge(0, 1, False)], "an edge 0 -> 1 ends at none of 1 nodes"),
+    ],
+)
+def test_what_cannot_be_shown(nodes: list[TaskNode], edges: list[TaskEdge], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        page_of(TaskGraph(tuple(nodes), tuple(edges), {0: "device 0"}))
+
+
+# ---- what is drawn
+
+
+def test_a_real_step(show: Show, picture: Callable[[Page, str], None]) -> None:
+    case = Case("mlp", step_plan("mlp", 2, [[0, 1], [2]], 4, 32, "dapple_a"))
+    graph = task_graph(complete(case), names_for(case.plan))
+    page = show(graph_page(graph, title="Task graph: two stages, the first on two devices, and four micro-batches"))
+    assert counts(page) == expected(graph)
+    kinds = {node.kind for node in graph.nodes}
+    assert kinds >= {"F", "B", "split", "concat", "accumulate", "all_reduce", "apply"}
+    for kind in kinds:
+        page.ask(f"setFilter('kind', ['{kind}'])")
+        assert counts(page, "matching") == expected(graph, lambda node, kind=kind: node.kind == kind)  # type: ignore[misc]
+    page.ask("setFilter('kind', null)")
+    page.ask("select('1B1')")
+    assert "gradient(" in page.text("#details")
+    picture(page, "graph_page.png")
+
+
+def test_lanes_have_the_nodes_of_the_graph(show: Show) -> None:
+    graph = example()
+    page = show(page_of(graph))
+    page.ask("fit()")
+    page.settle()
+    for value in ("total", "matching", "visible"):
+        assert counts(page, value) == expected(graph)
+    edges = page.ask("edges()")
+    assert edges["total"] == edges["matching"] == len(graph.edges)
+    assert edges["drawn"] == edges["inSight"]
+    assert page.run("return performance.getEntriesByType('resource').length") == 0
+    assert f"{len(graph.nodes)} of {len(graph.nodes)} nodes" in page.text("#status")
+    summary = page.text("#summary")
+    assert f"control edges{sum(edge.control for edge in graph.edges)}" in summary
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        TaskGraph((), (), {0: "alone"}),
+        TaskGraph((TaskNode("a", "0F0", "F", 0, 0, 0, 0, 0),), (), {0: "alone", 1: "empty"}),
+        TaskGraph(tuple(TaskNode(f"{i}", "x", "other", None, None, None, None, 0) for i in range(9)), (), {}),
+    ],
+    ids=["empty", "one node", "host only"],
+)
+def test_small_graphs(show: Show, graph: TaskGraph) -> None:
+    page = show(page_of(graph))
+    page.settle()
+    assert counts(page, "visible") == expected(graph)
+    page.press("]", "f", "+", "0")
+    page.settle()
+
+
+def test_no_two_nodes_lie_on_each_other(show: Show) -> None:
+    graph = example("zb_h1")
+    page = show(page_of(graph))
+    page.ask("fit()")
+    places = page.run("return arguments[0].map((name) => dapple.positionOf(name))", [node.name for node in graph.nodes])
+    assert len({(place["x"], place["y"]) for place in places}) == len(graph.nodes)
+    for edge in graph.edges:
+        assert places[edge.source]["x"] < places[edge.target]["x"]
+
+
+def test_data_edges_are_solid_and_control_edges_dotted_red(show: Show) -> None:
+    ends = [TaskNode("a", "0F0", "F", 0, 0, 0, 0, 0), TaskNode("b", "1F0", "F", 0, 1, 0, 0, 1)]
+    shares = []
+    for control in (False, True):
+        page = show(page_of(TaskGraph(tuple(ends), (TaskEdge(0, 1, control),), {0: "device 0"})))
+        page.settle()
+        place, other = page.ask("positionOf('a')"), page.ask("positionOf('b')")
+        pixels = page.pixels(place["x"] + 80, place["y"] - 1, int(other["x"] - place["x"]) - 180, 7)
+        width = len(pixels) // 7
+        line = [min(pixels[i + row * width] for row in range(7)) for i in range(width)]
+        background = max(pixels)
+        drawn = [colour for colour in line if colour != background]
+        shares.append(len(drawn) / width)
+        assert (max(colour[0] - colour[2] for colour in drawn) > 30) == control
+    assert shares[0] == 1.0
+    assert 0.2 < shares[1] < 0.9
+
+
+# ---- filters and views
+
+
+def test_filters_combine(show: Show) -> None:
+    graph = example("zb_h1")
+    page = show(page_of(graph))
+    page.ask("setFilter('stage', [0, 1, 2, null])")
+    page.ask("setFilter('micro_batch', [1, 2, null])")
+    page.ask("setFilter('device', [null, 1, 2])")
+    page.ask("setFilter('kind', ['F', 'Bx', 'split', 'apply'])")
+
+    def keep(node: TaskNode) -> bool:
+        return (
+            node.stage in (0, 1, 2, None)
+            and node.micro_batch in (1, 2, None)
+            and node.device in (None, 1, 2)
+            and node.kind in ("F", "Bx", "split", "apply")
+        )
+
+    assert counts(page, "matching") == expected(graph, keep)
+    assert page.ask("edges().matching") == edges_between(graph, keep)
+    for field in ("stage", "device", "kind", "micro_batch"):
+        page.ask(f"setFilter('{field}', null)")
+    page.driver.find_elements("css selector", "#edge-kinds button")[0].click()
+    assert page.ask("edges().matching") == sum(edge.control for edge in graph.edges)
+    page.driver.find_elements("css selector", "#edge-kinds button")[1].click()
+    assert page.ask("edges().matching") == 0
+
+
+def test_zoom_pan_and_keys(show: Show) -> None:
+    page = show(page_of(example(micro_batches=16)))
+    last = page.ask("bounds().max")
+    assert bounds(page)[0] == -0.5 and bounds(page)[1] < last  # Labels can be read at first.
+    page.press("0")
+    assert bounds(page) == (-0.5, last)
+    page.press("+")
+    assert bounds(page)[1] - bounds(page)[0] == pytest.approx((last + 0.5) / 1.5)
+    low = bounds(page)[0]
+    page.press("\ue012")  # left arrow
+    assert bounds(page)[0] < low
+    page.ask("setBounds(2, 12)")
+    place = page.ask("positionOf('1F2')")
+    page.drag(place, -60)
+    page.settle()
+    assert page.ask("positionOf('1F2')")["x"] == pytest.approx(place["x"] - 60, abs=2)
+    page.wheel(page.ask("positionOf('1F2')"), 120)
+    page.settle()
+    assert bounds(page)[1] - bounds(page)[0] > 10
+    assert page.ask("selected()") is None
+
+
+# ---- one node
+
+
+def test_click_gives_details(show: Show) -> None:
+    graph = example()
+    page = show(page_of(graph))
+    page.hover_at(page.ask("positionOf('1F1')"))
+    assert "block_3/dense" in page.text("#tip")
+    page.click_at(page.ask("positionOf('1F1')"))
+    chosen = page.ask("selected()")
+    assert chosen["name"] == "1F1"
+    names = [node.name for node in graph.nodes]
+    number = names.index("1F1")
+    assert chosen["inputs"] == [names[edge.source] for edge in graph.edges if edge.target == number]
+    assert chosen["outputs"] == [names[edge.target] for edge in graph.edges if edge.source == number]
+    details = page.text("#details")
+    for text in ("block_2/dense", "block_3/dense/Relu", "float32", "[8, 32]", "1 KiB", "device 1", "micro-batch1"):
+        assert text in details
+    assert "0F1 0F1:0; 1 KiB" in details and "1F0 control" in details
+    page.click_link("0F1")
+    assert page.ask("selected().name") == "0F1"
+    page.press("]")
+    assert page.ask("selected().device") == 0 and page.ask("selected().column") > chosen["column"] - 2
+    page.press("\ue00c")
+    assert page.ask("selected()") is None
+
+
+def test_search_by_name_label_and_layer(show: Show) -> None:
+    graph = example()
+    page = show(page_of(graph))
+    box = page.find("#search")
+    box.send_keys("2b3")
+    assert page.ask("selected().name") == "2B3"
+    box.clear()
+    box.send_keys("accumulate_1")
+    assert page.ask("selected().label") == "accumulate 1"
+    assert page.ask("positionOf('accumulate_1')") is not None  # It was moved into sight.
+    box.clear()
+    box.send_keys("block_5/")
+    assert page.text("#tools .hint") == f"1 of {sum('block_5/dense' in node.layers for node in graph.nodes)}"
+    assert page.ask("select('accumulate 3')") is True
+    assert page.ask("select('nothing')") is False
+
+
+def test_link_shows_the_same_again(show: Show) -> None:
+    text = page_of(example("zb_h1"))
+    page = show(text)
+    page.ask("setFilter('stage', [1, 2])")
+    page.ask("setFilter('device', [1, 2, null])")
+    page.ask("setBounds(3, 14)")
+    page.ask("select('2Bx1')")
+    page.driver.find_elements("css selector", "#edge-kinds button")[1].click()
+    questions = ("lanes()", "filters()", "bounds()", "selected()", "edges().control", "edges().matching")
+    state = [page.ask(question) for question in questions]
+    hash = page.driver.execute_async_script("setTimeout(() => arguments[0](location.hash.slice(1)), 400)")
+    assert dict(urllib.parse.parse_qsl(hash))["device"] == "1-2,-"
+    again = show(text, hash)
+    assert [again.ask(question) for question in questions] == state
+    again.run("dapple.showGraph(arguments[0])", graph_data(example()))
+    assert counts(again) == expected(example())
+    assert again.ask("filters().stage") == [1, 2]
+    assert again.ask("selected()") is None  # There is no 2Bx1 in it.
+    again.settle()
+
+
+# ---- hostile and large
+
+
+def test_hostile_names_are_texts(show: Show) -> None:
+    evil = "</script><img src=x onerror='document.title=\"broken\"'><!--<script>"
+    tensor = TensorText(evil, evil, evil, 1.0)
+    nodes = (
+        TaskNode(evil, evil, evil, 0, 0, 0, 0, 0, (evil,), (tensor,)),
+        TaskNode("__proto__", "constructor", "toString", None, None, None, None, 1),
+    )
+    page = show(graph_page(TaskGraph(nodes, (TaskEdge(0, 1, False, (evil,)),), {0: evil}), title=evil))
+    page.settle()
+    assert page.ask("select('constructor')") is True
+    assert evil in page.text("#details")
+    page.click_link(evil)
+    page.hover_at(page.run("return dapple.positionOf(arguments[0])", evil))
+    assert page.text("#details").count(evil) >= 5 and evil in page.text("#tip")
+    assert page.driver.title.startswith("</script><img")
+    assert page.run("return document.querySelectorAll('img, #details script').length") == 0
+
+
+def test_ten_thousand_nodes(show: Show) -> None:
+    graph = example(stages=16, micro_batches=312)
+    draw = random.Random(0)
+    edges = list(graph.edges)
+    while len(edges) < 30_000:
+        source, target = draw.randrange(len(graph.nodes)), draw.randrange(len(graph.nodes))
+        if 0 < graph.nodes[target].column - graph.nodes[source].column < 40:
+            edges.append(TaskEdge(source, target, draw.random() < 0.5))
+    graph = TaskGraph(graph.nodes, tuple(edges), graph.devices)
+    assert len(graph.nodes) > 10_000
+    page = show(page_of(graph))
+    page.ask("fit()")
+    page.settle()
+    assert counts(page, "visible") == expected(graph)
+    found = page.ask("edges()")
+    assert found["matching"] == 30_000 and 0 < found["drawn"] <= 2500 < found["inSight"]
+    assert "zoom in or filter for all" in page.text("#status")
+    page.ask("select('7B100')")
+    page.press("f")
+    page.settle()
+    found = page.ask("edges()")
+    assert found["drawn"] == found["inSight"] > 0
+    assert page.run("return document.querySelectorAll('*').length") < 2500  # Nodes aren't elements.

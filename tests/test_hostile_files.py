@@ -1,0 +1,552 @@
+"""Plans, profiles and clusters are data: whatever is in a file, it is read or refused, soon and in little memory."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import json
+import logging
+import pathlib
+import random
+import re
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from dapple_tf import data_files
+from dapple_tf.cluster import Cluster, ClusterError
+from dapple_tf.plan import Plan, PlanError
+from dapple_tf.plan_report import PlanReport, StageReport
+from dapple_tf.profile import Cost, LayerBuffers, LayerProfile, Profile, ProfileError, SharedParameters, Tensor
+from dapple_tf.profile_cache import read_profile
+from dapple_tf.profile_text import load_text
+
+ROOT = pathlib.Path(__file__).parents[1]
+SECONDS = 5.0
+"""Of one thread: files that take time quadratic in their length need minutes."""
+BYTES = 200 * 10**6
+STATM = pathlib.Path("/proc/self/statm")
+
+
+def a_plan() -> str:
+    plan = Plan.manual(
+        ["block_3"],
+        [[0, 1], [2]],
+        4,
+        64,
+        "fast_forward",
+        recompute="min_cut",
+        warm_up=(3, 2),
+        reverse_first_k=1,
+        carried_updates=1,
+        task_seconds=((1.0, 2.0, 3.0), (0.5, 1, 1)),
+        weight_devices=((0, 1), (3,)),
+    )
+    stages = (StageReport(3, 0.5, 0.1, 3, 1e9, None), StageReport(2, 0.5, 0.2, 2, 2e9, 2**34))
+    report = PlanReport(
+        *(1.0, 1.1, 2.5, None, "too large", 1.2, "3:1", "stage 0", "compute", True, "ring", stages),
+        fingerprint=plan.fingerprint,
+        out_of_order="fast_forward, k = 1",
+        dapple=1.5,
+        dapple_text="2:1",
+    )
+    return replace(plan, report=report).to_json()
+
+
+def a_profile() -> str:
+    some = Cost(1e-3, 2e-4)
+    buffers = LayerBuffers(some, some, some, 100, some, 50)
+    full = LayerProfile(
+        *("a", some, some, some, some, some, some, some, some),
+        parameter_bytes=100,
+        slot_bytes=200,
+        state_bytes=8,
+        apply_seconds=1e-5,
+        spread=0.1,
+        buffers=buffers,
+    )
+    tensors = (Tensor(0, (1, 2), some, True, (0, 1), (1,), True), Tensor(1, (2,), some, differentiable=False))
+    return Profile(
+        *("model", "cpu", (2, 8), (full, LayerProfile("b", some, some), LayerProfile("c", some, some)), tensors),
+        shared=(SharedParameters((0, 2), 400, 800),),
+        step_seconds=1e-3,
+        task_seconds=1e-5,
+        key="0123",
+    ).to_json()
+
+
+def a_cluster() -> str:
+    servers = [
+        {"devices": 2, "memory_bytes": [2**34, None], "speed": [1.0, 2.0], "capacity": 1.5, "intra_latency": 1e-6},
+        {"devices": 3, "memory_bytes": 2**34, "inter_bandwidth": 1e9, "intra_bandwidth": 1e9, "inter_latency": 0},
+    ]
+    links = {"intra_bandwidth": 1e11, "inter_bandwidth": 3e9, "intra_latency": 5e-6, "inter_latency": 3e-5}
+    reduction = {"reduce_bandwidth": 1e9, "reduce_latency": 1e-5}
+    return json.dumps({"format": "dapple_tf.cluster/1", "servers": servers} | links | reduction)
+
+
+def a_text() -> str:
+    return (ROOT / "docs" / "profiles" / "gnmt-16-pbs-64.txt").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of file: an example, what reads it and what that may raise."""
+
+    name: str
+    example: Callable[[], str]
+    load: Callable[[pathlib.Path], Any]
+    error: type[ValueError]
+
+
+PLAN = Kind("plan", a_plan, Plan.load, PlanError)
+PROFILE = Kind("profile", a_profile, Profile.load, ProfileError)
+CLUSTER = Kind("cluster", a_cluster, Cluster.load, ClusterError)
+TEXT = Kind("text", a_text, lambda path: load_text(path, batch_size=64), ProfileError)
+JSON_KINDS = (PLAN, PROFILE, CLUSTER)
+json_kinds = pytest.mark.parametrize("kind", JSON_KINDS, ids=lambda kind: kind.name)
+all_kinds = pytest.mark.parametrize("kind", (*JSON_KINDS, TEXT), ids=lambda kind: kind.name)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a plan was changed after it was planned would be said thousands of times here."""
+    monkeypatch.setattr(logging.getLogger("dapple_tf.plan"), "disabled", True)
+
+
+@pytest.fixture(autouse=True)
+def _own_garbage() -> Iterator[None]:
+    """What other tests have left in memory isn't looked through time and again: that can take more than a second."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _little_memory() -> Iterator[None]:
+    """Whatever takes more than so much memory, beyond what the process has, gets a MemoryError."""
+    if not STATM.exists():  # Only Linux tells how much there is.
+        yield
+        return
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(STATM.read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + BYTES, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+class Reader:
+    """Reads contents as files of one kind, checks what comes of it and counts the refusals."""
+
+    def __init__(self, kind: Kind, folder: pathlib.Path) -> None:
+        self.kind = kind
+        self.path = folder / "hostile.data"
+        self.refused = self.read = 0
+
+    def __call__(self, content: str | bytes) -> str | None:
+        """The error's text without the file's name; None if the content is good."""
+        data = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
+        self.path.write_bytes(data)
+        start = time.thread_time()
+        try:
+            found = self.kind.load(self.path)
+        except self.kind.error as error:
+            told = str(error)
+            self.refused += 1
+        else:
+            told = None
+            self.read += 1
+        assert time.thread_time() - start < SECONDS, data[:1000]
+        if told is None:
+            if self.kind is not TEXT:  # What is read is as good as what was written.
+                self.path.write_text(found.to_json(), encoding="utf-8")
+                assert self.kind.load(self.path) == found
+            return None
+        assert told.startswith(str(self.path)), told
+        assert len(told) < len(str(self.path)) + 1100
+        told.encode()  # It can be printed.
+        return told.removeprefix(str(self.path))
+
+
+Path = tuple[str | int, ...]
+
+
+def places(data: Any, path: Path = ()) -> Iterator[Path]:
+    """Where there is a value in JSON data: every leaf and every container but the whole."""
+    entries = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in entries:
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+def changed(data: Any, path: Path, change: Callable[[Any, Any], None]) -> str:
+    """JSON text of the data after ``change(container, key)`` of what is at a place; "@@" stands for what follows."""
+    copy = json.loads(json.dumps(data))
+    container = copy
+    for key in path[:-1]:
+        container = container[key]
+    change(container, path[-1])
+    return json.dumps(copy)
+
+
+HOSTILE = {
+    "null": "null",
+    "true": "true",
+    "false": "false",
+    "text": '"x"',
+    "no text": '""',
+    "long text": '"' + "x" * 10**5 + '"',
+    "half a character": r'"\ud800"',
+    "nought in text": r'"\u0000"',
+    "beyond floats": "1e999",
+    "far below 0": "-1e999",
+    "no number": "NaN",
+    "infinity": "Infinity",
+    "-1": "-1",
+    "0": "0",
+    "-0.0": "-0.0",
+    "fraction": "0.5",
+    "tiny": "5e-324",
+    "large": "1.7e308",
+    "beyond 32 bits": str(2**32),
+    "beyond 64 bits": str(2**64),
+    "400 digits": "9" * 400,
+    "4000 digits": "-" + "9" * 4000,
+    "5000 digits": "9" * 5000,
+    "list": "[]",
+    "list of null": "[null]",
+    "list of lists": "[[], [[]]]",
+    "long list": "[" + "0," * 10**4 + "0]",
+    "object": "{}",
+    "strange object": '{"": {"__class__": "os.system", "x": [1]}}',
+    "deep": "[" * 900 + "]" * 900,
+    "deeper": "[" * 970 + "]" * 970,
+    "too deep": "[" * 10**5 + "]" * 10**5,
+    "deep objects": '{"a":' * 900 + "1" + "}" * 900,
+}
+
+
+def told_where(message: str, path: Path) -> bool:
+    """Whether a message names the key at a place, or one around it, as it is or in words."""
+    plain = re.sub(r"[-' ]", "_", message)
+    keys = [key for key in path if isinstance(key, str)]
+    return any(
+        key in plain or key.removesuffix("s").removesuffix("_bytes").removesuffix("_size") in plain for key in keys
+    )
+
+
+@json_kinds
+@pytest.mark.slow
+def test_wrong_values_at_every_place(kind: Kind, tmp_path: pathlib.Path) -> None:
+    reader = Reader(kind, tmp_path)
+    data = json.loads(kind.example())
+    assert reader(kind.example()) is None
+
+    def put(container: Any, key: Any) -> None:
+        container[key] = "@@"
+
+    silent = []
+    for path in places(data):
+        text = changed(data, path, put)
+        for name, raw in HOSTILE.items():
+            message = reader(text.replace('"@@"', raw))
+            # What can't be JSON for Python has a line and a column instead.
+            if message and " isn't JSON: " not in message and not told_where(message, path):
+                silent.append((path, name, message))
+    assert not silent
+    assert reader.refused > 5 * reader.read
+
+
+@json_kinds
+def test_keys_left_out_renamed_and_twice(kind: Kind, tmp_path: pathlib.Path) -> None:
+    reader = Reader(kind, tmp_path)
+    data = json.loads(kind.example())
+
+    def remove(container: Any, key: Any) -> None:
+        del container[key]
+
+    def rename(container: Any, key: Any) -> None:
+        container["@@"] = container.pop(key)
+
+    for path in places(data):
+        message = reader(changed(data, path, remove))
+        assert message is None or told_where(message, path) or "report" in path or isinstance(path[-1], int), message
+        if isinstance(path[-1], str):
+            key = path[-1]
+            for other in ("", "x" * 10**5, "__proto__", "\\ud800", key.upper()):
+                assert reader(changed(data, path, rename).replace('"@@"', f'"{other}"')) is not None
+
+            def add(container: Any, key: Any) -> None:
+                container["@@"] = container[key]
+
+            twice = changed(data, path, add).replace('"@@"', json.dumps(key))
+            assert reader(twice) == f": key {key!r} stands twice in one object; remove one of them"
+    assert reader.refused > reader.read
+
+
+@all_kinds
+def test_damaged_bytes(kind: Kind, tmp_path: pathlib.Path) -> None:
+    reader = Reader(kind, tmp_path)
+    generator = random.Random(2026)
+    original = kind.example().encode()
+    if kind is TEXT:
+        original = original[:2500] + b"\n"
+    pieces = [
+        b"\xff",
+        b"\x00",
+        b"\xed\xa0\x80",
+        b"\xef\xbb\xbf",
+        b"[",
+        b"]",
+        b"{",
+        b"}",
+        b'"',
+        b",",
+        b"\\",
+        b"9" * 20,
+        b"e",
+    ]
+    for _ in range(600):
+        data = bytearray(original)
+        for _ in range(generator.randint(1, 3)):
+            at = generator.randrange(len(data))
+            action = generator.randrange(5)
+            if action == 0:
+                data[at] ^= 1 << generator.randrange(8)
+            elif action == 1:
+                data[at : at + generator.randint(1, 20)] = b""
+            elif action == 2:
+                data[at:at] = generator.choice(pieces)
+            elif action == 3:
+                stop = at + generator.randint(1, 200)
+                data[at:at] = data[at:stop]
+            else:
+                data[at] = generator.randrange(256)
+        reader(bytes(data))
+    assert reader.refused > 300
+    for stop in sorted({0, 1, *(generator.randrange(len(original)) for _ in range(150))}):
+        message = reader(original[:stop])
+        assert message is not None or kind is TEXT
+
+
+@all_kinds
+def test_what_is_no_text_or_too_large(kind: Kind, tmp_path: pathlib.Path) -> None:
+    reader = Reader(kind, tmp_path)
+    for content in (b"\xff\xfe{}", b"\x80", bytes(range(256)), kind.example().encode("utf-16"), b"\x1f\x8b\x08\x00"):
+        assert str(reader(content)).startswith(" isn't UTF-8 text: ")
+    most = 2 * 2**20 if kind is TEXT else data_files.MOST_BYTES
+    assert reader(b" " * most) is not None
+    assert str(reader(b" " * (most + 1))).startswith(f" is larger than {most:,} bytes, the most that is read")
+    with pytest.raises(kind.error, match=r"^/dev/zero is larger than"):
+        kind.load(pathlib.Path("/dev/zero"))
+    with pytest.raises(FileNotFoundError):
+        kind.load(tmp_path / "none")
+    with pytest.raises(IsADirectoryError):
+        kind.load(tmp_path)
+
+
+def test_long_text_given_directly() -> None:
+    for kind in (Plan, Profile, Cluster):
+        with pytest.raises(ValueError, match=r"^mine is longer than 4,194,304 characters"):
+            kind.from_json(" " * (data_files.MOST_BYTES + 1), source="mine")
+
+
+MEGABYTE = 2**20
+NODE = "forward_compute_time=0, backward_compute_time=0, activation_size={}, parameter_size=0"
+
+
+def _with(text: str, key: str, raw: str) -> str:
+    return json.dumps(json.loads(text) | {key: "@@"}).replace('"@@"', raw)
+
+
+def _batches(count: int) -> str:
+    plan = {"cuts": ["a"], "devices": [[0], [1]], "micro_batches": count, "global_batch_size": count}
+    return json.dumps({"format": "dapple_tf.plan/1"} | plan)
+
+
+def _stages(count: int, schedule: str) -> str:
+    cuts, devices = [str(stage) for stage in range(count - 1)], [[stage] for stage in range(count)]
+    batches = {"micro_batches": 10**6, "global_batch_size": 10**6, "schedule": schedule}
+    return json.dumps({"format": "dapple_tf.plan/1", "cuts": cuts, "devices": devices} | batches)
+
+
+def _edges() -> str:
+    nodes = "".join(f"{number} -- -- {NODE.format(0)}\n" for number in range(2000))
+    pairs = ((first, second) for first in range(2000) for second in range(first + 1, 2000))
+    edges = (f"\t{first} -- {second}\n" for first, second in pairs)
+    text = nodes
+    parts = []
+    for edge in edges:
+        if len(text) + 12 * (len(parts) + 1) > 2 * MEGABYTE:
+            break
+        parts.append(edge)
+    return text + "".join(parts)
+
+
+BOMBS: dict[str, tuple[Kind, Callable[[], str], bool]] = {
+    "10**9 devices": (CLUSTER, lambda: _with(a_cluster(), "servers", '[{"devices": 1000000000}]'), True),
+    "100 000 devices": (CLUSTER, lambda: _with(a_cluster(), "servers", '[{"devices": 100000}]'), False),
+    "servers of 100 000": (
+        CLUSTER,
+        lambda: _with(a_cluster(), "servers", "[" + '{"devices": 100000},' * 1000 + '{"devices": 1}]'),
+        True,
+    ),
+    "memory of 10**9": (
+        CLUSTER,
+        lambda: _with(a_cluster(), "servers", '[{"devices": 99999, "memory_bytes": [1]}]'),
+        True,
+    ),
+    "lists in a cluster": (CLUSTER, lambda: _with(a_cluster(), "servers", f"[{'[],' * 1300000}[]]"), True),
+    "fewer lists in a cluster": (CLUSTER, lambda: _with(a_cluster(), "servers", f"[{'[],' * 190000}[]]"), True),
+    "10**9 micro-batches": (PLAN, lambda: _batches(10**9), True),
+    "10**6 micro-batches": (PLAN, lambda: _batches(10**6), False),
+    "10**18 micro-batches": (PLAN, lambda: _batches(10**18), True),
+    "5000 stages": (PLAN, lambda: _stages(5000, "dapple_b"), False),
+    "5000 interleaved stages": (PLAN, lambda: _stages(5000, "interleaved"), False),
+    "lists in a plan": (PLAN, lambda: _with(a_plan(), "cuts", f"[{'[],' * 1300000}[]]"), True),
+    "fewer lists in a plan": (PLAN, lambda: _with(a_plan(), "cuts", f"[{'[],' * 190000}[]]"), True),
+    "replicas": (PLAN, lambda: _with(a_plan(), "devices", f"[[{'0,' * 2000000}0]]"), True),
+    "objects in a profile": (PROFILE, lambda: _with(a_profile(), "layers", f"[{'{},' * 1300000}{{}}]"), True),
+    "fewer objects in a profile": (PROFILE, lambda: _with(a_profile(), "layers", f"[{'{},' * 190000}{{}}]"), True),
+    "sizes in a profile": (PROFILE, lambda: _with(a_profile(), "batch_sizes", f"[{'1,' * 2000000}1]"), False),
+    "digits": (TEXT, lambda: f"1 -- a -- {NODE.format('1' * (2 * MEGABYTE - 200) + 'x')}\n", True),
+    "digits of one number": (TEXT, lambda: f"1 -- a -- {NODE.format('1.' + '1' * (2 * MEGABYTE - 200))}\n", False),
+    "noughts": (TEXT, lambda: f"1 -- a -- {NODE.format('0.' + '0' * (2 * MEGABYTE - 200) + '1')}\n", False),
+    "exponent": (TEXT, lambda: f"1 -- a -- {NODE.format('1e-' + '9' * (2 * MEGABYTE - 200))}\n", False),
+    "a bracket": (TEXT, lambda: f"1 -- a -- {NODE.format('[' + '1;' * (MEGABYTE - 200) + '1]')}\n", True),
+    "a shorter bracket": (TEXT, lambda: f"1 -- a -- {NODE.format('[' + '1;' * 99_999 + '1]')}\n", False),
+    "lines": (TEXT, lambda: "\n" * (2 * MEGABYTE), True),
+    "stage_ids": (TEXT, lambda: "1 -- a" + " -- stage_id=1 " * 130000 + "x\n", True),
+    "separators": (TEXT, lambda: "1" + " -- " * 500000 + "\n", True),
+    "edges": (TEXT, _edges, False),
+    "one edge often": (
+        TEXT,
+        lambda: "".join(f"{n} -- -- {NODE.format(0)}\n" for n in "ab") + "\ta -- b\n" * 250000,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_little_text_that_asks_for_much(name: str, tmp_path: pathlib.Path) -> None:
+    kind, make, refused = BOMBS[name]
+    text = make()
+    path = tmp_path / "bomb"
+    path.write_text(text, encoding="utf-8")
+
+    def load() -> bool:
+        try:
+            kind.load(path)
+        except kind.error as error:
+            assert str(error).startswith(str(path))
+            assert len(str(error)) < len(str(path)) + 1100
+            return True
+        return False
+
+    times = []
+    while not times or (min(times) > SECONDS and len(times) < 3):  # On a busy machine a second is soon over.
+        start = time.process_time()
+        assert load() == refused
+        times.append(time.process_time() - start)
+    assert min(times) < SECONDS
+
+
+def test_files_of_the_cache(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing in the cache stops a program: what is damaged there is measured again, with a warning."""
+    path = tmp_path / "key.json"
+    generator = random.Random(7)
+    text = a_profile()
+    path.write_text(text, encoding="utf-8")
+    assert read_profile(path) == Profile.from_json(text)
+    damaged: list[bytes] = [b"", b"\xff\xfe", b"[" * 10**5, b"null", b"{}", a_plan().encode(), b" " * 10**7]
+    damaged += [text.encode()[: generator.randrange(len(text) - 3)] for _ in range(50)]
+    damaged += [_with(text, key, raw).encode() for key in ("layers", "tensors", "key") for raw in HOSTILE.values()]
+    for content in damaged:
+        path.write_bytes(content)
+        caplog.clear()
+        if read_profile(path) is None:
+            assert f"the cached profile {path} can't be used and is measured again: {path}" in caplog.text
+    path.unlink()
+    caplog.clear()
+    assert read_profile(path) is None
+    assert not caplog.text
+    path.mkdir()
+    assert read_profile(path) is None
+    assert "can't be used and is measured again" in caplog.text
+
+
+EXECUTING_MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "marshal",
+    "shelve",
+    "yaml",
+    "code",
+}
+EXECUTING_CALLS = {"eval", "exec", "compile", "__import__"}
+SOURCES = sorted(
+    path for folder in ("dapple_tf", "graph_passes", "models", "tools") for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def executing(source: str) -> list[str]:
+    """The places of a source that may run code that stands in a file, as "line: what"."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(node, alias.name) for alias in node.names if alias.name.split(".")[0] in EXECUTING_MODULES]
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in EXECUTING_MODULES:
+            found.append((node, node.module))
+        elif isinstance(node, ast.Call):
+            given = {word.arg: word.value for word in node.keywords}
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if isinstance(node.func, ast.Name) and name in EXECUTING_CALLS:
+                found.append((node, name))
+            for word, harmless in (("allow_pickle", False), ("safe_mode", True)):
+                value = given.get(word)
+                if value is not None and not (isinstance(value, ast.Constant) and value.value is harmless):
+                    found.append((node, word))
+            if name in ("load_model", "enable_unsafe_deserialization", "read_pickle"):
+                found += [(node, name)] if "safe_mode" not in given else []
+    return [f"{node.lineno}: {what}" for node, what in found]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import pickle", ["1: pickle"]),
+        ("from marshal import loads", ["1: marshal"]),
+        ("import os\nimport yaml.loader", ["2: yaml.loader"]),
+        ("eval('1')", ["1: eval"]),
+        ("x.eval('1')", []),
+        ("re.compile('1')", []),
+        ("np.load(path, allow_pickle=True)", ["1: allow_pickle"]),
+        ("np.load(path, allow_pickle=allowed)", ["1: allow_pickle"]),
+        ("np.load(path, allow_pickle=False)", []),
+        ("keras.models.load_model(path)", ["1: load_model"]),
+        ("keras.models.load_model(path, safe_mode=False)", ["1: safe_mode"]),
+        ("keras.models.load_model(path, safe_mode=True)", []),
+        ("keras.config.enable_unsafe_deserialization()", ["1: enable_unsafe_deserialization"]),
+    ],
+)
+def test_what_runs_code_is_found(source: str, found: list[str]) -> None:
+    assert executing(source) == found
+
+
+def test_no_source_runs_code_from_files() -> None:
+    assert len(SOURCES) > 80
+    by_design = ROOT / "tools" / "run_document.py"  # runs the examples of documents
+    found = {
+        str(path.relative_to(ROOT)): executing(path.read_text(encoding="utf-8"))
+        for path in SOURCES
+        if path != by_design
+    }
+    assert {path: lines for path, lines in found.items() if lines} == {}

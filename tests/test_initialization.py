@@ -1,0 +1,436 @@
+"""Models whose variables get their first values on the devices that keep them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.device_initialization import initialization
+from dapple_tf.device_values import Holding
+from dapple_tf.engine import Engine
+from dapple_tf.initialization import deferred_like, initial_of, materialize, value_of
+from dapple_tf.variables import VariableTable
+from tests.models_for_tests import assert_close, plan, samples, transform, values
+
+layers = keras.layers
+initializers = keras.initializers
+
+
+def classifier(**options: Any) -> keras.Model:
+    """4 features -> first -> dropout -> second -> logits of 3 classes, by several initializers; values are seeded."""
+    keras.utils.set_random_seed(7)
+    features = keras.Input((4,))
+    x = layers.Dense(24, activation="tanh", name="first", bias_initializer="truncated_normal")(features)
+    x = layers.Dropout(0.1)(x)
+    x = layers.Dense(20, activation="tanh", kernel_initializer="orthogonal", name="second")(x)
+    model = keras.Model(features, layers.Dense(3, kernel_initializer="he_normal", name="logits")(x), name="deferred")
+    given = {
+        "optimizer": keras.optimizers.Adam(0.01),
+        "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        "metrics": ["accuracy"],
+    }
+    model.compile(**(given | options))
+    return model
+
+
+def deferred(build: Callable[..., keras.Model] = classifier, **options: Any) -> keras.Model:
+    with dapple.deferred_init():
+        return build(**options)
+
+
+def without_values(model: keras.Model) -> list[str]:
+    return [v.path for v in [*model.variables, *model.optimizer.variables] if initial_of(v) is not None]
+
+
+@pytest.fixture
+def assigned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths of the variables that have been assigned on the client."""
+    found: list[str] = []
+    original = keras.Variable._direct_assign
+
+    def assign(variable: keras.Variable, value: Any) -> None:
+        found.append(variable.path)
+        original(variable, value)
+
+    monkeypatch.setattr(keras.Variable, "_direct_assign", assign)
+    return found
+
+
+@pytest.fixture
+def largest_feed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
+    """The most bytes that the client has sent to or got from the devices at once."""
+    sizes = [0]
+    original = Engine._run
+
+    def run(engine: Engine, fetches: Any, feed: Any = None, *more: Any) -> Any:
+        result = original(engine, fetches, feed, *more)
+        sizes.append(sum(np.asarray(value).nbytes for value in (feed or {}).values()))
+        sizes.append(sum(np.asarray(v).nbytes for v in tf.nest.flatten(result) if v is not None))
+        return result
+
+    monkeypatch.setattr(Engine, "_run", run)
+    yield lambda: max(sizes)
+
+
+# ---- without devices
+
+
+def test_first_values_are_those_of_an_ordinary_model() -> None:
+    plain, model = classifier(), deferred()
+    for own, other in zip(model.variables, plain.variables, strict=True):
+        assert own.name == other.name and own.shape == other.shape and own.dtype == other.dtype
+        np.testing.assert_array_equal(value_of(own), value_of(other), err_msg=own.path, strict=True)
+    assert (
+        without_values(model)
+        == [f"{layer}/{name}" for layer in ("first", "second", "logits") for name in ("kernel", "bias")][:5]
+    )  # three numbers are no gain
+
+
+@pytest.mark.parametrize(
+    "initializer",
+    [
+        initializers.Constant(2.5),
+        initializers.Identity(),
+        initializers.LecunUniform(),
+        initializers.RandomUniform(-1, 2, seed=3),
+        initializers.VarianceScaling(2.0, "fan_out", "untruncated_normal"),
+        lambda shape, dtype=None: keras.random.uniform(shape, dtype=dtype, seed=5) * 2 + 1,
+        lambda shape, dtype=None: tf.eye(*shape, dtype=dtype),
+        lambda shape, dtype=None: np.arange(np.prod(shape), dtype=dtype).reshape(shape),
+    ],
+)
+def test_initializers_give_what_they_give_otherwise(initializer: Any) -> None:
+    plain = keras.Variable(initializer, (6, 6), "float32")
+    with dapple.deferred_init():
+        own = keras.Variable(initializer, (6, 6), "float32")
+    assert initial_of(own) is not None
+    np.testing.assert_array_equal(value_of(own), plain.numpy(), strict=True)
+
+
+def test_shared_seed_generators_go_on_as_they_would() -> None:
+    """Of two kinds: one that is given, and Keras' own, which is made when it is first needed."""
+
+    def build() -> list[keras.Variable]:
+        keras.utils.set_random_seed(3)
+        seeds = keras.random.SeedGenerator(4)
+        shared = initializers.RandomNormal(seed=seeds)
+        unseeded = lambda shape, dtype=None: keras.random.normal(shape, dtype=dtype)  # noqa: E731
+        made = [keras.Variable(how, (5, 5)) for how in (shared, unseeded, shared, unseeded, unseeded)]
+        return [*made, seeds.state]
+
+    plain = build()
+    keras.backend.clear_session()
+    with dapple.deferred_init():
+        own = build()
+    for one, other in zip(own, plain, strict=True):
+        np.testing.assert_array_equal(value_of(one), value_of(other))
+    assert not np.array_equal(value_of(own[0]), value_of(own[2]))
+    assert sum(initial_of(variable) is not None for variable in own) == 5
+
+
+def test_stateful_initializers_give_each_variable_a_value_of_its_own() -> None:
+    draw = lambda shape, dtype=None: tf.random.normal(shape, dtype=dtype)  # noqa: E731
+    with dapple.deferred_init():
+        variables = [keras.Variable(draw, (5, 5)) for _ in range(2)]
+    initials = [initial_of(variable) for variable in variables]
+    assert [initial is not None and initial.repeatable for initial in initials] == [False, False]
+    assert not np.array_equal(*map(value_of, variables))
+
+
+def test_what_runs_in_python_only_is_initialised_at_once() -> None:
+    def python(shape: Any, dtype: Any = None) -> Any:
+        return tf.numpy_function(lambda: np.ones((6, 6), "float32"), [], "float32")
+
+    def reads(shape: Any, dtype: Any = None) -> Any:
+        return float(tf.reduce_sum(tf.ones(()))) * tf.ones(shape, dtype)
+
+    large = initializers.Constant(np.ones((600, 600), "float32"))
+    with dapple.deferred_init():
+        made = [keras.Variable(how, (6, 6)) for how in (python, reads)] + [keras.Variable(large, (600, 600))]
+    assert [initial_of(variable) for variable in made] == [None] * 3
+    assert all(np.all(variable.numpy() == 1) for variable in made)
+
+
+def test_reading_and_assigning() -> None:
+    model = deferred()
+    kernel = model.get_layer("first").kernel
+    with pytest.raises(
+        dapple.DappleError, match=r"variable 'first/kernel:0' was made under dapple_tf.deferred_init\(\) and"
+    ):
+        kernel.numpy()
+    with pytest.raises(dapple.DappleError, match="fetch all values by its sync"):
+        model(np.zeros((1, 4)))
+    assert "first/kernel" in repr(kernel)
+    kernel.assign(np.ones((4, 24)))
+    assert initial_of(kernel) is None
+    assert np.all(kernel.numpy() == 1)
+    materialize(model.variables)
+    assert without_values(model) == []
+    assert model(np.zeros((1, 4))).shape == (1, 3)
+
+
+def test_subclassed_models_and_layers_that_build_late() -> None:
+    class Late(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = layers.Dense(20)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+    with dapple.deferred_init():
+        model = Late()
+        model(keras.KerasTensor((None, 4)))
+    assert initial_of(model.dense.kernel) is not None
+    keras.Variable(0.0)
+    with keras.StatelessScope():
+        pass
+    assert initial_of(model.dense.kernel) is not None
+
+
+def test_slots_are_deferred_with_their_variables() -> None:
+    model = deferred()
+    with deferred_like(model.trainable_variables):
+        model.optimizer.build(model.trainable_variables)
+    assert sum("momentum" in path for path in without_values(model)) == 5
+    assert int(model.optimizer.iterations.numpy()) == 0
+    plain = classifier()
+    with deferred_like(plain.trainable_variables):
+        plain.optimizer.build(plain.trainable_variables)
+    assert without_values(plain) == []
+
+
+# ---- on devices
+
+
+def test_each_device_computes_for_itself_unless_values_would_differ() -> None:
+    draw = lambda shape, dtype=None: tf.random.normal(shape, dtype=dtype)  # noqa: E731
+    with dapple.deferred_init():
+        model = keras.Sequential(
+            [keras.Input((4,)), layers.Dense(20, "tanh", kernel_initializer=draw, name="dense")], name="sequential"
+        )
+    table = VariableTable(model)
+    named = {name: initial for name, v in table.keras_variables.items() if (initial := initial_of(v)) is not None}
+    holding = Holding((0,), ("/device:CPU:0", "/device:CPU:1"), tuple(table.describe(name) for name in named))
+    graph, nodes = initialization([holding], named, "test")
+    assert [node.name for node in graph.node if "value" in node.name] == ["sequential/dense/kernel/value"]
+    assert {node.device for node in graph.node} == set(holding.devices)
+    assert sum("replica" in node.name for node in graph.node) == 2
+    assert len(nodes) == 2
+
+
+def test_training_is_that_of_an_ordinary_model(assigned: list[str], largest_feed: Callable[[], int]) -> None:
+    keras.utils.set_random_seed(1)
+    ordinary = transform(classifier())
+    x, y, _ = samples(20)
+    history = ordinary.fit(x, y, epochs=2, shuffle=False, verbose=0, validation_data=(x, y)).history
+    assigned.clear()
+    pipelined = transform(deferred())
+    fed_before = largest_feed()
+    assert fed_before > 0
+    own = pipelined.fit(x, y, epochs=2, shuffle=False, verbose=0, validation_data=(x, y)).history
+    assert own == history
+    assert pipelined.evaluate(x, y, verbose=0) == ordinary.evaluate(x, y, verbose=0)
+    np.testing.assert_array_equal(pipelined.predict(x, verbose=0), ordinary.predict(x, verbose=0))
+    kernels = [path for path in assigned if "kernel" in path or "momentum" in path]
+    assert kernels == []
+    assert len(without_values(pipelined.model)) == 5 + 2 * 5
+    for one, other in zip(values(pipelined.sync()), values(ordinary.sync()), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert without_values(pipelined.model) == []
+    assert pipelined.train_on_batch(x[:7], y[:7]) == ordinary.train_on_batch(x[:7], y[:7])
+
+
+def test_replicas_have_the_same_values_of_stateful_initializers() -> None:
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        draw = lambda shape, dtype=None: tf.random.normal(shape, dtype=dtype)  # noqa: E731
+        return classifier_by(draw)
+
+    pipelined = transform(deferred(build), plan(cuts=[], devices=[[0, 1, 2]]))
+    x, y, _ = samples(7)
+    pipelined.train_on_batch(x, y)
+    outputs = [pipelined.predict(x[index : index + 1].repeat(6, 0), verbose=0) for index in range(2)]
+    for output in outputs:  # by all three replicas
+        np.testing.assert_array_equal(output, output[:1].repeat(6, 0))
+
+
+def classifier_by(initializer: Any) -> keras.Model:
+    model = keras.Sequential(
+        [keras.Input((4,)), *(layers.Dense(20, "tanh", kernel_initializer=initializer) for _ in range(2))]
+    )
+    model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def test_sync_before_anything_ran_gives_the_initial_values() -> None:
+    plain, pipelined = classifier(), transform(deferred())
+    for one, other in zip(values(pipelined.sync()), values(plain), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_verify_fetches_values_first() -> None:
+    pipelined = transform(deferred())
+    x, y, _ = samples(7)
+    pipelined.predict(x, verbose=0)
+    assert pipelined.verify(x, y).worst[1] < 1e-5
+    assert without_values(pipelined.model) == []
+
+
+def test_closing_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    x, y, _ = samples(7)
+    pipelined = transform(deferred())
+    pipelined.evaluate(x, y, verbose=0)
+    pipelined.close()
+    assert without_values(pipelined.model) != []
+    loss = pipelined.train_on_batch(x, y)[0]
+    with caplog.at_level(logging.WARNING, "dapple_tf"):
+        pipelined.model.compile(pipelined.model.optimizer, pipelined.model.loss, metrics=["accuracy"])
+        assert pipelined.train_on_batch(x, y)[0] < loss
+    assert "all values are fetched" in caplog.text
+    assert without_values(pipelined.model) == []
+
+
+class Widening(keras.Model):
+    """Reads more variables when it doesn't train, so that what devices keep changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = layers.Dense(24, "tanh", name="first")
+        self.second = layers.Dense(24, "tanh", name="second")
+        self.only_outside = layers.Dense(24, name="only_outside")
+        self.logits = layers.Dense(3, name="logits")
+
+    def build(self, shape: Any) -> None:
+        self.first.build(shape)
+        for layer in (self.second, self.only_outside, self.logits):
+            layer.build((None, 24))
+        self.built = True
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        x = self.first(x)
+        return self.logits(self.second(x) if training else self.only_outside(self.second(x)))
+
+
+def widening() -> keras.Model:
+    keras.utils.set_random_seed(7)
+    model = Widening()
+    model.build((None, 4))
+    model.compile(keras.optimizers.Adam(0.05), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def test_trained_values_stay_on_the_devices_when_these_keep_more(assigned: list[str]) -> None:
+    x, y, _ = samples(7)
+    pipelined, ordinary = transform(deferred(widening)), transform(widening())
+    for front in (ordinary, pipelined):
+        assigned.clear()
+        for _ in range(2):
+            front.train_on_batch(x, y)
+        front.evaluate(x, y, verbose=0)
+        front.train_on_batch(x, y)
+    assert not [path for path in assigned if "kernel" in path]
+    assert_close(pipelined.evaluate(x, y, verbose=0), ordinary.evaluate(x, y, verbose=0), 0)
+    for one, other in zip(values(pipelined.sync()), values(ordinary.sync()), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_training_after_evaluation_begins_with_initial_values() -> None:
+    x, y, _ = samples(7)
+    pipelined = transform(deferred())
+    before = pipelined.evaluate(x, y, verbose=0)
+    assert pipelined.train_on_batch(x, y)[0] == pytest.approx(before[0], rel=0.3)
+    assert pipelined.evaluate(x, y, verbose=0)[0] < before[0]
+    pipelined.load()
+    assert pipelined.evaluate(x, y, verbose=0) == before
+
+
+def test_some_values_given() -> None:
+    x, _, _ = samples(7)
+    pipelined, plain = transform(deferred()), classifier()
+    for model in (pipelined.model, plain):
+        model.get_layer("second").kernel.assign(np.ones((24, 20)))
+    assert_close(pipelined.predict(x, verbose=0), plain.predict(x, verbose=0))
+    pipelined.model.get_layer("second").kernel.assign(np.zeros((24, 20)))
+    plain.get_layer("second").kernel.assign(np.zeros((24, 20)))
+    assert_close(pipelined.predict(x, verbose=0), plain.predict(x, verbose=0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True)},
+        {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.AdamW(0.01))},
+    ],
+)
+def test_optimizers(options: dict[str, Callable[[], Any]]) -> None:
+    x, y, _ = samples(14)
+    ends = []
+    for how in (deferred, lambda **given: classifier(**given)):
+        pipelined = transform(how(**{name: make() for name, make in options.items()}))
+        pipelined.fit(x, y, epochs=2, shuffle=False, verbose=0)
+        ends.append(values(pipelined.sync()))
+    for one, other in zip(*ends, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_lost_step_begins_anew_and_says_so() -> None:
+    x, y, _ = samples(7)
+    pipelined = transform(deferred())
+    first = pipelined.train_on_batch(x, y)
+    with pytest.raises(dapple.NonFiniteLossError, match="the devices begin again with the model's initial values"):
+        pipelined.train_on_batch(np.full_like(x, np.nan), y)
+    assert pipelined.train_on_batch(x, y)[0] == pytest.approx(first[0], rel=0.2)
+
+
+def test_callbacks_that_read_get_values(tmp_path: Any) -> None:
+    x, y, _ = samples(7)
+    pipelined = transform(deferred())
+    save = keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.weights.h5"), save_weights_only=True)
+    pipelined.fit(x, y, epochs=2, verbose=0, callbacks=[save])
+    plain = classifier()
+    plain.optimizer.build(plain.trainable_variables)
+    plain.load_weights(tmp_path / "2.weights.h5")
+    assert_close(pipelined.predict(x, verbose=0), plain.predict(x, verbose=0))
+    with dapple.deferred_init():
+        loaded = classifier()
+        loaded.optimizer.build(loaded.trainable_variables)
+        loaded.load_weights(tmp_path / "2.weights.h5")
+    assert_close(pipelined.predict(x, verbose=0), transform(loaded).predict(x, verbose=0))
+
+
+@pytest.mark.slow
+def test_a_deferred_model_can_be_planned() -> None:
+    model = deferred()
+    x, y, _ = samples(8)
+    pipelined = dapple.transform(model, dapple.Cluster.local(2, kind="cpu"), global_batch_size=8, x=x, y=y)
+    assert len(without_values(model)) == 15
+    pipelined.train_on_batch(x, y)
+
+
+def test_checkpoints_of_values_that_are_on_devices_only(assigned: list[str], tmp_path: Any) -> None:
+    x, y, _ = samples(7)
+    pipelined = transform(deferred(widening))
+    pipelined.train_on_batch(x, y)
+    pipelined.save_checkpoint(tmp_path / "before")
+    pipelined.evaluate(x, y, verbose=0)  # devices keep more from now on
+    pipelined.train_on_batch(x, y)
+    after = pipelined.save_checkpoint(tmp_path / "after")
+    loss = pipelined.train_on_batch(x, y)
+
+    pipelined.restore_checkpoint(after)
+    assert pipelined.train_on_batch(x, y) == loss
+    other = transform(deferred(widening), plan(devices=[[2], [0]]))
+    other.restore_checkpoint(after)
+    np.testing.assert_allclose(other.train_on_batch(x, y), loss, rtol=1e-5)
+    pipelined.restore_checkpoint(tmp_path / "before")
+    pipelined.train_on_batch(x, y)
+    assert pipelined.train_on_batch(x, y) == loss
+    assert not [path for path in assigned if "kernel" in path and "only_outside" not in path]

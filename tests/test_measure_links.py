@@ -1,0 +1,51 @@
+"""The program that measures links: what it prints and writes, and what it says of mistakes."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import dapple_tf as dapple
+from tools.hosts import ROOT, environment
+
+pytestmark = pytest.mark.slow
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tools.measure_links", *arguments]
+    own = {key: value for key, value in environment().items() if key != "TF_CONFIG"}
+    return subprocess.run(command, capture_output=True, text=True, env=own, cwd=ROOT, timeout=300)
+
+
+def test_workers_of_this_machine(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "cluster.json"
+    done = run("--local=3", "--mib=0.25", "--repeats=1", "--nocapacity", f"--out={out}")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["server", "address", "devices", "memory", "of", "each"]
+    assert [line.split()[2:4] for line in lines[1:4]] == [["1", "CPU"]] * 3
+    starts = [line[:5] for line in lines]
+    assert [start for start in starts if start in ("0 - 1", "0 - 2", "1 - 2")] == ["0 - 1", "0 - 2", "1 - 2"]
+    found = dapple.Cluster.load(out)
+    assert found.num_servers == 3 and found.inter_bandwidth is not None
+    assert all(server.inter_bandwidth for server in found.servers)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "which workers? Give --addresses=host:port"),
+        (["--local=1", "--addresses=a:1"], "exclude each other"),
+        (["--addresses=127.0.0.1:1"], "worker 0 (127.0.0.1:1) can't be reached"),
+        (["--addresses=nonsense"], "address 0 is 'nonsense'"),
+        (["--local=1", "--out=/no/such/folder/x.json"], "no such folder"),
+    ],
+)
+def test_mistakes_are_told(arguments: list[str], message: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 1
+    assert message in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,334 @@
+"""Flags that several tools have: what they stand for, and what is said of mistakes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pathlib
+import re
+import shlex
+from collections.abc import Callable
+
+import keras
+import planned_hardware as given
+import pytest
+from absl import app, flags
+
+import dapple_tf as dapple
+from dapple_tf.profile_text import to_text
+from models.registry import find_model
+from tools import command
+from tools.model_flags import (
+    ClusterFlag,
+    ModelFlags,
+    PlanFlags,
+    ProfileFlags,
+    check_output,
+    load_profile,
+    parse_cluster,
+)
+from tools.shapes import cuts_by_parameters, cuts_by_profile, parse_shape
+from tools.variants import Hardware, changed
+
+TOOLS = ("profile", "plan", "simulate", "train", "what_if")
+
+
+def parsed(*arguments: str, define: Callable[[flags.FlagValues], object]) -> object:
+    """What ``define`` defines, with these arguments."""
+    values = flags.FlagValues()
+    made = define(values)
+    values(["test", *arguments])
+    return made
+
+
+# --- programs ---
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_documents_name_flags_that_there_are(name: str) -> None:
+    """All tools are imported into one process here, whose flags don't meet."""
+    tool = importlib.import_module(f"tools.{name}")
+    mentioned = set(re.findall(r"--(?:no)?(\w+)", tool.__doc__)) - {"logdir"}
+    known = {*tool.FLAGS, "measure", "cache"}
+    assert {flag for flag in mentioned if flag not in known and f"no{flag}" not in known} == set()
+    assert f"python -m tools.{name} " in tool.__doc__
+    assert all(tool.FLAGS[flag].help for flag in tool.FLAGS)
+
+
+def test_commands_of_the_document_can_be_parsed() -> None:
+    """Every line ``python -m tools.x`` of docs/tools.md has flags that the tool takes."""
+    document = (pathlib.Path(__file__).parents[1] / "docs" / "tools.md").read_text().replace("\\\n", " ")
+    found = re.findall(r"^python -m tools\.(?!launch)(\w+)(.*)", document, flags=re.MULTILINE)
+    assert {name for name, _ in found} == {*TOOLS, "dump_graph"}
+    for name, arguments in found:
+        tool = importlib.import_module(f"tools.{name}")
+        tool.FLAGS.unparse_flags()
+        assert tool.FLAGS([name, *shlex.split(arguments)]) == [name]
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_mistakes_end_with_a_message(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tool = importlib.import_module(f"tools.{name}")
+    for arguments, message in (
+        (["--no_such_flag=1"], "Unknown command line flag 'no_such_flag'"),
+        (["something"], "unexpected arguments: something; everything is given by flags, see --help"),
+        (["--cluster=nowhere", "--model=gpt:tiny", "--profile=none", "--plan=1:1", "--global_batch_size=4"], "error: "),
+    ):
+        used = [
+            argument for argument in arguments if argument.partition("=")[0][2:] in tool.FLAGS or len(arguments) < 2
+        ]
+        assert command.run(tool.main, tool.FLAGS, used) == 1
+        printed = capsys.readouterr()
+        assert message in printed.err and "Traceback" not in printed.err
+
+
+def test_a_programs_flag_takes_the_place_of_absls() -> None:
+    """absl has a --log_dir, too, and got what `tools.train --log_dir=logs` said."""
+    process, values = flags.FlagValues(), flags.FlagValues()
+    flags.DEFINE_string("log_dir", "", "Of absl.", flag_values=process)
+    own = flags.DEFINE_string("log_dir", None, "Of the program.", flag_values=values)
+    command.publish(values, process)
+    process(["test", "--log_dir=logs"])
+    values.mark_as_parsed()
+    assert own.value == "logs" and "Of the program." in process.main_module_help()
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    values = flags.FlagValues()
+    number = flags.DEFINE_integer("number", 1, "A number.", flag_values=values)
+    seen = []
+
+    def main() -> None:
+        seen.append(number.value)
+        if number.value == 2:
+            raise KeyboardInterrupt
+        if number.value == 3:
+            raise dapple.StepError("a device failed")
+        if number.value == 4:
+            pathlib.Path("/no/such/file").read_text()
+        if number.value == 5:
+            with command.blamed("--number=5"):
+                raise dapple.PlanError("is odd")
+        if number.value == 6:
+            raise ZeroDivisionError
+
+    def run(*arguments: str) -> tuple[int, str]:
+        return command.run(main, values, arguments), capsys.readouterr().err
+
+    assert run() == (0, "")
+    assert run("--number=2") == (130, "error: interrupted\n")
+    assert run("--number=3") == (1, "error: a device failed\n")
+    assert run("--number=4") == (1, "error: /no/such/file: No such file or directory\n")
+    assert run("--number=5") == (1, "error: --number=5: is odd\n")
+    with pytest.raises(ZeroDivisionError):  # A mistake of ours has its traceback.
+        run("--number=6")
+    assert run() == (0, "")
+    assert seen == [1, 2, 3, 4, 5, 6, 1]
+
+
+# --- clusters ---
+
+
+def test_clusters(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_cluster("local:3").num_devices == 3
+    assert parse_cluster("cpu:2").device_names[1].endswith("CPU:1")
+    path = tmp_path / "described"
+    given.cluster().save(path)
+    assert parse_cluster(str(path)) == given.cluster()
+    asked = []
+    monkeypatch.setattr(dapple.Cluster, "of_servers", lambda addresses, **_: asked.append(list(addresses)))
+    parse_cluster("10.0.0.1:2222,host:1")
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "chief"}}))
+    parse_cluster("tf_config")
+    assert asked == [["10.0.0.1:2222", "host:1"], ["a:1", "b:2"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("local:0", "--cluster=local:0: a local cluster of 0 devices was asked for"),
+        ("local", "--cluster=local: that is neither local:N"),
+        ("gpu:99", "--cluster=gpu:99: 99 GPUs were asked for"),
+        ("none.json", "--cluster=none.json: No such file or directory"),
+        ("a:1,a:1", "--cluster=a:1,a:1: servers 0 and 1 both have the address"),
+        ("a:1,", "--cluster=a:1,: that is neither"),
+        ("", "--cluster isn't given"),
+    ],
+)
+def test_wrong_clusters_are_told(text: str, message: str) -> None:
+    flag = parsed(f"--cluster={text}", define=ClusterFlag)
+    assert isinstance(flag, ClusterFlag)
+    with pytest.raises(app.UsageError, match=re.escape(message)):
+        flag.cluster()
+
+
+def test_descriptions_where_devices_are_needed(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "cluster.json"
+    given.cluster().save(path)
+    flag = parsed(f"--cluster={path}", define=lambda values: ClusterFlag(values, described=False))
+    assert isinstance(flag, ClusterFlag)
+    with pytest.raises(app.UsageError, match="is a description without devices, but this needs real ones"):
+        flag.cluster()
+
+
+# --- models ---
+
+
+def test_precision_is_the_models_alone(tmp_path: pathlib.Path) -> None:
+    flag = parsed("--model=gpt:tiny", "--mixed_precision=bfloat16", define=ModelFlags)
+    assert isinstance(flag, ModelFlags)
+    assert flag.build().dtype_policy.name == "mixed_bfloat16"
+    assert keras.config.dtype_policy().name == "float32"
+    path = tmp_path / "model.keras"
+    find_model("vgg:tiny").build().save(path)
+    flag = parsed(f"--model={path}", "--mixed_precision=float16", define=ModelFlags)
+    assert isinstance(flag, ModelFlags)
+    with pytest.raises(app.UsageError, match=r"--mixed_precision=float16: .* was saved with a type for each layer"):
+        flag.build()
+
+
+def test_seeds_make_models_equal() -> None:
+    def weights(seed: int) -> list[float]:
+        flag = parsed("--model=vgg:tiny", f"--seed={seed}", define=ModelFlags)
+        assert isinstance(flag, ModelFlags)
+        return [float(keras.ops.sum(weight)) for weight in flag.build().weights]
+
+    assert weights(1) == weights(1) != weights(2)
+
+
+def test_data_by_flag() -> None:
+    flag = parsed("--dataset=generated", define=lambda values: ModelFlags(values, data=True))
+    assert isinstance(flag, ModelFlags) and flag.data().name == "generated"
+    flag = parsed(define=lambda values: ModelFlags(values, data=True))
+    assert isinstance(flag, ModelFlags) and flag.data().name == "source_text"
+    flag = parsed("--dataset=patern", define=lambda values: ModelFlags(values, data=True))
+    assert isinstance(flag, ModelFlags)
+    with pytest.raises(app.UsageError, match=r"--dataset=patern: unknown data 'patern' \(is it patterns"):
+        flag.data()
+
+
+# --- profiles ---
+
+
+def test_profiles_of_both_formats(tmp_path: pathlib.Path) -> None:
+    profile = given.profile()
+    profile.save(tmp_path / "a")
+    assert load_profile(tmp_path / "a") == profile
+    named = tmp_path / "model-pbs-4.txt"
+    named.write_text(to_text(profile, 4))
+    assert load_profile(named).batch_sizes == (4,)
+    assert load_profile(named, 2).batch_sizes == (2,)
+    named.rename(tmp_path / "b.txt")
+    with pytest.raises(dapple.ProfileError, match="for how many samples it is: give --profile_batch_size"):
+        load_profile(tmp_path / "b.txt")
+    flag = parsed(f"--profile={tmp_path / 'c'}", define=ProfileFlags)
+    assert isinstance(flag, ProfileFlags)
+    with pytest.raises(app.UsageError, match=r"--profile=\S+/c: No such file"):
+        flag.profile()
+
+
+# --- plans ---
+
+
+def plan_flags(*arguments: str, auto: bool = True, batch: int | None = None) -> PlanFlags:
+    made = parsed(*arguments, define=lambda values: PlanFlags(values, auto=auto, batch=batch))
+    assert isinstance(made, PlanFlags)
+    return made
+
+
+def test_plans_of_shapes_and_files(tmp_path: pathlib.Path) -> None:
+    path = given.write(tmp_path).plan
+    profile = given.profile()
+
+    def plan(*arguments: str, batch: int | None = None) -> dapple.Plan:
+        return plan_flags(*arguments, batch=batch).plan(lambda replicas: cuts_by_profile(profile, replicas))
+
+    assert plan(f"--plan={path}") == given.plan()
+    assert plan(f"--plan={path}", "--schedule=gpipe", batch=64) == given.plan(schedule="gpipe")
+    shaped = plan("--plan=3:1", "--global_batch_size=24", "--micro_batches=2", "--recompute=boundary", "--jit_compile")
+    assert shaped.devices == ((0, 1, 2), (3,))
+    assert (shaped.micro_batches, shaped.recompute, shaped.jit_compile) == (2, "boundary", True)
+    assert plan("--plan=2", batch=64).global_batch_size == 64
+    assert plan_flags(f"--plan={path}").path == str(path)
+    assert plan_flags("--plan=3:1").path is plan_flags("--plan=auto").path is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--plan isn't given"),
+        (["--plan=3:0"], "--plan=3:0"),
+        (["--plan=auto"], "--plan=auto needs --global_batch_size"),
+        (["--plan=1:1"], "--plan=1:1 needs --global_batch_size"),
+        (["--plan=none.json"], "--plan=none.json: No such file"),
+        (["--plan=1:1", "--schedule=auto", "--global_batch_size=4"], "--schedule=auto is for --plan=auto"),
+        (
+            ["--plan=3:1", "--global_batch_size=2", "--micro_batches=1"],
+            "--plan=3:1: stage 0 has 3 replicas but the only",
+        ),
+        (["--plan=1:1:1:1:1:1:1", "--global_batch_size=8"], "--plan=1:1:1:1:1:1:1: model 'small' has 6 layers"),
+    ],
+)
+def test_wrong_plans_are_told(arguments: list[str], message: str) -> None:
+    with pytest.raises(app.UsageError, match=re.escape(message)):
+        plan_flags(*arguments).plan(lambda replicas: cuts_by_profile(given.profile(), replicas))
+
+
+def test_outputs_are_checked_early(tmp_path: pathlib.Path) -> None:
+    check_output("--output", None)
+    check_output("--output", str(tmp_path / "new.json"))
+    with pytest.raises(app.UsageError, match=r"--output=\S+ is a folder"):
+        check_output("--output", str(tmp_path))
+    with pytest.raises(app.UsageError, match="there is no such folder"):
+        check_output("--output", str(tmp_path / "none" / "new.json"))
+
+
+# --- shapes ---
+
+
+def test_cuts_by_parameters_share_them_out() -> None:
+    model = find_model("vgg:tiny").build()
+    # Parameters: conv_0_0 112, conv_1_0 296, dense_0 528, dense_1 272, logits 170.
+    assert cuts_by_parameters(model, (1, 1)) == ["flatten"]
+    assert cuts_by_parameters(model, (3, 1)) == ["dense_1"]
+    assert cuts_by_parameters(model, parse_shape("4")) == []
+    with pytest.raises(dapple.PlanError, match="'vgg' has 8 layers that can be cut apart, too few for 9 stages"):
+        cuts_by_parameters(model, (1,) * 9)
+
+
+# --- variants ---
+
+
+def test_changed_plans_drop_what_no_longer_fits() -> None:
+    plan = dapple.Plan.straight(["block_1", "block_3"], 12, 4, warm_up=(3, 2, 1))
+    assert changed(plan, schedule="dapple_a", micro_batches=4) is plan
+    assert changed(plan, recompute="boundary").warm_up == (3, 2, 1)
+    assert changed(plan, micro_batches=2).warm_up is None
+    assert changed(plan, schedule="gpipe").schedule == "gpipe"
+    offloaded = dapple.Plan.straight(["block_1"], 4, 2, weight_devices=((2,), (3,)))
+    assert changed(offloaded, schedule="zb_h1").weight_devices is None
+    assert changed(offloaded, recompute="boundary").weight_devices == ((2,), (3,))
+    split = dapple.Plan.straight(["block_1", "block_3"], 12, 4, reverse_first_k=3)
+    assert changed(split, cuts=("block_1",), devices=((0,), (1,))).reverse_first_k == 0
+    with pytest.raises(dapple.PlanError, match="can't be cut into 13 micro-batches"):
+        changed(plan, micro_batches=13)
+
+
+def test_changed_hardware() -> None:
+    cluster = given.cluster()
+    assert Hardware().of(cluster) is cluster
+    faster = Hardware(inter_bandwidth=5e9, speed=2.0).of(cluster)
+    assert (faster.inter_bandwidth, faster.intra_bandwidth) == (5e9, cluster.intra_bandwidth)
+    assert {device.speed for device in faster.devices} == {2.0}
+    own = dapple.Cluster.from_json(
+        '{"format": "dapple_tf.cluster/1", "servers": [{"devices": 1, "inter_bandwidth": 1e6, "capacity": 1},'
+        '{"devices": 1}], "reduce_bandwidth": 5}'
+    )
+    found = Hardware(inter_bandwidth=2e9).of(own)
+    assert found.link(0, 1).bandwidth == 2e9
+    assert found.reduce_bandwidth is None and found.servers[0].capacity == 1
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(dapple.ClusterError, match="speed is"):
+            Hardware(speed=wrong)
+    with pytest.raises(dapple.ClusterError, match="intra_latency is -1"):
+        Hardware(intra_latency=-1.0).of(cluster)

@@ -1,0 +1,359 @@
+"""Monitoring: metrics in Keras' logs and for TensorBoard, what tracing costs, and stages off their prediction."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+import pathlib
+import random
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from models_for_tests import classifier, plan, samples, transform
+from profiles_for_tests import MS, measured_as, profile_of
+
+import dapple_tf as dapple
+from dapple_tf.monitoring import PipelineMonitor, StepMonitor, TraceBudget, step_metrics, tag
+from dapple_tf.simulator import simulate
+from dapple_tf.stage_drift import StageDrift
+from dapple_tf.step_profile import simulated_tasks
+from graph_passes.tasks import Phase, Task
+
+CLUSTER = dapple.Cluster.local(3, kind="cpu")
+PROFILE = profile_of((1, 2), (3, 6), (0.5, 1))
+PARTS = ("forward", "backward", "accumulate", "apply", "all_reduce", "transfers", "bubble", "host")
+NAMES = {
+    "samples_per_second", "step_ms", "input_ms", *(f"{part}_ms" for part in PARTS),
+    "bubble_stage_0", "bubble_stage_1", "peak_mib_stage_0", "peak_mib_stage_1",
+}  # fmt: skip
+
+
+# ---- what tracing costs
+
+
+@pytest.mark.parametrize(("step", "cost", "share"), [(0.1, 0.1, 0.01), (0.002, 0.05, 0.01), (1.0, 0.2, 0.05)])
+def test_tracing_stays_within_its_budget(step: float, cost: float, share: float) -> None:
+    budget = TraceBudget(share)
+    for number in range(1, 20_001):
+        due = budget.due
+        if due:
+            budget.traced(cost)
+        budget.step(step + cost * due)
+        if budget.traces > 1:
+            assert budget.spent <= share * budget.trained + 1e-9, number
+    assert budget.spent == pytest.approx(cost * budget.traces)
+    most = share * budget.trained / cost
+    assert most - 2 <= budget.traces <= max(1, most)
+
+
+def test_the_first_trace_comes_early_and_the_next_when_it_has_paid_off() -> None:
+    budget = TraceBudget(0.1)
+    due = []
+    for number in range(40):
+        if budget.due:
+            due.append(number)
+            budget.traced(1.0)
+        budget.step(1.0)
+    assert due == [3, 23, 33]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_costs_that_vary_are_made_up_for(seed: int) -> None:
+    rng = random.Random(seed)
+    budget = TraceBudget(0.02)
+    for _ in range(5000):
+        due = budget.due
+        cost = rng.choice([-0.01, 0.02, 0.05, 0.5]) if due else 0.0
+        if due:
+            budget.traced(cost)
+        budget.step(0.05 + cost)
+    assert budget.spent <= 0.02 * budget.trained + 0.5
+    assert budget.traces > 10
+
+
+def test_a_trace_costs_what_its_step_took_longer_than_others() -> None:
+    own = plan(devices=[[0, 1], [2]])
+    monitor = PipelineMonitor(budget=0.5)
+    monitor.attach(own)
+    step = measured_as(simulate(own, PROFILE, CLUSTER))
+    for seconds in (9.0, 5.0, 0.2, 0.3, 0.1):  # The first two make graphs.
+        monitor.stepped(7, seconds, 0.05)
+    monitor.sampled(step, 0.2, own, 6)
+    monitor.stepped(7, 0.9, 0.05)
+    assert monitor.budget.traces == 1
+    assert monitor.budget.spent == pytest.approx(0.7)
+    assert monitor.latest["samples_per_second"] == pytest.approx(35.0)  # of the others
+    assert monitor.latest["input_ms"] == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.5, math.nan])
+def test_a_budget_out_of_range_is_an_error(share: float) -> None:
+    with pytest.raises(ValueError, match="budget is"):
+        PipelineMonitor(budget=share)
+
+
+@pytest.mark.parametrize("tokens", [0, -1, math.inf, math.nan])
+def test_tokens_out_of_range_are_an_error(tokens: float) -> None:
+    with pytest.raises(ValueError, match="tokens_per_sample is"):
+        PipelineMonitor(tokens_per_sample=tokens)
+
+
+def test_a_directory_that_cannot_be_written_to(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").touch()
+    monitor = PipelineMonitor(tmp_path / "file")
+    monitor.attach(plan())
+    with pytest.raises(OSError, match=r"^log_dir '.*file' can't be written to: [^\n{]*$"):
+        monitor.on_train_begin()
+
+
+# ---- metrics
+
+
+def test_metrics_are_those_of_a_step_without_tracing() -> None:
+    own = plan(devices=[[0, 1], [2]])
+    simulation = simulate(own, PROFILE, CLUSTER)
+    step = measured_as(simulation, host=1 * MS)
+    working = step.timeline.latency - 2 * MS
+    found = step_metrics(step, working / 2 + 1 * MS, own)
+    assert {"samples_per_second", "input_ms", *found} == NAMES
+    assert sum(found[f"{part}_ms"] for part in PARTS) == pytest.approx(found["step_ms"])
+    assert found["forward_ms"] == pytest.approx(1000 * sum(p.forward for p in step.parts.values()) / 3 / 2)
+    assert found["host_ms"] == pytest.approx(1.0)
+    busy = step.parts[2].forward + step.parts[2].backward
+    assert found["bubble_stage_1"] == pytest.approx(1 - busy / 2 / (working / 2 + 1 * MS))
+    assert found["peak_mib_stage_1"] == pytest.approx(simulation.peak_bytes[2] / 2**20)
+
+
+def test_tags_group_metrics() -> None:
+    tags = {tag(name) for name in NAMES}
+    assert len(tags) == len(NAMES)
+    assert {"throughput/samples_per_second", "step_ms/whole", "step_ms/forward", "bubble/stage_0"} < tags
+    assert tag("peak_mib_stage_12") == "peak_mib/stage_12"
+
+
+class Seen(keras.callbacks.Callback):
+    """What a callback gets after each step and epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[dict[str, float]] = []
+        self.epochs: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches.append(dict(logs))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.epochs.append(dict(logs))
+
+
+def test_all_callbacks_see_the_metrics_whatever_their_order(tmp_path: pathlib.Path) -> None:
+    pipelined = transform(classifier(metrics=["accuracy"]))
+    x, y, _ = samples(35)
+    before, after = Seen(), Seen()
+    monitor = PipelineMonitor(budget=1.0, tokens_per_sample=4)
+    table = tmp_path / "log.csv"
+    callbacks = [before, keras.callbacks.CSVLogger(table), monitor, after]
+    history = pipelined.fit(x, y, epochs=2, verbose=0, callbacks=callbacks, validation_data=(x[:7], y[:7])).history
+    wanted = {*NAMES, "tokens_per_second", "loss", "accuracy"}
+    for seen in (before, after):
+        assert all(set(logs) == wanted for logs in seen.batches)
+        assert all(set(logs) == {*wanted, "val_loss", "val_accuracy"} for logs in seen.epochs)
+    assert set(history) == {*wanted, "val_loss", "val_accuracy"}
+    assert before.epochs == after.epochs
+    assert all(np.isfinite(values).all() for values in history.values())
+    assert math.isnan(before.batches[0]["step_ms"])  # Nothing has been traced yet.
+    assert not math.isnan(before.batches[3]["step_ms"])
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert set(rows[0]) == {"epoch", *history}
+    assert [float(row["bubble_stage_1"]) for row in rows] == pytest.approx(history["bubble_stage_1"])
+    assert history["tokens_per_second"] == pytest.approx([4 * rate for rate in history["samples_per_second"]])
+    for stage in (0, 1):
+        assert all(0 <= bubble <= 1 for bubble in history[f"bubble_stage_{stage}"])
+        assert all(peak > 0 for peak in history[f"peak_mib_stage_{stage}"])
+    for part in ("forward", "backward", "apply"):
+        assert all(milliseconds > 0 for milliseconds in history[f"{part}_ms"])
+    assert monitor.budget.traces >= 1 and monitor.budget.steps == 10
+
+
+def test_without_it_logs_are_what_they_were() -> None:
+    pipelined = transform(classifier(metrics=["accuracy"]))
+    x, y, _ = samples(28)
+    assert set(pipelined.fit(x, y, verbose=0).history) == {"loss", "accuracy"}
+    pipelined.fit(x, y, verbose=0, callbacks=[PipelineMonitor()])
+    assert set(pipelined.fit(x, y, verbose=0).history) == {"loss", "accuracy"}
+    assert len(pipelined.train_on_batch(x[:7], y[:7])) == 2
+
+
+def test_event_files_are_read_by_tensorboard(tmp_path: pathlib.Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    pipelined = transform(classifier())
+    x, y, _ = samples(35)
+    monitor = PipelineMonitor(tmp_path / "pipeline", budget=1.0)
+    pipelined.fit(x, y, epochs=2, verbose=0, callbacks=[monitor])
+    events = EventAccumulator(str(tmp_path / "pipeline"), size_guidance={"tensors": 0})
+    events.Reload()
+    assert set(events.Tags()["tensors"]) == {tag(name) for name in NAMES}
+    for name in NAMES:
+        found = events.Tensors(tag(name))
+        assert len(found) == monitor.budget.traces
+        assert all(np.isfinite(tf.make_ndarray(event.tensor_proto)) for event in found)
+    steps = [event.step for event in events.Tensors("step_ms/whole")]
+    assert steps[0] == 4 and steps == sorted(steps) and steps[-1] <= 10
+
+
+@pytest.mark.parametrize("data", [28, 31])
+def test_several_steps_in_one_go_short_batches_and_going_on(data: int) -> None:
+    pipelined = transform(classifier(steps_per_execution=2))
+    x, y, _ = samples(data)
+    monitor = PipelineMonitor(budget=1.0)
+    history = pipelined.fit(x, y, epochs=3, verbose=0, callbacks=[monitor]).history
+    assert monitor.budget.steps == 3 * math.ceil(data / 7)
+    assert history["samples_per_second"][-1] > 0 and history["bubble_stage_0"][-1] >= 0
+    traces = monitor.budget.traces
+    again = pipelined.fit(x, y, epochs=5, initial_epoch=3, verbose=0, callbacks=monitor).history
+    assert len(again["step_ms"]) == 2
+    assert monitor.budget.traces >= traces
+
+
+def test_it_goes_along_with_checkpoints(tmp_path: pathlib.Path) -> None:
+    x, y, _ = samples(28)
+    for epochs, steps in ((1, 4), (3, 8)):
+        monitor = PipelineMonitor(budget=1.0)
+        transform(classifier()).fit(
+            x, y, epochs=epochs, verbose=0, callbacks=[monitor], resume=True, checkpoint=dapple.Checkpointing(tmp_path)
+        )
+        assert monitor.budget.steps == steps
+        assert monitor.budget.traces >= 1
+
+
+def test_only_batches_of_short_size_are_never_traced() -> None:
+    pipelined = transform(classifier())
+    x, y, _ = samples(5)
+    monitor = PipelineMonitor(budget=1.0)
+    history = pipelined.fit(x, y, epochs=8, verbose=0, callbacks=[monitor]).history
+    assert monitor.budget.traces == 0
+    assert np.isnan(history["step_ms"]).all() and history["samples_per_second"][-1] > 0
+
+
+def test_traced_steps_train_as_others_do() -> None:
+    losses = []
+    for callbacks in ([], [PipelineMonitor(budget=1.0)]):
+        keras.utils.set_random_seed(3)
+        pipelined = transform(classifier())
+        x, y, _ = samples(35)
+        losses.append(pipelined.fit(x, y, epochs=3, shuffle=False, verbose=0, callbacks=callbacks).history["loss"])
+    assert losses[0] == losses[1]
+
+
+def test_it_belongs_to_pipelined_training() -> None:
+    x, y, _ = samples(7)
+    with pytest.raises(ValueError, match="measures pipelined training"):
+        classifier().fit(x, y, verbose=0, callbacks=[PipelineMonitor()])
+    with pytest.raises(ValueError, match="got 2 PipelineMonitors"):
+        transform(classifier()).fit(x, y, verbose=0, callbacks=[PipelineMonitor(), PipelineMonitor()])
+    with pytest.raises(ValueError, match="tokens_per_sample is 0"):
+        PipelineMonitor(tokens_per_sample=0)
+
+
+# ---- predictions
+
+
+def drift() -> tuple[StageDrift, dict[Task, float]]:
+    simulation = simulate(plan(devices=[[0, 1], [2]]), PROFILE, CLUSTER)
+    return StageDrift(simulation), simulated_tasks(simulation)
+
+
+def slower(tasks: dict[Task, float], factors: dict[int, float]) -> dict[Task, float]:
+    return {task: seconds * factors.get(task.stage, 1.0) for task, seconds in tasks.items()}
+
+
+def test_a_stage_is_its_median_micro_batch() -> None:
+    watch, tasks = drift()
+    assert watch.predicted == pytest.approx({0: 3 * 2 * MS, 1: 10.5 * 3.5 * MS})
+    tasks[Task(0, Phase.FORWARD, 0, 0)] *= 50  # One that something else came in between.
+    assert watch.check(tasks) == watch.check(tasks) == []
+
+
+def test_a_stage_that_is_off_twice_in_a_row_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    watch, tasks = drift()
+    assert watch.check(slower(tasks, {1: 1.3})) == []
+    assert watch.suspected == {1}
+    (warning,) = watch.check(slower(tasks, {1: 1.3}))
+    assert warning == (
+        "stage 1 takes 47.8 ms for a micro-batch, 30% more than the 36.8 ms that were predicted: profile the model "
+        "again (dapple.profile(..., cache=False)) and make a new plan"
+    )
+    assert [record.getMessage() for record in caplog.records] == [warning]
+    assert watch.off == {1} and not watch.suspected
+    assert watch.check(slower(tasks, {1: 1.3})) == []
+    assert watch.check(tasks) == [] and not watch.off
+    assert watch.check(slower(tasks, {1: 0.7})) == []
+    assert "30% less" in watch.check(slower(tasks, {0: 1.1, 1: 0.7}))[0]
+
+
+def test_a_stage_that_is_off_once_is_not_warned_of() -> None:
+    watch, tasks = drift()
+    for _ in range(3):
+        assert watch.check(slower(tasks, {0: 2.0})) == []
+        assert watch.check(slower(tasks, {0: 1.19, 1: 0.81})) == []
+
+
+def test_stages_of_tiny_tasks_are_left_out() -> None:
+    simulation = simulate(plan(devices=[[0, 1], [2]]), profile_of((0.01, 0.02), (3, 6), (0.5, 1)), CLUSTER)
+    watch, tasks = StageDrift(simulation), simulated_tasks(simulation)
+    for _ in range(2):
+        assert watch.check(slower(tasks, {0: 3.0})) == []
+    watch.check(slower(tasks, {0: 20.0}))  # That is no longer a matter of starting tasks.
+    assert len(watch.check(slower(tasks, {0: 20.0}))) == 1
+
+
+def test_without_a_callback_the_tenth_step_is_traced_and_one_more_to_be_sure() -> None:
+    simulation = simulate(plan(devices=[[0, 1], [2]]), PROFILE, CLUSTER)
+    monitor = StepMonitor(simulation)
+    traced = []
+    for number in range(1, 31):
+        if monitor.due:
+            traced.append(number)
+            monitor.sampled(measured_as(simulation, {1: 2.0}), plan(devices=[[0, 1], [2]]), number)
+        else:
+            monitor.stepped(simulation.latency)
+    assert traced == [10, 11]
+    assert monitor.drift is not None and monitor.drift.off == {1}
+
+
+def test_without_a_prediction_nothing_is_traced() -> None:
+    monitor = StepMonitor(None)
+    for _ in range(30):
+        assert not monitor.due
+        monitor.stepped(0.1)
+
+
+@pytest.mark.parametrize("call", ["fit", "train_on_batch"])
+def test_a_stage_off_its_prediction_is_warned_of_during_training(call: str, caplog: pytest.LogCaptureFixture) -> None:
+    pipelined = transform(classifier(), profile=PROFILE)  # which promises far more than these layers take
+    x, y, _ = samples(84)
+    with caplog.at_level(logging.WARNING, "dapple_tf.stage_drift"):
+        if call == "fit":
+            pipelined.fit(x, y, verbose=0)
+        for _ in range(12 * (call == "train_on_batch")):
+            pipelined.train_on_batch(x[:7], y[:7])
+    told = [record.getMessage() for record in caplog.records if record.name == "dapple_tf.stage_drift"]
+    assert len(told) == 2
+    for stage, predicted in ((0, "10.5"), (1, "21")):
+        assert f"stage {stage} takes" in told[stage] and f"less than the {predicted} ms" in told[stage]
+
+
+def test_the_callback_compares_too_and_metrics_survive_a_replan() -> None:
+    pipelined = transform(classifier(), profile=PROFILE)
+    x, y, _ = samples(35)
+    monitor = PipelineMonitor(budget=1.0)
+    pipelined.fit(x, y, verbose=0, epochs=2, callbacks=[monitor])
+    assert pipelined._monitor.drift is not None and pipelined._monitor.drift.off == {0, 1}
+    own = dapple.Plan.manual([], [[0]], 1, 7)
+    monitor.sampled(measured_as(simulate(own, PROFILE, CLUSTER)), 1.0, own, 11)
+    assert math.isnan(monitor.latest["bubble_stage_1"]) and not math.isnan(monitor.latest["bubble_stage_0"])

@@ -1,0 +1,359 @@
+"""Training that loses workers ends with the values that it ends with undisturbed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from models_for_tests import classifier, values
+from workers import PATIENCE, children, mend, wait_until
+
+import dapple_tf as dapple
+from dapple_tf import connection as connection_module
+from dapple_tf.connection import reachable
+from tools.hosts import LocalWorkers
+
+pytestmark = pytest.mark.slow
+
+BATCH = 6
+FAULTS: dict[str, Any] = {"notice_seconds": 2.0, "wait_seconds": PATIENCE}
+RESTART = dapple.FaultPolicy("restart", **FAULTS)
+X = np.random.default_rng(0).normal(size=(4 * BATCH, 4)).astype("float32")
+Y = np.random.default_rng(1).integers(0, 3, size=4 * BATCH)
+
+PARALLEL = dapple.Plan.manual([], [[0, 1]], 1, BATCH)
+PIPELINE = dapple.Plan.manual(["first"], [[0], [1]], 2, BATCH)
+
+
+@pytest.fixture(autouse=True)
+def _free_workers(workers: LocalWorkers) -> Iterator[None]:
+    """Nobody uses the workers before a test, nor after it."""
+    wait_until(lambda: all(reachable(workers.addresses, PATIENCE)))
+    yield
+    assert not connection_module._connections
+
+
+def build(optimizer: keras.Optimizer | None = None) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    return classifier(optimizer=optimizer or keras.optimizers.Adam(0.05), metrics=["accuracy"])
+
+
+def transform(
+    workers: LocalWorkers,
+    plan: dapple.Plan = PARALLEL,
+    faults: dapple.FaultPolicy = RESTART,
+    optimizer: keras.Optimizer | None = None,
+) -> dapple.PipelinedModel:
+    cluster = dapple.Cluster.of_servers(workers.addresses[: max(max(plan.devices)) + 1])
+    return dapple.transform(build(optimizer), cluster, plan, faults=faults)
+
+
+def end_server(workers: LocalWorkers, worker: int = 1) -> None:
+    """Kills the process that a worker has for its client; the worker has another one at once."""
+    (child,) = children(workers.processes[worker].pid)
+    os.kill(child, signal.SIGKILL)
+
+
+def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
+    part = slice(number % 4 * BATCH, (number % 4 + 1) * BATCH)
+    return X[part], Y[part]
+
+
+def train(pipelined: dapple.PipelinedModel, steps: range) -> None:
+    for step in steps:
+        pipelined.train_on_batch(*batch(step))
+
+
+def ended(pipelined: dapple.PipelinedModel) -> list[np.ndarray]:
+    pipelined.close()
+    return values(pipelined.model)
+
+
+def assert_same(ours: list[np.ndarray], theirs: list[np.ndarray], tolerance: float = 0.0) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+def undisturbed(
+    workers: LocalWorkers, does: Callable[[dapple.PipelinedModel], None], **options: Any
+) -> list[np.ndarray]:
+    pipelined = transform(workers, **options)
+    does(pipelined)
+    return ended(pipelined)
+
+
+class At(keras.callbacks.Callback):
+    """Does something after the step of a number, counted over all epochs."""
+
+    def __init__(self, step: int, does: Callable[[], None]) -> None:
+        super().__init__()
+        self._left, self._does = step, does
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._does()
+
+
+class Halve(keras.callbacks.Callback):
+    """Assigns the learning rate within the epoch, and values at its end."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == 2:
+            self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate.numpy()) / 2
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        kernel = self.model.get_layer("first").kernel
+        kernel.assign(kernel * 0.5)
+
+
+def fit(pipelined: dapple.PipelinedModel, *callbacks: Any) -> Any:
+    return pipelined.fit(
+        X, Y, epochs=2, shuffle=False, verbose=0, callbacks=[Halve(), *callbacks], validation_data=(X, Y)
+    ).history
+
+
+@pytest.mark.parametrize("plan", [PARALLEL, PIPELINE], ids=["parallel", "pipeline"])
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_workers_that_come_back(workers: LocalWorkers, plan: dapple.Plan, fault: str) -> None:
+    """Values and History are the same to the bit, with the rate that each step had and what callbacks assigned."""
+    histories = []
+    expected = undisturbed(workers, lambda pipelined: histories.append(fit(pipelined)), plan=plan)
+
+    def meet() -> None:
+        if fault == "kill":
+            workers.kill(1)
+            workers.restart(1, wait=False)
+        else:
+            workers.stop(1)
+            wait_until(lambda: pipelined.lost is not None)
+            workers.cont(1)
+
+    pipelined = transform(workers, plan)
+    histories.append(fit(pipelined, At(4 + 3, meet)))
+    assert_same(ended(pipelined), expected)
+    assert histories[1] == histories[0]
+    (record,) = pipelined.faults
+    assert (record.error.task, record.replayed, record.without) == (1, 3, ())
+
+
+@pytest.mark.parametrize("number", [1, 4], ids=["first step", "first step of an epoch"])
+def test_faults_before_anything_was_trained(workers: LocalWorkers, number: int) -> None:
+    expected = undisturbed(workers, fit)
+    pipelined = transform(workers)
+
+    class Before(keras.callbacks.Callback):
+        left = number
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self.left -= 1
+            if self.left == 0:
+                end_server(workers)
+
+    fit(pipelined, Before())
+    assert len(pipelined.faults) == 1
+    assert_same(ended(pipelined), expected)
+
+
+def test_going_on_without_a_worker(workers: LocalWorkers) -> None:
+    """Down to one; another plan rounds differently."""
+    plan = dapple.Plan.manual(["first", "second"], [[0, 1], [2], [3]], 2, BATCH)
+    expected = undisturbed(workers, lambda pipelined: train(pipelined, range(8)), plan=plan)
+    policy = dapple.FaultPolicy("replan", notice_seconds=2.0, wait_seconds=0.0)
+    pipelined = transform(workers, plan, policy)
+    train(pipelined, range(3))
+    workers.kill(2)
+    train(pipelined, range(3, 5))
+    assert pipelined.plan.devices == ((0, 1), (2,))
+    assert pipelined.cluster.addresses == (*workers.addresses[:2], workers.addresses[3])
+    workers.kill(0)
+    workers.kill(3)
+    train(pipelined, range(5, 8))
+    assert pipelined.plan.devices == ((0,),)
+    assert pipelined.evaluate(X, Y, verbose=0)
+    assert [len(record.without) for record in pipelined.faults] == [1, 2]
+    assert_same(ended(pipelined), expected, 1e-5)
+
+
+def test_errors_are_raised_and_the_model_can_be_used_again(workers: LocalWorkers) -> None:
+    def does(pipelined: dapple.PipelinedModel) -> None:
+        train(pipelined, range(2))
+        pipelined.sync()
+        train(pipelined, range(3, 6))
+
+    expected = undisturbed(workers, does)
+    pipelined = transform(workers, faults=dapple.FaultPolicy(notice_seconds=2.0))
+    train(pipelined, range(2))
+    pipelined.sync()
+    train(pipelined, range(2, 3))
+    workers.kill(1)
+    with pytest.raises(dapple.WorkerLostError, match=r"it ran stage 0; the last finished step is 3; .* last sync"):
+        train(pipelined, range(3, 4))
+    with pytest.raises(dapple.ClusterError, match="worker 1"):
+        train(pipelined, range(3, 4))
+    mend(workers)
+    train(pipelined, range(3, 6))
+    assert_same(ended(pipelined), expected)
+    assert not pipelined.faults
+
+
+# ---- values that others have assigned or restored
+
+
+def test_loaded_values_are_not_forgotten(workers: LocalWorkers) -> None:
+    """`load` makes the model's values count: batches before it don't matter any more, nor checkpoints."""
+
+    def does(pipelined: dapple.PipelinedModel, fault: Callable[[], None] = lambda: None) -> None:
+        train(pipelined, range(3))
+        pipelined.model.set_weights([weight * 2 for weight in initial])
+        pipelined.load()
+        fault()
+        train(pipelined, range(3, 5))
+
+    initial = build().get_weights()
+    expected = undisturbed(workers, does)
+    pipelined = transform(workers)
+    does(pipelined, lambda: end_server(workers))
+    assert len(pipelined.faults) == 1
+    assert_same(ended(pipelined), expected)
+
+
+@pytest.mark.parametrize("use", ["train", "evaluate"])
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_restored_values_are_not_forgotten(workers: LocalWorkers, tmp_path: Path, use: str, when: str) -> None:
+    """A checkpoint that is on the devices only, or not even there, as nothing has been run yet."""
+    pipelined = transform(workers)
+    train(pipelined, range(2))
+    path = pipelined.save_checkpoint(tmp_path)
+    if use == "train":
+        train(pipelined, range(2, 4))
+    else:
+        expected_results = pipelined.evaluate(X, Y, verbose=0)
+    expected = ended(pipelined)
+
+    pipelined = transform(workers)
+    pipelined.restore_checkpoint(path)
+    if when == "before":
+        end_server(workers)
+    else:
+        run = type(pipelined._engine).run
+
+        def once(engine: Any, *arguments: Any, **options: Any) -> Any:
+            pipelined._engine.__dict__.pop("run")
+            end_server(workers)
+            return run(engine, *arguments, **options)
+
+        pipelined._engine.__dict__["run"] = once.__get__(pipelined._engine)
+    if use == "train":
+        train(pipelined, range(2, 4))
+    else:
+        assert pipelined.evaluate(X, Y, verbose=0) == expected_results
+    assert len(pipelined.faults) == 1
+    pipelined.sync()
+    assert_same(ended(pipelined), expected)
+
+
+def test_going_back_to_an_older_checkpoint(workers: LocalWorkers, tmp_path: Path) -> None:
+    """The newer one isn't what recovery begins with then."""
+
+    def does(pipelined: dapple.PipelinedModel, name: str, fault: Callable[[], None] = lambda: None) -> None:
+        train(pipelined, range(1))
+        path = pipelined.save_checkpoint(tmp_path / name)
+        train(pipelined, range(1, 4))
+        pipelined.save_checkpoint(tmp_path / name)
+        pipelined.restore_checkpoint(path)
+        train(pipelined, range(5, 6))
+        fault()
+        train(pipelined, range(6, 8))
+
+    expected = undisturbed(workers, lambda pipelined: does(pipelined, "one"))
+    pipelined = transform(workers)
+    does(pipelined, "two", lambda: end_server(workers))
+    assert len(pipelined.faults) == 1
+    assert_same(ended(pipelined), expected)
+
+
+def test_arrays_that_are_used_again(workers: LocalWorkers) -> None:
+    """A loop may fill the same array with each batch."""
+
+    def does(pipelined: dapple.PipelinedModel, fault: Callable[[], None] = lambda: None) -> None:
+        x, y = np.empty((BATCH, 4), "float32"), np.empty(BATCH, "int64")
+        for step in range(4):
+            x[:], y[:] = batch(step)
+            if step == 3:
+                fault()
+            pipelined.train_on_batch(x, y)
+
+    expected = undisturbed(workers, does)
+    pipelined = transform(workers)
+    does(pipelined, lambda: end_server(workers))
+    assert_same(ended(pipelined), expected)
+
+
+def test_two_models_on_one_cluster(workers: LocalWorkers) -> None:
+    """Each goes on when it next meets the fault."""
+    expected = undisturbed(workers, lambda pipelined: train(pipelined, range(4)))
+    one, other = transform(workers), transform(workers, PIPELINE)
+    train(one, range(2))
+    train(other, range(2))
+    end_server(workers)
+    train(one, range(2, 4))
+    train(other, range(2, 4))
+    assert_same(ended(one), expected)
+    assert_same(ended(other), expected, 1e-5)
+
+
+def test_nobody_waits_for_ever(workers: LocalWorkers) -> None:
+    """All workers are there, but one is in use by this process without the other, which had been given up."""
+    policy = dapple.FaultPolicy("replan", notice_seconds=1.0, wait_seconds=0.0)
+    one, other = transform(workers, faults=policy), transform(workers, faults=policy)
+    train(one, range(1))
+    train(other, range(1))
+    workers.kill(1)
+    train(one, range(1, 2))
+    assert len(one.cluster.addresses) == 1
+    workers.restart(1)
+    with pytest.raises(dapple.WorkerLostError, match="in use by this process already, in another cluster of 1 workers"):
+        train(other, range(1, 2))
+    one.close()
+    train(other, range(1, 2))
+    other.close()
+
+
+@pytest.mark.parametrize("action", ["raise", "restart"])
+def test_closing_frees_workers_also_when_one_is_lost(workers: LocalWorkers, action: str) -> None:
+    pipelined = transform(workers, faults=dapple.FaultPolicy(action, notice_seconds=2.0, wait_seconds=0.0))
+    train(pipelined, range(1))
+    workers.kill(1)
+    while pipelined.lost is None:  # Until then the values may still be had from the other worker.
+        time.sleep(0.01)
+    with pytest.raises(dapple.WorkerLostError, match=r"worker 1 .* keeps the values of its last sync"):
+        pipelined.close()
+    assert not connection_module._connections
+    pipelined.close()
+    mend(workers)
+    train(pipelined, range(2))
+    assert_same(ended(pipelined), undisturbed(workers, lambda again: train(again, range(2))))
+
+
+def test_ctrl_c_while_waiting(workers: LocalWorkers) -> None:
+    """The model has the values of its last sync, not those of a part of the batches since."""
+    pipelined = transform(workers)
+    train(pipelined, range(1))
+    expected = values(pipelined.sync())
+    train(pipelined, range(1, 3))
+    workers.kill(1)
+    timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        train(pipelined, range(3, 4))
+    timer.join()
+    assert_same(ended(pipelined), expected)

@@ -1,0 +1,284 @@
+"""The CSV form of torch.distributed.pipelining: facts of that project, round trips and errors."""
+
+from __future__ import annotations
+
+import doctest
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dapple_tf import schedule_csv
+from dapple_tf.schedule_check import lockstep
+from dapple_tf.schedule_csv import from_csv, to_csv
+from dapple_tf.schedules import POLICIES, ScheduleError, make_schedule, validate
+from graph_passes.tasks import Schedule, Task
+from tests.schedule_runs import straight, vee
+
+
+def lines(schedule: Schedule) -> list[str]:
+    return str(schedule).splitlines()
+
+
+def looped(ranks: int, stages: int) -> list[list[int]]:
+    """Stage i on rank i modulo their number."""
+    return [[stage % ranks] for stage in range(ranks * stages)]
+
+
+# --- that project's schedules, by the rules that its documentation and code state ---
+
+
+def theirs(ranks: int, local: int, micro_batches: int, *, split: bool = False) -> list[list[str]]:
+    """1F1B of several stages on each rank: warm-up, then F and B in turn, then the remaining B.
+
+    The warm-up of a rank is a round for all of its stages but one, and one (zero bubble) or two forwards for each rank
+    behind it. Micro-batches go in rounds of as many as there are ranks. With zero bubble a rank's W follow its I by as
+    many as its number, and the rest come last.
+    """
+    rounds = max(1, micro_batches // ranks)
+    per_round = micro_batches // rounds
+    rows = []
+    for rank in range(ranks):
+        total = micro_batches * local
+        warm_up = min((local - 1) * per_round + (1 if split else 2) * (ranks - 1 - rank), total)
+        counts: defaultdict[tuple[str, int], int] = defaultdict(int)
+        row: list[str] = []
+
+        def act(kind: str, position: int, row: list[str] = row, counts: Any = counts, rank: int = rank) -> None:
+            turn = (position // per_round) % local
+            stage = (turn if kind == "F" else local - 1 - turn) * ranks + rank
+            row.append(f"{stage}{kind}{counts[kind, stage]}")
+            counts[kind, stage] += 1
+
+        for position in range(warm_up):
+            act("F", position)
+        for position in range(total):
+            if warm_up + position < total:
+                act("F", warm_up + position)
+            act("I" if split else "B", position)
+            if split and position >= rank:
+                act("W", position - rank)
+        for position in range(max(0, total - rank) if split else total, total):
+            act("W", position)
+        rows.append(row)
+    return rows
+
+
+def text(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(map(",".join, rows)) + "\n"
+
+
+def test_four_stages_of_1f1b() -> None:
+    """Written out: warm-up of 4, 3, 2 and 1 forwards, then one backward and one forward in turn."""
+    expected = """\
+0F0,0F1,0F2,0F3,0B0,0F4,0B1,0F5,0B2,0B3,0B4,0B5
+1F0,1F1,1F2,1B0,1F3,1B1,1F4,1B2,1F5,1B3,1B4,1B5
+2F0,2F1,2B0,2F2,2B1,2F3,2B2,2F4,2B3,2F5,2B4,2B5
+3F0,3B0,3F1,3B1,3F2,3B2,3F3,3B3,3F4,3B4,3F5,3B5
+"""
+    schedule = make_schedule("dapple_a", straight(4), 6)
+    assert to_csv(schedule) == expected
+    assert from_csv(expected, "dapple_a") == schedule
+
+
+def test_the_table_of_1f1b_with_two_ranks() -> None:
+    """Their table has a column for each action, and None while a rank waits: the same order, its last F later."""
+    table = "0F0,,,0F1,0B0,0F2,0B1,,0B2\n,1F0,1B0,1F1,1B1,1F2,1B2,,\n"
+    assert lines(from_csv(table)) == lines(make_schedule("dapple_a", straight(2), 3))
+    aligned = "0F0,0F1,,0B0,0F2,0B1,,0B2\n,1F0,1B0,1F1,1B1,1F2,1B2,\n"
+    assert to_csv(make_schedule("dapple_a", straight(2), 3), aligned=True) == aligned
+
+
+@pytest.mark.parametrize(("stages", "count"), [*itertools.product([1, 2, 3, 4, 8], [1, 2, 3, 8, 16])])
+def test_1f1b_and_gpipe_have_the_orders_of_dapple_a_and_gpipe(stages: int, count: int) -> None:
+    one, gpipe = [], []
+    for stage in range(stages):
+        warm_up = min(count, stages - stage)
+        forwards, backwards = ([f"{stage}{kind}{n}" for n in range(count)] for kind in "FB")
+        pairs = itertools.zip_longest(backwards, forwards[warm_up:])
+        one.append(forwards[:warm_up] + [action for pair in pairs for action in pair if action])
+        gpipe.append(forwards + backwards)
+    assert lines(from_csv(text(one))) == lines(make_schedule("dapple_a", straight(stages), count))
+    assert lines(from_csv(text(gpipe))) == lines(make_schedule("gpipe", straight(stages), count))
+
+
+@pytest.mark.parametrize(("ranks", "local"), [*itertools.product([2, 3, 4], [2, 3])])
+def test_interleaved_1f1b_has_the_order_of_interleaved(ranks: int, local: int) -> None:
+    for count in range(1, 17):
+        if count % max(1, count // ranks) == 0:  # the others are refused there
+            there = from_csv(text(theirs(ranks, local, count)))
+            assert lines(there) == lines(make_schedule("interleaved", looped(ranks, local), count))
+
+
+@pytest.mark.parametrize(("ranks", "rounds"), [*itertools.product([1, 2, 3, 4, 8], [1, 2, 4])])
+def test_zero_bubble_of_one_stage_on_each_rank_has_the_order_of_zb_h1(ranks: int, rounds: int) -> None:
+    there = from_csv(text(theirs(ranks, 1, ranks * rounds, split=True)))
+    assert lines(there) == lines(make_schedule("zb_h1", straight(ranks), ranks * rounds))
+
+
+def test_a_zero_bubble_schedule_of_two_stages_on_each_rank_is_a_legal_one() -> None:
+    schedule = from_csv(text(theirs(2, 2, 8, split=True)))
+    validate(schedule, looped(2, 2), 8)
+    assert schedule.split == {0, 1, 2, 3}
+
+
+# --- reading ---
+
+
+def test_blank_cells_communication_and_sharding_are_left_out() -> None:
+    rows = """\
+0UNSHARD,0F0,0SEND_F0,,0F1,0SEND_F1, 0RECV_B0 ,0B0,0RECV_B1,0B1,0REDUCE_GRAD,0RESHARD
+1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,,,1REDUCE_GRAD
+"""
+    assert lines(from_csv(rows)) == ["0: 0F0 0F1 0B0 0B1", "1: 1F0 1B0 1F1 1B1"]
+
+
+def test_overlapping_tasks_follow_each_other_and_whole_backwards_of_split_stages_are_split() -> None:
+    """As in ScheduleDualPipeV, which has both kinds of backwards in a stage."""
+    rows = "0F0,0F1,1F0,1I0,1W0,(1F1;0B0)OVERLAP_F_B,1B1,0I1,0W1\n"
+    assert lines(from_csv(rows)) == ["0: 0F0 0F1 1F0 1Bx0 1Bw0 1F1 0Bx0 0Bw0 1Bx1 1Bw1 0Bx1 0Bw1"]
+    validate(from_csv(rows), [[0], [0]], 2)
+    assert lines(from_csv("(0F0 ; )OVERLAP_F_B,()OVERLAP_F_B")) == ["0: 0F0"]
+
+
+def test_files_from_before_input_gradients_had_a_letter() -> None:
+    assert lines(from_csv("0F0,0F1,0B0,0W0,0BW1\n")) == ["0: 0F0 0F1 0Bx0 0Bw0 0Bx1 0Bw1"]
+    assert lines(from_csv("0F0,0BW0\n")) == ["0: 0F0 0B0"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ("", []),
+        ("\n\n", []),
+        ("0F0\n\n1F0\n", ["0: 0F0", "1:", "2: 1F0"]),
+        ('0F0\n""\n', ["0: 0F0", "1:"]),
+        ("0F0\r\n1F0\r\n\r\n", ["0: 0F0", "1: 1F0"]),
+        ("\ufeff0F0,0B0", ["0: 0F0 0B0"]),
+    ],
+)
+def test_rows_without_tasks_and_ends_of_lines(rows: str, expected: list[str]) -> None:
+    assert lines(from_csv(rows)) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            "0F0\n1F0,1G0\n",
+            "row 2, column 2: '1G0' isn't an action; write <stage><F, B, I or W><micro-batch>, such as '2F0', or leave "
+            "the cell empty",
+        ),
+        ("0F", "row 1, column 1: '0F' isn't an action"),
+        ("0F0x", "row 1, column 1: '0F0x' isn't an action"),
+        ("0F0 0F1", "row 1, column 1: '0F0 0F1' isn't an action"),
+        ("F0", "'F0' isn't an action"),
+        ("-1F0", "'-1F0' isn't an action"),
+        ("٢F0", "isn't an action"),
+        ("9999999999F0", "isn't an action"),
+        ("0Bx0", "'0Bx0' isn't an action"),
+        ("0F0,(0F1;0X0)OVERLAP_F_B", "row 1, column 2: '(0F1;0X0)OVERLAP_F_B' isn't an action"),
+        ("(0F1;1B0)", "'(0F1;1B0)' isn't an action"),
+        ("0F0,0F1,0F0", "row 1, column 3: '0F0' is 0F0, which row 1, column 1: '0F0' is already; a task runs once"),
+        ("0F0,0I0,0B0,0W0", "row 1, column 3: '0B0' is 0Bx0, which row 1, column 2: '0I0' is already"),
+        ("0F0\n1F0,0B0", "row 2, column 2: '0B0' is of a stage that row 1, column 1 has on device 0; keep it on one"),
+        ('0F0,"0F1\x00' + "0" * 200_000, "the text isn't CSV: field larger than field limit"),
+    ],
+)
+def test_what_is_no_schedule_is_refused_with_its_place(rows: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        from_csv(rows)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+# --- writing ---
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (
+            make_schedule("dapple_a", [[0, 1], [2]], 2),
+            "device 1 runs 0F0.r1, of another replica than the first; in the CSV form replicas are groups of ranks of "
+            "their own: write the schedule of one replica of each stage",
+        ),
+        (
+            make_schedule("fast_forward", [[0]], 3, weight_devices=[[1]]),
+            "device 1 runs 0Bw0, but stage 0 is on device 0 too; in the CSV form a stage is on one rank: leave out "
+            "weight_devices",
+        ),
+        (
+            Schedule.parse("0: 0F0 0Bx0 0F1>0Bw0 0Bw0"),
+            "0F1 waits for 0Bw0 besides its data, which the CSV form can't say; leave such waits out",
+        ),
+        (
+            Schedule.parse("0: 0F0\n2: 1F0"),
+            "the schedule is for devices [0, 2], but rows are ranks 0 to 1; number them so",
+        ),
+    ],
+)
+def test_what_the_form_cannot_say_is_refused(schedule: Schedule, message: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        to_csv(schedule)
+    assert str(caught.value) == message
+
+
+def test_a_schedule_that_deadlocks_is_written_but_not_aligned() -> None:
+    schedule = Schedule.parse("0: 0B0 0F0\n1: 1B0 1F0")
+    assert to_csv(schedule) == "0B0,0F0\n1B0,1F0\n"
+    stuck = Schedule.parse("0: 0B0 0F0\n1: 1F0 1B0")
+    assert lines(from_csv(to_csv(stuck))) == lines(stuck)
+    with pytest.raises(ScheduleError, match="deadlocks after 0 of 4 tasks"):
+        to_csv(stuck, aligned=True)
+
+
+def placements(policy: str, positions: int) -> list[list[list[int]]]:
+    """Devices on which a policy runs."""
+    if policy == "zb_v":
+        return [vee(positions)]
+    found = [straight(positions), [[device] for device in range(positions) for _ in range(2)]]
+    if policy in ("modulo", "interleaved"):
+        found.append(looped(positions, 2))
+    return found[:1] + found[2:] if policy == "interleaved" else found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_schedules_of_every_policy_read_back(policy: str, data: st.DataObject) -> None:
+    devices = data.draw(st.sampled_from(placements(policy, data.draw(st.integers(1 + (policy == "zb_v"), 5)))))
+    count = data.draw(st.integers(1, 9))
+    first = data.draw(st.integers(0, min(1, len(devices)))) if policy in ("gpipe", "dapple_a") else 0
+    schedule = make_schedule(policy, devices, count, reverse_first_k=first)
+    assert from_csv(to_csv(schedule), policy) == schedule
+    aligned = to_csv(schedule, aligned=True)
+    assert from_csv(aligned, policy) == schedule
+    table = [row.split(",") for row in aligned.splitlines()]
+    assert len({len(row) for row in table}) == 1
+    assert all(any(column) for column in zip(*table, strict=True))
+    forward = make_schedule(policy, devices, count, forward_only=True)
+    assert from_csv(to_csv(forward), "forward") == forward
+
+
+def test_devices_without_tasks_keep_their_rows() -> None:
+    schedule = Schedule("mine", {0: (), 1: Schedule.parse("1: 0F0").tasks, 2: ()})
+    assert to_csv(schedule) == '""\n0F0\n""\n'
+    assert from_csv(to_csv(schedule), "mine") == schedule
+    assert from_csv(to_csv(schedule, aligned=True), "mine") == schedule
+    assert to_csv(Schedule("none", {})) == "" and from_csv("", "none") == Schedule("none", {})
+
+
+def test_lockstep_runs_each_task_in_the_first_step_that_its_inputs_allow() -> None:
+    steps = lockstep(make_schedule("dapple_a", straight(2), 2))
+    expected = [("0F0", None), ("0F1", "1F0"), (None, "1B0"), ("0B0", "1F1"), (None, "1B1"), ("0B1", None)]
+    found = [tuple(None if (task := step.get(device)) is None else str(task) for device in (0, 1)) for step in steps]
+    assert found == expected and isinstance(steps[0][0], Task)
+
+
+def test_the_examples_in_the_docstrings_run() -> None:
+    assert doctest.testmod(schedule_csv).failed == 0

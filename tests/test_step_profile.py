@@ -1,0 +1,192 @@
+"""`profile_step`: it changes nothing, and says where a step's time goes, beside what was expected."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import pytest
+from models_for_tests import classifier, layers, plan, samples, transform, values
+from profiles_for_tests import MS, measured_as, profile_of
+
+import dapple_tf as dapple
+from dapple_tf.simulator import simulate
+from dapple_tf.step_profile import StepProfile, slowdown
+from graph_passes.tasks import Phase
+
+CLUSTER = dapple.Cluster.local(3, kind="cpu")
+PROFILE = profile_of((1, 2), (3, 6), (0.5, 1))
+
+
+def dropping() -> keras.Model:
+    """With random seeds and moving averages, which steps change."""
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(6, activation="tanh", name="first"),
+            layers.BatchNormalization(name="norm"),
+            layers.Dropout(0.4, name="drop"),
+            layers.Dense(3, name="logits"),
+        ],
+        name="dropping",
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(1e-2), loss, metrics=["accuracy"])
+    return model
+
+
+def state(pipelined: dapple.PipelinedModel) -> list[np.ndarray]:
+    return [*values(pipelined.sync()), *(variable.numpy() for variable in pipelined.model.metrics_variables)]
+
+
+@pytest.mark.parametrize("trained", [0, 2])
+def test_nothing_has_changed_afterwards(trained: int) -> None:
+    pipelined = transform(dropping())
+    x, y, weights = samples(7)
+    for _ in range(trained):
+        pipelined.train_on_batch(x, y)
+    before = state(pipelined)
+    found = pipelined.profile_step(x, y, weights)
+    assert len(found.step.tasks) == 12
+    for own, other in zip(before, state(pipelined), strict=bool(trained)):  # Keras makes metrics with the first step.
+        np.testing.assert_array_equal(own, other)
+    assert pipelined._runtime.steps == trained
+
+
+def test_the_next_step_is_as_if_nothing_had_been() -> None:
+    x, y, _ = samples(7)
+    results = []
+    for profiled in (False, True):
+        keras.utils.set_random_seed(1)
+        pipelined = transform(dropping())
+        if profiled:
+            pipelined.profile_step(x, y)
+        losses = [pipelined.train_on_batch(x, y, return_dict=True)["loss"] for _ in range(2)]
+        results.append([np.asarray(losses), *state(pipelined)])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_it_trains_if_told_so() -> None:
+    pipelined, other = transform(classifier()), transform(classifier())
+    other.model.set_weights(pipelined.model.get_weights())
+    other.load()
+    x, y, _ = samples(7)
+    pipelined.profile_step(x, y, warm_up=1, train=True)
+    for _ in range(4):
+        other.train_on_batch(x, y)
+    assert pipelined._runtime.steps == 4
+    for one, its in zip(values(pipelined.sync()), values(other.sync()), strict=True):
+        np.testing.assert_allclose(one, its, rtol=1e-6)
+
+
+def test_a_model_that_is_on_devices_only_must_be_trained_or_synced() -> None:
+    with dapple.deferred_init():
+        model = classifier()
+    pipelined = transform(model)
+    x, y, _ = samples(7)
+    with pytest.raises(dapple.DappleError, match="call sync\\(\\) first if they fit, or give train=True"):
+        pipelined.profile_step(x, y)
+    assert pipelined.profile_step(x, y, train=True).measured.samples == 7
+    pipelined.sync()
+    pipelined.profile_step(x, y)
+
+
+def test_a_negative_warm_up_is_an_error() -> None:
+    with pytest.raises(ValueError, match="warm_up is -1"):
+        transform(classifier()).profile_step(*samples(7), warm_up=-1)
+
+
+def test_planned_and_simulated_stand_beside_it_where_they_are_known() -> None:
+    x, y, _ = samples(7)
+    found = transform(classifier()).profile_step(x, y)
+    assert [step.name for step in found.timelines] == ["planned", "measured"]
+    assert found.simulated is None and all(phase.predicted is None for phase in found.phases)
+    pipelined = transform(classifier(), profile=PROFILE)
+    found = pipelined.profile_step(x, y)
+    assert [step.name for step in found.timelines] == ["planned", "simulated", "measured"]
+    assert [step.devices for step in found.timelines] == [found.measured.devices] * 3
+    assert found.simulation is pipelined.prediction.simulation
+    assert {(phase.stage, phase.phase) for phase in found.phases} == {
+        (stage, phase) for stage in (0, 1) for phase in (Phase.FORWARD, Phase.BACKWARD)
+    }
+    assert all(phase.predicted is not None and phase.error is not None for phase in found.phases)
+    short = pipelined.profile_step(x[:5], y[:5])
+    assert [step.name for step in short.timelines] == ["measured"]
+    assert short.measured.samples == 5
+    assert pipelined.prediction.steps == []  # The step isn't one of training.
+
+
+def hand_made(factors: dict[int, float], **changes: object) -> StepProfile:
+    own = plan(devices=[[0, 1], [2]])
+    simulation = simulate(own, PROFILE, CLUSTER)
+    made = StepProfile(measured_as(simulation, factors, host=1 * MS), own, simulation)
+    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+
+
+def test_errors_are_those_of_the_mean_times() -> None:
+    found = {(phase.stage, phase.phase.value): phase for phase in hand_made({1: 2.0}).phases}
+    assert found[0, "F"].error == pytest.approx(0.0)
+    assert found[1, "F"].error == found[1, "B"].error == pytest.approx(-0.5)
+    assert found[1, "F"].measured == pytest.approx(2 * 3.5 * (4 + 3) / 2 * MS)
+
+
+def test_a_host_that_was_held_up_in_the_traced_step() -> None:
+    """The machine was busy just then: devices' times were taken for 100 times too long, and bubbles were 99%."""
+    step = hand_made({}).step
+    parts = step.parts[0]
+    working = parts.total - 2 * MS
+    late = {device: dataclasses.replace(own, before=own.before + working) for device, own in step.parts.items()}
+    untraced = working + 2 * MS
+    found = slowdown(dataclasses.replace(step, parts=late), untraced)
+    assert found == pytest.approx((2 * working + 1 * MS) / untraced)
+
+
+def test_bubbles_are_those_of_the_stages_devices() -> None:
+    found = hand_made({})
+    bubbles = found.measured.bubbles
+    assert found.bubbles == pytest.approx(((bubbles[0] + bubbles[1]) / 2, bubbles[2]))
+
+
+def test_tracing_is_taken_out_of_tasks() -> None:
+    step = hand_made({}).step
+    parts = step.parts[0]
+    working = parts.total - 2 * MS
+    assert slowdown(step, working / 2 + 1 * MS) == pytest.approx(2.0)
+    assert hand_made({}, untraced_seconds=2 * parts.total).tracing == 1.0  # The traced step was faster by chance.
+    found = hand_made({}, untraced_seconds=working / 2 + 1 * MS)
+    assert found.tracing == pytest.approx(2.0)
+    assert found.phases[0].error == pytest.approx(1.0)
+
+
+def test_the_report(golden: Callable[[str, str], None]) -> None:
+    texts = [
+        str(hand_made({1: 1.25}, untraced_seconds=75 * MS)),
+        str(dataclasses.replace(hand_made({}), simulation=None)),
+    ]
+    golden("step_profile.txt", "\n\n".join(texts) + "\n")
+
+
+def test_saved_files_show_all_timelines(tmp_path: pathlib.Path) -> None:
+    found = hand_made({1: 1.25})
+    found.save(tmp_path / "new" / "profile")
+    path = tmp_path / "new" / "profile"
+    files = {"profile.txt", "timeline.txt", "timeline.svg", "timeline.png", "timeline.html", "trace.json"}
+    assert {file.name for file in path.iterdir()} == files
+    assert (path / "profile.txt").read_text() == f"{found}\n"
+    for name in ("timeline.txt", "timeline.html"):
+        text = (path / name).read_text()
+        assert "simulated" in text and "measured" in text
+    assert json.loads((path / "trace.json").read_text())["traceEvents"]
+
+
+def test_without_matplotlib_there_are_no_images(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    hand_made({}).save(tmp_path)
+    assert {file.suffix for file in tmp_path.iterdir()} == {".txt", ".html", ".json"}

@@ -1,0 +1,349 @@
+"""Measured steps: every task once, where and when it ran, from traces of real steps of small models."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import pytest
+from models_for_tests import classifier, plan, samples
+
+import dapple_tf as dapple
+from dapple_tf.capture import Mode
+from dapple_tf.clocks import Offset, WorkerClock
+from dapple_tf.simulation import Span
+from dapple_tf.step_parts import StepParts, step_parts
+from dapple_tf.step_trace import MeasuredStep, Place, TracedStep, measured
+from dapple_tf.view.timeline import Timeline, device_labels
+from graph_passes.program import Step
+from graph_passes.tasks import Phase, Task
+from tools.memory_of_steps import replaced
+
+TASKS = {phase.value: phase for phase in Phase}
+
+
+def run(
+    pipelined: dapple.PipelinedModel, count: int = 7, mode: Mode = Mode.TRAIN
+) -> tuple[MeasuredStep, TracedStep, Step]:
+    """A traced step, after another one."""
+    x, y, _ = samples(count)
+    batch = pipelined._one_batch(mode, (x, y, None))
+    for _ in range(2):
+        traced = pipelined._runtime.run(mode, batch, trace=True).traced
+    assert traced is not None
+    steps = [found for built in pipelined._engine._builds.values() for found in built.steps.values()]
+    step = next(step for prefix, step in steps if prefix == traced.prefix)
+    return pipelined._engine.measured(traced), traced, step
+
+
+def tasks_of(step: Timeline) -> dict[Task, Span]:
+    found = {}
+    for span in step.spans:
+        if span.kind in TASKS:
+            task = Task(span.stage, TASKS[span.kind], span.micro_batch, span.replica)
+            assert task not in found
+            found[task] = span
+    return found
+
+
+def assert_whole(found: MeasuredStep, traced: TracedStep, step: Step, own_plan: dapple.Plan) -> None:
+    """What holds of every measured step."""
+    timeline = found.timeline
+    assert timeline.name == "measured"
+    assert timeline.samples == step.layout.batch
+    assert 0 < timeline.latency <= (traced.called[1] - traced.called[0]) / 1e9
+    assert all(0 <= span.start <= span.end <= timeline.latency for span in timeline.spans)
+    tasks = tasks_of(timeline)
+    assert set(tasks) == set(step.entry) == set(found.tasks)
+    assert step.schedule is not None
+    for device, order in step.schedule.orders.items():
+        assert all(tasks[task].device == device for task in order)
+        starts = [tasks[task].start for task in order]
+        assert starts == sorted(starts)
+    for task, seconds in found.tasks.items():
+        assert seconds >= tasks[task].end - tasks[task].start - 1e-9
+    assert set(found.parts) == set(timeline.devices) == set(device_labels(own_plan))
+    for device, parts in found.parts.items():
+        assert parts.total == pytest.approx(timeline.latency)
+        assert min(dataclasses.astuple(parts)) >= 0
+        assert 0 <= timeline.bubbles[device] <= 1
+        busy = parts.forward + parts.backward + parts.accumulate + parts.apply
+        assert busy == pytest.approx(timeline.busy[device])
+    for span in timeline.spans:
+        if span.kind == "send":
+            assert span.device != span.target and span.target in timeline.devices
+    assert set(timeline.memory) == set(timeline.devices)
+    for device, curve in timeline.memory.items():
+        assert curve[0] == (0.0, traced.stored[device])
+        assert timeline.peak_bytes[device] >= traced.stored[device]
+        assert [time for time, _ in curve] == sorted(time for time, _ in curve)
+
+
+def kinds(timeline: Timeline, kind: str) -> list[Span]:
+    return [span for span in timeline.spans if span.kind == kind]
+
+
+@pytest.fixture
+def pipeline() -> Iterator[Any]:
+    """Makes pipelined models that are closed in the end."""
+    made = []
+
+    def make(**changes: Any) -> dapple.PipelinedModel:
+        options = {"optimizer": changes.pop("optimizer")} if "optimizer" in changes else {}
+        model = classifier(metrics=["accuracy"], **options)
+        made.append(dapple.transform(model, dapple.Cluster.local(4, kind="cpu"), plan(**changes)))
+        return made[-1]
+
+    yield make
+    for pipelined in made:
+        pipelined.close()
+
+
+class Run(NamedTuple):
+    """A model and its traced step."""
+
+    pipelined: dapple.PipelinedModel
+    found: MeasuredStep
+    traced: TracedStep
+    step: Step
+
+
+@pytest.fixture(scope="module")
+def uneven() -> Iterator[Run]:
+    """Three replicas and one, for all tests that only read what was measured."""
+    keras.utils.set_random_seed(0)
+    model = classifier(metrics=["accuracy"])
+    pipelined = dapple.transform(model, dapple.Cluster.local(4, kind="cpu"), plan(**SHAPES["3:1"]))
+    yield Run(pipelined, *run(pipelined))
+    pipelined.close()
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "one device": {"cuts": [], "devices": [[0]]},
+    "3:1": {"devices": [[0, 1, 2], [3]]},
+    "1:2": {},
+    "zb_h1": {"cuts": ["first", "second"], "devices": [[0], [1], [2]], "micro_batches": 3, "schedule": "zb_h1"},
+    "chunks": {"cuts": ["first", "second"], "devices": [[0, 1]] * 3, "micro_batches": 1},
+    "carried": {
+        "cuts": ["first", "second"], "devices": [[0, 1]] * 3, "micro_batches": 1, "reverse_first_k": 1,
+        "carried_updates": 1,
+    },
+    "interleaved": {
+        "cuts": ["first", "second"], "devices": [[0], [1], [0]], "micro_batches": 3, "schedule": "modulo",
+    },
+    "streams": {
+        "cuts": ["first"], "devices": [[0], [1]], "weight_devices": [[2], [3]], "schedule": "fast_forward",
+    },
+    "gpipe": {"cuts": ["first", "second"], "devices": [[0], [1], [2]], "micro_batches": 3, "schedule": "gpipe"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_task_once_on_its_device_in_the_order_of_the_schedule(pipeline: Any, shape: str) -> None:
+    pipelined = pipeline(**SHAPES[shape])
+    found, traced, step = run(pipelined)
+    assert_whole(found, traced, step, pipelined.plan)
+    assert found.remarks == () and found.shifts == {}
+    assert {span.device for span in kinds(found.timeline, "apply")} == {
+        device for devices in pipelined.plan.weight_devices or pipelined.plan.devices for device in devices
+    }
+
+
+def test_replicas_are_reduced_together(uneven: Run) -> None:
+    reductions = kinds(uneven.found.timeline, "all_reduce")
+    assert sorted(span.device for span in reductions) == [0, 1, 2]
+    assert len({span.start for span in reductions}) == 1  # It begins when the last one takes part.
+    assert {span.bytes for span in reductions} == {4 * (4 * 6 + 6)}
+    assert {span.stage for span in reductions} == {0}
+    assert sorted(span.replica for span in reductions) == [0, 1, 2]
+
+
+def test_gradients_are_accumulated_after_each_backward(uneven: Run) -> None:
+    found = uneven.found
+    tasks = tasks_of(found.timeline)
+    added = [span for span in kinds(found.timeline, "accumulate") if span.micro_batch is not None]
+    packed = [span for span in kinds(found.timeline, "accumulate") if span.micro_batch is None]
+    backwards = {task: span for task, span in tasks.items() if task.phase is Phase.BACKWARD}
+    assert len(added) == len(backwards)
+    for span in added:
+        task = Task(span.stage, Phase.BACKWARD, span.micro_batch or 0, span.replica)
+        assert span.start >= backwards[task].end
+        assert found.tasks[task] == pytest.approx(span.end - backwards[task].start)
+    assert sorted(span.device for span in packed) == [0, 1, 2]
+
+
+def test_transfers_have_their_ends_and_bytes(pipeline: Any) -> None:
+    """7 samples of 6 floats: micro-batches of 4 and 3, for replicas of 2 and 2, of 2 and 1."""
+    found, _, _ = run(pipeline())
+    tasks = tasks_of(found.timeline)
+    sends = {(s.stage, s.micro_batch, s.replica, s.device, s.target): s for s in kinds(found.timeline, "send")}
+    forward = {key: send for key, send in sends.items() if key[0] == 0}
+    assert {key: send.bytes for key, send in forward.items()} == {
+        (0, 0, 0, 0, 1): 48, (0, 0, 0, 0, 2): 48, (0, 1, 0, 0, 1): 48, (0, 1, 0, 0, 2): 24,
+    }  # fmt: skip
+    backward = {key: send.bytes for key, send in sends.items() if key[0] == 1 and key[4] == 0}
+    assert backward == {(1, 0, 0, 1, 0): 48, (1, 0, 1, 2, 0): 48, (1, 1, 0, 1, 0): 48, (1, 1, 1, 2, 0): 24}
+    for (_, micro_batch, _, _, target), send in forward.items():
+        assert send.start >= tasks[Task(0, Phase.FORWARD, micro_batch)].end
+        assert send.end <= tasks[Task(1, Phase.FORWARD, micro_batch, target - 1)].start
+
+
+def test_a_short_batch_and_replicas_without_samples(uneven: Run) -> None:
+    found, traced, step = run(uneven.pipelined, 2)
+    assert_whole(found, traced, step, uneven.pipelined.plan)
+    assert {span.device for span in kinds(found.timeline, "F")} == {0, 1, 3}
+
+
+def test_evaluation_has_forwards_only(uneven: Run) -> None:
+    found, traced, step = run(uneven.pipelined, 9, Mode.TEST)
+    assert_whole(found, traced, step, uneven.pipelined.plan)
+    assert {span.kind for span in found.timeline.spans} == {"F", "send"}
+
+
+def test_replaced_accumulators_are_those_of_the_memory_tool(uneven: Run) -> None:
+    builds = uneven.pipelined._engine._builds.items()
+    (built,) = [b for (mode, *_), b in builds if mode is Mode.TRAIN]
+    expected = replaced(built.program, uneven.traced.prefix, uneven.step)
+    assert {f"{uneven.traced.prefix}/{name}": size for name, size in uneven.traced.replaced.items()} == expected
+
+
+# ---- clocks
+
+
+def skewed(traced: TracedStep, skews: dict[str, int], error: int) -> tuple[TracedStep, dict[str, Place]]:
+    """The same step as of workers, one for each device, whose clocks are ahead by so many nanoseconds."""
+    stats = copy.deepcopy(traced.stats)
+    for own in stats.dev_stats:
+        skew = skews[own.device]
+        for node in own.node_stats:
+            for kind in ("all_start", "scheduled"):
+                nanos = (getattr(node, f"{kind}_nanos") or 1000 * getattr(node, f"{kind}_micros")) + skew
+                setattr(node, f"{kind}_nanos", nanos)
+                setattr(node, f"{kind}_micros", nanos // 1000)
+            for memory in node.memory:
+                for record in memory.allocation_records:
+                    record.alloc_micros += skew // 1000
+    places = {device: Place(number, number) for number, device in enumerate(sorted(skews))}
+    clocks = {}
+    for device, place in places.items():
+        offsets = [
+            Offset(at, skews[device] + sign * error, error) for at, sign in zip(traced.called, (1, 1), strict=True)
+        ]
+        clocks[place.worker] = WorkerClock(*offsets)
+    return dataclasses.replace(traced, stats=stats, clocks=clocks), places
+
+
+@pytest.mark.parametrize("error", [0, 200_000])
+def test_skewed_clocks_change_nothing_but_within_their_error(uneven: Run, error: int) -> None:
+    pipelined, plain, traced, _ = uneven
+    labels = device_labels(pipelined.plan)
+    names = pipelined.cluster.device_names
+    skews = dict(zip(names, (3_000_000_000, -2_500_000_000, 7_000, 86_400_000_000_000), strict=True))
+    given, places = skewed(traced, skews, error)
+    found = measured(given, places, labels, {})
+    assert found.remarks == ()
+    own, its = tasks_of(plain.timeline), tasks_of(found.timeline)
+    assert set(own) == set(its)
+    for task, span in own.items():
+        assert its[task].start == pytest.approx(span.start, abs=2.1 * error / 1e9 + 2e-6)
+    for device in labels:
+        assert found.timeline.peak_bytes[device] == pytest.approx(plain.timeline.peak_bytes[device])
+    for worker, shift in found.shifts.items():
+        assert abs(shift) <= given.clocks[worker].error + 1e-9
+    for task, span in its.items():  # Whatever the clocks' error: no stage begins before the one before it has ended.
+        if task.phase is Phase.FORWARD and task.stage == 1:
+            senders = [its[other] for other in its if (other.stage, other.phase) == (0, Phase.FORWARD)]
+            arrived = [other.end for other in senders if other.micro_batch == task.micro_batch]
+            assert span.start >= max(arrived) - 2e-6
+
+
+def test_a_contradiction_is_told(uneven: Run, caplog: pytest.LogCaptureFixture) -> None:
+    pipelined, _, traced, _ = uneven
+    names = pipelined.cluster.device_names
+    given, places = skewed(traced, dict.fromkeys(names, 0), 1000)
+    off = Offset(traced.called[0], 50_000_000, 1000)
+    given = dataclasses.replace(given, clocks={**given.clocks, 3: WorkerClock(off, off._replace(at=traced.called[1]))})
+    found = measured(given, places, device_labels(pipelined.plan), {})
+    assert any("on worker 3 something begins" in remark for remark in found.remarks)
+    assert "are clocks being set?" in caplog.text
+
+
+def test_workers_clocks_are_compared(workers: Any) -> None:
+    cluster = dapple.Cluster.of_servers(workers.addresses)
+    pipelined = dapple.transform(classifier(), cluster, plan(devices=[[0, 1], [2]]))
+    try:
+        found, traced, step = run(pipelined)
+        assert_whole(found, traced, step, pipelined.plan)
+        assert set(traced.clocks) == {0, 1, 2, 3}
+        for clock in traced.clocks.values():  # They are on this machine.
+            assert abs(clock.before.nanoseconds) <= clock.before.error
+            assert clock.jump == 0
+        assert found.remarks == ()
+        sends = {(s.stage, s.micro_batch, s.replica, s.target): s.bytes for s in kinds(found.timeline, "send")}
+        assert sends[0, 0, 0, 2] == 48 and sends[1, 1, 0, 1] == 24
+        tasks = tasks_of(found.timeline)
+        for micro_batch in range(2):
+            sent = [tasks[Task(0, Phase.FORWARD, micro_batch, replica)].end for replica in (0, 1)]
+            assert max(sent) <= tasks[Task(1, Phase.FORWARD, micro_batch)].start + 1e-6
+        before = [variable.numpy() for variable in pipelined.sync().variables]
+        x, y, _ = samples(28)
+        assert len(pipelined.profile_step(x[:7], y[:7]).step.tasks) == 12
+        for own, other in zip(before, pipelined.sync().variables, strict=True):
+            np.testing.assert_array_equal(own, other.numpy())
+        history = pipelined.fit(x, y, epochs=2, verbose=0, callbacks=[dapple.PipelineMonitor(budget=1.0)]).history
+        assert 0 < history["bubble_stage_1"][-1] < 1 and history["peak_mib_stage_0"][-1] > 0
+    finally:
+        pipelined.close()
+
+
+# ---- parts
+
+
+def test_parts_are_told_apart() -> None:
+    given = [("forward", (1.0, 2.0)), ("backward", (4.0, 6.0)), ("transfers", (3.0, 4.0)), ("all_reduce", (5.5, 7.0))]
+    assert step_parts(given, (1.0, 8.0), 10.0) == StepParts(
+        forward=1.0, backward=2.0, all_reduce=1.0, transfers=1.0, bubble=2.0, before=1.0, after=2.0
+    )
+
+
+def test_parts_of_a_device_that_does_nothing() -> None:
+    assert step_parts([], (0.0, 0.0), 3.0) == StepParts(after=3.0)
+    assert step_parts([], (1.0, 2.0), 3.0) == StepParts(bubble=1.0, before=1.0, after=1.0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_parts_add_up(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    names = ("forward", "backward", "accumulate", "apply", "all_reduce", "transfers")
+    given = []
+    for _ in range(30):
+        start = rng.uniform(0, 10)
+        given.append((names[rng.integers(6)], (start, start + rng.uniform(0, 2))))
+    parts = step_parts(given, (1.0, 11.0), 12.0)
+    assert parts.total == pytest.approx(12.0)
+    alone = step_parts([own for own in given if own[0] == "forward"], (1.0, 11.0), 12.0)
+    assert parts.forward == pytest.approx(alone.forward)
+    assert min(dataclasses.astuple(parts)) >= 0
+
+
+def test_a_trace_of_a_model_with_rows_of_embeddings() -> None:
+    tokens = keras.Input((3,), dtype="int32")
+    x = keras.layers.Embedding(11, 4, name="embed")(tokens)
+    x = keras.layers.GlobalAveragePooling1D(name="pool")(x)
+    model = keras.Model(tokens, keras.layers.Dense(2, name="out")(x))
+    model.compile(keras.optimizers.Adam(1e-2, global_clipnorm=1.0), keras.losses.MeanSquaredError())
+    own = dapple.Plan.manual(["pool"], [[0, 1], [2]], micro_batches=2, global_batch_size=8)
+    pipelined = dapple.transform(model, dapple.Cluster.local(3, kind="cpu"), own)
+    rng = np.random.default_rng(0)
+    batch = pipelined._one_batch(Mode.TRAIN, (rng.integers(0, 11, (8, 3)), rng.normal(size=(8, 2)), None))
+    traced = pipelined._runtime.run(Mode.TRAIN, batch, trace=True).traced
+    assert traced is not None
+    found = pipelined._engine.measured(traced)
+    assert len(tasks_of(found.timeline)) == 12
+    assert {(span.device, span.target) for span in kinds(found.timeline, "send")} >= {(0, 2), (2, 0), (0, 1), (1, 0)}
+    assert all(parts.total == pytest.approx(found.timeline.latency) for parts in found.parts.values())
+    pipelined.close()

@@ -1,0 +1,318 @@
+"""The task graph: what it shows is what the step's graph says, neither more nor less."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+
+import keras
+import numpy as np
+import pytest
+from programs import HOST, captured, compiled, dense, in_float64, layout, replicated, staged, two_stages, updated
+from step_programs import Case, complete, names_for, of_model, plan, sampled
+from zoo import ZOO
+
+import dapple_tf as dapple
+from dapple_tf.view.task_graph import TaskGraph, TaskNode, longest_paths, task_graph
+from graph_passes.graph import Graph, control_inputs
+from graph_passes.program import Program
+from graph_passes.tasks import Phase, Task
+
+TASKS = ("F", "B", "Bx", "Bw")
+UNEVEN = Case("mlp", plan("mlp", 2, [[0, 1, 2], [3]], 4, 24, "dapple_a"))
+
+CASES = [
+    UNEVEN,
+    Case("mlp", plan("mlp", 1, [[0]], 1, 3, "dapple_a")),
+    Case("mlp", plan("mlp", 1, [[0, 1, 2]], 2, 7, "gpipe")),
+    Case("mlp", plan("mlp", 4, [[0], [1], [2], [3]], 6, 12, "zb_h1")),
+    Case("mlp", plan("mlp", 4, [[0], [1], [0], [1]], 4, 8, "interleaved")),
+    Case("mlp", plan("mlp", 4, [[0], [1], [1], [0]], 4, 8, "zb_v")),
+    Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward", weight_devices=[[1], [1]])),
+    Case("tied", plan("tied", 3, [[0, 1], [2], [3, 4]], 2, 8, "dapple_a")),
+    Case("tied", plan("tied", 4, [[0, 1], [2], [0, 1], [2]], 2, 8, "modulo", bucket_bytes=8)),
+    Case("stateful", plan("stateful", 2, [[0, 1], [2]], 3, 7, "dapple_b")),
+    Case("mlp", plan("mlp", 3, [[0, 1], [2], [3, 4]], 2, 8, "dapple_a", carried_updates=2), head=True),
+    Case("mlp", plan("mlp", 2, [[0, 1, 2], [3]], 4, 24, "dapple_a"), samples=2),
+    Case("test", plan("test", 2, [[0, 1], [2]], 3, 9, "dapple_a")),
+    Case("predict", plan("predict", 3, [[0, 1], [2], [0]], 2, 8, "modulo")),
+    Case("attention", plan("attention", 4, [[0], [1, 2], [3], [4, 5, 6]], 2, 7, "zb_h1")),
+]
+ALL = [*CASES, *(sampled(seed) for seed in range(16))]
+
+
+def drawn(case: Case) -> tuple[Program, TaskGraph]:
+    program = complete(case)
+    return program, task_graph(program, names_for(case.plan))
+
+
+def reached(count: int, pairs: Iterable[tuple[int, int]], order: Iterable[int]) -> list[int]:
+    """For each node the nodes before it, as bits; ``order`` has sources first."""
+    before: dict[int, list[int]] = defaultdict(list)
+    for source, target in pairs:
+        before[target].append(source)
+    found = [0] * count
+    for node in order:
+        for source in before[node]:
+            found[node] |= found[source] | 1 << source
+    return found
+
+
+def members(graph: Graph, node: TaskNode) -> list[str]:
+    """The nodes of a drawn node: of an all-reduce what packs, and what reduces that."""
+    readers = graph.consumers(node.name) if node.kind == "all_reduce" else []
+    return [node.name, *(name for name in readers if graph.nodes[name].op == "CollectiveReduceV2")]
+
+
+def paths_in_graph(graph: Graph, drawing: TaskGraph, *, control: bool) -> set[tuple[int, int]]:
+    """The pairs of drawn nodes between which the step's graph has a path."""
+    numbers = graph.position
+    pairs = [(numbers[ref.node], numbers[node.name]) for node in graph for ref in graph.inputs(node.name)]
+    if control:
+        pairs += [(numbers[waited], numbers[node.name]) for node in graph for waited in control_inputs(node)]
+    before = reached(len(numbers), pairs, (numbers[name] for name in graph.topological()))
+    places = [[numbers[name] for name in members(graph, node)] for node in drawing.nodes]
+    bits = [sum(1 << place for place in own) for own in places]
+    return {
+        (source, target)
+        for target, own in enumerate(places)
+        for source, wanted in enumerate(bits)
+        if source != target and any(before[place] & wanted for place in own)
+    }
+
+
+def paths_in_drawing(drawing: TaskGraph, *, control: bool) -> set[tuple[int, int]]:
+    pairs = [(edge.source, edge.target) for edge in drawing.edges if control or not edge.control]
+    order = sorted(range(len(drawing.nodes)), key=lambda index: drawing.nodes[index].column)
+    before = reached(len(drawing.nodes), pairs, order)
+    return {
+        (source, target) for target, bits in enumerate(before) for source in range(len(before)) if bits >> source & 1
+    }
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_a_drawing_says_what_the_graph_says(case: Case) -> None:
+    check(*drawn(case))
+
+
+@pytest.mark.parametrize("name", ["cnn", "lstm"])
+def test_losses_optimizers_and_their_scales_are_drawn(name: str) -> None:
+    model = ZOO[name].build()
+    inner = keras.optimizers.SGD(0.1, global_clipnorm=0.5)
+    model.compile(keras.optimizers.LossScaleOptimizer(inner), loss=model.loss, metrics=["accuracy"])
+    cluster = dapple.Cluster.local(5, kind="cpu")
+    own = dapple.Plan.manual(ZOO[name].cuts_for(3), [[0, 1], [2], [3, 4]], 3, 12, "zb_h1")
+    program = of_model(model, own, cluster)
+    drawing = task_graph(program, cluster.device_names)
+    check(program, drawing)
+    labels = Counter(node.label for node in of_kind(drawing, "other"))
+    assert (labels["loss scale"], labels["totals"], labels["normalizers"]) == (2, 1, int(name == "lstm"))
+    assert labels["statistics"] == len({node.stage for node in of_kind(drawing, "apply")})
+
+
+def check(program: Program, drawing: TaskGraph) -> None:
+    """All that holds of every drawing."""
+    graph = Graph(program.graph)
+    check_tasks(program, drawing)
+    check_order(program, drawing)
+    assert sum(node.stands_for for node in drawing.nodes) == len(program.graph.node)
+    assert all(drawing.nodes[edge.source].column < drawing.nodes[edge.target].column for edge in drawing.edges)
+    assert len({edge[:3] for edge in drawing.edges}) == len(drawing.edges)
+    assert paths_in_drawing(drawing, control=True) == paths_in_graph(graph, drawing, control=True)
+    assert paths_in_drawing(drawing, control=False) == paths_in_graph(graph, drawing, control=False)
+
+
+def check_tasks(program: Program, drawing: TaskGraph) -> None:
+    """Each task once, on its device, in the device's order; nodes stand lane by lane."""
+    assert program.step is not None and program.step.schedule is not None
+    schedule = program.step.schedule
+    found: dict[int, list[Task]] = defaultdict(list)
+    for node in drawing.nodes:
+        if node.kind in TASKS:
+            assert node.device is not None and node.stage is not None
+            assert node.micro_batch is not None and node.replica is not None
+            task = Task(node.stage, Phase(node.kind), node.micro_batch, node.replica)
+            assert node.label == str(task)
+            assert node.name == program.step.entry[task]
+            found[node.device].append(task)
+    assert {device: tuple(tasks) for device, tasks in found.items()} == {
+        device: tasks for device, tasks in schedule.orders.items() if tasks
+    }
+    lanes = [None, *drawing.devices]
+    places = [(lanes.index(node.device), node.column) for node in drawing.nodes]
+    assert places == sorted(places)
+
+
+def check_order(program: Program, drawing: TaskGraph) -> None:
+    """Control edges to tasks are those of the schedule; other nodes have their own."""
+    assert program.step is not None and program.step.schedule is not None
+    step, schedule = program.step, program.step.schedule
+    pairs = [pair for tasks in schedule.orders.values() for pair in itertools.pairwise(tasks)]
+    pairs += [(waited, task) for task, waited in schedule.after.items()]
+    expected = {(name, step.entry[after]) for before, after in pairs for name in step.exit[before]}
+    names = [node.name for node in drawing.nodes]
+    found = {
+        (names[edge.source], names[edge.target])
+        for edge in drawing.edges
+        if edge.control and drawing.nodes[edge.target].kind in TASKS
+    }
+    assert found == expected
+
+
+# ---- what nodes are
+
+
+def of_kind(drawing: TaskGraph, kind: str) -> list[TaskNode]:
+    return [node for node in drawing.nodes if node.kind == kind]
+
+
+def test_a_pipeline_of_three_and_one(golden: Callable[[str, str], None]) -> None:
+    _, drawing = drawn(Case("stateful", plan("stateful", 2, [[0, 1, 2], [3]], 2, 7, "dapple_a")))
+    lines = [f"{device}: {label}" for device, label in drawing.devices.items()]
+    for node in drawing.nodes:
+        results = ", ".join(f"{text.name} {text.dtype}{text.shape}" for text in node.outputs[:4])
+        lane = "host" if node.device is None else node.device
+        lines.append(
+            f"{lane} {node.column:2} {node.label} ({node.kind}), {node.stands_for} nodes [{', '.join(node.layers)}] "
+            f"{results}{' ...' if len(node.outputs) > 4 else ''}".rstrip()
+        )
+    for edge in drawing.edges:
+        ends = f"{drawing.nodes[edge.source].name} -> {drawing.nodes[edge.target].name}"
+        size = "" if edge.bytes is None else f" ({edge.bytes:g} bytes)"
+        lines.append(f"{ends}{', control' if edge.control else ': ' + ', '.join(edge.tensors) + size}")
+    golden("task_graph.txt", "\n".join(lines) + "\n")
+
+
+def test_the_tensors_of_a_slice_have_its_samples() -> None:
+    program, drawing = drawn(UNEVEN)  # slices of 2 samples in stage 0, of 6 in stage 1
+    assert program.step is not None
+    by_label = {node.label: node for node in drawing.nodes}
+    sent = by_label["0F1.r2"].outputs[0]
+    assert (sent.dtype, sent.shape, sent.bytes) == ("float64", "[2, 3]", 48.0)
+    assert by_label["1F1"].outputs[1].shape == "[6, 3]"
+    gradients = {text.name: text.shape for text in by_label["1B0"].outputs}
+    assert gradients["gradient(dense_2/kernel)"] == "[3, 3]"
+    assert gradients[f"gradient({sent.name})"] == "[6, 3]"
+    concat = of_kind(drawing, "concat")
+    assert [node.outputs[0].shape for node in concat] == ["[6, 3]"] * 4
+    assert [[text.shape for text in node.outputs] for node in of_kind(drawing, "split") if node.device is not None] == [
+        ["[2, 3]"] * 3
+    ] * 4
+    edges = {(drawing.nodes[e.source].label, drawing.nodes[e.target].label): e for e in drawing.edges if not e.control}
+    assert edges["0F1.r2", "concat"].tensors == (sent.name,)
+    assert edges["0F1.r2", "concat"].bytes == 48.0
+    assert sent.name in edges["concat", "1F1"].tensors
+
+
+def test_an_unknown_length_stays_unknown() -> None:
+    from programs import apply, schedule_of, sent, sgd_updates, staged
+    from programs import hosts as hosts_of
+
+    from graph_passes.accumulate import Accumulate
+    from graph_passes.replicate import Replicate
+    from graph_passes.schedule import OrderTasks
+    from graph_passes.split_concat import SplitConcat
+    from graph_passes.update import Update
+
+    own = layout([2, 1], 6, 2)
+    names = tuple(itertools.chain.from_iterable(own.devices))
+    program = staged(sent("merged_unknown"), "a")
+    made = apply(program, Replicate(own, HOST, hosts_of(program)), SplitConcat(), Accumulate())
+    ordered = OrderTasks(schedule_of(own), names)
+    drawing = task_graph(apply(made, ordered, Update(sgd_updates(program), hosts_of(program), HOST, 64)), names)
+    forward = next(node for node in drawing.nodes if node.label == "0F0")
+    assert (forward.outputs[0].shape, forward.outputs[0].bytes) == ("[?]", None)
+    concat = of_kind(drawing, "concat")[0]
+    assert (concat.outputs[0].shape, concat.outputs[0].bytes) == ("[?]", None)
+    edges = [e for e in drawing.edges if drawing.nodes[e.source] == forward and e.tensors == (forward.outputs[0].name,)]
+    assert edges
+    assert {edge.bytes for edge in edges} == {None}
+    split = [node for node in of_kind(drawing, "split") if node.device is not None]
+    assert [len(node.outputs) for node in split] == [2, 2]  # gradients for each replica; the lengths are no nodes
+
+
+def test_an_all_reduce_is_one_node_on_each_device_whatever_its_buckets() -> None:
+    case = Case("mlp", plan("mlp", 2, [[0, 1], [2, 3]], 2, 8, "dapple_a", bucket_bytes=8))
+    program, drawing = drawn(case)
+    reduced = of_kind(drawing, "all_reduce")
+    labels = [(node.device, node.label) for node in reduced]
+    assert sorted(labels) == [(0, "AllReduce 0"), (1, "AllReduce 0"), (2, "AllReduce 1"), (3, "AllReduce 1")]
+    ops = Counter(node.op for node in program.graph.node)
+    assert ops["CollectiveReduceV2"] > 8
+    assert sum(len(node.outputs) for node in reduced) == ops["CollectiveReduceV2"]
+    trained = 3 * (2 + 1)  # dense_0: 2 x 3 weights and 3 biases
+    assert sum(text.bytes or 0 for text in reduced[0].outputs) == 8 * trained
+
+
+def test_what_several_stages_share_is_reduced_and_applied_together() -> None:
+    _, drawing = drawn(Case("tied", plan("tied", 3, [[0, 1], [2], [3, 4]], 2, 8, "dapple_a")))
+    for kind, label in (("all_reduce", "AllReduce 0+1+2"), ("apply", "Apply 0+1+2")):
+        assert [(node.device, node.label) for node in of_kind(drawing, kind)] == [(d, label) for d in range(5)]
+
+
+def test_carried_updates_come_before_the_forwards_that_read_their_variables() -> None:
+    case = Case("mlp", plan("mlp", 2, [[0, 1], [2]], 2, 8, "dapple_a", carried_updates=1), head=True)
+    _, drawing = drawn(case)
+    first = [node for node in of_kind(drawing, "apply") if node.label == "Apply 0"]
+    reads = {node.device: node for node in of_kind(drawing, "read")}
+    for node in first:
+        assert node.device is not None
+        pair = (drawing.nodes.index(node), drawing.nodes.index(reads[node.device]))
+        assert any((edge.source, edge.target) == pair and edge.control for edge in drawing.edges)
+
+
+def test_layers_are_the_outermost_that_are_whole_in_a_stage() -> None:
+    _, drawing = drawn(Case("attention", plan("attention", 2, [[0], [1]], 1, 4, "dapple_a")))
+    layers = {node.label: node.layers for node in drawing.nodes}
+    assert layers["0F0"] == ("embed",)
+    assert layers["1F0"] == ("norm", "attention", "residual", "wide", "head")
+    assert layers["0F0"] == layers["0B0"] == layers["Apply 0"]
+
+
+def test_device_labels_tell_stages_replicas_and_what_only_computes_weight_gradients() -> None:
+    _, drawing = drawn(Case("mlp", plan("mlp", 2, [[0], [0]], 3, 6, "fast_forward", weight_devices=[[1], [1]])))
+    assert drawing.devices == {0: "device 0: stages 0, 1", 1: "device 1: stages 0 (Bw), 1 (Bw)"}
+    _, drawing = drawn(UNEVEN)
+    assert list(drawing.devices.values())[::3] == ["device 0: stage 0.r0", "device 3: stage 1"]
+
+
+def test_evaluation_has_forwards_and_metrics_only() -> None:
+    _, drawing = drawn(Case("test", plan("test", 2, [[0, 1], [2]], 3, 9, "dapple_a")))
+    assert set(Counter(node.kind for node in drawing.nodes)) == {"F", "metrics", "read", "split", "concat", "other"}
+    _, drawing = drawn(Case("predict", plan("predict", 2, [[0, 1], [2]], 3, 9, "dapple_a")))
+    assert not of_kind(drawing, "metrics")
+
+
+# ---- what can't be drawn
+
+
+def test_only_complete_steps_are_drawn() -> None:
+    with pytest.raises(ValueError, match="has no step yet: draw it after its last pass"):
+        task_graph(two_stages(), [HOST])
+    with pytest.raises(ValueError, match=r"waits for \d+ tensors"):
+        task_graph(replicated(two_stages(), layout([1, 1], 2)), [HOST])
+
+
+def test_devices_must_be_named() -> None:
+    program, _ = drawn(UNEVEN)
+    with pytest.raises(ValueError, match=r"stage 1 is on \S*CPU:3, which isn't among the 3 devices"):
+        task_graph(program, names_for(UNEVEN.plan)[:3])
+
+
+def test_longest_paths() -> None:
+    assert longest_paths(4, [(0, 1), (1, 2), (0, 2), (3, 2)]) == [0, 1, 2, 0]
+    with pytest.raises(ValueError, match="2 of 3 tasks wait for each other in a circle"):
+        longest_paths(3, [(0, 1), (1, 2), (2, 1)])
+
+
+@in_float64()
+def test_what_comes_out_of_a_loop_has_a_size_where_it_crosses_a_cut() -> None:
+    """The shapes within a stage say no more than ``[?, 3]`` of it."""
+    x = keras.Input((2, 1), name="x")
+    h = keras.layers.Rescaling(2.0)(keras.layers.LSTM(3, name="loop", dtype="float64")(x))
+    program = captured(compiled(x, dense("last")(h)), np.zeros((4, 2, 1)), np.zeros((4, 3)))
+    own = layout((1, 1), 4, 2)
+    graph = task_graph(updated(staged(program, "loop"), own), [name for names in own.devices for name in names])
+    labels = {(graph.nodes[edge.source].label, graph.nodes[edge.target].label): edge.bytes for edge in graph.edges}
+    assert labels["0F0", "1F0"] == labels["1B0", "0B0"] == 2 * 3 * 8.0

@@ -1,0 +1,169 @@
+"""Timelines as images: what is in the SVG, the same bytes every time, and errors."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import random
+import re
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import pytest
+
+from dapple_tf.cluster import Cluster, Device
+from dapple_tf.plan import Plan
+from dapple_tf.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.simulation import Span
+from dapple_tf.simulator import simulate
+from dapple_tf.view.colours import COLOURS
+from dapple_tf.view.image import _coarse, draw_timelines
+from dapple_tf.view.planned import planned
+from dapple_tf.view.timeline import Timeline
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def plan_of(devices: Sequence[Sequence[int]], micro_batches: int, schedule: str = "dapple_a", **options: Any) -> Plan:
+    cuts = [f"layer{index}" for index in range(len(devices) - 1)]
+    samples = micro_batches * max(map(len, devices))
+    return Plan.manual(cuts, devices, micro_batches, samples, schedule, **options)
+
+
+def replicated(memory: int = 2**28) -> list[Timeline]:
+    """A plan of 3:1 on a cluster with slow links, planned and simulated."""
+    layers = [
+        LayerProfile(f"layer{i}", Cost(0.01, 0.007), Cost(0.02, 0.013), None, Cost(0, 2**24), parameter_bytes=2**22)
+        for i in range(2)
+    ]
+    model = Profile("model", "none", (1, 2), tuple(layers), (Tensor(0, (1,), Cost(0.0, 2**20)),))
+    cluster = Cluster(tuple(Device(f"d{i}", i // 2, memory) for i in range(4)), real=False, inter_bandwidth=2e8)
+    plan = plan_of([[0, 1, 2], [3]], 4)
+    return [planned(plan, model, cluster), Timeline.simulated(simulate(plan, model, cluster))]
+
+
+def drawn(path: pathlib.Path) -> tuple[collections.Counter[str], list[str]]:
+    """(fill colour -> number of shapes, all texts) of an SVG file."""
+    root = ET.parse(path).getroot()
+    assert root.tag == f"{SVG}svg"
+    fills: collections.Counter[str] = collections.Counter()
+    for element in root.iter():
+        if element.tag in (f"{SVG}use", f"{SVG}path"):
+            fills.update(re.findall(r"fill: (#[0-9a-f]{6})", element.get("style", "")))
+    return fills, [element.text or "" for element in root.iter(f"{SVG}text")]
+
+
+def test_each_span_is_a_box_and_wide_ones_have_their_numbers(tmp_path: pathlib.Path) -> None:
+    timeline = planned(plan_of([[0], [1], [2], [3]], 8, "zb_h1"))
+    draw_timelines([timeline], tmp_path / "step.svg", title="4 stages & <8> micro-batches for $5")
+    fills, texts = drawn(tmp_path / "step.svg")
+    for kind in ("F", "Bx", "Bw"):
+        assert fills[COLOURS[kind]] == 32 + 1  # and one in the legend
+    numbers = collections.Counter(text for text in texts if text in "01234567")
+    assert all(numbers[str(number)] >= 4 * 3 for number in range(1, 8))
+    assert {"4 stages & <8> micro-batches for $5", "planned: 27 F, bubbles 11.1%", "11.1%", "F", "Bx", "Bw"} <= {*texts}
+    assert [text for text in texts if text.startswith("device")] == list(timeline.devices.values())
+
+
+def test_transfers_reductions_and_memory(tmp_path: pathlib.Path) -> None:
+    timelines = replicated()
+    draw_timelines(timelines, tmp_path / "step.svg")
+    fills, texts = drawn(tmp_path / "step.svg")
+    sends = [span for span in timelines[1].spans if span.kind == "send" and span.end > span.start]
+    assert len(sends) < sum(span.kind == "send" for span in timelines[1].spans)  # free ones inside a server
+    assert fills[COLOURS["send"]] >= len(sends) + 1
+    assert fills[COLOURS["all_reduce"]] == 3 + 1
+    assert texts.count("transfers") == 3 and texts.count("all-reduces") == 3
+    assert texts.count("40.0 of 256 MiB") == 2 * 3 and texts.count("bubble") == 2 + 1
+    assert not fills["#d1453b"]
+
+
+def test_memory_above_a_limit_is_red(tmp_path: pathlib.Path) -> None:
+    [timeline, _] = replicated()
+    limited = Timeline(
+        "over", timeline.latency, timeline.spans, timeline.devices, timeline.memory, {3: 2.0**25}, unit=timeline.unit
+    )
+    draw_timelines([limited], tmp_path / "step.svg")
+    fills, texts = drawn(tmp_path / "step.svg")
+    assert fills["#d1453b"] == 1 and "59.0 of 32.0 MiB" in texts
+
+
+def test_later_stages_of_a_device_are_paler(tmp_path: pathlib.Path) -> None:
+    draw_timelines([planned(plan_of([[0], [1], [0], [1]], 4, "interleaved"))], tmp_path / "step.svg")
+    fills, texts = drawn(tmp_path / "step.svg")
+    assert fills[COLOURS["F"]] == 8 + 1 and fills["#a4c2e4"] == 8 + 1
+    assert "paler: a device's later stages" in texts
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_the_same_timelines_give_the_same_file_and_leave_matplotlib_as_it_was(
+    tmp_path: pathlib.Path, suffix: str
+) -> None:
+    timelines = replicated()
+    paths = [tmp_path / f"{number}{suffix}" for number in range(2)]
+    draw_timelines(timelines, paths[0], title="step")
+    with matplotlib.rc_context({"font.size": 30.0, "axes.facecolor": "black", "svg.hashsalt": None}):
+        before = dict(matplotlib.rcParams)
+        draw_timelines(timelines, paths[1], title="step")
+        assert dict(matplotlib.rcParams) == before
+    first, second = (path.read_bytes() for path in paths)
+    assert first == second
+    assert first.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
+    assert b"<dc:date>" not in first
+
+
+def test_what_is_shorter_has_a_mark_at_its_end_and_other_units_their_own_axis(tmp_path: pathlib.Path) -> None:
+    unit = planned(plan_of([[0, 1, 2], [3]], 4))
+    draw_timelines([unit, *replicated()], tmp_path / "step.svg")
+    _, texts = drawn(tmp_path / "step.svg")
+    assert texts.count("ms") == 2 and "planned: 15 F, bubbles 20.0%" in texts
+    draw_timelines(replicated(), tmp_path / "two.svg")
+    draw_timelines(replicated()[1:], tmp_path / "one.svg")
+    dashes = [(tmp_path / name).read_text().count("stroke-dasharray") for name in ("one.svg", "two.svg")]
+    assert dashes == [0, 1]
+
+
+def test_steps_without_tasks_time_or_devices(tmp_path: pathlib.Path) -> None:
+    tiny = Timeline("tiny", 1e-9, (Span("loss", 0.0, 1e-9, 0, 0),), {0: "d" * 60}, {0: ((0.0, 5.0),)})
+    nothing = [Timeline("empty", 2.0, (), {0: "device 0"}), Timeline("none", 0.0, (), {}), tiny]
+    draw_timelines(nothing, tmp_path / "step.svg")
+    _, texts = drawn(tmp_path / "step.svg")
+    assert "100.0%" in texts and "other" in texts and "d" * 33 + "…" in texts
+    draw_timelines([nothing[1]], tmp_path / "none.png")
+
+
+def test_ten_thousand_tasks_are_drawn_as_few_shapes(tmp_path: pathlib.Path) -> None:
+    draw_timelines([planned(plan_of([[stage] for stage in range(16)], 320))], tmp_path / "step.svg")
+    fills, texts = drawn(tmp_path / "step.svg")
+    assert fills[COLOURS["F"]] == fills[COLOURS["B"]] == 16 * 320 + 1
+    assert len(texts) < 100  # no numbers where there is no room
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = planned(plan_of([[0]], 1))
+    with pytest.raises(ValueError, match=r"drawn as .svg or .png, but the path is 'step.pdf'; change its suffix"):
+        draw_timelines([timeline], "step.pdf")
+    with pytest.raises(ValueError, match="no timelines to draw; give at least one"):
+        draw_timelines([], tmp_path / "step.svg")
+    with pytest.raises(FileNotFoundError):
+        draw_timelines([timeline], tmp_path / "nowhere" / "step.svg")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs matplotlib, which isn't installed; pip install dapple_tf\["):
+        draw_timelines([timeline], tmp_path / "step.svg")
+
+
+def test_long_memory_curves_keep_their_shape_in_few_points() -> None:
+    draw = random.Random(0)
+    for count in (10, 5000):
+        times = sorted(draw.random() for _ in range(count))
+        curve = tuple((time, float(draw.randrange(1000))) for time in [0.0, *times])
+        found = _coarse(curve, 1.0)
+        assert len(found) <= min(len(curve), 2 * 1000 + 2)
+        assert max(level for _, level in found) == max(level for _, level in curve)
+        assert [time for time, _ in found] == sorted(time for time, _ in found) and found[-1][0] <= 1.0
+        for at in (draw.random() for _ in range(200)):
+            exact = [level for time, level in curve if time <= at][-1]
+            assert [level for time, level in found if time <= at][-1] >= exact  # no peak is lost

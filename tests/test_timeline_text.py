@@ -1,0 +1,234 @@
+"""Timelines as text: golden staircases, proportional drawings, and what holds for any timeline."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dapple_tf.cluster import Cluster, Device
+from dapple_tf.plan import Plan
+from dapple_tf.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.schedules import POLICIES
+from dapple_tf.simulation import Span
+from dapple_tf.simulator import simulate
+from dapple_tf.view.planned import planned
+from dapple_tf.view.text import timeline_text
+from dapple_tf.view.time_axis import bytes_text, common_unit, shown_unit, ticks, time_text
+from dapple_tf.view.timeline import Timeline
+from tools.run_document import pictures
+from tools.run_document import run as run_document
+
+Golden = Callable[[str, str], None]
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def plan_of(devices: Sequence[Sequence[int]], micro_batches: int, schedule: str, **options: Any) -> Plan:
+    cuts = [f"layer{index}" for index in range(len(devices) - 1)]
+    samples = micro_batches * max(map(len, devices))
+    return Plan.manual(cuts, devices, micro_batches, samples, schedule, **options)
+
+
+PLANS = {
+    "gpipe": plan_of([[0], [1], [2], [3]], 4, "gpipe"),
+    "dapple_a": plan_of([[0], [1], [2], [3]], 8, "dapple_a"),
+    "dapple_a_12": plan_of([[0], [1]], 12, "dapple_a"),
+    "interleaved": plan_of([[0], [1], [0], [1]], 4, "interleaved"),
+    "zb_h1": plan_of([[0], [1], [2], [3]], 8, "zb_h1"),
+    "chunks": plan_of([[0, 1], [0, 1], [2]], 4, "dapple_a"),
+    "joint": plan_of([[0], [0], [0]], 2, "joint", weight_devices=((1,), (1,), (1,)), weight_regions=(0, 1, 0)),
+}
+
+
+def two_timelines() -> list[Timeline]:
+    """A plan of 3:1 on a cluster with slow links, planned and simulated: no time is a multiple of another."""
+    layers = [
+        LayerProfile(f"layer{i}", Cost(0.01, 0.007), Cost(0.02, 0.013), None, Cost(0, 2**24), parameter_bytes=2**22)
+        for i in range(2)
+    ]
+    model = Profile("model", "none", (1, 2), tuple(layers), (Tensor(0, (1,), Cost(0.0, 2**20)),))
+    cluster = Cluster(
+        tuple(Device(f"d{i}", i // 2, 2**28) for i in range(4)), real=False, inter_bandwidth=2e8, inter_latency=1e-4
+    )
+    plan = Plan.manual(["layer0"], [[0, 1, 2], [3]], 4, 24)
+    return [planned(plan, model, cluster), Timeline.simulated(simulate(plan, model, cluster))]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_staircases_of_the_policies(name: str, golden: Golden) -> None:
+    golden(f"timeline_{name}.txt", timeline_text([planned(PLANS[name])]) + "\n")
+
+
+def test_planned_and_simulated_on_one_axis_with_transfers_reductions_and_memory(golden: Golden) -> None:
+    golden("timeline_simulated.txt", timeline_text(two_timelines(), width=110) + "\n")
+
+
+def test_the_docstrings_example_is_what_is_drawn() -> None:
+    text = timeline_text([planned(plan_of([[0], [1]], 3, "dapple_a"))])
+    drawn = [line.rstrip() for line in text.splitlines()]
+    documented = [line[8:].rstrip() for line in str(timeline_text.__doc__).splitlines()]
+    start = documented.index(drawn[0])
+    assert documented[start : start + len(drawn)] == drawn
+
+
+def test_a_column_is_a_unit_or_a_whole_part_of_it() -> None:
+    text = timeline_text([planned(PLANS["dapple_a_12"])], width=120)
+    row = text.splitlines()[2].split("│")[1]
+    assert len(row) == 39 * 2 and "10" in row and "11" in row
+    row = timeline_text([planned(PLANS["dapple_a_12"])], width=100).splitlines()[2].split("│")[1]
+    assert len(row) == 39  # no room for numbers of two digits: a forward shows the last one
+
+
+def test_timelines_of_other_units_have_an_axis_of_their_own() -> None:
+    unit = planned(PLANS["dapple_a"])
+    text = timeline_text([unit, *two_timelines()])
+    assert text.startswith("planned: 33 F")
+    assert text.splitlines()[1].split()[:2] == ["0", "F"]
+    assert sum(line.lstrip().startswith("0 ms") for line in text.splitlines()) == 2
+
+
+def test_a_step_of_one_task_no_task_no_time_and_no_timeline() -> None:
+    one = Timeline("one", 0.25, (Span("F", 0.0, 0.25, 0, 0, 0),), {0: "device 0: stage 0"})
+    assert "one: 250 ms" in timeline_text([one]) and "0.0%" in timeline_text([one])
+    empty = Timeline("empty", 2.0, (), {0: "device 0: stage 0"})
+    assert "·" * 20 in timeline_text([empty]) and "100.0%" in timeline_text([empty])
+    still = Timeline("still", 0.0, (Span("F", 0.0, 0.0, 0, 0, 0),), {0: "device 0: stage 0"})
+    assert "still: 0 s" in timeline_text([still])
+    nobody = Timeline("nobody", 0.0, (), {})
+    assert "nobody: 0 s" in timeline_text([nobody])
+    assert timeline_text([]) == ""
+
+
+def test_what_is_shorter_than_half_a_column_is_left_out_of_its_lane() -> None:
+    spans = (Span("B", 0.0, 1.0, 0, 0, 3), Span("apply", 1.0, 1.0 + 1e-5, 0, 0))
+    row = timeline_text([Timeline("step", 10.0, spans, {0: "d"})]).splitlines()[2].split("│")[1]
+    assert row.startswith("3 ") and set(row) == {"3", " ", "·"}
+
+
+def test_unknown_kinds_are_drawn_and_named() -> None:
+    text = timeline_text([Timeline("step", 1.0, (Span("metrics", 0.0, 1.0, 0, 0),), {0: "d"})])
+    assert "%%%%" in text and "% metrics" in text
+
+
+def test_colour_adds_nothing_but_escape_sequences() -> None:
+    for timelines in ([planned(PLANS["zb_h1"])], two_timelines()):
+        coloured = timeline_text(timelines, colour=True)
+        assert "\x1b[" in coloured
+        assert _ESCAPES.sub("", coloured) == timeline_text(timelines)
+
+
+def test_memory_that_is_needed_for_a_moment_is_seen() -> None:
+    curve = ((0.0, 1.0), (4.0, 8.0), (4.0, 1.0), (10.0, 8.0), (10.0, 1.0))
+    spans = (Span("F", 0.0, 10.0, 0, 0, 0),)
+    timelines = [Timeline("step", 10.0, spans, {0: "d"}, {0: curve}), Timeline("long", 20.0, spans, {0: "d"})]
+    rows = [line.split("│")[1] for line in timeline_text(timelines).splitlines() if "▂" in line]
+    assert [level for level, _ in itertools.groupby(rows[0])] == ["▂", "█", "▂", "█"] and rows[0].count("█") == 2
+
+
+def test_the_documents_examples_print_what_it_shows(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = (pathlib.Path(__file__).parents[1] / "docs" / "timelines.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert run_document(document, "docs/timelines.md") == document
+    assert all((tmp_path / picture).is_file() for picture in pictures(document))
+    assert pictures(document) == ["timelines/bert.svg", "timelines/interleaved.svg"]
+
+
+def test_too_narrow_a_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="width is 59 characters; timelines need at least 60"):
+        timeline_text([], width=59)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_lines_keep_to_the_width_and_numbers_to_their_lanes(data: st.DataObject) -> None:
+    policy = data.draw(st.sampled_from([policy for policy in POLICIES if policy != "zb_v"]))
+    stages, count = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 13))
+    width = data.draw(st.integers(60, 200))
+    times = data.draw(st.none() | st.just(tuple((0.1 * (i + 1), 0.3, 0.2) for i in range(stages))))
+    plan = plan_of([[stage] for stage in range(stages)], count, policy, task_seconds=times)
+    timeline = planned(plan)
+    lines = timeline_text([timeline], width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    rows = [line.split("│")[1] for line in lines if line.count("│") == 2]
+    assert len(rows) == 2 * stages and len({len(row) for row in rows}) == 1
+    columns = len(rows[0])
+    for stage, (numbers, boxes) in enumerate(zip(rows[::2], rows[1::2], strict=True)):
+        assert [n == "·" for n in numbers] == [box == " " for box in boxes]
+        if columns % round(timeline.latency, 6) == 0:  # exact: the share of dots is the bubble
+            assert numbers.count("·") / columns == pytest.approx(timeline.bubbles[stage])
+            kinds = {"F": "░", "B": "█", "Bx": "▓", "Bw": "▒"}
+            for span in timeline.spans:
+                if span.device == stage:
+                    first, last = (round(time / timeline.latency * columns) for time in (span.start, span.end))
+                    assert boxes[first:last] == kinds[span.kind] * (last - first)
+                    assert numbers[first:last].strip() in (str(span.micro_batch), str(span.micro_batch)[-1])
+
+
+# --- axes ---
+
+
+@pytest.mark.parametrize(
+    ("end", "most", "expected"),
+    [
+        (33.0, 8, [0, 5, 10, 15, 20, 25, 30]),
+        (1.0, 6, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (973.0, 11, [0, 100, 200, 300, 400, 500, 600, 700, 800, 900]),
+        (0.3, 4, [0, 0.1, 0.2, 0.3]),
+        (0.0, 5, [0]),
+        (5.0, 1, [0]),
+    ],
+)
+def test_ticks_are_round_numbers(end: float, most: int, expected: list[float]) -> None:
+    assert ticks(end, most) == pytest.approx(expected)
+
+
+@given(st.floats(1e-9, 1e9), st.integers(2, 50))
+@settings(derandomize=True)
+def test_there_are_never_too_many_ticks_and_never_too_few(end: float, most: int) -> None:
+    found = ticks(end, most)
+    assert len(found) <= most and found[-1] <= end * (1 + 1e-6)
+    assert len(found) >= most / 3 - 1
+
+
+@pytest.mark.parametrize(
+    ("times", "unit"),
+    [
+        ([1.0, 2.0, 3.0], 1.0),
+        ([0.3, 0.2, 0.1 + 0.2], 0.1),
+        ([2.0, 4.0], 2.0),
+        ([1.0, 2**0.5], None),
+        ([1.0, 1000.5], None),
+        ([0.0], None),
+        ([], None),
+        ([0.7, 0.7 * 99], 0.7),
+        ([0.1 * index for index in range(100)], 0.1),
+    ],
+)
+def test_the_common_unit_of_times(times: list[float], unit: float | None) -> None:
+    found = common_unit(times, 100)
+    assert found == (None if unit is None else pytest.approx(unit))
+
+
+def test_amounts_for_people() -> None:
+    assert [time_text(value, "s") for value in (2.5, 0.0123, 45e-6, 7e-9, 0.0)] == [
+        "2.5 s",
+        "12.3 ms",
+        "45 µs",
+        "7 ns",
+        "0 s",
+    ]
+    assert time_text(33.0, "F") == "33 F" and shown_unit("F", 0.5) == ("F", 1.0)
+    assert [bytes_text(size) for size in (0, 999, 1024, 1023.9 * 1024, 20 * 2**30, 300 * 2**20)] == [
+        "0 B",
+        "999 B",
+        "1.00 KiB",
+        "1.00 MiB",
+        "20.0 GiB",
+        "300 MiB",
+    ]

@@ -1,0 +1,184 @@
+"""The tool that trains: a run from beginning to end, and what is said of mistakes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import pathlib
+import textwrap
+from typing import Any
+
+import keras
+import planned_hardware as given
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import dapple_tf as dapple
+from dapple_tf.automatic import Planned
+from models.registry import find_model
+from tools import command, train
+
+
+def run(*arguments: str) -> int:
+    return command.run(train.main, train.FLAGS, arguments)
+
+
+OWN = """
+    import keras
+
+    def build():
+        layers = [keras.layers.Dense(8, activation="tanh", name=f"dense_{i}") for i in range(3)]
+        model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(2, name="out")], name="own")
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+        return model
+"""
+
+
+@pytest.fixture
+def own(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "own_model_to_train.py").write_text(textwrap.dedent(OWN))
+    monkeypatch.syspath_prepend(tmp_path)
+    return "--model=own_model_to_train:build"
+
+
+def test_a_run(own: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, checkpoints = tmp_path / "run", tmp_path / "checkpoints"
+    flags = [own, "--plan=1:1", "--cluster=cpu:2", "--nomeasure", "--steps=8", f"--output_dir={out}"]
+    flags += ["--global_batch_size=8", "--micro_batches=2", f"--checkpoint_dir={checkpoints}", "--learning_rate=0.05"]
+    assert run(*flags, "--epochs=2", "--verify") == 0
+    printed = capsys.readouterr().out
+    plan = dapple.Plan.load(out / "plan.json")
+    assert (plan.replicas, plan.micro_batches, plan.global_batch_size) == ((1, 1), 2, 8)
+    assert str(plan) in printed
+    assert "own: 130 parameters, on generated" not in printed  # 4*8+8 + 2*(8*8+8) + 8*2+2 = 202
+    assert "own: 202 parameters, on generated" in printed
+    assert f"Everything is in {out}" in printed
+    assert {path.name for path in out.iterdir()} == {
+        *("model.keras", "plan.json", "cluster.json", "history.csv", "logs", "step", "summary.json")
+    }
+
+    with (out / "history.csv").open() as file:
+        epochs = list(csv.DictReader(file))
+    assert float(epochs[1]["loss"]) < float(epochs[0]["loss"])
+    assert float(epochs[1]["samples_per_second"]) > 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["parameters"] == 202 and summary["epochs"] == 2
+    assert summary["predicted_step_ms"] is None  # --nomeasure
+    assert summary["metrics"]["loss"] == pytest.approx(float(epochs[1]["loss"]))
+
+    model = keras.saving.load_model(out / "model.keras")
+    assert int(model.optimizer.iterations) == 16
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.05)
+    logs = EventAccumulator(str(out / "logs" / "pipeline"))
+    logs.Reload()
+    assert "throughput/samples_per_second" in logs.Tags()["tensors"] + logs.Tags()["scalars"]
+    assert (out / "step" / "timeline.html").exists()
+
+    # The second run goes on after the second epoch, in a folder of its own.
+    assert run(*flags, "--epochs=3", "--resume", "--noprofile_step") == 0
+    said = capsys.readouterr().out
+    assert f"Everything goes to {tmp_path / 'run-2'}" in said and "Going on from " in said
+    resumed = keras.saving.load_model(tmp_path / "run-2" / "model.keras")
+    assert int(resumed.optimizer.iterations) == 24
+    assert not (tmp_path / "run-2" / "step").exists()
+
+
+@pytest.mark.slow
+def test_measured_and_planned(own: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With nothing but a batch size: the model is measured and planned, and the prediction compared."""
+    out = tmp_path / "run"
+    assert run(own, "--global_batch_size=8", "--cluster=cpu:2", "--steps=12", f"--output_dir={out}") == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["predicted_step_ms"] > 0 and summary["step_ms"] > 0
+    profile = dapple.Profile.load(out / "profile.json")
+    cluster = dapple.Cluster.load(out / "cluster.json")
+    plan = dapple.Plan.load(out / "plan.json")
+    expected = dapple.simulate(plan, profile, cluster).latency
+    assert summary["predicted_step_ms"] == pytest.approx(1e3 * expected)
+    assert "were predicted (" in capsys.readouterr().out
+
+
+def test_plans_are_sought_with_what_flags_say(
+    own: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def planned(model: keras.Model, cluster: dapple.Cluster, batch: int, **options: Any) -> Planned:
+        calls.append({"batch": batch} | options)
+        return Planned(dapple.Plan.data_parallel(2, batch), given.profile(), cluster)
+
+    monkeypatch.setattr(train, "plan_model", planned)
+    train.FLAGS.unparse_flags()
+    train.FLAGS(["train", own, "--cluster=cpu:2", "--schedule=zb_h1", "--micro_batches=2", "--recompute=none"])
+    job = train.prepare()
+    (call,) = calls
+    assert call["batch"] == 32  # by default
+    assert (call["schedule"], call["micro_batches"], call["recompute"]) == ("zb_h1", 2, "none")
+    assert len(call["x"]) == 32
+    assert job.plan.global_batch_size == 32 and job.profile == given.profile()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "--resume goes on from a checkpoint: give --checkpoint_dir"),
+        (["--checkpoint_every=5"], "--checkpoint_every=5 needs --checkpoint_dir"),
+        (["--nomeasure"], "--nomeasure: --plan=auto needs a profile"),
+        (["--plan=1:x"], "--plan=1:x: No such file or directory"),
+        (["--plan=1:"], "--plan=1:: need replicas per stage"),
+        (["--model=resnett:tiny"], "'resnett:tiny' (is it "),
+        (["--cluster=cpu:1", "--plan=1:1", "--nomeasure", "--model=vgg:tiny"], "plan puts stage 1 on device 1"),
+        (["--profile=none.json"], "--profile=none.json: No such file"),
+        (
+            ["--dataset=patterns", "--plan=1:1", "--nomeasure", "--model=gpt:tiny"],
+            "'patterns' are for models that take",
+        ),
+        (["--steps=0"], "flag --steps=0"),
+        (["--learning_rate=nan"], "--learning_rate=nan: it must be finite"),
+        ([f"--log_dir={__file__}"], f"--log_dir={__file__} is a file; give a folder"),
+        (["--plan="], "--plan isn't given"),
+        (["--faults=hope"], "flag --faults=hope"),
+    ],
+)
+def test_mistakes_are_told(
+    arguments: list[str], message: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(f"--output_dir={tmp_path / 'run'}", *arguments) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_learning_rate_for_an_optimizer_with_a_schedule_of_its_own() -> None:
+    model = find_model("vgg:tiny").build()
+    train.set_learning_rate(model, 0.5)
+    assert float(model.optimizer.learning_rate) == 0.5
+    model.optimizer.learning_rate = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    with pytest.raises(train.app.UsageError, match=r"--learning_rate=0\.5"):
+        train.set_learning_rate(model, 0.5)
+
+
+def test_the_end_of_a_run(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "plan.json").touch()
+    numbers = {
+        "model": "own",
+        "epochs": 2,
+        "training_seconds": 12.3,
+        "samples_per_second": 1234.5,
+        "metrics": {"loss": 0.5, "mae": 0.1, "val_loss": 0.75},
+        "step_ms": 10.0,
+        "predicted_step_ms": 9.0,
+        "prediction_error": -0.1,
+        "faults": 1,
+    }
+    assert train.closing(numbers, tmp_path).splitlines() == [
+        "Trained own for 2 epochs in 12 s, 1,234 samples/s; loss 0.5, val_loss 0.75",
+        "A step took 10 ms; 9 ms were predicted (-10.0%)",
+        "Training went on after 1 lost worker",
+        f"Everything is in {tmp_path}:",
+        "  plan.json",
+    ]
+    numbers |= {"step_ms": None, "samples_per_second": None, "metrics": {}, "faults": 0, "epochs": 1}
+    assert train.closing(numbers, tmp_path).splitlines()[:2] == [
+        "Trained own for 1 epoch in 12 s",
+        f"Everything is in {tmp_path}:",
+    ]

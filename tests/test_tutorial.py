@@ -1,0 +1,38 @@
+"""The tutorial's examples run, on a smaller model than it shows, and its pictures and links are there."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+from tools.run_document import blocks, pictures, run
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+TUTORIAL = (DOCS / "tutorial.md").read_text(encoding="utf-8")
+SIZE = "sequence=64, depth=8, width=128, heads=4"
+SMALLER = "sequence=64, depth=2, width=8, heads=2"
+
+
+@pytest.mark.slow
+def test_the_examples_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DAPPLE_CACHE", str(tmp_path / "cache"))
+    assert TUTORIAL.count(SIZE) == 1
+    small = TUTORIAL.replace(SIZE, SMALLER).replace('("block_3",)', '("block_0",)')
+    small = small.replace("global_batch_size=64, x=x, y=y)", "global_batch_size=64, profile=profile)")
+    printed = run(small, "tutorial.md")
+    shown = [block.text for block in blocks(printed) if block.language == "text"]
+    assert all(len(text) > 50 for text in shown)
+    assert "bubble_stage_1" in shown[0] and "peak memory" in shown[1]
+    made = [name for name in pictures(TUTORIAL) if name.startswith("tutorial/")]
+    assert made
+    for name in [*made, "tutorial/better/timeline.html", "tutorial/dump/index.html"]:
+        assert (tmp_path / name).is_file(), name
+
+
+def test_its_pictures_and_links_are_there() -> None:
+    for link in re.findall(r"\]\(([^)#]+)", TUTORIAL):
+        if "://" not in link:
+            assert (DOCS / link).is_file(), link

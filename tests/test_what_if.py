@@ -1,0 +1,615 @@
+"""The what-if page: questions and answers, the server that it comes from, and the page in a real browser."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import pathlib
+import re
+import shlex
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import planned_hardware as given
+import pytest
+from hypothesis import example, settings
+from hypothesis import given as property_of
+from hypothesis import strategies as st
+
+import dapple_tf as dapple
+from dapple_tf.schedules import POLICIES
+from tools import command, simulate, what_if
+from tools.questions import MOST_SLICES, Desk, Question, QuestionError, parse_stages, stages_text
+from tools.variants import Hardware
+
+if TYPE_CHECKING:
+    from browser import Page
+    from selenium.webdriver import Chrome
+
+SOURCES = ("--profile=profile.json", "--cluster=cluster.json")
+
+
+def desk(plan: dapple.Plan | None = None, **changes: Any) -> Desk:
+    found = {"sources": SOURCES, "plan_path": "plan.json", "cluster": given.cluster()} | changes
+    return Desk(given.profile(), plan=plan or given.plan(), **found)
+
+
+def asked(**changes: Any) -> dict[str, Any]:
+    """A question about the usual plan, with changes, as a page asks it."""
+    return Question.of(given.plan()).as_json() | changes
+
+
+def latency(plan: dapple.Plan, **hardware: float) -> float:
+    return dapple.simulate(plan, given.profile(), Hardware(**hardware).of(given.cluster())).latency
+
+
+def only(answer: dict[str, Any]) -> dict[str, Any]:
+    """The one case of an answer."""
+    (case,) = answer["cases"]
+    return dict(case)
+
+
+# --- stages as text ---
+
+
+def test_stages_as_text() -> None:
+    text = "block_3: 0-2\n(last): 3"
+    plan = given.plan()
+    assert stages_text(plan.cuts, plan.devices) == text
+    assert parse_stages(text) == (plan.cuts, plan.devices)
+    assert parse_stages("\n a:b/c : 0, 1,5-6 \n\n(last):4\n") == (("a:b/c",), ((0, 1, 5, 6), (4,)))
+
+
+@settings(derandomize=True, deadline=None)
+@property_of(
+    st.lists(
+        st.tuples(
+            st.text(st.characters(categories=["L", "N"], include_characters="_/#:. "), min_size=1).map(str.strip),
+            st.lists(st.integers(0, 99), min_size=1, max_size=9),
+        ).filter(lambda stage: stage[0]),
+        max_size=5,
+    ),
+    st.lists(st.integers(0, 99), min_size=1),
+)
+@example([("conv: a", [3, 2, 1])], [0])
+def test_stages_text_parses_back(stages: list[tuple[str, list[int]]], last: list[int]) -> None:
+    cuts = tuple(name for name, _ in stages)
+    devices = (*(tuple(numbers) for _, numbers in stages), tuple(last))
+    assert parse_stages(stages_text(cuts, devices)) == (cuts, devices)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "there are 0 stages; write a line for each"),
+        ("block_3\n(last): 3", "stage 0 is 'block_3'; write its last layer, a colon and its devices"),
+        (": 0\n(last): 3", "stage 0 is ': 0'"),
+        ("block_3: x\n(last): 3", "the devices of stage 0 are 'x'; write numbers"),
+        ("block_3:\n(last): 3", "the devices of stage 0 are ''; write numbers"),
+        ("block_3: 3-1\n(last): 3", "the devices of stage 0 have 3-1; write the smaller number first"),
+        ("block_3: 0-999999\n(last): 3", "the devices of stage 0 have 0-999999"),
+        ("block_3: 0\nlogits: 1", "the last stage is 'logits: 1'; write '(last): ' and its devices"),
+        ("(last): 0\n(last): 1", "stage 0 goes to the (last) layer, but it isn't the last stage"),
+        (5, "stages is 5; it must be a text"),
+        ("a: 1\n" * 1001, "there are 1001 stages"),
+    ],
+)
+def test_wrong_stages_are_told(text: object, message: str) -> None:
+    with pytest.raises(QuestionError, match=re.escape(message)):
+        parse_stages(text)
+
+
+# --- questions ---
+
+
+def test_questions_parse_back() -> None:
+    question = Question.of(given.plan(schedule="zb_h1", recompute="boundary"))
+    assert Question.parse(json.loads(json.dumps(question.as_json()))) == question
+    assert question.plan(given.plan()) == given.plan(schedule="zb_h1", recompute="boundary")
+    assert Question.of(given.plan()).plan(given.plan()) == given.plan()
+    changed = Question.parse(asked(inter_bandwidth=5e9, speed=2))
+    assert changed.hardware == Hardware(inter_bandwidth=5e9, speed=2.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"micro_batches": "four"}, "micro_batches is 'four'; it must be a whole number from 1 on"),
+        ({"micro_batches": 0}, "micro_batches is 0"),
+        ({"micro_batches": True}, "micro_batches is True"),
+        ({"global_batch_size": 1.5}, "global_batch_size is 1.5"),
+        ({"schedule": "best"}, "schedule is 'best'; use one of gpipe"),
+        ({"schedule": ["gpipe"]}, "schedule is ['gpipe']; use one of"),
+        ({"recompute": None}, "recompute is None; use one of none, boundary, min_cut"),
+        ({"speed": 0}, "speed is 0.0; it must be above 0"),
+        ({"intra_latency": -1}, "intra_latency is -1; it must be a number from 0 on"),
+        ({"intra_bandwidth": "not a number"}, "intra_bandwidth is 'not a number'"),
+        ({"intra_bandwidth": 1e300}, "intra_bandwidth is 1e+300"),
+        ({"inter_bandwidth": float("nan")}, "inter_bandwidth is nan"),
+        ({"more": 1}, "it must be an object of global_batch_size"),
+    ],
+)
+def test_wrong_questions_are_told(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(QuestionError, match=re.escape(message)):
+        Question.parse(asked(**changes))
+    case = only(desk().answer({"what if": asked(**changes)}))
+    assert message in case["error"]
+
+
+def test_what_is_too_large_is_refused_before_it_is_made() -> None:
+    began = time.monotonic()
+    case = only(desk().answer({"what if": asked(micro_batches=10**9, global_batch_size=10**9)}))
+    assert f"this page simulates up to {MOST_SLICES:,} under dapple_a: use fewer micro-batches" in case["error"]
+    case = only(desk().answer({"what if": asked(micro_batches=300, global_batch_size=3000, schedule="zero_bubble")}))
+    assert "up to 1,024 under zero_bubble" in case["error"]
+    assert time.monotonic() - began < 20
+
+
+# --- answers ---
+
+
+def test_numbers_are_the_simulators() -> None:
+    answer = desk().answer({"base": asked(), "what if": asked(micro_batches=8, schedule="zb_h1")})
+    base, other = answer["cases"]
+    assert base["numbers"]["latency"] == latency(given.plan())
+    step = dapple.simulate(given.plan(micro_batches=8, schedule="zb_h1"), given.profile(), given.cluster())
+    assert other["numbers"] == {
+        "latency": step.latency,
+        "throughput": step.throughput,
+        "bubble": pytest.approx(sum(step.idle.values()) / 4),
+        "peak_bytes": max(step.peak_bytes.values()),
+        "peak_device": max(step.peak_bytes, key=lambda device: step.peak_bytes[device]),
+        "limit": 2**30,
+        "fits": True,
+        "samples": 24,
+    }
+    assert dapple.Plan.from_json(other["plan"]) == given.plan(micro_batches=8, schedule="zb_h1")
+    drawn = {timeline["name"]: timeline["count"] for timeline in answer["timelines"]}
+    assert list(drawn) == ["base", "what if"] and drawn["what if"] == len(step.spans)
+    json.dumps(answer, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"micro_batches": 6},
+        {"schedule": "gpipe", "recompute": "boundary", "global_batch_size": 48},
+        {"inter_bandwidth": 2.5e8, "intra_latency": 3e-05, "speed": 1.5},
+        {"stages": "block_0: 0\nblock_2: 1\n(last): 2-3", "schedule": "fast_forward"},
+    ],
+)
+def test_commands_give_the_same_step(
+    changes: dict[str, Any], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is copied from the page and run says what the page said."""
+    files = given.write(tmp_path)
+    sources = (f"--profile={files.profile}", f"--cluster={files.cluster}")
+    case = only(desk(sources=sources, plan_path=str(files.plan)).answer({"what if": asked(**changes)}))
+    line = shlex.split(case["command"])
+    assert line[:3] == ["python", "-m", "tools.simulate"]
+    if "stages" in changes:
+        assert "--plan=plan.json" in line
+        files.plan.write_text(case["plan"])
+        line = [argument.replace("--plan=plan.json", f"--plan={files.plan}") for argument in line]
+    assert command.run(simulate.main, simulate.FLAGS, [*line[3:], "--notimeline"]) == 0
+    assert f"step {case['numbers']['latency'] * 1e3:.4g} ms" in capsys.readouterr().out
+
+
+def test_plans_that_cannot_be_are_told_beside_the_base() -> None:
+    answer = desk().answer({"base": asked(), "what if": asked(micro_batches=25)})
+    assert "numbers" in answer["cases"][0]
+    assert "can't be cut into 25 micro-batches" in answer["cases"][1]["error"]
+    assert [timeline["name"] for timeline in answer["timelines"]] == ["base"]
+    for changes, message in (
+        ({"stages": "block_9: 0\n(last): 1"}, "cuts after 'block_9', which isn't a layer"),
+        ({"stages": "block_3: 0-3\n(last): 4"}, "on device 4, but the cluster has 4 devices"),
+        ({"schedule": "zb_v"}, "zb_v wants stages i and"),
+        ({"inter_bandwidth": 0}, "inter_bandwidth is 0.0 bytes/s; it must be above 0"),
+    ):
+        answer = desk().answer({"what if": asked(**changes)})
+        assert message in only(answer)["error"]
+        assert answer["timelines"] == []
+
+
+def test_memory_that_is_short() -> None:
+    peak = only(desk().answer({"base": asked()}))["numbers"]["peak_bytes"]
+    tight = desk(cluster=given.cluster(memory=int(peak * 1.01)))
+    assert only(tight.answer({"base": asked()}))["numbers"]["fits"]
+    case = only(tight.answer({"what if": asked(schedule="gpipe")}))
+    assert "memory" in case["error"] if "error" in case else not case["numbers"]["fits"]
+
+
+def test_devices_without_a_limit() -> None:
+    free = desk(cluster=given.cluster(memory=None))
+    assert only(free.answer({"base": asked()}))["numbers"]["limit"] is None
+
+
+@pytest.mark.parametrize("schedule", POLICIES)
+def test_every_schedule_has_an_answer(schedule: str) -> None:
+    case = only(desk().answer({"what if": asked(schedule=schedule)}))
+    assert ("error" in case) == (schedule == "zb_v")
+
+
+def test_one_or_two_cases() -> None:
+    for count in (0, 3):
+        with pytest.raises(QuestionError, match=f"there are {count} cases"):
+            desk().answer({str(number): asked() for number in range(count)})
+
+
+# --- the server ---
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[what_if.WhatIfServer]:
+    with serving(desk()) as started:
+        yield started
+
+
+class serving:  # noqa: N801  # used as a function
+    """A desk's server, in a thread, for the time of a block."""
+
+    def __init__(self, served: Desk) -> None:
+        self.server = what_if.WhatIfServer(served)
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02})
+
+    def __enter__(self) -> what_if.WhatIfServer:
+        self.thread.start()
+        return self.server
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+
+def ask(
+    server: what_if.WhatIfServer, method: str, path: str, body: bytes | None = None, **headers: str
+) -> tuple[int, http.client.HTTPMessage, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+    response = connection.getresponse()
+    found = response.status, response.headers, response.read()
+    connection.close()
+    return found
+
+
+JSON = {"Content_Type": "application/json"}
+
+
+def test_the_page_and_an_answer(server: what_if.WhatIfServer) -> None:
+    status, headers, body = ask(server, "GET", "/")
+    assert status == 200 and headers["Content-Type"] == "text/html; charset=utf-8"
+    assert headers["Cache-Control"] == "no-store" and "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+    assert b"What if: small on 4 devices" in body and b"connect-src &#x27;self&#x27;" in body
+    assert b"http:" not in body.replace(b"http://www.w3.org", b"")  # It asks nobody else.
+    assert ask(server, "HEAD", "/")[2] == b""
+    status, headers, body = ask(
+        server, "POST", "/answer", json.dumps({"what if": asked(micro_batches=8)}).encode(), **JSON
+    )
+    assert status == 200 and headers["Content-Type"] == "application/json"
+    assert only(json.loads(body))["numbers"]["latency"] == latency(given.plan(micro_batches=8))
+
+
+def test_only_loopback_and_only_its_own_name(server: what_if.WhatIfServer) -> None:
+    assert server.socket.getsockname()[0] == "127.0.0.1"
+    port = server.server_port
+    assert ask(server, "GET", "/", Host=f"localhost:{port}")[0] == 200
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", f"127.0.0.1:{port + 1}", ""):
+        status, _, body = ask(server, "GET", "/", Host=host)
+        assert status == 403 and f"this is 127.0.0.1:{port} and no other host".encode() in body
+        assert ask(server, "POST", "/answer", b"{}", Host=host, **JSON)[0] == 403
+
+
+def test_other_pages_may_not_ask(server: what_if.WhatIfServer) -> None:
+    body = json.dumps({"base": asked()}).encode()
+    assert ask(server, "POST", "/answer", body, Origin=f"http://127.0.0.1:{server.server_port}", **JSON)[0] == 200
+    for origin in ("http://evil.example", "null", f"http://127.0.0.1:{server.server_port + 1}"):
+        assert ask(server, "POST", "/answer", body, Origin=origin, **JSON)[0] == 403
+    assert ask(server, "POST", "/answer", body, Content_Type="text/plain")[0] == 415  # what a form could send
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "status"),
+    [
+        ("GET", "/answer", None, {}, 404),
+        ("GET", "/../../etc/passwd", None, {}, 404),
+        ("GET", "/what_if.py", None, {}, 404),
+        ("POST", "/", b"{}", JSON, 404),
+        ("DELETE", "/", None, {}, 501),
+        ("POST", "/answer", b"no JSON", JSON, 400),
+        ("POST", "/answer", b"[1]", JSON, 400),
+        ("POST", "/answer", b"\xff", JSON, 400),
+        ("POST", "/answer", b"{}", JSON, 400),
+        ("POST", "/answer", b"[" * 60_000, JSON, 400),
+        ("POST", "/answer", b" " * (what_if.MOST_BYTES + 1), JSON, 413),
+        ("POST", "/answer", None, JSON | {"Content_Length": "9" * 50}, 413),
+        ("POST", "/answer", None, JSON | {"Content_Length": "-1"}, 411),
+        ("POST", "/answer", None, JSON | {"Transfer_Encoding": "chunked"}, 411),
+    ],
+)
+def test_bad_requests(
+    method: str, path: str, body: bytes | None, headers: dict[str, str], status: int, server: what_if.WhatIfServer
+) -> None:
+    found, _, text = ask(server, method, path, body, **headers)
+    assert found == status
+    if status != 501:
+        assert json.loads(text)["error"]
+    assert ask(server, "GET", "/")[0] == 200
+
+
+def test_pages_hold_any_name() -> None:
+    """A layer's name is text, whatever it is."""
+    layers = [layer for layer in given.profile().layers]
+    hostile = "</script><script>alert(1)</script>"
+    renamed = dapple.Profile(
+        hostile,
+        "d",
+        (1,),
+        tuple(type(layer)(hostile + layer.name, layer.forward, layer.backward) for layer in layers),
+        given.profile().tensors,
+    )
+    plan = dapple.Plan.straight([hostile + "block_1"], 4, 2)
+    text = what_if.page(Desk(renamed, given.cluster(), plan))
+    assert hostile not in text
+
+
+# --- the program ---
+
+
+def run(*arguments: str) -> int:
+    return command.run(what_if.main, what_if.FLAGS, arguments)
+
+
+def test_the_program_serves(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served: list[what_if.WhatIfServer] = []
+
+    def serve(server: what_if.WhatIfServer, *_: object) -> None:
+        served.append(server)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(what_if.WhatIfServer, "serve_forever", serve)
+    files = given.write(tmp_path)
+    assert run(*files.flags) == 0
+    (server,) = served
+    assert f"The page is at http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)" in capsys.readouterr().out
+    assert server.desk.plan == given.plan()
+    assert server.desk.plan_path == str(files.plan)
+    assert run(*files.flags[:2], "--global_batch_size=24") == 0
+    assert served[1].desk.plan == dapple.plan(given.profile(), given.cluster(), 24)
+    assert served[1].desk.plan_path is None
+    assert run(*files.flags, "--schedule=gpipe", "--profile_batch_size=4") == 0
+    assert served[2].desk.plan_path is None  # The file has another schedule.
+    assert "--profile_batch_size=4" in served[2].desk.sources
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--plan=auto"], "--plan=auto needs --global_batch_size"),
+        (["--micro_batches=25"], "can't be cut into 25 micro-batches"),
+        (["--cluster=cpu:2"], "plan puts stage 0 on device 2"),
+        (["--micro_batches=5000", "--global_batch_size=50000"], "this page simulates up to 8,192"),
+        (["--port=70000"], "flag --port=70000"),
+        (["--profile=none"], "--profile=none: No such file"),
+    ],
+)
+def test_mistakes_are_told(
+    arguments: list[str], message: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*given.write(tmp_path).flags, *arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken(
+    server: what_if.WhatIfServer, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*given.write(tmp_path).flags, f"--port={server.server_port}") == 1
+    message = f"--port={server.server_port}: Address already in use; leave it out for any that is free"
+    assert message in capsys.readouterr().err
+
+
+def test_browsers_that_go_before_their_answer(server: what_if.WhatIfServer, capfd: pytest.CaptureFixture[str]) -> None:
+    """Typing on drops the question before. The terminal showed a traceback for each."""
+    asker = socket.create_connection(("127.0.0.1", server.server_port))
+    host = f"Host: 127.0.0.1:{server.server_port}\r\n"
+    asker.sendall(
+        f"POST /answer HTTP/1.1\r\n{host}Content-Type: application/json\r\nContent-Length: 9\r\n\r\n".encode()
+    )
+    asker.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # Reset, not closed.
+    asker.close()
+    assert ask(server, "GET", "/")[0] == 200  # One after another: the first has been begun.
+    deadline = time.monotonic() + 20
+    while any(thread.name.endswith("(process_request_thread)") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+# --- in a browser ---
+
+
+class WhatIfPage:
+    """The page, open in a browser."""
+
+    def __init__(self, driver: Chrome, server: what_if.WhatIfServer) -> None:
+        from browser import Page
+
+        self.page: Page = Page(driver, server.address)
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits until there is an answer, and it is drawn."""
+        deadline = time.monotonic() + 60
+        while self.page.run("return whatIf.busy()"):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        self.page.settle()
+
+    def set(self, name: str, value: str) -> None:
+        """Changes a setting as a person does, and waits for the answer."""
+        field = self.page.find(f"#set-{name}")
+        before = self.page.run("return whatIf.asked()")
+        if field.tag_name == "select":
+            field.find_element("css selector", f"option[value='{value}']").click()
+        else:
+            field.send_keys("\ue009a\ue000\ue017", value)  # Ctrl and A, then Delete
+        self.settle()
+        assert self.page.run("return whatIf.asked()") > before
+
+    def click(self, button: str) -> None:
+        self.page.click(f"#{button}")
+        self.settle()
+
+    def results(self) -> dict[str, list[str]]:
+        """What is shown of the base, of what would be, and of the difference."""
+        rows: list[list[str]] = self.page.run(
+            "return [...document.querySelectorAll('#what-if .results tbody tr')].map("
+            "(row) => [...row.children].map((cell) => cell.textContent))"
+        )
+        return {title: cells for title, *cells in rows}
+
+    def error(self) -> str:
+        return self.page.text("#what-if-error")
+
+    def tasks(self, timeline: str) -> int:
+        """Of a timeline, all that devices compute."""
+        lanes: list[dict[str, Any]] = self.page.ask("lanes()")
+        return sum(lane["total"] for lane in lanes if lane["timeline"] == timeline and lane["row"] == "compute")
+
+    def timelines(self) -> list[str]:
+        return list(self.page.ask("timelines()"))
+
+
+@pytest.fixture
+def open_page(browser: Chrome) -> Iterator[Callable[[what_if.WhatIfServer], WhatIfPage]]:
+    """Opens a server's page; the browser must have had nothing to complain of in the end."""
+    opened: list[WhatIfPage] = []
+
+    def open_one(server: what_if.WhatIfServer) -> WhatIfPage:
+        opened.append(WhatIfPage(browser, server))
+        return opened[-1]
+
+    yield open_one
+    for page in opened:
+        assert page.page.errors() == []
+
+
+def computed(plan: dapple.Plan) -> int:
+    step = dapple.simulate(plan, given.profile(), given.cluster())
+    return sum(span.kind not in ("send", "all_reduce") for span in step.spans)
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{float(f'{seconds * 1e3:.4g}'):g} ms"
+
+
+def test_more_micro_batches(server: what_if.WhatIfServer, open_page: Callable[..., WhatIfPage]) -> None:
+    page = open_page(server)
+    assert page.timelines() == ["base"]
+    base = milliseconds(latency(given.plan()))
+    assert page.results()["step time"] == [base, base, "same"]
+    page.set("micro_batches", "8")
+    assert page.timelines() == ["what if", "base"]
+    assert page.tasks("base") == computed(given.plan())
+    assert page.tasks("what if") == computed(given.plan(micro_batches=8)) > page.tasks("base")
+    before, after, change = page.results()["step time"]
+    assert (before, after) == (base, milliseconds(latency(given.plan(micro_batches=8))))
+    assert change.startswith("+") == (latency(given.plan(micro_batches=8)) > latency(given.plan()))
+    page.click("see-what-if")
+    assert page.timelines() == ["what if"]
+    page.click("see-both")
+    page.click("use-as-base")
+    assert page.timelines() == ["base"]
+    assert page.tasks("base") == computed(given.plan(micro_batches=8))
+    assert page.results()["step time"] == [after, after, "same"]
+    page.click("reset")
+    assert page.tasks("base") == computed(given.plan())
+
+
+def test_other_settings(server: what_if.WhatIfServer, open_page: Callable[..., WhatIfPage]) -> None:
+    page = open_page(server)
+    page.set("schedule", "gpipe")
+    page.set("recompute", "boundary")
+    page.set("inter_bandwidth", "0.25")  # GB/s
+    page.set("inter_latency", "200")  # us
+    page.set("speed", "2")
+    plan = given.plan(schedule="gpipe", recompute="boundary")
+    expected = latency(plan, inter_bandwidth=0.25e9, inter_latency=2e-4, speed=2.0)
+    assert page.results()["step time"][1] == milliseconds(expected)
+    assert page.page.text("tr.changed td.base") == "dapple_a"
+    assert page.page.run("return whatIf.question().inter_latency") == 2e-4
+    page.set("inter_bandwidth", "")  # the cluster's
+    assert page.results()["step time"][1] == milliseconds(latency(plan, inter_latency=2e-4, speed=2.0))
+    command_line = page.page.run("return whatIf.answer().cases[1].command")
+    assert shlex.split(command_line)[3:] == [
+        *("--plan=plan.json", "--schedule=gpipe", "--recompute=boundary", *SOURCES),
+        *("--inter_latency=0.0002", "--speed=2"),
+    ]
+
+
+def test_errors_are_shown_and_go_away(server: what_if.WhatIfServer, open_page: Callable[..., WhatIfPage]) -> None:
+    page = open_page(server)
+    page.set("stages", "block_9: 0-2\n(last): 3")
+    assert "cuts after 'block_9', which isn't a layer of the profile of 'small'" in page.error()
+    assert page.timelines() == ["base"]
+    assert page.results()["step time"][1] == "\u2014"
+    assert not page.page.find("#copy-plan").is_enabled()
+    page.set("stages", "block_1: 0 1\n(last): 2-3")
+    assert page.error() == ""
+    expected = dapple.Plan.manual(["block_1"], [[0, 1], [2, 3]], 4, 24)
+    assert page.results()["step time"][1] == milliseconds(latency(expected))
+    assert dapple.Plan.from_json(page.page.run("return whatIf.answer().cases[1].plan")) == expected
+    assert page.page.find("#copy-plan").is_enabled()
+    page.set("micro_batches", "many")
+    assert "micro_batches is 'many'; it must be a whole number" in page.error()
+    page.set("micro_batches", "4")
+    page.set("speed", "fast")
+    assert "speed is 'not a number'" in page.error()
+
+
+def test_while_one_types_only_the_last_answer_counts(
+    server: what_if.WhatIfServer, open_page: Callable[..., WhatIfPage]
+) -> None:
+    page = open_page(server)
+    page.page.run(
+        "const field = document.querySelector('#set-micro_batches');"
+        "for (const value of [1, 2, 3, 4, 5, 6]) { field.value = value; field.dispatchEvent(new Event('input')); }"
+    )
+    page.settle()
+    assert page.page.run("return whatIf.asked()") == 1
+    assert page.results()["step time"][1] == milliseconds(latency(given.plan(micro_batches=6)))
+
+
+def test_a_server_that_has_ended(server: what_if.WhatIfServer, open_page: Callable[..., WhatIfPage]) -> None:
+    page = open_page(server)
+    page.page.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'));")
+    page.set("micro_batches", "8")
+    assert page.error() == "The server doesn't answer; is python -m tools.what_if still running?"
+
+
+def test_a_large_pipeline_in_the_picture(
+    open_page: Callable[..., WhatIfPage], picture: Callable[[Page, str], None]
+) -> None:
+    """BERT-48 as the DAPPLE authors measured it, on two servers of eight; what the docs show of the page."""
+    from tools.model_flags import load_profile
+    from tools.paper_models import PROFILES
+    from tools.shapes import cuts_by_profile
+
+    profile = load_profile(PROFILES / "bert-48-pbs-2.txt")
+    links = {"intra_bandwidth": 130e9, "inter_bandwidth": 3.125e9, "intra_latency": 5e-6, "inter_latency": 3e-5}
+    machines = given.cluster((2, 2), memory=16 * 2**30, **links)
+    plan = dapple.Plan.straight(cuts_by_profile(profile, (1, 1, 1, 1)), 64, 8)
+    with serving(Desk(profile, machines, plan, SOURCES, "plan.json")) as started:
+        page = open_page(started)
+        page.set("schedule", "zb_h1")
+        page.set("inter_bandwidth", "25")
+        before, after, change = page.results()["step time"]
+        assert change.startswith("\u2212") and before != after
+        picture(page.page, "what_if.png")

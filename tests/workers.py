@@ -1,0 +1,112 @@
+"""Workers for tests: processes on this machine that lend their devices, and what is to be seen of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dapple_tf.control import PROTOCOL, Channel
+from tools.hosts import LocalWorkers, end, environment, launch
+
+TESTS = pathlib.Path(__file__).parent
+COUNT = 4
+"""Workers of one device each, which all tests of a process share; each client gets fresh servers from them."""
+PATIENCE = 60.0
+"""Seconds until something that must happen counts as not happening, on a busy machine."""
+
+
+@contextlib.contextmanager
+def running_workers(count: int = COUNT) -> Iterator[LocalWorkers]:
+    """Workers that say nothing; none is left afterwards, whatever happens."""
+    with LocalWorkers(count, echo=lambda *_: None) as workers:
+        yield workers
+
+
+def mend(workers: LocalWorkers) -> None:
+    """Starts workers again that the test before has killed, and lets those go on that it has stopped."""
+    for number, process in enumerate(workers.processes):
+        if process.poll() is not None:
+            workers.restart(number)
+        workers.cont(number)
+
+
+def children(process: int) -> list[int]:
+    """A worker's processes for its clients."""
+    found = []
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        fields = _fields(int(entry.name))
+        if fields and fields[1] == str(process) and fields[0] not in "ZX":
+            found.append(int(entry.name))
+    return found
+
+
+def has_ended(process: int) -> bool:
+    """Whether a process has ended; whoever started it needn't have asked about it yet."""
+    fields = _fields(process)
+    return not fields or fields[0] in "ZX"
+
+
+def _fields(process: int) -> list[str]:
+    """State, parent and so on of a process; empty if there is none."""
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def resident_bytes(process: int) -> int:
+    """Memory that a process has of its own."""
+    fields = pathlib.Path(f"/proc/{process}/statm").read_text().split()
+    return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+def wait_until(condition: Callable[[], object], seconds: float = PATIENCE) -> float:
+    """Waits until something is true; returns how long that took.
+
+    Raises:
+        AssertionError: it doesn't become true.
+    """
+    started = time.monotonic()
+    while not condition():
+        waited = time.monotonic() - started
+        assert waited < seconds, f"not within {seconds} s"
+        time.sleep(0.01)
+    return time.monotonic() - started
+
+
+def question(ask: str = "status", **fields: Any) -> dict[str, Any]:
+    """The first message of a client."""
+    return {"protocol": PROTOCOL, "ask": ask, **fields}
+
+
+def status(address: str) -> dict[str, Any]:
+    """What a worker says of itself."""
+    with contextlib.closing(Channel.connect(address, PATIENCE)) as channel:
+        return channel.ask(question(), PATIENCE)
+
+
+@contextlib.contextmanager
+def client(script: str, *arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A Python process that runs a script, with these tests and this package in its path; killed in the end."""
+    variables = environment()
+    variables["PYTHONPATH"] = os.pathsep.join([str(TESTS), variables["PYTHONPATH"]])
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with launch([sys.executable, "-c", script, *arguments], **{**pipes, "env": variables, **options}) as process:
+        try:
+            yield process
+        finally:
+            end(process)
+
+
+def expect(process: subprocess.Popen[str], line: str) -> None:
+    """Waits for a client to say something."""
+    assert process.stdout is not None and process.stderr is not None
+    for said in process.stdout:
+        if said.rstrip("\n") == line:
+            return
+    raise AssertionError(f"the client ended without saying {line!r}: {process.stderr.read()}")

@@ -1,0 +1,129 @@
+"""Programs with flags of their own: one process can import several of them, and run them with any arguments.
+
+A program puts its flags into a `flags.FlagValues` of its own and ends with::
+
+    if __name__ == "__main__":
+        command.start(main, FLAGS)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
+
+from absl import app, flags, logging
+
+import dapple_tf as dapple
+from dapple_tf.errors import reason
+from models.registry import ModelError
+
+USER_ERRORS = (
+    app.UsageError,
+    dapple.DappleError,
+    dapple.ClusterError,
+    dapple.PassError,
+    dapple.PlanError,
+    dapple.ProfileError,
+    ModelError,
+    OSError,
+)
+"""What users do wrong, and what fails in ways that a message tells: no traceback is shown."""
+
+_COMMON = frozenset(flags.FlagValues())
+"""Flags that every `flags.FlagValues` has: --flagfile and --undefok."""
+
+
+def start(main: Callable[[], None], values: flags.FlagValues) -> NoReturn:
+    """Runs a program with this process's arguments, and ends the process with its exit code.
+
+    Args:
+        main: the program; its flags have their values when it is called.
+        values: its flags.
+    """
+    publish(values, flags.FLAGS)
+
+    def parsed(argv: Sequence[str]) -> int:
+        values.mark_as_parsed()
+        if not flags.FLAGS["verbosity"].present:  # TensorFlow has made absl talkative.
+            logging.set_verbosity(logging.WARNING)
+        return _guarded(main, argv)
+
+    app.run(parsed)
+    raise AssertionError("app.run doesn't return")
+
+
+def publish(values: flags.FlagValues, into: flags.FlagValues) -> None:
+    """Makes a program's flags those of a process, in place of others that have their names."""
+    for flag in {id(values[name]): values[name] for name in values}.values():
+        if flag.name in _COMMON:
+            continue
+        if flag.name in into:  # absl's --log_dir, for files that nothing here writes
+            delattr(into, flag.name)
+        into[flag.name] = flag
+        into.register_flag_by_module(sys.argv[0], flag)
+
+
+def run(main: Callable[[], None], values: flags.FlagValues, arguments: Sequence[str]) -> int:
+    """Runs a program in this process, with these arguments; returns its exit code: 0, or 1 after a user's mistake."""
+    values.unparse_flags()
+    try:
+        left = values([sys.argv[0], *arguments])
+    except flags.Error as error:
+        _say(str(error))
+        return 1
+    return _guarded(main, left)
+
+
+def check(condition: bool, message: str) -> None:
+    """Refuses what users asked for.
+
+    Raises:
+        app.UsageError: the condition doesn't hold.
+    """
+    if not condition:
+        raise app.UsageError(message)
+
+
+@contextlib.contextmanager
+def blamed(flag: str) -> Iterator[None]:
+    """Errors of what is done meanwhile name the flag.
+
+    Raises:
+        app.UsageError: in place of a user's error.
+    """
+    try:
+        yield
+    except app.UsageError:
+        raise
+    except USER_ERRORS as error:
+        _, _, value = flag.partition("=")
+        text = _text(error)
+        if value and text.startswith((f"{value}:", f"{value} ")):  # The name of a file, as a rule.
+            text = text[len(value) + 1 :].lstrip()
+        raise app.UsageError(f"{flag}: {text}") from error
+
+
+def _guarded(main: Callable[[], None], argv: Sequence[str]) -> int:
+    try:
+        check(len(argv) == 1, f"unexpected arguments: {' '.join(argv[1:])}; everything is given by flags, see --help")
+        main()
+    except USER_ERRORS as error:
+        _say(_text(error))
+        return 1
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
+    return 0
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or reason(error)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"error: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,51 @@
+r"""Writes what training a model by a plan would run: the graph after every pass, drawings, schedule and timelines.
+
+    python -m tools.dump_graph --model=gpt --plan=3:1 --global_batch_size=32 --output_dir=runs/graphs
+    python -m tools.dump_graph --model=my.package:build --plan=plan.json --cluster=local:4 --output_dir=runs/graphs
+    python -m tools.dump_graph --model=bert --plan=plan.json --cluster=cluster.json --profile=profile.json \
+        --output_dir=runs/graphs
+
+Nothing is run: the cluster may be a description of devices that don't exist, and the model isn't trained. With
+--profile there are simulated timelines, too. Open index.html in --output_dir first; it tells what is what. Files of an
+earlier dump there are replaced, others left; one in the way is an error.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from absl import flags
+
+from dapple_tf.batch import spec_of
+from dapple_tf.dump import dump_model
+from tools import command
+from tools.model_flags import ClusterFlag, ModelFlags, PlanFlags, ProfileFlags
+from tools.shapes import cuts_by_parameters, cuts_by_profile
+
+FLAGS = flags.FlagValues()
+
+_MODEL = ModelFlags(FLAGS, data=True)
+_CLUSTER = ClusterFlag(FLAGS)
+_PLAN = PlanFlags(FLAGS, batch=32)
+_PROFILE = ProfileFlags(FLAGS, alternative="Without it, nothing is simulated.")
+_OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Folder to write to.", flag_values=FLAGS)
+
+
+def main() -> None:
+    """Captures the model, writes and tells where."""
+    command.check(bool(_OUTPUT_DIR.value), "--output_dir isn't given; see --help")
+    _PLAN.early_check()
+    profile = _PROFILE.profile() if _PROFILE.given else None
+    data, cluster = _MODEL.data(), _CLUSTER.cluster()
+    model = _MODEL.build()
+    if profile is None:
+        plan = _PLAN.plan(lambda replicas: cuts_by_parameters(model, replicas))
+    else:
+        plan = _PLAN.plan(lambda replicas: cuts_by_profile(profile, replicas))
+    spec = spec_of(model, *data.example(model, plan.global_batch_size))
+    page = dump_model(_OUTPUT_DIR.value, model, cluster, plan, profile, spec=spec)
+    sys.stdout.write(f"{plan}\n\nThe dump is in {_OUTPUT_DIR.value}; open {page}\n")
+
+
+if __name__ == "__main__":
+    command.start(main, FLAGS)

@@ -1,0 +1,452 @@
+"""Workers to try a cluster out on one machine: as plain processes, or each on a host of its own.
+
+    with LocalWorkers(2, devices=2) as workers:
+        cluster = dapple.Cluster.of_servers(workers.addresses)
+        ...
+        workers.kill(1)
+        workers.restart(1)
+
+    with Hosts(2, devices=2) as hosts:
+        hosts.limit(200)  # Mbit/s
+        hosts.run(0, [sys.executable, "train.py", *hosts.addresses])
+        hosts.cut(1)
+
+Hosts are network namespaces, each joined by a pair of virtual Ethernet devices to a bridge in one more namespace, so
+that the machine's own network isn't touched, and that several programs may have hosts with the same addresses. A client
+runs within a host, too; from the machine itself the hosts can't be reached. They need root, `ip` and `tc` (iproute2),
+and `unshare` and `nsenter` (util-linux).
+
+Everything ends with the ``with`` block, and with this process, however that ends: a namespace is there as long as a
+process in it, and the processes get a signal when this one dies (where `setpriv` is there).
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import os
+import pathlib
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+ROOT = pathlib.Path(__file__).parents[1]
+START_SECONDS = 120.0
+"""A worker imports TensorFlow before it serves, which takes a while where many do it on few cores."""
+_PREFIX = "10.77.0."
+_PORT = 2222
+_LINES = 40
+"""So many of a worker's last lines stand in errors."""
+_NOISE = ("I0000 00:00:", "WARNING: All log messages before absl::InitializeLog()")
+"""Starts of lines that TensorFlow writes before it knows what it is to log."""
+
+# A process gets its parent's death signal when the *thread* that started it ends: this one ends with the interpreter.
+_starter = concurrent.futures.ThreadPoolExecutor(1, "starter")
+
+
+class HostsError(RuntimeError):
+    """Workers or hosts can't be had here; the text says why."""
+
+
+def unavailable() -> str | None:
+    """Why there can be no `Hosts` on this machine; None if there can."""
+    for program in ("ip", "tc", "unshare", "nsenter"):
+        if shutil.which(program) is None:
+            return f"`{program}` isn't installed; it comes with iproute2 or util-linux"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    try:
+        with Namespace() as one, Namespace() as other:
+            join(one, "eth0", other, "eth0")
+            one.call("ip", "link", "add", "name", "bridge", "type", "bridge")
+            one.call("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *_bucket(100))
+    except HostsError as error:
+        return f"network namespaces aren't permitted here: {error}"
+    return None
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports of 127.0.0.1 that nobody has.
+
+    None is in the range from which the system takes ports for outgoing connections, so that a worker that is started
+    again finds its own free.
+    """
+    found: list[int] = []
+    with contextlib.ExitStack() as stack:
+        for port in random.SystemRandom().sample(range(15_000, 32_000), 10_000):
+            trial = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                trial.bind(("127.0.0.1", port))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise HostsError(f"{count} free ports were looked for, but there are only {len(found)}")
+
+
+def launch(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    """Starts a process in a group of its own, which is killed when this process dies.
+
+    Args:
+        command: what to run.
+        options: as for `subprocess.Popen`.
+    """
+    ending = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+    options = {"stdin": subprocess.DEVNULL, "text": True, "start_new_session": True, "env": environment(), **options}
+    return _starter.submit(lambda: subprocess.Popen([*ending, *command], **options)).result()
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Kills a process that `launch` has started, and its group."""
+    send_signal(process, signal.SIGKILL)
+    process.wait()
+
+
+def _close(process: subprocess.Popen[str]) -> None:
+    """Ends a process and closes its pipes."""
+    end(process)
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+def send_signal(process: subprocess.Popen[Any], number: int) -> None:
+    """Sends a signal to a process that `launch` has started and to its group; none if it has ended."""
+    if process.poll() is None:  # Afterwards its number may be another's.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
+
+def environment() -> dict[str, str]:
+    """The environment of processes that are to find these packages, wherever they run."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+class _Worker:
+    """One worker's process, and a thread that reads what it writes."""
+
+    def __init__(self, command: Sequence[str], echo: Callable[[str], None]) -> None:
+        self.tail: collections.deque[str] = collections.deque(maxlen=_LINES)
+        self._echo = echo
+        self._heard = threading.Condition()
+        self._serving = self._silent = False
+        self.process = launch(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
+        self._reader = threading.Thread(target=self._read, name="worker-output", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                if line.startswith(_NOISE):
+                    continue
+                self.tail.append(line.rstrip("\n"))
+                self._echo(line.rstrip("\n"))
+                if line.startswith("worker on "):
+                    self._tell("_serving")
+        self._tell("_silent")
+
+    def _tell(self, what: str) -> None:
+        with self._heard:
+            setattr(self, what, True)
+            self._heard.notify_all()
+
+    def wait_until_serving(self, deadline: float) -> bool:
+        """Whether it has said that it serves, before the deadline."""
+        with self._heard:
+            self._heard.wait_for(lambda: self._serving or self._silent, timeout=max(0.0, deadline - time.monotonic()))
+            return self._serving
+
+    def end(self) -> None:
+        end(self.process)
+        self._reader.join(5.0)
+
+
+class LocalWorkers:
+    """Workers on 127.0.0.1, each a process of its own; they run within the ``with`` block.
+
+    Attributes:
+        addresses: of the workers.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        devices: int = 1,
+        *,
+        ports: Sequence[int] | None = None,
+        arguments: Sequence[str] = (),
+        cores: Sequence[int] | None = None,
+        echo: Callable[[int, str], None] | None = None,
+    ) -> None:
+        """Describes them; they start on entry.
+
+        Args:
+            count: how many.
+            devices: of each.
+            ports: of each; None for any that are free.
+            arguments: further ones for each worker.
+            cores: worker i runs on core i of these only (modulo their number); None for all.
+            echo: called with each line that a worker writes, in a thread; by default they go to stderr.
+        """
+        if count < 1:
+            raise HostsError(f"{count} workers were asked for; ask for at least 1")
+        self.addresses = [f"127.0.0.1:{port}" for port in ports or free_ports(count)]
+        self.devices, self._arguments, self._cores = devices, tuple(arguments), cores
+        self._echo = echo or _to_stderr
+        self._workers: list[_Worker] = []
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        try:
+            self._set_up(self._stack)
+            for worker in range(len(self.addresses)):
+                self._workers.append(self._start(worker))
+            self._wait(range(len(self.addresses)))
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all of it."""
+        for worker in self._workers:
+            send_signal(worker.process, signal.SIGKILL)
+        for worker in self._workers:
+            worker.end()
+        self._workers.clear()
+        self._stack.close()
+
+    @property
+    def processes(self) -> list[subprocess.Popen[str]]:
+        """The process of each worker; it has children."""
+        return [worker.process for worker in self._workers]
+
+    def lines(self, worker: int) -> list[str]:
+        """The last lines that a worker has written."""
+        return list(self._workers[worker].tail)
+
+    def kill(self, worker: int) -> None:
+        """Kills a worker, as if its machine had been switched off, but that connections are closed."""
+        self._workers[worker].end()
+
+    def stop(self, worker: int) -> None:
+        """Stops a worker and all of its children, until `cont`."""
+        send_signal(self._workers[worker].process, signal.SIGSTOP)
+
+    def cont(self, worker: int) -> None:
+        """Lets a worker that was stopped go on."""
+        send_signal(self._workers[worker].process, signal.SIGCONT)
+
+    def restart(self, worker: int, *, wait: bool = True) -> None:
+        """Starts a worker again at the same address, and kills it before if need be; it serves when this returns.
+
+        Args:
+            worker: which one.
+            wait: whether to wait until it serves.
+        """
+        self._workers[worker].end()
+        self._workers[worker] = self._start(worker)
+        if wait:
+            self._wait([worker])
+
+    def has_served(self, worker: int) -> bool:
+        """Whether a worker has come so far, since it was started last, that it served."""
+        return self._workers[worker].wait_until_serving(0.0)
+
+    def _set_up(self, stack: contextlib.ExitStack) -> None:
+        """Makes what the workers need."""
+
+    def _prefix(self, worker: int) -> list[str]:
+        """Start of a command that is to run where a worker does."""
+        del worker
+        return []
+
+    def _start(self, worker: int) -> _Worker:
+        pinned = [] if self._cores is None else ["taskset", "-c", str(self._cores[worker % len(self._cores)])]
+        command = [sys.executable, "-m", "dapple_tf.worker", f"--address={self.addresses[worker]}"]
+        command += [f"--devices={self.devices}", *self._arguments]
+        return _Worker([*self._prefix(worker), *pinned, *command], lambda line: self._echo(worker, line))
+
+    def _wait(self, workers: Sequence[int]) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        for number in workers:
+            worker = self._workers[number]
+            if not worker.wait_until_serving(deadline):
+                worker.end()
+                told = "\n".join(worker.tail) or "nothing"
+                raise HostsError(
+                    f"worker {number} ({self.addresses[number]}) didn't start within {START_SECONDS:.0f} s, or ended "
+                    f"with code {worker.process.returncode}; it said: {told}"
+                )
+
+
+def _to_stderr(worker: int, line: str) -> None:
+    sys.stderr.write(f"[worker {worker}] {line}\n")
+
+
+class Namespace:
+    """A network namespace without a name; it is there within the ``with`` block, with its loopback device up."""
+
+    def __init__(self) -> None:
+        self._holder: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        # A process that does nothing keeps it; it ends with its input, so that it doesn't outlive this process.
+        script = "ip link set lo up && echo ready && exec cat"
+        command = ["unshare", "--net", "sh", "-c", script]
+        pipe = subprocess.PIPE
+        self._holder = holder = launch(command, stdin=pipe, stdout=pipe, stderr=pipe)
+        assert holder.stdout is not None and holder.stderr is not None
+        if not holder.stdout.readline():
+            said = holder.stderr.read().strip()
+            self.close()
+            raise HostsError(f"`{' '.join(command)}` failed: {said}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends it, and the devices in it with it, when no other process is in it any more."""
+        if self._holder is not None:
+            _close(self._holder)
+
+    @property
+    def pid(self) -> int:
+        """A process in it."""
+        assert self._holder is not None, "use it in a `with` statement"
+        return self._holder.pid
+
+    @property
+    def prefix(self) -> list[str]:
+        """Start of a command that runs in it."""
+        return ["nsenter", f"--net=/proc/{self.pid}/ns/net", "--"]
+
+    def call(self, *command: str) -> str:
+        """Runs a short command in it and returns what it has written.
+
+        Raises:
+            HostsError: it failed.
+        """
+        return _call(*self.prefix, *command)
+
+
+def join(one: Namespace, name: str, other: Namespace, other_name: str) -> None:
+    """Makes a pair of virtual Ethernet devices, one in each of two namespaces, and takes both up."""
+    ends = ["name", name, "netns", str(one.pid)], ["name", other_name, "netns", str(other.pid)]
+    _call("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+    for namespace, device in ((one, name), (other, other_name)):
+        namespace.call("ip", "link", "set", device, "up")
+
+
+class Hosts(LocalWorkers):
+    """Network namespaces on one network, 10.77.0.1 and following, with a worker in each.
+
+    `kill`, `stop`, `cont` and `restart` are about the worker of a host, as for `LocalWorkers`.
+
+    Attributes:
+        addresses: of the workers, 10.77.0.1:2222 and following.
+        namespaces: of the hosts.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        devices: int = 1,
+        *,
+        arguments: Sequence[str] = (),
+        cores: Sequence[int] | None = None,
+        echo: Callable[[int, str], None] | None = None,
+    ) -> None:
+        """Describes them; they are made on entry. For the arguments see `LocalWorkers`."""
+        super().__init__(count, devices, ports=range(count), arguments=arguments, cores=cores, echo=echo)
+        self.ips = [f"{_PREFIX}{host + 1}" for host in range(count)]
+        self.addresses = [f"{ip}:{_PORT}" for ip in self.ips]
+        self.namespaces = [Namespace() for _ in range(count)]
+        self._switch = Namespace()
+
+    def _set_up(self, stack: contextlib.ExitStack) -> None:
+        if len(self.ips) > 250:
+            raise HostsError(f"{len(self.ips)} hosts were asked for; there can be at most 250")
+        stack.enter_context(self._switch)
+        self._switch.call("ip", "link", "add", "name", "bridge", "type", "bridge")
+        self._switch.call("ip", "link", "set", "bridge", "up")
+        for host, (namespace, ip) in enumerate(zip(self.namespaces, self.ips, strict=True)):
+            stack.enter_context(namespace)
+            join(namespace, "eth0", self._switch, f"port{host}")
+            self._switch.call("ip", "link", "set", f"port{host}", "master", "bridge")
+            namespace.call("ip", "addr", "add", f"{ip}/24", "dev", "eth0")
+
+    def _prefix(self, worker: int) -> list[str]:
+        return self.namespaces[worker].prefix
+
+    def limit(self, rate: float | None) -> None:
+        """Limits what each host sends, and what it is sent, to ``rate`` Mbit/s; None lifts the limit."""
+        for host, namespace in enumerate(self.namespaces):
+            for where, device in ((namespace, "eth0"), (self._switch, f"port{host}")):
+                if rate is None:
+                    with contextlib.suppress(HostsError):  # There was none.
+                        where.call("tc", "qdisc", "del", "dev", device, "root")
+                else:
+                    where.call("tc", "qdisc", "replace", "dev", device, "root", "tbf", *_bucket(rate))
+
+    def cut(self, host: int) -> None:
+        """Takes a host off the network: what it sends, and what it is sent, is lost without a word."""
+        self._switch.call("ip", "link", "set", f"port{host}", "down")
+
+    def join(self, host: int) -> None:
+        """Gives a host that was cut off its network back."""
+        self._switch.call("ip", "link", "set", f"port{host}", "up")
+
+    def popen(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        """Starts a command in a host; it ends with the ``with`` block. For the options see `subprocess.Popen`."""
+        process = launch([*self.namespaces[host].prefix, *command], **options)
+        self._stack.callback(_close, process)
+        return process
+
+    def run(
+        self, host: int, command: Sequence[str], *, timeout: float | None = None, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command in a host to its end, and kills it if that isn't within ``timeout`` seconds.
+
+        Raises:
+            subprocess.TimeoutExpired: it isn't.
+        """
+        with self._running(host, command, **options) as process:
+            out, err = process.communicate(timeout=timeout)
+            return subprocess.CompletedProcess(list(command), process.returncode, out, err)
+
+    @contextlib.contextmanager
+    def _running(self, host: int, command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+        with launch([*self.namespaces[host].prefix, *command], **options) as process:
+            try:
+                yield process
+            finally:
+                end(process)
+
+
+def _bucket(rate: float) -> list[str]:
+    """Arguments of a token bucket filter of so many Mbit/s; it lets 4 ms' worth pass at once."""
+    burst = max(32_000, int(rate * 1e6 / 8 * 0.004))
+    return ["rate", f"{rate:.3f}mbit", "burst", f"{burst}b", "latency", "100ms"]
+
+
+def _call(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise HostsError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.returncode}")
+    return done.stdout

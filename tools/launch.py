@@ -1,0 +1,166 @@
+"""Starts workers on this machine, to try a cluster out, and runs a command that trains on them.
+
+    python -m tools.launch --workers=4 -- python docs/examples/train_on_cluster.py
+    python -m tools.launch --workers=2 --devices=2 -- python -m tools.train --model=gpt --plan=2:2 --cluster=tf_config
+    python -m tools.launch --workers=2 --devices=2
+
+The command finds the workers' addresses in TF_CONFIG, so that
+`dapple_tf.Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())` in it is a cluster of them.
+SIGTERM, SIGHUP and SIGINT go on to the command (Ctrl-C in a terminal does by itself), and its exit code is this
+program's, 128 + n if signal n ended it. Without a command the workers serve until Ctrl-C, and their addresses are
+printed.
+
+What the workers write is shown with their number, such as "[worker 1] ...". They listen on 127.0.0.1 only. When this
+program ends, however that happens, they and the command do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from absl import app, flags
+
+from tools.hosts import HostsError, LocalWorkers
+
+_WORKERS = flags.DEFINE_integer("workers", 2, "How many workers to start.", lower_bound=1, upper_bound=1000)
+_DEVICES = flags.DEFINE_integer(
+    "devices", 1, "Logical CPU devices of each; 0 for this machine's GPUs.", lower_bound=0, upper_bound=1000
+)
+_MEMORY = flags.DEFINE_integer("memory_bytes", None, "Memory of each device, for planning; by default what there is.")
+_BASE_PORT = flags.DEFINE_integer(
+    "base_port", None, "Port of worker 0, the others' follow; by default any that are free.", 1, 65_535
+)
+_RESTART = flags.DEFINE_boolean("restart", False, "Start workers that die again, at the same address.")
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PAUSE_SECONDS = 0.1
+
+
+def tf_config(addresses: Sequence[str]) -> str:
+    """TF_CONFIG of a client of these workers."""
+    return json.dumps({"cluster": {"worker": list(addresses)}, "task": {"type": "chief", "index": 0}})
+
+
+def advice(addresses: Sequence[str]) -> str:
+    """What to write in a program that is to use the workers."""
+    return (
+        f"{len(addresses)} workers: {' '.join(addresses)}\n"
+        f"  in Python:   cluster = dapple_tf.Cluster.of_servers({list(addresses)!r})\n"
+        f"  or a shell:  export TF_CONFIG={shlex.quote(tf_config(addresses))}\n"
+        f"Ctrl-C ends them.\n"
+    )
+
+
+class Supervisor:
+    """Looks after workers, and starts again those that die."""
+
+    def __init__(self, workers: LocalWorkers, restart: bool) -> None:
+        self.workers, self.restart = workers, restart
+        self.given_up: set[int] = set()
+
+    def look(self) -> None:
+        """Looks at each worker once."""
+        for number, process in enumerate(self.workers.processes):
+            if number in self.given_up or process.poll() is None:
+                continue
+            told = f"worker {number} ({self.workers.addresses[number]}) has ended with code {process.returncode}"
+            if self.restart and self.workers.has_served(number):
+                _say(f"{told}; it is started again")
+                self.workers.restart(number, wait=False)
+            else:
+                _say(f"{told}; {'before it served' if self.restart else '--restart would start it again'}")
+                self.given_up.add(number)
+
+    @property
+    def nothing_left(self) -> bool:
+        """Whether no worker is there any more, nor will be."""
+        return len(self.given_up) == len(self.workers.processes)
+
+
+def start(command: Sequence[str], addresses: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Starts the command, which gets this process's terminal."""
+    ending = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+    return subprocess.Popen([*ending, *command], env={**os.environ, "TF_CONFIG": tf_config(addresses)})
+
+
+def attend(process: subprocess.Popen[bytes], supervisor: Supervisor) -> int:
+    """Waits for the command, passes signals on to it, and returns its exit code."""
+
+    def forward(number: int, _: object) -> None:
+        if number != signal.SIGINT or not sys.stdin.isatty():  # Else the terminal has sent it to both.
+            process.send_signal(number)
+
+    for number in _FORWARDED:
+        signal.signal(number, forward)
+    while True:
+        try:
+            code = process.wait(_PAUSE_SECONDS)
+            return 128 - code if code < 0 else code
+        except subprocess.TimeoutExpired:
+            supervisor.look()
+
+
+def serve(supervisor: Supervisor) -> int:
+    """Serves until a signal comes; fails when no worker is left."""
+    sys.stdout.write(advice(supervisor.workers.addresses))
+    sys.stdout.flush()
+    try:
+        while not supervisor.nothing_left:
+            time.sleep(_PAUSE_SECONDS)
+            supervisor.look()
+    except (KeyboardInterrupt, SystemExit):
+        return 0
+    _say("no worker is left")
+    return 1
+
+
+def ports() -> list[int] | None:
+    """The workers' ports by --base_port; None for any."""
+    if _BASE_PORT.value is None:
+        return None
+    last = _BASE_PORT.value + _WORKERS.value - 1
+    if last > 65_535:
+        raise app.UsageError(
+            f"--base_port={_BASE_PORT.value}: {_WORKERS.value} workers would need ports to {last}; they go to 65535"
+        )
+    return list(range(_BASE_PORT.value, last + 1))
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"[launch] {text}\n")
+    sys.stderr.flush()
+
+
+def _leave(number: int, _: object) -> None:
+    sys.exit(128 + number)
+
+
+def main(argv: list[str]) -> None:
+    """Starts everything, waits and takes it down."""
+    command = argv[1:]
+    if command and shutil.which(command[0]) is None:
+        raise app.UsageError(f"there is no program {command[0]!r}; what follows -- is run as it is, without a shell")
+    arguments = [] if _MEMORY.value is None else [f"--memory_bytes={_MEMORY.value}"]
+    for number in _FORWARDED:
+        signal.signal(number, _leave)
+    try:
+        began = time.monotonic()
+        with LocalWorkers(_WORKERS.value, _DEVICES.value, ports=ports(), arguments=arguments) as workers:
+            _say(f"{_WORKERS.value} workers serve after {time.monotonic() - began:.1f} s")
+            supervisor = Supervisor(workers, _RESTART.value)
+            code = attend(start(command, workers.addresses), supervisor) if command else serve(supervisor)
+    except HostsError as error:
+        sys.exit(f"tools.launch: {error}")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    app.run(main)

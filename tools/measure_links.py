@@ -1,0 +1,135 @@
+"""Measures the links between workers, and writes a description of the cluster to plan for.
+
+    python -m tools.measure_links --addresses=10.0.0.1:2222,10.0.0.2:2222 --out=cluster.json
+    python -m tools.measure_links --local=2
+
+Without either flag the workers are those that TF_CONFIG names. Shows the cluster as its workers tell it (servers,
+devices, memory) and the speed of the link between every two servers, within them and of all-reduce over all devices.
+`dapple_tf.Cluster.load("cluster.json")` reads what is written, and plans can be made for it when the workers are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+from absl import app, flags
+
+from dapple_tf.cluster import Cluster, ClusterError, Link
+from dapple_tf.connection import connected
+from dapple_tf.errors import WorkerLostError
+from dapple_tf.links import measure_between_servers, measure_links
+from tools.hosts import HostsError, LocalWorkers
+
+_ADDRESSES = flags.DEFINE_list("addresses", None, "host:port of each worker; by default those of TF_CONFIG.")
+_LOCAL = flags.DEFINE_integer("local", None, "Start so many workers on this machine and measure these.", 1, 1000)
+_DEVICES = flags.DEFINE_integer("devices", 1, "Logical CPU devices of each worker that --local starts.", 0, 1000)
+_OUT = flags.DEFINE_string("out", None, "Write the description to this JSON file.")
+_LARGE = flags.DEFINE_float("mib", 4.0, "Size of the large message in MiB; the small one has 4 KiB.", 0.01, 1024.0)
+_REPEATS = flags.DEFINE_integer("repeats", 5, "How often each time is measured; the median counts.", lower_bound=1)
+_CAPACITY = flags.DEFINE_boolean(
+    "capacity", True, "Also measure how many devices' worth of compute each server gives when all are busy."
+)
+
+Pairs = Mapping[tuple[int, int], Link]
+
+
+def topology(cluster: Cluster) -> str:
+    """The cluster's servers and their devices."""
+    rows = []
+    for server in range(cluster.num_servers):
+        devices = [cluster.devices[device] for device in cluster.devices_of(server)]
+        kinds = sorted({device.name.rsplit(":", 2)[1] for device in devices})
+        memories = [device.memory_bytes for device in devices]
+        known = [memory for memory in memories if memory is not None]
+        memory = f"{min(known) / 2**30:.1f} GiB" if known else "unknown"
+        rows.append([str(server), cluster.addresses[server], f"{len(devices)} {'/'.join(kinds)}", memory])
+    return _table([["server", "address", "devices", "memory of each"], *rows])
+
+
+def links(cluster: Cluster, between: Pairs) -> str:
+    """What was measured, for people."""
+    rows = [[f"{one} - {other}", *_speed(link)] for (one, other), link in between.items()]
+    for what, bandwidth, latency in (
+        ("within a server", cluster.intra_bandwidth, cluster.intra_latency),
+        ("all-reduce", cluster.reduce_bandwidth, cluster.reduce_latency),
+    ):
+        if bandwidth is not None and latency is not None:
+            rows.append([what, *_speed(Link(bandwidth, latency))])
+    told = _table([["link", "MB/s", "Mbit/s", "latency ms"], *rows]) if rows else "One device has no links.\n"
+    capacities = [cluster.capacity(server) for server in range(cluster.num_servers)]
+    if _CAPACITY.value and cluster.num_devices > cluster.num_servers:
+        told += "compute of all devices at once: " + ", ".join(f"{found:.2f}" for found in capacities) + " devices\n"
+    return told
+
+
+def _speed(link: Link) -> list[str]:
+    return [f"{link.bandwidth / 1e6:,.1f}", f"{link.bandwidth * 8 / 1e6:,.0f}", f"{link.latency * 1e3:.3f}"]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def measure(cluster: Cluster) -> tuple[Cluster, dict[tuple[int, int], Link]]:
+    """The cluster with its links, and those between each pair of servers."""
+    terminal = sys.stderr.isatty()
+    large = max(4096 + 4, int(_LARGE.value * 2**20))
+
+    def progress(one: int, other: int) -> None:
+        if terminal:
+            sys.stderr.write(f"\rmeasuring servers {one} - {other} of {cluster.num_servers}  ")
+
+    with connected(cluster):  # All of it on one lease.
+        between = measure_between_servers(cluster, large=large, repeats=_REPEATS.value, progress=progress)
+        found = measure_links(
+            cluster, large=large, repeats=_REPEATS.value, capacity=_CAPACITY.value, between=between or None
+        )
+    if terminal:
+        sys.stderr.write("\r" + " " * 60 + "\r")
+    return found, between
+
+
+def _cluster(stack: contextlib.ExitStack) -> Cluster:
+    if _LOCAL.value is not None:
+        workers = stack.enter_context(LocalWorkers(_LOCAL.value, _DEVICES.value, echo=lambda number, line: None))
+        return Cluster.of_servers(workers.addresses)
+    if _ADDRESSES.value is not None:
+        return Cluster.of_servers(_ADDRESSES.value)
+    if "TF_CONFIG" not in os.environ:
+        raise app.UsageError("which workers? Give --addresses=host:port,..., or --local=N, or set TF_CONFIG")
+    return Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+
+
+def main(argv: list[str]) -> None:
+    """Measures and prints."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}; see --help")
+    if _LOCAL.value is not None and _ADDRESSES.value is not None:
+        raise app.UsageError("--addresses and --local exclude each other")
+    if _OUT.value and not pathlib.Path(_OUT.value).absolute().parent.is_dir():
+        raise app.UsageError(f"--out={_OUT.value}: no such folder")
+    try:
+        with contextlib.ExitStack() as stack:
+            cluster = _cluster(stack)
+            sys.stdout.write(topology(cluster) + "\n")
+            sys.stdout.flush()
+            found, between = measure(cluster)
+            sys.stdout.write(links(found, between))
+    except (ClusterError, WorkerLostError, HostsError) as error:
+        sys.exit(f"tools.measure_links: {error}")
+    if _OUT.value:
+        # The numbers of its devices are what counts there; addresses are for those who use them now.
+        dataclasses.replace(found, addresses=()).save(_OUT.value)
+        sys.stdout.write(f"written to {_OUT.value}; dapple_tf.Cluster.load reads it\n")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,390 @@
+"""Flags that several programs have: the model and its data, the cluster, the profile and the plan.
+
+Each class defines its flags in the `flags.FlagValues` that it is given, and gives what they stand for. Mistakes are
+told as `app.UsageError`, with the flag and its value.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from absl import app, flags
+
+import dapple_tf as dapple
+from dapple_tf.data_files import read_text
+from dapple_tf.plan import RECOMPUTE_MODES
+from dapple_tf.profile_text import parse_text
+from dapple_tf.schedules import POLICIES
+from models import registry
+from tools.command import blamed, check
+from tools.shapes import devices_of, is_shape, parse_shape
+
+_POLICIES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
+
+
+class ModelFlags:
+    """``--model``, ``--mixed_precision`` and ``--seed``; with ``data``, ``--dataset`` too."""
+
+    def __init__(self, values: flags.FlagValues, *, default: str | None = "gpt", data: bool = False) -> None:
+        known = ", ".join(registry.MODELS)
+        self._model = flags.DEFINE_string(
+            "model",
+            default,
+            f"The model: one of {known}; package.module:function for a function that returns a compiled Keras model "
+            f"(:function after it for its data); or a file model.keras.",
+            flag_values=values,
+        )
+        self._precision = flags.DEFINE_enum(
+            "mixed_precision",
+            "none",
+            ["none", *_POLICIES],
+            "Compute in this type, and keep variables in float32. Not for models from files, which keep their own.",
+            flag_values=values,
+        )
+        self._seed = flags.DEFINE_integer(
+            "seed", 0, "Seed of the weights, the data's order and dropout.", flag_values=values
+        )
+        self._dataset = None
+        if data:
+            self._dataset = flags.DEFINE_string(
+                "dataset",
+                None,
+                f"What to train on: one of {', '.join(registry.DATASETS)}; package.module:function for a function "
+                f"of the batch size that gives a tf.data.Dataset of batches, or arrays (x, y). By default the "
+                f"model's own.",
+                flag_values=values,
+            )
+
+    @property
+    def given(self) -> bool:
+        """Whether there is a model."""
+        return self._model.value is not None
+
+    @property
+    def seed(self) -> int:
+        """The seed."""
+        return int(self._seed.value)
+
+    def source(self) -> registry.ModelSource:
+        """The model's source; nothing is built.
+
+        Raises:
+            app.UsageError: there is no such model.
+        """
+        check(bool(self._model.value), "--model isn't given; see --help")
+        with blamed(f"--model={self._model.value}"):
+            found = registry.find_model(self._model.value)
+        check(
+            found.built_here or self._precision.value == "none",
+            f"--mixed_precision={self._precision.value}: {found.name} was saved with a type for each layer, which it "
+            f"keeps; leave the flag out",
+        )
+        return found
+
+    def data(self) -> registry.DataSource:
+        """The data.
+
+        Raises:
+            app.UsageError: there are no such data.
+        """
+        if self._dataset is None or self._dataset.value is None:
+            return self.source().data
+        with blamed(f"--dataset={self._dataset.value}"):
+            return registry.find_data(self._dataset.value)
+
+    def build(self) -> keras.Model:
+        """The compiled model; all seeds are set.
+
+        Raises:
+            app.UsageError: there is no such model, or it can't be made.
+        """
+        source = self.source()
+        keras.utils.set_random_seed(self.seed)
+        before = keras.config.dtype_policy()
+        try:
+            if self._precision.value != "none":
+                keras.config.set_dtype_policy(_POLICIES[self._precision.value])
+            with blamed(f"--model={self._model.value}"):
+                return source.build()
+        finally:
+            keras.config.set_dtype_policy(before)
+
+
+class ClusterFlag:
+    """``--cluster``."""
+
+    def __init__(self, values: flags.FlagValues, *, default: str | None = "local:4", described: bool = True) -> None:
+        """Defines the flag.
+
+        Args:
+            values: where.
+            default: its value; None if it must be given.
+            described: whether a description without real devices will do.
+        """
+        self._described = described
+        files = " or a JSON file that describes one" if described else ""
+        self._cluster = flags.DEFINE_string(
+            "cluster",
+            default,
+            f"The devices: local:N (N devices of this machine: GPUs if it has as many, else logical CPU "
+            f"devices), cpu:N, gpu:N, host:port,host:port (workers that run already), tf_config (those that TF_CONFIG "
+            f"names){files}.",
+            flag_values=values,
+        )
+
+    @property
+    def text(self) -> str:
+        """What the flag says."""
+        return str(self._cluster.value)
+
+    def cluster(self) -> dapple.Cluster:
+        """The cluster.
+
+        Raises:
+            app.UsageError: it can't be had.
+        """
+        text = self._cluster.value
+        check(bool(text), "--cluster isn't given; see --help")
+        with blamed(f"--cluster={text}"):
+            found = parse_cluster(text)
+        check(
+            found.real or self._described,
+            f"--cluster={text} is a description without devices, but this needs real ones: use local:N or the "
+            f"addresses of workers",
+        )
+        return found
+
+
+def parse_cluster(text: str) -> dapple.Cluster:
+    """The cluster that a text stands for: ``local:4``, ``cpu:4``, ``gpu:4``, addresses, ``tf_config`` or a file.
+
+    Raises:
+        ClusterError: it can't be had.
+        OSError: the file can't be read.
+    """
+    if found := re.fullmatch(r"(local|cpu|gpu):(\d{1,6})", text, re.ASCII):
+        kind = "auto" if found[1] == "local" else found[1]
+        return dapple.Cluster.local(int(found[2]), kind=kind)
+    if text == "tf_config":
+        import tensorflow as tf  # heavy, and others don't need it
+
+        return dapple.Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+    if text.endswith(".json") or pathlib.Path(text).is_file():
+        return dapple.Cluster.load(text)
+    if re.fullmatch(r"[^,/\s]+:\d+(,[^,/\s]+:\d+)*", text):
+        return dapple.Cluster.of_servers(text.split(","))
+    raise dapple.ClusterError(
+        "that is neither local:N, cpu:N, gpu:N, tf_config, a JSON file nor host:port,host:port; is there such a file?"
+    )
+
+
+class ProfileFlags:
+    """``--profile`` and ``--profile_batch_size``."""
+
+    def __init__(self, values: flags.FlagValues, *, alternative: str = "") -> None:
+        self._profile = flags.DEFINE_string(
+            "profile",
+            None,
+            "The model's profile: JSON, as tools.profile writes it, or the text format of the DAPPLE authors."
+            + (f" {alternative}" if alternative else ""),
+            flag_values=values,
+        )
+        self._batch_size = flags.DEFINE_integer(
+            "profile_batch_size",
+            None,
+            "The samples that a profile in text format is for; by default N where the file is called ...pbs-N...",
+            lower_bound=1,
+            flag_values=values,
+        )
+
+    @property
+    def given(self) -> bool:
+        """Whether there is a profile."""
+        return self._profile.value is not None
+
+    @property
+    def path(self) -> str | None:
+        """The file."""
+        return None if self._profile.value is None else str(self._profile.value)
+
+    @property
+    def batch_size(self) -> int | None:
+        """What ``--profile_batch_size`` says."""
+        return None if self._batch_size.value is None else int(self._batch_size.value)
+
+    def profile(self) -> dapple.Profile:
+        """The profile.
+
+        Raises:
+            app.UsageError: it isn't given, or isn't one.
+        """
+        check(bool(self._profile.value), "--profile isn't given; python -m tools.profile makes one")
+        with blamed(f"--profile={self._profile.value}"):
+            return load_profile(self._profile.value, self.batch_size)
+
+
+def load_profile(path: str | os.PathLike[str], batch_size: int | None = None) -> dapple.Profile:
+    """A profile from a file, JSON or text.
+
+    Raises:
+        ProfileError: it isn't one, or a text whose batch size isn't known.
+        OSError: the file can't be read.
+    """
+    text = read_text(path, dapple.ProfileError, encoding="utf-8-sig")
+    source = os.fspath(path)
+    if text.lstrip().startswith("{"):
+        return dapple.Profile.from_json(text, source=source)
+    stem = pathlib.Path(path).stem
+    if batch_size is None and (named := re.search(r"pbs-(\d{1,6})", stem, re.ASCII)):
+        batch_size = int(named[1])
+    if batch_size is None:
+        raise dapple.ProfileError(
+            f"{source} isn't JSON, and the text format doesn't say for how many samples it is: give "
+            f"--profile_batch_size"
+        )
+    return parse_text(text, batch_size=batch_size, model=stem, source=source)
+
+
+def check_output(flag: str, path: str | None) -> None:
+    """Finds out early whether a file can be written there.
+
+    Raises:
+        app.UsageError: its folder doesn't exist, or it is a folder itself.
+    """
+    if path is not None:
+        check(pathlib.Path(path).absolute().parent.is_dir(), f"{flag}={path}: there is no such folder")
+        check(not pathlib.Path(path).is_dir(), f"{flag}={path} is a folder; give a file's name")
+
+
+class PlanFlags:
+    """``--plan`` and what it may be changed or sought by: batch size, micro-batches, schedule, recomputation, XLA."""
+
+    def __init__(
+        self, values: flags.FlagValues, *, default: str | None = None, auto: bool = False, batch: int | None = None
+    ) -> None:
+        """Defines the flags.
+
+        Args:
+            values: where.
+            default: of ``--plan``.
+            auto: whether ``auto`` may stand for a plan that has to be found.
+            batch: samples per step where neither a file nor ``--global_batch_size`` says; None if one of them must.
+        """
+        self.auto_allowed, self._batch = auto, batch
+        found = "auto (measure the model and find the best), " if auto else ""
+        self._plan = flags.DEFINE_string(
+            "plan",
+            default,
+            f"The plan: {found}a JSON file, or the replicas of each stage, such as 3:1 or 1:1:1:1; cuts are found.",
+            flag_values=values,
+        )
+        self._global_batch_size = flags.DEFINE_integer(
+            "global_batch_size",
+            None,
+            "Samples per step, over all devices" + (f"; by default the plan's, or {batch}." if batch else "."),
+            lower_bound=1,
+            flag_values=values,
+        )
+        self._micro_batches = flags.DEFINE_integer(
+            "micro_batches", None, "Micro-batches per step.", lower_bound=1, flag_values=values
+        )
+        self._schedule = flags.DEFINE_enum(
+            "schedule", None, [*POLICIES, "auto"] if auto else POLICIES, "The schedule.", flag_values=values
+        )
+        self._recompute = flags.DEFINE_enum(
+            "recompute", None, RECOMPUTE_MODES, "What the backward passes compute again.", flag_values=values
+        )
+        self._jit_compile = flags.DEFINE_boolean(
+            "jit_compile", None, "Compile each stage with XLA.", flag_values=values
+        )
+
+    @property
+    def text(self) -> str | None:
+        """What ``--plan`` says."""
+        return None if self._plan.value is None else str(self._plan.value)
+
+    @property
+    def path(self) -> str | None:
+        """The plan's file; None if it isn't in one."""
+        text = self.text
+        return None if text is None or self.automatic or is_shape(text) else text
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the plan has to be found."""
+        return self.auto_allowed and self.text == "auto"
+
+    def batch_size(self) -> int:
+        """Samples per step.
+
+        Raises:
+            app.UsageError: nothing says how many, or the plan's file can't be read.
+        """
+        given = self._global_batch_size.value
+        if given is None and self.path is not None:
+            return self._loaded().global_batch_size
+        found = self._batch if given is None else int(given)
+        check(found is not None, f"--plan={self.text} needs --global_batch_size")
+        assert found is not None
+        return found
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The plan's fields that flags give."""
+        given = {
+            "global_batch_size": self._global_batch_size.value,
+            "micro_batches": self._micro_batches.value,
+            "schedule": self._schedule.value,
+            "recompute": self._recompute.value,
+            "jit_compile": self._jit_compile.value,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    def early_check(self) -> None:
+        """Finds what can be found wrong without a model.
+
+        Raises:
+            app.UsageError: no plan, not a shape, or no such file.
+        """
+        text = self.text
+        check(bool(text), "--plan isn't given; see --help")
+        assert text
+        self.batch_size()
+        if is_shape(text):
+            try:
+                parse_shape(text, "--plan")
+            except ValueError as error:
+                raise app.UsageError(str(error)) from error
+            check(self._schedule.value != "auto", f"--schedule=auto is for --plan=auto, not for --plan={text}")
+        elif not self.automatic:
+            self._loaded()
+
+    def plan(self, cuts: Callable[[Sequence[int]], Sequence[str]]) -> dapple.Plan:
+        """The plan, unless it has to be found.
+
+        Args:
+            cuts: replicas of each stage -> the layers to cut after.
+
+        Raises:
+            app.UsageError: it isn't one, or contradicts itself.
+        """
+        self.early_check()
+        assert self.text is not None
+        if not is_shape(self.text):
+            return self._loaded()
+        replicas = parse_shape(self.text, "--plan")
+        with blamed(f"--plan={self.text}"):
+            values = {"micro_batches": 4, **self.changes, "global_batch_size": self.batch_size()}
+            return dapple.Plan.manual(cuts(replicas), devices_of(replicas), **values)
+
+    def _loaded(self) -> dapple.Plan:
+        """The plan of a file, with what the other flags change of it."""
+        from tools.variants import changed
+
+        with blamed(f"--plan={self.text}"):
+            return changed(dapple.Plan.load(str(self.text)), **self.changes)

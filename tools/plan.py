@@ -1,0 +1,160 @@
+"""Finds a plan: where to cut a model into stages, which devices run each, how many micro-batches, which schedule.
+
+    python -m tools.plan --profile=profile.json --cluster=cluster.json --global_batch_size=512 --output=plan.json
+    python -m tools.plan --profile=docs/profiles/bert-48-pbs-2.txt --cluster=cluster.json --global_batch_size=64
+    python -m tools.plan --model=gpt --cluster=local:4 --global_batch_size=32 --schedule=auto
+
+From a profile the plan can be made for any cluster, real or described. With --model the model is measured on the
+cluster's devices first, and so are their links. Prints the plan and why it was chosen: what it is expected to take,
+what limits it, the runner-up, and data parallelism beside it. What is given of --micro_batches, --schedule and
+--recompute is what may be chosen from.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import Any
+
+from absl import flags
+
+import dapple_tf as dapple
+from dapple_tf.automatic import plan_model, slice_sizes
+from dapple_tf.cost import ALL_REDUCE
+from dapple_tf.plan import RECOMPUTE_MODES
+from dapple_tf.schedules import POLICIES
+from tools import command
+from tools.model_flags import ClusterFlag, ModelFlags, ProfileFlags, check_output
+
+FLAGS = flags.FlagValues()
+
+_PROFILE = ProfileFlags(FLAGS, alternative="Or give --model.")
+_MODEL = ModelFlags(FLAGS, default=None, data=True)
+_CLUSTER = ClusterFlag(FLAGS)
+_GLOBAL_BATCH_SIZE = flags.DEFINE_integer(
+    "global_batch_size", None, "Samples per step, over all devices.", lower_bound=1, flag_values=FLAGS
+)
+_MICRO_BATCHES = flags.DEFINE_list(
+    "micro_batches", None, "Micro-batches per step, or several numbers to choose from.", flag_values=FLAGS
+)
+_SCHEDULE = flags.DEFINE_list(
+    "schedule",
+    None,
+    f"A schedule, or several to choose from: {', '.join(POLICIES)}; auto for all of them. By default DAPPLE's, which "
+    f"are gpipe, dapple_a and dapple_b.",
+    flag_values=FLAGS,
+)
+_RECOMPUTE = flags.DEFINE_list(
+    "recompute",
+    None,
+    f"What backward passes compute again, or several to choose from: {', '.join(RECOMPUTE_MODES)}. By default only "
+    f"where memory demands it.",
+    flag_values=FLAGS,
+)
+_REVERSE_FIRST_K = flags.DEFINE_string(
+    "reverse_first_k", "0", "k of reverse first-k in plans with chunks, or auto for the best.", flag_values=FLAGS
+)
+_OVERLAP = flags.DEFINE_boolean(
+    "overlap", False, "All-reduce gradients during a stage's last backward.", flag_values=FLAGS
+)
+_ALL_REDUCE = flags.DEFINE_enum(
+    "all_reduce", "hierarchical", ALL_REDUCE, "The algorithm of all-reduce.", flag_values=FLAGS
+)
+_JIT_COMPILE = flags.DEFINE_boolean("jit_compile", False, "The plan's stages are compiled with XLA.", flag_values=FLAGS)
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file to write the plan to.", flag_values=FLAGS)
+_SAVE_PROFILE = flags.DEFINE_string(
+    "save_profile", None, "With --model: JSON file to write what was measured to.", flag_values=FLAGS
+)
+_SAVE_CLUSTER = flags.DEFINE_string(
+    "save_cluster",
+    None,
+    "With --model: JSON file to write the cluster to, with the links that were measured.",
+    flag_values=FLAGS,
+)
+
+
+def options() -> dict[str, Any]:
+    """What the planner is to choose from.
+
+    Raises:
+        app.UsageError: something that isn't there to be chosen.
+    """
+    counts = _MICRO_BATCHES.value
+    if counts is not None:
+        good = bool(counts) and all(count.isascii() and count.isdigit() and len(count) < 10 for count in counts)
+        command.check(good, f"--micro_batches={','.join(counts)}: give whole numbers from 1 on, such as 4,8,16")
+    for flag, given, known in (
+        ("--schedule", _SCHEDULE.value, (*POLICIES, "auto")),
+        ("--recompute", _RECOMPUTE.value, RECOMPUTE_MODES),
+    ):
+        for value in given or ():
+            command.check(value in known, f"{flag}={value}: unknown; use some of {', '.join(known)}")
+    schedule = _SCHEDULE.value
+    if schedule is not None and "auto" in schedule:
+        command.check(schedule == ["auto"], f"--schedule={','.join(schedule)}: auto is all of them; give it alone")
+        schedule = "auto"
+    first = _REVERSE_FIRST_K.value
+    command.check(
+        first == "auto" or (first.isascii() and first.isdigit()),
+        f"--reverse_first_k={first}: give a number of stages, or auto",
+    )
+    return {
+        "micro_batches": None if counts is None else [int(count) for count in counts],
+        "schedule": schedule,
+        "recompute": _RECOMPUTE.value,
+        "reverse_first_k": first if first == "auto" else int(first),
+        "overlap": _OVERLAP.value,
+        "all_reduce": _ALL_REDUCE.value,
+        "jit_compile": _JIT_COMPILE.value,
+    }
+
+
+def find() -> tuple[dapple.Plan, dapple.Profile, dapple.Cluster]:
+    """The plan, and what it was made from."""
+    chosen, batch = options(), _GLOBAL_BATCH_SIZE.value
+    if _PROFILE.given:
+        profile, cluster = _PROFILE.profile(), _CLUSTER.cluster()
+        return dapple.plan(profile, cluster, batch, **chosen), profile, cluster
+    data, cluster = _MODEL.data(), _CLUSTER.cluster()
+    command.check(
+        cluster.real, "--cluster is a description without devices: --model can't be measured on it; give --profile"
+    )
+    model = _MODEL.build()
+    x, y, weights = data.example(model, max(slice_sizes(batch, cluster.num_devices)))
+    found = plan_model(model, cluster, batch, x=x, y=y, sample_weight=weights, **chosen)
+    return found.plan, found.profile, found.cluster
+
+
+def main() -> None:
+    """Plans, writes and prints."""
+    command.check(_GLOBAL_BATCH_SIZE.value is not None, "--global_batch_size isn't given; see --help")
+    command.check(_PROFILE.given or _MODEL.given, "neither --profile nor --model is given; give one of them")
+    command.check(not (_PROFILE.given and _MODEL.given), "both --profile and --model are given; give one of them")
+    for flag, given in (("--save_profile", _SAVE_PROFILE), ("--save_cluster", _SAVE_CLUSTER)):
+        command.check(
+            _MODEL.given or given.value is None, f"{flag}={given.value} is for --model, which measures; leave it out"
+        )
+        check_output(flag, given.value)
+    check_output("--output", _OUTPUT.value)
+    plan, profile, cluster = find()
+    sys.stdout.write(f"{cluster}\n\n{plan}\n")
+    if _SAVE_PROFILE.value:
+        profile.save(_SAVE_PROFILE.value)
+    if _SAVE_CLUSTER.value:
+        cluster.save(_SAVE_CLUSTER.value)
+    if _OUTPUT.value:
+        plan.save(_OUTPUT.value)
+        where = _PROFILE.path or _SAVE_PROFILE.value
+        hint = "" if where is None else f"; to see its step:\n  {simulate_command(_OUTPUT.value, where)}"
+        sys.stdout.write(f"\nThe plan is in {_OUTPUT.value}{hint}\n")
+
+
+def simulate_command(plan: str, profile: str) -> str:
+    """The command that simulates a plan."""
+    cluster = _SAVE_CLUSTER.value or _CLUSTER.text
+    arguments = [f"--plan={plan}", f"--profile={profile}", f"--cluster={cluster}"]
+    return shlex.join(["python", "-m", "tools.simulate", *arguments])
+
+
+if __name__ == "__main__":
+    command.start(main, FLAGS)

@@ -1,0 +1,289 @@
+"""What-if questions and their answers: a plan with changes, on a cluster with changes, simulated."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import dapple_tf as dapple
+from dapple_tf.data_files import short
+from dapple_tf.plan import RECOMPUTE_MODES
+from dapple_tf.schedules import POLICIES, STREAM_POLICIES
+from dapple_tf.view.page import timeline_data
+from dapple_tf.view.timeline import Timeline
+from tools.variants import Hardware, changed
+
+MOST_SLICES = 8192
+"""Slices of micro-batches, over all stages and replicas, in a question. Simulating them takes about a second."""
+MOST_SLICES_BY_SCHEDULE: Mapping[str, int] = {"zero_bubble": 1024}
+"""The same for schedules that try several others."""
+
+_LAST = "(last)"
+_HARDWARE = tuple(field.name for field in dataclasses.fields(Hardware))
+_MOST_STAGES = 1000
+
+
+class QuestionError(ValueError):
+    """A question that can't be understood or is too large; the text says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What if the plan and the cluster were like this?
+
+    Attributes:
+        cuts: layers after which stages end.
+        devices: of each stage.
+        micro_batches: per step.
+        global_batch_size: samples per step.
+        schedule: its name.
+        recompute: its mode.
+        hardware: how the cluster is changed.
+    """
+
+    cuts: tuple[str, ...]
+    devices: tuple[tuple[int, ...], ...]
+    micro_batches: int
+    global_batch_size: int
+    schedule: str
+    recompute: str
+    hardware: Hardware = dataclasses.field(default_factory=Hardware)
+
+    @classmethod
+    def of(cls, plan: dapple.Plan) -> Question:
+        """What if nothing were changed?"""
+        return cls(plan.cuts, plan.devices, plan.micro_batches, plan.global_batch_size, plan.schedule, plan.recompute)
+
+    @classmethod
+    def parse(cls, data: object) -> Question:
+        """The question that a page asks, as JSON data.
+
+        Raises:
+            QuestionError: it isn't one.
+        """
+        names = {"stages", "micro_batches", "global_batch_size", "schedule", "recompute", *_HARDWARE}
+        if not isinstance(data, dict) or set(data) != names:
+            raise QuestionError(f"the question is {short(data)}; it must be an object of {', '.join(sorted(names))}")
+        cuts, devices = parse_stages(data["stages"])
+        numbers = {name: _whole(name, data[name]) for name in ("micro_batches", "global_batch_size")}
+        for name, known in (("schedule", (*POLICIES, *STREAM_POLICIES)), ("recompute", RECOMPUTE_MODES)):
+            if data[name] not in known:
+                raise QuestionError(f"{name} is {short(data[name])}; use one of {', '.join(known)}")
+        given = {name: _amount(name, data[name]) for name in _HARDWARE}
+        speed = given.pop("speed")
+        try:
+            hardware = Hardware(**given, speed=1.0 if speed is None else speed)
+        except dapple.ClusterError as error:
+            raise QuestionError(str(error)) from error
+        return cls(cuts, devices, **numbers, schedule=data["schedule"], recompute=data["recompute"], hardware=hardware)
+
+    def as_json(self) -> dict[str, Any]:
+        """What `parse` takes."""
+        return {
+            "stages": stages_text(self.cuts, self.devices),
+            "micro_batches": self.micro_batches,
+            "global_batch_size": self.global_batch_size,
+            "schedule": self.schedule,
+            "recompute": self.recompute,
+            **dataclasses.asdict(self.hardware),
+        }
+
+    def check_size(self) -> None:
+        """Refuses what would take long to simulate.
+
+        Raises:
+            QuestionError: saying how much there is and what the limit is.
+        """
+        replicas = sum(map(len, self.devices))
+        slices = self.micro_batches * replicas
+        most = MOST_SLICES_BY_SCHEDULE.get(self.schedule, MOST_SLICES)
+        if slices > most:
+            raise QuestionError(
+                f"{self.micro_batches} micro-batches on {replicas} replicas of stages are {slices:,} slices; this page "
+                f"simulates up to {most:,} under {self.schedule}: use fewer micro-batches, or python -m tools.simulate"
+            )
+
+    def plan(self, start: dapple.Plan) -> dapple.Plan:
+        """The plan that is asked about, made from the one that all began with.
+
+        Raises:
+            PlanError: it contradicts itself.
+        """
+        changes = dataclasses.asdict(self)
+        del changes["hardware"]
+        return changed(start, **changes)
+
+
+def stages_text(cuts: tuple[str, ...], devices: tuple[tuple[int, ...], ...]) -> str:
+    """A line for each stage: its last layer, and its devices: ``block_2: 0-2``."""
+    names = [*cuts, _LAST]
+    return "\n".join(f"{name}: {_ranges(numbers)}" for name, numbers in zip(names, devices, strict=True))
+
+
+def parse_stages(text: object) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    """Cuts and devices from the lines of `stages_text`.
+
+    Raises:
+        QuestionError: naming the line.
+    """
+    if not isinstance(text, str):
+        raise QuestionError(f"stages is {short(text)}; it must be a text")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not 0 < len(lines) <= _MOST_STAGES:
+        raise QuestionError(f"there are {len(lines)} stages; write a line for each, such as 'block_2: 0-2'")
+    names, devices = [], []
+    for number, line in enumerate(lines):
+        name, colon, numbers = line.rpartition(":")
+        if not colon or not name.strip():
+            raise QuestionError(
+                f"stage {number} is {short(line)}; write its last layer, a colon and its devices, such as "
+                f"'block_2: 0-2'"
+            )
+        names.append(name.strip())
+        devices.append(_devices(number, numbers))
+    for number, name in enumerate(names[:-1]):
+        if name == _LAST:
+            raise QuestionError(f"stage {number} goes to the {_LAST} layer, but it isn't the last stage")
+    if names[-1] != _LAST:
+        raise QuestionError(f"the last stage is {short(lines[-1])}; write '{_LAST}: ' and its devices")
+    return tuple(names[:-1]), tuple(devices)
+
+
+def _devices(stage: int, text: str) -> tuple[int, ...]:
+    """Device numbers from ``0-2 5`` or ``0, 1, 2``."""
+    found: list[int] = []
+    for part in re.split(r"[,\s]+", text.strip()):
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part, re.ASCII)
+        if match is None:
+            raise QuestionError(f"the devices of stage {stage} are {short(text.strip())}; write numbers, such as 0-2 5")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or last - first >= MOST_SLICES:
+            raise QuestionError(f"the devices of stage {stage} have {part}; write the smaller number first")
+        found += range(first, last + 1)
+        if len(found) > MOST_SLICES:
+            raise QuestionError(f"stage {stage} has more than {MOST_SLICES:,} devices")
+    return tuple(found)
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return " ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def _whole(name: str, value: object) -> int:
+    if type(value) is not int or not 1 <= value <= 10**9:
+        raise QuestionError(f"{name} is {short(value)}; it must be a whole number from 1 on")
+    return value
+
+
+def _amount(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not 0 <= value <= 1e30 or math.isnan(value):  # type: ignore[operator, arg-type]
+        raise QuestionError(f"{name} is {short(value)}; it must be a number from 0 on, or nothing for the cluster's")
+    return float(value)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Desk:
+    """Answers questions about one model on one cluster.
+
+    Attributes:
+        profile: the model's.
+        cluster: what it runs on unless a question changes it.
+        plan: what questions change.
+        sources: flags of `tools.simulate` for the profile and the cluster.
+        plan_path: the plan's file; None if it isn't in one.
+    """
+
+    profile: dapple.Profile
+    cluster: dapple.Cluster
+    plan: dapple.Plan
+    sources: tuple[str, ...] = ()
+    plan_path: str | None = None
+
+    def answer(self, data: Mapping[str, object]) -> dict[str, Any]:
+        """The answer to a page's request.
+
+        Args:
+            data: the names of cases, such as ``base`` and ``what if``, and their questions.
+
+        Returns:
+            ``cases``: for each case its name and either ``error`` or ``numbers``, ``plan`` (JSON text) and ``command``;
+            and ``timelines`` of those without an error, as `dapple_tf.view.page.timeline_data` gives them.
+
+        Raises:
+            QuestionError: there are none, or more than two.
+        """
+        if not 1 <= len(data) <= 2:
+            raise QuestionError(f"there are {len(data)} cases; ask about one or two")
+        cases: list[dict[str, Any]] = []
+        timelines: list[Timeline] = []
+        for name, asked in data.items():
+            try:
+                question = Question.parse(asked)
+                question.check_size()
+                step = self._step(question)
+            except (QuestionError, dapple.PlanError, dapple.ClusterError) as error:
+                cases.append({"name": name, "error": str(error)})
+                continue
+            plan = step.costs.plan
+            cases.append(
+                {
+                    "name": name,
+                    "numbers": numbers_of(step),
+                    "plan": plan.to_json(),
+                    "command": self.command(question, plan),
+                }
+            )
+            timelines.append(Timeline.simulated(step, name))
+        drawn = timeline_data(timelines) if timelines else {"timelines": []}
+        return {"cases": cases, **drawn}
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019  # A desk lives as long as its server.
+    def _step(self, question: Question) -> dapple.Simulation:
+        cluster = question.hardware.of(self.cluster)
+        return dapple.simulate(question.plan(self.plan), self.profile, cluster)
+
+    def command(self, question: Question, plan: dapple.Plan) -> str:
+        """The command that simulates a question's step; where stages are others, of a plan saved as ``plan.json``."""
+        arguments = []
+        if self.plan_path is not None and (plan.cuts, plan.devices) == (self.plan.cuts, self.plan.devices):
+            arguments.append(f"--plan={self.plan_path}")
+            for name in ("micro_batches", "global_batch_size", "schedule", "recompute"):
+                if getattr(plan, name) != getattr(self.plan, name):
+                    arguments.append(f"--{name}={getattr(plan, name)}")
+        else:
+            arguments.append("--plan=plan.json")
+        arguments += self.sources
+        nothing = Hardware()
+        for name in _HARDWARE:
+            if (value := getattr(question.hardware, name)) != getattr(nothing, name):
+                arguments.append(f"--{name}={value:g}" if float(f"{value:g}") == value else f"--{name}={value!r}")
+        return shlex.join(["python", "-m", "tools.simulate", *arguments])
+
+
+def numbers_of(step: dapple.Simulation) -> dict[str, Any]:
+    """What a page shows of a step, as JSON data: seconds, bytes, and shares from 0 to 1."""
+    peaks = step.peak_bytes
+    device = max(peaks, key=lambda device: peaks[device])
+    return {
+        "latency": step.latency,
+        "throughput": step.throughput if math.isfinite(step.throughput) else None,
+        "bubble": sum(step.idle.values()) / len(step.idle),
+        "peak_bytes": peaks[device],
+        "peak_device": device,
+        "limit": step.costs.cluster.devices[device].memory_bytes,
+        "fits": step.fits,
+        "samples": step.costs.plan.global_batch_size,
+    }

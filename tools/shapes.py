@@ -1,0 +1,88 @@
+"""Plans by their shape: ``3:1`` is three replicas of a first stage and one of a second, with cuts that fit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import keras
+
+import dapple_tf as dapple
+from dapple_tf.batch import BatchSpec
+from dapple_tf.capture import Mode, build, capture, check_model
+from dapple_tf.example_batch import ExampleBatch
+from dapple_tf.layer_cuts import layer_stages
+from dapple_tf.profiler import kept_metrics
+from dapple_tf.stage_cuts import balanced, by_time
+from dapple_tf.variables import VariableTable
+
+
+def parse_shape(shape: str, flag: str = "--plan_shape") -> tuple[int, ...]:
+    """Replicas of each stage: ``"3:1"`` is (3, 1).
+
+    Raises:
+        ValueError: Not whole numbers of at least 1 with colons between them; the text names ``flag``.
+    """
+    parts = shape.split(":")
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise ValueError(f"{flag}={shape}: need replicas per stage with colons between them, such as 3:1")
+    return tuple(int(part) for part in parts)
+
+
+def is_shape(text: str) -> bool:
+    """Whether it is meant to be a shape: digits and colons."""
+    return bool(text) and set(text) <= set("0123456789:")
+
+
+def devices_of(replicas: Sequence[int]) -> list[list[int]]:
+    """Device numbers of each stage, from 0 on."""
+    numbers = itertools.count()
+    return [list(itertools.islice(numbers, count)) for count in replicas]
+
+
+def cuts_by_profile(profile: dapple.Profile, replicas: Sequence[int]) -> list[str]:
+    """The layers to cut after, so that stages take about as long as each other, each with its replicas.
+
+    Raises:
+        PlanError: more stages than layers.
+    """
+    _check(profile.model, len(profile.layers), replicas)
+    return by_time(profile, len(replicas), replicas)
+
+
+def cuts_by_parameters(model: keras.Model, replicas: Sequence[int]) -> list[str]:
+    """The same by what is known without measuring: parameters are shared out in proportion to replicas.
+
+    Args:
+        model: built and compiled.
+        replicas: of each stage.
+
+    Raises:
+        CaptureError: the model can't be captured.
+        PlanError: more stages than layers.
+    """
+    if len(replicas) == 1:
+        return []
+    check_model(model, training=True)
+    with kept_metrics(model):
+        example = ExampleBatch.of(model)
+        table = VariableTable(model)
+        build(model, table, example.spec)
+        training = capture(model, table, Mode.TRAIN, example.spec)
+        inference = capture(model, table, Mode.PREDICT, BatchSpec(example.spec.x))
+        stages = layer_stages(model, training, inference)
+    _check(model.name, len(stages.names), replicas)
+    sizes = [sum(math.prod(table.describe(name).shape) for name in stage.reads) for stage in stages.program.stages]
+    # A layer without parameters isn't free; what it takes isn't known.
+    least = sum(sizes) / (10 * len(sizes)) or 1.0
+    ends = balanced([max(size, least) for size in sizes], len(replicas), [float(count) for count in replicas])
+    return [stages.names[end - 1] for end in ends]
+
+
+def _check(model: str, layers: int, replicas: Sequence[int]) -> None:
+    if layers < len(replicas):
+        raise dapple.PlanError(
+            f"model {model!r} has {layers} layers that can be cut apart, too few for {len(replicas)} stages; use a "
+            f"shape of fewer stages"
+        )

@@ -1,0 +1,296 @@
+"""Trains a model as a pipeline, and leaves behind everything that tells how it went.
+
+    python -m tools.train --model=gpt --global_batch_size=32                 # measures the model, finds the best plan
+    python -m tools.train --model=vgg --plan=3:1 --schedule=zb_h1            # three replicas and one; cuts are found
+    python -m tools.train --model=my_package.my_module:build --plan=plan.json --cluster=10.0.0.1:2222,10.0.0.2:2222
+    python -m tools.train --model=gpt --checkpoint_dir=checkpoints --resume  # goes on where it was stopped
+
+The model is profiled first (--nomeasure leaves that out; what has been measured is kept in a cache), so that the step
+that was promised can be compared with the one that is measured at the end. --output_dir gets
+
+    model.keras                   the trained model, an ordinary Keras model
+    plan.json                     the plan
+    profile.json, cluster.json    what it was made from, for tools.plan, tools.simulate and tools.what_if
+    history.csv                   loss, metrics, rates, bubbles and memory of each epoch
+    logs/                         the same for TensorBoard, step by step (elsewhere with --log_dir)
+    step/                         one step, planned, simulated and measured: as text, image, page and Perfetto trace
+    summary.json                  the final numbers
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import statistics
+import sys
+import time
+from typing import Any, NamedTuple
+
+import keras
+from absl import app, flags
+
+import dapple_tf as dapple
+from dapple_tf.automatic import measured, plan_model
+from models.registry import DataSource
+from tools import command
+from tools.model_flags import ClusterFlag, ModelFlags, PlanFlags, ProfileFlags
+from tools.run_folder import fresh_folder
+from tools.shapes import cuts_by_parameters, cuts_by_profile
+
+FLAGS = flags.FlagValues()
+
+_MODEL = ModelFlags(FLAGS, data=True)
+_CLUSTER = ClusterFlag(FLAGS, described=False)
+_PLAN = PlanFlags(FLAGS, default="auto", auto=True, batch=32)
+_PROFILE = ProfileFlags(FLAGS, alternative="By default the model is measured.")
+_MEASURE = flags.DEFINE_boolean(
+    "measure", True, "Measure the model and the cluster first. Without it no step time is predicted.", flag_values=FLAGS
+)
+_EPOCHS = flags.DEFINE_integer("epochs", 1, "Epochs.", lower_bound=1, flag_values=FLAGS)
+_STEPS = flags.DEFINE_integer("steps", 100, "Steps per epoch.", lower_bound=1, flag_values=FLAGS)
+_LEARNING_RATE = flags.DEFINE_float(
+    "learning_rate", None, "Learning rate, instead of the model's own.", lower_bound=0.0, flag_values=FLAGS
+)
+_VALIDATION_STEPS = flags.DEFINE_integer(
+    "validation_steps", 8, "Held-out batches after each epoch, if the data have any.", lower_bound=0, flag_values=FLAGS
+)
+_CHECKPOINT_DIR = flags.DEFINE_string(
+    "checkpoint_dir", None, "Folder of checkpoints; for a cluster, one that all servers share.", flag_values=FLAGS
+)
+_CHECKPOINT_EVERY = flags.DEFINE_integer(
+    "checkpoint_every", None, "Steps between two checkpoints; by default an epoch.", lower_bound=1, flag_values=FLAGS
+)
+_RESUME = flags.DEFINE_boolean(
+    "resume", False, "Go on from the newest checkpoint of --checkpoint_dir, if it has any.", flag_values=FLAGS
+)
+_FAULTS = flags.DEFINE_enum(
+    "faults",
+    "fail",
+    ["fail", "restart", "replan"],
+    "When a worker is lost: fail, wait until it is back, or go on without it.",
+    flag_values=FLAGS,
+)
+_VERIFY = flags.DEFINE_boolean(
+    "verify", False, "Before training, compare a step with one of plain Keras.", flag_values=FLAGS
+)
+_LOG_DIR = flags.DEFINE_string(
+    "log_dir", None, "Folder for TensorBoard; by default logs in --output_dir.", flag_values=FLAGS
+)
+_PROFILE_STEP = flags.DEFINE_boolean(
+    "profile_step", True, "Measure one step at the end, task by task.", flag_values=FLAGS
+)
+_OUTPUT_DIR = flags.DEFINE_string(
+    "output_dir", "runs/train", "Folder to make; a number is added if it exists.", flag_values=FLAGS
+)
+
+
+class Job(NamedTuple):
+    """What is to be trained, and how.
+
+    Attributes:
+        model: compiled.
+        data: what it is trained on.
+        cluster: with measured links, if they were measured.
+        plan: the plan.
+        profile: what it was made from; None if nothing was measured.
+    """
+
+    model: keras.Model
+    data: DataSource
+    cluster: dapple.Cluster
+    plan: dapple.Plan
+    profile: dapple.Profile | None
+
+
+def check_flags() -> None:
+    """Finds what can be found wrong before anything is built.
+
+    Raises:
+        app.UsageError: the flags contradict each other.
+    """
+    _PLAN.early_check()
+    command.check(
+        not _RESUME.value or _CHECKPOINT_DIR.value is not None,
+        "--resume goes on from a checkpoint: give --checkpoint_dir",
+    )
+    command.check(
+        _CHECKPOINT_EVERY.value is None or _CHECKPOINT_DIR.value is not None,
+        f"--checkpoint_every={_CHECKPOINT_EVERY.value} needs --checkpoint_dir",
+    )
+    logs = _LOG_DIR.value
+    command.check(not (logs and pathlib.Path(logs).is_file()), f"--log_dir={logs} is a file; give a folder")
+    rate = _LEARNING_RATE.value
+    command.check(rate is None or math.isfinite(rate), f"--learning_rate={rate}: it must be finite")
+    command.check(
+        _MEASURE.value or _PROFILE.given or not _PLAN.automatic,
+        "--nomeasure: --plan=auto needs a profile; give --profile, or a plan",
+    )
+
+
+def prepare() -> Job:
+    """Builds the model, measures what is to be measured, and plans."""
+    data, cluster = _MODEL.data(), _CLUSTER.cluster()
+    profile = _PROFILE.profile() if _PROFILE.given else None
+    model = _MODEL.build()
+    if _LEARNING_RATE.value is not None:
+        set_learning_rate(model, _LEARNING_RATE.value)
+    say(f"{model.name}: {model.count_params():,} parameters, on {data.name} ({data.about})")
+    batch = _PLAN.batch_size()
+    x, y, weights = data.example(model, batch)
+    examples = {"x": x, "y": y, "sample_weight": weights}
+    if _PLAN.automatic:
+        say("measuring and planning")
+        changes = {name: value for name, value in _PLAN.changes.items() if name != "global_batch_size"}
+        found = plan_model(model, cluster, batch, profiled=profile, **examples, **changes)
+        return Job(model, data, found.cluster, found.plan, found.profile)
+    if _MEASURE.value:
+        say("measuring")
+        profile, cluster = measured(model, cluster, batch, profile, **examples)
+    known = profile  # What the function below closes over isn't assigned again.
+    plan = _PLAN.plan(
+        lambda replicas: cuts_by_parameters(model, replicas) if known is None else cuts_by_profile(known, replicas)
+    )
+    return Job(model, data, cluster, plan, profile)
+
+
+def set_learning_rate(model: keras.Model, rate: float) -> None:
+    """Gives the model's optimizer another learning rate.
+
+    Raises:
+        app.UsageError: the optimizer has a schedule of its own.
+    """
+    try:
+        model.optimizer.learning_rate = rate
+    except (TypeError, AttributeError) as error:
+        raise app.UsageError(f"--learning_rate={rate}: the model's optimizer doesn't take one: {error}") from error
+
+
+def train(job: Job, pipelined: dapple.PipelinedModel, folder: pathlib.Path) -> tuple[Any, float]:
+    """Trains; returns Keras' History and the seconds."""
+    batch = job.plan.global_batch_size
+    options: dict[str, Any] = {}
+    if job.data.held_out is not None and _VALIDATION_STEPS.value:
+        options |= {
+            "validation_data": job.data.held_out(job.model, batch),
+            "validation_steps": _VALIDATION_STEPS.value,
+        }
+    if _CHECKPOINT_DIR.value is not None:
+        options["checkpoint"] = dapple.Checkpointing(_CHECKPOINT_DIR.value, _CHECKPOINT_EVERY.value)
+        options["resume"] = _RESUME.value
+        if _RESUME.value:
+            newest = dapple.latest_checkpoint(_CHECKPOINT_DIR.value)
+            say(f"No checkpoint in {_CHECKPOINT_DIR.value} yet" if newest is None else f"Going on from {newest}")
+    logs = pathlib.Path(_LOG_DIR.value) if _LOG_DIR.value else folder / "logs"
+    began = time.perf_counter()
+    history = pipelined.fit(
+        job.data.batches(job.model, batch, _MODEL.seed),
+        epochs=_EPOCHS.value,
+        steps_per_epoch=_STEPS.value,
+        callbacks=[
+            dapple.PipelineMonitor(logs / "pipeline"),
+            keras.callbacks.TensorBoard(logs, write_graph=False, update_freq="epoch"),
+            keras.callbacks.CSVLogger(folder / "history.csv"),
+        ],
+        shuffle=False,  # The data are shuffled.
+        verbose=1 if sys.stdout.isatty() else 2,
+        **options,
+    )
+    return history, time.perf_counter() - began
+
+
+def summary(job: Job, pipelined: dapple.PipelinedModel, history: Any, seconds: float) -> dict[str, Any]:
+    """The final numbers, as JSON data."""
+    found: dict[str, Any] = {
+        "model": job.model.name,
+        "parameters": job.model.count_params(),
+        "data": job.data.name,
+        "devices": pipelined.cluster.num_devices,
+        "schedule": pipelined.plan.schedule,
+        "epochs": len(history.epoch),
+        "training_seconds": round(seconds, 2),
+        "step_ms": None,
+        "predicted_step_ms": None,
+        "prediction_error": None,
+        "metrics": {
+            name: values[-1] for name, values in history.history.items() if values and values[-1] == values[-1]
+        },
+        "faults": len(pipelined.faults),
+    }
+    rates = [rate for rate in history.history.get("samples_per_second", ()) if rate == rate]
+    found["samples_per_second"] = statistics.median(rates) if rates else None
+    if (prediction := pipelined.prediction) is not None:
+        found["predicted_step_ms"] = 1e3 * prediction.predicted
+        if prediction.measured is not None:
+            found["step_ms"], found["prediction_error"] = 1e3 * prediction.measured, prediction.error
+    return found
+
+
+def say(text: str) -> None:
+    """Tells what happens."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Trains, and writes everything."""
+    check_flags()
+    job = prepare()
+    say(f"\n{job.plan}\n")
+    faults = None if _FAULTS.value == "fail" else dapple.FaultPolicy(_FAULTS.value)
+    pipelined = dapple.transform(job.model, job.cluster, job.plan, profile=job.profile, faults=faults)
+    folder = fresh_folder(pathlib.Path(_OUTPUT_DIR.value))
+    say(f"Everything goes to {folder}")
+    job.plan.save(folder / "plan.json")
+    job.cluster.save(folder / "cluster.json")
+    if job.profile is not None:
+        job.profile.save(folder / "profile.json")
+    example = job.data.example(job.model, job.plan.global_batch_size)
+    if _VERIFY.value:
+        say(str(pipelined.verify(*example)))
+    history, seconds = train(job, pipelined, folder)
+    pipelined.save(folder / "model.keras")
+    numbers = summary(job, pipelined, history, seconds)
+    (folder / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    if _PROFILE_STEP.value:
+        step = pipelined.profile_step(*example)
+        step.save(folder / "step")
+        say(f"\nOne step, measured:\n{step}")
+    say(f"\n{closing(numbers, folder)}")
+    pipelined.close(sync=False)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def closing(numbers: dict[str, Any], folder: pathlib.Path) -> str:
+    """What stands at the end."""
+    losses = [f"{name} {value:.4g}" for name, value in numbers["metrics"].items() if "loss" in name]
+    rate = numbers["samples_per_second"]
+    lines = [
+        f"Trained {numbers['model']} for {_counted(numbers['epochs'], 'epoch')} in {numbers['training_seconds']:.0f} s"
+        + (f", {rate:,.0f} samples/s" if rate else "")
+        + (f"; {', '.join(losses)}" if losses else "")
+    ]
+    if numbers["step_ms"] is not None:
+        lines.append(
+            f"A step took {numbers['step_ms']:.4g} ms; {numbers['predicted_step_ms']:.4g} ms were predicted "
+            f"({numbers['prediction_error']:+.1%})"
+        )
+    if numbers["faults"]:
+        lines.append(f"Training went on after {_counted(numbers['faults'], 'lost worker')}")
+    lines.append(f"Everything is in {folder}:")
+    notes = {
+        "step": "timelines of a step; open step/timeline.html in a browser",
+        "logs": f"for tensorboard --logdir={folder / 'logs'}",
+        "model.keras": "the trained model",
+        "profile.json": "for tools.plan and tools.what_if",
+    }
+    for path in sorted(folder.iterdir()):
+        lines.append(f"  {path.name:<14}{notes.get(path.name, '')}".rstrip())
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    command.start(main, FLAGS)

@@ -1,0 +1,78 @@
+"""What if: a plan, a cluster and a profile with changes, as `tools.simulate` and `tools.what_if` take them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import dapple_tf as dapple
+from dapple_tf.devices import LINKS
+
+
+def changed(plan: dapple.Plan, **changes: Any) -> dapple.Plan:
+    """The plan with other fields.
+
+    What no longer fits goes with them: the report always; the K of stages where the schedule, the stages or the number
+    of micro-batches change; what a schedule is told of weight gradients, where that or the stages do.
+
+    Raises:
+        PlanError: as `Plan`.
+    """
+    different = {name: value for name, value in changes.items() if getattr(plan, name) != value}
+    if not different:
+        return plan
+    dropped: dict[str, Any] = {"report": None}
+    if different.keys() & {"schedule", "cuts", "devices", "micro_batches"}:
+        dropped["warm_up"] = None
+    if different.keys() & {"schedule", "cuts", "devices"}:
+        dropped |= {"weight_devices": None, "weight_regions": None}
+    if different.keys() & {"cuts", "devices"}:
+        dropped |= {"task_seconds": None, "reverse_first_k": 0, "carried_updates": 0}
+    return dataclasses.replace(plan, **{**dropped, **different})
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """What of a cluster is different; None is what the cluster says, of all servers alike where it is given.
+
+    Attributes:
+        intra_bandwidth: bytes/s between two devices in one server.
+        inter_bandwidth: bytes/s between two servers.
+        intra_latency: seconds.
+        inter_latency: seconds.
+        speed: every device computes so many times as fast.
+
+    Raises:
+        ClusterError: the speed isn't a number above 0.
+    """
+
+    intra_bandwidth: float | None = None
+    inter_bandwidth: float | None = None
+    intra_latency: float | None = None
+    inter_latency: float | None = None
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.speed) and self.speed > 0):
+            raise dapple.ClusterError(f"speed is {self.speed}; it must be above 0 and finite")
+
+    def of(self, cluster: dapple.Cluster) -> dapple.Cluster:
+        """The cluster with these changes; what all-reduce was measured to get is left out where links change.
+
+        Raises:
+            ClusterError: a number out of range.
+        """
+        links = {name: getattr(self, name) for name in LINKS if getattr(self, name) is not None}
+        if not links and self.speed == 1.0:
+            return cluster
+        changes: dict[str, Any] = dict(links)
+        if links:
+            changes |= {"reduce_bandwidth": None, "reduce_latency": None}
+            changes["servers"] = tuple(
+                dataclasses.replace(server, **dict.fromkeys(links)) for server in cluster.servers
+            )
+        changes["devices"] = tuple(
+            dataclasses.replace(device, speed=device.speed * self.speed) for device in cluster.devices
+        )
+        return dataclasses.replace(cluster, **changes)
