@@ -48,6 +48,7 @@ class PlanOptions(TypedDict, total=False):
     task_seconds: tuple[tuple[float, float, float], ...] | None
     weight_devices: tuple[tuple[int, ...], ...] | None
     weight_regions: tuple[int, ...] | None
+    operator_devices: tuple[tuple[int, ...], ...] | None
 
 
 class ScheduleOptions(TypedDict):
@@ -89,6 +90,8 @@ class Plan:
             variables and updates them; None for the stage's own devices.
         weight_regions: for each stage the stage with whose Bx its Bw may start, at the earliest; None is as soon as it
             is ready. For the schedule joint, which runs Bw on a sub-stream (EuroSys'22, section 4.1, algorithm 1).
+        operator_devices: for each stage the devices on which its single operators are placed by FD-DPS (Mathematics
+            2022, 10, 4788), the stage's own first; None runs each replica of a stage as a whole on its device.
         report: what the planner expects of it, and why it chose it; None for a plan made by hand. Says nothing of
             equality.
 
@@ -111,6 +114,7 @@ class Plan:
     task_seconds: tuple[tuple[float, float, float], ...] | None = None
     weight_devices: tuple[tuple[int, ...], ...] | None = None
     weight_regions: tuple[int, ...] | None = None
+    operator_devices: tuple[tuple[int, ...], ...] | None = None
     report: PlanReport | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -174,6 +178,27 @@ class Plan:
         names = layer_names(cuts)
         devices = [[stage] for stage in range(len(names) + 1)]
         return cls.manual(names, devices, micro_batches, global_batch_size, schedule, **options)
+
+    @classmethod
+    def by_operators(
+        cls, devices: int | Iterable[int], global_batch_size: int, **options: Unpack[PlanOptions]
+    ) -> Plan:
+        """Place the single operators of the whole model on ``devices`` (a list, or a count for the first so many).
+
+        Raises:
+            PlanError: as `Plan`.
+        """
+        chosen = tuple(range(devices) if isinstance(devices, int) else devices)
+        return cls.manual((), [chosen[:1]], 1, global_batch_size, **options | {"operator_devices": (chosen,)})
+
+    def with_placed_operators(self) -> Plan:
+        """Return a plan whose stages place their operators on the devices of their replicas instead of replicating.
+
+        Raises:
+            PlanError: the plan has something that goes with replicas only.
+        """
+        own = tuple(devices[:1] for devices in self.devices)
+        return replace(self, devices=own, operator_devices=self.devices, report=None)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -318,7 +343,8 @@ class Plan:
         count = cluster.num_devices
         for stage, devices in enumerate(self.devices):
             weights = () if self.weight_devices is None else self.weight_devices[stage]
-            for device in (*devices, *weights):
+            operators = () if self.operator_devices is None else self.operator_devices[stage]
+            for device in (*devices, *weights, *operators):
                 if device >= count:
                     numbers = "(0)" if count == 1 else f"(0 to {count - 1})"
                     raise PlanError(
@@ -335,14 +361,16 @@ class Plan:
             f"Plan: global batch {self.global_batch_size}, {self.micro_batches} "
             f"micro-batch{'es' if self.micro_batches > 1 else ''} ({batches} samples), schedule {self.schedule}, "
             f"recompute {self.recompute}, jit {'on' if self.jit_compile else 'off'}"
+            f"{'' if self.operator_devices is None else ', operators placed one by one'}"
         )
         titles = ["stage", "up to layer", "devices", "replicas", "slice sizes", "warm-up K"]
         report = self.report
         rows = [titles if report is None else [*titles, "layers", "share of time", "bubble", "memory"]]
         for stage, (devices, warm_up) in enumerate(zip(self.devices, self.warm_up_counts(), strict=True)):
             layer = self.cuts[stage] if stage < len(self.cuts) else "(last)"
+            used = devices if self.operator_devices is None else self.operator_devices[stage]
             slices = " | ".join(_runs(split_evenly(size, len(devices))) for size in sizes)
-            row = [str(stage), layer, _ranges(devices), str(len(devices)), slices, str(warm_up)]
+            row = [str(stage), layer, _ranges(used), str(len(devices)), slices, str(warm_up)]
             if report is not None:
                 found = report.stages[stage]
                 memory = gib(found.memory_bytes)
@@ -374,6 +402,8 @@ class Plan:
             object.__setattr__(self, "weight_devices", device_lists(self.weight_devices, "weight_devices"))
         if self.weight_regions is not None:
             object.__setattr__(self, "weight_regions", integers("weight_regions", self.weight_regions))
+        if self.operator_devices is not None:
+            object.__setattr__(self, "operator_devices", device_lists(self.operator_devices, "operator_devices"))
 
     def _check_stages(self) -> None:
         stages = len(self.cuts) + 1
@@ -400,6 +430,37 @@ class Plan:
             raise PlanError(f"carried_updates is {self.carried_updates}; it must be 0 or more")
         if self.weight_devices is not None:
             self._check_weight_devices(self.weight_devices)
+
+        if self.operator_devices is not None:
+            self._check_operator_devices(self.operator_devices)
+
+    def _check_operator_devices(self, operator_devices: Sequence[Sequence[int]]) -> None:
+        """Placing operators goes with stages of one replica, whose operators TensorFlow runs one by one."""
+        if len(operator_devices) != len(self.devices):
+            raise PlanError(
+                f"operator_devices has {len(operator_devices)} lists for {len(self.devices)} stages; give one for each"
+            )
+        users: dict[int, int] = {}
+        for stage, (own, devices) in enumerate(zip(self.devices, operator_devices, strict=True)):
+            if len(own) != 1 or tuple(devices[:1]) != own:
+                raise PlanError(
+                    f"stage {stage} has devices {list(own)} and operator_devices {list(devices)}; a stage whose "
+                    f"operators are placed has one replica, on the first of operator_devices"
+                )
+            _check_devices(f"operator_devices of stage {stage}", devices)
+            for device in devices:
+                if users.setdefault(device, stage) != stage:
+                    raise PlanError(
+                        f"stages {users[device]} and {stage} both place operators on device {device}; give each stage "
+                        f"devices of its own"
+                    )
+        without = {"jit_compile": False, "weight_devices": None, "carried_updates": 0}
+        for name, value in without.items():
+            if getattr(self, name) != value:
+                raise PlanError(
+                    f"operators can't be placed one by one with {name}={getattr(self, name)}; set {name}={value}, or "
+                    f"leave operator_devices out"
+                )
 
     def _check_weight_devices(self, weight_devices: Sequence[Sequence[int]]) -> None:
         if list(map(len, weight_devices)) != list(self.replicas):
