@@ -180,9 +180,7 @@ class Plan:
         return cls.manual(names, devices, micro_batches, global_batch_size, schedule, **options)
 
     @classmethod
-    def by_operators(
-        cls, devices: int | Iterable[int], global_batch_size: int, **options: Unpack[PlanOptions]
-    ) -> Plan:
+    def by_operators(cls, devices: int | Iterable[int], global_batch_size: int, **options: Unpack[PlanOptions]) -> Plan:
         """Place the single operators of the whole model on ``devices`` (a list, or a count for the first so many).
 
         Raises:
