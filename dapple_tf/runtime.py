@@ -254,7 +254,7 @@ class Runtime:
     def _explained(self, error: WorkerLostError) -> WorkerLostError:
         stages = [
             str(stage)
-            for stage, replicas in enumerate(self.plan.devices)
+            for stage, replicas in enumerate(self.plan.working_devices)
             if any(self.cluster.devices[device].server == error.task for device in replicas)
         ]
         runs = f"it ran stage{'s' * (len(stages) > 1)} {', '.join(stages)}; " if stages else ""
