@@ -15,6 +15,7 @@ from dapple_tf.plan import Plan
 from dapple_tf.progress import Progress
 from graph_passes.flatten import Flatten
 from graph_passes.graph import (
+    CALL_ATTR,
     MICRO_BATCH_ATTR,
     PHASE_ATTR,
     STAGE_ATTR,
@@ -103,7 +104,7 @@ class StepPlacer:
         splits: dict[str, Split] = {}
         for stage, devices in enumerate(self.plan.operator_devices):
             placements[stage] = self._search(flat.graph, known, stage, devices, places)
-            splits |= calls.repeated(placements[stage].splits)
+            splits |= calls.repeated(placements[stage].splits, flat.graph)
         splitting = SplitOperators(splits, known)
         split = run_passes(flat, [splitting], first=OPERATOR_PASSES_START + 1, instruments=instruments)
         devices_of, order = self._spread(split.graph, placements, calls)
@@ -148,10 +149,10 @@ class StepPlacer:
             placement = placements[stage]
             position = {name: rank for rank, name in enumerate(placement.order)}
             for node in graph.node:
-                first = calls.in_first(node.name)
+                first = calls.in_first(node)
                 if node.device == names[devices[0]] and first in position:
                     found[node.name] = names[devices[placement.devices[first]]]
-                    ranks[node.name] = (calls.rank(node.name), position[first])
+                    ranks[node.name] = (calls.rank(node), position[first])
         return found, sorted(found, key=ranks.__getitem__)
 
     def _places(self, graph: GraphDef) -> dict[tuple[int, str], str]:
@@ -179,7 +180,6 @@ class _Calls:
         view = Graph(program.graph)
         self._ranks = {name: rank for rank, name in enumerate(view.topological())}
         self._first: dict[str, str] = {}
-        self._later: dict[str, list[str]] = {}
         groups: dict[tuple[object, ...], dict[int, list[str]]] = {}
         for node in program.graph.node:
             if "f" in node.attr and MICRO_BATCH_ATTR in node.attr:
@@ -187,37 +187,26 @@ class _Calls:
                 groups.setdefault(key, {}).setdefault(int(node.attr[MICRO_BATCH_ATTR].i), []).append(node.name)
         for numbered in groups.values():
             least = min(numbered)
-            for number, names in numbered.items():
-                for own, first in zip(names, numbered[least], strict=False):
-                    self._first[own] = first
-                    if number != least:
-                        self._later.setdefault(first, []).append(own)
+            for names in numbered.values():
+                self._first |= zip(names, numbered[least], strict=False)
 
-    def _call(self, name: str) -> str:
-        """The call that a node was in; the node itself if it was in none."""
-        end = len(name)
-        while end > 0:
-            if name[:end] in self._ranks:
-                return name[:end]
-            end = name.rfind("/", 0, end)
-        return name
+    def in_first(self, node: NodeDef) -> str:
+        """Name of the same operator of the stage's first micro-batch."""
+        call = _call_of(node)
+        return self._first.get(call, call) + node.name[len(call) :]
 
-    def in_first(self, name: str) -> str:
-        """The same operator of the stage's first micro-batch."""
-        call = self._call(name)
-        return self._first.get(call, call) + name[len(call) :]
-
-    def rank(self, name: str) -> int:
+    def rank(self, node: NodeDef) -> int:
         """Position of its call in an order that the step allows."""
-        return self._ranks.get(self._call(name), len(self._ranks))
+        return self._ranks.get(_call_of(node), len(self._ranks))
 
-    def repeated(self, splits: Mapping[str, Split]) -> dict[str, Split]:
+    def repeated(self, splits: Mapping[str, Split], graph: GraphDef) -> dict[str, Split]:
         """Decisions for the first micro-batch, for all of them."""
-        found = dict(splits)
-        for name, split in splits.items():
-            call = self._call(name)
-            found |= {other + name[len(call) :]: split for other in self._later.get(call, ())}
-        return found
+        return {node.name: splits[first] for node in graph.node if (first := self.in_first(node)) in splits}
+
+
+def _call_of(node: NodeDef) -> str:
+    """The call that a node was in; the node itself if it was in none."""
+    return node.attr[CALL_ATTR].s.decode() if CALL_ATTR in node.attr else node.name
 
 
 def _stage_graph(graph: GraphDef, device: str) -> GraphDef:
