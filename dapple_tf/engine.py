@@ -245,7 +245,7 @@ class Engine:
     def _make_step(self, built: Build, kind: Kind) -> tuple[str, Step]:
         if self.placer is not None:
             placed = built.placed.pop(kind, None) or self._place(built, kind, self._hosts, self._places)
-            program, passes = placed.program, []
+            program, passes = placed.program, list[Pass]()
             built.placements[kind] = placed.placements
         else:
             program, passes = self._complete(built, kind, self._hosts)
