@@ -267,6 +267,11 @@ class Plan:
         return len(self.devices)
 
     @property
+    def working_devices(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage the devices that compute its tasks, or single operators of them."""
+        return self.operator_devices or self.devices
+
+    @property
     def replicas(self) -> tuple[int, ...]:
         """Number of replicas of each stage."""
         return tuple(map(len, self.devices))
@@ -366,9 +371,8 @@ class Plan:
         rows = [titles if report is None else [*titles, "layers", "share of time", "bubble", "memory"]]
         for stage, (devices, warm_up) in enumerate(zip(self.devices, self.warm_up_counts(), strict=True)):
             layer = self.cuts[stage] if stage < len(self.cuts) else "(last)"
-            used = devices if self.operator_devices is None else self.operator_devices[stage]
             slices = " | ".join(_runs(split_evenly(size, len(devices))) for size in sizes)
-            row = [str(stage), layer, _ranges(used), str(len(devices)), slices, str(warm_up)]
+            row = [str(stage), layer, _ranges(self.working_devices[stage]), str(len(devices)), slices, str(warm_up)]
             if report is not None:
                 found = report.stages[stage]
                 memory = gib(found.memory_bytes)
