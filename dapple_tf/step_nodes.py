@@ -7,9 +7,12 @@ from typing import NamedTuple
 
 from graph_passes.accumulate import accumulated_gradients
 from graph_passes.graph import (
+    CALL_ATTR,
+    MICRO_BATCH_ATTR,
     PHASE_ATTR,
     REPLICA_ATTR,
     STAGE_ATTR,
+    NodeDef,
     Ref,
     control_inputs,
     data_inputs,
@@ -52,6 +55,7 @@ class StepNode(NamedTuple):
         inputs: the tensors that it reads.
         after: names of the nodes that it waits for without reading them.
         reduction: of an all-reduce, a number that its members on all devices have in common.
+        operator: whether it is a single operator of a task or update that has been taken apart.
     """
 
     kind: str
@@ -62,6 +66,7 @@ class StepNode(NamedTuple):
     inputs: tuple[Ref, ...]
     after: tuple[str, ...]
     reduction: int | None = None
+    operator: bool = False
 
     @property
     def waits_for(self) -> Iterable[str]:
@@ -81,9 +86,12 @@ def step_nodes(program: Program) -> dict[str, StepNode]:
     for node in program.graph.node:
         if node.op == "Const":
             continue
-        task = tasks.get(node.name)
         phase = node.attr[PHASE_ATTR].s.decode() if PHASE_ATTR in node.attr else ""
-        kind = entries.get(node.name) or _KINDS.get(phase, "")
+        operator = CALL_ATTR in node.attr and node.op != "NoOp"
+        task = tasks.get(node.name)
+        if operator and MICRO_BATCH_ATTR in node.attr:
+            task = _task_of(node, phase)
+        kind = entries.get(node.name) or (phase if operator and phase in TASKS else _KINDS.get(phase, ""))
         stage, replica = None, 0
         if task is not None:
             stage, replica = task.stage, task.replica
@@ -97,8 +105,16 @@ def step_nodes(program: Program) -> dict[str, StepNode]:
             instance = data_inputs(node)[3].node  # of CollectiveReduceV2
             reduction = int(constants[instance].int_val[0])
         after = tuple(control_inputs(node))
-        found[node.name] = StepNode(kind, node.device, stage, replica, task, inputs, after, reduction)
+        found[node.name] = StepNode(kind, node.device, stage, replica, task, inputs, after, reduction, operator)
     return found
+
+
+def _task_of(node: NodeDef, phase: str) -> Task | None:
+    """The task of a single operator; None for those of metrics and accumulation."""
+    if phase not in TASKS:
+        return None
+    stage, micro_batch = int(node.attr[STAGE_ATTR].i), int(node.attr[MICRO_BATCH_ATTR].i)
+    return Task(stage, Phase(phase), micro_batch, int(node.attr[REPLICA_ATTR].i))
 
 
 def _replica(step: Step, stage: int, device: str) -> int:

@@ -91,6 +91,30 @@ def function_body_name(node: NodeDef, index: int) -> str:
     raise PassError(f"node {node.name!r} ({node.op}) has no output {index}")
 
 
+def output_number(node: NodeDef, argument: str, index: int) -> int:
+    """The number of the output that a function body spells ``node:argument:index``; see `function_body_name`."""
+    before = 0
+    for arg in op_def(node.op).output_arg:
+        if arg.name == argument:
+            return before + index
+        before += _count(arg, node)
+    raise PassError(f"node {node.name!r} ({node.op}) has no output {argument!r}")
+
+
+@functools.cache
+def takes_functions(op: str) -> bool:
+    """Whether nodes of a primitive op run functions of the library: loops, branches, calls."""
+    return any(attr.type in ("func", "list(func)") for attr in op_def(op).attr)
+
+
+@functools.cache
+def makes_resource(op: str) -> bool:
+    """Whether a primitive op gives a handle of its own: of a variable, a table and the like."""
+    definition = op_def(op)
+    given = any(arg.type == types_pb2.DT_RESOURCE for arg in definition.output_arg)
+    return given and not any(arg.type == types_pb2.DT_RESOURCE for arg in definition.input_arg)
+
+
 def make_constant(node: NodeDef, value: np.ndarray) -> None:
     """Turns a node into a constant, in place: the placeholder of a tensor that a trace captured, say."""
     tensor = tf.make_tensor_proto(value)

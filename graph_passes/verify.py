@@ -129,6 +129,7 @@ def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
     wanted = {
         Task(stage, phase, micro_batch, replica)
         for stage, devices in enumerate(layout.devices)
+        if stage not in step.dissolved
         for phase in (Phase.FORWARD, *(phase for phase, _ in program.stages[stage].phases))
         for micro_batch in range(len(layout.micro_batch_intervals))
         for replica in range(len(devices))
