@@ -179,7 +179,9 @@ _DERIVATIONS: dict[str, Derivation] = {
     "Reshape": by_shapes.reshape_signatures,
     **dict.fromkeys(("ExpandDims", "Squeeze"), by_shapes.units_signatures),
     **dict.fromkeys(("Transpose", "ConjugateTranspose"), by_shapes.transpose_signatures),
-    **dict.fromkeys("Sum Mean Max Min Prod All Any ArgMax ArgMin".split(), by_shapes.reduction_signatures),
+    **dict.fromkeys(
+        ["Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "ArgMax", "ArgMin"], by_shapes.reduction_signatures
+    ),
     **dict.fromkeys(("Gather", "GatherV2"), by_shapes.gather_signatures),
     "OneHot": by_shapes.one_hot_signatures,
 }
