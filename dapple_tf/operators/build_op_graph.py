@@ -152,7 +152,8 @@ class _Reading:
 
 
 def _known(tensor: TensorType) -> bool:
-    return tensor.shape is not None and None not in tensor.shape or tensor.dtype in ("variant", "resource", "string")
+    """Whether it is known how large a tensor is; handles have no size."""
+    return tensor.dtype in ("variant", "resource", "string") or (tensor.shape is not None and None not in tensor.shape)
 
 
 def _reads(reading: _Reading, order: Sequence[int]) -> Iterator[tuple[int, NodeDef, int]]:
@@ -162,8 +163,10 @@ def _reads(reading: _Reading, order: Sequence[int]) -> Iterator[tuple[int, NodeD
 
 
 def _edges(reading: _Reading, order: Sequence[int], number: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Edges by consumer, then by argument, and the sizes of the tensors that they read. Control edges come last, and
-    only to those that the consumer doesn't read from."""
+    """Edges by consumer, then by argument, and the sizes of the tensors that they read.
+
+    Control edges come last, and only from producers that the consumer doesn't read.
+    """
     tensors: dict[tuple[int, int], int] = {}
     sizes: list[int] = []
     rows: list[tuple[int, int, int, int]] = []

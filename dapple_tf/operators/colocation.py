@@ -1,4 +1,4 @@
-"""Which operators have to be on one device: a variable and all that touches it, stateful operators that share a handle."""
+"""Which operators have to be on one device: a variable and all that touches it, makers and readers of a handle."""
 
 from __future__ import annotations
 

@@ -105,9 +105,7 @@ class FunctionWork:
                 body = self._body(name, given)
                 total = 0.0
                 for node, made in body.signatures:
-                    if not calls_functions(node.op):
-                        total += self._costs.seconds(made, kind)
-                    elif self._costs.measured(made, kind) is not None:
+                    if not calls_functions(node.op) or self._costs.measured(made, kind) is not None:
                         total += self._costs.seconds(made, kind)
                     else:
                         total += self._costs.seconds(made, kind, self._run(node, made.inputs, kind, body.nodes))

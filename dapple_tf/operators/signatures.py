@@ -20,11 +20,8 @@ from graph_passes.graph import NodeDef, dtype_name
 from graph_passes.tensorflow_bridge import dtype_size, op_def
 
 _IRRELEVANT = frozenset(
-    # What a variable or a constant is called or holds, how random numbers begin, how shapes and calls were annotated.
-    (
-        "value shared_name container seed seed2 output_shapes shape element_shape config config_proto executor_type "
-        "parallel_iterations message summarize allowed_devices debug_name"
-    ).split()
+    # What a variable or a table is called, how random numbers begin, how calls are set up.
+    ("shared_name", "container", "seed", "seed2", "config", "config_proto", "executor_type", "parallel_iterations")
 )
 _ATTR_TYPES = frozenset({"int", "bool", "float", "string", "list(int)"})
 _QUOTED = "/:.,->+*()_"
@@ -39,14 +36,14 @@ class TensorType(NamedTuple):
     shape: tuple[int | None, ...] | None
 
     @property
-    def count(self) -> int:
+    def elements(self) -> int:
         """Number of elements; an unknown dimension counts as 1."""
         return math.prod(1 if size is None else size for size in self.shape or ())
 
     @property
     def bytes(self) -> int:
         """Size in memory; 0 for resources, variants and strings."""
-        return self.count * _size(self.dtype)
+        return self.elements * _size(self.dtype)
 
     def __str__(self) -> str:
         if self.shape is None:
@@ -104,7 +101,7 @@ def _tensors(text: str) -> tuple[TensorType, ...]:
     position = 0
     while position < len(text):
         match = _TENSOR.match(text, position)
-        if match is None or match.end() < len(text) and text[match.end()] != ",":
+        if match is None or text[match.end() : match.end() + 1] not in ("", ","):
             raise ValueError(f"{text!r} isn't a list of tensors such as float32[64,8],int32[]")
         dtype, dims = match.groups()
         sizes = None if dims == "*" else tuple(None if size == "?" else int(size) for size in dims.split(",") if size)
@@ -170,31 +167,26 @@ def output_dtype_names(node: NodeDef) -> tuple[str, ...]:
     """The dtype of each output, as `dtype_name` spells it; what `tensorflow_bridge.output_dtypes` tells, but faster."""
     attrs = node.attr
     found: list[str] = []
-    for fixed, type_attr, number_attr, list_attr in _output_args(node.op):
+    for default, type_attr, number_attr, list_attr in _output_args(node.op):
         if list_attr:
-            found += [_dtype_name(dtype) for dtype in (attrs[list_attr] if list_attr in attrs else fixed).list.type]
+            found += [_dtype_name(dtype) for dtype in attrs[list_attr].list.type] if list_attr in attrs else default
             continue
-        if not type_attr:
-            name = fixed
-        else:
-            name = _dtype_name(attrs[type_attr].type) if type_attr in attrs else fixed
-        if not number_attr:
-            found.append(name)
-        else:
-            found += [name] * (attrs[number_attr].i if number_attr in attrs else 1)
+        name = _dtype_name(attrs[type_attr].type) if type_attr in attrs else default[0]
+        count = attrs[number_attr].i if number_attr in attrs else 1
+        found += [name] * count
     return tuple(found)
 
 
 @functools.cache
-def _output_args(op: str) -> tuple[tuple[Any, str, str, str], ...]:
-    """Of each output argument: its dtype or the default, and the attributes that hold dtype, number and dtypes."""
+def _output_args(op: str) -> tuple[tuple[tuple[str, ...], str, str, str], ...]:
+    """Of each output argument: its default dtypes, and the attributes that hold its dtype, number and dtypes."""
     definition = op_def(op)
     defaults = {attr.name: attr.default_value for attr in definition.attr}
-    found: list[tuple[Any, str, str, str]] = []
+    found = []
     for arg in definition.output_arg:
         if arg.type_list_attr:
-            found.append((defaults[arg.type_list_attr], "", "", arg.type_list_attr))
+            dtypes = tuple(defaults[arg.type_list_attr].list.type)
         else:
-            dtype = defaults[arg.type_attr].type if arg.type_attr else arg.type
-            found.append((_dtype_name(dtype), arg.type_attr, arg.number_attr, ""))
+            dtypes = (defaults[arg.type_attr].type if arg.type_attr else arg.type,)
+        found.append((tuple(map(_dtype_name, dtypes)), arg.type_attr, arg.number_attr, arg.type_list_attr))
     return tuple(found)
