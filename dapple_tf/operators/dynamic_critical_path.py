@@ -67,6 +67,8 @@ def schedule_by_critical_path(
     tail: Sequence[float],
     previous: list[int] | None = None,
     limits: Sequence[float] | None = None,
+    *,
+    as_numbered: bool = False,
 ) -> tuple[list[int], list[int]]:
     """Place all operators, one after another.
 
@@ -79,11 +81,12 @@ def schedule_by_critical_path(
         tail: the path behind each of them, see `tails`.
         previous: devices in the previous round, taken for those of the operators that aren't placed yet.
         limits: what devices may hold, as far as that can be told here; None doesn't look.
+        as_numbered: take operators in the order of their numbers, that of the program, in which little is held at once.
 
     Returns:
         The devices and Q.
     """
-    return _Scheduler(problem, tail, previous, limits).run()
+    return _Scheduler(problem, tail, previous, limits).run(as_numbered)
 
 
 class _Scheduler:
@@ -105,7 +108,7 @@ class _Scheduler:
         self.stored = StoredBytes(problem)
         self.memory = None if limits is None else _AliveTensors(problem, limits)
 
-    def run(self) -> tuple[list[int], list[int]]:
+    def run(self, as_numbered: bool) -> tuple[list[int], list[int]]:
         problem = self.problem
         missing = [len(a) + len(b) for a, b in zip(problem.inputs, problem.waits, strict=True)]
         made = [0.0] * problem.count
@@ -113,8 +116,8 @@ class _Scheduler:
         for op in range(problem.count):
             if not missing[op]:
                 queue.push(op, 0.0)
-        for _ in range(problem.count):
-            op = queue.pop(min(slot.end for slot in self.slots))
+        for number in range(problem.count):
+            op = number if as_numbered else queue.pop(min(slot.end for slot in self.slots))
             self._place(op)
             end = self.finish[op]
             for tensor in problem.outputs[op]:

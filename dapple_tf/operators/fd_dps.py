@@ -99,11 +99,14 @@ def _within_memory(variant: Variant) -> list[Candidate]:
     found: list[Candidate] = []
     for share in _SHARES:
         limits = [share * limit for limit in problem.topology.memory_bytes.tolist()]
-        placed_pieces = schedule_by_critical_path(pieces.problem, tails(pieces.problem), limits=limits)[0]
-        devices = pieces.spread(placed_pieces)
         origin = f"dynamic critical paths within {share:.0%} of the memory"
-        # In the program's order little is held at once.
-        found += [scheduled(variant, devices, origin), judged(variant, devices, program, origin)]
+        for as_numbered in (False, True):
+            placing = schedule_by_critical_path(
+                pieces.problem, tails(pieces.problem), limits=limits, as_numbered=as_numbered
+            )
+            devices = pieces.spread(placing[0])
+            # In the program's order little is held at once.
+            found += [scheduled(variant, devices, origin), judged(variant, devices, program, origin)]
         if min(one.over for one in found) == 0:
             break
     return found
