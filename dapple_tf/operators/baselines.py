@@ -60,7 +60,11 @@ def data_parallel(graph: OpGraph, topology: Topology) -> DataParallelStep:
     stored = graph.stored_bytes
     batch = _of_batch(graph)
     gradients = _gradients(graph, batch)
-    share = np.where(batch[:, None], graph.launch_seconds + np.maximum(graph.seconds - graph.launch_seconds, 0) / count, graph.seconds)
+    share = np.where(
+        batch[:, None],
+        graph.launch_seconds + np.maximum(graph.seconds - graph.launch_seconds, 0) / count,
+        graph.seconds,
+    )
     share = np.minimum(share, graph.seconds)
     hops = [(i, (i + 1) % count) for i in range(count)] if count > 1 else []
 

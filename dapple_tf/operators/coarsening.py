@@ -61,9 +61,7 @@ class _Pieces:
         self.seconds = list(problem.mean_seconds)
         self.alone = [len(members) == 1 for members in problem.members]
         # The group that binds a piece; -1 for none.
-        self.bound = [
-            -1 if self.alone[group] and problem.pinned[group] < 0 else group for group in problem.group
-        ]
+        self.bound = [-1 if self.alone[group] and problem.pinned[group] < 0 else group for group in problem.group]
         self.group_parent = list(range(len(problem.members)))
         self.group_pin = list(problem.pinned)
         self.weight: list[dict[int, float]] = []  # of each operator: the operators that it needs -> transfer seconds
@@ -181,10 +179,15 @@ class _Pieces:
         edges = np.asarray(graph.edges, np.int64).reshape(-1, 4).copy()
         edges[:, :2] = piece[edges[:, :2]]
         edges = np.unique(edges[edges[:, 0] != edges[:, 1]], axis=0)
-        bound = np.array([self.find_group(self.bound[root]) if self.bound[root] >= 0 else -1 for root in order], np.int64)
+        bound = np.array(
+            [self.find_group(self.bound[root]) if self.bound[root] >= 0 else -1 for root in order], np.int64
+        )
         names: dict[int, int] = {}
         group_of = np.array(
-            [names.setdefault(int(group) if group >= 0 else -1 - index, len(names)) for index, group in enumerate(bound)],
+            [
+                names.setdefault(int(group) if group >= 0 else -1 - index, len(names))
+                for index, group in enumerate(bound)
+            ],
             np.int64,
         )
         pinned, stored = np.full(len(names), -1, np.int64), np.zeros(len(names))

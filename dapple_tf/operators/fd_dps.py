@@ -38,9 +38,7 @@ class Candidate(NamedTuple):
     origin: str
 
 
-def fd_dps(
-    graph: OpGraph, topology: Topology, *, split: bool = True, progress: Progress | None = None
-) -> OpPlacement:
+def fd_dps(graph: OpGraph, topology: Topology, *, split: bool = True, progress: Progress | None = None) -> OpPlacement:
     """Place operators."""
     del split
     tell = progress or (lambda text, share: None)

@@ -15,7 +15,9 @@ def run(problem: PlacementProblem, devices: list[int]) -> tuple[list[int], list[
     return order, start, finish, max(finish, default=0.0)
 
 
-def chain(problem: PlacementProblem, devices: list[int], order: list[int], start: list[float], finish: list[float]) -> list[tuple[int, int, bool]]:
+def chain(
+    problem: PlacementProblem, devices: list[int], order: list[int], start: list[float], finish: list[float]
+) -> list[tuple[int, int, bool]]:
     """The operators that bound the step, from the last: (operator, what it waited for or -1, whether for data)."""
     last_on = [-1] * problem.devices
     before = [-1] * problem.count
@@ -36,7 +38,10 @@ def chain(problem: PlacementProblem, devices: list[int], order: list[int], start
             p = problem.producer[tensor]
             a = finish[p]
             if devices[p] != devices[op]:
-                a += problem.latency[devices[p]][devices[op]] + problem.size[tensor] * problem.per_byte[devices[p]][devices[op]]
+                a += (
+                    problem.latency[devices[p]][devices[op]]
+                    + problem.size[tensor] * problem.per_byte[devices[p]][devices[op]]
+                )
             if a > latest:
                 best, latest = p, a
         for p in problem.waits[op]:
@@ -63,13 +68,17 @@ def local_search(problem: PlacementProblem, devices: list[int], budget: int) -> 
         moves = []
         for index, (op, cause, data) in enumerate(links):
             if cause >= 0 and data and devices[cause] != devices[op]:
-                moves.append((op, devices[cause])); moves.append((cause, devices[op]))
+                moves.append((op, devices[cause]))
+                moves.append((cause, devices[op]))
             elif not data:
                 # op queued behind cause: move either to where its data is or to idle devices
-                places = {devices[problem.producer[t]] for t in problem.inputs[op]} | {devices[r] for t in problem.outputs[op] for r in problem.readers[t]}
+                places = {devices[problem.producer[t]] for t in problem.inputs[op]} | {
+                    devices[r] for t in problem.outputs[op] for r in problem.readers[t]
+                }
                 places |= {min(range(problem.devices), key=lambda v: busy[v])}
                 for v in sorted(places):
-                    moves.append((op, v)); moves.append((cause, v))
+                    moves.append((op, v))
+                    moves.append((cause, v))
         seen = set()
         for op, v in moves:
             if devices[op] == v or (op, v) in seen or problem.pinned[problem.group[op]] >= 0:
