@@ -81,7 +81,9 @@ class _Placement:
             if name not in self.view:
                 raise PassError(f"operator {name!r} is to be placed, but the step has no such node")
         for name in devices.keys() ^ position.keys():
-            have, lack = ("a device", "a place in the order") if name in devices else ("a place in the order", "a device")
+            have, lack = (
+                ("a device", "a place in the order") if name in devices else ("a place in the order", "a device")
+            )
             raise PassError(f"operator {name!r} has {have} but not {lack}")
         if len(position) < len(self.options.order):
             twice = next(name for number, name in enumerate(self.options.order) if position[name] != number)

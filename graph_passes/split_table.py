@@ -156,6 +156,7 @@ _ELEMENTWISE = """
     ReciprocalGrad ReluGrad Relu6Grad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad SqrtGrad TanhGrad
     AddN ClipByValue SelectV2
 """
+_REDUCTIONS = "Sum Mean Max Min Prod All Any ArgMax ArgMin"
 
 _DERIVATIONS: dict[str, Derivation] = {
     **dict.fromkeys(_ROWS, _by_row),
@@ -179,7 +180,7 @@ _DERIVATIONS: dict[str, Derivation] = {
     "Reshape": by_shapes.reshape_signatures,
     **dict.fromkeys(("ExpandDims", "Squeeze"), by_shapes.units_signatures),
     **dict.fromkeys(("Transpose", "ConjugateTranspose"), by_shapes.transpose_signatures),
-    **dict.fromkeys("Sum Mean Max Min Prod All Any ArgMax ArgMin".split(), by_shapes.reduction_signatures),
+    **dict.fromkeys(_REDUCTIONS.split(), by_shapes.reduction_signatures),
     **dict.fromkeys(("Gather", "GatherV2"), by_shapes.gather_signatures),
     "OneHot": by_shapes.one_hot_signatures,
 }

@@ -125,9 +125,7 @@ class StepPlacer:
         own = _stage_graph(graph, topology.names[0])
         pinned = {name: topology.names.index(device) for (of, name), device in places.items() if of == stage}
         speeds = [self.cluster.devices[device].speed for device in devices]
-        operators = build_op_graph(
-            own, topology, self.costs, shapes, speeds=speeds, pinned=pinned, rules=split_rules
-        )
+        operators = build_op_graph(own, topology, self.costs, shapes, speeds=speeds, pinned=pinned, rules=split_rules)
         with Progress(f"placing {operators.count:,} operators on {topology.count} devices", 100) as bar:
             found = fd_dps(operators, topology, progress=bar.at)
         logger.info(
