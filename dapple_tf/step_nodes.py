@@ -18,6 +18,7 @@ from graph_passes.graph import (
     data_inputs,
 )
 from graph_passes.program import Program, Step
+from graph_passes.replicate import PHASE_NAMES
 from graph_passes.tasks import Phase, Task
 from graph_passes.tensorflow_bridge import dtype_size
 
@@ -41,6 +42,8 @@ _KINDS = {
     "normalizers": HOST,
 }
 """`PHASE_ATTR` of nodes that aren't tasks' calls -> kind."""
+_PHASES = {name: phase for phase, name in PHASE_NAMES.items()}
+"""`PHASE_ATTR` of tasks' calls, and of operators that were in them -> phase."""
 
 
 class StepNode(NamedTuple):
@@ -89,9 +92,10 @@ def step_nodes(program: Program) -> dict[str, StepNode]:
         phase = node.attr[PHASE_ATTR].s.decode() if PHASE_ATTR in node.attr else ""
         operator = CALL_ATTR in node.attr and node.op != "NoOp"
         task = tasks.get(node.name)
-        if operator and MICRO_BATCH_ATTR in node.attr:
-            task = _task_of(node, phase)
-        kind = entries.get(node.name) or (phase if operator and phase in TASKS else _KINDS.get(phase, ""))
+        kind = entries.get(node.name) or _KINDS.get(phase, "")
+        if operator and phase in _PHASES:
+            task = _task_of(node, _PHASES[phase])
+            kind = task.phase.value
         stage, replica = None, 0
         if task is not None:
             stage, replica = task.stage, task.replica
@@ -109,12 +113,10 @@ def step_nodes(program: Program) -> dict[str, StepNode]:
     return found
 
 
-def _task_of(node: NodeDef, phase: str) -> Task | None:
-    """The task of a single operator; None for those of metrics and accumulation."""
-    if phase not in TASKS:
-        return None
-    stage, micro_batch = int(node.attr[STAGE_ATTR].i), int(node.attr[MICRO_BATCH_ATTR].i)
-    return Task(stage, Phase(phase), micro_batch, int(node.attr[REPLICA_ATTR].i))
+def _task_of(node: NodeDef, phase: Phase) -> Task:
+    """The task of a single operator."""
+    stage, micro_batch, replica = (int(node.attr[name].i) for name in (STAGE_ATTR, MICRO_BATCH_ATTR, REPLICA_ATTR))
+    return Task(stage, phase, micro_batch, replica)
 
 
 def _replica(step: Step, stage: int, device: str) -> int:

@@ -296,8 +296,8 @@ class _Reading:
             node, device = self.nodes[name], self._index(name)
             if device not in known or not node.kind:
                 continue
-            assert device is not None
             if node.operator:
+                assert device is not None
                 self._add_operator(operators, name, device)
                 continue
             start, end = self._time(self.runs[name].start), self._time(self.runs[name].end)

@@ -9,7 +9,6 @@ from typing import ClassVar
 
 from graph_passes.graph import (
     CALL_ATTR,
-    GROUP_ATTR,
     MICRO_BATCH_ATTR,
     OWN_ATTRS,
     STAGE_ATTR,

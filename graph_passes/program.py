@@ -328,6 +328,7 @@ class Step:
         gradients: parameter -> its reduced gradient, on the first replica of its first stage; for checks.
         train: the node that has run when all variables have been updated.
         dissolved: stages that have no tasks any more: their operators are ordered one by one.
+        placed_on: devices of operators that were placed one by one.
     """
 
     layout: Layout
@@ -345,6 +346,7 @@ class Step:
     gradients: Mapping[str, Ref] = dataclasses.field(default_factory=dict)
     train: str | None = None
     dissolved: frozenset[int] = frozenset()
+    placed_on: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -122,6 +122,7 @@ def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
     assert step is not None
     layout = step.layout
     legal = {device for devices in (*layout.devices, *layout.homes) for device in devices}
+    legal |= step.placed_on
     legal |= {graph.nodes[ref.node].device for ref in step.feeds.values()}  # the host
     for node in graph:
         if node.op in _CALLS and node.device not in legal:

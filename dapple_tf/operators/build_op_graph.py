@@ -9,19 +9,22 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from dapple_tf.garbage import without_collection
 from dapple_tf.operators.colocation import colocate, pin
-from dapple_tf.operators.function_work import FunctionWork, calls_functions
+from dapple_tf.operators.function_work import FunctionWork
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.operators.op_graph import OpGraph, Topology
-from dapple_tf.operators.signatures import TensorType, output_dtype_names, signature
+from dapple_tf.operators.signatures import Fingerprints, OpSignature, TensorType, output_dtype_names, signature
 from graph_passes.graph import Graph, GraphDef, NodeDef, PassError, Ref
-from graph_passes.split_rules import SplitRule
-from graph_passes.tensorflow_bridge import Shape, infer_shapes
+from graph_passes.split_rules import SplitRule, split_rules
+from graph_passes.tensorflow_bridge import Shape, constant_value, infer_shapes, takes_functions
 
 logger = logging.getLogger(__name__)
 
-Rules: TypeAlias = Callable[[NodeDef, Sequence[Shape], Sequence[Shape]], tuple[SplitRule, ...]]
-"""(node, shapes of its data inputs, shapes of its outputs) -> how it can be split."""
+Rules: TypeAlias = Callable[
+    [NodeDef, Sequence[Shape | None], Sequence[Shape | None], Mapping[int, np.ndarray]], tuple[SplitRule, ...]
+]
+"""Node, shapes of its data inputs, shapes of its outputs, values of constant inputs -> rules; see `split_rules`."""
 
 _LEFT_OUT = frozenset({"Const", "Placeholder"})
 """Every device has its own copy of a constant, and batches come from the host."""
@@ -34,6 +37,7 @@ class _Inputs(NamedTuple):
     control: list[int]
 
 
+@without_collection
 def build_op_graph(
     graph: GraphDef,
     topology: Topology,
@@ -42,7 +46,7 @@ def build_op_graph(
     *,
     speeds: Sequence[float] | None = None,
     pinned: Mapping[str, int] | None = None,
-    rules: Rules | None = None,
+    rules: Rules | None = split_rules,
 ) -> OpGraph:
     """The operators of a flat graph with their costs.
 
@@ -54,7 +58,7 @@ def build_op_graph(
             counts as 1 here: that is logged.
         speeds: of each device, `Device.speed`; None is 1 for each.
         pinned: name of a variable -> index of the device that keeps it already; others can be anywhere.
-        rules: how an operator can be split, asked where all shapes are known; None splits nothing.
+        rules: how operators can be split; None splits nothing.
 
     Raises:
         PassError: the graph has a cycle or an unknown op, or ``pinned`` contradicts the graph.
@@ -82,6 +86,20 @@ def build_op_graph(
     )
 
 
+def operator_signatures(graph: GraphDef, shapes: Mapping[Ref, Shape | None]) -> dict[str, OpSignature]:
+    """Node -> what its time depends on, for all operators of a flat graph: under what `build_op_graph` asks for it.
+
+    Args:
+        graph: a flat graph.
+        shapes: of all tensors, the same as for `build_op_graph`.
+
+    Raises:
+        PassError: an op is unknown.
+    """
+    reading = _Reading(graph, shapes)
+    return {node.name: reading.signature(index) for index, node in enumerate(reading.nodes) if node.op not in _LEFT_OUT}
+
+
 class _Reading:
     """A graph, indexed: nodes by position, tensors by node and output."""
 
@@ -101,6 +119,7 @@ class _Reading:
                     data.append((position[name], output))
             self.inputs.append(_Inputs(data, control))
         self.shapes = shapes
+        self.fingerprints = Fingerprints(graph.library)
         self.outputs = [self._outputs(node) for node in self.nodes]
         unknown = [node for node, made in zip(self.nodes, self.outputs, strict=True) if not all(map(_known, made))]
         if unknown:
@@ -119,6 +138,11 @@ class _Reading:
     def read(self, index: int) -> tuple[TensorType, ...]:
         """The tensors that a node reads."""
         return tuple([self.outputs[producer][output] for producer, output in self.inputs[index].data])
+
+    def signature(self, index: int) -> OpSignature:
+        """What a node's time depends on."""
+        node = self.nodes[index]
+        return signature(node, self.read(index), self.outputs[index], self.fingerprints.of(node))
 
     def order(self) -> list[int]:
         """The operators' positions, producers first; those that are ready at the same time in the graph's order.
@@ -152,7 +176,8 @@ class _Reading:
 
 
 def _known(tensor: TensorType) -> bool:
-    return tensor.shape is not None and None not in tensor.shape or tensor.dtype in ("variant", "resource", "string")
+    """Whether it is known how large a tensor is; handles have no size."""
+    return tensor.dtype in ("variant", "resource", "string") or (tensor.shape is not None and None not in tensor.shape)
 
 
 def _reads(reading: _Reading, order: Sequence[int]) -> Iterator[tuple[int, NodeDef, int]]:
@@ -162,8 +187,10 @@ def _reads(reading: _Reading, order: Sequence[int]) -> Iterator[tuple[int, NodeD
 
 
 def _edges(reading: _Reading, order: Sequence[int], number: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Edges by consumer, then by argument, and the sizes of the tensors that they read. Control edges come last, and
-    only to those that the consumer doesn't read from."""
+    """Edges by consumer, then by argument, and the sizes of the tensors that they read.
+
+    Control edges come last, and only from producers that the consumer doesn't read.
+    """
     tensors: dict[tuple[int, int], int] = {}
     sizes: list[int] = []
     rows: list[tuple[int, int, int, int]] = []
@@ -204,8 +231,8 @@ def _seconds(
     by_kind = np.zeros((len(order), len(columns)))
     for number, index in enumerate(order):
         node = reading.nodes[index]
-        made = signature(node, reading.read(index), reading.outputs[index])
-        if calls_functions(node.op):
+        made = reading.signature(index)
+        if takes_functions(node.op):
             for column, kind in enumerate(columns):
                 by_kind[number, column] = functions.seconds(node, made, kind)
         else:
@@ -216,13 +243,15 @@ def _seconds(
 
 def _splits(reading: _Reading, order: Sequence[int], rules: Rules) -> dict[int, tuple[SplitRule, ...]]:
     found = {}
+    constants: dict[int, np.ndarray] = {}
     for number, index in enumerate(order):
-        tensors = (*reading.read(index), *reading.outputs[index])
-        if not all(map(_known, tensors)) or any(tensor.dtype in ("variant", "resource") for tensor in tensors):
-            continue
-        inputs, outputs = (
-            [tensor.shape or () for tensor in side] for side in (reading.read(index), reading.outputs[index])
-        )
-        if options := rules(reading.nodes[index], inputs, outputs):
+        known = {}
+        for argument, (producer, _) in enumerate(reading.inputs[index].data):
+            if reading.nodes[producer].op == "Const" and reading.outputs[producer][0].dtype in ("int32", "int64"):
+                if producer not in constants:
+                    constants[producer] = constant_value(reading.nodes[producer])
+                known[argument] = constants[producer]
+        inputs, outputs = ([tensor.shape for tensor in side] for side in (reading.read(index), reading.outputs[index]))
+        if options := rules(reading.nodes[index], inputs, outputs, known):
             found[number] = options
     return found

@@ -34,6 +34,9 @@ KINDS = (*(FREE, MEMORY, POOL, MATMUL, CONV, CONV_FILTER, WINOGRAD, WINOGRAD_FIL
 _FEWEST_CHANNELS = 16
 """With fewer channels, Winograd's transforms cost more than they save."""
 
+_MOST_IN_A_SHAPE = 16
+"""Integers; more are data."""
+
 
 class Work(NamedTuple):
     """What one run of an operator takes, whatever the device.
@@ -58,10 +61,14 @@ def work(signature: OpSignature) -> Work:
 
     Loops, branches and calls aren't single operators: see `function_work.py`.
     """
-    found = _RULES.get(signature.op)
-    if found is not None:
-        return found(signature)
-    return _elementwise(signature)
+    if all(map(_on_host, signature.inputs)) and all(map(_on_host, signature.outputs)):
+        return _free(signature)
+    return _RULES.get(signature.op, _elementwise)(signature)
+
+
+def _on_host(tensor: TensorType) -> bool:
+    """Whether a tensor is a shape, an axis or the like, which the host computes with while the device is busy."""
+    return tensor.dtype in ("int32", "int64", "bool") and tensor.elements <= _MOST_IN_A_SHAPE
 
 
 def _read(signature: OpSignature) -> int:
@@ -95,7 +102,7 @@ def _free(signature: OpSignature) -> Work:
 def _elementwise(signature: OpSignature) -> Work:
     """Reads all and writes all; a few operations per element are hidden behind that."""
     tensors = (*signature.inputs, *signature.outputs)
-    return _product(signature, MEMORY, max((tensor.count for tensor in tensors), default=0))
+    return _product(signature, MEMORY, max((tensor.elements for tensor in tensors), default=0))
 
 
 def _copied(factor: int) -> Callable[[OpSignature], Work]:
@@ -117,7 +124,7 @@ def _scatter(signature: OpSignature) -> Work:
     """Reads rows (the last input) and their numbers, and reads and writes as many rows of a variable or tensor."""
     *_, indices, updates = signature.inputs if len(signature.inputs) > 1 else (*signature.inputs, *signature.inputs)
     copied = 2 * _written(signature)  # Of a tensor rather than a variable.
-    return Work(MEMORY, updates.count, 3 * updates.bytes + indices.bytes + copied, 0.0, _dtype(signature))
+    return Work(MEMORY, updates.elements, 3 * updates.bytes + indices.bytes + copied, 0.0, _dtype(signature))
 
 
 def _apply(passes: float) -> Callable[[OpSignature], Work]:
@@ -125,7 +132,7 @@ def _apply(passes: float) -> Callable[[OpSignature], Work]:
 
     def rule(signature: OpSignature) -> Work:
         largest = max(signature.inputs, key=lambda tensor: tensor.bytes, default=TensorType("float32", ()))
-        return Work(MEMORY, passes * largest.count, passes * largest.bytes, 0.0, largest.dtype)
+        return Work(MEMORY, passes * largest.elements, passes * largest.bytes, 0.0, largest.dtype)
 
     return rule
 
@@ -134,7 +141,7 @@ def _apply(passes: float) -> Callable[[OpSignature], Work]:
 
 
 def _matmul(signature: OpSignature) -> Work:
-    first, out = _sizes(signature.inputs[0]), signature.outputs[0].count
+    first, out = _sizes(signature.inputs[0]), signature.outputs[0].elements
     flipped = "true" in (signature.attr("transpose_a"), signature.attr("adj_x"))
     depth = first[-2 if flipped else -1] if len(first) > 1 else 1
     return _product(signature, MATMUL, 2.0 * out * depth, depth)
@@ -191,7 +198,7 @@ def _backward_filter(signature: OpSignature) -> Work:
 def _convolution(signature: OpSignature, filters: tuple[int, ...], out: TensorType, kinds: tuple[str, str]) -> Work:
     """Each element of the output is an inner product over the filter's window and input channels."""
     depth = math.prod(filters[:-1])
-    return _product(signature, kinds[not _winograd(signature, filters)], 2.0 * out.count * depth, depth)
+    return _product(signature, kinds[not _winograd(signature, filters)], 2.0 * out.elements * depth, depth)
 
 
 def _depthwise(kind: str, filters_of: Callable[[OpSignature], TensorType]) -> Callable[[OpSignature], Work]:
@@ -200,7 +207,7 @@ def _depthwise(kind: str, filters_of: Callable[[OpSignature], TensorType]) -> Ca
     def rule(signature: OpSignature) -> Work:
         out = signature.outputs[0] if len(signature.inputs) < 3 else signature.inputs[2]
         window = math.prod(_sizes(filters_of(signature))[:2])
-        return _product(signature, kind, 2.0 * out.count * window)
+        return _product(signature, kind, 2.0 * out.elements * window)
 
     return rule
 
@@ -208,8 +215,8 @@ def _depthwise(kind: str, filters_of: Callable[[OpSignature], TensorType]) -> Ca
 def _pool(signature: OpSignature) -> Work:
     """Reads its windows, which cover the input about once, and writes."""
     window = math.prod(signature.numbers("ksize")) or 1
-    pooled = min((*signature.inputs, *signature.outputs), key=lambda tensor: tensor.count or math.inf)
-    return _product(signature, POOL, float(window * pooled.count))
+    pooled = min((*signature.inputs, *signature.outputs), key=lambda tensor: tensor.elements or math.inf)
+    return _product(signature, POOL, float(window * pooled.elements))
 
 
 # ---- normalization and reductions over rows
@@ -222,84 +229,71 @@ def _passes(read: int, write: int = 1) -> Callable[[OpSignature], Work]:
         source = max(signature.inputs, key=lambda tensor: tensor.bytes)
         target = max(signature.outputs, key=lambda tensor: tensor.bytes)
         size = read * source.bytes + write * target.bytes
-        return Work(MEMORY, float(4 * source.count), size, 0.0, _dtype(signature))
+        return Work(MEMORY, float(4 * source.elements), size, 0.0, _dtype(signature))
 
     return rule
 
 
+def _named(ops: str, rule: Callable[[OpSignature], Work]) -> dict[str, Callable[[OpSignature], Work]]:
+    return dict.fromkeys(ops.split(), rule)
+
+
 _RULES: Mapping[str, Callable[[OpSignature], Work]] = {
-    **dict.fromkeys(
-        (
-            # Nothing, or the same buffer under another shape or name.
-            "NoOp Identity IdentityN Reshape ExpandDims Squeeze StopGradient PreventGradient "
-            "Const Placeholder PlaceholderWithDefault VarHandleOp ReadVariableOp EnsureShape Bitcast "
-            "Snapshot "
-            # What the host tells of a tensor.
-            "Shape ShapeN Size Rank BroadcastGradientArgs BroadcastArgs ReductionIndices VariableShape "
-            "VarIsInitializedOp Assert ControlTrigger _Arg _Retval _DeviceArg _DeviceRetval "
-            # Handles of lists; what they hold is counted when it is put in or taken out.
-            "TensorListReserve EmptyTensorList TensorListLength TensorListElementShape TensorListSetItem "
-            "TensorListGetItem TensorListPushBack TensorListPopBack TensorListResize TensorListPushBackBatch "
-            "MutexV2 MutexLock DestroyResourceOp"
-        ).split(),
+    # Nothing, or the same buffer under another shape or name.
+    **_named(
+        "NoOp Identity IdentityN Reshape ExpandDims Squeeze StopGradient PreventGradient Snapshot Const Placeholder "
+        "PlaceholderWithDefault VarHandleOp ReadVariableOp EnsureShape Bitcast",
         _free,
     ),
-    **dict.fromkeys(
-        (
-            "Slice StridedSlice Split SplitV Unpack Pack Concat ConcatV2 Transpose Tile BroadcastTo Pad PadV2 "
-            "MirrorPad Reverse ReverseV2 Roll SpaceToBatchND BatchToSpaceND SpaceToDepth DepthToSpace "
-            "TensorListStack TensorListConcatV2 TensorListFromTensor TensorListGather TensorListSplit "
-            "DeepCopy Copy ParallelConcat Diag DiagV2 MatrixDiagV3 MatrixDiagPartV3"
-        ).split(),
+    # What the host tells of a tensor.
+    **_named(
+        "Shape ShapeN Size Rank BroadcastGradientArgs BroadcastArgs VariableShape VarIsInitializedOp Assert "
+        "ControlTrigger MutexV2 MutexLock DestroyResourceOp",
+        _free,
+    ),
+    # Handles of lists; what they hold is counted when it is put together or taken apart.
+    **_named(
+        "TensorListReserve EmptyTensorList TensorListLength TensorListElementShape TensorListSetItem TensorListGetItem "
+        "TensorListPushBack TensorListPopBack TensorListResize TensorListPushBackBatch",
+        _free,
+    ),
+    **_named(
+        "Slice StridedSlice Split SplitV Unpack Pack Concat ConcatV2 Transpose Tile BroadcastTo Pad PadV2 MirrorPad "
+        "Reverse ReverseV2 Roll SpaceToBatchND BatchToSpaceND SpaceToDepth DepthToSpace TensorListStack "
+        "TensorListConcatV2 TensorListFromTensor TensorListGather TensorListSplit DeepCopy ParallelConcat Diag "
+        "MatrixDiagV3 MatrixDiagPartV3",
         _copied(2),
     ),
-    **dict.fromkeys("Fill ZerosLike OnesLike Range LinSpace Empty Zeros OneHot".split(), _copied(1)),
-    **dict.fromkeys("Gather GatherV2 GatherNd ResourceGather ResourceGatherNd DynamicPartition".split(), _gather),
-    **dict.fromkeys(
-        (
-            "ScatterNd TensorScatterUpdate TensorScatterAdd ResourceScatterAdd ResourceScatterSub "
-            "ResourceScatterUpdate ResourceScatterNdUpdate ResourceScatterNdAdd"
-        ).split(),
+    **_named("Fill ZerosLike OnesLike Range LinSpace Empty OneHot", _copied(1)),
+    **_named("Gather GatherV2 GatherNd ResourceGather ResourceGatherNd DynamicPartition", _gather),
+    **_named(
+        "ScatterNd TensorScatterUpdate TensorScatterAdd ResourceScatterAdd ResourceScatterSub ResourceScatterUpdate "
+        "ResourceScatterNdUpdate ResourceScatterNdAdd",
         _scatter,
     ),
     # An update reads the gradient, and reads and writes the variable and each slot.
     "AssignVariableOp": _apply(2.0),
-    "AssignAddVariableOp": _apply(3.0),
-    "AssignSubVariableOp": _apply(3.0),
-    "ResourceApplyGradientDescent": _apply(3.0),
-    "ResourceApplyMomentum": _apply(5.0),
-    "ResourceApplyKerasMomentum": _apply(5.0),
-    "ResourceSparseApplyMomentum": _apply(5.0),
-    "ResourceSparseApplyKerasMomentum": _apply(5.0),
-    "ResourceApplyAdagradV2": _apply(5.0),
-    "ResourceApplyRMSProp": _apply(7.0),
-    "ResourceApplyCenteredRMSProp": _apply(9.0),
-    "ResourceApplyAdam": _apply(7.0),
-    "ResourceApplyAdamWithAmsgrad": _apply(9.0),
-    "ResourceApplyAdadelta": _apply(7.0),
-    "ResourceApplyFtrlV2": _apply(7.0),
-    **dict.fromkeys(
-        "MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 SparseMatMul _FusedMatMul".split(),
-        _matmul,
-    ),
-    **dict.fromkeys("Einsum XlaEinsum".split(), _einsum),
-    **dict.fromkeys("Conv2D Conv3D _FusedConv2D".split(), _forward),
-    **dict.fromkeys("Conv2DBackpropInput Conv3DBackpropInputV2".split(), _backward_input),
-    **dict.fromkeys("Conv2DBackpropFilter Conv3DBackpropFilterV2".split(), _backward_filter),
+    **_named("AssignAddVariableOp AssignSubVariableOp ResourceApplyGradientDescent", _apply(3.0)),
+    **_named("ResourceApplyMomentum ResourceApplyKerasMomentum ResourceApplyAdagradV2", _apply(5.0)),
+    **_named("ResourceApplyAdam ResourceApplyRMSProp ResourceApplyAdadelta ResourceApplyFtrlV2", _apply(7.0)),
+    **_named("ResourceApplyAdamWithAmsgrad ResourceApplyCenteredRMSProp", _apply(9.0)),
+    **_named("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3", _matmul),
+    **_named("Einsum XlaEinsum", _einsum),
+    **_named("Conv2D Conv3D", _forward),
+    **_named("Conv2DBackpropInput Conv3DBackpropInputV2", _backward_input),
+    **_named("Conv2DBackpropFilter Conv3DBackpropFilterV2", _backward_filter),
     "DepthwiseConv2dNative": _depthwise(DEPTHWISE, lambda signature: signature.inputs[1]),
     "DepthwiseConv2dNativeBackpropInput": _depthwise(DEPTHWISE, lambda signature: signature.inputs[1]),
     "DepthwiseConv2dNativeBackpropFilter": _depthwise(DEPTHWISE_FILTER, lambda signature: signature.outputs[0]),
-    **dict.fromkeys(
-        (
-            "MaxPool MaxPoolV2 AvgPool MaxPool3D AvgPool3D MaxPoolGrad MaxPoolGradV2 AvgPoolGrad MaxPool3DGrad "
-            "AvgPool3DGrad MaxPoolWithArgmax MaxPoolGradWithArgmax"
-        ).split(),
+    **_named(
+        "MaxPool MaxPoolV2 AvgPool MaxPool3D AvgPool3D MaxPoolGrad MaxPoolGradV2 AvgPoolGrad MaxPool3DGrad "
+        "AvgPool3DGrad MaxPoolWithArgmax MaxPoolGradWithArgmax",
         _pool,
     ),
     # Statistics first, then the result.
-    **dict.fromkeys("FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3".split(), _passes(2)),
-    **dict.fromkeys("FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3".split(), _passes(4)),
+    **_named("FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3", _passes(2)),
+    **_named("FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3", _passes(4)),
     # Maximum and sum, then the result.
-    **dict.fromkeys("Softmax LogSoftmax".split(), _passes(2)),
-    **dict.fromkeys("SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits".split(), _passes(3)),
+    **_named("Softmax LogSoftmax", _passes(2)),
+    **_named("SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits", _passes(3)),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -10,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.operators.signatures import OpSignature, TensorType, output_dtype_names, signature
+from dapple_tf.operators.signatures import Fingerprints, OpSignature, TensorType, output_dtype_names, signature
 from graph_passes.graph import GraphDef, NodeDef, PassError, Ref, data_inputs
-from graph_passes.tensorflow_bridge import constant_value, function_graph, infer_shapes, op_def
+from graph_passes.tensorflow_bridge import constant_value, function_graph, infer_shapes, op_def, takes_functions
 
 logger = logging.getLogger(__name__)
 
@@ -21,12 +20,6 @@ _PASSED_ON = frozenset({"Identity", "Cast", "StopGradient", "EnsureShape"})
 _COMPARED = frozenset({"Less", "LessEqual"})
 _DEEPEST = 32
 """Calls within calls: more is a function that calls itself."""
-
-
-@functools.cache
-def calls_functions(op: str) -> bool:
-    """Whether an op runs functions that are among its attributes."""
-    return any(attr.type in ("func", "list(func)") for attr in op_def(op).attr)
 
 
 class _Body(NamedTuple):
@@ -55,6 +48,7 @@ class FunctionWork:
 
     def __init__(self, graph: GraphDef, costs: OperatorCosts) -> None:
         self._library = graph.library
+        self._fingerprints = Fingerprints(graph.library)
         self._nodes = {node.name: node for node in graph.node}
         self._costs = costs
         self._bodies: dict[tuple[str, tuple[TensorType, ...]], _Body] = {}
@@ -105,9 +99,7 @@ class FunctionWork:
                 body = self._body(name, given)
                 total = 0.0
                 for node, made in body.signatures:
-                    if not calls_functions(node.op):
-                        total += self._costs.seconds(made, kind)
-                    elif self._costs.measured(made, kind) is not None:
+                    if not takes_functions(node.op) or self._costs.measured(made, kind) is not None:
                         total += self._costs.seconds(made, kind)
                     else:
                         total += self._costs.seconds(made, kind, self._run(node, made.inputs, kind, body.nodes))
@@ -138,7 +130,7 @@ class FunctionWork:
                 if node.op not in ("Placeholder", "Const"):
                     inputs = [tensor(ref) for ref in data_inputs(node)]
                     outputs = [tensor(Ref(node.name, output)) for output in range(len(dtypes[node.name]))]
-                    found.append((node, signature(node, inputs, outputs)))
+                    found.append((node, signature(node, inputs, outputs, self._fingerprints.of(node))))
             self._bodies[key] = _Body(nodes, arguments, results, tuple(found))
         return self._bodies[key]
 

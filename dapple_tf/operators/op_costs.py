@@ -31,22 +31,22 @@ class MeanSeconds(NamedTuple):
     """The running mean of measured times.
 
     Attributes:
-        count: how many were averaged.
+        times: how many were averaged.
         seconds: their mean.
     """
 
-    count: int
+    times: int
     seconds: float
 
     def add(self, seconds: float) -> MeanSeconds:
-        """Iterative averaging, C of formula 1: mean' = mean + (seconds - mean) / count'."""
-        count = self.count + 1
-        return MeanSeconds(count, self.seconds + (seconds - self.seconds) / count)
+        """Iterative averaging, C of formula 1: mean' = mean + (seconds - mean) / times'."""
+        times = self.times + 1
+        return MeanSeconds(times, self.seconds + (seconds - self.seconds) / times)
 
     def merge(self, other: MeanSeconds) -> MeanSeconds:
         """The mean of both."""
-        count = self.count + other.count
-        return MeanSeconds(count, (self.count * self.seconds + other.count * other.seconds) / count)
+        times = self.times + other.times
+        return MeanSeconds(times, (self.times * self.seconds + other.times * other.seconds) / times)
 
 
 def device_kind(name: str) -> str:
@@ -100,23 +100,23 @@ class OperatorCosts:
 
     # ---- measured
 
-    def add(self, signature: OpSignature, kind: str, seconds: float, *, count: int = 1) -> None:
-        """Takes in a measured time, or the mean of ``count`` ones.
+    def add(self, signature: OpSignature, kind: str, seconds: float, *, times: int = 1) -> None:
+        """Takes in a measured time, or the mean of ``times`` ones.
 
         Raises:
-            OperatorCostsError: the time isn't finite and at least 0, or the count isn't at least 1.
+            OperatorCostsError: the time isn't finite and at least 0, or ``times`` isn't at least 1.
         """
-        if not (math.isfinite(seconds) and seconds >= 0 and count >= 1):
+        if not (math.isfinite(seconds) and seconds >= 0 and times >= 1):
             raise OperatorCostsError(
-                f"{signature.op} was measured {count} times at {seconds} s on {kind}; times must be finite and at least "
-                f"0, counts at least 1"
+                f"{signature.op} was measured {times} times at {seconds} s on {kind}; that must be at least once, and "
+                f"finite and at least 0 s"
             )
         means = self._means.setdefault(kind, {})
         before = means.get(signature)
         if before is None:
-            means[signature] = MeanSeconds(count, seconds)
+            means[signature] = MeanSeconds(times, seconds)
         else:
-            means[signature] = before.add(seconds) if count == 1 else before.merge(MeanSeconds(count, seconds))
+            means[signature] = before.add(seconds) if times == 1 else before.merge(MeanSeconds(times, seconds))
         self._ratios.pop(kind, None)
         self._estimates.clear()
 
@@ -124,7 +124,7 @@ class OperatorCosts:
         """Takes in all that another one has measured."""
         for kind, means in other._means.items():
             for signature, mean in means.items():
-                self.add(signature, kind, mean.seconds, count=mean.count)
+                self.add(signature, kind, mean.seconds, times=mean.times)
 
     def measured(self, signature: OpSignature, kind: str) -> MeanSeconds | None:
         """The mean of an operator's measured times; None if it wasn't measured."""
@@ -287,13 +287,13 @@ def _roofline(entry: dict[str, Any], where: str) -> Roofline:
 
 def _add_measured(costs: OperatorCosts, kind: str, spelled: str, mean: Any, where: str) -> None:
     match mean:
-        case [int(count), int(seconds) | float(seconds)] if not isinstance(count, bool):
+        case [int(times), int(seconds) | float(seconds)] if not isinstance(times, bool):
             pass
         case _:
             raise OperatorCostsError(
                 f"{where}: {short(spelled)} has {short(mean)}; it must be [number of measurements, mean seconds]"
             )
     try:
-        costs.add(OpSignature.parse(spelled), kind, float(seconds), count=count)
+        costs.add(OpSignature.parse(spelled), kind, float(seconds), times=times)
     except (ValueError, OverflowError) as error:
         raise OperatorCostsError(f"{where}: {clip(str(error))}") from error

@@ -38,7 +38,7 @@ class Roofline:
         flops: float32 operations/s at most.
         bandwidth: bytes/s of its memory at most.
         launch: seconds that starting any kernel costs.
-        compute: kind of work -> the share of ``flops`` that its kernels get; above 1 for algorithms that save operations.
+        compute: kind of work -> the share of ``flops`` that its kernels get; above 1 where an algorithm saves some.
         memory: the share of ``bandwidth`` that kernels get.
         pool: the same for pooling.
         half_depth: length of inner products at which matrix products and convolutions get half of their share.
@@ -115,8 +115,8 @@ P100 = Roofline(
     half_depth=14.0,
     dtypes={"float16": 2.0, "float64": 0.5},
 )
-"""NVIDIA's Tesla P100 (SXM2): 10.6 TFLOPS in float32, 732 GB/s, by its data sheet. The shares are fitted to FD-DPS, table
-6 (VGG-16, 64 images of 224 x 224), see `OperatorCosts.p100`."""
+"""NVIDIA's Tesla P100 (SXM2): 10.6 TFLOPS in float32, 732 GB/s, by its data sheet. The shares are fitted to FD-DPS,
+table 6 (VGG-16, 64 images of 224 x 224), see `OperatorCosts.p100`."""
 
 GPU = Roofline(
     flops=14e12,

@@ -8,6 +8,7 @@ on constructing O').
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import re
 import urllib.parse
@@ -15,16 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from tensorflow.core.framework import types_pb2
 
 from graph_passes.graph import NodeDef, dtype_name
-from graph_passes.tensorflow_bridge import dtype_size, op_def
+from graph_passes.resource_use import called_functions
+from graph_passes.tensorflow_bridge import FunctionDefLibrary, dtype_size, op_def, takes_functions
 
 _IRRELEVANT = frozenset(
-    # What a variable or a constant is called or holds, how random numbers begin, how shapes and calls were annotated.
-    (
-        "value shared_name container seed seed2 output_shapes shape element_shape config config_proto executor_type "
-        "parallel_iterations message summarize allowed_devices debug_name"
-    ).split()
+    # What a variable or a table is called, how random numbers begin, how calls are set up, and hints.
+    {"shared_name", "container", "seed", "seed2", "config", "config_proto", "executor_type", "parallel_iterations"}
+    | {"grad_a", "grad_b", "grad_x", "grad_y"}
 )
 _ATTR_TYPES = frozenset({"int", "bool", "float", "string", "list(int)"})
 _QUOTED = "/:.,->+*()_"
@@ -39,14 +40,14 @@ class TensorType(NamedTuple):
     shape: tuple[int | None, ...] | None
 
     @property
-    def count(self) -> int:
+    def elements(self) -> int:
         """Number of elements; an unknown dimension counts as 1."""
         return math.prod(1 if size is None else size for size in self.shape or ())
 
     @property
     def bytes(self) -> int:
         """Size in memory; 0 for resources, variants and strings."""
-        return self.count * _size(self.dtype)
+        return self.elements * _size(self.dtype)
 
     def __str__(self) -> str:
         if self.shape is None:
@@ -104,7 +105,7 @@ def _tensors(text: str) -> tuple[TensorType, ...]:
     position = 0
     while position < len(text):
         match = _TENSOR.match(text, position)
-        if match is None or match.end() < len(text) and text[match.end()] != ",":
+        if match is None or text[match.end() : match.end() + 1] not in ("", ","):
             raise ValueError(f"{text!r} isn't a list of tensors such as float32[64,8],int32[]")
         dtype, dims = match.groups()
         sizes = None if dims == "*" else tuple(None if size == "?" else int(size) for size in dims.split(",") if size)
@@ -115,10 +116,8 @@ def _tensors(text: str) -> tuple[TensorType, ...]:
 
 @functools.cache
 def _size(dtype: str) -> int:
-    special = {"float32": "DT_FLOAT", "float64": "DT_DOUBLE", "float16": "DT_HALF"}
-    from tensorflow.core.framework import types_pb2
-
-    return dtype_size(types_pb2.DataType.Value(special.get(dtype, f"DT_{dtype.upper()}")))
+    number = next((number for number in types_pb2.DataType.values() if number and dtype_name(number) == dtype), None)
+    return 0 if number is None else dtype_size(number)
 
 
 @functools.cache
@@ -126,13 +125,16 @@ def _dtype_name(dtype: int) -> str:
     return dtype_name(dtype % 100)  # From 100 on they are references to variables.
 
 
-def signature(node: NodeDef, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> OpSignature:
+def signature(
+    node: NodeDef, inputs: Sequence[TensorType], outputs: Sequence[TensorType], functions: str = ""
+) -> OpSignature:
     """The signature of a node of a graph.
 
     Args:
         node: a primitive op.
         inputs: the tensors that it reads.
         outputs: the tensors that it makes.
+        functions: what tells the functions that it runs from others; empty if it runs none.
 
     Raises:
         PassError: TensorFlow doesn't know the op.
@@ -141,7 +143,44 @@ def signature(node: NodeDef, inputs: Sequence[TensorType], outputs: Sequence[Ten
     attrs = node.attr
     for name, default, text in _relevant(node.op):
         found.append((name, text(attrs[name]) if name in attrs else default))
+    if functions:
+        found.append(("functions", functions))
     return OpSignature(node.op, tuple(found), tuple(inputs), tuple(outputs))
+
+
+class Fingerprints:
+    """Tells functions of a library apart by what they compute, whatever their names.
+
+    Args:
+        library: the functions.
+    """
+
+    def __init__(self, library: FunctionDefLibrary) -> None:
+        self._functions = {function.signature.name: function for function in library.function}
+        self._found: dict[str, str] = {}
+
+    def of(self, node: NodeDef) -> str:
+        """A hash of the functions that a node runs; empty if it runs none."""
+        if not takes_functions(node.op):
+            return ""
+        return _hash([self._function(name) for name in called_functions(node, self._functions)])
+
+    def _function(self, name: str) -> str:
+        if name not in self._found:
+            self._found[name] = ""  # for functions that call themselves
+            lines = []
+            for node in self._functions[name].node_def:
+                attrs = [f"{key}={text(node.attr[key])}" for key, _, text in _relevant(node.op) if key in node.attr]
+                value = (
+                    node.attr["value"].tensor.SerializeToString(deterministic=True).hex() if node.op == "Const" else ""
+                )
+                lines.append(" ".join([node.op, *attrs, value, self.of(node)]))
+            self._found[name] = _hash(sorted(lines))
+        return self._found[name]
+
+
+def _hash(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 @functools.cache
@@ -170,31 +209,26 @@ def output_dtype_names(node: NodeDef) -> tuple[str, ...]:
     """The dtype of each output, as `dtype_name` spells it; what `tensorflow_bridge.output_dtypes` tells, but faster."""
     attrs = node.attr
     found: list[str] = []
-    for fixed, type_attr, number_attr, list_attr in _output_args(node.op):
+    for default, type_attr, number_attr, list_attr in _output_args(node.op):
         if list_attr:
-            found += [_dtype_name(dtype) for dtype in (attrs[list_attr] if list_attr in attrs else fixed).list.type]
+            found += [_dtype_name(dtype) for dtype in attrs[list_attr].list.type] if list_attr in attrs else default
             continue
-        if not type_attr:
-            name = fixed
-        else:
-            name = _dtype_name(attrs[type_attr].type) if type_attr in attrs else fixed
-        if not number_attr:
-            found.append(name)
-        else:
-            found += [name] * (attrs[number_attr].i if number_attr in attrs else 1)
+        name = _dtype_name(attrs[type_attr].type) if type_attr in attrs else default[0]
+        count = attrs[number_attr].i if number_attr in attrs else 1
+        found += [name] * count
     return tuple(found)
 
 
 @functools.cache
-def _output_args(op: str) -> tuple[tuple[Any, str, str, str], ...]:
-    """Of each output argument: its dtype or the default, and the attributes that hold dtype, number and dtypes."""
+def _output_args(op: str) -> tuple[tuple[tuple[str, ...], str, str, str], ...]:
+    """Of each output argument: its default dtypes, and the attributes that hold its dtype, number and dtypes."""
     definition = op_def(op)
     defaults = {attr.name: attr.default_value for attr in definition.attr}
-    found: list[tuple[Any, str, str, str]] = []
+    found = []
     for arg in definition.output_arg:
         if arg.type_list_attr:
-            found.append((defaults[arg.type_list_attr], "", "", arg.type_list_attr))
+            dtypes = tuple(defaults[arg.type_list_attr].list.type)
         else:
-            dtype = defaults[arg.type_attr].type if arg.type_attr else arg.type
-            found.append((_dtype_name(dtype), arg.type_attr, arg.number_attr, ""))
+            dtypes = (defaults[arg.type_attr].type if arg.type_attr else arg.type,)
+        found.append((tuple(map(_dtype_name, dtypes)), arg.type_attr, arg.number_attr, arg.type_list_attr))
     return tuple(found)

@@ -31,7 +31,7 @@ from graph_passes.pass_manager import Instrument, run_passes
 from graph_passes.place_operators import PlaceOperators
 from graph_passes.program import Program
 from graph_passes.split_operators import SplitOperators
-from graph_passes.split_rules import Split
+from graph_passes.split_rules import Split, split_rules
 from graph_passes.tensorflow_bridge import Shape, infer_shapes, output_dtypes
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,8 @@ class StepPlacer:
         topology = Topology.of(self.cluster, devices)
         own = _stage_graph(graph, topology.names[0])
         pinned = {name: topology.names.index(device) for (of, name), device in places.items() if of == stage}
-        operators = build_op_graph(own, topology, self.costs, shapes, pinned=pinned)
+        speeds = [self.cluster.devices[device].speed for device in devices]
+        operators = build_op_graph(own, topology, self.costs, shapes, speeds=speeds, pinned=pinned, rules=split_rules)
         with Progress(f"placing {operators.count:,} operators on {topology.count} devices", 100) as bar:
             found = fd_dps(operators, topology, progress=bar.at)
         logger.info(
