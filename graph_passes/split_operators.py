@@ -72,9 +72,10 @@ class SplitOperators:
         Raises:
             PassError: there is no such operator, or it can't be split like this.
         """
+        if not self.splits:
+            return program
         step = program.step
-        if step is None or not self.splits:
-            return program.replace(graph=split_operators(program.graph, self.splits, self.shapes).graph)
+        assert step is not None
         found = split_operators(program.graph, self.splits, self.shapes, _fetched(step))
         return program.replace(graph=found.graph, step=_redirected(step, found, self.splits))
 
