@@ -391,7 +391,13 @@ class _Flattening:
             pending += [called for node in self.functions[name].node_def for called in self._named(node)]
             pending += [gradients[name]] if name in gradients else []
         library = self.program.graph.library
-        self.graph.library.function.extend(f for f in library.function if f.signature.name in kept)
+        for function in library.function:
+            if function.signature.name in kept:
+                own = self.graph.library.function.add()
+                own.CopyFrom(function)
+                # Loops are taken apart at the top level, where two of the same function would have to be on one device.
+                for node in own.node_def:
+                    node.attr.pop("_class", None)
         self.graph.library.gradient.extend(g for g in library.gradient if g.function_name in kept)
 
     def _named(self, node: NodeDef) -> list[str]:
