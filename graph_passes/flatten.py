@@ -21,7 +21,7 @@ from graph_passes.graph import (
     Ref,
     control_inputs,
 )
-from graph_passes.outline import FunctionDef
+from graph_passes.outline import COLOCATION, FunctionDef
 from graph_passes.parameter_group import contributors
 from graph_passes.program import Program, Step
 from graph_passes.resource_use import ResourceUse, Use, called_functions
@@ -197,8 +197,7 @@ class _Flattening:
             node.CopyFrom(given)
             node.MergeFrom(original)  # its own attributes go before the call's
             node.name = renamed[name]
-            if "_class" in node.attr:
-                del node.attr["_class"]
+            node.attr.pop(COLOCATION, None)
             if original.input:
                 del node.input[:]
                 waits, alone = [], True
@@ -393,6 +392,10 @@ class _Flattening:
             pending += [gradients[name]] if name in gradients else []
         library = self.program.graph.library
         self.graph.library.function.extend(f for f in library.function if f.signature.name in kept)
+        for function in self.graph.library.function:
+            # A loop and its gradient name one node, which neither has; they may go to different devices now.
+            for node in function.node_def:
+                node.attr.pop(COLOCATION, None)
         self.graph.library.gradient.extend(g for g in library.gradient if g.function_name in kept)
 
     def _named(self, node: NodeDef) -> list[str]:

@@ -22,8 +22,9 @@ class PlaceOperators:
     A constant has a copy ``<constant>/on<k>`` on each further device that reads it. Placeholders stay where they are
     fed. An operator that isn't named goes where the variable is that it touches, or else what it reads first.
 
-    Operators that only serve the fetching of gradients are placed but not ordered. As long as gradients can be fetched
-    (``step.gradients``), what they need doesn't wait for what they don't need: fetching them would update variables.
+    Operators that only serve the fetching of gradients are placed but not ordered. Where gradients can be fetched in
+    place of training (``step.gradients``), what such a fetch needs doesn't wait for updates that come before it in the
+    order: it would make them.
 
     Attributes:
         devices: S: name of an operator -> name of its device.
@@ -168,10 +169,10 @@ class _Placement:
     def _chain(self) -> dict[str, list[str]]:
         """Operator -> those that it has to wait for because it comes after them on its device."""
         step = self.step
-        wanted = [*([step.loss] if step.loss is not None else []), *itertools.chain(*step.outputs)]
-        wanted += [*itertools.chain(*step.metric_results.values()), *([Ref(step.train)] if step.train else [])]
-        needed = self.view.ancestors(wanted)
-        apart = self.view.ancestors(step.gradients.values())
+        told = [*([step.loss] if step.loss is not None else []), *itertools.chain(*step.outputs)]
+        told += itertools.chain(*step.metric_results.values())
+        needed = self.view.ancestors([*told, *([Ref(step.train)] if step.train else [])])
+        apart = self.view.ancestors([*told, *step.gradients.values()]) if step.gradients else set()
         last: dict[tuple[str, bool], str] = {}
         found: dict[str, list[str]] = {}
         for name in self.options.order:

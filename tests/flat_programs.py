@@ -131,7 +131,8 @@ def assert_same_training(
     plain: Program, other: Program, batches: Sequence[Sequence[Any]], devices: int = 1
 ) -> Mapping[str, np.ndarray]:
     """Fails unless two steps give the same on these batches, and leave the same variables; returns these."""
-    with Steps(plain) as expected, Steps(other, devices) as got:
+    # As many devices for both: the number of threads, and with it the order of some sums, depends on it.
+    with Steps(plain, devices) as expected, Steps(other, devices) as got:
         expected.load()
         got.load()
         before = expected.values()
