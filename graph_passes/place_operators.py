@@ -29,8 +29,8 @@ class PlaceOperators:
     Attributes:
         devices: S: name of an operator -> name of its device.
         order: Q: the same operators in a topological order.
-        chained: whether each device runs its operators one after another as they come in ``order``; otherwise as soon as
-            their inputs are there.
+        chained: whether each device runs its operators one after another as they come in ``order``; otherwise as soon
+            as their inputs are there.
 
     Source: FD-DPS (Mathematics 2022), section 5, algorithm 3: "the placement strategy S and the execution queue Q".
     """
@@ -81,9 +81,10 @@ class _Placement:
         for name in (*devices, *position):
             if name not in self.view:
                 raise PassError(f"operator {name!r} is to be placed, but the step has no such node")
-        for name in devices.keys() ^ position.keys():
-            have, lack = ("a device", "a place in the order") if name in devices else ("a place in the order", "a device")
-            raise PassError(f"operator {name!r} has {have} but not {lack}")
+        for name in devices.keys() - position.keys():
+            raise PassError(f"operator {name!r} has a device but no place in the order")
+        for name in position.keys() - devices.keys():
+            raise PassError(f"operator {name!r} has a place in the order but no device")
         if len(position) < len(self.options.order):
             twice = next(name for number, name in enumerate(self.options.order) if position[name] != number)
             raise PassError(f"operator {twice!r} is twice in the order")
