@@ -190,7 +190,7 @@ def _reads(reading: _Reading, order: Sequence[int]) -> Iterator[tuple[int, NodeD
 def _edges(
     reading: _Reading, order: Sequence[int], number: Mapping[int, int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Edges by consumer, then by argument; the tensors that they read: their sizes, and which outputs they are.
+    """Edges by consumer, then by argument; and of the tensors that they read, sizes and numbers of outputs.
 
     Control edges come last, and only from producers that the consumer doesn't read.
     """
