@@ -83,6 +83,7 @@ def test_edges_name_tensors_and_arguments() -> None:
     ]
     assert found.tensor_bytes.tolist() == [4 * 48, 4 * 40, 4 * 8, 4 * 40]
     assert found.edges.dtype == np.int64
+    assert found.tensor_outputs is not None and found.tensor_outputs.tolist() == [0, 0, 1, 0]
 
 
 def test_one_tensor_with_several_readers_is_there_once() -> None:

@@ -68,7 +68,7 @@ def build_op_graph(
     order = reading.order()
     nodes = [reading.nodes[index] for index in order]
     number = {index: position for position, index in enumerate(order)}
-    edges, tensor_bytes = _edges(reading, order, number)
+    edges, tensor_bytes, tensor_outputs = _edges(reading, order, number)
     outside = [node for node in reading.nodes if node.op in _LEFT_OUT]
     together = colocate(graph, nodes, _reads(reading, order), outside)
     return OpGraph(
@@ -83,6 +83,7 @@ def build_op_graph(
         splits={} if rules is None else _splits(reading, order, rules),
         launch_seconds=np.array([costs.roofline(device_kind(name)).launch for name in topology.names], np.float64),
         copy_seconds=np.array([costs.roofline(device_kind(name)).copy_seconds for name in topology.names], np.float64),
+        tensor_outputs=tensor_outputs,
     )
 
 
@@ -186,8 +187,10 @@ def _reads(reading: _Reading, order: Sequence[int]) -> Iterator[tuple[int, NodeD
             yield number, reading.nodes[producer], output
 
 
-def _edges(reading: _Reading, order: Sequence[int], number: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Edges by consumer, then by argument, and the sizes of the tensors that they read.
+def _edges(
+    reading: _Reading, order: Sequence[int], number: Mapping[int, int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Edges by consumer, then by argument; and of the tensors that they read, sizes and numbers of outputs.
 
     Control edges come last, and only from producers that the consumer doesn't read.
     """
@@ -211,7 +214,8 @@ def _edges(reading: _Reading, order: Sequence[int], number: Mapping[int, int]) -
             producer = number.get(waited)
             if producer is not None and producer not in read:
                 rows.append((producer, consumer, -1, -1))
-    return np.array(rows, np.int64).reshape(-1, 4), np.array(sizes, np.float64)
+    outputs = np.array([output for _, output in tensors], np.int64)
+    return np.array(rows, np.int64).reshape(-1, 4), np.array(sizes, np.float64), outputs
 
 
 def _seconds(
