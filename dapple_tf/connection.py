@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _CLIENT = f"{socket.gethostname()} process {os.getpid()} ({uuid.uuid4().hex[:8]})"
 _EXIT_SECONDS = 3.0
+_START_SECONDS = 1.0
 _CLOCK_SAMPLES = 8
 """Questions for a worker's time, of which the one that is answered fastest counts."""
 
@@ -286,9 +287,11 @@ class Connection:
         limit = self.step_seconds if seconds is None else min(seconds, self.step_seconds)
         call = Call(function, self._changed)
         try:
+            call.start()
             ended = self._wait_for(call, limit)
         except BaseException:  # Ctrl-C: what is under way is finished first, as in a session of this process.
-            self._wait_for(call, limit)
+            if call.begun.wait(_START_SECONDS):  # It may have struck before there was a thread.
+                self._wait_for(call, limit)
             raise
         if not ended:
             self._lose(WorkerLostError(f"a run has not ended within {limit:.3g} s, though all workers answer"))

@@ -6,6 +6,7 @@ largest of them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from dapple_tf.device_values import Holding
@@ -127,7 +128,7 @@ def rearrangement(
                 for target in targets:
                     chains.call(f"{variable.place}/assign", _assigning(chains, variable), [value], target)
         if unknown:
-            missing.append(Holding(holding.stages, holding.devices, tuple(unknown)))
+            missing.append(dataclasses.replace(holding, variables=tuple(unknown)))
     graph, nodes = chains.finished()
     return graph, nodes, missing
 

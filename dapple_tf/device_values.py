@@ -20,16 +20,18 @@ class Holding:
         stages: the stages, ascending.
         devices: names of their devices, each once.
         variables: the variables.
+        part: tells holdings of the same stages apart, where variables are placed one by one.
     """
 
     stages: tuple[int, ...]
     devices: tuple[str, ...]
     variables: tuple[Variable, ...]
+    part: int = 0
 
     @property
     def label(self) -> str:
         """Name in nodes and functions."""
-        return "stage" + "_".join(map(str, self.stages))
+        return "stage" + "_".join(map(str, self.stages)) + (f"_part{self.part}" if self.part else "")
 
 
 class DeviceValues:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
@@ -15,6 +16,9 @@ from graph_passes.graph import Graph
 from graph_passes.group_update import GroupUpdate
 from graph_passes.outline import dtype_of
 from graph_passes.program import Program, Variable, VariableKind
+
+Places: TypeAlias = Mapping[tuple[int, str], str]
+"""(Stage, name of a variable's storage) -> name of the device that keeps it for that stage."""
 
 
 def group_updates(model: keras.Model, table: VariableTable, program: Program) -> tuple[GroupUpdate, ...]:
@@ -64,6 +68,7 @@ def holdings(
     hosts: Mapping[str, tuple[int, ...]],
     optimizer: Mapping[tuple[int, ...], Sequence[Variable]],
     homes: Sequence[Sequence[str]],
+    places: Places | None = None,
 ) -> list[Holding]:
     """What devices keep.
 
@@ -72,13 +77,24 @@ def holdings(
         hosts: variable of the model -> the stages that read it.
         optimizer: stages -> the optimizer's variables of their parameter group.
         homes: for each stage the names of the devices that keep its variables.
+        places: where variables are that have been placed one by one.
     """
     found: dict[tuple[int, ...], list[Variable]] = {}
     for name, stages in hosts.items():
         found.setdefault(stages, []).append(table.describe(name))
     for stages, variables in optimizer.items():
         found.setdefault(stages, []).extend(variables)
-    return [
-        Holding(stages, tuple(dict.fromkeys(device for stage in stages for device in homes[stage])), tuple(variables))
-        for stages, variables in sorted(found.items())
-    ]
+    held = []
+    for stages, variables in sorted(found.items()):
+        together: dict[tuple[str, ...], list[Variable]] = {}
+        for variable in variables:
+            placed = [(places or {}).get((stage, variable.place)) for stage in stages]
+            devices = [
+                device
+                for stage, place in zip(stages, placed, strict=True)
+                for device in (homes[stage] if place is None else (place,))
+            ]
+            together.setdefault(tuple(dict.fromkeys(devices)), []).append(variable)
+        for part, (kept_on, group) in enumerate(together.items()):
+            held.append(Holding(stages, kept_on, tuple(group), part))
+    return held

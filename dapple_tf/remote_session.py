@@ -27,18 +27,30 @@ _running: set[threading.Thread] = set()
 
 
 class Call:
-    """A call in a thread of its own, which may never end: Python mustn't wait for it when it exits."""
+    """A call in a thread of its own, which may never end: Python mustn't wait for it when it exits.
+
+    Attributes:
+        begun: set as soon as the thread runs.
+        done: whether the call has ended.
+        result: what it returned.
+        error: what it raised.
+    """
 
     def __init__(self, function: Callable[[], Any], changed: threading.Condition) -> None:
+        self.begun = threading.Event()
         self.done = False
         self.result: Any = None
         self.error: BaseException | None = None
         self._function, self._changed = function, changed
         self._thread = threading.Thread(target=self._run, name="run", daemon=True)
-        _running.add(self._thread)
+
+    def start(self) -> None:
+        """Begins the call. Ctrl-C may strike in here, when the call is under way and when it isn't: see `begun`."""
         self._thread.start()
 
     def _run(self) -> None:
+        _running.add(self._thread)
+        self.begun.set()
         try:
             self.result = self._function()
         except BaseException as error:
@@ -108,7 +120,7 @@ class RemoteSession:
 
 def _close_aside(session: Any) -> None:
     """Closes a session in a thread that nobody waits for."""
-    Call(session.close, threading.Condition())
+    Call(session.close, threading.Condition()).start()
 
 
 def wait_for_calls(seconds: float) -> None:

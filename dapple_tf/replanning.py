@@ -53,7 +53,7 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
     """
     left = [server for server in range(cluster.num_servers) if server not in lost]
     numbers = {device: new for new, device in enumerate(d for server in left for d in cluster.devices_of(server))}
-    devices = [tuple(numbers[d] for d in replicas if d in numbers) for replicas in plan.devices]
+    devices = [tuple(numbers[d] for d in replicas if d in numbers) for replicas in plan.working_devices]
     if not any(devices):
         raise DappleError("none of the plan's devices is left")
     cuts: list[str] = []
@@ -65,10 +65,12 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
             cuts.append(plan.cuts[stage - 1])
         kept.append(replicas)
 
+    placed = None if plan.operator_devices is None else tuple(kept)
+
     def made(schedule: str, reverse_first_k: int) -> Plan:
         return Plan.manual(
             cuts,
-            kept,
+            kept if placed is None else [own[:1] for own in kept],
             plan.micro_batches,
             plan.global_batch_size,
             schedule,
@@ -77,6 +79,7 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
             wait_free=plan.wait_free,
             reverse_first_k=reverse_first_k,
             bucket_bytes=plan.bucket_bytes,
+            operator_devices=placed,
         )
 
     try:

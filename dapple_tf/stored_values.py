@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -89,7 +90,7 @@ class StoredValues:
         initials = self._initials(holdings)
         self._added(initialization, holdings, initials)
         known = [
-            Holding(h.stages, h.devices, tuple(v for v in h.variables if v.name not in initials)) for h in holdings
+            dataclasses.replace(h, variables=tuple(v for v in h.variables if v.name not in initials)) for h in holdings
         ]
         nodes = DeviceValues([holding for holding in known if holding.variables], self._prefix())
         self._add(nodes.graph, nodes.prefix)

@@ -27,6 +27,8 @@ MICRO_BATCH_ATTR = "_dapple_micro_batch"
 REPLICA_ATTR = "_dapple_replica"
 GROUP_ATTR = "_dapple_group"
 """The stages of the parameter group that a node reduces or updates."""
+CALL_ATTR = "_dapple_call"
+"""The call in place of which a node is at the top level, of one whose call was inlined."""
 BYTES_ATTR = "_dapple_bytes"
 """Of the vector that a node reduces."""
 

@@ -327,6 +327,8 @@ class Step:
         outputs: for each of the model's outputs, its slices in the order of samples.
         gradients: parameter -> its reduced gradient, on the first replica of its first stage; for checks.
         train: the node that has run when all variables have been updated.
+        dissolved: stages that have no tasks any more: their operators are ordered one by one.
+        placed_on: devices of operators that were placed one by one.
     """
 
     layout: Layout
@@ -343,6 +345,8 @@ class Step:
     outputs: tuple[tuple[Ref, ...], ...] = ()
     gradients: Mapping[str, Ref] = dataclasses.field(default_factory=dict)
     train: str | None = None
+    dissolved: frozenset[int] = frozenset()
+    placed_on: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)

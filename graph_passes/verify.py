@@ -122,6 +122,7 @@ def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
     assert step is not None
     layout = step.layout
     legal = {device for devices in (*layout.devices, *layout.homes) for device in devices}
+    legal |= step.placed_on
     legal |= {graph.nodes[ref.node].device for ref in step.feeds.values()}  # the host
     for node in graph:
         if node.op in _CALLS and node.device not in legal:
@@ -129,6 +130,7 @@ def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
     wanted = {
         Task(stage, phase, micro_batch, replica)
         for stage, devices in enumerate(layout.devices)
+        if stage not in step.dissolved
         for phase in (Phase.FORWARD, *(phase for phase, _ in program.stages[stage].phases))
         for micro_batch in range(len(layout.micro_batch_intervals))
         for replica in range(len(devices))

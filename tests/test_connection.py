@@ -171,6 +171,25 @@ def test_ctrl_c_waits_for_the_step_under_way(cluster: dapple.Cluster, request: p
         assert ended
 
 
+def test_ctrl_c_waits_for_a_step_that_has_just_begun(cluster: dapple.Cluster, request: pytest.FixtureRequest) -> None:
+    # Struck while the thread of the call was being started, Ctrl-C left the step to itself.
+    here = threading.get_ident()
+    ended: list[int] = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+
+    def step() -> None:
+        signal.pthread_kill(here, signal.SIGINT)
+        time.sleep(0.02)
+        ended.append(1)
+
+    with held(cluster) as connection:
+        for count in range(1, 21):
+            with pytest.raises(KeyboardInterrupt):
+                connection.call(step)
+            assert len(ended) == count
+
+
 def test_two_sessions_share_a_connection_and_no_variables(cluster: dapple.Cluster) -> None:
     def variable(name: str) -> Any:
         return tf.compat.v1.get_variable(f"v{name[-1]}{name[-14]}", initializer=1.0, use_resource=True)
