@@ -123,9 +123,20 @@ def test_operators_have_what_their_call_has_and_their_layer() -> None:
 def test_gradients_go_to_the_update_without_an_accumulator() -> None:
     flat = apply(complete(ONE_DEVICE), Flatten())
     assert not [each for each in flat.graph.node if "/gradient/stage" in each.attr["shared_name"].s.decode()]
-    kept = apply(complete(Case("mlp", plan("mlp", 1, [[0]], 2, 4, "gpipe"))), Flatten())
-    accumulators = {each.attr["shared_name"].s.decode() for each in kept.graph.node} - {""}
-    assert "dense_0/kernel/gradient/stage0" in accumulators
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        plan("mlp", 1, [[0]], 2, 4, "gpipe"),
+        plan("mlp", 2, [[0], [1]], 1, 4, "dapple_a", carried_updates=1),
+    ],
+    ids=["micro-batches", "carried"],
+)
+def test_gradients_are_accumulated_over_micro_batches_and_for_the_next_step(own: dapple.Plan) -> None:
+    flat = apply(complete(Case("mlp", own)), Flatten())
+    kept = {each.attr["shared_name"].s.decode() for each in flat.graph.node}
+    assert "dense_0/kernel/gradient/stage0" in kept
 
 
 def test_tasks_stay_in_order() -> None:
