@@ -11,6 +11,8 @@ import numpy as np
 from dapple_tf.batch import BatchSpec
 from dapple_tf.capture import Mode
 from dapple_tf.device_values import Holding
+from dapple_tf.operators.op_graph import OpPlacement
+from dapple_tf.operators.step_placer import PlacedStep
 from dapple_tf.step_nodes import StepNode
 from dapple_tf.step_trace import TracedStep
 from graph_passes.group_update import GroupUpdate
@@ -58,6 +60,8 @@ class Build:
         carried: the parameter groups whose updates steps leave to the next one, by their stages.
         flush: node that makes these updates without a step; None as long as there is none.
         nodes: name of a step -> what the nodes of its graph do.
+        placed: steps whose operators have been placed, and that aren't in the session yet.
+        placements: step -> stage -> where its operators are.
     """
 
     mode: Mode
@@ -69,6 +73,8 @@ class Build:
     carried: tuple[tuple[int, ...], ...] = ()
     flush: str | None = None
     nodes: dict[str, Mapping[str, StepNode]] = dataclasses.field(default_factory=dict)
+    placed: dict[Kind, PlacedStep] = dataclasses.field(default_factory=dict)
+    placements: dict[Kind, Mapping[int, OpPlacement]] = dataclasses.field(default_factory=dict)
 
 
 class StepSource(NamedTuple):

@@ -27,8 +27,11 @@ from dapple_tf.faults import FaultPolicy
 from dapple_tf.garbage import without_collection
 from dapple_tf.initialization import any_deferred
 from dapple_tf.metrics import merged
+from dapple_tf.operators.op_costs import OperatorCosts
+from dapple_tf.operators.op_graph import OpPlacement
+from dapple_tf.operators.step_placer import PlacedStep, StepPlacer
 from dapple_tf.optimizer import needs_all_gradients
-from dapple_tf.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
+from dapple_tf.parameter_groups import Places, group_updates, holdings, optimizer_variables, readers_of
 from dapple_tf.plan import Plan
 from dapple_tf.remote_session import RemoteSession
 from dapple_tf.session import COLLECTIVE_KEYS, add_to_graph
@@ -39,10 +42,11 @@ from dapple_tf.step_trace import MeasuredStep, Place, TracedStep, measured
 from dapple_tf.stored_values import StoredValues
 from dapple_tf.variables import VariableTable
 from dapple_tf.view.timeline import device_labels
+from graph_passes.accumulate import accumulated_gradients
 from graph_passes.graph import GraphDef, Ref
-from graph_passes.group_update import GroupUpdate
-from graph_passes.pass_manager import Timing, run_passes
+from graph_passes.pass_manager import Pass, Timing, run_passes
 from graph_passes.program import Layout, Program, Step, Variable
+from graph_passes.storage import bytes_of
 from graph_passes.tasks import Schedule
 from graph_passes.update import Update, flush
 
@@ -59,6 +63,7 @@ class Engine:
         plan: the plan.
         cluster: the cluster.
         passes: what they ask for.
+        placer: places single operators; None where stages run as a whole.
         faults: how patient to be with its workers.
         table: names of the model's variables.
         timing: seconds of each pass so far.
@@ -66,7 +71,14 @@ class Engine:
         ahead: whether the devices have newer values than the Keras model.
     """
 
-    def __init__(self, model: keras.Model, cluster: Cluster, plan: Plan, faults: FaultPolicy) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        cluster: Cluster,
+        plan: Plan,
+        faults: FaultPolicy,
+        operator_costs: OperatorCosts | None = None,
+    ) -> None:
         plan.validate_on(cluster)
         if not cluster.real:
             raise DappleError(
@@ -79,6 +91,11 @@ class Engine:
             )
         self.model, self.cluster, self.plan, self.faults = model, cluster, plan, faults
         self.passes = StepPasses(plan, cluster)
+        self.placer: StepPlacer | None = None
+        if plan.operator_devices is not None:
+            self.placer = StepPlacer(plan, cluster, operator_costs or OperatorCosts())
+        self._places: Places = {}
+        self._trained_places = False
         self.table = VariableTable(model)
         self.timing = Timing()
         self._hosts: dict[str, tuple[int, ...]] = {}
@@ -145,19 +162,42 @@ class Engine:
         program = run_passes(program, self.passes.stage_passes(mode, prefix), instruments=[self.timing])
         with self.timing.part("capture optimizer"):
             updates = group_updates(self.model, self.table, program) if mode is Mode.TRAIN else ()
-        self._host(program, updates)
-        carried = self.passes.carried(updates)
-        logger.info("prepared %s for %s in %.2f s", mode.value, spec.key, time.perf_counter() - start)
-        return Build(mode, spec, program, updates, prefix, carried=carried)
-
-    def _host(self, program: Program, updates: Sequence[GroupUpdate]) -> None:
-        """Settles which stages keep which variables. Training decides; what was built before it is built again."""
-        reads, optimizer = readers_of(program), optimizer_variables(updates)
+        built = Build(mode, spec, program, updates, prefix, carried=self.passes.carried(updates))
+        reads = readers_of(program)
         if updates:
             hosts = {**{name: stages for name, stages in self._hosts.items() if name not in reads}, **reads}
         else:
             hosts = {**reads, **self._hosts}
-        if hosts == self._hosts and (not updates or optimizer == self._optimizer_variables):
+        places = self._places if self.placer is None else self._placed(built, hosts)
+        self._host(hosts, optimizer_variables(updates), places)
+        logger.info("prepared %s for %s in %.2f s", mode.value, spec.key, time.perf_counter() - start)
+        return built
+
+    def _placed(self, built: Build, hosts: Mapping[str, tuple[int, ...]]) -> Places:
+        """Places the operators of a step of a full batch; where variables are then. Training decides over them."""
+        kind = Kind(self.plan.global_batch_size)
+        decides = built.mode is Mode.TRAIN and not self._trained_places
+        built.placed[kind] = self._place(built, kind, hosts, {} if decides else self._places)
+        self._trained_places |= decides
+        return {**self._places, **built.placed[kind].places}
+
+    def _place(self, built: Build, kind: Kind, hosts: Mapping[str, tuple[int, ...]], places: Places) -> PlacedStep:
+        assert self.placer is not None
+        shapes = [(kind.samples, *leaf.shape[1:]) for leaf in built.spec.leaves]
+        return self.placer.place(self._complete(built, kind, hosts)[0], shapes, places, [self.timing])
+
+    def _host(
+        self,
+        hosts: dict[str, tuple[int, ...]],
+        optimizer: dict[tuple[int, ...], tuple[Variable, ...]],
+        places: Places,
+    ) -> None:
+        """Settles which stages keep which variables. Training decides; what was built before it is built again."""
+        if (hosts, optimizer or self._optimizer_variables, places) == (
+            self._hosts,
+            self._optimizer_variables,
+            self._places,
+        ):
             return
         before = self._holdings()
         stays = self.ahead and self.deferred  # The model has no place for the values that devices have.
@@ -171,7 +211,7 @@ class Engine:
             self._builds = {}
             self.generation += 1
             self._open()
-        self._hosts = hosts
+        self._hosts, self._places = hosts, places
         self._optimizer_variables = optimizer or self._optimizer_variables
         if stays:
             self._snapshots.rearrange()
@@ -193,13 +233,22 @@ class Engine:
 
     def _stored_bytes(self, program: Program, device: str) -> int:
         """Bytes of the variables, optimizer slots and gradient accumulators on a device."""
-        return self.passes.stored_bytes(program, self._holdings(), device)
+        if self.placer is None:
+            return self.passes.stored_bytes(program, self._holdings(), device)
+        kept = [v for holding in self._holdings() if device in holding.devices for v in holding.variables]
+        for stage in program.stages:
+            accumulators = (variable for _, variable in accumulated_gradients(program, stage))
+            kept += [v for v in accumulators if self._places.get((stage.index, v.place)) == device]
+        return bytes_of(kept)
 
     @without_collection
     def _make_step(self, built: Build, kind: Kind) -> tuple[str, Step]:
-        schedule = self.schedule(built, self.layout(built, kind.samples))
-        passes = self.passes.step_passes(built, kind, schedule, self._hosts, next(COLLECTIVE_KEYS))
-        program = run_passes(built.program, passes, first=STEP_PASSES_START, instruments=[self.timing], complete=True)
+        if self.placer is not None:
+            placed = built.placed.pop(kind, None) or self._place(built, kind, self._hosts, self._places)
+            program, passes = placed.program, list[Pass]()
+            built.placements[kind] = placed.placements
+        else:
+            program, passes = self._complete(built, kind, self._hosts)
         name = f"{built.prefix}{kind.samples}" + "_carries" * kind.carries + "_head" * kind.head
         self._import(program.graph, name)
         if kind.carries and built.flush is None:
@@ -212,13 +261,21 @@ class Engine:
         built.nodes[name] = step_nodes(program)
         return name, program.step
 
+    def _complete(self, built: Build, kind: Kind, hosts: Mapping[str, tuple[int, ...]]) -> tuple[Program, list[Pass]]:
+        """A complete step of stage functions, and the passes that made it."""
+        schedule = self.schedule(built, self.layout(built, kind.samples))
+        passes = self.passes.step_passes(built, kind, schedule, hosts, next(COLLECTIVE_KEYS))
+        instruments = [self.timing]
+        program = run_passes(built.program, passes, first=STEP_PASSES_START, instruments=instruments, complete=True)
+        return program, passes
+
     def _import(self, graph: GraphDef, name: str) -> None:
         with self.timing.part("import"):
             add_to_graph(self._graph, self._library, graph, name)
 
     def _holdings(self) -> list[Holding]:
         """The variables that devices keep, by the stages that read them."""
-        return holdings(self.table, self._hosts, self._optimizer_variables, self.passes.homes)
+        return holdings(self.table, self._hosts, self._optimizer_variables, self.passes.homes, self._places)
 
     # ---- running
 
@@ -442,6 +499,17 @@ class Engine:
             self._stored.load_rate(rate)
 
     # ---- looking inside
+
+    @property
+    def placements(self) -> Mapping[int, OpPlacement]:
+        """Stage -> where the operators of the largest training step are; empty as long as there is none."""
+        found = {
+            kind.samples: placements
+            for built in self._builds.values()
+            if built.mode is Mode.TRAIN
+            for kind, placements in built.placements.items()
+        }
+        return found[max(found)] if found else {}
 
     @property
     def sources(self) -> list[StepSource]:

@@ -13,7 +13,7 @@ from graph_passes.program import Layout, Program, Stage
 def residuals_held(
     plan: Plan, cluster: Cluster, program: Program, layout: Layout, stored_bytes: Callable[[str], int]
 ) -> tuple[int, ...] | None:
-    """D of each stage: how many micro-batches' residuals its devices' memory holds; None without a memory limit.
+    """D of each stage: how many micro-batches' residuals its devices' memory holds; None without a limit on stages.
 
     A device that runs several stages holds as many micro-batches in each; one that computes weight gradients of
     another's stage, what Bx hands to it.
@@ -28,6 +28,8 @@ def residuals_held(
     Raises:
         DappleError: not even one micro-batch fits.
     """
+    if plan.operator_devices is not None:
+        return None  # A stage's memory is that of several devices, within which its operators are placed.
     homes = plan.weight_devices or plan.devices
     limits = {d: cluster.devices[d].memory_bytes for devices in (*plan.devices, *homes) for d in devices}
     known = {device: limit for device, limit in limits.items() if limit is not None}

@@ -246,7 +246,7 @@ def step_metrics(step: MeasuredStep, untraced_seconds: float, plan: Plan) -> dic
     found |= {f"{name}_ms": 1e3 * getattr(typical, name) for name in _SHOWN if name != "host"}
     found["host_ms"] = max(0.0, found["step_ms"] - sum(found[f"{name}_ms"] for name in _SHOWN if name != "host"))
     peaks = step.timeline.peak_bytes
-    for stage, devices in enumerate(plan.devices):
+    for stage, devices in enumerate(plan.working_devices):
         busy = statistics.fmean(
             own.forward + own.backward + own.accumulate + own.apply for own in map(parts.__getitem__, devices)
         )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from dapple_tf import schedules
 from dapple_tf.data_files import clip, parse_object, read_text, short
+from dapple_tf.plan_checks import RECOMPUTE_MODES, check_batches, check_options, check_stages
 from dapple_tf.plan_report import PlanReport, parse_report
 from dapple_tf.plan_values import PlanError, device_lists, integer, integers, layer_names, task_times
 from graph_passes.batching import split_evenly
@@ -27,12 +28,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["RECOMPUTE_MODES", "Plan", "PlanError", "PlanOptions"]
 
-RECOMPUTE_MODES = ("none", "boundary", "min_cut")
-"""What a backward recomputes: nothing; its stage's forward (GPipe's way); or what a min-cut finds cheapest."""
-
 _FORMAT = "dapple_tf.plan/1"
-_MOST_MICRO_BATCHES = 1_000_000
-"""More is a mistake; a step has a node for each."""
 
 
 class PlanOptions(TypedDict, total=False):
@@ -119,9 +115,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         self._normalise()
-        self._check_stages()
-        self._check_batches()
-        self._check_options()
+        check_stages(self)
+        check_batches(self)
+        check_options(self)
 
     @classmethod
     def manual(
@@ -267,6 +263,11 @@ class Plan:
         return len(self.devices)
 
     @property
+    def working_devices(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage the devices that compute its tasks, or single operators of them."""
+        return self.operator_devices or self.devices
+
+    @property
     def replicas(self) -> tuple[int, ...]:
         """Number of replicas of each stage."""
         return tuple(map(len, self.devices))
@@ -366,9 +367,8 @@ class Plan:
         rows = [titles if report is None else [*titles, "layers", "share of time", "bubble", "memory"]]
         for stage, (devices, warm_up) in enumerate(zip(self.devices, self.warm_up_counts(), strict=True)):
             layer = self.cuts[stage] if stage < len(self.cuts) else "(last)"
-            used = devices if self.operator_devices is None else self.operator_devices[stage]
             slices = " | ".join(_runs(split_evenly(size, len(devices))) for size in sizes)
-            row = [str(stage), layer, _ranges(used), str(len(devices)), slices, str(warm_up)]
+            row = [str(stage), layer, _ranges(self.working_devices[stage]), str(len(devices)), slices, str(warm_up)]
             if report is not None:
                 found = report.stages[stage]
                 memory = gib(found.memory_bytes)
@@ -402,121 +402,6 @@ class Plan:
             object.__setattr__(self, "weight_regions", integers("weight_regions", self.weight_regions))
         if self.operator_devices is not None:
             object.__setattr__(self, "operator_devices", device_lists(self.operator_devices, "operator_devices"))
-
-    def _check_stages(self) -> None:
-        stages = len(self.cuts) + 1
-        if len(self.devices) != stages:
-            raise PlanError(
-                f"{len(self.cuts)} cuts make {stages} stages, but devices has {len(self.devices)} lists; give one list "
-                f"for each stage"
-            )
-        for cut, count in Counter(self.cuts).items():
-            if count > 1:
-                positions = [stage for stage, name in enumerate(self.cuts) if name == cut]
-                raise PlanError(
-                    f"stages {positions[0]} and {positions[1]} are both cut after layer {cut!r}; name each layer once"
-                )
-        for stage, devices in enumerate(self.devices):
-            if not devices:
-                raise PlanError(f"stage {stage} has no devices; give it at least one")
-            _check_devices(f"stage {stage}", devices)
-        if self.task_seconds is not None and len(self.task_seconds) != stages:
-            raise PlanError(f"task_seconds has {len(self.task_seconds)} entries for {stages} stages; give one for each")
-        if not 0 <= self.reverse_first_k <= stages:
-            raise PlanError(f"reverse_first_k is {self.reverse_first_k}; with {stages} stages it must be 0 to {stages}")
-        if self.carried_updates < 0:
-            raise PlanError(f"carried_updates is {self.carried_updates}; it must be 0 or more")
-        if self.weight_devices is not None:
-            self._check_weight_devices(self.weight_devices)
-
-        if self.operator_devices is not None:
-            self._check_operator_devices(self.operator_devices)
-
-    def _check_operator_devices(self, operator_devices: Sequence[Sequence[int]]) -> None:
-        """Placing operators goes with stages of one replica, whose operators TensorFlow runs one by one."""
-        if len(operator_devices) != len(self.devices):
-            raise PlanError(
-                f"operator_devices has {len(operator_devices)} lists for {len(self.devices)} stages; give one for each"
-            )
-        users: dict[int, int] = {}
-        for stage, (own, devices) in enumerate(zip(self.devices, operator_devices, strict=True)):
-            if len(own) != 1 or tuple(devices[:1]) != own:
-                raise PlanError(
-                    f"stage {stage} has devices {list(own)} and operator_devices {list(devices)}; a stage whose "
-                    f"operators are placed has one replica, on the first of operator_devices"
-                )
-            _check_devices(f"operator_devices of stage {stage}", devices)
-            for device in devices:
-                if users.setdefault(device, stage) != stage:
-                    raise PlanError(
-                        f"stages {users[device]} and {stage} both place operators on device {device}; give each stage "
-                        f"devices of its own"
-                    )
-        without = {"jit_compile": False, "weight_devices": None, "carried_updates": 0}
-        for name, value in without.items():
-            if getattr(self, name) != value:
-                raise PlanError(
-                    f"operators can't be placed one by one with {name}={getattr(self, name)}; set {name}={value}, or "
-                    f"leave operator_devices out"
-                )
-
-    def _check_weight_devices(self, weight_devices: Sequence[Sequence[int]]) -> None:
-        if list(map(len, weight_devices)) != list(self.replicas):
-            raise PlanError(
-                f"weight_devices has {list(map(len, weight_devices))} devices for stages of {list(self.replicas)} "
-                f"replicas; give one for each replica"
-            )
-        for stage, devices in enumerate(weight_devices):
-            _check_devices(f"weight_devices of stage {stage}", devices)
-
-    def _check_batches(self) -> None:
-        batch, count = self.global_batch_size, self.micro_batches
-        if count < 1:
-            raise PlanError(f"micro_batches is {count}; it must be at least 1")
-        if batch < count:
-            raise PlanError(
-                f"a global batch of {batch} samples can't be cut into {count} micro-batches; use a global batch of at "
-                f"least {count}" + (f" or at most {batch} micro-batches" if batch > 0 else "")
-            )
-        if count > _MOST_MICRO_BATCHES:
-            raise PlanError(f"micro_batches is {count}; it must be at most {_MOST_MICRO_BATCHES:,}")
-        smallest = batch // count
-        for stage, replicas in enumerate(self.replicas):
-            if replicas > smallest:
-                of_batches = f"smallest of the {count} micro-batches" if count > 1 else "only micro-batch"
-                fewer = f"at most {batch // replicas} micro-batches, " if replicas <= batch else ""
-                raise PlanError(
-                    f"stage {stage} has {replicas} replicas but the {of_batches} has {smallest} samples (global batch "
-                    f"{batch}): use {fewer}at most {smallest} replicas, or a global batch of at least "
-                    f"{replicas * count}"
-                )
-
-    def _check_options(self) -> None:
-        known = (*schedules.POLICIES, *schedules.STREAM_POLICIES)
-        if self.schedule not in known:
-            raise PlanError(f"unknown schedule {short(self.schedule)}; use one of {', '.join(known)}")
-        if self.recompute not in RECOMPUTE_MODES:
-            raise PlanError(f"unknown recompute {short(self.recompute)}; use one of {', '.join(RECOMPUTE_MODES)}")
-        if self.bucket_bytes < 1:
-            raise PlanError(f"bucket_bytes is {self.bucket_bytes}; it must be at least 1")
-        for stage, count in enumerate(self.warm_up or ()):
-            if count > self.micro_batches:
-                raise PlanError(
-                    f"warm_up of stage {stage} is {count}, but there are {self.micro_batches} micro-batches; lower it "
-                    f"to at most {self.micro_batches}"
-                )
-        try:
-            schedules.check_schedule(self.schedule, self.devices, self.micro_batches, **self.schedule_options())
-        except schedules.ScheduleError as error:
-            raise PlanError(str(error)) from error
-
-
-def _check_devices(where: str, devices: Sequence[int]) -> None:
-    for device, count in Counter(devices).items():
-        if device < 0:
-            raise PlanError(f"{where} has device {device}; device numbers start at 0")
-        if count > 1:
-            raise PlanError(f"device {device} stands twice, in {where}; a device runs one replica of a stage")
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

@@ -51,6 +51,11 @@ class Progress:
         sys.stderr.flush()
         self._width = len(line)
 
+    def at(self, text: str, share: float) -> None:
+        """Tells how far it is: a share from 0 to 1 of ``total``, and what is being done."""
+        self.done = round(share * (self.total or 0)) - 1
+        self.step(text)
+
     def close(self) -> None:
         """Removes the line."""
         if self._width:

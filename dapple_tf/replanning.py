@@ -53,9 +53,7 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
     """
     left = [server for server in range(cluster.num_servers) if server not in lost]
     numbers = {device: new for new, device in enumerate(d for server in left for d in cluster.devices_of(server))}
-    devices = [
-        tuple(numbers[d] for d in replicas if d in numbers) for replicas in plan.operator_devices or plan.devices
-    ]
+    devices = [tuple(numbers[d] for d in replicas if d in numbers) for replicas in plan.working_devices]
     if not any(devices):
         raise DappleError("none of the plan's devices is left")
     cuts: list[str] = []

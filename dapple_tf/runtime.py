@@ -23,6 +23,7 @@ from dapple_tf.engine import Engine
 from dapple_tf.errors import StepError, WorkerLostError, reason
 from dapple_tf.faults import FaultPolicy
 from dapple_tf.metrics import RunningMetrics
+from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.plan import Plan, PlanError
 from dapple_tf.planner import plan as find_plan
 from dapple_tf.profile import Profile
@@ -50,7 +51,13 @@ class Runtime:
     """
 
     def __init__(
-        self, model: keras.Model, cluster: Cluster, plan: Plan, profile: Profile | None, policy: FaultPolicy
+        self,
+        model: keras.Model,
+        cluster: Cluster,
+        plan: Plan,
+        profile: Profile | None,
+        policy: FaultPolicy,
+        operator_costs: OperatorCosts | None = None,
     ) -> None:
         """Opens a session.
 
@@ -60,12 +67,13 @@ class Runtime:
             plan: a plan for them.
             profile: what another plan is made from, when workers are lost; None shrinks the plan.
             policy: what is done then.
+            operator_costs: what single operators take, for a plan that places them; None estimates it.
         """
         self.model, self.cluster, self.plan = model, cluster, plan
         self.saver = Saver()
         self.steps = 0
         self.faults: list[FaultRecord] = []
-        self._profile = profile
+        self._profile, self._operator_costs = profile, operator_costs
         self._recovery = Recovery(policy)
         self._broken = False  # A worker was lost, and not come back in time.
         self._spec: BatchSpec | None = None  # of the last training batch
@@ -73,7 +81,7 @@ class Runtime:
 
     def start(self) -> None:
         """A fresh engine, for the model as it is compiled now."""
-        self.engine = Engine(self.model, self.cluster, self.plan, self._recovery.policy)
+        self.engine = Engine(self.model, self.cluster, self.plan, self._recovery.policy, self._operator_costs)
         self.values = Values(self.engine, self._recovery)
         self.metrics = RunningMetrics(self.model, self.engine.table)
         self._spec = None
@@ -246,7 +254,7 @@ class Runtime:
     def _explained(self, error: WorkerLostError) -> WorkerLostError:
         stages = [
             str(stage)
-            for stage, replicas in enumerate(self.plan.devices)
+            for stage, replicas in enumerate(self.plan.working_devices)
             if any(self.cluster.devices[device].server == error.task for device in replicas)
         ]
         runs = f"it ran stage{'s' * (len(stages) > 1)} {', '.join(stages)}; " if stages else ""

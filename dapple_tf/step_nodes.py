@@ -7,14 +7,18 @@ from typing import NamedTuple
 
 from graph_passes.accumulate import accumulated_gradients
 from graph_passes.graph import (
+    CALL_ATTR,
+    MICRO_BATCH_ATTR,
     PHASE_ATTR,
     REPLICA_ATTR,
     STAGE_ATTR,
+    NodeDef,
     Ref,
     control_inputs,
     data_inputs,
 )
 from graph_passes.program import Program, Step
+from graph_passes.replicate import PHASE_NAMES
 from graph_passes.tasks import Phase, Task
 from graph_passes.tensorflow_bridge import dtype_size
 
@@ -38,6 +42,8 @@ _KINDS = {
     "normalizers": HOST,
 }
 """`PHASE_ATTR` of nodes that aren't tasks' calls -> kind."""
+_PHASES = {name: phase for phase, name in PHASE_NAMES.items()}
+"""`PHASE_ATTR` of tasks' calls, and of operators that were in them -> phase."""
 
 
 class StepNode(NamedTuple):
@@ -52,6 +58,7 @@ class StepNode(NamedTuple):
         inputs: the tensors that it reads.
         after: names of the nodes that it waits for without reading them.
         reduction: of an all-reduce, a number that its members on all devices have in common.
+        operator: whether it is a single operator of a task or update that has been taken apart.
     """
 
     kind: str
@@ -62,6 +69,7 @@ class StepNode(NamedTuple):
     inputs: tuple[Ref, ...]
     after: tuple[str, ...]
     reduction: int | None = None
+    operator: bool = False
 
     @property
     def waits_for(self) -> Iterable[str]:
@@ -81,9 +89,13 @@ def step_nodes(program: Program) -> dict[str, StepNode]:
     for node in program.graph.node:
         if node.op == "Const":
             continue
-        task = tasks.get(node.name)
         phase = node.attr[PHASE_ATTR].s.decode() if PHASE_ATTR in node.attr else ""
+        operator = CALL_ATTR in node.attr and node.op != "NoOp"
+        task = tasks.get(node.name)
         kind = entries.get(node.name) or _KINDS.get(phase, "")
+        if operator and phase in _PHASES:
+            task = _task_of(node, _PHASES[phase])
+            kind = task.phase.value
         stage, replica = None, 0
         if task is not None:
             stage, replica = task.stage, task.replica
@@ -97,8 +109,14 @@ def step_nodes(program: Program) -> dict[str, StepNode]:
             instance = data_inputs(node)[3].node  # of CollectiveReduceV2
             reduction = int(constants[instance].int_val[0])
         after = tuple(control_inputs(node))
-        found[node.name] = StepNode(kind, node.device, stage, replica, task, inputs, after, reduction)
+        found[node.name] = StepNode(kind, node.device, stage, replica, task, inputs, after, reduction, operator)
     return found
+
+
+def _task_of(node: NodeDef, phase: Phase) -> Task:
+    """The task of a single operator."""
+    stage, micro_batch, replica = (int(node.attr[name].i) for name in (STAGE_ATTR, MICRO_BATCH_ATTR, REPLICA_ATTR))
+    return Task(stage, phase, micro_batch, replica)
 
 
 def _replica(step: Step, stage: int, device: str) -> int:

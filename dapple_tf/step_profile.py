@@ -88,7 +88,7 @@ class StepProfile:
     def bubbles(self) -> tuple[float, ...]:
         """For each stage the part of the step in which its devices compute nothing, 0 to 1."""
         found = self.measured.bubbles
-        return tuple(statistics.fmean(found[device] for device in devices) for devices in self.plan.devices)
+        return tuple(statistics.fmean(found[device] for device in devices) for devices in self.plan.working_devices)
 
     @property
     def peak_bytes(self) -> Mapping[int, float]:
@@ -170,7 +170,7 @@ class StepProfile:
         rows = [("stage", "devices", "bubble", "simulated")]
         for stage, bubble in enumerate(self.bubbles):
             simulated = "" if self.simulation is None else f"{self.simulation.bubbles[stage]:.1%}"
-            rows.append((str(stage), " ".join(map(str, self.plan.devices[stage])), f"{bubble:.1%}", simulated))
+            rows.append((str(stage), " ".join(map(str, self.plan.working_devices[stage])), f"{bubble:.1%}", simulated))
         return rows if self.simulation is not None else [row[:3] for row in rows]
 
 

@@ -113,6 +113,31 @@ class _Run(NamedTuple):
     outputs: Mapping[int, int]
 
 
+class _Work(NamedTuple):
+    """What single operators belong to."""
+
+    kind: str
+    device: int
+    stage: int
+    micro_batch: int | None
+    replica: int
+
+
+_OPERATOR_GAP = 20e-6
+"""Seconds between two operators that are shown as one box."""
+
+
+def _joined(intervals: Iterable[Interval]) -> list[Interval]:
+    """Intervals in order, those with hardly a gap between them as one."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1] + _OPERATOR_GAP:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
 class _Reading:
     """A trace while it is being read."""
 
@@ -266,9 +291,14 @@ class _Reading:
     def _spans(self, devices: Iterable[int]) -> Iterator[Span]:
         known = set(devices)
         calls: dict[Task, list[str]] = {}
+        operators: dict[_Work, list[Interval]] = {}
         for name in self.runs:
             node, device = self.nodes[name], self._index(name)
             if device not in known or not node.kind:
+                continue
+            if node.operator:
+                assert device is not None
+                self._add_operator(operators, name, device)
                 continue
             start, end = self._time(self.runs[name].start), self._time(self.runs[name].end)
             if node.task is not None and (node.kind in TASKS or node.kind == METRICS):
@@ -288,7 +318,20 @@ class _Reading:
             start, end = self._time(min(run.start for run in runs)), self._time(max(run.end for run in runs))
             device = self._index(names[0])
             yield Span(task.phase.value, start, end, device, task.stage, task.micro_batch, task.replica)
+        for work, intervals in operators.items():
+            for start, end in _joined(intervals):
+                yield Span(work.kind, start, end, work.device, work.stage, work.micro_batch, work.replica)
         yield from self._sends(known)
+
+    def _add_operator(self, operators: dict[_Work, list[Interval]], name: str, device: int) -> None:
+        """Notes when a single operator ran, with others of the same kind of work."""
+        node, run = self.nodes[name], self.runs[name]
+        kind = {METRICS: "F", PACK: ACCUMULATE}.get(node.kind, node.kind)
+        if kind == HOST:
+            return
+        micro_batch = None if node.task is None else node.task.micro_batch
+        work = _Work(kind, device, node.stage or 0, micro_batch, node.replica)
+        operators.setdefault(work, []).append((self._time(run.start), self._time(run.end)))
 
     @functools.cached_property
     def _members(self) -> Mapping[int, Sequence[str]]:

@@ -30,6 +30,7 @@ from dapple_tf.faults import FaultPolicy
 from dapple_tf.functional import cuts_are_safe
 from dapple_tf.initialization import materialize
 from dapple_tf.monitoring import PipelineMonitor, StepMonitor
+from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.optimizer import check_optimizer
 from dapple_tf.plan import Plan
 from dapple_tf.prediction import Prediction
@@ -83,6 +84,7 @@ class PipelinedModel:
         *,
         on_non_finite_loss: str = "stop",
         faults: FaultPolicy | None = None,
+        operator_costs: OperatorCosts | None = None,
     ) -> None:
         """See :func:`dapple_tf.transform`."""
         if on_non_finite_loss not in ("stop", "continue"):
@@ -98,7 +100,7 @@ class PipelinedModel:
         self._monitor = StepMonitor(simulation)
         self._on_non_finite_loss = on_non_finite_loss
         self._check()
-        self._runtime = Runtime(model, cluster, plan, profile, faults or FaultPolicy())
+        self._runtime = Runtime(model, cluster, plan, profile, faults or FaultPolicy(), operator_costs)
         self._start()
         if model.run_eagerly:
             logger.warning("model %r is compiled with run_eagerly=True, which pipelined steps ignore", model.name)

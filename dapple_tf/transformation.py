@@ -10,9 +10,14 @@ from dapple_tf.automatic import plan_model
 from dapple_tf.capture import check_model
 from dapple_tf.cluster import Cluster
 from dapple_tf.faults import FaultPolicy
+from dapple_tf.operator_profiler import measured_operators
+from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.plan import Plan, PlanError
+from dapple_tf.plan_values import integer
 from dapple_tf.profile import Profile
 from dapple_tf.trainer import PipelinedModel
+
+FD_DPS = "fd_dps"
 
 
 def transform(
@@ -22,6 +27,8 @@ def transform(
     *,
     global_batch_size: int | None = None,
     profile: Profile | None = None,
+    placement: str | None = None,
+    operator_costs: OperatorCosts | None = None,
     on_non_finite_loss: str = "stop",
     faults: FaultPolicy | None = None,
     **planning: Any,
@@ -38,6 +45,11 @@ def transform(
         global_batch_size: samples in one step, when there is no plan.
         profile: what the model's layers cost, to plan from or to compare a given plan with; None measures it where a
             plan has to be found.
+        placement: ``fd_dps`` places single operators by dynamic critical paths, and splits heavy ones (Zeng et al.,
+            Mathematics 2022, 10, 4788): those of the whole model over all devices of the cluster; with a plan, those of
+            each stage over the devices that the plan has for its replicas. For models with parallel branches rather
+            than a chain of layers. None runs stages as a whole, unless the plan has ``operator_devices``.
+        operator_costs: what single operators take, where they are placed; None measures it.
         on_non_finite_loss: ``stop`` raises NonFiniteLossError at the step whose loss is NaN or infinite; ``continue``
             goes on, as Keras does.
         faults: what is done when a worker of a cluster is lost; None raises WorkerLostError.
@@ -52,9 +64,19 @@ def transform(
         ProfileError: the model's inputs or labels can't be guessed, to measure it; give ``x`` and ``y``.
         PassError: a cut names no layer, or leaves a stage empty.
     """
+    if placement not in (None, FD_DPS):
+        raise PlanError(f"unknown placement {placement!r}; use {FD_DPS!r}, or leave it out")
+    if plan is None and global_batch_size is None:
+        raise PlanError("transform() got neither a plan nor a global_batch_size; give one of them")
+    examples: dict[str, Any] = {}
+    if placement == FD_DPS or (plan is not None and plan.operator_devices is not None):
+        examples, planning = planning, {}
+        if plan is None:
+            plan = Plan.by_operators(cluster.num_devices, integer("global_batch_size", global_batch_size))
+        elif plan.operator_devices is None:
+            plan = plan.with_placed_operators()
     if plan is None:
-        if global_batch_size is None:
-            raise PlanError("transform() got neither a plan nor a global_batch_size; give one of them")
+        assert global_batch_size is not None
         if not cluster.real:
             raise PlanError(
                 "this cluster is a description without real devices: plan for it with dapple_tf.plan(), and transform "
@@ -71,4 +93,14 @@ def transform(
                 f"transform() got global_batch_size={global_batch_size} and a plan for {plan.global_batch_size}; leave "
                 f"global_batch_size out, or make a plan for it"
             )
-    return PipelinedModel(model, cluster, plan, profile, on_non_finite_loss=on_non_finite_loss, faults=faults)
+    if plan.operator_devices is not None:
+        operator_costs, cluster = measured_operators(model, cluster, plan, operator_costs, **examples)
+    return PipelinedModel(
+        model,
+        cluster,
+        plan,
+        profile,
+        on_non_finite_loss=on_non_finite_loss,
+        faults=faults,
+        operator_costs=operator_costs,
+    )

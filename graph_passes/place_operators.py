@@ -11,6 +11,7 @@ from graph_passes.graph import CALL_ATTR, Graph, GraphDef, Names, PassError, Ref
 from graph_passes.program import Program, Step
 from graph_passes.resource_use import ResourceUse, resource_name
 from graph_passes.tensorflow_bridge import makes_resource
+from graph_passes.unfused import unfused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ class _Placement:
         self._check_order(topological)
         self._place(topological)
         waits = self._chain() if self.options.chained else {}
-        graph = self._written(waits)
+        graph = unfused(self._written(waits)) if self.options.chained else self._written(waits)
         placed_on = self.step.placed_on | frozenset(self.options.devices.values())
         return self.program.replace(graph=graph, step=dataclasses.replace(self.step, placed_on=placed_on))
 

@@ -27,11 +27,13 @@ from graph_passes.tasks import Phase, Task
 from graph_passes.tensorflow_bridge import empty_graph
 
 # What phases are called in the names of nodes.
-_NAMES = {
+PHASE_NAMES = {
+    Phase.FORWARD: "forward",
     Phase.BACKWARD: "backward",
     Phase.INPUT_GRAD: "input_grad",
     Phase.WEIGHT_GRAD: "weight_grad",
 }
+"""`PHASE_ATTR` of tasks' calls."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,11 +219,11 @@ class _Replication:
         for phase, part in stage.phases:
             task = Task(stage.index, phase, micro_batch, replica)
             if part is not None:
-                self._call(stage, task, part, _NAMES[phase])
+                self._call(stage, task, part, PHASE_NAMES[phase])
             else:
-                name = f"stage{stage.index}/replica{replica}/{_NAMES[phase]}{micro_batch}"
+                name = f"stage{stage.index}/replica{replica}/{PHASE_NAMES[phase]}{micro_batch}"
                 device = self.layout.device_of(task)
-                node = self.builder.add(name, "NoOp", device=device, **task_attrs(task, _NAMES[phase])).node
+                node = self.builder.add(name, "NoOp", device=device, **task_attrs(task, PHASE_NAMES[phase])).node
                 self.entry[task], self.exit[task] = node, (node,)
 
     def _call(self, stage: Stage, task: Task, function: StageFunction, phase: str, *, keep: bool = True) -> str:

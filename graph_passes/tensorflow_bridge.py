@@ -9,11 +9,11 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import op_def_pb2, types_pb2
+from tensorflow.core.framework import function_pb2, op_def_pb2, types_pb2
 from tensorflow.python.framework import op_def_registry
 
 from graph_passes.graph import (
@@ -30,6 +30,7 @@ from graph_passes.graph import (
     shape_attr,
 )
 
+FunctionDefLibrary: TypeAlias = function_pb2.FunctionDefLibrary
 Shape = tuple[int | None, ...]
 _Place = tuple[int, int]
 """Number of a node and of its output."""
@@ -367,6 +368,50 @@ def measure_shapes(
         except tf.errors.OpError:
             return {}
     return {ref: tuple(map(int, shape)) for ref, shape in zip(wanted, found, strict=True)}
+
+
+def function_graph(library: FunctionDefLibrary, name: str) -> tuple[GraphDef, tuple[Ref, ...]]:
+    """A library function as a flat graph: its arguments are placeholders, in order and before all other nodes.
+
+    Args:
+        library: functions, with those that this one calls.
+        name: the function's name.
+
+    Returns:
+        The graph and the function's results.
+
+    Raises:
+        PassError: there is no such function.
+    """
+    function = next((function for function in library.function if function.signature.name == name), None)
+    if function is None:
+        raise PassError(f"the graph calls function {name!r}, which its library lacks")
+    graph = GraphDef(versions=tf.Graph().as_graph_def().versions, library=library)
+    body = {node.name: node for node in function.node_def}
+    arguments: dict[str, str] = {}
+    for argument in function.signature.input_arg:
+        node = graph.node.add(name=f"{argument.name}/argument", op="Placeholder")
+        node.attr["dtype"].type = argument.type
+        arguments[argument.name] = node.name
+
+    def tensor(text: str) -> Ref:
+        if text in arguments:
+            return Ref(arguments[text])
+        producer, output, index = text.split(":")
+        return Ref(producer, output_number(body[producer], output, int(index)))
+
+    for original in function.node_def:
+        node = graph.node.add()
+        node.CopyFrom(original)
+        del node.input[:]
+        node.input.extend(text if text.startswith("^") else str(tensor(text)) for text in original.input)
+    return graph, tuple(tensor(function.ret[result.name]) for result in function.signature.output_arg)
+
+
+def constant_value(node: NodeDef) -> np.ndarray:
+    """The value of a ``Const`` node."""
+    value: np.ndarray = tf.make_ndarray(node.attr["value"].tensor)
+    return value
 
 
 def dtype_size(dtype: int) -> int:

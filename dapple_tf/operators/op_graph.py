@@ -87,6 +87,7 @@ class OpGraph:
         launch_seconds: what starting an operator costs on each device, float64 [V]. A part that does a share s of an
             operator takes launch + s (seconds - launch).
         copy_seconds: for each byte that a split, a concatenation or a sum writes, float64 [V].
+        tensor_outputs: which output of its producer each tensor is; int64 [tensors]; None where all are the first.
     """
 
     names: tuple[str, ...]
@@ -100,6 +101,7 @@ class OpGraph:
     splits: Mapping[int, tuple[SplitRule, ...]]
     launch_seconds: np.ndarray
     copy_seconds: np.ndarray
+    tensor_outputs: np.ndarray | None = None
 
     @property
     def count(self) -> int:

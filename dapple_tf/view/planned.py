@@ -55,7 +55,7 @@ def planned(
 def _free(plan: Plan, cluster: Cluster | None) -> Cluster:
     """The devices of a cluster, with links that cost nothing and cores for each; all that the plan names, if None."""
     if cluster is None:
-        used = [*plan.devices, *(plan.weight_devices or ())]
+        used = [*plan.working_devices, *(plan.weight_devices or ())]
         count = 1 + max(device for devices in used for device in devices)
         return Cluster(tuple(Device(f"device {index}", 0) for index in range(count)), real=False)
     return Cluster(cluster.devices, real=False)

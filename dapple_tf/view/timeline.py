@@ -171,6 +171,9 @@ def device_labels(plan: Plan) -> dict[int, str]:
             if device != plan.devices[stage][replica]:
                 text = f"{stage}" + (f".r{replica}" if len(devices) > 1 else "") + " (Bw)"
                 found.setdefault(device, []).append(text)
+    for stage, devices in enumerate(plan.operator_devices or ()):
+        for device in devices[1:]:
+            found.setdefault(device, []).append(f"{stage} (operators)")
     return {
         device: f"device {device}: stage{'s' * (len(works) > 1)} {', '.join(works)}" for device, works in found.items()
     }

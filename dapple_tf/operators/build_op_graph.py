@@ -1,0 +1,261 @@
+"""A flat training graph and what its operators cost -> an `OpGraph`: the graph search space of FD-DPS, definition 7."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from dapple_tf.garbage import without_collection
+from dapple_tf.operators.colocation import colocate, pin
+from dapple_tf.operators.function_work import FunctionWork
+from dapple_tf.operators.op_costs import OperatorCosts, device_kind
+from dapple_tf.operators.op_graph import OpGraph, Topology
+from dapple_tf.operators.signatures import Fingerprints, OpSignature, TensorType, output_dtype_names, signature
+from graph_passes.graph import Graph, GraphDef, NodeDef, PassError, Ref
+from graph_passes.split_rules import SplitRule, split_rules
+from graph_passes.tensorflow_bridge import Shape, constant_value, infer_shapes, takes_functions
+
+logger = logging.getLogger(__name__)
+
+Rules: TypeAlias = Callable[
+    [NodeDef, Sequence[Shape | None], Sequence[Shape | None], Mapping[int, np.ndarray]], tuple[SplitRule, ...]
+]
+"""Node, shapes of its data inputs, shapes of its outputs, values of constant inputs -> rules; see `split_rules`."""
+
+_LEFT_OUT = frozenset({"Const", "Placeholder"})
+"""Every device has its own copy of a constant, and batches come from the host."""
+
+
+class _Inputs(NamedTuple):
+    """What a node reads and waits for, as (index of the node, output)."""
+
+    data: list[tuple[int, int]]
+    control: list[int]
+
+
+@without_collection
+def build_op_graph(
+    graph: GraphDef,
+    topology: Topology,
+    costs: OperatorCosts,
+    shapes: Mapping[Ref, Shape | None] | None = None,
+    *,
+    speeds: Sequence[float] | None = None,
+    pinned: Mapping[str, int] | None = None,
+    rules: Rules | None = split_rules,
+) -> OpGraph:
+    """The operators of a flat graph with their costs.
+
+    Args:
+        graph: a flat training graph; it isn't changed.
+        topology: the devices. What an operator takes on one depends on its kind, which its name tells.
+        costs: times of operators by kind of device.
+        shapes: of all tensors, see `operator_shapes`; None infers them from the graph alone. An unknown dimension
+            counts as 1 here: that is logged.
+        speeds: of each device, `Device.speed`; None is 1 for each.
+        pinned: name of a variable -> index of the device that keeps it already; others can be anywhere.
+        rules: how operators can be split; None splits nothing.
+
+    Raises:
+        PassError: the graph has a cycle or an unknown op, or ``pinned`` contradicts the graph.
+        OperatorCostsError: nothing is known of a kind of device.
+    """
+    reading = _Reading(graph, infer_shapes(graph, {}, {}) if shapes is None else shapes)
+    order = reading.order()
+    nodes = [reading.nodes[index] for index in order]
+    number = {index: position for position, index in enumerate(order)}
+    edges, tensor_bytes, tensor_outputs = _edges(reading, order, number)
+    outside = [node for node in reading.nodes if node.op in _LEFT_OUT]
+    together = colocate(graph, nodes, _reads(reading, order), outside)
+    return OpGraph(
+        names=tuple(node.name for node in nodes),
+        ops=tuple(node.op for node in nodes),
+        seconds=_seconds(reading, order, topology, costs, speeds),
+        edges=edges,
+        tensor_bytes=tensor_bytes,
+        groups=np.array(together.groups, np.int64),
+        pinned=np.array(pin(together, pinned or {}, topology.count), np.int64),
+        stored_bytes=np.array(together.stored, np.float64),
+        splits={} if rules is None else _splits(reading, order, rules),
+        launch_seconds=np.array([costs.roofline(device_kind(name)).launch for name in topology.names], np.float64),
+        copy_seconds=np.array([costs.roofline(device_kind(name)).copy_seconds for name in topology.names], np.float64),
+        tensor_outputs=tensor_outputs,
+    )
+
+
+def operator_signatures(graph: GraphDef, shapes: Mapping[Ref, Shape | None]) -> dict[str, OpSignature]:
+    """Node -> what its time depends on, for all operators of a flat graph: under what `build_op_graph` asks for it.
+
+    Args:
+        graph: a flat graph.
+        shapes: of all tensors, the same as for `build_op_graph`.
+
+    Raises:
+        PassError: an op is unknown.
+    """
+    reading = _Reading(graph, shapes)
+    return {node.name: reading.signature(index) for index, node in enumerate(reading.nodes) if node.op not in _LEFT_OUT}
+
+
+class _Reading:
+    """A graph, indexed: nodes by position, tensors by node and output."""
+
+    def __init__(self, graph: GraphDef, shapes: Mapping[Ref, Shape | None]) -> None:
+        self.graph = graph
+        self.nodes: list[NodeDef] = list(graph.node)
+        position = {node.name: index for index, node in enumerate(self.nodes)}
+        self.inputs: list[_Inputs] = []
+        for node in self.nodes:
+            data: list[tuple[int, int]] = []
+            control: list[int] = []
+            for text in node.input:
+                if text.startswith("^"):
+                    control.append(position[text[1:]])
+                else:
+                    name, output = Ref.parse(text)
+                    data.append((position[name], output))
+            self.inputs.append(_Inputs(data, control))
+        self.shapes = shapes
+        self.fingerprints = Fingerprints(graph.library)
+        self.outputs = [self._outputs(node) for node in self.nodes]
+        unknown = [node for node, made in zip(self.nodes, self.outputs, strict=True) if not all(map(_known, made))]
+        if unknown:
+            logger.info(
+                "the shapes of what %d of %d operators make aren't known, their unknown dimensions are taken for 1 "
+                "(%s, ...)",
+                *(len(unknown), len(self.nodes), ", ".join(f"{node.name} ({node.op})" for node in unknown[:3])),
+            )
+
+    def _outputs(self, node: NodeDef) -> tuple[TensorType, ...]:
+        name, shapes = node.name, self.shapes
+        return tuple(
+            [TensorType(dtype, shapes.get(Ref(name, output))) for output, dtype in enumerate(output_dtype_names(node))]
+        )
+
+    def read(self, index: int) -> tuple[TensorType, ...]:
+        """The tensors that a node reads."""
+        return tuple([self.outputs[producer][output] for producer, output in self.inputs[index].data])
+
+    def signature(self, index: int) -> OpSignature:
+        """What a node's time depends on."""
+        node = self.nodes[index]
+        return signature(node, self.read(index), self.outputs[index], self.fingerprints.of(node))
+
+    def order(self) -> list[int]:
+        """The operators' positions, producers first; those that are ready at the same time in the graph's order.
+
+        Raises:
+            PassError: there is a cycle.
+        """
+        kept = [node.op not in _LEFT_OUT for node in self.nodes]
+        pending = [0] * len(self.nodes)
+        followers: list[list[int]] = [[] for _ in self.nodes]
+        for index, (data, control) in enumerate(self.inputs):
+            if kept[index]:
+                before = {producer for producer, _ in data}
+                before.update(control)
+                for producer in before:
+                    if kept[producer]:
+                        pending[index] += 1
+                        followers[producer].append(index)
+        ready = collections.deque(index for index, keep in enumerate(kept) if keep and not pending[index])
+        found: list[int] = []
+        while ready:
+            index = ready.popleft()
+            found.append(index)
+            for follower in followers[index]:
+                pending[follower] -= 1
+                if not pending[follower]:
+                    ready.append(follower)
+        if len(found) < sum(kept):
+            Graph(self.graph).topological()  # Raises, and shows the cycle.
+        return found
+
+
+def _known(tensor: TensorType) -> bool:
+    """Whether it is known how large a tensor is; handles have no size."""
+    return tensor.dtype in ("variant", "resource", "string") or (tensor.shape is not None and None not in tensor.shape)
+
+
+def _reads(reading: _Reading, order: Sequence[int]) -> Iterator[tuple[int, NodeDef, int]]:
+    for number, index in enumerate(order):
+        for producer, output in reading.inputs[index].data:
+            yield number, reading.nodes[producer], output
+
+
+def _edges(
+    reading: _Reading, order: Sequence[int], number: Mapping[int, int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Edges by consumer, then by argument; and of the tensors that they read, sizes and numbers of outputs.
+
+    Control edges come last, and only from producers that the consumer doesn't read.
+    """
+    tensors: dict[tuple[int, int], int] = {}
+    sizes: list[int] = []
+    rows: list[tuple[int, int, int, int]] = []
+    for consumer, index in enumerate(order):
+        data, control = reading.inputs[index]
+        read = set()
+        for argument, place in enumerate(data):
+            producer = number.get(place[0])
+            if producer is None:
+                continue
+            tensor = tensors.get(place)
+            if tensor is None:
+                tensor = tensors[place] = len(sizes)
+                sizes.append(reading.outputs[place[0]][place[1]].bytes)
+            rows.append((producer, consumer, tensor, argument))
+            read.add(producer)
+        for waited in dict.fromkeys(control):
+            producer = number.get(waited)
+            if producer is not None and producer not in read:
+                rows.append((producer, consumer, -1, -1))
+    outputs = np.array([output for _, output in tensors], np.int64)
+    return np.array(rows, np.int64).reshape(-1, 4), np.array(sizes, np.float64), outputs
+
+
+def _seconds(
+    reading: _Reading,
+    order: Sequence[int],
+    topology: Topology,
+    costs: OperatorCosts,
+    speeds: Sequence[float] | None,
+) -> np.ndarray:
+    """E of formula 1: [operators, devices]."""
+    kinds = [device_kind(name) for name in topology.names]
+    factors = np.ones(topology.count) if speeds is None else np.asarray(speeds, np.float64)
+    if factors.shape != (topology.count,) or not (factors > 0).all():
+        raise PassError(f"speeds are {speeds}; give one above 0 for each of the {topology.count} devices")
+    columns = list(dict.fromkeys(kinds))
+    functions = FunctionWork(reading.graph, costs)
+    by_kind = np.zeros((len(order), len(columns)))
+    for number, index in enumerate(order):
+        node = reading.nodes[index]
+        made = reading.signature(index)
+        if takes_functions(node.op):
+            for column, kind in enumerate(columns):
+                by_kind[number, column] = functions.seconds(node, made, kind)
+        else:
+            for column, kind in enumerate(columns):
+                by_kind[number, column] = costs.seconds(made, kind)
+    return by_kind[:, [columns.index(kind) for kind in kinds]] / factors
+
+
+def _splits(reading: _Reading, order: Sequence[int], rules: Rules) -> dict[int, tuple[SplitRule, ...]]:
+    found = {}
+    constants: dict[int, np.ndarray] = {}
+    for number, index in enumerate(order):
+        known = {}
+        for argument, (producer, _) in enumerate(reading.inputs[index].data):
+            if reading.nodes[producer].op == "Const" and reading.outputs[producer][0].dtype in ("int32", "int64"):
+                if producer not in constants:
+                    constants[producer] = constant_value(reading.nodes[producer])
+                known[argument] = constants[producer]
+        inputs, outputs = ([tensor.shape for tensor in side] for side in (reading.read(index), reading.outputs[index]))
+        if options := rules(reading.nodes[index], inputs, outputs, known):
+            found[number] = options
+    return found

@@ -1,0 +1,240 @@
+"""Fewer, larger operators to place: those that aren't worth a transfer join the one before or behind them.
+
+Placing an operator apart from what it reads, or from what reads it, can only pay if it takes longer than that tensor's
+transfer. So an operator that is cheaper joins its only producer, or its only consumer; one that needs nothing, as the
+read of a variable, joins the first of its consumers; a chain is one piece as long as the piece isn't a large share of the
+step. None of these joins makes a cycle. All operators of a piece get its device; in which order they run is
+decided for single operators again, so nothing is lost but choices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from dapple_tf.operators.op_graph import OpGraph
+from dapple_tf.operators.placement_problem import PlacementProblem
+
+_PIECES_PER_DEVICE = 24
+"""A chain becomes pieces of at most the step's time divided by so many per device."""
+
+_ROUNDS = 3
+"""How often pieces are joined forward and backward at most."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Coarse:
+    """A graph of pieces.
+
+    Attributes:
+        graph: with the pieces as operators, named like their first operator.
+        piece: of each operator of the original graph; int64 [n].
+    """
+
+    graph: OpGraph
+    piece: np.ndarray
+
+
+def coarsen(problem: PlacementProblem, per_device: int = _PIECES_PER_DEVICE) -> Coarse:
+    """Join operators to pieces; near-linear in operators and edges.
+
+    Args:
+        problem: the operators.
+        per_device: pieces of chains take at most the step's time divided by this and the number of devices.
+    """
+    pieces = _Pieces(problem, sum(problem.mean_seconds) / (per_device * problem.devices))
+    pieces.join(_sources)
+    for _ in range(_ROUNDS):
+        if not (pieces.join(_forward) | pieces.join(_backward)):
+            break
+    return pieces.coarse()
+
+
+@dataclasses.dataclass
+class _Level:
+    """The pieces of the moment, numbered in a topological order.
+
+    Attributes:
+        seconds: of each.
+        before: of each, those that it needs, with the seconds of the transfers.
+        after: of each, those that need it.
+        most: seconds of a piece that is made of a chain.
+        may_join: whether two pieces can be on one device; if so, they are bound to each other from now on.
+    """
+
+    seconds: list[float]
+    before: list[dict[int, float]]
+    after: list[dict[int, float]]
+    most: float
+    may_join: Callable[[int, int], bool]
+
+    def worth_joining(self, joining: float, other: float, transfer: float, chain: bool) -> bool:
+        """Whether a piece should go with another, by their seconds; in a chain they are all that they're linked with."""
+        if joining <= transfer:
+            return chain or joining <= self.most
+        return chain and joining + other <= self.most
+
+
+def _sources(level: _Level) -> list[int]:
+    """What needs nothing and is cheaper than its transfer joins the first that needs it: pieces by their last one."""
+    root = list(range(len(level.seconds)))
+    seconds, needs = list(level.seconds), [len(before) for before in level.before]
+    after: dict[int, dict[int, float]] = {}  # of pieces that others have joined
+    for op in range(len(root)):
+        if needs[op]:
+            continue
+        behind = after.pop(op, {})
+        for other, transfer in level.after[op].items():
+            behind[other] = behind.get(other, 0.0) + transfer
+        if not behind:
+            continue
+        first = min(behind)
+        joins = seconds[op] <= behind[first] and level.may_join(op, first)
+        if joins:
+            root[op] = first
+            seconds[first] += seconds[op]
+            kept = after.setdefault(first, {})
+        for other, transfer in behind.items():
+            if other != first and joins:
+                kept[other] = kept.get(other, 0.0) + transfer
+        if joins:
+            needs[first] -= 1
+            # Those that needed the source as well as its piece need one thing.
+            for other in behind:
+                if other != first and other in level.after[first]:
+                    needs[other] -= 1
+    return root
+
+
+def _forward(level: _Level) -> list[int]:
+    """What has only one producer joins it: pieces by their first one."""
+    return _along(level, range(len(level.seconds)), level.before, level.after)
+
+
+def _backward(level: _Level) -> list[int]:
+    """What has only one consumer joins it: pieces by their last one."""
+    return _along(level, range(len(level.seconds) - 1, -1, -1), level.after, level.before)
+
+
+def _along(level: _Level, order: range, toward: list[dict[int, float]], away: list[dict[int, float]]) -> list[int]:
+    root = list(range(len(order)))
+    seconds = list(level.seconds)
+    leaving = [len(others) for others in away]  # edges from a piece to those that haven't joined it
+    for op in order:
+        if not toward[op]:
+            continue
+        roots = {root[other] for other in toward[op]}
+        if len(roots) > 1:
+            continue
+        (piece,) = roots
+        chain = leaving[piece] == len(toward[op])
+        if level.worth_joining(seconds[op], seconds[piece], sum(toward[op].values()), chain) and level.may_join(piece, op):
+            root[op] = piece
+            seconds[piece] += seconds[op]
+            leaving[piece] += leaving[op] - len(toward[op])
+    return root
+
+
+class _Pieces:
+    """Pieces while they grow."""
+
+    def __init__(self, problem: PlacementProblem, most: float) -> None:
+        self.problem, self.most = problem, most
+        self.piece = np.arange(problem.count)
+        self.bound = [
+            -1 if len(problem.members[group]) == 1 and problem.pinned[group] < 0 else group for group in problem.group
+        ]
+        self.group_parent = list(range(len(problem.members)))
+        self.group_pin = list(problem.pinned)
+        edges = np.asarray(problem.graph.edges, np.int64).reshape(-1, 4)
+        self.edges = np.unique(edges[:, :3], axis=0)
+        self.transfer = np.append(problem.mean_transfer, problem.mean_latency)  # the last one is for edges that wait
+
+    def join(self, rule: Callable[[_Level], list[int]]) -> bool:
+        """Join pieces by a rule; whether any were."""
+        level = self._level()
+        root = np.array(rule(level), np.int64)
+        kept = np.flatnonzero(root == np.arange(len(root)))
+        if len(kept) == len(root):
+            return False
+        number = np.full(len(root), -1, np.int64)
+        number[kept] = np.arange(len(kept))
+        while (root[root] != root).any():
+            root = root[root]
+        self.piece = number[root][self.piece]
+        self.bound = [self.bound[op] for op in kept.tolist()]
+        return True
+
+    def _level(self) -> _Level:
+        count = int(self.piece.max(initial=-1)) + 1
+        seconds = np.bincount(self.piece, self.problem.mean_seconds, count)
+        edges = np.column_stack((self.piece[self.edges[:, :2]], self.edges[:, 2]))
+        edges = np.unique(edges[edges[:, 0] != edges[:, 1]], axis=0)
+        pairs, which = np.unique(edges[:, 0] * max(count, 1) + edges[:, 1], return_inverse=True)
+        transfer = np.bincount(which, self.transfer[edges[:, 2]], len(pairs))
+        before: list[dict[int, float]] = [{} for _ in range(count)]
+        after: list[dict[int, float]] = [{} for _ in range(count)]
+        for pair, value in zip(pairs.tolist(), transfer.tolist(), strict=True):
+            first, second = divmod(pair, count)
+            after[first][second] = before[second][first] = value
+        return _Level(seconds.tolist(), before, after, self.most, self._may_join)
+
+    def _group(self, group: int) -> int:
+        while self.group_parent[group] != group:
+            group = self.group_parent[group]
+        return group
+
+    def _may_join(self, one: int, other: int) -> bool:
+        a, b = self.bound[one], self.bound[other]
+        if a >= 0 and b >= 0:
+            first, second = self._group(a), self._group(b)
+            if first != second:
+                pins = {self.group_pin[first], self.group_pin[second]} - {-1}
+                if len(pins) > 1:
+                    return False
+                self.group_parent[second] = first
+                self.group_pin[first] = max(pins, default=-1)
+        self.bound[one] = self.bound[other] = a if a >= 0 else b
+        return True
+
+    def coarse(self) -> Coarse:
+        """The graph of the pieces, in a topological order."""
+        problem, graph, piece = self.problem, self.problem.graph, self.piece
+        count = len(self.bound)
+        first = np.full(count, problem.count, np.int64)
+        np.minimum.at(first, piece, np.arange(problem.count))
+        seconds = np.zeros((count, problem.devices))
+        np.add.at(seconds, piece, graph.seconds)
+        edges = np.asarray(graph.edges, np.int64).reshape(-1, 4).copy()
+        edges[:, :2] = piece[edges[:, :2]]
+        edges = np.unique(edges[edges[:, 0] != edges[:, 1]], axis=0)
+        names: dict[int, int] = {}
+        group = [
+            names.setdefault(self._group(bound) if bound >= 0 else -1 - index, len(names))
+            for index, bound in enumerate(self.bound)
+        ]
+        pinned, stored = np.full(len(names), -1, np.int64), np.zeros(len(names))
+        for old, new in names.items():
+            if old >= 0:
+                pinned[new] = self.group_pin[old]
+        for old, members in enumerate(problem.members):
+            if members:
+                stored[group[piece[members[0]]]] += problem.stored[old]
+        return Coarse(
+            OpGraph(
+                names=tuple(graph.names[op] for op in first.tolist()),
+                ops=tuple(graph.ops[op] for op in first.tolist()),
+                seconds=seconds,
+                edges=edges,
+                tensor_bytes=graph.tensor_bytes,
+                groups=np.array(group, np.int64),
+                pinned=pinned,
+                stored_bytes=stored,
+                splits={},
+                launch_seconds=graph.launch_seconds,
+                copy_seconds=graph.copy_seconds,
+            ),
+            piece,
+        )

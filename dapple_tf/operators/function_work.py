@@ -1,0 +1,218 @@
+"""What loops, branches and calls cost: the operators inside, as often as they run, as far as that can be told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dapple_tf.operators.op_costs import OperatorCosts
+from dapple_tf.operators.signatures import Fingerprints, OpSignature, TensorType, output_dtype_names, signature
+from graph_passes.graph import GraphDef, NodeDef, PassError, Ref, data_inputs
+from graph_passes.tensorflow_bridge import constant_value, function_graph, infer_shapes, op_def, takes_functions
+
+logger = logging.getLogger(__name__)
+
+_LOOPS = frozenset({"While", "StatelessWhile"})
+_PASSED_ON = frozenset({"Identity", "Cast", "StopGradient", "EnsureShape"})
+_COMPARED = frozenset({"Less", "LessEqual"})
+_DEEPEST = 32
+"""Calls within calls: more is a function that calls itself."""
+
+
+class _Body(NamedTuple):
+    """A function's operators.
+
+    Attributes:
+        nodes: name -> node; arguments are placeholders.
+        arguments: names of the placeholders.
+        results: its results.
+        signatures: those of its nodes that aren't arguments or constants.
+    """
+
+    nodes: Mapping[str, NodeDef]
+    arguments: tuple[str, ...]
+    results: tuple[Ref, ...]
+    signatures: tuple[tuple[NodeDef, OpSignature], ...]
+
+
+class FunctionWork:
+    """Costs of the nodes of a graph that run functions.
+
+    Args:
+        graph: a flat graph with its library.
+        costs: of single operators.
+    """
+
+    def __init__(self, graph: GraphDef, costs: OperatorCosts) -> None:
+        self._library = graph.library
+        self._fingerprints = Fingerprints(graph.library)
+        self._nodes = {node.name: node for node in graph.node}
+        self._costs = costs
+        self._bodies: dict[tuple[str, tuple[TensorType, ...]], _Body] = {}
+        self._inside: dict[tuple[str, tuple[TensorType, ...], str], float] = {}
+        self._depth = 0
+
+    def seconds(self, node: NodeDef, made: OpSignature, kind: str) -> float:
+        """Time of one run of a node that runs functions.
+
+        What was measured of the node as a whole counts first. A loop takes its body's and condition's time for each
+        round, where the rounds can be told (a static number of time steps), else that of one; a branch the time of the
+        slower side.
+
+        Args:
+            node: the node, of the graph's top level.
+            made: its signature.
+            kind: of device.
+        """
+        if self._costs.measured(made, kind) is not None:
+            return self._costs.seconds(made, kind)
+        return self._costs.seconds(made, kind, self._run(node, made.inputs, kind, self._nodes))
+
+    def rounds(self, node: NodeDef) -> int | None:
+        """How often a loop of the top level runs its body; None where that depends on values."""
+        return self._rounds(node, self._nodes)
+
+    def _run(self, node: NodeDef, given: tuple[TensorType, ...], kind: str, around: Mapping[str, NodeDef]) -> float:
+        if node.op in _LOOPS:
+            rounds = self._rounds(node, around)
+            if rounds is None:
+                logger.info("loop %s: its number of rounds isn't known, one is counted", node.name)
+            return (1 if rounds is None else rounds) * sum(
+                self._function(node.attr[part].func.name, given, kind) for part in ("cond", "body")
+            )
+        names = [called.name for attr in node.attr.values() for called in (attr.func, *attr.list.func) if called.name]
+        if op_def(node.op).input_arg[0].name in ("cond", "branch_index"):
+            given = given[1:]
+        return max((self._function(name, given, kind) for name in names), default=0.0)
+
+    def _function(self, name: str, given: tuple[TensorType, ...], kind: str) -> float:
+        """Time of a function's operators, one after another."""
+        key = (name, given, kind)
+        if key not in self._inside:
+            if self._depth == _DEEPEST:
+                raise PassError(f"function {name!r} is called more than {_DEEPEST} calls deep; does it call itself?")
+            self._depth += 1
+            try:
+                body = self._body(name, given)
+                total = 0.0
+                for node, made in body.signatures:
+                    if not takes_functions(node.op) or self._costs.measured(made, kind) is not None:
+                        total += self._costs.seconds(made, kind)
+                    else:
+                        total += self._costs.seconds(made, kind, self._run(node, made.inputs, kind, body.nodes))
+                self._inside[key] = total
+            finally:
+                self._depth -= 1
+        return self._inside[key]
+
+    def _body(self, name: str, given: tuple[TensorType, ...]) -> _Body:
+        key = name, given
+        if key not in self._bodies:
+            graph, results = function_graph(self._library, name)
+            arguments = tuple(node.name for node in graph.node if node.op == "Placeholder")
+            known = {
+                argument: tensor.shape
+                for argument, tensor in zip(arguments, given, strict=False)
+                if tensor.shape is not None
+            }
+            shapes = infer_shapes(graph, known, {})
+            nodes = {node.name: node for node in graph.node}
+            dtypes = {node.name: output_dtype_names(node) for node in graph.node}
+
+            def tensor(ref: Ref) -> TensorType:
+                return TensorType(dtypes[ref.node][ref.output], shapes.get(ref))
+
+            found = []
+            for node in graph.node:
+                if node.op not in ("Placeholder", "Const"):
+                    inputs = [tensor(ref) for ref in data_inputs(node)]
+                    outputs = [tensor(Ref(node.name, output)) for output in range(len(dtypes[node.name]))]
+                    found.append((node, signature(node, inputs, outputs, self._fingerprints.of(node))))
+            self._bodies[key] = _Body(nodes, arguments, results, tuple(found))
+        return self._bodies[key]
+
+    # ---- how often
+
+    def _rounds(self, node: NodeDef, around: Mapping[str, NodeDef]) -> int | None:
+        """The least that the condition's comparisons ``counter < limit`` allow, for counters that step by 1."""
+        condition, results = function_graph(self._library, node.attr["cond"].func.name)
+        body, after = function_graph(self._library, node.attr["body"].func.name)
+        inside = {part.name: part for part in condition.node}
+        arguments = [part.name for part in condition.node if part.op == "Placeholder"]
+        steps = {part.name: part for part in body.node}
+        body_arguments = [part.name for part in body.node if part.op == "Placeholder"]
+        given = data_inputs(node)
+
+        def argument(ref: Ref) -> int | None:
+            """Which argument of the condition a tensor is."""
+            name = _source(ref, inside).node
+            return arguments.index(name) if name in arguments else None
+
+        def value(ref: Ref) -> int | None:
+            index = argument(ref)
+            return _scalar(ref, inside) if index is None else self._outer(given[index], around)
+
+        found = []
+        for part in condition.node:
+            if part.op not in _COMPARED or not _needed(part.name, results, inside):
+                continue
+            counter, limit = data_inputs(part)
+            index = argument(counter)
+            if index is None or not _steps_by_one(after[index], body_arguments[index], steps):
+                continue
+            start, stop = self._outer(given[index], around), value(limit)
+            if start is not None and stop is not None and stop >= 0:
+                found.append(max(0, stop - start + (part.op == "LessEqual")))
+        return min(found, default=None)
+
+    def _outer(self, ref: Ref, around: Mapping[str, NodeDef]) -> int | None:
+        """The value of an integer scalar of a graph: a constant, or the number of rounds of another loop."""
+        place = _source(ref, around)
+        node = around.get(place.node)
+        if node is not None and node.op in _LOOPS and place.output == 0:
+            start, rounds = self._outer(data_inputs(node)[0], around), self._rounds(node, around)
+            return None if start is None or rounds is None else start + rounds
+        return _scalar(place, around)
+
+
+def _source(ref: Ref, nodes: Mapping[str, NodeDef]) -> Ref:
+    """Where a tensor's value comes from, through what only passes it on."""
+    while (node := nodes.get(ref.node)) is not None and node.op in _PASSED_ON:
+        ref = data_inputs(node)[0]
+    return ref
+
+
+def _scalar(ref: Ref, nodes: Mapping[str, NodeDef]) -> int | None:
+    """The value of a constant integer scalar; None for anything else."""
+    node = nodes.get(_source(ref, nodes).node)
+    if node is None or node.op != "Const":
+        return None
+    value = constant_value(node)
+    return int(value) if value.shape == () and np.issubdtype(value.dtype, np.integer) else None
+
+
+def _steps_by_one(result: Ref, argument: str, nodes: Mapping[str, NodeDef]) -> bool:
+    """Whether a loop's result is its argument + 1."""
+    node = nodes.get(_source(result, nodes).node)
+    if node is None or node.op not in ("Add", "AddV2"):
+        return False
+    one, other = data_inputs(node)
+    return (_source(one, nodes).node == argument and _scalar(other, nodes) == 1) or (
+        _source(other, nodes).node == argument and _scalar(one, nodes) == 1
+    )
+
+
+def _needed(name: str, results: Sequence[Ref], nodes: Mapping[str, NodeDef]) -> bool:
+    """Whether a comparison must hold for the loop to go on: the condition is it, or joins it to others with "and"."""
+    pending = list(results)
+    while pending:
+        place = _source(pending.pop(), nodes)
+        if place.node == name:
+            return True
+        node = nodes.get(place.node)
+        if node is not None and node.op == "LogicalAnd":
+            pending += data_inputs(node)
+    return False

@@ -1,0 +1,191 @@
+"""What HEFT and FastT share: devices' free times, and placing one operator after another where it ends first.
+
+Classical list scheduling by insertion (Topcuoglu et al., 2002): an operator takes the first free time of a device that is
+long enough, maybe before operators that were placed earlier. Links are taken to be free when they are needed, as
+both papers do; the simulator, which sends one tensor after another, judges the result.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from dapple_tf.operators.op_graph import OpPlacement, Topology
+from dapple_tf.operators.placement_problem import PlacementError, PlacementProblem
+from dapple_tf.operators.simulated_placement import simulate
+
+_MOST_GAPS = 64
+"""Gaps of a device that are looked at for one operator."""
+
+
+class Slots:
+    """The times at which a device is free.
+
+    Attributes:
+        end: when its last operator ends.
+    """
+
+    __slots__ = ("_ends", "_shortest", "_starts", "end")
+
+    def __init__(self, shortest: float = 0.0) -> None:
+        """An idle device; gaps up to ``shortest`` seconds are forgotten."""
+        self.end = 0.0
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+        self._shortest = shortest
+
+    def find(self, ready: float, seconds: float) -> float:
+        """The first start from ``ready`` on at which so many seconds are free: formula 11 of FD-DPS.
+
+        What was placed before doesn't move.
+        """
+        if ready >= self.end:
+            return ready
+        starts, ends = self._starts, self._ends
+        first = bisect_right(ends, ready)
+        for index in range(first, min(len(ends), first + _MOST_GAPS)):
+            start = starts[index]
+            if start < ready:
+                start = ready
+            if start + seconds <= ends[index]:
+                return start
+        return self.end
+
+    def take(self, start: float, seconds: float) -> None:
+        """Take a time that `find` has found."""
+        end = start + seconds
+        if start >= self.end:
+            if start - self.end > self._shortest:
+                self._starts.append(self.end)
+                self._ends.append(start)
+            self.end = end
+            return
+        starts, ends = self._starts, self._ends
+        index = bisect_right(starts, start) - 1
+        before, after = starts[index], ends[index]
+        pieces = [(a, b) for a, b in ((before, start), (end, after)) if b - a > self._shortest]
+        starts[index : index + 1] = [a for a, _ in pieces]
+        ends[index : index + 1] = [b for _, b in pieces]
+
+
+class InsertionScheduler:
+    """Places operators one after another, each after all that it needs.
+
+    Attributes:
+        device: of each operator, -1 before it's placed.
+        start: of each operator.
+        finish: of each operator.
+    """
+
+    def __init__(self, problem: PlacementProblem) -> None:
+        self.problem = problem
+        shortest = min((value for value in problem.mean_seconds if value > 0), default=0.0) / 2
+        self.slots = [Slots(shortest) for _ in range(problem.devices)]
+        self.device = [-1] * problem.count
+        self.start, self.finish = [0.0] * problem.count, [0.0] * problem.count
+        self._ready: list[list[float] | None] = [None] * problem.count
+        self._place_of_group = list(problem.pinned)
+        self._memory = StoredBytes(problem)
+
+    def candidates(self, op: int) -> list[int]:
+        """The devices on which an operator may be: that of its group, or those with memory for it.
+
+        Raises:
+            PlacementError: none has.
+        """
+        group = self.problem.group[op]
+        place = self._place_of_group[group]
+        return [place] if place >= 0 else self._memory.fitting(op)
+
+    def earliest(self, op: int, device: int) -> tuple[float, float]:
+        """EST and EFT of an operator on a device."""
+        ready = self._ready[op]
+        seconds = self.problem.seconds[op][device]
+        start = self.slots[device].find(0.0 if ready is None else ready[device], seconds)
+        return start, start + seconds
+
+    def place(self, op: int, device: int) -> None:
+        """Place an operator in the first free time."""
+        problem = self.problem
+        start, finish = self.earliest(op, device)
+        self.slots[device].take(start, finish - start)
+        self.device[op], self.start[op], self.finish[op] = device, start, finish
+        group = problem.group[op]
+        if self._place_of_group[group] < 0:
+            self._place_of_group[group] = device
+            self._memory.add(op, device)
+        latency, per_byte = problem.latency[device], problem.per_byte[device]
+        for tensor in problem.outputs[op]:
+            size = problem.size[tensor]
+            row = [finish + one + size * other for one, other in zip(latency, per_byte, strict=True)]
+            for reader in problem.readers[tensor]:
+                self._delay(reader, row)
+        if problem.waiters[op]:
+            row = [finish + one for one in latency]
+            for waiter in problem.waiters[op]:
+                self._delay(waiter, row)
+
+    def order(self) -> list[int]:
+        """Q: operators by start; of equal starts in topological order."""
+        start = self.start
+        return sorted(range(self.problem.count), key=lambda op: (start[op], op))
+
+    def _delay(self, op: int, row: list[float]) -> None:
+        ready = self._ready[op]
+        self._ready[op] = row if ready is None else [a if a > b else b for a, b in zip(ready, row, strict=True)]
+
+
+class StoredBytes:
+    """The variables that devices hold: what list scheduling knows of memory before the simulator has seen the step."""
+
+    def __init__(self, problem: PlacementProblem) -> None:
+        self.problem = problem
+        self.limits = problem.topology.memory_bytes.tolist()
+        self.used = [0.0] * problem.devices
+        for device, stored in zip(problem.pinned, problem.stored, strict=True):
+            if device >= 0:
+                self.used[device] += stored
+        self._everywhere = list(range(problem.devices))
+        self._bounded = sum(problem.stored) > min(self.limits)
+
+    def fitting(self, op: int) -> list[int]:
+        """Devices with memory for an operator's variables.
+
+        Raises:
+            PlacementError: there is none.
+        """
+        stored = self.problem.stored[self.problem.group[op]]
+        if not self._bounded or not stored:
+            return self._everywhere
+        fits = [device for device in self._everywhere if self.used[device] + stored <= self.limits[device]]
+        if not fits:
+            free = max(limit - used for limit, used in zip(self.limits, self.used, strict=True))
+            raise PlacementError(
+                f"{self.problem.graph.names[op]} has variables of {stored:,.0f} bytes, and at most {free:,.0f} bytes are "
+                f"free on a device; add devices, or give them more memory"
+            )
+        return fits
+
+    def add(self, op: int, device: int) -> None:
+        """Count the variables of an operator that is the first of its group."""
+        self.used[device] += self.problem.stored[self.problem.group[op]]
+
+
+def placement_of(problem: PlacementProblem, devices: list[int], order: list[int]) -> OpPlacement:
+    """A placement without splits, with what the simulator says of it.
+
+    Its peak may be above a device's limit: see `fits`.
+    """
+    seen = simulate(problem, devices, order)
+    names = problem.graph.names
+    return OpPlacement(
+        devices={names[op]: devices[op] for op in range(problem.count)},
+        order=tuple(names[op] for op in order),
+        splits={},
+        seconds=seen.seconds,
+        peak_bytes=tuple(seen.peak_bytes.tolist()),
+    )
+
+
+def fits(placement: OpPlacement, topology: Topology) -> bool:
+    """Whether every device's peak is within its limit: M_v < C of FD-DPS' formula 4."""
+    return all(peak <= limit for peak, limit in zip(placement.peak_bytes, topology.memory_bytes.tolist(), strict=True))

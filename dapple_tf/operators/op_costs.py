@@ -1,0 +1,299 @@
+"""What single operators cost on each kind of device: FD-DPS, definition 3, with a roofline for what wasn't measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import statistics
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dapple_tf.data_files import clip, parse_object, read_text, short
+from dapple_tf.operators.flops import FREE, Work, work
+from dapple_tf.operators.rooflines import CPU, GPU, P100, Roofline
+from dapple_tf.operators.signatures import OpSignature
+
+_FORMAT = "dapple_tf.operator_costs/1"
+_KIND = re.compile(r"([A-Za-z_]+):\d+$")
+_LEAST_SECONDS = 1e-9
+"""Ratios to a roofline aren't formed with less."""
+
+
+class OperatorCostsError(ValueError):
+    """A file isn't one of operators' costs, or a cost is out of range."""
+
+
+class MeanSeconds(NamedTuple):
+    """The running mean of measured times.
+
+    Attributes:
+        times: how many were averaged.
+        seconds: their mean.
+    """
+
+    times: int
+    seconds: float
+
+    def add(self, seconds: float) -> MeanSeconds:
+        """Iterative averaging, C of formula 1: mean' = mean + (seconds - mean) / times'."""
+        times = self.times + 1
+        return MeanSeconds(times, self.seconds + (seconds - self.seconds) / times)
+
+    def merge(self, other: MeanSeconds) -> MeanSeconds:
+        """The mean of both."""
+        times = self.times + other.times
+        return MeanSeconds(times, (self.times * self.seconds + other.times * other.seconds) / times)
+
+
+def device_kind(name: str) -> str:
+    """``GPU`` for ``/job:worker/replica:0/task:0/device:GPU:3``, and for ``GPU:3``.
+
+    Raises:
+        ValueError: the name doesn't end in a kind and a number.
+    """
+    found = _KIND.search(name)
+    if found is None:
+        raise ValueError(f"device {name!r} doesn't end in a kind and a number, as in device:GPU:0")
+    return found[1].upper()
+
+
+class OperatorCosts:
+    """Times of operators on kinds of devices: E of FD-DPS, formula 1, and estimates for what wasn't measured.
+
+        costs = OperatorCosts()
+        costs.add(signature, "GPU", 0.0021)
+        costs.seconds(signature, "GPU")
+
+    An operator that wasn't measured takes what the roofline of the kind of device says, times how much longer than that
+    the measured operators of its op type took there (the median of their ratios; that of all op types if none of its
+    own was measured).
+
+    Attributes:
+        rooflines: kind of device (``CPU``, ``GPU``) -> its roofline.
+    """
+
+    def __init__(self, rooflines: Mapping[str, Roofline] | None = None) -> None:
+        self.rooflines: dict[str, Roofline] = dict({"CPU": CPU, "GPU": GPU} if rooflines is None else rooflines)
+        self._means: dict[str, dict[OpSignature, MeanSeconds]] = {}
+        self._ratios: dict[str, dict[str, float]] = {}
+        self._estimates: dict[tuple[str, OpSignature], float] = {}
+
+    @classmethod
+    def p100(cls) -> OperatorCosts:
+        """Costs as on the GPUs of FD-DPS's experiments (section 5.1), so that its tables can be set beside ours.
+
+        Milliseconds of table 6 (VGG-16, a batch of 64 images of 224 x 224, operators before splitting):
+
+            operator    paper    here   how
+            Conv1_1     2.146   2.15    3 input channels: inner products of 27, a matrix product at 49% of the peak
+            Conv1_2    15.673  15.66    Winograd at 63% of the peak
+            Conv1_2bp  36.466  36.48    both gradients: Winograd at 63% and 48%
+            Relu1_2     2.908   2.91    1.64 GB at 77% of the bandwidth
+            Pool1       0.96    1.41    1.03 GB at the whole bandwidth; the paper's time would need 146% of it
+            Fc6         1.654   1.66    75% of the peak
+        """
+        return cls({"GPU": P100, "CPU": CPU})
+
+    # ---- measured
+
+    def add(self, signature: OpSignature, kind: str, seconds: float, *, times: int = 1) -> None:
+        """Takes in a measured time, or the mean of ``times`` ones.
+
+        Raises:
+            OperatorCostsError: the time isn't finite and at least 0, or ``times`` isn't at least 1.
+        """
+        if not (math.isfinite(seconds) and seconds >= 0 and times >= 1):
+            raise OperatorCostsError(
+                f"{signature.op} was measured {times} times at {seconds} s on {kind}; that must be at least once, and "
+                f"finite and at least 0 s"
+            )
+        means = self._means.setdefault(kind, {})
+        before = means.get(signature)
+        if before is None:
+            means[signature] = MeanSeconds(times, seconds)
+        else:
+            means[signature] = before.add(seconds) if times == 1 else before.merge(MeanSeconds(times, seconds))
+        self._ratios.pop(kind, None)
+        self._estimates.clear()
+
+    def update(self, other: OperatorCosts) -> None:
+        """Takes in all that another one has measured."""
+        for kind, means in other._means.items():
+            for signature, mean in means.items():
+                self.add(signature, kind, mean.seconds, times=mean.times)
+
+    def measured(self, signature: OpSignature, kind: str) -> MeanSeconds | None:
+        """The mean of an operator's measured times; None if it wasn't measured."""
+        return self._means.get(kind, {}).get(signature)
+
+    @property
+    def count(self) -> int:
+        """Number of measured means, of all kinds of devices."""
+        return sum(map(len, self._means.values()))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of devices that have rooflines."""
+        return tuple(self.rooflines)
+
+    # ---- asked
+
+    def seconds(self, signature: OpSignature, kind: str, inner: float | None = None) -> float:
+        """Time of one run on an undisturbed device of speed 1.
+
+        Args:
+            signature: the operator.
+            kind: the kind of device.
+            inner: for a loop, branch or call: time of what it runs inside, for where it wasn't measured as a whole.
+
+        Raises:
+            OperatorCostsError: nothing is known of such devices.
+        """
+        mean = self._means.get(kind, {}).get(signature)
+        if mean is not None:
+            return mean.seconds
+        if inner is not None:
+            return self.roofline(kind).launch + inner
+        key = kind, signature
+        found = self._estimates.get(key)
+        if found is None:
+            found = self._estimates[key] = self._estimate(signature, kind)
+        return found
+
+    def roofline(self, kind: str) -> Roofline:
+        """The roofline of a kind of device.
+
+        Raises:
+            OperatorCostsError: there is none.
+        """
+        found = self.rooflines.get(kind)
+        if found is None:
+            known = ", ".join(self.rooflines) or "none"
+            raise OperatorCostsError(f"nothing is known of devices of kind {kind!r} (of {known}); give a roofline")
+        return found
+
+    def _estimate(self, signature: OpSignature, kind: str) -> float:
+        amount = work(signature)
+        if amount.kind == FREE:
+            return 0.0
+        ratios = self._ratios_of(kind)
+        return self.roofline(kind).seconds(amount) * ratios.get(signature.op, ratios[""])
+
+    def _ratios_of(self, kind: str) -> dict[str, float]:
+        """Op type -> median of measured time / roofline; under "" that of all."""
+        if kind not in self._ratios:
+            roofline = self.roofline(kind)
+            found: dict[str, list[float]] = {}
+            for signature, mean in self._means.get(kind, {}).items():
+                expected = _roofline_seconds(roofline, work(signature))
+                if expected is not None:
+                    found.setdefault(signature.op, []).append(max(mean.seconds, _LEAST_SECONDS) / expected)
+            every = [ratio for ratios in found.values() for ratio in ratios]
+            medians = {op: statistics.median(ratios) for op, ratios in found.items()}
+            self._ratios[kind] = medians | {"": statistics.median(every) if every else 1.0}
+        return self._ratios[kind]
+
+    # ---- files
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> OperatorCosts:
+        """Reads costs from a file, as `save` writes it.
+
+        Raises:
+            OperatorCostsError: naming the file and what is wrong in it.
+            OSError: the file can't be read.
+        """
+        return cls.from_json(read_text(path, OperatorCostsError), source=os.fspath(path))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes `to_json` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    def to_json(self) -> str:
+        """The costs as JSON text: rooflines and measured means of each kind of device.
+
+            {"format": "dapple_tf.operator_costs/1",
+             "devices": {"GPU": {"roofline": {"flops": 1.06e13, ...},
+                                 "measured": {"Relu | float32[64,8] | float32[64,8]": [3, 2.9e-06]}}}}
+
+        ``measured`` maps signatures to [number of measurements, mean seconds].
+        """
+        devices: dict[str, Any] = {}
+        for kind in dict.fromkeys((*self.rooflines, *self._means)):
+            entry: dict[str, Any] = {}
+            if kind in self.rooflines:
+                entry["roofline"] = dataclasses.asdict(self.rooflines[kind])
+            entry["measured"] = {str(signature): list(mean) for signature, mean in self._means.get(kind, {}).items()}
+            devices[kind] = entry
+        return json.dumps({"format": _FORMAT, "devices": devices}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "operator costs") -> OperatorCosts:
+        """Reads what `to_json` writes; ``source`` stands in error messages.
+
+        Raises:
+            OperatorCostsError: not JSON, or an unknown, missing or wrong key.
+        """
+        data = parse_object(text, source, OperatorCostsError)
+        _check_keys(data, ("format", "devices"), source)
+        if data["format"] != _FORMAT:
+            raise OperatorCostsError(f"{source}: 'format' is {short(data['format'])}; this version reads {_FORMAT!r}")
+        found = cls({})
+        for kind, entry in _object(data["devices"], f"{source}: 'devices'").items():
+            where = f"{source}: device kind {short(kind)}"
+            entry = _object(entry, where)
+            _check_keys(entry, ("measured",), where, optional=("roofline",))
+            if "roofline" in entry:
+                found.rooflines[kind] = _roofline(_object(entry["roofline"], f"{where}: 'roofline'"), where)
+            for spelled, mean in _object(entry["measured"], f"{where}: 'measured'").items():
+                _add_measured(found, kind, spelled, mean, where)
+        return found
+
+
+def _roofline_seconds(roofline: Roofline, amount: Work) -> float | None:
+    """What the roofline says; None for what it has no opinion on."""
+    return None if amount.kind == FREE else max(roofline.seconds(amount), _LEAST_SECONDS)
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise OperatorCostsError(f"{where} is {short(value)}; it must be an object {{...}}")
+    return value
+
+
+def _check_keys(data: Mapping[str, Any], required: Iterable[str], where: str, optional: Iterable[str] = ()) -> None:
+    known = (*required, *optional)
+    for key in data:
+        if key not in known:
+            raise OperatorCostsError(f"{where}: unknown key {short(key)}; the keys are {', '.join(known)}")
+    for key in required:
+        if key not in data:
+            raise OperatorCostsError(f"{where}: key {key!r} is missing")
+
+
+def _roofline(entry: dict[str, Any], where: str) -> Roofline:
+    _check_keys(
+        entry, ("flops", "bandwidth", "launch"), where, [field.name for field in dataclasses.fields(Roofline)][3:]
+    )
+    try:
+        return Roofline(**entry)
+    except ValueError as error:
+        raise OperatorCostsError(f"{where}: 'roofline': {clip(str(error))}") from error
+
+
+def _add_measured(costs: OperatorCosts, kind: str, spelled: str, mean: Any, where: str) -> None:
+    match mean:
+        case [int(times), int(seconds) | float(seconds)] if not isinstance(times, bool):
+            pass
+        case _:
+            raise OperatorCostsError(
+                f"{where}: {short(spelled)} has {short(mean)}; it must be [number of measurements, mean seconds]"
+            )
+    try:
+        costs.add(OpSignature.parse(spelled), kind, float(seconds), times=times)
+    except (ValueError, OverflowError) as error:
+        raise OperatorCostsError(f"{where}: {clip(str(error))}") from error

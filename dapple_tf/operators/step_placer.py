@@ -1,0 +1,251 @@
+"""Places the operators of steps: the passes from a complete step to one whose every node has its device."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+
+from dapple_tf.cluster import Cluster
+from dapple_tf.operators.build_op_graph import build_op_graph
+from dapple_tf.operators.fd_dps import fd_dps
+from dapple_tf.operators.op_costs import OperatorCosts
+from dapple_tf.operators.op_graph import OpPlacement, Topology
+from dapple_tf.plan import Plan
+from dapple_tf.progress import Progress
+from graph_passes.flatten import Flatten
+from graph_passes.graph import (
+    CALL_ATTR,
+    MICRO_BATCH_ATTR,
+    PHASE_ATTR,
+    STAGE_ATTR,
+    Graph,
+    GraphDef,
+    NodeDef,
+    Ref,
+    control_inputs,
+    data_inputs,
+)
+from graph_passes.outline import placeholder
+from graph_passes.pass_manager import Instrument, run_passes
+from graph_passes.place_operators import PlaceOperators
+from graph_passes.program import Program
+from graph_passes.split_operators import SplitOperators
+from graph_passes.split_rules import Split, split_rules
+from graph_passes.tensorflow_bridge import Shape, infer_shapes, output_dtypes
+
+logger = logging.getLogger(__name__)
+
+OPERATOR_PASSES_START = 10
+"""Number of the first pass that places operators."""
+_VARIABLE = "VarHandleOp"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedStep:
+    """A step whose operators have been placed.
+
+    Attributes:
+        program: the step.
+        placements: stage -> what was found for its operators, those of its first micro-batch.
+        places: (stage, name of a variable's storage) -> the name of its device.
+        flat: the step's operators before any was split or placed.
+        shapes: of their results.
+    """
+
+    program: Program
+    placements: Mapping[int, OpPlacement]
+    places: Mapping[tuple[int, str], str]
+    flat: GraphDef
+    shapes: Mapping[Ref, Shape | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlacer:
+    """Places the operators of a plan's steps by FD-DPS.
+
+    Attributes:
+        plan: a plan with ``operator_devices``.
+        cluster: the cluster, real or a description.
+        costs: what operators take on its devices.
+    """
+
+    plan: Plan
+    cluster: Cluster
+    costs: OperatorCosts
+
+    def place(
+        self,
+        program: Program,
+        shapes: Sequence[Sequence[int | None]],
+        places: Mapping[tuple[int, str], str],
+        instruments: Sequence[Instrument] = (),
+    ) -> PlacedStep:
+        """Flattens a complete step, and splits and places its operators.
+
+        Args:
+            program: a step after all nine passes.
+            shapes: of its batch inputs, with the number of samples.
+            places: where variables are already; they stay there.
+            instruments: what looks on.
+
+        Raises:
+            PassError: an operator can't be inlined or placed.
+            PlanError: no placement fits the devices' memory.
+        """
+        assert program.step is not None and self.plan.operator_devices is not None
+        calls = _Calls(program)
+        alone = len(self.plan.operator_devices) == 1 and len(program.step.layout.micro_batch_intervals) == 1
+        flatten = Flatten(keep_tasks=not alone)
+        flat = run_passes(program, [flatten], first=OPERATOR_PASSES_START, instruments=instruments)
+        assert flat.step is not None
+        fed = {ref.node: tuple(shape) for ref, shape in zip(flat.step.feeds.values(), shapes, strict=True)}
+        variables = program.variables
+        for name, placeholders in flat.step.metric_feeds.items():
+            fed |= {ref.node: variables[name].shape for ref in placeholders}
+        known = infer_shapes(flat.graph, fed, {})
+        placements: dict[int, OpPlacement] = {}
+        splits: dict[str, Split] = {}
+        for stage, devices in enumerate(self.plan.operator_devices):
+            placements[stage] = self._search(flat.graph, known, stage, devices, places)
+            splits |= calls.repeated(placements[stage].splits, flat.graph)
+        splitting = SplitOperators(splits, known)
+        split = run_passes(flat, [splitting], first=OPERATOR_PASSES_START + 1, instruments=instruments)
+        devices_of, order = self._spread(split.graph, placements, calls)
+        placing = PlaceOperators(devices_of, order)
+        placed = run_passes(split, [placing], first=OPERATOR_PASSES_START + 2, instruments=instruments, complete=True)
+        return PlacedStep(placed, placements, {**places, **self._places(placed.graph)}, flat.graph, known)
+
+    def _search(
+        self,
+        graph: GraphDef,
+        shapes: Mapping[Ref, Shape | None],
+        stage: int,
+        devices: Sequence[int],
+        places: Mapping[tuple[int, str], str],
+    ) -> OpPlacement:
+        """Where the operators of one stage run, those of its first micro-batch."""
+        topology = Topology.of(self.cluster, devices)
+        own = _stage_graph(graph, topology.names[0])
+        pinned = {name: topology.names.index(device) for (of, name), device in places.items() if of == stage}
+        speeds = [self.cluster.devices[device].speed for device in devices]
+        operators = build_op_graph(own, topology, self.costs, shapes, speeds=speeds, pinned=pinned, rules=split_rules)
+        with Progress(f"placing {operators.count:,} operators on {topology.count} devices", 100) as bar:
+            found = fd_dps(operators, topology, progress=bar.at)
+        logger.info(
+            "stage %d: %d operators on %d devices, %d split, %.3g s simulated",
+            stage,
+            operators.count,
+            topology.count,
+            len(found.splits),
+            found.seconds,
+        )
+        return found
+
+    def _spread(
+        self, graph: GraphDef, placements: Mapping[int, OpPlacement], calls: _Calls
+    ) -> tuple[dict[str, str], list[str]]:
+        """The device of every operator, and the order of all: what was found for a micro-batch is for all of them."""
+        names = self.cluster.device_names
+        assert self.plan.operator_devices is not None
+        found: dict[str, str] = {}
+        ranks: dict[str, tuple[int, int]] = {}
+        for stage, devices in enumerate(self.plan.operator_devices):
+            placement = placements[stage]
+            position = {name: rank for rank, name in enumerate(placement.order)}
+            for node in graph.node:
+                first = calls.in_first(node)
+                if node.device == names[devices[0]] and first in position:
+                    found[node.name] = names[devices[placement.devices[first]]]
+                    ranks[node.name] = (calls.rank(node), position[first])
+        return found, sorted(found, key=ranks.__getitem__)
+
+    def _places(self, graph: GraphDef) -> dict[tuple[int, str], str]:
+        """Where each variable is that the placed operators touch."""
+        names = self.cluster.device_names
+        assert self.plan.operator_devices is not None
+        stages = {
+            names[device]: stage for stage, devices in enumerate(self.plan.operator_devices) for device in devices
+        }
+        return {
+            (stages[node.device], node.attr["shared_name"].s.decode()): node.device
+            for node in graph.node
+            if node.op == _VARIABLE and node.device in stages
+        }
+
+
+class _Calls:
+    """The calls of a step before it is flattened, by which operators of several micro-batches are known as the same.
+
+    Args:
+        program: the step.
+    """
+
+    def __init__(self, program: Program) -> None:
+        view = Graph(program.graph)
+        self._ranks = {name: rank for rank, name in enumerate(view.topological())}
+        self._first: dict[str, str] = {}
+        groups: dict[tuple[object, ...], dict[int, list[str]]] = {}
+        for node in program.graph.node:
+            if "f" in node.attr and MICRO_BATCH_ATTR in node.attr:
+                key = (node.device, *(node.attr[name].SerializeToString() for name in (PHASE_ATTR, STAGE_ATTR)))
+                groups.setdefault(key, {}).setdefault(int(node.attr[MICRO_BATCH_ATTR].i), []).append(node.name)
+        for numbered in groups.values():
+            least = min(numbered)
+            for names in numbered.values():
+                self._first |= zip(names, numbered[least], strict=False)
+
+    def in_first(self, node: NodeDef) -> str:
+        """Name of the same operator of the stage's first micro-batch."""
+        call = _call_of(node)
+        return self._first.get(call, call) + node.name[len(call) :]
+
+    def rank(self, node: NodeDef) -> int:
+        """Position of its call in an order that the step allows."""
+        return self._ranks.get(_call_of(node), len(self._ranks))
+
+    def repeated(self, splits: Mapping[str, Split], graph: GraphDef) -> dict[str, Split]:
+        """Decisions for the first micro-batch, for all of them."""
+        return {node.name: splits[first] for node in graph.node if (first := self.in_first(node)) in splits}
+
+
+def _call_of(node: NodeDef) -> str:
+    """The call that a node was in; the node itself if it was in none."""
+    return node.attr[CALL_ATTR].s.decode() if CALL_ATTR in node.attr else node.name
+
+
+def _stage_graph(graph: GraphDef, device: str) -> GraphDef:
+    """What runs on a device in the first micro-batch; placeholders stand for what comes from elsewhere."""
+    view = Graph(graph)
+    batches = [int(node.attr[MICRO_BATCH_ATTR].i) for node in graph.node if _is_task_of(node, device)]
+    first = min(batches, default=0)
+    inside = {
+        node.name
+        for node in graph.node
+        if node.device == device and (MICRO_BATCH_ATTR not in node.attr or int(node.attr[MICRO_BATCH_ATTR].i) == first)
+    }
+    if len(inside) == len(graph.node):
+        return graph
+    found = GraphDef(versions=graph.versions, library=graph.library)
+    outside: dict[str, str] = {}
+    for node in graph.node:
+        if node.name not in inside:
+            continue
+        own = found.node.add()
+        own.CopyFrom(node)
+        del own.input[:]
+        for ref in data_inputs(node):
+            if ref.node in inside:
+                own.input.append(str(ref))
+                continue
+            name = f"{ref.node}/outside{ref.output}"
+            if name not in outside:
+                outside[name] = name
+                found.node.append(placeholder(name, output_dtypes(view.nodes[ref.node])[ref.output]))
+            own.input.append(name)
+        own.input.extend(f"^{waited}" for waited in control_inputs(node) if waited in inside)
+    return found
+
+
+def _is_task_of(node: NodeDef, device: str) -> bool:
+    return node.device == device and MICRO_BATCH_ATTR in node.attr
