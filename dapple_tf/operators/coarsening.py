@@ -10,14 +10,18 @@ decided for single operators again, so nothing is lost but choices.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
-from dapple_tf.operators.op_graph import OpGraph, Topology
-from dapple_tf.operators.placement_problem import PlacementProblem, compile_problem
+from dapple_tf.operators.op_graph import OpGraph
+from dapple_tf.operators.placement_problem import PlacementProblem
 
 _PIECES_PER_DEVICE = 24
 """A chain becomes pieces of at most the step's time divided by so many per device."""
+
+_ROUNDS = 3
+"""How often pieces are joined forward and backward at most."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,144 +38,171 @@ class Coarse:
 
 
 def coarsen(problem: PlacementProblem, per_device: int = _PIECES_PER_DEVICE) -> Coarse:
-    """Join operators to pieces.
+    """Join operators to pieces; near-linear in operators and edges.
 
     Args:
         problem: the operators.
         per_device: pieces of chains take at most the step's time divided by this and the number of devices.
     """
     pieces = _Pieces(problem, sum(problem.mean_seconds) / (per_device * problem.devices))
-    pieces.join_sources()
-    for _ in range(3):
-        before = pieces.joined
-        pieces.join_forward()
-        pieces.join_backward()
-        if pieces.joined == before:
+    pieces.join(_sources)
+    for _ in range(_ROUNDS):
+        if not (pieces.join(_forward) | pieces.join(_backward)):
             break
     return pieces.coarse()
 
 
+@dataclasses.dataclass
+class _Level:
+    """The pieces of the moment, numbered in a topological order.
+
+    Attributes:
+        seconds: of each.
+        before: of each, those that it needs, with the seconds of the transfers.
+        after: of each, those that need it.
+        most: seconds of a piece that is made of a chain.
+        may_join: whether two pieces can be on one device; if so, they are bound to each other from now on.
+    """
+
+    seconds: list[float]
+    before: list[dict[int, float]]
+    after: list[dict[int, float]]
+    most: float
+    may_join: Callable[[int, int], bool]
+
+    def worth_joining(self, joining: float, other: float, transfer: float, chain: bool) -> bool:
+        """Whether a piece should go with another, by their seconds; in a chain they are all that they're linked with."""
+        if joining <= transfer:
+            return chain or joining <= self.most
+        return chain and joining + other <= self.most
+
+
+def _sources(level: _Level) -> list[int]:
+    """What needs nothing and is cheaper than its transfer joins the first that needs it: pieces by their last one."""
+    root = list(range(len(level.seconds)))
+    seconds, needs = list(level.seconds), [len(before) for before in level.before]
+    after: dict[int, dict[int, float]] = {}  # of pieces that others have joined
+    for op in range(len(root)):
+        if needs[op]:
+            continue
+        behind = after.pop(op, {})
+        for other, transfer in level.after[op].items():
+            behind[other] = behind.get(other, 0.0) + transfer
+        if not behind:
+            continue
+        first = min(behind)
+        joins = seconds[op] <= behind[first] and level.may_join(op, first)
+        if joins:
+            root[op] = first
+            seconds[first] += seconds[op]
+            kept = after.setdefault(first, {})
+        for other, transfer in behind.items():
+            if other != first and joins:
+                kept[other] = kept.get(other, 0.0) + transfer
+        if joins:
+            needs[first] -= 1
+            # Those that needed the source as well as its piece need one thing.
+            for other in behind:
+                if other != first and other in level.after[first]:
+                    needs[other] -= 1
+    return root
+
+
+def _forward(level: _Level) -> list[int]:
+    """What has only one producer joins it: pieces by their first one."""
+    return _along(level, range(len(level.seconds)), level.before, level.after)
+
+
+def _backward(level: _Level) -> list[int]:
+    """What has only one consumer joins it: pieces by their last one."""
+    return _along(level, range(len(level.seconds) - 1, -1, -1), level.after, level.before)
+
+
+def _along(level: _Level, order: range, toward: list[dict[int, float]], away: list[dict[int, float]]) -> list[int]:
+    root = list(range(len(order)))
+    seconds = list(level.seconds)
+    leaving = [len(others) for others in away]  # edges from a piece to those that haven't joined it
+    for op in order:
+        if not toward[op]:
+            continue
+        roots = {root[other] for other in toward[op]}
+        if len(roots) > 1:
+            continue
+        (piece,) = roots
+        chain = leaving[piece] == len(toward[op])
+        if level.worth_joining(seconds[op], seconds[piece], sum(toward[op].values()), chain) and level.may_join(piece, op):
+            root[op] = piece
+            seconds[piece] += seconds[op]
+            leaving[piece] += leaving[op] - len(toward[op])
+    return root
+
+
 class _Pieces:
-    """Pieces while they grow; each is named by one of its operators (`find`)."""
+    """Pieces while they grow."""
 
     def __init__(self, problem: PlacementProblem, most: float) -> None:
-        self.problem, self.most, self.joined = problem, most, 0
-        n = problem.count
-        self.parent = list(range(n))
-        self.seconds = list(problem.mean_seconds)
-        self.alone = [len(members) == 1 for members in problem.members]
-        # The group that binds a piece; -1 for none.
-        self.bound = [-1 if self.alone[group] and problem.pinned[group] < 0 else group for group in problem.group]
+        self.problem, self.most = problem, most
+        self.piece = np.arange(problem.count)
+        self.bound = [
+            -1 if len(problem.members[group]) == 1 and problem.pinned[group] < 0 else group for group in problem.group
+        ]
         self.group_parent = list(range(len(problem.members)))
         self.group_pin = list(problem.pinned)
-        self.weight: list[dict[int, float]] = []  # of each operator: the operators that it needs -> transfer seconds
-        self.uses: list[dict[int, float]] = [{} for _ in range(n)]
-        for op in range(n):
-            needs: dict[int, float] = {}
-            for tensor in problem.inputs[op]:
-                producer = problem.producer[tensor]
-                needs[producer] = needs.get(producer, 0.0) + problem.mean_transfer[tensor]
-            for other in problem.waits[op]:
-                needs.setdefault(other, problem.mean_latency)
-            self.weight.append(needs)
-            for producer, seconds in needs.items():
-                self.uses[producer][op] = seconds
+        edges = np.asarray(problem.graph.edges, np.int64).reshape(-1, 4)
+        self.edges = np.unique(edges[:, :3], axis=0)
+        self.transfer = np.append(problem.mean_transfer, problem.mean_latency)  # the last one is for edges that wait
 
-    def find(self, op: int) -> int:
-        parent = self.parent
-        while parent[op] != op:
-            parent[op] = parent[parent[op]]
-            op = parent[op]
-        return op
+    def join(self, rule: Callable[[_Level], list[int]]) -> bool:
+        """Join pieces by a rule; whether any were."""
+        level = self._level()
+        root = np.array(rule(level), np.int64)
+        kept = np.flatnonzero(root == np.arange(len(root)))
+        if len(kept) == len(root):
+            return False
+        number = np.full(len(root), -1, np.int64)
+        number[kept] = np.arange(len(kept))
+        while (root[root] != root).any():
+            root = root[root]
+        self.piece = number[root][self.piece]
+        self.bound = [self.bound[op] for op in kept.tolist()]
+        return True
 
-    def find_group(self, group: int) -> int:
+    def _level(self) -> _Level:
+        count = int(self.piece.max(initial=-1)) + 1
+        seconds = np.bincount(self.piece, self.problem.mean_seconds, count)
+        edges = np.column_stack((self.piece[self.edges[:, :2]], self.edges[:, 2]))
+        edges = np.unique(edges[edges[:, 0] != edges[:, 1]], axis=0)
+        pairs, which = np.unique(edges[:, 0] * max(count, 1) + edges[:, 1], return_inverse=True)
+        transfer = np.bincount(which, self.transfer[edges[:, 2]], len(pairs))
+        before: list[dict[int, float]] = [{} for _ in range(count)]
+        after: list[dict[int, float]] = [{} for _ in range(count)]
+        for pair, value in zip(pairs.tolist(), transfer.tolist(), strict=True):
+            first, second = divmod(pair, count)
+            after[first][second] = before[second][first] = value
+        return _Level(seconds.tolist(), before, after, self.most, self._may_join)
+
+    def _group(self, group: int) -> int:
         while self.group_parent[group] != group:
             group = self.group_parent[group]
         return group
 
-    def neighbours(self, op: int, table: list[dict[int, float]]) -> dict[int, float]:
-        """The pieces before or behind one, with the seconds of the transfers."""
-        stale = table[op]
-        found: dict[int, float] = {}
-        for other, seconds in stale.items():
-            root = self.find(other)
-            if root != op:
-                found[root] = found.get(root, 0.0) + seconds
-        table[op] = found
-        return found
-
-    def join(self, one: int, other: int) -> bool:
-        """Make two pieces one, if no two groups that are bound to different devices would be in it."""
+    def _may_join(self, one: int, other: int) -> bool:
         a, b = self.bound[one], self.bound[other]
         if a >= 0 and b >= 0:
-            first, second = self.find_group(a), self.find_group(b)
+            first, second = self._group(a), self._group(b)
             if first != second:
                 pins = {self.group_pin[first], self.group_pin[second]} - {-1}
                 if len(pins) > 1:
                     return False
                 self.group_parent[second] = first
                 self.group_pin[first] = max(pins, default=-1)
-        self.bound[one] = a if a >= 0 else b
-        self.parent[other] = one
-        self.seconds[one] += self.seconds[other]
-        for table in (self.weight, self.uses):
-            kept = table[one]
-            for root, seconds in table[other].items():
-                kept[root] = kept.get(root, 0.0) + seconds
-            table[other] = {}
-        self.joined += 1
+        self.bound[one] = self.bound[other] = a if a >= 0 else b
         return True
-
-    def join_sources(self) -> None:
-        """What needs nothing and is cheaper than its transfer joins the first that needs it, and so on.
-
-        The piece keeps the consumer's number, so that numbers stay a topological order.
-        """
-        for op in range(self.problem.count):
-            after = self.neighbours(op, self.uses)
-            if after and not self.neighbours(op, self.weight):
-                first = min(after)
-                if self.seconds[op] <= after[first]:
-                    self.join(first, op)
-
-    def worth_joining(self, small: int, large: int, transfer: float, chain: bool) -> bool:
-        """Whether ``small`` should go with ``large``; in a chain either is all that the other is linked with."""
-        if self.seconds[small] <= transfer:
-            return chain or self.seconds[small] <= self.most
-        return chain and self.seconds[small] + self.seconds[large] <= self.most
-
-    def join_forward(self) -> None:
-        """What has only one producer joins it."""
-        for op in range(self.problem.count):
-            if self.parent[op] != op:
-                continue
-            before = self.neighbours(op, self.weight)
-            if len(before) == 1:
-                ((producer, seconds),) = before.items()
-                chain = len(self.neighbours(producer, self.uses)) == 1
-                if self.worth_joining(op, producer, seconds, chain):
-                    self.join(producer, op)
-
-    def join_backward(self) -> None:
-        """What has only one consumer joins it."""
-        for op in range(self.problem.count - 1, -1, -1):
-            if self.parent[op] != op:
-                continue
-            after = self.neighbours(op, self.uses)
-            if len(after) == 1:
-                ((consumer, seconds),) = after.items()
-                chain = len(self.neighbours(consumer, self.weight)) == 1
-                if self.worth_joining(op, consumer, seconds, chain):
-                    self.join(consumer, op)
 
     def coarse(self) -> Coarse:
         """The graph of the pieces, in a topological order."""
-        problem, graph = self.problem, self.problem.graph
-        roots = [self.find(op) for op in range(problem.count)]
-        order = self._topological(roots)
-        number = {root: index for index, root in enumerate(order)}
-        piece = np.array([number[root] for root in roots], np.int64)
-        count = len(order)
+        problem, graph, piece = self.problem, self.problem.graph, self.piece
+        count = len(self.bound)
         first = np.full(count, problem.count, np.int64)
         np.minimum.at(first, piece, np.arange(problem.count))
         seconds = np.zeros((count, problem.devices))
@@ -179,24 +210,18 @@ class _Pieces:
         edges = np.asarray(graph.edges, np.int64).reshape(-1, 4).copy()
         edges[:, :2] = piece[edges[:, :2]]
         edges = np.unique(edges[edges[:, 0] != edges[:, 1]], axis=0)
-        bound = np.array(
-            [self.find_group(self.bound[root]) if self.bound[root] >= 0 else -1 for root in order], np.int64
-        )
         names: dict[int, int] = {}
-        group_of = np.array(
-            [
-                names.setdefault(int(group) if group >= 0 else -1 - index, len(names))
-                for index, group in enumerate(bound)
-            ],
-            np.int64,
-        )
+        group = [
+            names.setdefault(self._group(bound) if bound >= 0 else -1 - index, len(names))
+            for index, bound in enumerate(self.bound)
+        ]
         pinned, stored = np.full(len(names), -1, np.int64), np.zeros(len(names))
-        for group, index in names.items():
-            if group >= 0:
-                pinned[index] = self.group_pin[group]
-        for group in range(len(problem.members)):
-            if problem.members[group]:
-                stored[group_of[piece[problem.members[group][0]]]] += problem.stored[group]
+        for old, new in names.items():
+            if old >= 0:
+                pinned[new] = self.group_pin[old]
+        for old, members in enumerate(problem.members):
+            if members:
+                stored[group[piece[members[0]]]] += problem.stored[old]
         return Coarse(
             OpGraph(
                 names=tuple(graph.names[op] for op in first.tolist()),
@@ -204,7 +229,7 @@ class _Pieces:
                 seconds=seconds,
                 edges=edges,
                 tensor_bytes=graph.tensor_bytes,
-                groups=group_of,
+                groups=np.array(group, np.int64),
                 pinned=pinned,
                 stored_bytes=stored,
                 splits={},
@@ -213,30 +238,3 @@ class _Pieces:
             ),
             piece,
         )
-
-    def _topological(self, roots: list[int]) -> list[int]:
-        """Pieces such that each comes after all that it needs."""
-        problem = self.problem
-        needs: dict[int, set[int]] = {root: set() for root in roots}
-        uses: dict[int, list[int]] = {root: [] for root in roots}
-        for op in range(problem.count):
-            root = roots[op]
-            for other in [*(problem.producer[tensor] for tensor in problem.inputs[op]), *problem.waits[op]]:
-                if roots[other] != root and roots[other] not in needs[root]:
-                    needs[root].add(roots[other])
-                    uses[roots[other]].append(root)
-        missing = {root: len(before) for root, before in needs.items()}
-        ready = [root for root in sorted(missing) if not missing[root]]
-        order = []
-        for root in ready:
-            order.append(root)
-            for other in uses[root]:
-                missing[other] -= 1
-                if not missing[other]:
-                    ready.append(other)
-        return order
-
-
-def coarsen_graph(graph: OpGraph, topology: Topology) -> Coarse:
-    """Join operators to pieces: see `coarsen`."""
-    return coarsen(compile_problem(graph, topology))

@@ -193,7 +193,7 @@ class _Splitting:
         names = [graph.names[operator] for operator in source.tolist()]
         ops = [graph.ops[operator] for operator in source.tolist()]
         groups = graph.groups[source]
-        fresh = []  # operators that are groups of their own
+        fresh: list[int] = []  # operators that are groups of their own
         for operator, whole in self.wholes.items():
             start = int(first[operator])
             share = np.array(whole.rule.sizes(whole.parts))[:, None] / whole.rule.length

@@ -49,11 +49,15 @@ class PlacedStep:
         program: the step.
         placements: stage -> what was found for its operators, those of its first micro-batch.
         places: (stage, name of a variable's storage) -> the name of its device.
+        flat: the step's operators before any was split or placed.
+        shapes: of their results.
     """
 
     program: Program
     placements: Mapping[int, OpPlacement]
     places: Mapping[tuple[int, str], str]
+    flat: GraphDef
+    shapes: Mapping[Ref, Shape | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +114,7 @@ class StepPlacer:
         devices_of, order = self._spread(split.graph, placements, calls)
         placing = PlaceOperators(devices_of, order)
         placed = run_passes(split, [placing], first=OPERATOR_PASSES_START + 2, instruments=instruments, complete=True)
-        return PlacedStep(placed, placements, places | self._places(placed.graph))
+        return PlacedStep(placed, placements, {**places, **self._places(placed.graph)}, flat.graph, known)
 
     def _search(
         self,

@@ -1,0 +1,316 @@
+"""Which operators to split, as a guess: layouts for whole regions of operators that are split alike.
+
+Splitting pays where neighbours are split alike, so that each part reads what the corresponding part made, without joins
+and transfers between. A region grows from a heavy operator over its neighbours along the axis on which they agree (FD-DPS,
+section 4.1, splits single operators; light ones are split here for the sake of the heavy ones around them). Then every
+operator is asked in turn whether another way of splitting it, or none, is cheaper given what its neighbours do: the time
+that a part takes, and that of joins, cuts and transfers at the borders. Which of the guesses is best, if any, the
+simulated makespan decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+import numpy as np
+
+from dapple_tf.operators.op_graph import OpGraph
+from dapple_tf.operators.placement_problem import PlacementProblem
+from graph_passes.split_rules import FIRST, Cut, Split, SplitRule
+
+_SWEEPS = 4
+"""How often each operator is asked at most."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reads:
+    """Who reads what, and how: the graph's data edges as lists.
+
+    Attributes:
+        inputs: of each operator: (tensor, argument).
+        outputs: of each operator: its tensors.
+        readers: of each tensor: (operator, argument).
+        producer: of each tensor.
+        output: which output of its producer each tensor is.
+        rules: of each operator, the ways to split it; none for those that have to be where others are.
+    """
+
+    inputs: list[list[tuple[int, int]]]
+    outputs: list[list[int]]
+    readers: list[list[tuple[int, int]]]
+    producer: list[int]
+    output: list[int]
+    rules: list[tuple[SplitRule, ...]]
+
+    @classmethod
+    def of(cls, graph: OpGraph, most: int) -> Reads:
+        """Those of a graph whose operators are to become up to ``most`` parts."""
+        inputs: list[list[tuple[int, int]]] = [[] for _ in range(graph.count)]
+        outputs: list[list[int]] = [[] for _ in range(graph.count)]
+        readers: list[list[tuple[int, int]]] = [[] for _ in range(len(graph.tensor_bytes))]
+        producer = [-1] * len(graph.tensor_bytes)
+        for first, second, tensor, argument in graph.edges.tolist():
+            if tensor < 0:
+                continue
+            inputs[second].append((tensor, argument))
+            readers[tensor].append((second, argument))
+            if producer[tensor] < 0:
+                producer[tensor] = first
+                outputs[first].append(tensor)
+        sizes = np.bincount(graph.groups, minlength=len(graph.pinned))
+        free = (sizes[graph.groups] == 1) & (graph.pinned[graph.groups] < 0)
+        rules: list[tuple[SplitRule, ...]] = [()] * graph.count
+        for op, given in graph.splits.items():
+            if free[op]:
+                rules[op] = tuple(rule for rule in given if rule.length >= most)
+        output = [0] * len(producer) if graph.tensor_outputs is None else graph.tensor_outputs.tolist()
+        return cls(inputs, outputs, readers, producer, output, rules)
+
+
+Layout = list[int]
+"""Of each operator the index of the rule by which it is split, -1 for none."""
+
+
+class Layouts:
+    """Layouts of a graph whose operators are split into a number of parts.
+
+    Args:
+        problem: the operators.
+        parts: how many parts.
+    """
+
+    def __init__(self, problem: PlacementProblem, parts: int) -> None:
+        self.problem, self.parts = problem, parts
+        graph = problem.graph
+        self.reads = Reads.of(graph, parts)
+        self.launch = float(np.mean(graph.launch_seconds))
+        self.copy = float(np.mean(graph.copy_seconds))
+        off = ~np.eye(problem.devices, dtype=bool)
+        self.rate = float(np.array(problem.per_byte)[off].mean()) if problem.devices > 1 else 0.0
+        # What the parts of each operator read and make by each rule.
+        self.input_cuts: list[list[tuple[Cut | None, ...]]] = []
+        self.output_cuts: list[list[tuple[Cut | None, ...]]] = []
+        known: dict[int, tuple[tuple[Cut | None, ...], tuple[Cut | None, ...]]] = {}
+        for rules in self.reads.rules:
+            cuts = []
+            for rule in rules:
+                if id(rule) not in known:
+                    known[id(rule)] = (
+                        tuple(rule.input_cut(argument, parts) for argument in range(len(rule.input_axes))),
+                        tuple(rule.output_cut(output, parts) for output in range(len(rule.output_axes))),
+                    )
+                cuts.append(known[id(rule)])
+            self.input_cuts.append([one for one, _ in cuts])
+            self.output_cuts.append([other for _, other in cuts])
+
+    def none(self) -> Layout:
+        """Nothing is split."""
+        return [-1] * self.problem.count
+
+    def grown(self, layout: Layout, dimension: str, least: float) -> Layout:
+        """Grow regions from all operators of ``least`` seconds that can be split along a dimension, heaviest first."""
+        layout = list(layout)
+        seconds = self.problem.mean_seconds
+        seeds = [op for op in self._splittable() if seconds[op] >= least]
+        for seed in sorted(seeds, key=lambda op: (-seconds[op], op)):
+            if layout[seed] < 0:
+                rule = self._rule(seed, dimension)
+                if rule >= 0:
+                    self.grow(layout, seed, rule)
+        return layout
+
+    def grow(self, layout: Layout, seed: int, rule: int) -> list[int]:
+        """Split an operator and all that are linked with it by tensors that are cut alike; returns them."""
+        reads = self.reads
+        layout[seed] = rule
+        region = [seed]
+        queue = deque(region)
+        while queue:
+            op = queue.popleft()
+            mine = layout[op]
+            for tensor in reads.outputs[op]:
+                cut = self.output_cuts[op][mine][reads.output[tensor]]
+                if cut is None or cut.axis == FIRST:
+                    continue
+                for reader, argument in reads.readers[tensor]:
+                    if layout[reader] < 0:
+                        match = self._reading(reader, argument, cut)
+                        if match >= 0:
+                            layout[reader] = match
+                            region.append(reader)
+                            queue.append(reader)
+            for tensor, argument in reads.inputs[op]:
+                cuts = self.input_cuts[op][mine]
+                cut = cuts[argument] if argument < len(cuts) else None
+                producer = reads.producer[tensor]
+                if cut is None or cut.axis == FIRST or layout[producer] >= 0:
+                    continue
+                match = self._making(producer, reads.output[tensor], cut)
+                if match >= 0:
+                    layout[producer] = match
+                    region.append(producer)
+                    queue.append(producer)
+        return region
+
+    def refined(self, layout: Layout, discount: float = 1.0) -> Layout:
+        """Ask each operator that can be split whether another layout of it alone is cheaper, until none is.
+
+        Args:
+            layout: where to start.
+            discount: share of the seconds of an unsplit operator that count, for others run meanwhile.
+        """
+        layout = list(layout)
+        ops = self._splittable()
+        changed = set(ops)
+        for sweep in range(_SWEEPS):
+            order = ops if sweep % 2 == 0 else ops[::-1]
+            again: set[int] = set()
+            for op in order:
+                if op not in changed:
+                    continue
+                old = layout[op]
+                best, least = old, self._cost_around(layout, op, discount)
+                for rule in range(-1, len(self.reads.rules[op])):
+                    if rule != old:
+                        layout[op] = rule
+                        cost = self._cost_around(layout, op, discount)
+                        if cost < least - 1e-12:
+                            best, least = rule, cost
+                layout[op] = best
+                if best != old:
+                    again |= self._around(op)
+            if not again:
+                break
+            changed = again
+        return layout
+
+    def cost(self, layout: Layout, discount: float = 1.0) -> float:
+        """Seconds of all operators one after another, with the transfers between them: what `refined` makes less."""
+        total = sum(self._op_cost(op, layout[op], discount) for op in range(self.problem.count))
+        return total + sum(self._tensor_cost(layout, tensor) for tensor in range(len(self.problem.size)))
+
+    def regions(self, layout: Layout) -> list[list[int]]:
+        """The split operators, those together that are linked by tensors that are cut alike; heaviest first."""
+        reads = self.reads
+        seen = [rule < 0 for rule in layout]
+        found = []
+        for start in range(self.problem.count):
+            if seen[start]:
+                continue
+            seen[start] = True
+            region = [start]
+            for op in region:
+                for tensor in reads.outputs[op]:
+                    cut = self.output_cuts[op][layout[op]][reads.output[tensor]]
+                    for reader, argument in reads.readers[tensor]:
+                        if not seen[reader] and cut is not None and self._cut_of(layout, reader, argument) == cut:
+                            seen[reader] = True
+                            region.append(reader)
+                for tensor, argument in reads.inputs[op]:
+                    producer = reads.producer[tensor]
+                    cut = self._cut_of(layout, op, argument)
+                    if not seen[producer] and cut is not None:
+                        if self.output_cuts[producer][layout[producer]][reads.output[tensor]] == cut:
+                            seen[producer] = True
+                            region.append(producer)
+            found.append(region)
+        seconds = self.problem.mean_seconds
+        return sorted(found, key=lambda region: (-sum(seconds[op] for op in region), region[0]))
+
+    def splits(self, layout: Layout) -> dict[str, Split]:
+        """A layout as decisions for `apply_splits`."""
+        names, rules = self.problem.graph.names, self.reads.rules
+        return {
+            names[op]: Split(rules[op][rule].dimension, self.parts) for op, rule in enumerate(layout) if rule >= 0
+        }
+
+    def _splittable(self) -> list[int]:
+        return [op for op, rules in enumerate(self.reads.rules) if rules]
+
+    def _rule(self, op: int, dimension: str) -> int:
+        return next((i for i, rule in enumerate(self.reads.rules[op]) if rule.dimension == dimension), -1)
+
+    def _reading(self, op: int, argument: int, cut: Cut) -> int:
+        for index, cuts in enumerate(self.input_cuts[op]):
+            if argument < len(cuts) and cuts[argument] == cut:
+                return index
+        return -1
+
+    def _making(self, op: int, output: int, cut: Cut) -> int:
+        for index, cuts in enumerate(self.output_cuts[op]):
+            if cuts[output] == cut:
+                return index
+        return -1
+
+    def _cut_of(self, layout: Layout, op: int, argument: int) -> Cut | None:
+        rule = layout[op]
+        if rule < 0:
+            return None
+        cuts = self.input_cuts[op][rule]
+        return cuts[argument] if argument < len(cuts) else None
+
+    def _around(self, op: int) -> set[int]:
+        reads = self.reads
+        found = {op}
+        for tensor, _ in reads.inputs[op]:
+            if reads.rules[reads.producer[tensor]]:
+                found.add(reads.producer[tensor])
+            if len(reads.readers[tensor]) <= 16:
+                found |= {reader for reader, _ in reads.readers[tensor] if reads.rules[reader]}
+        for tensor in reads.outputs[op]:
+            found |= {reader for reader, _ in reads.readers[tensor] if reads.rules[reader]}
+        return found
+
+    def _cost_around(self, layout: Layout, op: int, discount: float) -> float:
+        cost = self._op_cost(op, layout[op], discount)
+        for tensor, _ in self.reads.inputs[op]:
+            cost += self._tensor_cost(layout, tensor)
+        for tensor in self.reads.outputs[op]:
+            cost += self._tensor_cost(layout, tensor)
+        return cost
+
+    def _op_cost(self, op: int, rule: int, discount: float) -> float:
+        seconds = self.problem.mean_seconds[op]
+        if rule < 0:
+            return discount * seconds
+        launch = min(self.launch, seconds)
+        return launch + (seconds - launch) / self.parts
+
+    def _tensor_cost(self, layout: Layout, tensor: int) -> float:
+        """Seconds for joining, cutting and sending a tensor."""
+        reads, parts = self.reads, self.parts
+        producer = reads.producer[tensor]
+        if producer < 0:
+            return 0.0
+        size = self.problem.size[tensor]
+        latency, rate = self.problem.mean_latency, self.rate
+        rule = layout[producer]
+        made = None if rule < 0 else self.output_cuts[producer][rule][reads.output[tensor]]
+        whole = broadcast = False
+        cuts: set[Cut] = set()
+        for reader, argument in reads.readers[tensor]:
+            if layout[reader] < 0:
+                whole = True
+                continue
+            if argument in reads.rules[reader][layout[reader]].shape_inputs:
+                continue
+            cut = self._cut_of(layout, reader, argument)
+            if cut is None or cut.axis == FIRST:
+                if made is None or cut != made:
+                    broadcast = True
+            elif cut != made:
+                cuts.add(cut)
+        if not (whole or broadcast or cuts):
+            return 0.0
+        cost = 0.0
+        if rule >= 0:
+            if made is None:
+                cost += latency + size * rate + self.launch + parts * size * self.copy
+            elif made.axis != FIRST:
+                cost += latency + size * rate / parts + self.launch + size * self.copy
+        if broadcast:
+            cost += latency + size * rate
+        for _ in cuts:
+            cost += self.launch + size * self.copy + latency + size * rate / parts
+        return cost
