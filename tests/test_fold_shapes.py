@@ -35,7 +35,7 @@ def test_shapes_and_what_is_computed_from_them() -> None:
     with tf.Graph().as_default() as graph:
         x = placeholder()
         with tf.device("/device:CPU:0"):
-            shape = tf.shape(tf.nn.relu(x, name="h"), name="shape")
+            shape = tf.raw_ops.Shape(input=tf.nn.relu(x, name="h"), name="shape")
             rows = tf.stack([shape[0] * 2, shape[1] // 2], name="rows")
         tf.reshape(x, rows, name="y")
     definition = graph.as_graph_def()
@@ -73,9 +73,9 @@ def test_sizes_and_ranks(op: str, value: int) -> None:
 
 def test_what_isnt_known_is_large_or_has_effects_stays() -> None:
     with tf.Graph().as_default() as graph:
-        tf.shape(placeholder("open", (None, 4)), name="unknown")
-        large = tf.fill(tf.shape(placeholder("big", (100, 100)), name="dims"), 1.0, name="large")
-        tf.random.normal(tf.shape(placeholder(), name="drawn"), name="random")
+        tf.raw_ops.Shape(input=placeholder("open", (None, 4)), name="unknown")
+        large = tf.fill(tf.raw_ops.Shape(input=placeholder("big", (100, 100)), name="dims"), 1.0, name="large")
+        tf.random.normal(tf.raw_ops.Shape(input=placeholder(), name="drawn"), name="random")
         tf.nn.relu(large, name="y")
     found = folded(graph.as_graph_def(), "unknown")
     assert values(found)["dims"] == [100, 100] and values(found)["drawn"] == [6, 4]
@@ -88,7 +88,7 @@ def test_what_is_waited_for_or_named_stays_and_constants_wait_for_nothing() -> N
     with tf.Graph().as_default() as graph:
         x = placeholder()
         with tf.control_dependencies([x]):
-            one, two, three = (tf.shape(x, name=name) for name in ("one", "two", "three"))
+            one, two, three = (tf.raw_ops.Shape(input=x, name=name) for name in ("one", "two", "three"))
         with tf.control_dependencies([one]):
             tf.no_op(name="end")
         assert two is not None and three is not None
@@ -104,7 +104,7 @@ def test_what_is_waited_for_or_named_stays_and_constants_wait_for_nothing() -> N
 def test_the_pass_keeps_what_the_step_names() -> None:
     with tf.Graph().as_default() as graph:
         x = placeholder()
-        count = tf.size(x, name="size")
+        count = tf.raw_ops.Size(input=x, name="size")
         tf.cast(count, tf.float32, name="loss")
         tf.no_op(name="train")
     step = Step(Layout((("",),), 6, 6, 1), feeds={Ref("x"): Ref("x")}, loss=Ref("loss"), train="train")
