@@ -284,7 +284,7 @@ def test_a_loop_costs_its_body_as_often_as_it_runs() -> None:
     backward = next(value for name, value in seconds.items() if name.endswith("loop_grad"))
     assert backward > 10 * 2 * product
     graph = loop_graph()
-    rounds = {node.name: FunctionWork(graph, _COSTS).rounds(node) for node in graph.node if "While" in node.op}
+    rounds = {node.name: FunctionWork(graph, _COSTS, {}).rounds(node) for node in graph.node if "While" in node.op}
     assert set(rounds.values()) == {10}
 
 

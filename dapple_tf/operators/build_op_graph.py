@@ -14,10 +14,11 @@ from dapple_tf.operators.colocation import colocate, pin
 from dapple_tf.operators.function_work import FunctionWork
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.operators.op_graph import OpGraph, Topology
+from dapple_tf.operators.operator_shapes import operator_shapes
 from dapple_tf.operators.signatures import Fingerprints, OpSignature, TensorType, output_dtype_names, signature
 from graph_passes.graph import Graph, GraphDef, NodeDef, PassError, Ref
 from graph_passes.split_rules import SplitRule, split_rules
-from graph_passes.tensorflow_bridge import Shape, constant_value, infer_shapes, takes_functions
+from graph_passes.tensorflow_bridge import Shape, constant_value, takes_functions
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ def build_op_graph(
         PassError: the graph has a cycle or an unknown op, or ``pinned`` contradicts the graph.
         OperatorCostsError: nothing is known of a kind of device.
     """
-    reading = _Reading(graph, infer_shapes(graph, {}, {}) if shapes is None else shapes)
+    reading = _Reading(graph, operator_shapes(graph, {}) if shapes is None else shapes)
     order = reading.order()
     nodes = [reading.nodes[index] for index in order]
     number = {index: position for position, index in enumerate(order)}
@@ -231,7 +232,7 @@ def _seconds(
     if factors.shape != (topology.count,) or not (factors > 0).all():
         raise PassError(f"speeds are {speeds}; give one above 0 for each of the {topology.count} devices")
     columns = list(dict.fromkeys(kinds))
-    functions = FunctionWork(reading.graph, costs)
+    functions = FunctionWork(reading.graph, costs, reading.shapes)
     by_kind = np.zeros((len(order), len(columns)))
     for number, index in enumerate(order):
         node = reading.nodes[index]
