@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from dapple_tf.builds import Kind
 from dapple_tf.capture import Mode, check_model
 from dapple_tf.cluster import Cluster
 from dapple_tf.engine import Engine
@@ -16,6 +17,7 @@ from dapple_tf.example_batch import ExampleBatch
 from dapple_tf.faults import FaultPolicy
 from dapple_tf.links import measure_links
 from dapple_tf.metrics import RunningMetrics
+from dapple_tf.operators.build_op_graph import operator_signatures
 from dapple_tf.operators.measure_operators import add_step_stats
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.optimizer import check_optimizer
@@ -128,14 +130,17 @@ def _measure(
     arrays = example.batch(samples)
     with _engine(model, cluster, plan, costs) as engine:
         built = engine.prepare(Mode.TRAIN, example.spec)
+        step = built.placed[Kind(samples)]
+        signatures = operator_signatures(step.flat, step.shapes)
         metrics = RunningMetrics(model, engine.table).feeds()
         engine.load()
+        speeds = {cluster.device_names[device]: cluster.devices[device].speed for device in devices}
         for number in range(_WARM_UP + steps):
             bar.step("warming up" if number < _WARM_UP else "measuring")
-            result = engine.run(Mode.TRAIN, example.spec, arrays, metrics=metrics, trace=True)
+            traced = engine.run(Mode.TRAIN, example.spec, arrays, metrics=metrics, trace=True).traced
             if number >= _WARM_UP:
-                assert result.traced is not None
-                add_step_stats(costs, result.traced.stats, ...)
+                assert traced is not None
+                add_step_stats(costs, traced.stats, signatures, prefix=traced.prefix, speeds=speeds)
 
 
 @contextlib.contextmanager

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
+from graph_passes.call_order import CALLS, CallOrder, Resource, Touch
 from graph_passes.graph import (
     CALL_ATTR,
     MICRO_BATCH_ATTR,
@@ -20,17 +20,14 @@ from graph_passes.graph import (
     Ref,
     control_inputs,
 )
-from graph_passes.outline import FunctionDef
+from graph_passes.outline import COLOCATION, FunctionDef
 from graph_passes.parameter_group import contributors
 from graph_passes.program import Program, Step
-from graph_passes.resource_use import ResourceUse, Use, called_functions
+from graph_passes.resource_use import ResourceUse, called_functions, resource_name
 from graph_passes.tasks import Task
 from graph_passes.tensorflow_bridge import makes_resource, output_number
 
-CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _XLA = "_XlaMustCompile"
-_Resource = tuple[str, str]
-"""Device and name: each device has variables of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +46,11 @@ class Flatten:
         stages: the stages whose calls are inlined, and with them all that is done on their devices (reading variables,
             accumulating, updating); None for all calls.
         keep_tasks: whether tasks stay units of order: ``<call>/entry`` takes what the call waited for and comes before
-            all of the body, ``<call>/exit`` after all of it. Otherwise these stages have no tasks any more, and gradients
-            aren't kept in accumulators between B and the update where B's results can be read themselves.
+            all of the body, ``<call>/exit`` after all of it. Otherwise these stages have no tasks any more, and
+            gradients aren't kept in accumulators between B and the update where B's results can be read themselves.
 
-    Source: FD-DPS (Mathematics 2022), section 3, definition 1: the computation graph of single operators that its search
-    starts from.
+    Source: FD-DPS (Mathematics 2022), section 3, definition 1: the computation graph of single operators, which the
+    search starts from.
     """
 
     name: ClassVar[str] = "flatten"
@@ -79,8 +76,8 @@ class _Flattening:
         self.step: Step = program.step
         self.view = Graph(program.graph)
         self.functions: dict[str, FunctionDef] = {f.signature.name: f for f in program.graph.library.function}
-        self.order = self.view.topological()
-        self.calls = {name: self._function_of(name) for name in self.order if self._inlined(self.view.nodes[name])}
+        self.order = CallOrder(self.view)
+        self.calls = {node.name: self._function_of(node) for node in self.view if self._inlined(node)}
         self.uses = ResourceUse(self.functions)
         self.bodies = {f.signature.name: {node.name: node for node in f.node_def} for f in self.calls.values()}
         self.names = Names(name for name in self.view.nodes if name not in self.calls)
@@ -92,7 +89,8 @@ class _Flattening:
         self.effects: dict[str, list[str]] = {}  # call -> nodes that must run
         self.entry: dict[str, str] = {}
         self.exit: dict[str, str] = {}
-        self.before = self._calls_before()
+        self.forwarded: set[Resource] = set()  # accumulators that aren't needed
+        self.accumulated: dict[Resource, Ref] = {}  # what is read in their place
 
     # ---- the calls
 
@@ -108,45 +106,34 @@ class _Flattening:
         # Another stage may read or update these stages' variables, which are about to be moved.
         return node.device in {name for stage in self.options.stages for name in self.step.layout.homes[stage]}
 
-    def _function_of(self, call: str) -> FunctionDef:
-        node = self.view.nodes[call]
-        function = self.functions[node.attr["f"].func.name]
-        if any(_XLA in attrs and attrs[_XLA].b for attrs in (node.attr, function.attr)):
+    def _function_of(self, call: NodeDef) -> FunctionDef:
+        function = self.functions[call.attr["f"].func.name]
+        if any(_XLA in attrs and attrs[_XLA].b for attrs in (call.attr, function.attr)):
             raise PassError(
-                f"call {call!r} runs {function.signature.name!r}, which XLA compiles as a whole: its operators can't be "
-                f"placed one by one; set jit_compile=False"
+                f"call {call.name!r} runs {function.signature.name!r}, which XLA compiles as a whole: its operators "
+                f"can't be placed one by one; set jit_compile=False"
             )
         return function
 
-    def _calls_before(self) -> dict[str, int]:
-        """Node of the old top level -> the nodes before it that are calls, as a set of bits."""
-        bits: dict[str, int] = {}
-        self.bit: dict[str, int] = {}
-        for name in self.order:
-            node = self.view.nodes[name]
-            mask = 0
-            for producer in itertools.chain((ref.node for ref in self.view.inputs(name)), control_inputs(node)):
-                mask |= bits[producer] | self.bit.get(producer, 0)
-            bits[name] = mask
-            if node.op in CALLS:
-                self.bit[name] = 1 << len(self.bit)
-        return bits
+    def _body(self, call: str) -> dict[str, NodeDef]:
+        return self.bodies[self.calls[call].signature.name]
 
     # ---- the whole
 
     def result(self) -> Program:
-        touched = self._touched()
-        self.forwarded = {} if self.options.keep_tasks else self._forwarded(touched)
-        for name in self.order:
+        touched = self.order.touches(self.uses)
+        if not self.options.keep_tasks:
+            self.forwarded = self._forwarded(touched)
+        for name in self.order.topological:
             if name in self.calls:
                 self._inline(name)
             else:
                 self._keep(name)
-        for name in self.order:
+        for name in self.order.topological:
             self._wait(name)
-        for resource, uses in touched.items():
+        for resource, touches in touched.items():
             if resource not in self.forwarded:
-                self._order_uses(uses)
+                self._order_uses(touches)
         self._keep_library()
         return self.program.replace(graph=self.graph, step=self._new_step())
 
@@ -167,7 +154,7 @@ class _Flattening:
 
     def _inline(self, call: str) -> None:
         function = self.calls[call]
-        body = self.bodies[function.signature.name]
+        body = self._body(call)
         dropped = self._dropped(call)
         renamed = {name: self.names.fresh(f"{call}/{name}") for name in body if name not in dropped}
         self.renamed[call] = renamed
@@ -196,8 +183,7 @@ class _Flattening:
             node.CopyFrom(given)
             node.MergeFrom(original)  # its own attributes go before the call's
             node.name = renamed[name]
-            if "_class" in node.attr:
-                del node.attr["_class"]
+            node.attr.pop(COLOCATION, None)
             if original.input:
                 del node.input[:]
                 waits, alone = [], True
@@ -281,14 +267,9 @@ class _Flattening:
 
     def _effects_before(self, calls: Iterable[str]) -> list[str]:
         """Effects of calls and of all calls before them, without those that others of them need anyway."""
-        mask = 0
-        for call in calls:
-            mask |= self.before[call] | self.bit[call]
         found: list[str] = []
         needed: set[str] = set()
-        for call in reversed(self.order):
-            if not mask & self.bit.get(call, 0):
-                continue
+        for call in self.order.up_to(calls):
             for effect in self.effects.get(call, [call]):
                 if effect not in needed:
                     found.append(effect)
@@ -307,74 +288,39 @@ class _Flattening:
 
     # ---- variables
 
-    def _touched(self) -> dict[_Resource, list[tuple[str, list[Use]]]]:
-        """Resource -> the calls that use it, in order, with what their nodes do; a call that stays is one node."""
-        found: dict[_Resource, list[tuple[str, list[Use]]]] = {}
-        for name in self.order:
-            node = self.view.nodes[name]
-            if node.op not in CALLS or node.attr["f"].func.name not in self.functions:
-                continue
-            by_resource: dict[str, list[Use]] = {}
-            for use in self.uses.of_function(node.attr["f"].func.name):
-                by_resource.setdefault(use.resource, []).append(use)
-            for resource, uses in by_resource.items():
-                found.setdefault((node.device, resource), []).append((name, uses))
-        return found
-
-    def _is_before(self, one: str, other: str) -> bool:
-        return bool(self.before[other] & self.bit[one])
-
-    def _forwarded(self, touched: Mapping[_Resource, list[tuple[str, list[Use]]]]) -> dict[_Resource, None]:
+    def _forwarded(self, touched: Mapping[Resource, Sequence[Touch]]) -> set[Resource]:
         """Accumulators that are assigned once and only read after that: what is assigned is read in their place."""
-        self.accumulated: dict[_Resource, Ref] = {}
         accumulators = {own.name for by_stage in contributors(self.program).values() for own in by_stage.values()}
-        found: dict[_Resource, None] = {}
-        for resource, uses in touched.items():
-            if resource[1] not in accumulators or any(call not in self.calls for call, _ in uses):
+        found = set()
+        for resource, (first, *later) in touched.items():
+            if resource[1] not in accumulators or any(touch.call not in self.calls for touch in (first, *later)):
                 continue
-            (first, writes), *later = uses
-            ops = [self._op(first, use) for use in writes]
-            reads = [self._op(call, use) for call, each in later for use in each]
-            ordered = all(self._is_before(first, call) for call, _ in later)
-            if ops == ["AssignVariableOp"] and set(reads) <= {"ReadVariableOp"} and ordered:
-                found[resource] = None
+            ops = [self._body(first.call)[node].op for node in first.nodes]
+            reads = {self._body(touch.call)[node].op for touch in later for node in touch.nodes}
+            # One that this step doesn't read is for the next step.
+            ordered = later and all(self.order.is_before(first.call, touch.call) for touch in later)
+            if ops == ["AssignVariableOp"] and reads <= {"ReadVariableOp"} and ordered:
+                found.add(resource)
         return found
 
-    def _op(self, call: str, use: Use) -> str:
-        return self.bodies[self.calls[call].signature.name][use.node].op
-
-    def _dropped(self, call: str) -> dict[str, _Resource]:
+    def _dropped(self, call: str) -> dict[str, Resource]:
         """The nodes of a call's body that only serve forwarded accumulators."""
         device = self.view.nodes[call].device
-        found = {}
-        for use in self.uses.of_function(self.calls[call].signature.name):
-            if (device, use.resource) in self.forwarded:
-                found[use.node] = (device, use.resource)
-        if found:
-            for node in self.bodies[self.calls[call].signature.name].values():
-                if node.op == "VarHandleOp" and (device, node.attr["shared_name"].s.decode()) in self.forwarded:
-                    found[node.name] = (device, node.attr["shared_name"].s.decode())
+        uses = self.uses.of_function(self.calls[call].signature.name)
+        found = {use.node: (device, use.resource) for use in uses if (device, use.resource) in self.forwarded}
+        for name, node in self._body(call).items() if found else ():
+            if node.op == "VarHandleOp" and (device, resource_name(node)) in self.forwarded:
+                found[name] = (device, resource_name(node))
         return found
 
-    def _order_uses(self, uses: list[tuple[str, list[Use]]]) -> None:
-        """Each write of a variable comes after all uses before it, each use after the write before it."""
-        written: list[tuple[str, list[str]]] = []
-        read: list[tuple[str, list[str]]] = []
-        for call, own in uses:
-            writes = [self._node_of(call, use) for use in own if use.written]
-            reads = [self._node_of(call, use) for use in own if not use.written]
-            for befores, nodes in ((written, [*reads, *writes]), (read, writes)):
-                for other, before in befores:
-                    if self._is_before(other, call):
-                        for node in nodes:
-                            self._add_waits(node, before)
-            if writes:
-                written, read = [(call, writes)], []
-            else:
-                read.append((call, reads))
+    def _order_uses(self, touches: Iterable[Touch]) -> None:
+        for earlier, before, later, after in self.order.conflicts(touches):
+            for node in self._nodes_of(later.call, after):
+                self._add_waits(node, self._nodes_of(earlier.call, before))
 
-    def _node_of(self, call: str, use: Use) -> str:
-        return self.renamed[call][use.node] if call in self.calls else call
+    def _nodes_of(self, call: str, names: Iterable[str]) -> list[str]:
+        """Nodes of a call's body; the call itself if it stays one."""
+        return [self.renamed[call][name] for name in names] if call in self.calls else [call]
 
     # ---- what is told of it
 
@@ -392,6 +338,10 @@ class _Flattening:
             pending += [gradients[name]] if name in gradients else []
         library = self.program.graph.library
         self.graph.library.function.extend(f for f in library.function if f.signature.name in kept)
+        for function in self.graph.library.function:
+            # A loop and its gradient name one node, which neither has; they may go to different devices now.
+            for node in function.node_def:
+                node.attr.pop(COLOCATION, None)
         self.graph.library.gradient.extend(g for g in library.gradient if g.function_name in kept)
 
     def _named(self, node: NodeDef) -> list[str]:

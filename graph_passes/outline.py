@@ -27,8 +27,8 @@ FunctionDef: TypeAlias = function_pb2.FunctionDef
 # One call is one node of the executor: without this attribute Grappler inlines the body into the step's graph.
 _NOINLINE = "_noinline"
 _XLA = "_XlaMustCompile"
-# Colocation names nodes of the flat graph, which a body doesn't have.
-_COLOCATION = "_class"
+COLOCATION = "_class"
+"""Names nodes of the flat graph, which a function's body doesn't have."""
 
 
 def dtype_of(graph: Graph, ref: Ref) -> int:
@@ -77,7 +77,7 @@ def outline(
         stateful |= is_stateful(original.op)
         node = function.node_def.add()
         node.CopyFrom(original)
-        node.attr.pop(_COLOCATION, None)
+        node.attr.pop(COLOCATION, None)
         node.device = ""
         del node.input[:]
         for ref in data_inputs(original):

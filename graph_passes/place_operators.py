@@ -11,6 +11,7 @@ from graph_passes.graph import CALL_ATTR, Graph, GraphDef, Names, PassError, Ref
 from graph_passes.program import Program, Step
 from graph_passes.resource_use import ResourceUse, resource_name
 from graph_passes.tensorflow_bridge import makes_resource
+from graph_passes.unfused import unfused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,14 +23,15 @@ class PlaceOperators:
     A constant has a copy ``<constant>/on<k>`` on each further device that reads it. Placeholders stay where they are
     fed. An operator that isn't named goes where the variable is that it touches, or else what it reads first.
 
-    Operators that only serve the fetching of gradients are placed but not ordered. As long as gradients can be fetched
-    (``step.gradients``), what they need doesn't wait for what they don't need: fetching them would update variables.
+    Operators that only serve the fetching of gradients are placed but not ordered. Where gradients can be fetched in
+    place of training (``step.gradients``), what such a fetch needs doesn't wait for updates that come before it in the
+    order: it would make them.
 
     Attributes:
         devices: S: name of an operator -> name of its device.
         order: Q: the same operators in a topological order.
-        chained: whether each device runs its operators one after another as they come in ``order``; otherwise as soon as
-            their inputs are there.
+        chained: whether each device runs its operators one after another as they come in ``order``; otherwise as soon
+            as their inputs are there.
 
     Source: FD-DPS (Mathematics 2022), section 5, algorithm 3: "the placement strategy S and the execution queue Q".
     """
@@ -69,7 +71,7 @@ class _Placement:
         self._check_order(topological)
         self._place(topological)
         waits = self._chain() if self.options.chained else {}
-        graph = self._written(waits)
+        graph = unfused(self._written(waits)) if self.options.chained else self._written(waits)
         placed_on = self.step.placed_on | frozenset(self.options.devices.values())
         return self.program.replace(graph=graph, step=dataclasses.replace(self.step, placed_on=placed_on))
 
@@ -80,11 +82,10 @@ class _Placement:
         for name in (*devices, *position):
             if name not in self.view:
                 raise PassError(f"operator {name!r} is to be placed, but the step has no such node")
-        for name in devices.keys() ^ position.keys():
-            have, lack = (
-                ("a device", "a place in the order") if name in devices else ("a place in the order", "a device")
-            )
-            raise PassError(f"operator {name!r} has {have} but not {lack}")
+        for name in devices.keys() - position.keys():
+            raise PassError(f"operator {name!r} has a device but no place in the order")
+        for name in position.keys() - devices.keys():
+            raise PassError(f"operator {name!r} has a place in the order but no device")
         if len(position) < len(self.options.order):
             twice = next(name for number, name in enumerate(self.options.order) if position[name] != number)
             raise PassError(f"operator {twice!r} is twice in the order")
@@ -170,10 +171,10 @@ class _Placement:
     def _chain(self) -> dict[str, list[str]]:
         """Operator -> those that it has to wait for because it comes after them on its device."""
         step = self.step
-        wanted = [*([step.loss] if step.loss is not None else []), *itertools.chain(*step.outputs)]
-        wanted += [*itertools.chain(*step.metric_results.values()), *([Ref(step.train)] if step.train else [])]
-        needed = self.view.ancestors(wanted)
-        apart = self.view.ancestors(step.gradients.values())
+        told = [*([step.loss] if step.loss is not None else []), *itertools.chain(*step.outputs)]
+        told += itertools.chain(*step.metric_results.values())
+        needed = self.view.ancestors([*told, *([Ref(step.train)] if step.train else [])])
+        apart = self.view.ancestors([*told, *step.gradients.values()]) if step.gradients else set()
         last: dict[tuple[str, bool], str] = {}
         found: dict[str, list[str]] = {}
         for name in self.options.order:

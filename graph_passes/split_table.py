@@ -21,7 +21,7 @@ def signatures_of(
     constants: Mapping[int, np.ndarray],
 ) -> tuple[Signature, ...]:
     """The signatures of an operator (some have one for each of their dimensions); none where nothing is known of it."""
-    derive = _DERIVATIONS.get(node.op)
+    derive = OPERATORS.get(node.op)
     if derive is None:
         return ()
     return derive(Operator(node, tuple(map(_known, input_shapes)), tuple(map(_known, output_shapes)), constants))
@@ -146,8 +146,8 @@ def _batch_norm_gradient(operator: Operator) -> tuple[Signature, ...]:
     return _row(text, CHANNEL, operator)
 
 
-_ELEMENTWISE = """
-    Abs Acos Acosh Asin Asinh Atan Atanh Cast Ceil CheckNumerics Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1
+_NAMES = """
+    Abs Acos Acosh Asin Asinh Atan Atanh Cast Ceil Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1
     Floor Identity Inv IsFinite IsInf IsNan LeakyRelu Lgamma Log Log1p LogicalNot Ndtri Neg OnesLike PreventGradient
     Reciprocal Relu Relu6 Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Snapshot Softplus Softsign Sqrt Square
     StopGradient Tan Tanh ZerosLike Add AddV2 Atan2 BitwiseAnd BitwiseOr BitwiseXor Div DivNoNan Equal FloorDiv
@@ -156,9 +156,11 @@ _ELEMENTWISE = """
     ReciprocalGrad ReluGrad Relu6Grad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad SqrtGrad TanhGrad
     AddN ClipByValue SelectV2
 """
+ELEMENTWISE = tuple(_NAMES.split())
+"""Operators that compute each element of the output from the inputs' elements there, and broadcast shorter inputs."""
 _REDUCTIONS = "Sum Mean Max Min Prod All Any ArgMax ArgMin"
 
-_DERIVATIONS: dict[str, Derivation] = {
+OPERATORS: dict[str, Derivation] = {
     **dict.fromkeys(_ROWS, _by_row),
     **dict.fromkeys((op for op in _ROWS if op.startswith("Conv")), _convolution),
     **dict.fromkeys(("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"), _batch_norm),
@@ -166,12 +168,14 @@ _DERIVATIONS: dict[str, Derivation] = {
     "MatMul": by_shapes.matmul_signatures,
     **dict.fromkeys(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), by_shapes.batch_matmul_signatures),
     "Einsum": by_shapes.einsum_signatures,
-    **dict.fromkeys(_ELEMENTWISE.split(), by_shapes.elementwise_signatures),
+    **dict.fromkeys(ELEMENTWISE, by_shapes.elementwise_signatures),
     "Select": by_shapes.select_signatures,
     "BroadcastTo": by_shapes.broadcast_to_signatures,
     "Fill": by_shapes.fill_signatures,
     "IdentityN": by_shapes.identities_signatures,
-    **dict.fromkeys(("Pad", "PadV2", "MirrorPad", "MirrorPadGrad", "Tile"), by_shapes.same_lengths_signatures),
+    **dict.fromkeys(
+        ("Pad", "PadV2", "MirrorPad", "MirrorPadGrad", "Tile", "Bitcast"), by_shapes.same_lengths_signatures
+    ),
     "Slice": by_shapes.slice_signatures,
     **dict.fromkeys(("StridedSlice", "StridedSliceGrad"), by_shapes.strided_slice_signatures),
     "ConcatV2": by_shapes.concat_signatures,
@@ -182,6 +186,7 @@ _DERIVATIONS: dict[str, Derivation] = {
     **dict.fromkeys(("Transpose", "ConjugateTranspose"), by_shapes.transpose_signatures),
     **dict.fromkeys(_REDUCTIONS.split(), by_shapes.reduction_signatures),
     **dict.fromkeys(("Gather", "GatherV2"), by_shapes.gather_signatures),
+    "UnsortedSegmentSum": by_shapes.segment_sum_signatures,
     "OneHot": by_shapes.one_hot_signatures,
 }
 """Operator type -> how its signature is derived. Stateful and random operators have none."""

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, op_def_pb2, types_pb2
-from tensorflow.python.framework import function_def_to_graph, op_def_registry
+from tensorflow.python.framework import op_def_registry
 
 from graph_passes.graph import (
     OWN_ATTRS,
@@ -386,10 +386,26 @@ def function_graph(library: FunctionDefLibrary, name: str) -> tuple[GraphDef, tu
     function = next((function for function in library.function if function.signature.name == name), None)
     if function is None:
         raise PassError(f"the graph calls function {name!r}, which its library lacks")
-    graph, flat_names = function_def_to_graph.function_def_to_graph_def(function)
-    graph.library.CopyFrom(library)
-    results = (function.ret[arg.name] for arg in function.signature.output_arg)
-    return graph, tuple(Ref.parse(flat_names[result].removesuffix(":0")) for result in results)
+    graph = GraphDef(versions=tf.Graph().as_graph_def().versions, library=library)
+    body = {node.name: node for node in function.node_def}
+    arguments: dict[str, str] = {}
+    for argument in function.signature.input_arg:
+        node = graph.node.add(name=f"{argument.name}/argument", op="Placeholder")
+        node.attr["dtype"].type = argument.type
+        arguments[argument.name] = node.name
+
+    def tensor(text: str) -> Ref:
+        if text in arguments:
+            return Ref(arguments[text])
+        producer, output, index = text.split(":")
+        return Ref(producer, output_number(body[producer], output, int(index)))
+
+    for original in function.node_def:
+        node = graph.node.add()
+        node.CopyFrom(original)
+        del node.input[:]
+        node.input.extend(text if text.startswith("^") else str(tensor(text)) for text in original.input)
+    return graph, tuple(tensor(function.ret[result.name]) for result in function.signature.output_arg)
 
 
 def constant_value(node: NodeDef) -> np.ndarray:
@@ -402,3 +418,16 @@ def dtype_size(dtype: int) -> int:
     """Bytes per element; 0 for what has no fixed size (variants, resources, strings)."""
     kind = tf.dtypes.as_dtype(dtype)
     return int(kind.size) if kind.is_numpy_compatible and kind != tf.string else 0
+
+
+def evaluate(graph: GraphDef, wanted: Sequence[Ref]) -> dict[Ref, np.ndarray]:
+    """The values of tensors of a graph that reads nothing from outside, computed on the CPU as they are written."""
+    if not wanted:
+        return {}
+    config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    with tf.Graph().as_default() as scope:
+        tf.graph_util.import_graph_def(graph, name="")
+        with tf.compat.v1.Session(graph=scope, config=config) as session:
+            values = session.run([f"{ref.node}:{ref.output}" for ref in wanted])
+    return dict(zip(wanted, map(np.asarray, values), strict=True))

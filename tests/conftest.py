@@ -30,6 +30,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--screenshots", metavar="DIR", help="save the pictures of pages for the docs in this folder")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow modules first in what each process begins with, so that none is left alone with a long test in the end.
+
+    xdist gives each process the same number of consecutive tests, and the last ones of another when it is done. The
+    tests of a module stay together: they share fixtures.
+    """
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if count == 1:
+        return
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    modules = [list(group) for _, group in itertools.groupby(items, lambda item: item.path)]
+    long = [module for module in modules if module[0].path in slow]
+    short = [item for module in modules if module[0].path not in slow for item in module]
+    ordered: list[pytest.Item] = []
+    for number in range(count):
+        ordered += [item for module in long[number::count] for item in module]
+        missing = (number + 1) * len(items) // count - len(ordered)
+        ordered += short[: max(0, missing)]
+        del short[: max(0, missing)]
+    items[:] = [*ordered, *short]
+
+
 @pytest.fixture(autouse=True)
 def _seed_and_floatx() -> Iterator[None]:
     """Fixes all seeds before a test and restores Keras' float type after it; free for tests without Keras."""
@@ -40,6 +62,15 @@ def _seed_and_floatx() -> Iterator[None]:
         keras.config.set_floatx("float32")
         # The global policy remembers the float type that it was first asked for.
         keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_references(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What plain Keras gives is trained once for all processes of a test run; see references.py."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "references"
+    folder.mkdir(exist_ok=True)
+    os.environ["DAPPLE_TEST_REFERENCES"] = str(folder)
 
 
 @pytest.fixture(scope="session")

@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from programs import step_of
 
-from graph_passes.graph import GraphDef, NodeDef, Ref
+from graph_passes.graph import Graph, GraphDef, NodeDef, Ref
 from graph_passes.program import Program
-from graph_passes.resource_use import resource_name
+from graph_passes.resource_use import ResourceUse, resource_name
 
 
-def handles(graph: GraphDef) -> dict[str, tuple[NodeDef, str]]:
-    """Variable -> one of its handles in a step, with its device; accumulators are left out."""
+def handles(graph: GraphDef) -> dict[str, dict[str, NodeDef]]:
+    """Variable -> device -> one of its handles in a step; accumulators are left out."""
     bodies = {function.signature.name: function.node_def for function in graph.library.function}
-    found: dict[str, tuple[NodeDef, str]] = {}
+    found: dict[str, dict[str, NodeDef]] = {}
     for node in graph.node:
         called = node.attr["f"].func.name if "f" in node.attr else ""
         for inner in (node, *bodies.get(called, ())):
             if inner.op == "VarHandleOp" and "/stage" not in resource_name(inner):
-                found[resource_name(inner)] = (inner, node.device)
+                found.setdefault(resource_name(inner), {})[node.device] = inner
     return found
+
+
+def random_placement(program: Program, names: Sequence[str], seed: int = 0) -> tuple[dict[str, str], list[str]]:
+    """Some device for each operator of a flat step, and an order of all; variables stay together."""
+    draw, view = random.Random(seed), Graph(program.graph)
+    together = {node.name: resource_name(node) for node in program.graph.node if node.op == "VarHandleOp"}
+    functions = {function.signature.name: function for function in program.graph.library.function}
+    for use in ResourceUse(functions).of_nodes(program.graph.node):
+        # What touches several variables makes them one group.
+        before = together.get(use.node, use.resource)
+        together = {name: use.resource if group == before else group for name, group in together.items()}
+        together[use.node] = use.resource
+    order = [name for name in view.topological() if view.nodes[name].op not in ("Const", "Placeholder")]
+    chosen: dict[str, str] = {}
+    return {name: chosen.setdefault(together.get(name, name), draw.choice(names)) for name in order}, order
 
 
 def config(devices: int) -> tf.compat.v1.ConfigProto:
     """Of sessions that run graphs as they are."""
     found = tf.compat.v1.ConfigProto(device_count={"CPU": devices}, allow_soft_placement=False)
     found.graph_options.rewrite_options.disable_meta_optimizer = True
+    found.graph_options.optimizer_options.opt_level = tf.compat.v1.OptimizerOptions.L0  # no constant is folded
     found.intra_op_parallelism_threads = 1
     found.inter_op_parallelism_threads = devices + 2
     return found
@@ -54,7 +72,10 @@ class Steps:
         self._graph = tf.Graph()
         with self._graph.as_default():
             tf.graph_util.import_graph_def(graph, name="")
-            self._places = {name: self._variable(*each) for name, each in sorted(handles(graph).items())}
+            self._places = {
+                name: [self._variable(node, device) for device, node in sorted(places.items())]
+                for name, places in sorted(handles(graph).items())
+            }
         self._session = tf.compat.v1.Session(graph=self._graph, config=config(devices))
         self._metrics: dict[str, Any] = {}
 
@@ -77,13 +98,16 @@ class Steps:
     def load(self, seed: int = 0) -> None:
         """Random values for all variables, the same for all steps of the same variables."""
         generator = np.random.default_rng(seed)
-        for value, assign, _ in self._places.values():
-            drawn = generator.uniform(0.1, 1.0, value.shape) if value.dtype.is_floating else np.full(value.shape, 3)
-            self._session.run(assign, {value: drawn.astype(value.dtype.as_numpy_dtype)})
+        for places in self._places.values():
+            kind = places[0][0]
+            drawn = generator.uniform(0.1, 1.0, kind.shape) if kind.dtype.is_floating else np.full(kind.shape, 3)
+            for value, assign, _ in places:
+                self._session.run(assign, {value: drawn.astype(kind.dtype.as_numpy_dtype)})
 
-    def values(self) -> dict[str, np.ndarray]:
-        """The variables' values."""
-        values: dict[str, np.ndarray] = self._session.run({name: read for name, (*_, read) in self._places.items()})
+    def values(self) -> dict[str, list[np.ndarray]]:
+        """The variables' values on all devices that keep them."""
+        reads = {name: [read for *_, read in places] for name, places in self._places.items()}
+        values: dict[str, list[np.ndarray]] = self._session.run(reads)
         return values
 
     def run(self, batch: Sequence[Any], *, stats: Any = None, gradients: bool = False) -> dict[str, Any]:
@@ -127,23 +151,47 @@ def assert_equal(one: Any, other: Any) -> None:
         np.testing.assert_array_equal(value, counterpart)
 
 
-def assert_same_training(
-    plain: Program, other: Program, batches: Sequence[Sequence[Any]], devices: int = 1
-) -> Mapping[str, np.ndarray]:
-    """Fails unless two steps give the same on these batches, and leave the same variables; returns these."""
-    with Steps(plain) as expected, Steps(other, devices) as got:
+def assert_same_training(plain: Program, other: Program, batches: Sequence[Sequence[Any]], devices: int = 1) -> None:
+    """Fails unless two steps give the same on these batches, gradients too, and leave the same variables."""
+    # As many devices for both: the number of threads, and with it the order of some sums, depends on it.
+    with Steps(plain, devices) as expected, Steps(other, devices) as got:
         expected.load()
         got.load()
         before = expected.values()
         assert_equal(before, got.values())
         for batch in batches:
             assert_equal(expected.run(batch), got.run(batch))
-        if plain.step is not None and plain.step.gradients:
-            if other.step is not None and other.step.gradients:
-                kept = got.values()
-                assert_equal(expected.run(batches[0], gradients=True), got.run(batches[0], gradients=True))
-                assert_equal(kept, got.values())
+        if expected.step.gradients and got.step.gradients:
+            kept = got.values()
+            assert_equal(expected.run(batches[0], gradients=True), got.run(batches[0], gradients=True))
+            assert_equal(kept, got.values())
         after = expected.values()
         assert_equal(after, got.values())
-        assert not before or any(not np.array_equal(before[name], after[name]) for name in before)
-        return after
+        if expected.step.train is not None:
+            assert any(not np.array_equal(before[name], after[name]) for name in before)
+
+
+def mixed_model() -> keras.Model:
+    """Convolutions, moving averages, dropout, a layer that is used twice; loss scaling and global clipping."""
+    layers = keras.layers
+    image = keras.Input((4, 4, 2))
+    x = layers.Conv2D(3, 3, padding="same", activation="tanh", name="conv")(image)
+    x = layers.BatchNormalization(name="norm")(x)
+    x = layers.Dense(3, activation="gelu", name="before")(layers.Dropout(0.3, seed=1, name="drop")(x))
+    twice = layers.Dense(3, activation="tanh", name="twice")
+    x = layers.GlobalAveragePooling2D(name="pool")(twice(twice(x)))
+    model = keras.Model(image, layers.Dense(3, name="logits")(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    inner = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5)
+    model.compile(keras.optimizers.LossScaleOptimizer(inner), loss, metrics=["accuracy"])
+    return model
+
+
+def recurrent_model() -> keras.Model:
+    """An embedding whose gradient is rows, and a loop."""
+    tokens = keras.Input((3,), dtype="int32")
+    x = keras.layers.LSTM(3, return_sequences=True, name="lstm")(keras.layers.Embedding(5, 2, name="embedding")(tokens))
+    model = keras.Model(tokens, keras.layers.Dense(5, name="logits")(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.AdamW(1e-2, global_clipnorm=0.5, epsilon=1e-3), loss, metrics=["accuracy"])
+    return model

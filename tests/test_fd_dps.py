@@ -266,5 +266,3 @@ def test_a_chain_becomes_few_pieces() -> None:
     coarse = coarsen(compile_problem(builder.graph(), topology(2)))
     assert 40 <= coarse.graph.count <= 60
     assert [a + 1 == b for a, b in itertools.pairwise(sorted(set(coarse.piece.tolist())))]
-
-

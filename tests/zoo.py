@@ -53,7 +53,7 @@ def _attention_block(x: Any, name: str) -> Any:
 def transformer() -> keras.Model:
     tokens = keras.Input((5,), dtype="int32")
     x = layers.Embedding(7, 4, name="embedding")(tokens)
-    for index in range(3):
+    for index in range(2):
         x = _attention_block(x, f"block_{index}")
     model = keras.Model(tokens, layers.Dense(7, name="logits")(x))
     model.compile(
@@ -67,8 +67,9 @@ def transformer() -> keras.Model:
 def lstm() -> keras.Model:
     tokens = keras.Input((5,), dtype="int32")
     x = layers.Embedding(6, 3, mask_zero=True, name="embedding")(tokens)
-    x = layers.LSTM(3, return_sequences=True, name="lstm")(x)
-    x = layers.Bidirectional(layers.GRU(2, return_sequences=True), name="gru")(x)
+    backward = layers.GRU(3, return_sequences=True, go_backwards=True, name="gru")
+    lstm = layers.LSTM(3, return_sequences=True, name="lstm")
+    x = layers.Bidirectional(lstm, backward_layer=backward, name="both")(x)
     x = layers.TimeDistributed(layers.Dense(3, activation="tanh"), name="mixed")(x)
     model = keras.Model(tokens, layers.Dense(6, name="logits")(x))
     model.compile(
@@ -173,8 +174,8 @@ def _cnn_batch(rng: np.random.Generator, samples: int) -> tuple[Any, Any, Any]:
 
 ZOO: dict[str, Specimen] = {
     "cnn": Specimen(cnn, ("conv_0", "conv_1", "flatten"), _cnn_batch),
-    "transformer": Specimen(transformer, ("embedding", "block_0_residual", "block_1"), _tokens(7, 5)),
-    "lstm": Specimen(lstm, ("embedding", "lstm", "gru"), _tokens(6, 5, padded=True)),
+    "transformer": Specimen(transformer, ("embedding", "block_0_residual", "block_0"), _tokens(7, 5)),
+    "lstm": Specimen(lstm, ("embedding", "both", "mixed"), _tokens(6, 5, padded=True)),
     "branches": Specimen(
         branches, ("stem", "left_1", "after"), lambda rng, n: (_floats(rng, n, 4), _floats(rng, n, 2), None)
     ),

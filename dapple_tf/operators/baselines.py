@@ -70,7 +70,9 @@ def data_parallel(graph: OpGraph, topology: Topology) -> DataParallelStep:
 
     def ring(tensor: int) -> float:
         hops = [(device, (device + 1) % count) for device in range(count)] if count > 1 else []
-        return 2 * (count - 1) * max((topology.seconds(problem.size[tensor] / count, *hop) for hop in hops), default=0.0)
+        return (
+            2 * (count - 1) * max((topology.seconds(problem.size[tensor] / count, *hop) for hop in hops), default=0.0)
+        )
 
     seconds = [ring(tensor) for tensor in reduced]
     updates = np.zeros(problem.count, bool)

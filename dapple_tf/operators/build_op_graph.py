@@ -9,19 +9,23 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from dapple_tf.garbage import without_collection
 from dapple_tf.operators.colocation import colocate, pin
-from dapple_tf.operators.function_work import FunctionWork, calls_functions
+from dapple_tf.operators.function_work import FunctionWork
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.operators.op_graph import OpGraph, Topology
-from dapple_tf.operators.signatures import TensorType, output_dtype_names, signature
+from dapple_tf.operators.operator_shapes import operator_shapes
+from dapple_tf.operators.signatures import Fingerprints, OpSignature, TensorType, output_dtype_names, signature
 from graph_passes.graph import Graph, GraphDef, NodeDef, PassError, Ref
-from graph_passes.split_rules import SplitRule
-from graph_passes.tensorflow_bridge import Shape, infer_shapes
+from graph_passes.split_rules import SplitRule, split_rules
+from graph_passes.tensorflow_bridge import Shape, constant_value, takes_functions
 
 logger = logging.getLogger(__name__)
 
-Rules: TypeAlias = Callable[[NodeDef, Sequence[Shape], Sequence[Shape]], tuple[SplitRule, ...]]
-"""(node, shapes of its data inputs, shapes of its outputs) -> how it can be split."""
+Rules: TypeAlias = Callable[
+    [NodeDef, Sequence[Shape | None], Sequence[Shape | None], Mapping[int, np.ndarray]], tuple[SplitRule, ...]
+]
+"""Node, shapes of its data inputs, shapes of its outputs, values of constant inputs -> rules; see `split_rules`."""
 
 _LEFT_OUT = frozenset({"Const", "Placeholder"})
 """Every device has its own copy of a constant, and batches come from the host."""
@@ -34,6 +38,7 @@ class _Inputs(NamedTuple):
     control: list[int]
 
 
+@without_collection
 def build_op_graph(
     graph: GraphDef,
     topology: Topology,
@@ -42,7 +47,7 @@ def build_op_graph(
     *,
     speeds: Sequence[float] | None = None,
     pinned: Mapping[str, int] | None = None,
-    rules: Rules | None = None,
+    rules: Rules | None = split_rules,
 ) -> OpGraph:
     """The operators of a flat graph with their costs.
 
@@ -54,17 +59,17 @@ def build_op_graph(
             counts as 1 here: that is logged.
         speeds: of each device, `Device.speed`; None is 1 for each.
         pinned: name of a variable -> index of the device that keeps it already; others can be anywhere.
-        rules: how an operator can be split, asked where all shapes are known; None splits nothing.
+        rules: how operators can be split; None splits nothing.
 
     Raises:
         PassError: the graph has a cycle or an unknown op, or ``pinned`` contradicts the graph.
         OperatorCostsError: nothing is known of a kind of device.
     """
-    reading = _Reading(graph, infer_shapes(graph, {}, {}) if shapes is None else shapes)
+    reading = _Reading(graph, operator_shapes(graph, {}) if shapes is None else shapes)
     order = reading.order()
     nodes = [reading.nodes[index] for index in order]
     number = {index: position for position, index in enumerate(order)}
-    edges, tensor_bytes = _edges(reading, order, number)
+    edges, tensor_bytes, tensor_outputs = _edges(reading, order, number)
     outside = [node for node in reading.nodes if node.op in _LEFT_OUT]
     together = colocate(graph, nodes, _reads(reading, order), outside)
     return OpGraph(
@@ -79,7 +84,22 @@ def build_op_graph(
         splits={} if rules is None else _splits(reading, order, rules),
         launch_seconds=np.array([costs.roofline(device_kind(name)).launch for name in topology.names], np.float64),
         copy_seconds=np.array([costs.roofline(device_kind(name)).copy_seconds for name in topology.names], np.float64),
+        tensor_outputs=tensor_outputs,
     )
+
+
+def operator_signatures(graph: GraphDef, shapes: Mapping[Ref, Shape | None]) -> dict[str, OpSignature]:
+    """Node -> what its time depends on, for all operators of a flat graph: under what `build_op_graph` asks for it.
+
+    Args:
+        graph: a flat graph.
+        shapes: of all tensors, the same as for `build_op_graph`.
+
+    Raises:
+        PassError: an op is unknown.
+    """
+    reading = _Reading(graph, shapes)
+    return {node.name: reading.signature(index) for index, node in enumerate(reading.nodes) if node.op not in _LEFT_OUT}
 
 
 class _Reading:
@@ -101,6 +121,7 @@ class _Reading:
                     data.append((position[name], output))
             self.inputs.append(_Inputs(data, control))
         self.shapes = shapes
+        self.fingerprints = Fingerprints(graph.library)
         self.outputs = [self._outputs(node) for node in self.nodes]
         unknown = [node for node, made in zip(self.nodes, self.outputs, strict=True) if not all(map(_known, made))]
         if unknown:
@@ -119,6 +140,11 @@ class _Reading:
     def read(self, index: int) -> tuple[TensorType, ...]:
         """The tensors that a node reads."""
         return tuple([self.outputs[producer][output] for producer, output in self.inputs[index].data])
+
+    def signature(self, index: int) -> OpSignature:
+        """What a node's time depends on."""
+        node = self.nodes[index]
+        return signature(node, self.read(index), self.outputs[index], self.fingerprints.of(node))
 
     def order(self) -> list[int]:
         """The operators' positions, producers first; those that are ready at the same time in the graph's order.
@@ -162,8 +188,10 @@ def _reads(reading: _Reading, order: Sequence[int]) -> Iterator[tuple[int, NodeD
             yield number, reading.nodes[producer], output
 
 
-def _edges(reading: _Reading, order: Sequence[int], number: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Edges by consumer, then by argument, and the sizes of the tensors that they read.
+def _edges(
+    reading: _Reading, order: Sequence[int], number: Mapping[int, int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Edges by consumer, then by argument; and of the tensors that they read, sizes and numbers of outputs.
 
     Control edges come last, and only from producers that the consumer doesn't read.
     """
@@ -187,7 +215,8 @@ def _edges(reading: _Reading, order: Sequence[int], number: Mapping[int, int]) -
             producer = number.get(waited)
             if producer is not None and producer not in read:
                 rows.append((producer, consumer, -1, -1))
-    return np.array(rows, np.int64).reshape(-1, 4), np.array(sizes, np.float64)
+    outputs = np.array([output for _, output in tensors], np.int64)
+    return np.array(rows, np.int64).reshape(-1, 4), np.array(sizes, np.float64), outputs
 
 
 def _seconds(
@@ -203,12 +232,12 @@ def _seconds(
     if factors.shape != (topology.count,) or not (factors > 0).all():
         raise PassError(f"speeds are {speeds}; give one above 0 for each of the {topology.count} devices")
     columns = list(dict.fromkeys(kinds))
-    functions = FunctionWork(reading.graph, costs)
+    functions = FunctionWork(reading.graph, costs, reading.shapes)
     by_kind = np.zeros((len(order), len(columns)))
     for number, index in enumerate(order):
         node = reading.nodes[index]
-        made = signature(node, reading.read(index), reading.outputs[index])
-        if calls_functions(node.op):
+        made = reading.signature(index)
+        if takes_functions(node.op):
             for column, kind in enumerate(columns):
                 by_kind[number, column] = functions.seconds(node, made, kind)
         else:
@@ -219,13 +248,15 @@ def _seconds(
 
 def _splits(reading: _Reading, order: Sequence[int], rules: Rules) -> dict[int, tuple[SplitRule, ...]]:
     found = {}
+    constants: dict[int, np.ndarray] = {}
     for number, index in enumerate(order):
-        tensors = (*reading.read(index), *reading.outputs[index])
-        if not all(map(_known, tensors)) or any(tensor.dtype in ("variant", "resource") for tensor in tensors):
-            continue
-        inputs, outputs = (
-            [tensor.shape or () for tensor in side] for side in (reading.read(index), reading.outputs[index])
-        )
-        if options := rules(reading.nodes[index], inputs, outputs):
+        known = {}
+        for argument, (producer, _) in enumerate(reading.inputs[index].data):
+            if reading.nodes[producer].op == "Const" and reading.outputs[producer][0].dtype in ("int32", "int64"):
+                if producer not in constants:
+                    constants[producer] = constant_value(reading.nodes[producer])
+                known[argument] = constants[producer]
+        inputs, outputs = ([tensor.shape for tensor in side] for side in (reading.read(index), reading.outputs[index]))
+        if options := rules(reading.nodes[index], inputs, outputs, known):
             found[number] = options
     return found

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
-
-from tensorflow.core.framework import types_pb2
 
 from dapple_tf.operators.signatures import output_dtype_names
 from graph_passes.graph import GraphDef, NodeDef, PassError
 from graph_passes.outline import FunctionDef
-from graph_passes.tensorflow_bridge import dtype_size, op_def
+from graph_passes.resource_use import called_functions, resource_name
+from graph_passes.tensorflow_bridge import dtype_size, makes_resource, takes_functions
 
 _HANDLES = frozenset({"resource", "variant"})
 _CLASS = "_class"
@@ -85,44 +83,18 @@ class StorageFinder:
             size = dtype_size(attrs["dtype"].type)
             for dim in attrs["shape"].shape.dim:
                 size *= max(0, dim.size)
-            return (Storage(node.op, attrs["shared_name"].s.decode() or node.name, size),)
-        if _keeps_handles(node.op):
-            name = node.attr["shared_name"].s.decode() if "shared_name" in node.attr else ""
-            return (Storage(node.op, name or node.name, 0),)
-        if node.op in self._functions:
-            return self._within(node.op)
-        if not _calls(node.op):
-            return ()
-        names = [called.name for attr in node.attr.values() for called in (attr.func, *attr.list.func) if called.name]
-        return tuple(dict.fromkeys(storage for name in names for storage in self._within(name)))
+            return (Storage(node.op, resource_name(node), size),)
+        if node.op in self._functions or takes_functions(node.op):
+            called = called_functions(node, self._functions)
+            return tuple(dict.fromkeys(storage for name in called for storage in self._within(name)))
+        return (Storage(node.op, resource_name(node), 0),) if makes_resource(node.op) else ()
 
     def _within(self, name: str) -> tuple[Storage, ...]:
         if name not in self._found:
             self._found[name] = ()  # for functions that call themselves
-            function = self._functions.get(name)
-            nodes = () if function is None else function.node_def
+            nodes = self._functions[name].node_def
             self._found[name] = tuple(dict.fromkeys(storage for node in nodes for storage in self.of(node)))
         return self._found[name]
-
-
-@functools.cache
-def _keeps_handles(op: str) -> bool:
-    """Whether an op makes a handle of something that its device keeps (tables, queues, iterators, stacks)."""
-    try:
-        definition = op_def(op)
-    except PassError:  # a function under its own name
-        return False
-    return (
-        bool(definition.is_stateful)
-        and any(arg.type == types_pb2.DT_RESOURCE for arg in definition.output_arg)
-        and any(attr.name == "shared_name" for attr in definition.attr)
-    )
-
-
-@functools.cache
-def _calls(op: str) -> bool:
-    """Whether an op has functions among its attributes."""
-    return any(attr.type in ("func", "list(func)") for attr in op_def(op).attr)
 
 
 def colocate(

@@ -13,7 +13,15 @@ from dapple_tf.operators.heft import heft_schedule
 from dapple_tf.operators.improvement import improved, polished
 from dapple_tf.operators.list_placement import placement_of
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
-from dapple_tf.operators.placement_candidates import Candidate, Pieces, Variant, judged, later_sources, scheduled, variant_of
+from dapple_tf.operators.placement_candidates import (
+    Candidate,
+    Pieces,
+    Variant,
+    judged,
+    later_sources,
+    scheduled,
+    variant_of,
+)
 from dapple_tf.operators.placement_problem import tails
 from dapple_tf.operators.simulated_placement import simulate
 from dapple_tf.operators.split_search import Budget, placed, split_candidates
@@ -32,9 +40,7 @@ _SMALL = 60
 """Operators of a graph up to which every move is tried."""
 
 
-def fd_dps(
-    graph: OpGraph, topology: Topology, *, split: bool = True, progress: Progress | None = None
-) -> OpPlacement:
+def fd_dps(graph: OpGraph, topology: Topology, *, split: bool = True, progress: Progress | None = None) -> OpPlacement:
     """Place the operators of a step so that the simulated step is short.
 
     Args:

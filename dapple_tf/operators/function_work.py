@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -10,39 +9,32 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.operators.signatures import OpSignature, TensorType, output_dtype_names, signature
+from dapple_tf.operators.operator_shapes import LOOPS, CallShapes, Handles, ShapeInference
+from dapple_tf.operators.signatures import Fingerprints, OpSignature, TensorType, output_dtype_names, signature
 from graph_passes.graph import GraphDef, NodeDef, PassError, Ref, data_inputs
-from graph_passes.tensorflow_bridge import constant_value, function_graph, infer_shapes, op_def
+from graph_passes.tensorflow_bridge import Shape, constant_value, function_graph, op_def, takes_functions
 
 logger = logging.getLogger(__name__)
 
-_LOOPS = frozenset({"While", "StatelessWhile"})
 _PASSED_ON = frozenset({"Identity", "Cast", "StopGradient", "EnsureShape"})
 _COMPARED = frozenset({"Less", "LessEqual"})
 _DEEPEST = 32
 """Calls within calls: more is a function that calls itself."""
 
 
-@functools.cache
-def calls_functions(op: str) -> bool:
-    """Whether an op runs functions that are among its attributes."""
-    return any(attr.type in ("func", "list(func)") for attr in op_def(op).attr)
+class _Inside(NamedTuple):
+    """An operator inside of a function, and what is known of its inputs' shapes."""
+
+    node: NodeDef
+    signature: OpSignature
+    given: CallShapes
 
 
 class _Body(NamedTuple):
-    """A function's operators.
+    """A function's operators, without arguments and constants, and all of its nodes by name."""
 
-    Attributes:
-        nodes: name -> node; arguments are placeholders.
-        arguments: names of the placeholders.
-        results: its results.
-        signatures: those of its nodes that aren't arguments or constants.
-    """
-
+    operators: tuple[_Inside, ...]
     nodes: Mapping[str, NodeDef]
-    arguments: tuple[str, ...]
-    results: tuple[Ref, ...]
-    signatures: tuple[tuple[NodeDef, OpSignature], ...]
 
 
 class FunctionWork:
@@ -51,14 +43,18 @@ class FunctionWork:
     Args:
         graph: a flat graph with its library.
         costs: of single operators.
+        shapes: of the graph's tensors.
     """
 
-    def __init__(self, graph: GraphDef, costs: OperatorCosts) -> None:
+    def __init__(self, graph: GraphDef, costs: OperatorCosts, shapes: Mapping[Ref, Shape | None]) -> None:
         self._library = graph.library
+        self._fingerprints = Fingerprints(graph.library)
         self._nodes = {node.name: node for node in graph.node}
         self._costs = costs
-        self._bodies: dict[tuple[str, tuple[TensorType, ...]], _Body] = {}
-        self._inside: dict[tuple[str, tuple[TensorType, ...], str], float] = {}
+        self._inference = ShapeInference(graph.library)
+        self._handles = Handles(self._inference, graph, shapes, {})
+        self._bodies: dict[tuple[str, CallShapes], _Body] = {}
+        self._inside: dict[tuple[str, CallShapes, str], float] = {}
         self._depth = 0
 
     def seconds(self, node: NodeDef, made: OpSignature, kind: str) -> float:
@@ -75,14 +71,16 @@ class FunctionWork:
         """
         if self._costs.measured(made, kind) is not None:
             return self._costs.seconds(made, kind)
-        return self._costs.seconds(made, kind, self._run(node, made.inputs, kind, self._nodes))
+        shapes = tuple(tensor.shape for tensor in made.inputs)
+        given = CallShapes(shapes, tuple(map(self._handles.element, data_inputs(node))))
+        return self._costs.seconds(made, kind, self._run(node, given, kind, self._nodes))
 
     def rounds(self, node: NodeDef) -> int | None:
         """How often a loop of the top level runs its body; None where that depends on values."""
         return self._rounds(node, self._nodes)
 
-    def _run(self, node: NodeDef, given: tuple[TensorType, ...], kind: str, around: Mapping[str, NodeDef]) -> float:
-        if node.op in _LOOPS:
+    def _run(self, node: NodeDef, given: CallShapes, kind: str, around: Mapping[str, NodeDef]) -> float:
+        if node.op in LOOPS:
             rounds = self._rounds(node, around)
             if rounds is None:
                 logger.info("loop %s: its number of rounds isn't known, one is counted", node.name)
@@ -91,10 +89,10 @@ class FunctionWork:
             )
         names = [called.name for attr in node.attr.values() for called in (attr.func, *attr.list.func) if called.name]
         if op_def(node.op).input_arg[0].name in ("cond", "branch_index"):
-            given = given[1:]
+            given = CallShapes(given.shapes[1:], given.elements[1:])
         return max((self._function(name, given, kind) for name in names), default=0.0)
 
-    def _function(self, name: str, given: tuple[TensorType, ...], kind: str) -> float:
+    def _function(self, name: str, given: CallShapes, kind: str) -> float:
         """Time of a function's operators, one after another."""
         key = (name, given, kind)
         if key not in self._inside:
@@ -104,40 +102,37 @@ class FunctionWork:
             try:
                 body = self._body(name, given)
                 total = 0.0
-                for node, made in body.signatures:
-                    if not calls_functions(node.op) or self._costs.measured(made, kind) is not None:
-                        total += self._costs.seconds(made, kind)
-                    else:
-                        total += self._costs.seconds(made, kind, self._run(node, made.inputs, kind, body.nodes))
+                for node, made, shapes in body.operators:
+                    inner = None
+                    if takes_functions(node.op) and self._costs.measured(made, kind) is None:
+                        inner = self._run(node, shapes, kind, body.nodes)
+                    total += self._costs.seconds(made, kind, inner)
                 self._inside[key] = total
             finally:
                 self._depth -= 1
         return self._inside[key]
 
-    def _body(self, name: str, given: tuple[TensorType, ...]) -> _Body:
+    def _body(self, name: str, given: CallShapes) -> _Body:
         key = name, given
         if key not in self._bodies:
-            graph, results = function_graph(self._library, name)
-            arguments = tuple(node.name for node in graph.node if node.op == "Placeholder")
-            known = {
-                argument: tensor.shape
-                for argument, tensor in zip(arguments, given, strict=False)
-                if tensor.shape is not None
-            }
-            shapes = infer_shapes(graph, known, {})
-            nodes = {node.name: node for node in graph.node}
+            graph, _ = function_graph(self._library, name)
+            known = self._inference.of_function(graph, given)
             dtypes = {node.name: output_dtype_names(node) for node in graph.node}
 
             def tensor(ref: Ref) -> TensorType:
-                return TensorType(dtypes[ref.node][ref.output], shapes.get(ref))
+                return TensorType(dtypes[ref.node][ref.output], known.shapes.get(ref))
 
             found = []
             for node in graph.node:
                 if node.op not in ("Placeholder", "Const"):
-                    inputs = [tensor(ref) for ref in data_inputs(node)]
+                    refs = data_inputs(node)
+                    inputs = [tensor(ref) for ref in refs]
                     outputs = [tensor(Ref(node.name, output)) for output in range(len(dtypes[node.name]))]
-                    found.append((node, signature(node, inputs, outputs)))
-            self._bodies[key] = _Body(nodes, arguments, results, tuple(found))
+                    made = signature(node, inputs, outputs, self._fingerprints.of(node))
+                    shapes = tuple(known.shapes.get(ref) for ref in refs)
+                    inside = CallShapes(shapes, tuple(known.elements.get(ref) for ref in refs))
+                    found.append(_Inside(node, made, inside))
+            self._bodies[key] = _Body(tuple(found), {node.name: node for node in graph.node})
         return self._bodies[key]
 
     # ---- how often
@@ -178,7 +173,7 @@ class FunctionWork:
         """The value of an integer scalar of a graph: a constant, or the number of rounds of another loop."""
         place = _source(ref, around)
         node = around.get(place.node)
-        if node is not None and node.op in _LOOPS and place.output == 0:
+        if node is not None and node.op in LOOPS and place.output == 0:
             start, rounds = self._outer(data_inputs(node)[0], around), self._rounds(node, around)
             return None if start is None or rounds is None else start + rounds
         return _scalar(place, around)

@@ -194,7 +194,9 @@ def polished(starts: Sequence[Candidate], evaluations: int) -> Candidate:
     return min((_moved(one, [*moves, *pairs], needs, evaluations // _KEPT) for one in found), key=lambda one: one.rank)
 
 
-def _moved(candidate: Candidate, moves: list[tuple[list[int], ...]], needs: list[set[int]], evaluations: int) -> Candidate:
+def _moved(
+    candidate: Candidate, moves: list[tuple[list[int], ...]], needs: list[set[int]], evaluations: int
+) -> Candidate:
     """Move groups to other devices, alone and in pairs, and operators to other places in Q, as long as that helps."""
     best = candidate
     problem, variant = best.variant.problem, best.variant

@@ -89,9 +89,9 @@ class OperatorCosts:
         Milliseconds of table 6 (VGG-16, a batch of 64 images of 224 x 224, operators before splitting):
 
             operator    paper    here   how
-            Conv1_1     2.146   2.14    3 input channels: inner products of 27, a matrix product at 49% of the peak
-            Conv1_2    15.673  15.67    Winograd at 64% of the peak
-            Conv1_2bp  36.466  36.4     both gradients: Winograd at 64% and 48%
+            Conv1_1     2.146   2.15    3 input channels: inner products of 27, a matrix product at 49% of the peak
+            Conv1_2    15.673  15.66    Winograd at 63% of the peak
+            Conv1_2bp  36.466  36.48    both gradients: Winograd at 63% and 48%
             Relu1_2     2.908   2.91    1.64 GB at 77% of the bandwidth
             Pool1       0.96    1.41    1.03 GB at the whole bandwidth; the paper's time would need 146% of it
             Fc6         1.654   1.66    75% of the peak

@@ -8,6 +8,7 @@ on constructing O').
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import re
 import urllib.parse
@@ -15,13 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from tensorflow.core.framework import types_pb2
 
 from graph_passes.graph import NodeDef, dtype_name
-from graph_passes.tensorflow_bridge import dtype_size, op_def
+from graph_passes.resource_use import called_functions
+from graph_passes.tensorflow_bridge import FunctionDefLibrary, dtype_size, op_def, takes_functions
 
 _IRRELEVANT = frozenset(
-    # What a variable or a table is called, how random numbers begin, how calls are set up.
-    ("shared_name", "container", "seed", "seed2", "config", "config_proto", "executor_type", "parallel_iterations")
+    # What a variable or a table is called, how random numbers begin, how calls are set up, and hints.
+    {"shared_name", "container", "seed", "seed2", "config", "config_proto", "executor_type", "parallel_iterations"}
+    | {"grad_a", "grad_b", "grad_x", "grad_y"}
 )
 _ATTR_TYPES = frozenset({"int", "bool", "float", "string", "list(int)"})
 _QUOTED = "/:.,->+*()_"
@@ -112,10 +116,8 @@ def _tensors(text: str) -> tuple[TensorType, ...]:
 
 @functools.cache
 def _size(dtype: str) -> int:
-    special = {"float32": "DT_FLOAT", "float64": "DT_DOUBLE", "float16": "DT_HALF"}
-    from tensorflow.core.framework import types_pb2
-
-    return dtype_size(types_pb2.DataType.Value(special.get(dtype, f"DT_{dtype.upper()}")))
+    number = next((number for number in types_pb2.DataType.values() if number and dtype_name(number) == dtype), None)
+    return 0 if number is None else dtype_size(number)
 
 
 @functools.cache
@@ -123,13 +125,16 @@ def _dtype_name(dtype: int) -> str:
     return dtype_name(dtype % 100)  # From 100 on they are references to variables.
 
 
-def signature(node: NodeDef, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> OpSignature:
+def signature(
+    node: NodeDef, inputs: Sequence[TensorType], outputs: Sequence[TensorType], functions: str = ""
+) -> OpSignature:
     """The signature of a node of a graph.
 
     Args:
         node: a primitive op.
         inputs: the tensors that it reads.
         outputs: the tensors that it makes.
+        functions: what tells the functions that it runs from others; empty if it runs none.
 
     Raises:
         PassError: TensorFlow doesn't know the op.
@@ -138,7 +143,44 @@ def signature(node: NodeDef, inputs: Sequence[TensorType], outputs: Sequence[Ten
     attrs = node.attr
     for name, default, text in _relevant(node.op):
         found.append((name, text(attrs[name]) if name in attrs else default))
+    if functions:
+        found.append(("functions", functions))
     return OpSignature(node.op, tuple(found), tuple(inputs), tuple(outputs))
+
+
+class Fingerprints:
+    """Tells functions of a library apart by what they compute, whatever their names.
+
+    Args:
+        library: the functions.
+    """
+
+    def __init__(self, library: FunctionDefLibrary) -> None:
+        self._functions = {function.signature.name: function for function in library.function}
+        self._found: dict[str, str] = {}
+
+    def of(self, node: NodeDef) -> str:
+        """A hash of the functions that a node runs; empty if it runs none."""
+        if not takes_functions(node.op):
+            return ""
+        return _hash([self._function(name) for name in called_functions(node, self._functions)])
+
+    def _function(self, name: str) -> str:
+        if name not in self._found:
+            self._found[name] = ""  # for functions that call themselves
+            lines = []
+            for node in self._functions[name].node_def:
+                attrs = [f"{key}={text(node.attr[key])}" for key, _, text in _relevant(node.op) if key in node.attr]
+                value = (
+                    node.attr["value"].tensor.SerializeToString(deterministic=True).hex() if node.op == "Const" else ""
+                )
+                lines.append(" ".join([node.op, *attrs, value, self.of(node)]))
+            self._found[name] = _hash(sorted(lines))
+        return self._found[name]
+
+
+def _hash(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 @functools.cache

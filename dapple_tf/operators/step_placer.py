@@ -49,11 +49,15 @@ class PlacedStep:
         program: the step.
         placements: stage -> what was found for its operators, those of its first micro-batch.
         places: (stage, name of a variable's storage) -> the name of its device.
+        flat: the step's operators before any was split or placed.
+        shapes: of their results.
     """
 
     program: Program
     placements: Mapping[int, OpPlacement]
     places: Mapping[tuple[int, str], str]
+    flat: GraphDef
+    shapes: Mapping[Ref, Shape | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +109,13 @@ class StepPlacer:
         for stage, devices in enumerate(self.plan.operator_devices):
             placements[stage] = self._search(flat.graph, known, stage, devices, places)
             splits |= calls.repeated(placements[stage].splits, flat.graph)
-        splitting = SplitOperators(splits, known)
+        told = {name for placement in placements.values() for name in placement.splits}
+        splitting = SplitOperators(splits, known, optional=frozenset(splits.keys() - told))
         split = run_passes(flat, [splitting], first=OPERATOR_PASSES_START + 1, instruments=instruments)
-        devices_of, order = self._spread(split.graph, placements, calls)
+        devices_of, order = self._spread(split.graph, placements, calls, alone)
         placing = PlaceOperators(devices_of, order)
         placed = run_passes(split, [placing], first=OPERATOR_PASSES_START + 2, instruments=instruments, complete=True)
-        return PlacedStep(placed, placements, places | self._places(placed.graph))
+        return PlacedStep(placed, placements, {**places, **self._places(placed.graph)}, flat.graph, known)
 
     def _search(
         self,
@@ -139,7 +144,7 @@ class StepPlacer:
         return found
 
     def _spread(
-        self, graph: GraphDef, placements: Mapping[int, OpPlacement], calls: _Calls
+        self, graph: GraphDef, placements: Mapping[int, OpPlacement], calls: _Calls, alone: bool
     ) -> tuple[dict[str, str], list[str]]:
         """The device of every operator, and the order of all: what was found for a micro-batch is for all of them."""
         names = self.cluster.device_names
@@ -153,7 +158,7 @@ class StepPlacer:
                 first = calls.in_first(node)
                 if node.device == names[devices[0]] and first in position:
                     found[node.name] = names[devices[placement.devices[first]]]
-                    ranks[node.name] = (calls.rank(node), position[first])
+                    ranks[node.name] = (0 if alone else calls.rank(node), position[first])
         return found, sorted(found, key=ranks.__getitem__)
 
     def _places(self, graph: GraphDef) -> dict[tuple[int, str], str]:
@@ -197,8 +202,11 @@ class _Calls:
         return self._first.get(call, call) + node.name[len(call) :]
 
     def rank(self, node: NodeDef) -> int:
-        """Position of its call in an order that the step allows."""
-        return self._ranks.get(_call_of(node), len(self._ranks))
+        """Position of its call in an order that the step allows; of what a tensor was split or joined by, the tensor's."""
+        name = _call_of(node)
+        while name and name not in self._ranks:
+            name = name.rpartition("/")[0]
+        return self._ranks[name]
 
     def repeated(self, splits: Mapping[str, Split], graph: GraphDef) -> dict[str, Split]:
         """Decisions for the first micro-batch, for all of them."""

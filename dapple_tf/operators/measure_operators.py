@@ -1,0 +1,152 @@
+"""Times and shapes of operators from TensorFlow's step stats: E of FD-DPS, formula 1, end minus start, averaged."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from dapple_tf.operators.op_costs import OperatorCosts, device_kind
+from dapple_tf.operators.signatures import OpSignature
+from graph_passes.graph import Ref
+from graph_passes.tensorflow_bridge import Shape, takes_functions
+
+logger = logging.getLogger(__name__)
+
+_KERNELS = re.compile(r"/device:GPU:\d+/(stream:all|memcpy)$")
+"""What TensorFlow calls the list of all kernels, and of all copies, that a GPU ran."""
+
+
+class _Run(NamedTuple):
+    """How a node ran: its device, and from when to when, in nanoseconds."""
+
+    device: str
+    start: int
+    end: int
+
+
+def add_step_stats(
+    costs: OperatorCosts,
+    stats: Any,
+    signatures: Mapping[str, OpSignature],
+    *,
+    prefix: str = "",
+    speeds: Mapping[str, float] | None = None,
+) -> int:
+    """Takes in what the operators of a traced step took.
+
+    Times mean something where each device ran one operator at a time, and nothing in the first steps, which allocate
+    memory and choose algorithms: leave these out. On CPUs a node's time is that of its computation. On GPUs the
+    executor's times are those of starting kernels; what counts is how long a node's kernels and copies ran, or starting
+    them if that took longer. A loop or branch that the session has taken apart takes as long as anything inside of it
+    runs.
+
+    Args:
+        costs: takes in the times, under the kind of the device that a node ran on.
+        stats: TensorFlow's StepStats, of a run with ``FULL_TRACE``.
+        signatures: node -> what its time depends on, see `operator_signatures`. Other nodes don't count.
+        prefix: under which the nodes are in the session's graph.
+        speeds: name of a device -> `Device.speed`; 1 for those that aren't there.
+
+    Returns:
+        How many operators were measured. Those on a GPU that tells nothing of its kernels aren't.
+    """
+    start = len(prefix) + 1 if prefix else 0
+    inside = _Insides(signatures)
+    found: dict[str, list[_Run]] = {}
+    kernels: collections.Counter[str] = collections.Counter()
+    traced: set[str] = set()
+    for device, node in _nodes(stats):
+        if _KERNELS.search(device):
+            traced.add("GPU")
+            name = inside.operator(_operation(node.node_name)[start:])
+            if name is not None:
+                kernels[name] += 1000 * (node.op_end_rel_micros - node.op_start_rel_micros)
+        elif "/stream" not in device and not device.endswith(("/sync", "/memcpy")):
+            if not node.node_name.startswith(prefix):
+                continue
+            name = inside.operator(node.node_name[start:])
+            if name is not None:
+                found.setdefault(name, []).append(_run(device, node))
+    untold = 0
+    for name, runs in found.items():
+        kind = device_kind(runs[0].device)
+        if kind == "GPU" and kind not in traced:
+            untold += 1
+            continue
+        nanoseconds = max(_busy(runs), kernels[name])
+        speed = 1.0 if speeds is None else speeds.get(runs[0].device, 1.0)
+        costs.add(signatures[name], kind, nanoseconds * speed / 1e9)
+    if untold:
+        logger.warning(
+            "%d operators ran on GPUs, but the trace has no times of kernels, so that they count as not measured; may "
+            "this process use CUPTI?",
+            untold,
+        )
+    return len(found) - untold
+
+
+def measured_shapes(stats: Any, *, prefix: str = "") -> dict[Ref, Shape]:
+    """The shapes of the tensors that a traced step has made, for where they can't be told without running it.
+
+    Args:
+        stats: TensorFlow's StepStats.
+        prefix: under which the step's nodes are in the session's graph.
+    """
+    start = len(prefix) + 1 if prefix else 0
+    found: dict[Ref, Shape] = {}
+    for device, node in _nodes(stats):
+        if "/stream" not in device and node.node_name.startswith(prefix):
+            for output in node.output:
+                shape = output.tensor_description.shape
+                if not shape.unknown_rank:
+                    found[Ref(node.node_name[start:], output.slot)] = tuple(dim.size for dim in shape.dim)
+    return found
+
+
+def _nodes(stats: Any) -> Iterator[tuple[str, Any]]:
+    for own in stats.dev_stats:
+        for node in own.node_stats:
+            yield own.device, node
+
+
+def _run(device: str, node: Any) -> _Run:
+    """The computation alone, without what the executor does before and after."""
+    begin = node.all_start_nanos or 1000 * node.all_start_micros
+    if node.op_end_rel_nanos:
+        return _Run(device, begin + node.op_start_rel_nanos, begin + node.op_end_rel_nanos)
+    return _Run(device, begin + 1000 * node.op_start_rel_micros, begin + 1000 * node.op_end_rel_micros)
+
+
+def _operation(name: str) -> str:
+    """The node of a kernel, which may be told as ``node:OpType``."""
+    return name.partition(":")[0]
+
+
+def _busy(runs: Iterable[_Run]) -> int:
+    """Nanoseconds during which anything of it ran."""
+    total, reached = 0, 0
+    for run in sorted(runs, key=lambda run: run.start):
+        total += max(0, run.end - max(run.start, reached))
+        reached = max(reached, run.end)
+    return total
+
+
+class _Insides:
+    """Whose work a node is: its own, or that of the loop, branch or call that the session has put it in place of."""
+
+    def __init__(self, signatures: Mapping[str, OpSignature]) -> None:
+        self._known = signatures
+        self._callers = {name for name, made in signatures.items() if takes_functions(made.op)}
+
+    def operator(self, name: str) -> str | None:
+        """The operator that a node of the session's graph belongs to; None if none is known."""
+        if name in self._known:
+            return name
+        if not self._callers:
+            return None
+        scopes = itertools.accumulate(name.split("/"), lambda scope, part: f"{scope}/{part}")
+        return next((scope for scope in reversed(list(scopes)) if scope in self._callers), None)

@@ -1,0 +1,144 @@
+"""Shapes behind loops, branches, calls and lists, for a batch size that wasn't known when the graph was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import keras
+import pytest
+import tensorflow as tf
+
+from dapple_tf.operators.build_op_graph import build_op_graph
+from dapple_tf.operators.function_work import FunctionWork
+from dapple_tf.operators.op_costs import OperatorCosts
+from dapple_tf.operators.op_graph import Topology
+from dapple_tf.operators.operator_shapes import operator_shapes
+from graph_passes.graph import GraphDef, PassError, Ref
+from graph_passes.tensorflow_bridge import Shape, infer_shapes
+
+
+def traced(function: Callable[..., object], *shapes: tuple[int | None, ...]) -> GraphDef:
+    """The graph of a function of float32 tensors, called ``x0``, ``x1``, ..."""
+    specs = [tf.TensorSpec(shape, tf.float32, name=f"x{number}") for number, shape in enumerate(shapes)]
+    return tf.function(function).get_concrete_function(*specs).graph.as_graph_def()
+
+
+def unknown(shapes: dict[Ref, Shape | None]) -> set[Ref]:
+    return {ref for ref, shape in shapes.items() if shape is None or None in shape}
+
+
+def of_op(graph: GraphDef, shapes: dict[Ref, Shape | None], op: str, output: int = 0) -> list[Shape | None]:
+    return [shapes[Ref(node.name, output)] for node in graph.node if node.op == op]
+
+
+def test_a_loop_keeps_the_shapes_that_its_body_keeps() -> None:
+    def loop(x: tf.Tensor, w: tf.Tensor) -> tf.Tensor:
+        _, y = tf.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h @ w), [0, x])
+        return tf.nn.relu(y)
+
+    graph = traced(loop, (None, 8), (8, 8))
+    given = {"x0": (32, 8)}
+    assert of_op(graph, infer_shapes(graph, given, {}), "Relu") == [(None, 8)]
+    found = operator_shapes(graph, given)
+    assert of_op(graph, found, "Relu") == [(32, 8)]
+    assert unknown(found) == set()
+    assert set(found) == set(infer_shapes(graph, given, {}))
+
+
+def test_a_loop_whose_body_grows_a_tensor_does_not() -> None:
+    def loop(x: tf.Tensor) -> tf.Tensor:
+        invariants = [tf.TensorShape([]), tf.TensorShape([None, 8])]
+        _, y = tf.while_loop(
+            lambda i, h: i < 3, lambda i, h: (i + 1, tf.concat([h, h], 0)), [0, x], shape_invariants=invariants
+        )
+        return tf.nn.relu(y)
+
+    graph = traced(loop, (None, 8))
+    assert of_op(graph, operator_shapes(graph, {"x0": (32, 8)}), "Relu") == [(None, 8)]
+
+
+def test_branches_and_calls() -> None:
+    @tf.function
+    def doubled(x: tf.Tensor) -> tf.Tensor:
+        return x * 2.0
+
+    def branch(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        large = tf.reduce_sum(y) > 0
+        same = tf.cond(large, lambda: x + 1.0, lambda: doubled(x))
+        other = tf.cond(large, lambda: x, lambda: tf.concat([x, x], 0))
+        return tf.nn.relu(same), tf.nn.relu(other)
+
+    graph = traced(branch, (None, 8), (2,))
+    assert of_op(graph, operator_shapes(graph, {"x0": (32, 8)}), "Relu") == [(32, 8), (None, 8)]
+
+
+def recurrent() -> GraphDef:
+    """Forward and backward of two recurrent layers, as they are captured for an unknown batch size."""
+    model = keras.Sequential(
+        [
+            keras.Input((10, 6)),
+            keras.layers.GRU(8, return_sequences=True),
+            keras.layers.SimpleRNN(4),
+            keras.layers.Dense(3),
+        ]
+    )
+    variables = [variable.value for variable in model.trainable_variables]
+
+    def step(x: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x, training=True))
+        return tape.gradient(loss, variables)
+
+    graph = tf.function(step).get_concrete_function(tf.TensorSpec((None, 10, 6), tf.float32, name="x0")).graph
+    found = graph.as_graph_def()
+    captured = {inside.op.name: outside for outside, inside in graph.captures if outside.dtype == tf.resource}
+    for node in found.node:
+        if node.name in captured:
+            variable = next(variable for variable in variables if variable.handle is captured[node.name])
+            node.op = "VarHandleOp"
+            node.attr.clear()
+            node.attr["dtype"].type = variable.dtype.as_datatype_enum
+            node.attr["shape"].shape.CopyFrom(variable.shape.as_proto())
+            node.attr["shared_name"].s = node.name.encode()
+    return found
+
+
+def test_recurrent_layers_and_their_gradients_are_known_to_the_last_matrix_product() -> None:
+    graph = recurrent()
+    given = {"x0": (32, 10, 6)}
+    before, after = unknown(infer_shapes(graph, given, {})), operator_shapes(graph, given)
+    assert len(before) > 30
+    ops = {node.name: node.op for node in graph.node}
+    # What is left are shapes of shapes, and gradients of states that nobody reads.
+    assert {ops[ref.node] for ref in unknown(after)} <= {
+        *("BroadcastGradientArgs", "VariableShape", "StatelessWhile", "While", "Identity")
+    }
+    assert set(of_op(graph, after, "TensorListStack")) == {(10, 32, 8), (1, 32, 4)}
+    work = FunctionWork(graph, OperatorCosts(), after)
+    loops = [node for node in graph.node if "While" in node.op]
+    assert len(loops) == 4 and {work.rounds(node) for node in loops} == {10}
+
+
+def test_loops_cost_as_much_as_their_bodies_do_for_this_batch() -> None:
+    def scan(x: tf.Tensor, w: tf.Tensor) -> tf.Tensor:
+        steps = tf.TensorArray(tf.float32, 5).unstack(x)
+        made = tf.TensorArray(tf.float32, 5)
+        loop = tf.while_loop(lambda i, a: i < 5, lambda i, a: (i + 1, a.write(i, steps.read(i) @ w)), [0, made])
+        return loop[1].stack()
+
+    graph = traced(scan, (5, None, 64), (64, 64))
+
+    def seconds(samples: int) -> float:
+        shapes = operator_shapes(graph, {"x0": (5, samples, 64)})
+        assert of_op(graph, shapes, "TensorListStack") == [(5, samples, 64)]
+        topology = Topology(("CPU:0",), *3 * [None])  # type: ignore[arg-type]
+        found = build_op_graph(graph, topology, OperatorCosts(), shapes)
+        return float(sum(found.seconds[["While" in op for op in found.ops], 0]))
+
+    assert seconds(40_000) > 20 * seconds(400)
+
+
+def test_shapes_that_contradict_each_other_are_refused() -> None:
+    graph = traced(lambda x, w: x @ w, (None, None), (8, 8))
+    with pytest.raises(PassError, match="doesn't go with any number of samples"):
+        operator_shapes(graph, {"x0": (32, 7)})
