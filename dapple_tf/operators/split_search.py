@@ -20,6 +20,8 @@ from graph_passes.split_rules import part_name
 
 _HEAVY = 2e-3
 """Share of a device's mean load that makes an operator heavy, so that a region grows from it."""
+_LARGE = 12000
+"""Operators of a graph from which on only as many parts as devices are tried."""
 _WORSE = 1.3
 """How much worse than the best guess another may be by its own estimate and still be tried."""
 _DROPS = 3
@@ -87,6 +89,8 @@ def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Calla
     heavy = _HEAVY * sum(problem.mean_seconds) / problem.devices
     guesses: list[tuple[float, Layouts, Layout]] = []
     for parts in sorted({problem.devices, max(2, problem.devices // 2), 2}, reverse=True):
+        if parts < problem.devices and problem.count > _LARGE:
+            break
         layouts = Layouts(problem, parts)
         seen: set[tuple[int, ...]] = set()
         for layout in _guesses(layouts, heavy):
