@@ -131,7 +131,7 @@ def _measure(
     with _engine(model, cluster, plan, costs) as engine:
         built = engine.prepare(Mode.TRAIN, example.spec)
         step = built.placed[Kind(samples)]
-        signatures = operator_signatures(step.flat, step.shapes)
+        signatures = operator_signatures(step.flat.program.graph, step.flat.shapes)
         metrics = RunningMetrics(model, engine.table).feeds()
         engine.load()
         speeds = {cluster.device_names[device]: cluster.devices[device].speed for device in devices}
