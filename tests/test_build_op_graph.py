@@ -248,6 +248,9 @@ def test_rules_are_asked_with_shapes_and_constants() -> None:
     assert found.splits == {found.names.index("f"): (SplitRule("batch", 8, (0,), (0,)),)}
     assert asked["split"] == ([(8, 6), (2,), ()], [(8, 5), (8, 1)], {1: [5, 1], 2: 1})
     assert asked["a"] == ([(8, 6), ()], [(8, 6)], {})
+    kept = small_graph()
+    kept.graph.node[[node.name for node in kept.graph.node].index("f")].attr["_class"].list.s.append(b"loc:@a")
+    assert built(kept.graph, rules=rules).splits == {}  # it has to be where a is
 
 
 def test_convolutions_and_products_can_be_split_by_default_but_not_what_is_stateful() -> None:

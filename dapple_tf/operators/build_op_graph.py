@@ -85,7 +85,7 @@ def build_op_graph(
         groups=np.array(together.groups, np.int64),
         pinned=np.array(pin(together, pinned or {}, topology.count), np.int64),
         stored_bytes=np.array(together.stored, np.float64),
-        splits={} if rules is None else _splits(reading, order, rules),
+        splits={} if rules is None else _splits(reading, order, rules, together.groups),
         launch_seconds=np.array([costs.launch_seconds(kind) for kind in kinds]) / factors,
         copy_seconds=np.array([costs.copy_seconds(kind) for kind in kinds]) / factors,
         tensor_outputs=tensor_outputs,
@@ -240,10 +240,16 @@ def _seconds(reading: _Reading, order: Sequence[int], kinds: Sequence[str], cost
     return by_kind[:, [columns.index(kind) for kind in kinds]]
 
 
-def _splits(reading: _Reading, order: Sequence[int], rules: Rules) -> dict[int, tuple[SplitRule, ...]]:
+def _splits(
+    reading: _Reading, order: Sequence[int], rules: Rules, groups: Sequence[int]
+) -> dict[int, tuple[SplitRule, ...]]:
+    """How operators can be split; those that have to be where others are can't."""
+    members = collections.Counter(groups)
     found = {}
     constants: dict[int, np.ndarray] = {}
     for number, index in enumerate(order):
+        if members[groups[number]] > 1:
+            continue
         known = {}
         for argument, (producer, _) in enumerate(reading.inputs[index].data):
             if reading.nodes[producer].op == "Const" and reading.outputs[producer][0].dtype in ("int32", "int64"):
