@@ -297,7 +297,8 @@ class _Flattening:
                 continue
             ops = [self._body(first.call)[node].op for node in first.nodes]
             reads = {self._body(touch.call)[node].op for touch in later for node in touch.nodes}
-            ordered = all(self.order.is_before(first.call, touch.call) for touch in later)
+            # One that this step doesn't read is for the next step.
+            ordered = later and all(self.order.is_before(first.call, touch.call) for touch in later)
             if ops == ["AssignVariableOp"] and reads <= {"ReadVariableOp"} and ordered:
                 found.add(resource)
         return found

@@ -33,6 +33,7 @@ from graph_passes.split_rules import (
     part_name,
     split_name,
     split_rules,
+    total_name,
 )
 from graph_passes.tensorflow_bridge import constant_value, make_constant, output_dtypes
 
@@ -50,8 +51,8 @@ class SplitOperators:
     Parts are named ``N/part<k>``. What one of them reads cut comes from a node ``<producer>/split_<output>_<cut>`` that
     all share who read it cut alike; from the parts of the producer, where these have it like that; or, of a constant,
     from smaller constants. ``N/joined_<output>`` is the whole result, a concatenation or a sum; it is there where
-    anything reads it whole. All of them have the device and the roles of the operator that they come from. Whatever
-    waited for the operator waits for its parts.
+    anything reads it whole. The parts of a mean are sums, whose total is divided. All of them have the device and the
+    roles of the operator that they come from. Whatever waited for the operator waits for its parts.
 
     Results are the same but for the last bits, see `split_rules`.
 
@@ -227,6 +228,7 @@ class _Splitting:
             part = NodeDef()
             part.CopyFrom(whole.node)
             part.name = self._name(part_name(whole.node.name, number))
+            part.op = whole.rule.part_op(part.op)
             for key in ("_class", "_output_shapes"):
                 if key in part.attr:
                     del part.attr[key]
@@ -288,12 +290,18 @@ class _Splitting:
         axis = whole.rule.output_axes[ref.output]
         if axis == FIRST:
             return parts[0]
-        kind = {"T": dtype_attr(self._dtype(ref)), "N": whole.parts}
-        if axis is None:
-            return self._put(ref.node, joined_name(ref), "AddN", parts, kind)
-        inputs = [*parts, self.builder.const(axis, types_pb2.DT_INT32, device=whole.node.device)]
-        kind["Tidx"] = dtype_attr(types_pb2.DT_INT32)
-        return self._put(ref.node, joined_name(ref), "ConcatV2", inputs, kind)
+        dtype, device = self._dtype(ref), whole.node.device
+        kind = {"T": dtype_attr(dtype), "N": whole.parts}
+        if axis is not None:
+            inputs = [*parts, self.builder.const(axis, types_pb2.DT_INT32, device=device)]
+            kind["Tidx"] = dtype_attr(types_pb2.DT_INT32)
+            return self._put(ref.node, joined_name(ref), "ConcatV2", inputs, kind)
+        divisor = whole.rule.divisor
+        total = self._put(ref.node, total_name(ref) if divisor else joined_name(ref), "AddN", parts, kind)
+        if not divisor:
+            return total
+        inputs = [total, self.builder.const(float(divisor), dtype, device=device)]
+        return self._put(ref.node, joined_name(ref), "RealDiv", inputs, {"T": dtype_attr(dtype)})
 
     def _cut(self, ref: Ref, tensor: Ref, cut: Cut) -> list[Ref]:
         device = self.view.nodes[ref.node].device

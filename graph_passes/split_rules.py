@@ -78,6 +78,8 @@ class SplitRule:
             added; `FIRST` where the first part's result is the whole one.
         shape_inputs: data inputs that hold the first output's shape -> the axis of that shape that becomes the part's
             length.
+        divisor: of a mean over this dimension, whose parts are sums: the number of elements by which their total is
+            divided; 0 for all other operators.
     """
 
     dimension: str
@@ -85,6 +87,7 @@ class SplitRule:
     input_axes: tuple[int | None, ...]
     output_axes: tuple[int | None, ...]
     shape_inputs: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    divisor: int = 0
 
     def sizes(self, parts: int) -> tuple[int, ...]:
         """The length of each part, as even as possible, the larger ones first."""
@@ -94,6 +97,10 @@ class SplitRule:
         """How the parts read a data input; None where each reads it whole."""
         axis = self.input_axes[argument]
         return None if axis is None else Cut.of(axis, parts, self.length)
+
+    def part_op(self, op: str) -> str:
+        """The op type of the parts of an operator."""
+        return "Sum" if self.divisor else op
 
     def output_cut(self, output: int, parts: int) -> Cut | None:
         """How the parts make an output; None where it is the sum of theirs."""
@@ -109,6 +116,11 @@ def part_name(operator: str, part: int) -> str:
 def joined_name(tensor: Ref) -> str:
     """Name of the node that joins what the parts of a split operator make."""
     return f"{tensor.node}/joined_{tensor.output}"
+
+
+def total_name(tensor: Ref) -> str:
+    """Name of the node that adds what the parts of a mean make; the joined result is a quotient of it."""
+    return f"{tensor.node}/total_{tensor.output}"
 
 
 def split_name(tensor: Ref, cut: Cut) -> str:
@@ -207,6 +219,7 @@ def _rule(
         tuple(None if index in shape_inputs else axis_of(*pair) for index, pair in enumerate(inputs)),
         tuple(axis_of(*pair) for pair in outputs),
         {index: axis for index, axis in shape_inputs.items() if axis >= 0},
+        signature.divisor,
     )
     # An axis without elements has nothing that could be shared out.
     length = math.gcd(*lengths) if lengths and min(lengths) > 0 else 0

@@ -12,11 +12,13 @@ each output that has the letter, and a partial sum of each that hasn't.
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from tensorflow.core.framework import types_pb2
 
 from graph_passes.graph import NodeDef
 
@@ -40,12 +42,14 @@ class Signature(NamedTuple):
         outputs: the same of each output.
         dimensions: names of dimensions and the letters that are cut for them.
         shape_inputs: data inputs that hold the first output's shape; their term has a letter for each element.
+        divisor: see `SplitRule`.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     dimensions: tuple[tuple[str, str], ...]
     shape_inputs: frozenset[int] = frozenset()
+    divisor: int = 0
 
 
 class Operator(NamedTuple):
@@ -175,15 +179,20 @@ def fill_signatures(operator: Operator) -> tuple[Signature, ...]:
 
 
 def identities_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """Tensors that pass through; those whose first axis is as long as the first one's are cut."""
+    """Tensors that pass through; those are cut whose first, or last, axis is as long as that of the first tensor."""
     first = operator.inputs[0]
     if not first:
         return ()
-    cut = [shape is not None and shape[:1] == first[:1] for shape in operator.inputs]
-    terms = [
-        "b" + "_" * (len(shape or ()) - 1) if own else WHOLE for own, shape in zip(cut, operator.inputs, strict=True)
-    ]
-    return (Signature(tuple(terms), tuple(term or ANY for term in terms), BATCH),)
+    found = []
+    for axis, dimension in ((0, BATCH), (-1, CHANNEL)):
+        letter = dimension[0][1]
+        terms = []
+        for shape in operator.inputs:
+            rest = "_" * (len(shape or ()) - 1)
+            term = letter + rest if axis == 0 else rest + letter
+            terms.append(term if shape and shape[axis] == first[axis] else WHOLE)
+        found.append(Signature(tuple(terms), tuple(term or ANY for term in terms), dimension))
+    return tuple(found)
 
 
 def same_lengths_signatures(operator: Operator) -> tuple[Signature, ...]:
@@ -342,13 +351,39 @@ def _embedding(source: Known, output: Known) -> list[int] | None:
 
 
 def reduction_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """Along axes that stay; a sum also along those that it is taken over."""
+    """Along axes that stay; a sum also along those that it is taken over, and a mean as such a sum."""
     terms = _kept_axes(operator)
     if terms is None:
         return ()
     before, after = terms
-    dimensions = tuple((name, a) for name, a in _axes(before) if a in after or operator.node.op == "Sum")
-    return (Signature((before, WHOLE), (after,), dimensions),)
+    kept = tuple((name, letter) for name, letter in _axes(before) if letter in after)
+    gone = tuple((name, letter) for name, letter in _axes(before) if letter not in after)
+    op = operator.node.op
+    if op == "Sum":
+        return (Signature((before, WHOLE), (after,), kept + gone),)
+    found = Signature((before, WHOLE), (after,), kept)
+    source, output = operator.inputs[0], operator.outputs[0]
+    if op == "Mean" and gone and source and output is not None and operator.node.attr["T"].type in _SUMMED:
+        averaged = math.prod(source) // max(1, math.prod(output))
+        return found, found._replace(dimensions=gone, divisor=averaged)
+    return (found,)
+
+
+_SUMMED = frozenset({types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE})
+"""Dtypes in which a sum can't overflow, or lose digits, where the mean would not."""
+
+
+def segment_sum_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """Sums of rows by their numbers: a sum over the rows, or along the axes of a row."""
+    rows, numbers = operator.inputs[0], operator.inputs[1]
+    if rows is None or numbers is None or len(rows) < len(numbers):
+        return ()
+    letters = _letters(len(rows))
+    own = letters[len(numbers) :]
+    dimensions = (
+        _axes(letters) if own else tuple((f"axis{axis}" if axis else "batch", a) for axis, a in enumerate(letters))
+    )
+    return (Signature((letters, letters[: len(numbers)], WHOLE), ("_" + own,), dimensions),)
 
 
 def gather_signatures(operator: Operator) -> tuple[Signature, ...]:

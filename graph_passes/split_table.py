@@ -173,7 +173,9 @@ OPERATORS: dict[str, Derivation] = {
     "BroadcastTo": by_shapes.broadcast_to_signatures,
     "Fill": by_shapes.fill_signatures,
     "IdentityN": by_shapes.identities_signatures,
-    **dict.fromkeys(("Pad", "PadV2", "MirrorPad", "MirrorPadGrad", "Tile"), by_shapes.same_lengths_signatures),
+    **dict.fromkeys(
+        ("Pad", "PadV2", "MirrorPad", "MirrorPadGrad", "Tile", "Bitcast"), by_shapes.same_lengths_signatures
+    ),
     "Slice": by_shapes.slice_signatures,
     **dict.fromkeys(("StridedSlice", "StridedSliceGrad"), by_shapes.strided_slice_signatures),
     "ConcatV2": by_shapes.concat_signatures,
@@ -184,6 +186,7 @@ OPERATORS: dict[str, Derivation] = {
     **dict.fromkeys(("Transpose", "ConjugateTranspose"), by_shapes.transpose_signatures),
     **dict.fromkeys(_REDUCTIONS.split(), by_shapes.reduction_signatures),
     **dict.fromkeys(("Gather", "GatherV2"), by_shapes.gather_signatures),
+    "UnsortedSegmentSum": by_shapes.segment_sum_signatures,
     "OneHot": by_shapes.one_hot_signatures,
 }
 """Operator type -> how its signature is derived. Stateful and random operators have none."""

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from programs import step_of
@@ -46,6 +47,7 @@ def config(devices: int) -> tf.compat.v1.ConfigProto:
     """Of sessions that run graphs as they are."""
     found = tf.compat.v1.ConfigProto(device_count={"CPU": devices}, allow_soft_placement=False)
     found.graph_options.rewrite_options.disable_meta_optimizer = True
+    found.graph_options.optimizer_options.opt_level = tf.compat.v1.OptimizerOptions.L0  # no constant is folded
     found.intra_op_parallelism_threads = 1
     found.inter_op_parallelism_threads = devices + 2
     return found
@@ -167,3 +169,29 @@ def assert_same_training(plain: Program, other: Program, batches: Sequence[Seque
         assert_equal(after, got.values())
         if expected.step.train is not None:
             assert any(not np.array_equal(before[name], after[name]) for name in before)
+
+
+def mixed_model() -> keras.Model:
+    """Convolutions, moving averages, dropout, a layer that is used twice; loss scaling and global clipping."""
+    layers = keras.layers
+    image = keras.Input((4, 4, 2))
+    x = layers.Conv2D(3, 3, padding="same", activation="tanh", name="conv")(image)
+    x = layers.BatchNormalization(name="norm")(x)
+    x = layers.Dense(3, activation="gelu", name="before")(layers.Dropout(0.3, seed=1, name="drop")(x))
+    twice = layers.Dense(3, activation="tanh", name="twice")
+    x = layers.GlobalAveragePooling2D(name="pool")(twice(twice(x)))
+    model = keras.Model(image, layers.Dense(3, name="logits")(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    inner = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5)
+    model.compile(keras.optimizers.LossScaleOptimizer(inner), loss, metrics=["accuracy"])
+    return model
+
+
+def recurrent_model() -> keras.Model:
+    """An embedding whose gradient is rows, and a loop."""
+    tokens = keras.Input((3,), dtype="int32")
+    x = keras.layers.LSTM(3, return_sequences=True, name="lstm")(keras.layers.Embedding(5, 2, name="embedding")(tokens))
+    model = keras.Model(tokens, keras.layers.Dense(5, name="logits")(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.AdamW(1e-2, global_clipnorm=0.5, epsilon=1e-3), loss, metrics=["accuracy"])
+    return model

@@ -417,7 +417,9 @@ CASES = {
         lambda x: raw.BroadcastTo(input=x, shape=[5, 4, 6], name="op"), [(4, 1)], {"batch": 5, "axis1": 4, "channel": 6}
     ),
     "Fill": Case(lambda x: raw.Fill(dims=[5, 3], value=x, name="op"), [()], {"batch": 5, "channel": 3}),
-    "IdentityN": Case(lambda x, y, z: raw.IdentityN(input=[x, y, z], name="op"), [(5, 3), (4,), (5,)], {"batch": 5}),
+    "IdentityN": Case(
+        lambda x, y, z: raw.IdentityN(input=[x, y, z], name="op"), [(5, 3), (4,), (5,)], {"batch": 5, "channel": 3}
+    ),
     "Pad": Case(
         lambda x: raw.Pad(input=x, paddings=[[0, 0], [1, 2], [3, 0], [0, 0]], name="op"),
         [image()],
@@ -508,12 +510,27 @@ CASES = {
     "Sum kept": Case(
         lambda x: raw.Sum(input=x, axis=[0], keep_dims=True, name="op"), [(5, 3)], {"batch": 5, "channel": 3}
     ),
-    "Mean": Case(lambda x: raw.Mean(input=x, axis=[1, 2], name="op"), [image()], {"batch": 5, "channel": 6}, 1e-6),
+    "Mean": Case(lambda x: raw.Mean(input=x, axis=[1, 2], name="op"), [image()], SPATIAL, 1e-5),
     "Mean of the batch": Case(
-        lambda x: raw.Mean(input=x, axis=[0, 1, 2], keep_dims=True, name="op"), [image()], {"channel": 6}, 1e-5
+        lambda x: raw.Mean(input=x, axis=[0, 1, 2], keep_dims=True, name="op"), [image()], SPATIAL, 1e-5
     ),
     "Max": Case(lambda x: raw.Max(input=x, axis=[-1], name="op"), [(5, 5, 3)], {"batch": 5, "axis1": 5}),
     "ArgMax": Case(lambda x: raw.ArgMax(input=x, dimension=-1, name="op"), [(5, 3)], {"batch": 5}),
+    "Mean of halves": Case(
+        lambda x: raw.Mean(input=tf.cast(x, tf.float16), axis=[0], name="op"), [(5, 3)], {"channel": 3}
+    ),
+    "UnsortedSegmentSum": Case(
+        lambda x, i: raw.UnsortedSegmentSum(data=x, segment_ids=i, num_segments=6, name="op"),
+        [(5, 3), LABELS],
+        {"batch": 5, "channel": 3},
+    ),
+    "UnsortedSegmentSum of numbers": Case(
+        lambda x, i: raw.UnsortedSegmentSum(data=x, segment_ids=i, num_segments=6, name="op"),
+        [(5,), LABELS],
+        {"batch": 5},
+    ),
+    "Bitcast": Case(lambda x: raw.Bitcast(input=x, type=tf.int32, name="op"), [(5, 3)], {"batch": 5, "channel": 3}),
+    "Bitcast to bytes": Case(lambda x: raw.Bitcast(input=x, type=tf.uint8, name="op"), [(5, 3)], {}),
     "GatherV2": Case(
         lambda x, i: raw.GatherV2(params=x, indices=i, axis=0, name="op"),
         [(9, 3), np.array([[1, 8], [0, 0], [5, 4]], np.int32)],

@@ -2,68 +2,87 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
-from dapple_tf.operators.coarsening import coarsen
-from dapple_tf.operators.dynamic_critical_path import schedule_by_critical_path
 from dapple_tf.operators.fast_t import fast_t_schedule
 from dapple_tf.operators.heft import heft_schedule
+from dapple_tf.operators.improvement import improved, polished
 from dapple_tf.operators.list_placement import placement_of
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
-from dapple_tf.operators.placement_problem import PlacementError, PlacementProblem, compile_problem, tails
-from dapple_tf.operators.queue_order import order_by_urgency
-from dapple_tf.operators.simulated_placement import simulate
+from dapple_tf.operators.placement_candidates import Candidate, Pieces, judged, scheduled, variant_of
+from dapple_tf.operators.split_search import Budget, placed, split_candidates
 
 _LOGGER = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 """Told what is being done, and which share of the search is over."""
 
+_VISITS = 4e6
+"""Operators that the search visits at most, about: some 20 s on one core."""
+_SMALL = 60
+"""Operators of a graph up to which every move is tried."""
 
-class Candidate(NamedTuple):
-    """A placement on the way.
 
-    Attributes:
-        devices: of each operator.
-        order: Q.
-        seconds: the simulated makespan.
-        origin: what it came from.
+def fd_dps(
+    graph: OpGraph, topology: Topology, *, split: bool = True, progress: Progress | None = None
+) -> OpPlacement:
+    """Place the operators of a step so that the simulated step is short.
+
+    Args:
+        graph: its operators.
+        topology: the devices.
+        split: whether operators may be split; without, this is the paper's D-DPS(-F).
+        progress: told what is being done, and which share of the search is over.
     """
+    with _without_collector():
+        best = _search(graph, topology, split, progress or (lambda text, share: None))
+    found = placement_of(best.variant.problem, best.devices, best.order)
+    _LOGGER.info("placed %d operators: %.4g s, from %s", best.variant.problem.count, found.seconds, best.origin)
+    return OpPlacement(found.devices, found.order, dict(best.variant.splits), found.seconds, found.peak_bytes)
 
-    devices: list[int]
-    order: list[int]
-    seconds: float
-    origin: str
 
-
-def fd_dps(graph: OpGraph, topology: Topology, *, split: bool = True, progress: Progress | None = None) -> OpPlacement:
-    """Place operators."""
-    del split
-    tell = progress or (lambda text, share: None)
-    problem = compile_problem(graph, topology)
-    tell("Coarsening", 0.05)
-    coarse = coarsen(problem)
-    small = compile_problem(coarse.graph, topology)
+def _search(graph: OpGraph, topology: Topology, split: bool, progress: Progress) -> Candidate:
+    progress("static priorities", 0.0)
+    base = variant_of(graph, topology, {})
+    problem = base.problem
+    budget = Budget(_VISITS)
     found = []
-    for weight in (1.0, 0.0):
-        devices, _ = schedule_by_critical_path(small, tails(small, None, weight))
-        fine = [devices[piece] for piece in coarse.piece.tolist()]
-        found.append(scheduled(problem, fine, "dynamic critical path"))
-    tell("Static priorities", 0.5)
     for name, schedule in (("FastT", fast_t_schedule), ("HEFT", heft_schedule)):
-        fine, order = schedule(problem)
-        found.append(Candidate(fine, order, simulate(problem, fine, order).seconds, name))
-        found.append(scheduled(problem, fine, name))
-    best = min(found, key=lambda one: one.seconds)
-    tell("Done", 1.0)
-    return placement_of(problem, best.devices, best.order)
+        devices, order = schedule(problem)
+        found += [judged(base, devices, order, name), scheduled(base, devices, name)]
+    for device in range(topology.count):
+        alone = [device if problem.pinned[group] < 0 else problem.pinned[group] for group in problem.group]
+        found.append(judged(base, alone, list(range(problem.count)), "one device"))
+        if len({tuple(row) for row in problem.seconds[:1]}) == 1 and device == 0 and not (graph.pinned >= 0).any():
+            break
+    progress("dynamic critical paths", 0.2)
+    found += placed(base, None, "dynamic critical paths")
+    budget.spend(30 * problem.count)
+    best = min(found, key=lambda one: one.rank)
+    if split and topology.count > 1:
+        best = split_candidates(base, best, budget, lambda text: progress(text, 0.3 + 0.4 * budget.spent_share))
+    progress("improvement", 0.75)
+    problem = best.variant.problem
+    pieces = Pieces.of(problem)
+    best = improved(best, pieces.piece, int(budget.visits / max(1, 4 * problem.count)))
+    if problem.count <= _SMALL:
+        starts = [one for one in found if one.variant is best.variant]
+        starts = sorted(starts, key=lambda one: one.rank)[:4]
+        best = min((polished(one, 3000) for one in (best, *starts)), key=lambda one: one.rank)
+    progress("done", 1.0)
+    return best
 
 
-def scheduled(problem: PlacementProblem, devices: list[int], origin: str) -> Candidate:
-    """The queue for given devices by urgency: the path from an operator's start to the end of the step."""
-    tail = tails(problem, devices)
-    urgency = [tail[op] + problem.seconds[op][devices[op]] for op in range(problem.count)]
-    order, _, finish = order_by_urgency(problem, devices, urgency)
-    return Candidate(devices, order, max(finish, default=0.0), origin)
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Without the garbage collector, which takes half of the time where millions of small lists live."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

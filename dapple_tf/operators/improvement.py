@@ -1,103 +1,204 @@
-"""Improvement rounds: operators that bound the step move to other devices, as long as that makes it shorter."""
+"""Improvement rounds: what bounds the step moves to other devices, as long as that makes the step shorter.
+
+FD-DPS, section 4.3: "After the graph search space update, perform a new round of node optimization scheduling, and repeat
+this process until the optimal parallel strategy is found."
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dapple_tf.operators.placement_candidates import Candidate, judged, scheduled
+from dapple_tf.operators.placement_problem import PlacementProblem
+from dapple_tf.operators.simulated_placement import run_in_order
 
-from dapple_tf.operators.placement_problem import PlacementProblem, tails
-from dapple_tf.operators.queue_order import order_by_urgency
-
-
-def run(problem: PlacementProblem, devices: list[int]) -> tuple[list[int], list[float], list[float], float]:
-    tail = tails(problem, devices)
-    urgency = [tail[op] + problem.seconds[op][devices[op]] for op in range(problem.count)]
-    order, start, finish = order_by_urgency(problem, devices, urgency)
-    return order, start, finish, max(finish, default=0.0)
+_SLACK = 1e-12
 
 
-def chain(
-    problem: PlacementProblem, devices: list[int], order: list[int], start: list[float], finish: list[float]
+def improved(candidate: Candidate, pieces: list[int], evaluations: int) -> Candidate:
+    """Move pieces on the critical path of the simulated step as long as it gets shorter.
+
+    Args:
+        candidate: where to start.
+        pieces: of each operator its piece; all of a piece move together, and with them all of their groups.
+        evaluations: the most placements that are simulated.
+    """
+    mover = _Mover(candidate.variant.problem, pieces)
+    best = candidate
+    tried: set[tuple[int, int]] = set()
+    while evaluations > 0:
+        found = None
+        for piece, device in mover.moves(best):
+            if (piece, device) in tried:
+                continue
+            tried.add((piece, device))
+            devices = mover.moved(best.devices, piece, device)
+            if devices is None:
+                continue
+            evaluations -= 1
+            one = scheduled(best.variant, devices, best.origin)
+            if one.rank < (best.over, best.seconds * (1 - 1e-9)):
+                found = one
+                break
+            if evaluations <= 0:
+                break
+        if found is None:
+            return best
+        best = found
+        tried.clear()
+    return best
+
+
+class _Mover:
+    """Moves pieces, with all that has to be where they are."""
+
+    def __init__(self, problem: PlacementProblem, pieces: list[int]) -> None:
+        self.problem = problem
+        parent = list(range(max(pieces, default=-1) + 1))
+
+        def find(piece: int) -> int:
+            while parent[piece] != piece:
+                parent[piece] = parent[parent[piece]]
+                piece = parent[piece]
+            return piece
+
+        for members in problem.members:
+            for op in members[1:]:
+                parent[find(pieces[op])] = find(pieces[members[0]])
+        self.block = [find(piece) for piece in pieces]
+        self.ops: dict[int, list[int]] = {}
+        self.fixed: set[int] = set()
+        for op, block in enumerate(self.block):
+            self.ops.setdefault(block, []).append(op)
+            if problem.pinned[problem.group[op]] >= 0:
+                self.fixed.add(block)
+
+    def moved(self, devices: list[int], block: int, device: int) -> list[int] | None:
+        """Devices with a block on another one; None if it can't move."""
+        ops = self.ops[block]
+        if block in self.fixed or devices[ops[0]] == device:
+            return None
+        moved = list(devices)
+        for op in ops:
+            moved[op] = device
+        return moved
+
+    def moves(self, candidate: Candidate) -> list[tuple[int, int]]:
+        """Blocks on the critical path with devices to which they could go, from the end of the step to its start."""
+        problem, devices = self.problem, candidate.devices
+        start, finish, _ = run_in_order(problem, devices, candidate.order)
+        busy = [0.0] * problem.devices
+        for op, device in enumerate(devices):
+            busy[device] += finish[op] - start[op]
+        idlest = sorted(range(problem.devices), key=lambda device: (busy[device], device))[:2]
+        found: dict[tuple[int, int], None] = {}
+        for op, cause, waited in critical_chain(problem, candidate, start, finish):
+            if cause < 0:
+                continue
+            here, there = devices[op], devices[cause]
+            if waited and here != there:
+                found[self.block[op], there] = None
+                found[self.block[cause], here] = None
+            elif not waited:
+                near = {devices[problem.producer[tensor]] for tensor in problem.inputs[op]}
+                near |= {devices[reader] for tensor in problem.outputs[op] for reader in problem.readers[tensor]}
+                for device in [*sorted(near - {here}), *idlest]:
+                    found[self.block[op], device] = None
+                    found[self.block[cause], device] = None
+        return list(found)
+
+
+def critical_chain(
+    problem: PlacementProblem, candidate: Candidate, start: list[float], finish: list[float]
 ) -> list[tuple[int, int, bool]]:
-    """The operators that bound the step, from the last: (operator, what it waited for or -1, whether for data)."""
-    last_on = [-1] * problem.devices
+    """What bounds the step, from its end: operator, the one that it waited for (-1 for none), whether for its data.
+
+    Where it waited for its device, the last one is false.
+    """
+    devices = candidate.devices
+    last = [-1] * problem.devices
     before = [-1] * problem.count
-    for op in order:
-        before[op] = last_on[devices[op]]
-        last_on[devices[op]] = op
-    op = max(range(problem.count), key=lambda o: (finish[o], -o))
+    for op in candidate.order:
+        before[op] = last[devices[op]]
+        last[devices[op]] = op
+    op = max(range(problem.count), key=lambda one: (finish[one], -one), default=-1)
     found = []
     while op >= 0:
-        prev = before[op]
-        if prev >= 0 and finish[prev] >= start[op] - 1e-12:
-            found.append((op, prev, False))
-            op = prev
+        earlier = before[op]
+        if earlier >= 0 and finish[earlier] >= start[op] - _SLACK:
+            found.append((op, earlier, False))
+            op = earlier
             continue
-        # waits for data: the latest producer by finish + transfer
-        best, latest = -1, -1.0
+        cause, latest = -1, -1.0
+        here = devices[op]
         for tensor in problem.inputs[op]:
-            p = problem.producer[tensor]
-            a = finish[p]
-            if devices[p] != devices[op]:
-                a += (
-                    problem.latency[devices[p]][devices[op]]
-                    + problem.size[tensor] * problem.per_byte[devices[p]][devices[op]]
-                )
-            if a > latest:
-                best, latest = p, a
-        for p in problem.waits[op]:
-            a = finish[p] + problem.latency[devices[p]][devices[op]]
-            if a > latest:
-                best, latest = p, a
-        found.append((op, best, True))
-        op = best
+            other = problem.producer[tensor]
+            arrival = finish[other]
+            if devices[other] != here:
+                there = devices[other]
+                arrival += problem.latency[there][here] + problem.size[tensor] * problem.per_byte[there][here]
+            if arrival > latest:
+                cause, latest = other, arrival
+        for other in problem.waits[op]:
+            arrival = finish[other] + problem.latency[devices[other]][here]
+            if arrival > latest:
+                cause, latest = other, arrival
+        found.append((op, cause, True))
+        op = cause
     return found
 
 
-def local_search(problem: PlacementProblem, devices: list[int], budget: int) -> tuple[list[int], float]:
-    members = problem.members
-    devices = list(devices)
-    order, start, finish, best = run(problem, devices)
-    spent = 0
-    tried: set = set()
-    while spent < budget:
-        moved = False
-        links = chain(problem, devices, order, start, finish)
-        busy = [0.0] * problem.devices
-        for op in range(problem.count):
-            busy[devices[op]] += finish[op] - start[op]
-        moves = []
-        for index, (op, cause, data) in enumerate(links):
-            if cause >= 0 and data and devices[cause] != devices[op]:
-                moves.append((op, devices[cause]))
-                moves.append((cause, devices[op]))
-            elif not data:
-                # op queued behind cause: move either to where its data is or to idle devices
-                places = {devices[problem.producer[t]] for t in problem.inputs[op]} | {
-                    devices[r] for t in problem.outputs[op] for r in problem.readers[t]
-                }
-                places |= {min(range(problem.devices), key=lambda v: busy[v])}
-                for v in sorted(places):
-                    moves.append((op, v))
-                    moves.append((cause, v))
-        seen = set()
-        for op, v in moves:
-            if devices[op] == v or (op, v) in seen or problem.pinned[problem.group[op]] >= 0:
+def polished(candidate: Candidate, evaluations: int) -> Candidate:
+    """Move single operators to other devices and to other places in Q, as long as the step gets shorter.
+
+    For small graphs: every group on every device and every operator at every place that it may have is tried.
+    """
+    problem = candidate.variant.problem
+    movable = [(members, v) for group, members in enumerate(problem.members) if members and problem.pinned[group] < 0 for v in range(problem.devices)]
+    needs = [{*(problem.producer[t] for t in problem.inputs[op]), *problem.waits[op]} for op in range(problem.count)]
+    best = candidate
+    while evaluations > 0:
+        found = None
+        for members, device in movable:
+            if best.devices[members[0]] == device:
                 continue
-            seen.add((op, v))
-            if (op, v, best) in tried:
-                continue
-            tried.add((op, v, best))
-            new = list(devices)
-            for m in members[problem.group[op]]:
-                new[m] = v
-            o, s, f, seconds = run(problem, new)
-            spent += 1
-            if seconds < best - 1e-12:
-                devices, order, start, finish, best = new, o, s, f, seconds
-                moved = True
+            devices = list(best.devices)
+            for op in members:
+                devices[op] = device
+            evaluations -= 2
+            one = min(
+                scheduled(best.variant, devices, best.origin),
+                judged(best.variant, devices, best.order, best.origin),
+                key=lambda one: one.rank,
+            )
+            if one.rank < (best.over, best.seconds * (1 - 1e-9)):
+                found = one
                 break
-            if spent >= budget:
+        if found is None:
+            for order in _reordered(best.order, needs):
+                evaluations -= 1
+                one = judged(best.variant, best.devices, order, best.origin)
+                if one.rank < (best.over, best.seconds * (1 - 1e-9)):
+                    found = one
+                    break
+                if evaluations <= 0:
+                    break
+        if found is None:
+            return best
+        best = found
+    return best
+
+
+def _reordered(order: list[int], needs: list[set[int]]) -> list[list[int]]:
+    """The queues in which one operator is at another place."""
+    found = []
+    for index, op in enumerate(order):
+        rest = order[:index] + order[index + 1 :]
+        for place in range(index - 1, -1, -1):
+            if order[place] in needs[op]:
                 break
-        if not moved:
-            break
-    return devices, best
+            found.append([*rest[:place], op, *rest[place:]])
+        for place in range(index + 1, len(order)):
+            if op in needs[order[place]]:
+                break
+            if place > index + 1:
+                found.append([*rest[:place], op, *rest[place:]])
+    return found

@@ -96,7 +96,7 @@ def simulate(problem: PlacementProblem, devices: list[int], order: list[int]) ->
         start=starts,
         finish=ends,
         seconds=max(finish, default=0.0),
-        peak_bytes=_peaks(problem, place, starts, ends, sent),
+        peak_bytes=peak_bytes(problem, place, starts, ends, sent),
         busy_seconds=np.bincount(place, ends - starts, count),
         sent_bytes=sent_bytes,
         transfers=tuple(Transfer(*values) for values in sent),
@@ -107,9 +107,7 @@ Sent = list[tuple[int, int, int, float, float]]
 """Tensor, source, target, start and arrival of each transfer."""
 
 
-def run_in_order(
-    problem: PlacementProblem, devices: list[int], order: list[int]
-) -> tuple[list[float], list[float], Sent]:
+def run_in_order(problem: PlacementProblem, devices: list[int], order: list[int]) -> tuple[list[float], list[float], Sent]:
     """Starts and ends of the operators, and the transfers; nothing is checked."""
     count = problem.devices
     seconds, inputs, waits, outputs = problem.seconds, problem.inputs, problem.waits, problem.outputs
@@ -153,9 +151,7 @@ def run_in_order(
     return start, finish, sent
 
 
-def _peaks(
-    problem: PlacementProblem, place: np.ndarray, start: np.ndarray, finish: np.ndarray, sent: Sent
-) -> np.ndarray:
+def peak_bytes(problem: PlacementProblem, place: np.ndarray, start: np.ndarray, finish: np.ndarray, sent: Sent) -> np.ndarray:
     """Peak bytes of each device."""
     count, tensors = problem.devices, len(problem.size)
     peaks = np.zeros(count)

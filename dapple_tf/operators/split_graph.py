@@ -21,6 +21,7 @@ from graph_passes.split_rules import (
     joined_name,
     part_name,
     split_name,
+    total_name,
 )
 
 
@@ -149,12 +150,23 @@ class _Splitting:
         if axis == FIRST:
             return parts[0]
         if tensor not in self.joined:
-            name = joined_name(Ref(self.graph.names[producer], self.outputs[tensor]))
-            place = self._add(producer, _New(name, "AddN" if axis is None else "ConcatV2", self.bytes[tensor]))
-            for argument, part in enumerate(parts):
-                self._edge(part, producer, place, argument)
-            self.joined[tensor] = _Source(producer, place, self._tensor(self.bytes[tensor], 0))
+            self.joined[tensor] = self._join(producer, tensor, parts, whole)
         return self.joined[tensor]
+
+    def _join(self, producer: int, tensor: int, parts: Sequence[_Source], whole: _Whole) -> _Source:
+        """Adds the node that concatenates or adds what parts make; two nodes for a mean."""
+        ref, size = Ref(self.graph.names[producer], self.outputs[tensor]), self.bytes[tensor]
+        adds = whole.rule.output_axes[ref.output] is None
+        name = total_name(ref) if whole.rule.divisor else joined_name(ref)
+        place = self._add(producer, _New(name, "AddN" if adds else "ConcatV2", size))
+        for argument, part in enumerate(parts):
+            self._edge(part, producer, place, argument)
+        joined = _Source(producer, place, self._tensor(size, 0))
+        if whole.rule.divisor:
+            place = self._add(producer, _New(joined_name(ref), "RealDiv", size))
+            self._edge(joined, producer, place, 0)
+            joined = _Source(producer, place, self._tensor(size, 0))
+        return joined
 
     def _made_by_parts(self, producer: int, tensor: int) -> list[_Source]:
         """What each part of the producer makes in place of the tensor."""
@@ -201,6 +213,7 @@ class _Splitting:
             seconds[start : start + whole.parts] = launch + share * (graph.seconds[operator] - launch)
             for part in range(whole.parts):
                 names[start + part] = part_name(graph.names[operator], part)
+                ops[start + part] = whole.rule.part_op(graph.ops[operator])
             fresh += range(start + 1, start + whole.parts)  # The first part takes over the operator's group.
         for operator, behind in self.behind.items():
             for number, node in enumerate(behind, start=int(first[operator]) + self._count(operator)):

@@ -201,8 +201,11 @@ class _Calls:
         return self._first.get(call, call) + node.name[len(call) :]
 
     def rank(self, node: NodeDef) -> int:
-        """Position of its call in an order that the step allows."""
-        return self._ranks.get(_call_of(node), len(self._ranks))
+        """Position of its call in an order that the step allows; of what a tensor was split or joined by, the tensor's."""
+        name = _call_of(node)
+        while name and name not in self._ranks:
+            name = name.rpartition("/")[0]
+        return self._ranks[name]
 
     def repeated(self, splits: Mapping[str, Split], graph: GraphDef) -> dict[str, Split]:
         """Decisions for the first micro-batch, for all of them."""

@@ -1,0 +1,175 @@
+"""Which operators to split, decided by the simulated makespan: lines 2 to 6 of FD-DPS' algorithm 3.
+
+The paper's "fine-grained conditions" are lists of operator types; here `split_layouts` guesses, and the simulator decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from dapple_tf.operators.placement_candidates import Candidate, Pieces, Variant, scheduled, variant_of
+from dapple_tf.operators.dynamic_critical_path import schedule_by_critical_path
+from dapple_tf.operators.heft import heft_schedule
+from dapple_tf.operators.op_graph import OpGraph
+from dapple_tf.operators.placement_problem import PlacementProblem, tails
+from dapple_tf.operators.split_graph import apply_splits
+from dapple_tf.operators.split_layouts import Layout, Layouts
+from graph_passes.split_rules import part_name
+
+_HEAVY = 2e-3
+"""Share of a device's mean load that makes an operator heavy, so that a region grows from it."""
+_DROPS = 3
+"""How often a share of the regions is left out, to see whether that is better."""
+
+
+class Budget:
+    """What the search may still spend, in operators that are visited: that is the same on every machine."""
+
+    def __init__(self, visits: float) -> None:
+        self.visits = self.total = visits
+
+    def spend(self, visits: float) -> bool:
+        """Spend so much; False if there isn't as much left."""
+        if visits > self.visits:
+            return False
+        self.visits -= visits
+        return True
+
+    @property
+    def spent_share(self) -> float:
+        """Share of the budget that is spent."""
+        return 1.0 - self.visits / self.total if self.total else 1.0
+
+
+def placed(variant: Variant, pinned: np.ndarray | None, origin: str) -> list[Candidate]:
+    """A graph's placements by dynamic critical paths and by ranks, on pieces; queues for single operators."""
+    pieces = Pieces.of(variant.problem, pinned)
+    found = []
+    for weight in (1.0, 0.0):
+        devices = schedule_by_critical_path(pieces.problem, tails(pieces.problem, None, weight))[0]
+        found.append(scheduled(variant, pieces.spread(devices), origin))
+    devices = heft_schedule(pieces.problem)[0]
+    found.append(scheduled(variant, pieces.spread(devices), f"{origin}, by ranks"))
+    return found
+
+
+def placed_cost(count: int) -> float:
+    """Visits that `placed` and splitting spend on so many operators."""
+    return 6.0 * count
+
+
+def split_candidates(
+    base: Variant, best: Candidate, budget: Budget, tell: Callable[[str], None]
+) -> Candidate:
+    """Search for operators to split.
+
+    Args:
+        base: the graph without splits.
+        best: the best placement without splits.
+        budget: what may be spent.
+        tell: is told what is being done.
+
+    Returns:
+        The best placement, with splits if there are any that pay.
+    """
+    problem = base.problem
+    heavy = _HEAVY * sum(problem.mean_seconds) / problem.devices
+    guesses: list[tuple[float, Layouts, Layout]] = []
+    for parts in sorted({problem.devices, max(2, problem.devices // 2), 2}, reverse=True):
+        layouts = Layouts(problem, parts)
+        seen: set[tuple[int, ...]] = set()
+        for layout in _guesses(layouts, heavy):
+            if tuple(layout) not in seen and max(layout, default=-1) >= 0:
+                seen.add(tuple(layout))
+                guesses.append((layouts.cost(layout), layouts, layout))
+    guesses.sort(key=lambda guess: guess[0])
+    found: tuple[Candidate, Layouts, Layout] | None = None
+    for _, layouts, layout in guesses:
+        one = _tried(base, layouts, layout, budget, tell)
+        if one is None:
+            break
+        if one.rank < best.rank:
+            best, found = one, (one, layouts, layout)
+    if found is None:
+        return best
+    _, layouts, layout = found
+    for _ in range(_DROPS):
+        regions = layouts.regions(layout)
+        if len(regions) < 2:
+            break
+        for start, stop in ((len(regions) // 2, len(regions)), (len(regions) // 4, len(regions) // 2)):
+            fewer = list(layout)
+            for region in regions[start:stop]:
+                for op in region:
+                    fewer[op] = -1
+            one = _tried(base, layouts, layouts.refined(fewer), budget, tell)
+            if one is None:
+                return best
+            if one.rank < best.rank:
+                best, layout = one, fewer
+                break
+        else:
+            break
+    return best
+
+
+def _guesses(layouts: Layouts, heavy: float) -> list[Layout]:
+    """Layouts to try: regions by batch, by channel, or by both, from heavy operators and from all."""
+    names = sorted({rule.dimension for rules in layouts.reads.rules for rule in rules}, key=lambda n: (n != "batch", n != "channel", n))
+    if not names:
+        return []
+    none = layouts.none()
+    by_batch = layouts.grown(none, names[0], heavy)
+    found = [layouts.refined(by_batch)]
+    everything = by_batch
+    for name in names[1:]:
+        everything = layouts.grown(everything, name, heavy)
+    found.append(layouts.refined(everything))
+    if len(names) > 1:
+        by_channel = layouts.grown(none, names[1], heavy)
+        found.append(layouts.refined(layouts.grown(by_channel, names[0], heavy)))
+    found.append(layouts.refined(everything, 0.4))
+    return found
+
+
+def _tried(
+    base: Variant, layouts: Layouts, layout: Layout, budget: Budget, tell: Callable[[str], None]
+) -> Candidate | None:
+    """The best placement of a layout; None if the budget is over."""
+    problem = base.problem
+    splits = layouts.splits(layout)
+    if not splits:
+        return None
+    about = problem.count + len(splits) * (layouts.parts + 1)
+    if not budget.spend(2 * placed_cost(about)):
+        return None
+    tell(f"splitting {len(splits):,} operators")
+    graph = apply_splits(problem.graph, splits)
+    variant = variant_of(graph, problem.topology, splits)
+    origin = f"{len(splits)} operators in {layouts.parts} parts"
+    found = placed(variant, _pinned_parts(graph, layouts, layout, problem), origin)
+    return min(found, key=lambda one: one.rank)
+
+
+def _pinned_parts(graph: OpGraph, layouts: Layouts, layout: Layout, problem: PlacementProblem) -> np.ndarray:
+    """Groups' devices with part k of each operator on device k, of fewer parts than devices on those of its region."""
+    pinned = graph.pinned.copy()
+    number = {name: op for op, name in enumerate(graph.names)} if layouts.parts < problem.devices else None
+    teams = max(1, problem.devices // layouts.parts)
+    names = problem.graph.names
+    if number is None:
+        parts = {part_name(names[op], part): part for op, rule in enumerate(layout) if rule >= 0 for part in range(layouts.parts)}
+    else:
+        parts = {}
+        for index, region in enumerate(layouts.regions(layout)):
+            first = index % teams * layouts.parts
+            for op in region:
+                for part in range(layouts.parts):
+                    parts[part_name(names[op], part)] = first + part
+    for op, name in enumerate(graph.names):
+        device = parts.get(name)
+        if device is not None and pinned[graph.groups[op]] < 0:
+            pinned[graph.groups[op]] = device
+    return pinned

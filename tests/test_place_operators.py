@@ -1,0 +1,219 @@
+"""Pass 12: operators get devices, constants copies, and devices an order."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from flat_programs import Steps, assert_same_training, mixed_model, random_placement, recurrent_model
+from programs import FLOAT, HOST, apply, in_float64, layout, node, staged, step_of, two_layers, updated
+from step_programs import device_names, of_model
+
+import dapple_tf as dapple
+from dapple_tf.example_batch import ExampleBatch
+from graph_passes.flatten import Flatten
+from graph_passes.graph import Builder, Graph, GraphDef, PassError, Ref, control_inputs, data_inputs, dtype_attr
+from graph_passes.place_operators import PlaceOperators
+from graph_passes.program import Layout, Program, Roles, Slice, Step
+from graph_passes.tensorflow_bridge import empty_graph
+from graph_passes.verify import verify
+
+ZERO, ONE, TWO = device_names(3)
+
+
+@functools.cache
+def flat() -> Program:
+    """``tanh(x w) v`` with plain SGD, flat."""
+    return Flatten().run(updated(staged(two_layers()), layout([1], 2)))
+
+
+def of_graph(graph: GraphDef, loss: Ref) -> Program:
+    """A flat step that computes one tensor."""
+    step = Step(Layout(((HOST,),), 1, 1, 1), loss=loss, dissolved=frozenset({0}))
+    return Program(graph, Roles((), (), Slice(Ref("w"), Ref("n"), Ref("s"))), step=step)
+
+
+def chain() -> Program:
+    """a -> b -> c -> d, each of which also reads the constant."""
+    builder = Builder(empty_graph())
+    one = tensor = builder.const(1.0, FLOAT, device=ZERO)
+    for name in "abcd":
+        tensor = builder.add(name, "AddV2", [tensor, one], device=ZERO, T=dtype_attr(FLOAT))
+    return of_graph(builder.graph, tensor)
+
+
+def placed(program: Program, devices: dict[str, str], order: str | Sequence[str], *, chained: bool = True) -> Program:
+    """The program after the pass."""
+    return apply(program, PlaceOperators(devices, tuple(order), chained))
+
+
+def all_on(device: str, program: Program) -> tuple[dict[str, str], list[str]]:
+    """All operators of a step on one device, in some order."""
+    _, order = random_placement(program, [device])
+    return dict.fromkeys(order, device), order
+
+
+# ---- structure
+
+
+def test_operators_go_to_their_devices_and_wait_for_the_one_before() -> None:
+    builder = Builder(empty_graph())
+    x = builder.add("x", "Placeholder", device=ZERO, dtype=dtype_attr(FLOAT))
+    for name in "abc":
+        builder.add(name, "Neg", [x], device=ZERO, T=dtype_attr(FLOAT))
+    total = builder.add("d", "AddN", [Ref("a"), Ref("b"), Ref("c")], device=ZERO, T=dtype_attr(FLOAT), N=3)
+    found = placed(of_graph(builder.graph, total), {"a": ZERO, "b": ONE, "c": ZERO, "d": ONE}, "abcd")
+    assert {each.name: each.device for each in found.graph.node} == {
+        "x": ZERO,
+        "a": ZERO,
+        "b": ONE,
+        "c": ZERO,
+        "d": ONE,
+    }
+    # d reads b itself.
+    waits = {each.name: control_inputs(each) for each in found.graph.node}
+    assert waits == {"x": [], "a": [], "b": [], "c": ["a"], "d": []}
+    assert step_of(found).placed_on == {ZERO, ONE}
+
+
+def test_without_a_chain_operators_start_when_they_can() -> None:
+    program = flat()
+    where, order = all_on(ONE, program)
+    found = placed(program, where, order, chained=False)
+    assert [list(each.input) for each in found.graph.node] == [list(each.input) for each in program.graph.node]
+
+
+def test_each_device_that_reads_a_constant_has_one() -> None:
+    found = placed(chain(), {"a": ONE, "b": ZERO, "c": TWO, "d": ONE}, "abcd")
+    constants = {each.name: each.device for each in found.graph.node if each.op == "Const"}
+    assert constants == {"constant": ZERO, "constant/on1": ONE, "constant/on2": TWO}
+    assert [str(data_inputs(node(found, name))[1]) for name in "abcd"] == [
+        "constant/on1",
+        "constant",
+        "constant/on2",
+        "constant/on1",
+    ]
+
+
+def test_a_constant_moves_to_its_only_device() -> None:
+    found = placed(chain(), dict.fromkeys("abcd", TWO), "abcd")
+    assert {each.name: each.device for each in found.graph.node} == dict.fromkeys(["constant", *"abcd"], TWO)
+
+
+def test_a_constant_that_others_wait_for_stays() -> None:
+    program = chain()
+    graph = GraphDef()
+    graph.CopyFrom(program.graph)
+    for each in graph.node[1:]:
+        each.input[1] = each.input[0]
+    graph.node[1].input[:] = ["other", "other", "^constant"]
+    graph.node.add().CopyFrom(graph.node[0])
+    graph.node[-1].name = "other"
+    found = placed(program.replace(graph=graph), {"a": ONE, "b": TWO, "c": ONE, "d": TWO}, "abcd")
+    constants = {each.name: each.device for each in found.graph.node if each.op == "Const"}
+    assert constants == {"constant": ZERO, "other": ONE}
+
+
+def test_what_has_no_place_goes_with_its_variable_or_what_it_reads() -> None:
+    program = flat()
+    where, order = random_placement(program, [ZERO, ONE, TWO], seed=4)
+    left_out = [name for name in order if "gradients/result" in name or "handle/" in name or "/read/w" in name]
+    assert len(left_out) == 7
+    rest = [name for name in order if name not in left_out]
+    found = placed(program, {name: where[name] for name in rest}, rest)
+    view = Graph(found.graph)
+    for name in left_out:
+        group = next(
+            (each.device for each in found.graph.node if each.op != "VarHandleOp" and name in each.input), None
+        )
+        beside = group if "handle" in name else view.nodes[view.inputs(name)[0].node].device
+        assert view.nodes[name].device == beside
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("devices", "order", "message"),
+    [
+        ({"a": ZERO, "x": ONE}, "ax", "operator 'x' is to be placed, but the step has no such node"),
+        ({"a": ZERO}, "ax", "operator 'x' is to be placed, but the step has no such node"),
+        ({"a": ZERO, "b": ONE}, "a", "operator 'b' has a device but no place in the order"),
+        ({"a": ZERO}, "ab", "operator 'b' has a place in the order but no device"),
+        ({"a": ZERO, "b": ONE}, "aab", "operator 'a' is twice in the order"),
+        (dict.fromkeys("abcd", ZERO), "acbd", r"isn't topological: 'c' \(number 1\) needs 'b' \(number 2\)"),
+        (dict.fromkeys("ad", ZERO), "da", r"isn't topological: 'd' \(number 0\) needs 'a' \(number 1\)"),
+    ],
+)
+def test_what_cant_be_placed(devices: dict[str, str], order: str, message: str) -> None:
+    with pytest.raises(PassError, match=message):
+        PlaceOperators(devices, tuple(order)).run(chain())
+
+
+def test_what_touches_a_variable_is_on_one_device() -> None:
+    program = flat()
+    where, order = all_on(ZERO, program)
+    one, other = "stage0/replica0/read_from0/read/w", "stage0/replica0/apply/descent0"
+    for moved in (one, other):
+        message = rf"operators of variable 'w' are on different devices: '.*' on {ZERO}, '{moved}' on {ONE}"
+        with pytest.raises(PassError, match=message):
+            PlaceOperators({**where, moved: ONE}, order).run(program)
+
+
+# ---- numbers
+
+
+def program_of(model: keras.Model) -> tuple[Program, list[np.ndarray]]:
+    """The training step of a model, and a batch for it."""
+    program = of_model(model, dapple.Plan.manual([], [[0]], 1, 4, "gpipe"), dapple.Cluster.local(1, kind="cpu"))
+    return program, ExampleBatch.of(model).batch(4)
+
+
+@pytest.mark.parametrize("keep_tasks", [False, True], ids=["operators", "tasks"])
+def test_a_placed_step_is_the_step_to_the_last_bit(keep_tasks: bool) -> None:
+    with in_float64():
+        program, batch = program_of(recurrent_model() if keep_tasks else mixed_model())
+    start = Flatten(keep_tasks=keep_tasks).run(program)
+    where, order = random_placement(start, [ZERO, ONE, TWO])
+    found = PlaceOperators(where, order).run(start)
+    verify(found, complete=True)
+    assert_same_training(program, found, [batch] * 3, 3)
+
+
+def test_devices_run_their_operators_in_the_order() -> None:
+    program = flat()
+    program = program.replace(step=dataclasses.replace(step_of(program), gradients={}))
+    where, order = random_placement(program, [ZERO, ONE, TWO], seed=1)
+    found = placed(program, where, order)
+    stats = tf.compat.v1.RunMetadata()
+    with Steps(found, 3) as steps:
+        steps.load()
+        steps.run([np.ones((2, 2))])
+        steps.run([np.ones((2, 2))], stats=stats)
+    ran = {
+        device.device: [each.node_name for each in sorted(device.node_stats, key=lambda each: each.all_start_nanos)]
+        for device in stats.step_stats.dev_stats
+    }
+    loss = step_of(program).loss
+    assert loss is not None
+    needed = Graph(program.graph).ancestors([Ref("train"), loss])
+    for device in (ZERO, ONE, TWO):
+        planned = [name for name in order if where[name] == device and name in needed]
+        assert planned and [name for name in ran[device] if name in where] == planned
+
+
+def test_gradients_can_be_fetched_without_what_comes_before_them_in_the_order() -> None:
+    where, order = all_on(ZERO, flat())
+    found = placed(flat(), where, order)
+    step, view = step_of(found), Graph(found.graph)
+    assert step.loss is not None
+    before_loss = view.ancestors([*step.gradients.values(), step.loss])
+    assert step.gradients and not [name for name in before_loss if "apply" in name]
+    waits = list(itertools.chain.from_iterable(control_inputs(each) for each in found.graph.node))
+    assert not [name for name in waits if "gradients/result" in name]
