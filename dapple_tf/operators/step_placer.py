@@ -11,6 +11,7 @@ from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.fd_dps import fd_dps
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement, Topology
+from dapple_tf.operators.operator_shapes import operator_shapes
 from dapple_tf.plan import Plan
 from dapple_tf.progress import Progress
 from graph_passes.flatten import Flatten
@@ -32,7 +33,7 @@ from graph_passes.place_operators import PlaceOperators
 from graph_passes.program import Program
 from graph_passes.split_operators import SplitOperators
 from graph_passes.split_rules import Split, split_rules
-from graph_passes.tensorflow_bridge import Shape, infer_shapes, output_dtypes
+from graph_passes.tensorflow_bridge import Shape, output_dtypes
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class StepPlacer:
         variables = program.variables
         for name, placeholders in flat.step.metric_feeds.items():
             fed |= {ref.node: variables[name].shape for ref in placeholders}
-        known = infer_shapes(flat.graph, fed, {})
+        known = operator_shapes(flat.graph, fed)
         placements: dict[int, OpPlacement] = {}
         splits: dict[str, Split] = {}
         for stage, devices in enumerate(self.plan.operator_devices):
@@ -126,7 +127,8 @@ class StepPlacer:
     ) -> OpPlacement:
         """Where the operators of one stage run, those of its first micro-batch."""
         topology = Topology.of(self.cluster, devices)
-        own = _stage_graph(graph, topology.names[0])
+        own, outside = _stage_graph(graph, topology.names[0])
+        shapes = {**shapes, **{Ref(name): shapes.get(ref) for name, ref in outside.items()}}
         pinned = {name: topology.names.index(device) for (of, name), device in places.items() if of == stage}
         speeds = [self.cluster.devices[device].speed for device in devices]
         operators = build_op_graph(own, topology, self.costs, shapes, speeds=speeds, pinned=pinned, rules=split_rules)
@@ -217,8 +219,8 @@ def _call_of(node: NodeDef) -> str:
     return node.attr[CALL_ATTR].s.decode() if CALL_ATTR in node.attr else node.name
 
 
-def _stage_graph(graph: GraphDef, device: str) -> GraphDef:
-    """What runs on a device in the first micro-batch; placeholders stand for what comes from elsewhere."""
+def _stage_graph(graph: GraphDef, device: str) -> tuple[GraphDef, dict[str, Ref]]:
+    """What runs on a device in the first micro-batch, and the placeholders that stand for what comes from elsewhere."""
     view = Graph(graph)
     batches = [int(node.attr[MICRO_BATCH_ATTR].i) for node in graph.node if _is_task_of(node, device)]
     first = min(batches, default=0)
@@ -228,9 +230,9 @@ def _stage_graph(graph: GraphDef, device: str) -> GraphDef:
         if node.device == device and (MICRO_BATCH_ATTR not in node.attr or int(node.attr[MICRO_BATCH_ATTR].i) == first)
     }
     if len(inside) == len(graph.node):
-        return graph
+        return graph, {}
     found = GraphDef(versions=graph.versions, library=graph.library)
-    outside: dict[str, str] = {}
+    outside: dict[str, Ref] = {}
     for node in graph.node:
         if node.name not in inside:
             continue
@@ -243,11 +245,11 @@ def _stage_graph(graph: GraphDef, device: str) -> GraphDef:
                 continue
             name = f"{ref.node}/outside{ref.output}"
             if name not in outside:
-                outside[name] = name
+                outside[name] = ref
                 found.node.append(placeholder(name, output_dtypes(view.nodes[ref.node])[ref.output]))
             own.input.append(name)
         own.input.extend(f"^{waited}" for waited in control_inputs(node) if waited in inside)
-    return found
+    return found, outside
 
 
 def _is_task_of(node: NodeDef, device: str) -> bool:
