@@ -164,6 +164,17 @@ def test_files_give_the_same_costs_back(tmp_path: pathlib.Path) -> None:
     assert found.kinds == ("GPU", "CPU")
 
 
+def test_files_that_would_not_be_read_are_not_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dapple_tf.operators.op_costs.MOST_BYTES", 1000)
+    costs = OperatorCosts({})
+    for size in range(100):
+        costs.add(OpSignature.parse(f"Relu | float32[{size}] | float32[{size}]"), "GPU", 1.0)
+    with pytest.raises(OperatorCostsError, match="the costs of 100 operators take"):
+        costs.save(tmp_path / "costs.json")
+    assert not (tmp_path / "costs.json").exists()
+    assert OperatorCosts.from_json(costs.to_json()).to_json() == costs.to_json()
+
+
 def _file(**changes: object) -> str:
     data = json.loads(OperatorCosts({"GPU": _PLAIN}).to_json())
     for key, value in changes.items():

@@ -220,7 +220,7 @@ def _call_of(node: NodeDef) -> str:
 
 
 def _stage_graph(graph: GraphDef, device: str) -> tuple[GraphDef, dict[str, Ref]]:
-    """What runs on a device in the first micro-batch, and the placeholders that stand for what comes from elsewhere."""
+    """What runs on a device in the first micro-batch; and placeholder -> what comes from elsewhere in its place."""
     view = Graph(graph)
     batches = [int(node.attr[MICRO_BATCH_ATTR].i) for node in graph.node if _is_task_of(node, device)]
     first = min(batches, default=0)
