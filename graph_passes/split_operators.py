@@ -59,6 +59,8 @@ class SplitOperators:
     Attributes:
         splits: name of an operator -> how it is split.
         shapes: of all tensors that these operators read and make.
+        optional: those of the operators that stay whole where they can't be split like this: the same operator of a
+            smaller micro-batch, say.
 
     Source: FD-DPS (Mathematics 2022, 10, 4788), section 4.1 and algorithm 3, lines 2 to 6.
     """
@@ -66,6 +68,7 @@ class SplitOperators:
     name: ClassVar[str] = "split_operators"
     splits: Mapping[str, Split]
     shapes: Mapping[Ref, Shape | None]
+    optional: frozenset[str] = frozenset()
 
     def run(self, program: Program) -> Program:
         """Flat step program -> the same with parts in place of operators.
@@ -77,8 +80,9 @@ class SplitOperators:
             return program
         step = program.step
         assert step is not None
-        found = split_operators(program.graph, self.splits, self.shapes, _fetched(step))
-        return program.replace(graph=found.graph, step=_redirected(step, found, self.splits))
+        splitting = _Splitting(program.graph, self.splits, self.shapes, self.optional)
+        found = splitting.result(_fetched(step))
+        return program.replace(graph=found.graph, step=_redirected(step, found, splitting.wholes))
 
 
 class SplitGraph(NamedTuple):
@@ -118,7 +122,7 @@ def _fetched(step: Step) -> list[Ref]:
     return refs + [ref for several in (*step.outputs, *step.metric_results.values()) for ref in several]
 
 
-def _redirected(step: Step, found: SplitGraph, splits: Mapping[str, Split]) -> Step:
+def _redirected(step: Step, found: SplitGraph, splits: Mapping[str, _Whole]) -> Step:
     """The step's tensors and nodes where they are now."""
     for what in (*step.entry.values(), *([step.train] if step.train is not None else [])):
         if what in splits:
@@ -157,13 +161,25 @@ class _Whole(NamedTuple):
 class _Splitting:
     """A graph while its operators are being split."""
 
-    def __init__(self, graph: GraphDef, splits: Mapping[str, Split], shapes: Mapping[Ref, Shape | None]) -> None:
+    def __init__(
+        self,
+        graph: GraphDef,
+        splits: Mapping[str, Split],
+        shapes: Mapping[Ref, Shape | None],
+        optional: frozenset[str] = frozenset(),
+    ) -> None:
         self.view = Graph(graph)
         self.shapes = shapes
         self.builder = Builder(GraphDef(versions=graph.versions, library=graph.library))
         for name in self.view.nodes:
             self.builder.names.fresh(name)
-        self.wholes = {name: self._chosen(name, split) for name, split in splits.items()}
+        self.wholes: dict[str, _Whole] = {}
+        for name, split in splits.items():
+            try:
+                self.wholes[name] = self._chosen(name, split)
+            except PassError:
+                if name not in optional:
+                    raise
         self.joined: dict[Ref, Ref] = {}
         self.cut: dict[tuple[Ref, Cut], list[Ref]] = {}
         self.behind: dict[str, list[NodeDef]] = {}  # operator -> nodes that join or cut its outputs

@@ -110,7 +110,8 @@ class StepPlacer:
         for stage, devices in enumerate(self.plan.operator_devices):
             placements[stage] = self._search(flat.graph, known, stage, devices, places)
             splits |= calls.repeated(placements[stage].splits, flat.graph)
-        splitting = SplitOperators(splits, known)
+        told = {name for placement in placements.values() for name in placement.splits}
+        splitting = SplitOperators(splits, known, optional=frozenset(splits.keys() - told))
         split = run_passes(flat, [splitting], first=OPERATOR_PASSES_START + 1, instruments=instruments)
         devices_of, order = self._spread(split.graph, placements, calls)
         placing = PlaceOperators(devices_of, order)
