@@ -45,11 +45,14 @@ class Kind(NamedTuple):
         samples: of its batch.
         carries: whether it leaves updates to the next step.
         head: whether it begins with those that the step before has left.
+        gradients: whether it is for fetching gradients, where operators are placed: their order would otherwise make
+            them wait for updates. Other steps give both.
     """
 
     samples: int
     carries: bool = False
     head: bool = False
+    gradients: bool = False
 
 
 @dataclasses.dataclass

@@ -249,7 +249,7 @@ class Engine:
             built.placements[kind] = placed.placements
         else:
             program, passes = self._complete(built, kind, self._hosts)
-        name = f"{built.prefix}{kind.samples}" + "_carries" * kind.carries + "_head" * kind.head
+        name = f"{built.prefix}{kind.samples}" + "".join(f"_{told}" for told in kind._fields[1:] if getattr(kind, told))
         self._import(program.graph, name)
         if kind.carries and built.flush is None:
             update = passes[-1]
@@ -307,7 +307,8 @@ class Engine:
         carries = mode is Mode.TRAIN and not want_gradients and bool(built.carried)
         if self._left_over != (built.flush if carries else None):
             self.flush()
-        prefix, step = self.step(built, Kind(arrays[0].shape[0], carries, self._left_over is not None))
+        gradients = want_gradients and self.placer is not None
+        prefix, step = self.step(built, Kind(arrays[0].shape[0], carries, self._left_over is not None, gradients))
 
         def name(ref: Ref) -> str:
             return f"{prefix}/{ref.node}:{ref.output}"

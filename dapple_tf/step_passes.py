@@ -134,7 +134,7 @@ class StepPasses:
             first_key,
             built.prefix,
             self.plan.wait_free,
-            want_gradients=not kind.carries,
+            want_gradients=not kind.carries if self.plan.operator_devices is None else kind.gradients,
             carried=built.carried if kind.carries else (),
             head=kind.head,
         )

@@ -418,3 +418,16 @@ def dtype_size(dtype: int) -> int:
     """Bytes per element; 0 for what has no fixed size (variants, resources, strings)."""
     kind = tf.dtypes.as_dtype(dtype)
     return int(kind.size) if kind.is_numpy_compatible and kind != tf.string else 0
+
+
+def evaluate(graph: GraphDef, wanted: Sequence[Ref]) -> dict[Ref, np.ndarray]:
+    """The values of tensors of a graph that reads nothing from outside, computed on the CPU as they are written."""
+    if not wanted:
+        return {}
+    config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    with tf.Graph().as_default() as scope:
+        tf.graph_util.import_graph_def(graph, name="")
+        with tf.compat.v1.Session(graph=scope, config=config) as session:
+            values = session.run([f"{ref.node}:{ref.output}" for ref in wanted])
+    return dict(zip(wanted, map(np.asarray, values), strict=True))

@@ -550,6 +550,45 @@ def test_parts_give_what_the_whole_gives(name: str) -> None:
     check(CASES[name])
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_convolutions_and_their_gradients_in_all_forms(seed: int) -> None:
+    """Odd sizes, strides, paddings and dilations; each operator is split along another dimension."""
+    draw = np.random.default_rng(seed)
+
+    def some(low: int, high: int) -> int:
+        return int(draw.integers(low, high + 1))
+
+    batch, rows, columns, inputs, outputs = some(2, 6), some(6, 11), some(6, 11), some(2, 5), some(2, 5)
+    stride, dilation = [(1, 1), (2, 1), (3, 1), (1, 2)][seed % 4]
+    padding: Any = ["SAME", "VALID", [[0, 0], [some(0, 2), some(0, 2)], [some(0, 2), some(0, 2)], [0, 0]]][seed % 3]
+    if dilation > 1 and not isinstance(padding, str):
+        padding = "SAME"
+    depthwise = seed >= 8
+    with tf.Graph().as_default() as graph:
+        x = tf.constant(tensor((batch, rows, columns, inputs), 1))
+        w = tf.constant(tensor((some(1, 3), some(1, 3), inputs, outputs), 2))
+        operation = tf.nn.depthwise_conv2d if depthwise else tf.nn.conv2d
+        y = operation(x, w, [1, stride, stride, 1], padding, dilations=[dilation] * 2, name="y")
+        results = [y, *tf.gradients(y, [x, w], tf.constant(tensor(y.shape, 3)))]
+    definition = graph.as_graph_def()
+    refs = [Ref.parse(result.name.removesuffix(":0")) for result in results]
+    splits = {}
+    for ref in refs:
+        options = rules_of(graph, ref.node)
+        assert options or dilation > 1
+        if options:
+            rule = options[draw.integers(len(options))]
+            splits[ref.node] = Split(rule.dimension, some(2, min(4, rule.length)))
+    split = split_operators(definition, splits, infer_shapes(definition, {}, {}), refs)
+    with tf.Graph().as_default() as graph:
+        tf.graph_util.import_graph_def(definition, name="whole")
+        tf.graph_util.import_graph_def(split.graph, name="split")
+        fetches = [(f"whole/{ref}:0", f"split/{split.joined.get(ref, ref)}:0") for ref in refs]
+        with tf.compat.v1.Session(graph=graph, config=session_config()) as session:
+            for whole, joined in session.run(fetches):
+                np.testing.assert_array_equal(joined, whole)
+
+
 def test_every_operator_is_tried() -> None:
     tried = {name.split()[0] for name in CASES}
     older = {

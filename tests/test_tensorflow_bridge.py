@@ -19,8 +19,11 @@ from graph_passes.tensorflow_bridge import (
     function_body_name,
     infer_shapes,
     is_stateful,
+    makes_resource,
     op_def,
     output_dtypes,
+    output_number,
+    takes_functions,
 )
 
 
@@ -61,6 +64,9 @@ def test_each_output_has_a_dtype_and_a_name_in_function_bodies(
     node = make_node("n", op, attrs=attrs)
     assert output_dtypes(node) == dtypes
     assert function_body_name(node, len(dtypes) - 1) == last
+    for number in range(len(dtypes)):
+        _, argument, index = function_body_name(node, number).split(":")
+        assert output_number(node, argument, int(index)) == number
 
 
 def test_an_op_without_outputs_has_no_dtypes() -> None:
@@ -77,6 +83,24 @@ def test_an_output_that_an_op_does_not_have_is_refused() -> None:
     with pytest.raises(PassError) as caught:
         function_body_name(make_node("n", "TopKV2", attrs={"T": dtype_attr(FLOAT)}), 2)
     assert str(caught.value) == "node 'n' (TopKV2) has no output 2"
+    with pytest.raises(PassError) as caught:
+        output_number(make_node("n", "TopKV2", attrs={"T": dtype_attr(FLOAT)}), "product", 0)
+    assert str(caught.value) == "node 'n' (TopKV2) has no output 'product'"
+
+
+def test_ops_that_run_functions_and_that_make_handles() -> None:
+    assert [
+        op for op in ("While", "If", "Case", "PartitionedCall", "MatMul", "VarHandleOp") if takes_functions(op)
+    ] == [
+        "While",
+        "If",
+        "Case",
+        "PartitionedCall",
+    ]
+    assert [op for op in ("VarHandleOp", "HashTableV2", "Identity", "ReadVariableOp") if makes_resource(op)] == [
+        "VarHandleOp",
+        "HashTableV2",
+    ]
 
 
 def test_an_empty_graph_has_tensorflows_version() -> None:

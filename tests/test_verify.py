@@ -216,6 +216,20 @@ def test_every_call_is_on_a_device_of_the_plan(device: str) -> None:
     )
 
 
+def test_operators_may_be_placed_on_more_devices() -> None:
+    program = step_program()
+    call_of(program).device = "/device:GPU:0"
+    verify(with_step(program, placed_on=frozenset({"/device:GPU:0"})), complete=True)
+
+
+def test_stages_that_were_dissolved_have_no_tasks() -> None:
+    program = step_program()
+    left = {own: name for own, name in step_of(program).entry.items() if own.stage != 1}
+    dissolved = frozenset({1})
+    verify(with_step(program, entry=left, dissolved=dissolved), complete=True)
+    assert "they differ in" in refused(with_step(program, dissolved=dissolved))
+
+
 def test_each_task_is_there() -> None:
     program = step_program()
     entry = dict(step_of(program).entry)

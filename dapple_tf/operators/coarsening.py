@@ -10,7 +10,7 @@ decided for single operators again, so nothing is lost but choices.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -62,6 +62,7 @@ class _Level:
         after: of each, those that need it.
         most: seconds of a piece that is made of a chain.
         may_join: whether two pieces can be on one device; if so, they are bound to each other from now on.
+        apart: whether some of these pieces have to be on different devices.
     """
 
     seconds: list[float]
@@ -69,6 +70,7 @@ class _Level:
     after: list[dict[int, float]]
     most: float
     may_join: Callable[[int, int], bool]
+    apart: Callable[[Iterable[int]], bool]
 
     def worth_joining(self, joining: float, other: float, transfer: float, chain: bool) -> bool:
         """Whether a piece should go with another, by their seconds; in a chain they are all that they're linked with."""
@@ -78,7 +80,10 @@ class _Level:
 
 
 def _sources(level: _Level) -> list[int]:
-    """What needs nothing and is cheaper than its transfer joins the first that needs it: pieces by their last one."""
+    """What needs nothing and is cheaper than its transfer joins the first that needs it: pieces by their last one.
+
+    Not where those that need it are on several devices anyway.
+    """
     root = list(range(len(level.seconds)))
     seconds, needs = list(level.seconds), [len(before) for before in level.before]
     after: dict[int, dict[int, float]] = {}  # of pieces that others have joined
@@ -91,7 +96,7 @@ def _sources(level: _Level) -> list[int]:
         if not behind:
             continue
         first = min(behind)
-        joins = seconds[op] <= behind[first] and level.may_join(op, first)
+        joins = seconds[op] <= behind[first] and not level.apart(behind) and level.may_join(op, first)
         if joins:
             root[op] = first
             seconds[first] += seconds[op]
@@ -179,12 +184,16 @@ class _Pieces:
         for pair, value in zip(pairs.tolist(), transfer.tolist(), strict=True):
             first, second = divmod(pair, count)
             after[first][second] = before[second][first] = value
-        return _Level(seconds.tolist(), before, after, self.most, self._may_join)
+        return _Level(seconds.tolist(), before, after, self.most, self._may_join, self._apart)
 
     def _group(self, group: int) -> int:
         while self.group_parent[group] != group:
             group = self.group_parent[group]
         return group
+
+    def _apart(self, pieces: Iterable[int]) -> bool:
+        pins = {self.group_pin[self._group(self.bound[piece])] for piece in pieces if self.bound[piece] >= 0}
+        return len(pins - {-1}) > 1
 
     def _may_join(self, one: int, other: int) -> bool:
         a, b = self.bound[one], self.bound[other]

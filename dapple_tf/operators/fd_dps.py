@@ -12,7 +12,7 @@ from dapple_tf.operators.heft import heft_schedule
 from dapple_tf.operators.improvement import improved, polished
 from dapple_tf.operators.list_placement import placement_of
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
-from dapple_tf.operators.placement_candidates import Candidate, Pieces, judged, scheduled, variant_of
+from dapple_tf.operators.placement_candidates import Candidate, Pieces, judged, later_sources, scheduled, variant_of
 from dapple_tf.operators.split_search import Budget, placed, split_candidates
 
 _LOGGER = logging.getLogger(__name__)
@@ -66,12 +66,11 @@ def _search(graph: OpGraph, topology: Topology, split: bool, progress: Progress)
         best = split_candidates(base, best, budget, lambda text: progress(text, 0.3 + 0.4 * budget.spent_share))
     progress("improvement", 0.75)
     problem = best.variant.problem
+    best = later_sources(best)
     pieces = Pieces.of(problem)
-    best = improved(best, pieces.piece, int(budget.visits / max(1, 4 * problem.count)))
+    best = improved(best, pieces.piece, int(budget.visits / max(1, 3 * problem.count)))
     if problem.count <= _SMALL:
-        starts = [one for one in found if one.variant is best.variant]
-        starts = sorted(starts, key=lambda one: one.rank)[:4]
-        best = min((polished(one, 3000) for one in (best, *starts)), key=lambda one: one.rank)
+        best = polished([best, *(one for one in found if one.variant is best.variant)], 3000)
     progress("done", 1.0)
     return best
 

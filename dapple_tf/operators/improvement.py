@@ -6,11 +6,21 @@ this process until the optimal parallel strategy is found."
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+
 from dapple_tf.operators.placement_candidates import Candidate, judged, scheduled
 from dapple_tf.operators.placement_problem import PlacementProblem
 from dapple_tf.operators.simulated_placement import run_in_order
 
-_SLACK = 1e-12
+_SLACK = 1e-10
+_RANDOM_STARTS = 60
+"""Random placements of a small graph."""
+_KEPT = 6
+"""Placements of a small graph that are improved."""
+_PAIRED = 12
+"""Groups of a graph up to which pairs of them are moved together."""
 
 
 def improved(candidate: Candidate, pieces: list[int], evaluations: int) -> Candidate:
@@ -35,7 +45,7 @@ def improved(candidate: Candidate, pieces: list[int], evaluations: int) -> Candi
                 continue
             evaluations -= 1
             one = scheduled(best.variant, devices, best.origin)
-            if one.rank < (best.over, best.seconds * (1 - 1e-9)):
+            if one.rank < (best.over, best.seconds * (1 - _SLACK)):
                 found = one
                 break
             if evaluations <= 0:
@@ -123,7 +133,7 @@ def critical_chain(
     found = []
     while op >= 0:
         earlier = before[op]
-        if earlier >= 0 and finish[earlier] >= start[op] - _SLACK:
+        if earlier >= 0 and finish[earlier] >= start[op] * (1 - _SLACK):
             found.append((op, earlier, False))
             op = earlier
             continue
@@ -146,44 +156,70 @@ def critical_chain(
     return found
 
 
-def polished(candidate: Candidate, evaluations: int) -> Candidate:
-    """Move single operators to other devices and to other places in Q, as long as the step gets shorter.
+def polished(starts: Sequence[Candidate], evaluations: int) -> Candidate:
+    """The best of a small graph's placements: all of its assignments if they are few, and moves from the best ones.
 
-    For small graphs: every group on every device and every operator at every place that it may have is tried.
+    Args:
+        starts: placements to start from, of one graph.
+        evaluations: the most placements that are simulated, about.
     """
-    problem = candidate.variant.problem
-    movable = [(members, v) for group, members in enumerate(problem.members) if members and problem.pinned[group] < 0 for v in range(problem.devices)]
-    needs = [{*(problem.producer[t] for t in problem.inputs[op]), *problem.waits[op]} for op in range(problem.count)]
-    best = candidate
-    while evaluations > 0:
-        found = None
-        for members, device in movable:
-            if best.devices[members[0]] == device:
-                continue
-            devices = list(best.devices)
+    variant = starts[0].variant
+    problem = variant.problem
+    groups = [members for group, members in enumerate(problem.members) if members and problem.pinned[group] < 0]
+    fixed = [max(problem.pinned[group], 0) for group in problem.group]
+    count = problem.devices
+    if count ** len(groups) <= evaluations:
+        assignments: Iterable[Sequence[int]] = itertools.product(range(count), repeat=len(groups))
+    else:
+        drawn = random.Random(0)
+        assignments = [[drawn.randrange(count) for _ in groups] for _ in range(_RANDOM_STARTS)]
+    found = list(starts)
+    for chosen in assignments:
+        devices = list(fixed)
+        for members, device in zip(groups, chosen, strict=True):
             for op in members:
                 devices[op] = device
-            evaluations -= 2
-            one = min(
-                scheduled(best.variant, devices, best.origin),
-                judged(best.variant, devices, best.order, best.origin),
-                key=lambda one: one.rank,
-            )
-            if one.rank < (best.over, best.seconds * (1 - 1e-9)):
-                found = one
+        found.append(scheduled(variant, devices, "search of a small graph"))
+    found = sorted(found, key=lambda one: one.rank)[:_KEPT]
+    needs = [{*(problem.producer[t] for t in problem.inputs[op]), *problem.waits[op]} for op in range(problem.count)]
+    moves = [(members,) for members in groups]
+    pairs = [] if len(groups) > _PAIRED else list(itertools.combinations(groups, 2))
+    return min((_moved(one, [*moves, *pairs], needs, evaluations // _KEPT) for one in found), key=lambda one: one.rank)
+
+
+def _moved(candidate: Candidate, moves: list[tuple[list[int], ...]], needs: list[set[int]], evaluations: int) -> Candidate:
+    """Move groups to other devices, alone and in pairs, and operators to other places in Q, as long as that helps."""
+    best = candidate
+    problem, variant = best.variant.problem, best.variant
+    while evaluations > 0:
+        for groups in moves:
+            devices = list(best.devices)
+            one = best
+            for chosen in itertools.product(range(problem.devices), repeat=len(groups)):
+                for members, device in zip(groups, chosen, strict=True):
+                    for op in members:
+                        devices[op] = device
+                if devices == best.devices:
+                    continue
+                evaluations -= 2
+                one = min(
+                    one,
+                    scheduled(variant, list(devices), best.origin),
+                    judged(variant, list(devices), best.order, best.origin),
+                    key=lambda other: other.rank,
+                )
+            if one.rank < (best.over, best.seconds * (1 - _SLACK)):
+                best = one
                 break
-        if found is None:
+        else:
             for order in _reordered(best.order, needs):
                 evaluations -= 1
-                one = judged(best.variant, best.devices, order, best.origin)
-                if one.rank < (best.over, best.seconds * (1 - 1e-9)):
-                    found = one
+                one = judged(variant, best.devices, order, best.origin)
+                if one.rank < (best.over, best.seconds * (1 - _SLACK)):
+                    best = one
                     break
-                if evaluations <= 0:
-                    break
-        if found is None:
-            return best
-        best = found
+            else:
+                return best
     return best
 
 

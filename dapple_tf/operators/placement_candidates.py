@@ -68,12 +68,39 @@ def judged(variant: Variant, devices: list[int], order: list[int], origin: str) 
 
 
 def scheduled(variant: Variant, devices: list[int], origin: str) -> Candidate:
-    """The better queue for given devices: by the path from an operator's start to the end, with and without transfers."""
+    """The queue for given devices by urgency: the path from an operator's start to the end of the step."""
     problem = variant.problem
     tail = tails(problem, devices)
     urgency = [tail[op] + problem.seconds[op][devices[op]] for op in range(problem.count)]
     order, _, _ = order_by_urgency(problem, devices, urgency)
     return judged(variant, devices, order, origin)
+
+
+def later_sources(candidate: Candidate, lead: float = 0.1) -> Candidate:
+    """A candidate whose variables are read, and sent, shortly before they are needed, or the given one if that is better.
+
+    What needs nothing would run, and be sent, at the start of the step, before what is needed sooner: transfers on a link
+    go in the order in which they became ready.
+
+    Args:
+        candidate: where to start.
+        lead: share of the step's time by which it's sent before it's needed.
+    """
+    problem, devices = candidate.variant.problem, candidate.devices
+    start, _, _ = run_in_order(problem, devices, candidate.order)
+    release = {}
+    for op in range(problem.count):
+        if problem.inputs[op] or problem.waits[op]:
+            continue
+        readers = [reader for tensor in problem.outputs[op] for reader in problem.readers[tensor]]
+        if any(devices[reader] != devices[op] for reader in readers):
+            release[op] = min(start[reader] for reader in readers) - lead * candidate.seconds
+    if not release:
+        return candidate
+    tail = tails(problem, devices)
+    urgency = [tail[op] + problem.seconds[op][devices[op]] for op in range(problem.count)]
+    order, _, _ = order_by_urgency(problem, devices, urgency, release)
+    return min(candidate, judged(candidate.variant, devices, order, candidate.origin), key=lambda one: one.rank)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

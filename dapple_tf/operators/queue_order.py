@@ -7,13 +7,16 @@ what the simulator says of the order that it returns.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dapple_tf.operators.placement_problem import PlacementProblem
 
 
 def order_by_urgency(
-    problem: PlacementProblem, devices: list[int], urgency: Sequence[float]
+    problem: PlacementProblem,
+    devices: list[int],
+    urgency: Sequence[float],
+    release: Mapping[int, float] | None = None,
 ) -> tuple[list[int], list[float], list[float]]:
     """Run the step and see in which order operators started.
 
@@ -21,6 +24,7 @@ def order_by_urgency(
         problem: the operators.
         devices: of each operator.
         urgency: of each operator; the greatest first, of equal ones the one with the lowest number.
+        release: when those may start at the earliest that need nothing; 0 for those that aren't there.
 
     Returns:
         Q, and the start and end of each operator.
@@ -31,18 +35,25 @@ def order_by_urgency(
     missing = [len(a) + len(b) for a, b in zip(problem.inputs, problem.waits, strict=True)]
     key = [(-urgency[op], op) for op in range(n)]
     ready: list[list[tuple[float, int]]] = [[] for _ in range(count)]
+    # (time, number, device, operators that miss one thing less, operator that ends or -1)
+    events: list[tuple[float, int, int, list[int], int]] = []
+    number = 0
     for op in range(n):
-        if not missing[op]:
+        if missing[op]:
+            continue
+        if release and release.get(op, 0.0) > 0:
+            number += 1
+            missing[op] = 1
+            events.append((release[op], number, devices[op], [op], -1))
+        else:
             ready[devices[op]].append(key[op])
+    heapq.heapify(events)
     for heap in ready:
         heapq.heapify(heap)
     idle = [True] * count
     links = [[0.0] * count for _ in range(count)]
     start, finish = [0.0] * n, [0.0] * n
     order: list[int] = []
-    # (time, number, device, operators that miss one thing less, operator that ends or -1)
-    events: list[tuple[float, int, int, list[int], int]] = []
-    number = 0
     push, pop = heapq.heappush, heapq.heappop
     touched = list(range(count))
     now = 0.0

@@ -5,11 +5,11 @@ The paper's "fine-grained conditions" are lists of operator types; here `split_l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dapple_tf.operators.placement_candidates import Candidate, Pieces, Variant, scheduled, variant_of
+from dapple_tf.operators.placement_candidates import Candidate, Pieces, Variant, later_sources, scheduled, variant_of
 from dapple_tf.operators.dynamic_critical_path import schedule_by_critical_path
 from dapple_tf.operators.heft import heft_schedule
 from dapple_tf.operators.op_graph import OpGraph
@@ -20,6 +20,8 @@ from graph_passes.split_rules import part_name
 
 _HEAVY = 2e-3
 """Share of a device's mean load that makes an operator heavy, so that a region grows from it."""
+_WORSE = 1.3
+"""How much worse than the best guess another may be by its own estimate and still be tried."""
 _DROPS = 3
 """How often a share of the regions is left out, to see whether that is better."""
 
@@ -43,11 +45,20 @@ class Budget:
         return 1.0 - self.visits / self.total if self.total else 1.0
 
 
-def placed(variant: Variant, pinned: np.ndarray | None, origin: str) -> list[Candidate]:
-    """A graph's placements by dynamic critical paths and by ranks, on pieces; queues for single operators."""
+def placed(
+    variant: Variant, pinned: np.ndarray | None, origin: str, weights: Sequence[float] = (1.0, 0.0)
+) -> list[Candidate]:
+    """A graph's placements by dynamic critical paths and by ranks, on pieces; queues for single operators.
+
+    Args:
+        variant: the graph.
+        pinned: device of each group, in place of the graph's own.
+        origin: what they come from.
+        weights: of communication in paths behind operators.
+    """
     pieces = Pieces.of(variant.problem, pinned)
     found = []
-    for weight in (1.0, 0.0):
+    for weight in weights:
         devices = schedule_by_critical_path(pieces.problem, tails(pieces.problem, None, weight))[0]
         found.append(scheduled(variant, pieces.spread(devices), origin))
     devices = heft_schedule(pieces.problem)[0]
@@ -86,7 +97,9 @@ def split_candidates(
                 guesses.append((layouts.cost(layout), layouts, layout))
     guesses.sort(key=lambda guess: guess[0])
     found: tuple[Candidate, Layouts, Layout] | None = None
-    for _, layouts, layout in guesses:
+    for cost, layouts, layout in guesses:
+        if cost > _WORSE * guesses[0][0]:
+            break
         one = _tried(base, layouts, layout, budget, tell)
         if one is None:
             break
@@ -149,8 +162,8 @@ def _tried(
     graph = apply_splits(problem.graph, splits)
     variant = variant_of(graph, problem.topology, splits)
     origin = f"{len(splits)} operators in {layouts.parts} parts"
-    found = placed(variant, _pinned_parts(graph, layouts, layout, problem), origin)
-    return min(found, key=lambda one: one.rank)
+    found = placed(variant, _pinned_parts(graph, layouts, layout, problem), origin, (1.0,))
+    return later_sources(min(found, key=lambda one: one.rank))
 
 
 def _pinned_parts(graph: OpGraph, layouts: Layouts, layout: Layout, problem: PlacementProblem) -> np.ndarray:
@@ -172,4 +185,22 @@ def _pinned_parts(graph: OpGraph, layouts: Layouts, layout: Layout, problem: Pla
         device = parts.get(name)
         if device is not None and pinned[graph.groups[op]] < 0:
             pinned[graph.groups[op]] = device
+    _spread_variables(graph, pinned)
     return pinned
+
+
+def _spread_variables(graph: OpGraph, pinned: np.ndarray) -> None:
+    """Share out variables that parts on several devices read, so that each device sends as much as the others.
+
+    The largest first, each to the device that has the least.
+    """
+    edges = graph.edges[graph.edges[:, 2] >= 0]
+    group, place = graph.groups[edges[:, 0]], pinned[graph.groups[edges[:, 1]]]
+    read = (graph.stored_bytes[group] > 0) & (pinned[group] < 0) & (place >= 0)
+    pairs = np.unique(np.column_stack((group[read], place[read])), axis=0)
+    groups, counts = np.unique(pairs[:, 0], return_counts=True)
+    held = [0.0] * len(graph.launch_seconds)
+    for one in sorted(groups[counts > 1].tolist(), key=lambda one: (-graph.stored_bytes[one], one)):
+        device = min(range(len(held)), key=lambda v: (held[v], v))
+        pinned[one] = device
+        held[device] += graph.stored_bytes[one]

@@ -113,7 +113,7 @@ class StepPlacer:
         told = {name for placement in placements.values() for name in placement.splits}
         splitting = SplitOperators(splits, known, optional=frozenset(splits.keys() - told))
         split = run_passes(flat, [splitting], first=OPERATOR_PASSES_START + 1, instruments=instruments)
-        devices_of, order = self._spread(split.graph, placements, calls)
+        devices_of, order = self._spread(split.graph, placements, calls, alone)
         placing = PlaceOperators(devices_of, order)
         placed = run_passes(split, [placing], first=OPERATOR_PASSES_START + 2, instruments=instruments, complete=True)
         return PlacedStep(placed, placements, {**places, **self._places(placed.graph)}, flat.graph, known)
@@ -146,7 +146,7 @@ class StepPlacer:
         return found
 
     def _spread(
-        self, graph: GraphDef, placements: Mapping[int, OpPlacement], calls: _Calls
+        self, graph: GraphDef, placements: Mapping[int, OpPlacement], calls: _Calls, alone: bool
     ) -> tuple[dict[str, str], list[str]]:
         """The device of every operator, and the order of all: what was found for a micro-batch is for all of them."""
         names = self.cluster.device_names
@@ -160,7 +160,7 @@ class StepPlacer:
                 first = calls.in_first(node)
                 if node.device == names[devices[0]] and first in position:
                     found[node.name] = names[devices[placement.devices[first]]]
-                    ranks[node.name] = (calls.rank(node), position[first])
+                    ranks[node.name] = (0 if alone else calls.rank(node), position[first])
         return found, sorted(found, key=ranks.__getitem__)
 
     def _places(self, graph: GraphDef) -> dict[tuple[int, str], str]:

@@ -1,0 +1,114 @@
+"""What follows from shapes alone becomes constants."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from graph_passes.fold_shapes import Folded, FoldShapes, fold_shapes
+from graph_passes.graph import Graph, GraphDef, Ref
+from graph_passes.program import Layout, Program, Roles, Slice, Step
+from graph_passes.tensorflow_bridge import constant_value, infer_shapes
+
+
+def placeholder(name: str = "x", shape: tuple[int | None, ...] = (6, 4)) -> tf.Tensor:
+    return tf.compat.v1.placeholder(tf.float32, shape, name=name)
+
+
+def folded(graph: GraphDef, *kept: str) -> Folded:
+    before = graph.SerializeToString(deterministic=True)
+    found = fold_shapes(graph, infer_shapes(graph, {}, {}), kept)
+    assert graph.SerializeToString(deterministic=True) == before
+    shapes = infer_shapes(found.graph, {}, {})
+    for node in found.graph.node:
+        if node.op == "Const":
+            assert found.shapes[Ref(node.name)] == shapes[Ref(node.name)]
+    return found
+
+
+def values(found: Folded) -> dict[str, list[object]]:
+    return {node.name: constant_value(node).tolist() for node in found.graph.node if node.op == "Const"}
+
+
+def test_shapes_and_what_is_computed_from_them() -> None:
+    with tf.Graph().as_default() as graph:
+        x = placeholder()
+        with tf.device("/device:CPU:0"):
+            shape = tf.raw_ops.Shape(input=tf.nn.relu(x, name="h"), name="shape")
+            rows = tf.stack([shape[0] * 2, shape[1] // 2], name="rows")
+        tf.reshape(x, rows, name="y")
+    definition = graph.as_graph_def()
+    next(node for node in definition.node if node.name == "rows").attr["_dapple_layer"].s = b"a"
+    found = folded(definition)
+    assert values(found) == {"rows": [12, 2]}
+    nodes = Graph(found.graph).nodes
+    assert list(nodes) == ["x", "h", "rows", "y"] and list(nodes["y"].input) == ["x", "rows"]
+    assert nodes["rows"].device == "/device:CPU:0" and nodes["rows"].attr["_dapple_layer"].s == b"a"
+
+
+def test_nodes_with_several_outputs() -> None:
+    with tf.Graph().as_default() as graph:
+        x, b = placeholder(), placeholder("b", (4,))
+        one, other = tf.raw_ops.ShapeN(input=[x, b], name="shapes")
+        left, right = tf.raw_ops.BroadcastGradientArgs(s0=one, s1=other, name="axes")
+        tf.raw_ops.Sum(input=x, axis=left, name="dx")
+        tf.raw_ops.Sum(input=x, axis=right, name="db")
+        tf.raw_ops.Reshape(tensor=b, shape=other, name="same")
+    found = folded(graph.as_graph_def())
+    assert values(found) == {"axes": [], "axes/output1": [0], "shapes/output1": [4]}
+    assert list(Graph(found.graph).nodes["db"].input) == ["x", "axes/output1"]
+    assert list(Graph(found.graph).nodes["same"].input) == ["b", "shapes/output1"]
+    assert infer_shapes(found.graph, {}, {})[Ref("db")] == (4,)
+
+
+@pytest.mark.parametrize("op, value", [("Size", 24), ("Rank", 2)])
+def test_sizes_and_ranks(op: str, value: int) -> None:
+    with tf.Graph().as_default() as graph:
+        x = placeholder()
+        count = getattr(tf.raw_ops, op)(input=x, name="count", **({"out_type": tf.int64} if op == "Size" else {}))
+        tf.raw_ops.RealDiv(x=x, y=tf.cast(count, tf.float32, name="divisor"), name="y")
+    assert values(folded(graph.as_graph_def())) == {"divisor": float(value)}
+
+
+def test_what_isnt_known_is_large_or_has_effects_stays() -> None:
+    with tf.Graph().as_default() as graph:
+        tf.raw_ops.Shape(input=placeholder("open", (None, 4)), name="unknown")
+        large = tf.fill(tf.raw_ops.Shape(input=placeholder("big", (100, 100)), name="dims"), 1.0, name="large")
+        tf.random.normal(tf.raw_ops.Shape(input=placeholder(), name="drawn"), name="random")
+        tf.nn.relu(large, name="y")
+    found = folded(graph.as_graph_def(), "unknown")
+    assert values(found)["dims"] == [100, 100] and values(found)["drawn"] == [6, 4]
+    nodes = Graph(found.graph).nodes
+    assert nodes["large"].op == "Fill" and nodes["unknown"].op == "Shape"
+    assert any(node.op == "RandomStandardNormal" for node in nodes.values())
+
+
+def test_what_is_waited_for_or_named_stays_and_constants_wait_for_nothing() -> None:
+    with tf.Graph().as_default() as graph:
+        x = placeholder()
+        with tf.control_dependencies([x]):
+            one, two, three = (tf.raw_ops.Shape(input=x, name=name) for name in ("one", "two", "three"))
+        with tf.control_dependencies([one]):
+            tf.no_op(name="end")
+        assert two is not None and three is not None
+    found = folded(graph.as_graph_def(), "two")
+    assert [(node.name, node.op, list(node.input)) for node in found.graph.node] == [
+        ("x", "Placeholder", []),
+        ("one", "Const", []),
+        ("two", "Const", []),
+        ("end", "NoOp", ["^one"]),
+    ]
+
+
+def test_the_pass_keeps_what_the_step_names() -> None:
+    with tf.Graph().as_default() as graph:
+        x = placeholder()
+        count = tf.raw_ops.Size(input=x, name="size")
+        tf.cast(count, tf.float32, name="loss")
+        tf.no_op(name="train")
+    step = Step(Layout((("",),), 6, 6, 1), feeds={Ref("x"): Ref("x")}, loss=Ref("loss"), train="train")
+    program = Program(graph.as_graph_def(), Roles((), (), Slice(Ref("x"), Ref("x"), Ref("x"))), step=step)
+    found = FoldShapes(infer_shapes(program.graph, {}, {})).run(program)
+    assert [node.name for node in found.graph.node] == ["x", "loss", "train"]
+    assert found.step is step and np.all(constant_value(found.graph.node[1]) == 24.0)

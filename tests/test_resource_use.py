@@ -1,0 +1,126 @@
+"""Which nodes touch which variables, and whether they may change them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+from programs import FLOAT, node
+from tensorflow.core.framework import types_pb2
+
+from graph_passes.graph import Builder, Graph, GraphDef, Ref, dtype_attr, function_attr, make_node
+from graph_passes.outline import FunctionDef, call_node, outline, placeholder
+from graph_passes.resource_use import ResourceUse, Use, called_functions, resource_name
+from graph_passes.storage import assign, handle, read
+from graph_passes.tensorflow_bridge import empty_graph
+
+
+def traced(make: Callable[[Any], Any]) -> GraphDef:
+    """The graph of what is made of the handle of the float scalar ``v``."""
+    with tf.Graph().as_default() as graph:
+        make(tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=(), shared_name="v"))
+        return graph.as_graph_def()
+
+
+def uses(graph: GraphDef) -> list[Use]:
+    """All uses."""
+    return ResourceUse({function.signature.name: function for function in graph.library.function}).of_nodes(graph.node)
+
+
+def value(of: Any) -> Any:
+    """The variable's value."""
+    return tf.raw_ops.ReadVariableOp(resource=of, dtype=tf.float32)
+
+
+def changed(of: Any) -> Any:
+    """Adds 1 to the variable; the sum."""
+    with tf.control_dependencies([tf.raw_ops.AssignAddVariableOp(resource=of, value=tf.constant(1.0))]):
+        return value(of)
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (value, [("ReadVariableOp", False)]),
+        (lambda of: tf.raw_ops.VariableShape(input=of), [("VariableShape", False)]),
+        (lambda of: tf.raw_ops.AssignVariableOp(resource=of, value=tf.constant(1.0)), [("AssignVariableOp", True)]),
+        (changed, [("AssignAddVariableOp", True), ("ReadVariableOp", False)]),
+        (lambda of: value(tf.identity(of)), [("ReadVariableOp", False)]),
+        (lambda of: tf.raw_ops.DestroyResourceOp(resource=of), [("DestroyResourceOp", True)]),
+    ],
+)
+def test_reading_is_told_from_writing(make: Callable[[Any], Any], found: list[tuple[str, bool]]) -> None:
+    graph = traced(make)
+    assert [(node(graph, use.node).op, use.written) for use in uses(graph)] == found
+    assert {use.resource for use in uses(graph)} == {"v"}
+
+
+@pytest.mark.parametrize(("inner", "written"), [(value, False), (changed, True)])
+def test_loops_branches_and_calls_write_what_they_may_write(inner: Callable[[Any], Any], written: bool) -> None:
+    def loop(of: Any) -> None:
+        tf.while_loop(lambda total: total < 3.0, lambda total: total + inner(of), [tf.constant(0.0)])
+
+    def branch(of: Any) -> None:
+        tf.cond(tf.compat.v1.placeholder(tf.bool), lambda: value(of), lambda: inner(of))
+
+    def call(of: Any) -> None:
+        tf.function(lambda: tf.cond(tf.compat.v1.placeholder(tf.bool), lambda: value(of), lambda: inner(of)))()
+
+    for make in (loop, branch, call):
+        graph = traced(make)
+        assert [(use.resource, use.written) for use in uses(graph)] == [("v", written)]
+
+
+def test_handles_inside_functions_count_for_the_nodes_that_run_them() -> None:
+    graph, function = called(lambda builder: [read(builder, "v", FLOAT, ())], ["w"])
+    assert uses(graph) == [Use("call", "v", False), Use("call", "w", True)]
+    assert ResourceUse({"f": function}).of_function("f") == (
+        Use("read/v", "v", False),
+        Use("assign/w", "w", True),
+    )
+
+
+def called(make: Callable[[Builder], list[Ref]], written: list[str]) -> tuple[GraphDef, FunctionDef]:
+    """A graph with a call of a function, and the function."""
+    body = Builder(empty_graph())
+    results = make(body)
+    effects = [assign(body, name, results[0], FLOAT, ()) for name in written]
+    function = outline("f", Graph(body.graph), [], results, effects=effects)
+    graph = empty_graph()
+    graph.node.append(call_node("call", function, [], device=""))
+    graph.library.function.append(function)
+    return graph, function
+
+
+def test_functions_that_call_themselves_end() -> None:
+    body = Builder(empty_graph())
+    given = body.append(placeholder("given", types_pb2.DT_RESOURCE))
+    total = body.add("read", "ReadVariableOp", [given], dtype=dtype_attr(FLOAT))
+    kinds = {"Tin": [types_pb2.DT_RESOURCE], "Tout": [FLOAT]}
+    again = make_node("again", "StatefulPartitionedCall", [given], attrs={"f": function_attr("f")})
+    for name, types in kinds.items():
+        again.attr[name].list.type.extend(types)
+    body.append(again)
+    function = outline("f", Graph(body.graph), [given], [total, Ref("again")])
+    graph = empty_graph()
+    own = handle(Builder(graph), "v", FLOAT, ())
+    graph.node.append(call_node("call", function, [own], device=""))
+    graph.library.function.append(function)
+    # It is only known to read when the inner call is known to: nothing is promised.
+    assert uses(graph) == [Use("call", "v", True)]
+
+
+def test_names_of_resources() -> None:
+    assert resource_name(make_node("n", "VarHandleOp", attrs={"shared_name": "v"})) == "v"
+    assert resource_name(make_node("n", "VarHandleOp", attrs={"shared_name": ""})) == "n"
+    assert resource_name(make_node("n", "HashTableV2")) == "n"
+
+
+def test_functions_that_a_node_runs() -> None:
+    functions = {"f": FunctionDef(), "g": FunctionDef()}
+    branch = make_node("n", "If", attrs={"then_branch": function_attr("f"), "else_branch": function_attr("h")})
+    assert called_functions(branch, functions) == ["f"]
+    assert called_functions(make_node("n", "g"), functions) == ["g"]
+    assert called_functions(make_node("n", "Add", attrs={"f": function_attr("f")}), functions) == []
