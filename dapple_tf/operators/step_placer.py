@@ -12,6 +12,7 @@ from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.fd_dps import fd_dps
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement, Topology
+from dapple_tf.operators.operator_shapes import operator_shapes
 from dapple_tf.plan import Plan
 from dapple_tf.progress import Progress
 from graph_passes.flatten import Flatten
@@ -34,7 +35,7 @@ from graph_passes.place_operators import PlaceOperators
 from graph_passes.program import Program
 from graph_passes.split_operators import SplitOperators
 from graph_passes.split_rules import Split, split_rules
-from graph_passes.tensorflow_bridge import Shape, infer_shapes, output_dtypes
+from graph_passes.tensorflow_bridge import Shape, output_dtypes
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def flat_step(
     variables = program.variables
     for name, placeholders in flat.step.metric_feeds.items():
         fed |= {ref.node: variables[name].shape for ref in placeholders}
-    folding = FoldShapes(infer_shapes(flat.graph, fed, {}))
+    folding = FoldShapes(operator_shapes(flat.graph, fed))
     folded = run_passes(flat, [folding], first=OPERATOR_PASSES_START + 1, instruments=instruments)
     return FlatStep(
         folded, infer_shapes(folded.graph, fed, {})
@@ -162,12 +163,11 @@ class StepPlacer:
     ) -> OpPlacement:
         """Where the operators of one stage run, those of its first micro-batch."""
         topology = Topology.of(self.cluster, devices)
-        own = _stage_graph(flat.program.graph, topology.names[0])
+        own, outside = _stage_graph(flat.program.graph, topology.names[0])
+        shapes = {**flat.shapes, **{Ref(name): flat.shapes.get(ref) for name, ref in outside.items()}}
         pinned = {name: topology.names.index(device) for (of, name), device in places.items() if of == stage}
         speeds = [self.cluster.devices[device].speed for device in devices]
-        operators = build_op_graph(
-            own, topology, self.costs, flat.shapes, speeds=speeds, pinned=pinned, rules=split_rules
-        )
+        operators = build_op_graph(own, topology, self.costs, shapes, speeds=speeds, pinned=pinned, rules=split_rules)
         with Progress(f"placing {operators.count:,} operators on {topology.count} devices", 100) as bar:
             found = fd_dps(operators, topology, progress=bar.at)
         logger.info(
@@ -239,7 +239,7 @@ class _Calls:
         return self._first.get(call, call) + node.name[len(call) :]
 
     def rank(self, node: NodeDef) -> int:
-        """Position of its call in an order that the step allows; of what a tensor was split or joined by, the tensor's."""
+        """Position of its call in an order that the step allows; what cuts or joins a tensor has its."""
         name = _call_of(node)
         while name and name not in self._ranks:
             name = name.rpartition("/")[0]
@@ -255,8 +255,8 @@ def _call_of(node: NodeDef) -> str:
     return node.attr[CALL_ATTR].s.decode() if CALL_ATTR in node.attr else node.name
 
 
-def _stage_graph(graph: GraphDef, device: str) -> GraphDef:
-    """What runs on a device in the first micro-batch; placeholders stand for what comes from elsewhere."""
+def _stage_graph(graph: GraphDef, device: str) -> tuple[GraphDef, dict[str, Ref]]:
+    """What runs on a device in the first micro-batch; and placeholder -> what comes from elsewhere in its place."""
     view = Graph(graph)
     batches = [int(node.attr[MICRO_BATCH_ATTR].i) for node in graph.node if _is_task_of(node, device)]
     first = min(batches, default=0)
@@ -266,9 +266,9 @@ def _stage_graph(graph: GraphDef, device: str) -> GraphDef:
         if node.device == device and (MICRO_BATCH_ATTR not in node.attr or int(node.attr[MICRO_BATCH_ATTR].i) == first)
     }
     if len(inside) == len(graph.node):
-        return graph
+        return graph, {}
     found = GraphDef(versions=graph.versions, library=graph.library)
-    outside: dict[str, str] = {}
+    outside: dict[str, Ref] = {}
     for node in graph.node:
         if node.name not in inside:
             continue
@@ -281,11 +281,11 @@ def _stage_graph(graph: GraphDef, device: str) -> GraphDef:
                 continue
             name = f"{ref.node}/outside{ref.output}"
             if name not in outside:
-                outside[name] = name
+                outside[name] = ref
                 found.node.append(placeholder(name, output_dtypes(view.nodes[ref.node])[ref.output]))
             own.input.append(name)
         own.input.extend(f"^{waited}" for waited in control_inputs(node) if waited in inside)
-    return found
+    return found, outside
 
 
 def _is_task_of(node: NodeDef, device: str) -> bool:
