@@ -66,9 +66,7 @@ class Builder:
         """The graph of what was added."""
         count = len(self.names)
         numbers: dict[str, int] = {}
-        groups = [
-            numbers.setdefault(self.groups.get(op, f"#{op}"), len(numbers)) for op in range(count)
-        ]
+        groups = [numbers.setdefault(self.groups.get(op, f"#{op}"), len(numbers)) for op in range(count)]
         pinned, stored = np.full(len(numbers), -1, np.int64), np.zeros(len(numbers))
         for name, number in numbers.items():
             pinned[number], stored[number] = self.pins.get(name, -1), self.stored.get(name, 0.0)
@@ -124,7 +122,9 @@ def random_graph(
         if shape == "layered":
             layer = op // width
             earlier = list(range(max(0, (layer - 1) * width), layer * width))
-            inputs = rng.choice(earlier, size=min(len(earlier), int(rng.integers(1, 4))), replace=False) if layer else []
+            inputs = (
+                rng.choice(earlier, size=min(len(earlier), int(rng.integers(1, 4))), replace=False) if layer else []
+            )
         elif shape == "fork_join":
             place = op % (width + 2)
             first = op - place
@@ -145,7 +145,9 @@ def random_graph(
         size = transfer * mean * bandwidth * rng.exponential(1.0)
         chosen = sorted({int(one) for one in inputs})
         waits = chosen[:1] if len(chosen) > 2 and rng.random() < 0.3 else []
-        builder.add("Op", speeds.tolist(), float(size), [one for one in chosen if one not in waits], waits, members.get(op))
+        builder.add(
+            "Op", speeds.tolist(), float(size), [one for one in chosen if one not in waits], waits, members.get(op)
+        )
     builder.pins = {f"group{group}": int(rng.integers(devices)) for group in range(pins)}
     return builder.graph()
 
@@ -341,7 +343,13 @@ def nasnet_like(devices: int, cells: int = 18, filters: int = 168, size: int = 4
         old = net.norm(net.conv(net.simple("Relu", before), filters, 1, 2 if skipped else 1))
         now = net.norm(net.conv(net.simple("Relu", x), filters, 1))
         blocks = []
-        for left, right, sizes in ((now, old, (5, 3)), (old, old, (5, 3)), (now, old, (3, 0)), (old, old, (3, 3)), (now, now, (3, 0))):
+        for left, right, sizes in (
+            (now, old, (5, 3)),
+            (old, old, (5, 3)),
+            (now, old, (3, 0)),
+            (old, old, (3, 3)),
+            (now, now, (3, 0)),
+        ):
             one = net.separable(left, filters, sizes[0], stride)
             if sizes[1]:
                 other = net.separable(right, filters, sizes[1], stride)

@@ -41,10 +41,19 @@ def best_queue(problem: PlacementProblem, devices: list[int], bound: float) -> f
     best = bound
     missing = [len({problem.producer[t] for t in problem.inputs[op]} | set(problem.waits[op])) for op in range(n)]
     uses = [
-        sorted({r for t in problem.outputs[op] for r in problem.readers[t]} | set(problem.waiters[op])) for op in range(n)
+        sorted({r for t in problem.outputs[op] for r in problem.readers[t]} | set(problem.waiters[op]))
+        for op in range(n)
     ]
 
-    def go(done: int, missing: list[int], free: list[float], left: list[float], ready: list[float], links: dict[tuple[int, int], float], last: tuple[float, int]) -> None:
+    def go(
+        done: int,
+        missing: list[int],
+        free: list[float],
+        left: list[float],
+        ready: list[float],
+        links: dict[tuple[int, int], float],
+        last: tuple[float, int],
+    ) -> None:
         nonlocal best
         if done == n:
             best = min(best, max(free))
@@ -118,7 +127,16 @@ def test_small_graphs_are_within_5_percent_of_the_optimum(number: int) -> None:
         links = topology(devices)
         found = fd_dps(graph, links)
         best = optimum(graph, links, found.seconds, alike=not uneven and not groups)
-        assert found.seconds <= 1.05 * best, (count, devices, shape, transfer, groups, uneven, seed, found.seconds / best)
+        assert found.seconds <= 1.05 * best, (
+            count,
+            devices,
+            shape,
+            transfer,
+            groups,
+            uneven,
+            seed,
+            found.seconds / best,
+        )
 
 
 def test_branch_and_bound_finds_what_all_queues_show() -> None:

@@ -15,7 +15,9 @@ from dapple_tf.operators.queue_order import order_by_urgency
 from dapple_tf.operators.simulated_placement import SimulatedPlacement, simulate_placement
 
 
-def simulated(builder: Builder, devices: list[int], links: Topology, order: list[int] | None = None) -> SimulatedPlacement:
+def simulated(
+    builder: Builder, devices: list[int], links: Topology, order: list[int] | None = None
+) -> SimulatedPlacement:
     graph = builder.graph()
     return simulate_placement(graph, links, np.array(devices), np.array(range(graph.count) if order is None else order))
 

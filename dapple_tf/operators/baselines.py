@@ -8,7 +8,8 @@ import numpy as np
 
 from dapple_tf.operators.list_placement import placement_of
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
-from dapple_tf.operators.placement_problem import PlacementError, compile_problem
+from dapple_tf.operators.placement_problem import PlacementError, PlacementProblem, compile_problem
+from dapple_tf.operators.split_layouts import Layouts
 
 
 def single_device(graph: OpGraph, topology: Topology) -> OpPlacement:
@@ -46,93 +47,78 @@ class DataParallelStep:
 def data_parallel(graph: OpGraph, topology: Topology) -> DataParallelStep:
     """Each device does the whole step for 1/V of the batch, and gradients are all-reduced in a ring.
 
-    What reads only variables (weights' updates, regularization) takes as long as before; the rest takes launch +
-    (seconds - launch) / V. Every gradient is reduced as soon as all devices have it, one after another, while the backward
-    operators go on: 2 (V - 1) steps of 1/V of its bytes each, at the slowest link of the ring. What needs the reduced
-    gradient waits for it. Gradients are the tensors from outside that an operator of a group with variables reads and that
-    depend on the batch, at most as large as those variables.
+    What works on samples takes launch + (seconds - launch) / V; the rest, such as updates of variables, as long as before,
+    on every device. A tensor of the batch that an update reads is reduced as soon as all devices have it, one after another
+    in 2 (V - 1) steps of 1/V of its bytes at the slowest link of the ring, while other operators go on; updates come last.
 
     Raises:
-        PlacementError: the graph isn't for this topology.
+        PlacementError: the graph isn't for this topology, or none of its operators can be split by batch.
     """
     problem = compile_problem(graph, topology)
     count = topology.count
-    stored = graph.stored_bytes
-    batch = _of_batch(graph)
-    gradients = _gradients(graph, batch)
-    share = np.where(
-        batch[:, None],
-        graph.launch_seconds + np.maximum(graph.seconds - graph.launch_seconds, 0) / count,
-        graph.seconds,
-    )
-    share = np.minimum(share, graph.seconds)
-    hops = [(i, (i + 1) % count) for i in range(count)] if count > 1 else []
-
-    def ring(size: float) -> float:
-        return 2 * (count - 1) * max((topology.seconds(size / count, a, b) for a, b in hops), default=0.0)
-
-    reduced = {}
-    ends = np.zeros(problem.count)
-    clock = np.zeros(count)
-    link = 0.0
-    late: list[int] = []
-    waiting = np.zeros(problem.count, bool)
-    for op in range(problem.count):  # everything that doesn't wait for a reduction runs first, as in the backward pass
-        needs = [problem.producer[tensor] for tensor in problem.inputs[op]]
-        if any(tensor in gradients for tensor in problem.inputs[op]) or waiting[[*needs, *problem.waits[op]]].any():
-            waiting[op] = True
-            late.append(op)
-            continue
-        clock = clock + share[op]
-        ends[op] = clock.max()
-        for tensor in problem.outputs[op]:
-            if tensor in gradients:
-                link = max(link, ends[op]) + ring(problem.size[tensor])
-                reduced[tensor] = link
-    for op in late:
-        ready = max((reduced[tensor] for tensor in problem.inputs[op] if tensor in reduced), default=0.0)
-        clock = np.maximum(clock, ready) + share[op]
-        for tensor in problem.outputs[op]:
-            if tensor in gradients:
-                link = max(link, float(clock.max())) + ring(problem.size[tensor])
-                reduced[tensor] = link
-    whole = single_device(graph, topology).peak_bytes
-    activations = max(whole) - float(stored.sum())
-    return DataParallelStep(
-        seconds=float(max(clock.max(), link)),
-        compute_seconds=float(share.sum(axis=0).max(initial=0.0)),
-        reduce_seconds=sum(ring(problem.size[tensor]) for tensor in gradients),
-        gradient_bytes=sum(problem.size[tensor] for tensor in gradients),
-        peak_bytes=float(stored.sum()) + activations / count,
+    of_batch = samples_operators(problem)
+    share = graph.seconds.copy()
+    launch = np.minimum(graph.launch_seconds, share)
+    share[of_batch] = (launch + (share - launch) / count)[of_batch]
+    reduced = sorted(
+        {
+            tensor
+            for tensor, producer in enumerate(problem.producer)
+            if producer >= 0 and of_batch[producer] and not all(of_batch[reader] for reader in problem.readers[tensor])
+        }
     )
 
-
-def _of_batch(graph: OpGraph) -> np.ndarray:
-    """Which operators work on the batch: those between one that can be split by batch and a variable's update."""
-    edges = np.asarray(graph.edges, np.int64).reshape(-1, 4)
-    stored = graph.stored_bytes[graph.groups] > 0
-    split = np.zeros(graph.count, bool)
-    for op, rules in graph.splits.items():
-        split[op] = any(rule.dimension == "batch" for rule in rules)
-    of_batch = split.copy()
-    reaches = split.copy()
-    for producer, consumer, _, _ in edges[np.argsort(edges[:, 1], kind="stable")].tolist():
-        if of_batch[producer] and not stored[consumer]:
-            of_batch[consumer] = True
-    for producer, consumer, _, _ in edges[np.argsort(-edges[:, 0], kind="stable")].tolist():
-        reaches[producer] |= reaches[consumer]
-    if not split.any():
-        raise PlacementError(
-            "no operator can be split by batch, so the step can't be data-parallel; give splits to the graph's operators"
+    def ring(tensor: int) -> float:
+        hops = [(device, (device + 1) % count) for device in range(count)] if count > 1 else []
+        return (
+            2 * (count - 1) * max((topology.seconds(problem.size[tensor] / count, *hop) for hop in hops), default=0.0)
         )
-    return np.asarray(of_batch & ~stored)
+
+    seconds = [ring(tensor) for tensor in reduced]
+    updates = np.zeros(problem.count, bool)
+    for tensor in reduced:
+        updates[[reader for reader in problem.readers[tensor] if not of_batch[reader]]] = True
+    for op in range(problem.count):
+        if updates[op]:
+            behind = [reader for tensor in problem.outputs[op] for reader in problem.readers[tensor]]
+            updates[[*behind, *problem.waiters[op]]] = True
+    ends = np.cumsum(np.where(updates[:, None], 0.0, share), axis=0).max(axis=1)
+    link = 0.0
+    for tensor, one in sorted(zip(reduced, seconds, strict=True), key=lambda pair: ends[problem.producer[pair[0]]]):
+        link = max(link, float(ends[problem.producer[tensor]])) + one
+    computed = float(ends.max(initial=0.0))
+    stored = float(graph.stored_bytes.sum())
+    return DataParallelStep(
+        seconds=max(computed, link) + float(share[updates].sum(axis=0).max(initial=0.0)),
+        compute_seconds=float(share.sum(axis=0).max(initial=0.0)),
+        reduce_seconds=sum(seconds),
+        gradient_bytes=sum(problem.size[tensor] for tensor in reduced),
+        peak_bytes=stored + (max(single_device(graph, topology).peak_bytes) - stored) / count,
+    )
 
 
-def _gradients(graph: OpGraph, batch: np.ndarray) -> set[int]:
-    """Tensors of the batch that updates of variables read, directly or through operators on them alone."""
-    edges = np.asarray(graph.edges, np.int64).reshape(-1, 4)
-    stored = graph.stored_bytes[graph.groups]
-    data = edges[edges[:, 2] >= 0]
-    size = np.asarray(graph.tensor_bytes, float)[data[:, 2]]
-    read = batch[data[:, 0]] & (stored[data[:, 1]] > 0) & (size <= stored[data[:, 1]] + 1)
-    return set(data[read, 2].tolist())
+def samples_operators(problem: PlacementProblem) -> np.ndarray:
+    """Which operators work on samples: bool [n].
+
+    Those that can be split by batch together with the heaviest one that can, and what lies between such ones.
+
+    Raises:
+        PlacementError: there are none.
+    """
+    layouts = Layouts(problem, 2)
+    seeds = [op for op, rules in enumerate(layouts.reads.rules) if any(rule.dimension == "batch" for rule in rules)]
+    if not seeds:
+        raise PlacementError(
+            "no operator can be split by batch, so the step can't be data-parallel; give the graph's operators their splits"
+        )
+    heaviest = max(seeds, key=lambda op: (problem.mean_seconds[op], -op))
+    layout = layouts.grown(layouts.none(), "batch", problem.mean_seconds[heaviest])
+    inside = np.array(layout) >= 0
+    before, behind = inside.copy(), inside.copy()
+    for op in range(problem.count):
+        needs = [*(problem.producer[tensor] for tensor in problem.inputs[op]), *problem.waits[op]]
+        before[op] |= bool(before[needs].any())
+    for op in range(problem.count - 1, -1, -1):
+        uses = [*(reader for tensor in problem.outputs[op] for reader in problem.readers[tensor]), *problem.waiters[op]]
+        behind[op] |= bool(behind[uses].any())
+    return np.asarray(before & behind)

@@ -135,7 +135,9 @@ def _along(level: _Level, order: range, toward: list[dict[int, float]], away: li
             continue
         (piece,) = roots
         chain = leaving[piece] == len(toward[op])
-        if level.worth_joining(seconds[op], seconds[piece], sum(toward[op].values()), chain) and level.may_join(piece, op):
+        if level.worth_joining(seconds[op], seconds[piece], sum(toward[op].values()), chain) and level.may_join(
+            piece, op
+        ):
             root[op] = piece
             seconds[piece] += seconds[op]
             leaving[piece] += leaving[op] - len(toward[op])

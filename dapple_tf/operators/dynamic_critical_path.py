@@ -1,4 +1,17 @@
-"""FD-DPS' scheduling by dynamic critical paths: algorithms 1, 2 and 3 without splits."""
+"""Scheduling by dynamic critical paths: algorithms 1, 2 and 3 of FD-DPS, without splits.
+
+The critical path is dynamic: EST (formula 6) counts the transfers and the busy devices that the operators placed so far
+bring, so that DCPL (10) and the slack LST - EST of what isn't placed change with every step. Written out, each step would
+visit all operators. It needn't:
+
+* The path behind an operator that isn't placed, tail(o), doesn't change: all that is on it isn't placed either. With it
+  LST(o) = DCPL - ET(o) - tail(o) (7), for the one DCPL of the moment.
+* So Score(o) = 1 / (LST - EST + eps) (9) ranks operators as EST(o) + ET(o) + tail(o) does, and the critical ones (8), which
+  come first in algorithm 1, are those at the top, where this sum is DCPL.
+* EST(o) is when its data is made, or when the first device is free, if that is later. All that could start before a device
+  is free have one EST and rank by ET + tail; the others by ready + ET + tail. Two heaps keep these orders, and an operator
+  changes from one to the other once: O(log n) for each.
+"""
 
 from __future__ import annotations
 
@@ -9,147 +22,257 @@ from dapple_tf.operators.list_placement import Slots, StoredBytes
 from dapple_tf.operators.placement_problem import PlacementProblem
 
 
+class MostCritical:
+    """The schedulable operators, of which the one with the least slack is taken: algorithm 1.
+
+    Args:
+        length: ET + tail of each operator.
+    """
+
+    def __init__(self, length: Sequence[float]) -> None:
+        self._length = length
+        self._ready: list[tuple[float, int]] = []  # by when their data is made; nobody has been idle until then
+        self._path: list[tuple[float, int]] = []  # the same ones by ready + length
+        self._length_only: list[tuple[float, int]] = []  # those whose data was made before a device was free
+        self._moved: set[int] = set()
+
+    def push(self, op: int, ready: float) -> None:
+        """All that an operator needs has been placed, and is made at ``ready`` at the latest."""
+        heapq.heappush(self._ready, (ready, op))
+        heapq.heappush(self._path, (-ready - self._length[op], op))
+
+    def pop(self, first_free: float) -> int:
+        """The most critical operator, given when the first device is free; of equal ones that with the lowest number."""
+        while self._ready and self._ready[0][0] <= first_free:
+            op = heapq.heappop(self._ready)[1]
+            if op not in self._moved:
+                self._moved.add(op)
+                heapq.heappush(self._length_only, (-self._length[op], op))
+        while self._path and self._path[0][1] in self._moved:
+            heapq.heappop(self._path)
+        if not self._path:
+            return heapq.heappop(self._length_only)[1]
+        if self._length_only:
+            path, op = self._path[0]
+            length, other = self._length_only[0]
+            if (length - first_free, other) < (path, op):
+                return heapq.heappop(self._length_only)[1]
+        op = heapq.heappop(self._path)[1]
+        self._moved.add(op)
+        return op
+
+
 def schedule_by_critical_path(
     problem: PlacementProblem,
     tail: Sequence[float],
     previous: list[int] | None = None,
-    weight: float = 1.0,
-    stay: float = 0.0,
+    limits: Sequence[float] | None = None,
+    *,
+    as_numbered: bool = False,
 ) -> tuple[list[int], list[int]]:
-    """Place all operators."""
-    n, count = problem.count, problem.devices
-    seconds, inputs, waits, outputs = problem.seconds, problem.inputs, problem.waits, problem.outputs
-    producer, readers, waiters, size = problem.producer, problem.readers, problem.waiters, problem.size
-    latency, per_byte, group = problem.latency, problem.per_byte, problem.group
-    shortest = min((value for value in problem.mean_seconds if value > 0), default=0.0) / 2
-    slots = [Slots(shortest) for _ in range(count)]
-    stored = StoredBytes(problem)
-    place_of_group = list(problem.pinned)
-    device, start, finish = [-1] * n, [0.0] * n, [0.0] * n
-    links = [[0.0] * count for _ in range(count)]
-    there: list[list[float]] = [[]] * len(size)
-    missing = [len(a) + len(b) for a, b in zip(inputs, waits, strict=True)]
-    ready_at = [0.0] * n
-    # Algorithm 1. Among those that could start by `first_free` EST is the same, so the longest tail is most critical;
-    # among the others it's the largest ready + tail.
-    by_ready: list[tuple[float, int]] = []
-    by_path: list[tuple[float, int]] = []
-    by_tail: list[tuple[float, int]] = []
-    done = [False] * n
-    push, pop = heapq.heappush, heapq.heappop
-    for op in range(n):
-        if not missing[op]:
-            push(by_tail, (-tail[op] - problem.mean_seconds[op], op))
-    first_free = 0.0
-    for _ in range(n):
-        while by_ready and by_ready[0][0] <= first_free:
-            op = pop(by_ready)[1]
-            if not done[op]:
-                push(by_tail, (-tail[op] - problem.mean_seconds[op], op))
-        while by_path and (done[by_path[0][1]] or ready_at[by_path[0][1]] <= first_free):
-            pop(by_path)
-        if by_tail and (not by_path or first_free - by_tail[0][0] >= -by_path[0][0]):
-            op = pop(by_tail)[1]
-        else:
-            op = pop(by_path)[1]
-        done[op] = True
-        # Algorithm 2.
-        fixed = place_of_group[group[op]]
-        candidates = stored.fitting(op) if fixed < 0 else [fixed]
-        ready = [0.0] * count
-        for tensor in inputs[op]:
-            row, source = there[tensor], device[producer[tensor]]
-            end, link = finish[producer[tensor]], links[source]
-            delay, rate, bytes_ = latency[source], per_byte[source], size[tensor]
-            for v in candidates:
-                arrival = row[v]
+    """Place all operators, one after another.
+
+    Each goes to the device on which it ends first (with ``previous``, to that on which the path through it is the
+    shortest), into the first free time that is long enough; what was placed before stays where it is. Links
+    send one tensor after another.
+
+    Args:
+        problem: the operators.
+        tail: the path behind each of them, see `tails`.
+        previous: devices in the previous round, taken for those of the operators that aren't placed yet.
+        limits: what devices may hold, as far as that can be told here; None doesn't look.
+        as_numbered: take operators in the order of their numbers, that of the program, in which little is held at once.
+
+    Returns:
+        The devices and Q.
+    """
+    return _Scheduler(problem, tail, previous, limits).run(as_numbered)
+
+
+class _Scheduler:
+    def __init__(
+        self,
+        problem: PlacementProblem,
+        tail: Sequence[float],
+        previous: list[int] | None,
+        limits: Sequence[float] | None,
+    ) -> None:
+        self.problem, self.tail, self.previous = problem, tail, previous
+        n, count = problem.count, problem.devices
+        shortest = min((value for value in problem.mean_seconds if value > 0), default=0.0) / 2
+        self.slots = [Slots(shortest) for _ in range(count)]
+        self.place_of_group = list(problem.pinned)
+        self.device, self.start, self.finish = [-1] * n, [0.0] * n, [0.0] * n
+        self.links = [[0.0] * count for _ in range(count)]
+        self.there: list[list[float]] = [[]] * len(problem.size)  # when a tensor is on each device; -1 where it isn't
+        self.stored = StoredBytes(problem)
+        self.memory = None if limits is None else _AliveTensors(problem, limits)
+
+    def run(self, as_numbered: bool) -> tuple[list[int], list[int]]:
+        problem = self.problem
+        missing = [len(a) + len(b) for a, b in zip(problem.inputs, problem.waits, strict=True)]
+        made = [0.0] * problem.count
+        queue = MostCritical([mean + tail for mean, tail in zip(problem.mean_seconds, self.tail, strict=True)])
+        for op in range(problem.count):
+            if not missing[op]:
+                queue.push(op, 0.0)
+        for number in range(problem.count):
+            op = number if as_numbered else queue.pop(min(slot.end for slot in self.slots))
+            self._place(op)
+            end = self.finish[op]
+            for tensor in problem.outputs[op]:
+                for reader in problem.readers[tensor]:
+                    missing[reader] -= 1
+                    if end > made[reader]:
+                        made[reader] = end
+                    if not missing[reader]:
+                        queue.push(reader, made[reader])
+            for waiter in problem.waiters[op]:
+                missing[waiter] -= 1
+                if end > made[waiter]:
+                    made[waiter] = end
+                if not missing[waiter]:
+                    queue.push(waiter, made[waiter])
+        start = self.start
+        return self.device, sorted(range(problem.count), key=lambda op: (start[op], op))
+
+    def _place(self, op: int) -> None:
+        """Algorithm 2, and what algorithm 3 updates."""
+        problem = self.problem
+        fixed = self.place_of_group[problem.group[op]]
+        candidates = [fixed] if fixed >= 0 else self.stored.fitting(op)
+        if self.memory is not None and fixed < 0:
+            candidates = self.memory.fitting(op, candidates)
+        ready = self._ready(op, candidates)
+        seconds = problem.seconds[op]
+        best = candidates[0]
+        begin = self.slots[best].find(ready[best], seconds[best])
+        if len(candidates) > 1:
+            after = None if self.previous is None else self._after(op)
+            least = (begin + seconds[best] + (after[best] if after else 0.0), begin + seconds[best])
+            for device in candidates[1:]:
+                start = self.slots[device].find(ready[device], seconds[device])
+                end = start + seconds[device]
+                cost = (end + (after[device] if after else 0.0), end)
+                if cost < least:
+                    best, least, begin = device, cost, start
+        self.slots[best].take(begin, seconds[best])
+        if fixed < 0:
+            self.place_of_group[problem.group[op]] = best
+            self.stored.add(op, best)
+        for tensor in problem.inputs[op]:
+            row = self.there[tensor]
+            if row[best] < 0:
+                producer = problem.producer[tensor]
+                source = self.device[producer]
+                link = self.links[source]
+                arrival = max(link[best], self.finish[producer])
+                arrival += problem.latency[source][best] + problem.size[tensor] * problem.per_byte[source][best]
+                row[best] = link[best] = arrival
+        if self.memory is not None:
+            self.memory.add(op, best, new=fixed < 0)
+        self.device[op], self.start[op] = best, begin
+        self.finish[op] = end = begin + seconds[best]
+        for tensor in problem.outputs[op]:
+            row = self.there[tensor] = [-1.0] * problem.devices
+            row[best] = end
+
+    def _ready(self, op: int, candidates: Sequence[int]) -> list[float]:
+        """When all that an operator needs is on each device: EST without regard to what the device does (6)."""
+        problem, device, finish = self.problem, self.device, self.finish
+        ready = [0.0] * problem.devices
+        for tensor in problem.inputs[op]:
+            producer = problem.producer[tensor]
+            row, source, end = self.there[tensor], device[producer], finish[producer]
+            link, latency, per_byte = self.links[source], problem.latency[source], problem.per_byte[source]
+            size = problem.size[tensor]
+            for target in candidates:
+                arrival = row[target]
                 if arrival < 0:
-                    arrival = link[v]
+                    arrival = link[target]
                     if arrival < end:
                         arrival = end
-                    arrival += delay[v] + bytes_ * rate[v]
-                if arrival > ready[v]:
-                    ready[v] = arrival
-        for other in waits[op]:
-            source = device[other]
-            for v in candidates:
-                arrival = finish[other] + latency[source][v]
-                if arrival > ready[v]:
-                    ready[v] = arrival
-        if len(candidates) == 1:
-            best = candidates[0]
-            begin = slots[best].find(ready[best], seconds[op][best])
-        else:
-            after = None
-            if previous is not None:
-                after = _after(problem, op, previous, tail)
-            best, least, begin = -1, (float("inf"), 0.0), 0.0
-            for v in candidates:
-                one = slots[v].find(ready[v], seconds[op][v])
-                end = one + seconds[op][v]
-                cost = end
-                if after is not None:
-                    cost += weight * after[v]
-                    if v == previous[op]:
-                        cost -= stay
-                if (cost, end) < least:
-                    best, least, begin = v, (cost, end), one
-        slots[best].take(begin, seconds[op][best])
-        if place_of_group[group[op]] < 0:
-            place_of_group[group[op]] = best
-            stored.add(op, best)
-        # Algorithm 3: the communication that is known now, and what it makes ready.
-        for tensor in inputs[op]:
-            row = there[tensor]
-            if row[best] < 0:
-                source = device[producer[tensor]]
-                link = links[source]
-                arrival = max(link[best], finish[producer[tensor]])
-                row[best] = link[best] = arrival + latency[source][best] + size[tensor] * per_byte[source][best]
-        device[op], start[op] = best, begin
-        end = finish[op] = begin + seconds[op][best]
-        for tensor in outputs[op]:
-            there[tensor] = [-1.0] * count
-            there[tensor][best] = end
-            for reader in readers[tensor]:
-                missing[reader] -= 1
-                if end > ready_at[reader]:
-                    ready_at[reader] = end
-                if not missing[reader]:
-                    push(by_ready, (ready_at[reader], reader))
-                    push(by_path, (-ready_at[reader] - tail[reader] - problem.mean_seconds[reader], reader))
-        for waiter in waiters[op]:
-            missing[waiter] -= 1
-            if end > ready_at[waiter]:
-                ready_at[waiter] = end
-            if not missing[waiter]:
-                push(by_ready, (ready_at[waiter], waiter))
-                push(by_path, (-ready_at[waiter] - tail[waiter] - problem.mean_seconds[waiter], waiter))
-        first_free = min(slot.end for slot in slots)
-    return device, sorted(range(n), key=lambda op: (start[op], op))
+                    arrival += latency[target] + size * per_byte[target]
+                if arrival > ready[target]:
+                    ready[target] = arrival
+        for other in problem.waits[op]:
+            latency = problem.latency[device[other]]
+            for target in candidates:
+                arrival = finish[other] + latency[target]
+                if arrival > ready[target]:
+                    ready[target] = arrival
+        return ready
+
+    def _after(self, op: int) -> list[float]:
+        """The path behind an operator, for each device that it may have."""
+        problem, previous, tail = self.problem, self.previous, self.tail
+        assert previous is not None
+        longest = [0.0] * problem.devices
+        for tensor in problem.outputs[op]:
+            size = problem.size[tensor]
+            paths: dict[int, float] = {}
+            for reader in problem.readers[tensor]:
+                there = previous[reader]
+                path = problem.seconds[reader][there] + tail[reader]
+                if path > paths.get(there, -1.0):
+                    paths[there] = path
+            for there, path in paths.items():
+                for device in range(problem.devices):
+                    value = path
+                    if device != there:
+                        value += problem.latency[device][there] + size * problem.per_byte[device][there]
+                    if value > longest[device]:
+                        longest[device] = value
+        for waiter in problem.waiters[op]:
+            there = previous[waiter]
+            path = problem.seconds[waiter][there] + tail[waiter]
+            for device in range(problem.devices):
+                longest[device] = max(longest[device], path + problem.latency[device][there])
+        return longest
 
 
-def _after(problem: PlacementProblem, op: int, previous: list[int], tail: Sequence[float]) -> list[float]:
-    """The path behind an operator by device, if what comes behind it is where it was in the previous round."""
-    count = problem.devices
-    longest = [0.0] * count
-    for tensor in problem.outputs[op]:
-        bytes_ = problem.size[tensor]
-        ends: dict[int, float] = {}
-        for reader in problem.readers[tensor]:
-            there = previous[reader]
-            path = problem.seconds[reader][there] + tail[reader]
-            if path > ends.get(there, -1.0):
-                ends[there] = path
-        for there, path in ends.items():
-            for v in range(count):
-                value = path if v == there else path + problem.latency[v][there] + bytes_ * problem.per_byte[v][there]
-                if value > longest[v]:
-                    longest[v] = value
-    for waiter in problem.waiters[op]:
-        there = previous[waiter]
-        path = problem.seconds[waiter][there] + tail[waiter]
-        for v in range(count):
-            if path + problem.latency[v][there] > longest[v]:
-                longest[v] = path + problem.latency[v][there]
-    return longest
+class _AliveTensors:
+    """What devices hold of what has been placed: M_v of formula 3, with tensors, as far as it can be told yet.
+
+    A tensor is held wherever it is until all that read it have been placed. The simulator has the last word.
+    """
+
+    def __init__(self, problem: PlacementProblem, limits: Sequence[float]) -> None:
+        self.problem, self.limits = problem, limits
+        self.held = [0.0] * problem.devices
+        for device, stored in zip(problem.pinned, problem.stored, strict=True):
+            if device >= 0:
+                self.held[device] += stored
+        self._unread = [len(readers) for readers in problem.readers]
+        self._where: list[list[int]] = [[] for _ in problem.size]
+
+    def fitting(self, op: int, candidates: Sequence[int]) -> list[int]:
+        """The devices that stay within their limits; where there is none, that which has the most memory left."""
+        problem = self.problem
+        made = sum(problem.size[tensor] for tensor in problem.outputs[op]) + problem.stored[problem.group[op]]
+        left = {
+            device: self.limits[device]
+            - self.held[device]
+            - made
+            - sum(problem.size[tensor] for tensor in problem.inputs[op] if device not in self._where[tensor])
+            for device in candidates
+        }
+        fits = [device for device in candidates if left[device] >= 0]
+        return fits or [max(candidates, key=lambda device: (left[device], -device))]
+
+    def add(self, op: int, device: int, new: bool) -> None:
+        """Place an operator; ``new`` if it's the first of its group."""
+        problem = self.problem
+        if new:
+            self.held[device] += problem.stored[problem.group[op]]
+        for tensor in problem.outputs[op]:
+            self._where[tensor].append(device)
+            self.held[device] += problem.size[tensor]
+        for tensor in problem.inputs[op]:
+            if device not in self._where[tensor]:
+                self._where[tensor].append(device)
+                self.held[device] += problem.size[tensor]
+            self._unread[tensor] -= 1
+            if not self._unread[tensor]:
+                for place in self._where[tensor]:
+                    self.held[place] -= problem.size[tensor]

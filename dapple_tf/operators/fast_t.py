@@ -19,7 +19,7 @@ def fast_t(graph: OpGraph, topology: Topology) -> OpPlacement:
     """Place operators by static priorities.
 
     Raises:
-        PlacementError: the graph isn't for this topology, or no device has memory for an operator's variables.
+        PlacementError: the graph isn't for this topology.
     """
     problem = compile_problem(graph, topology)
     return placement_of(problem, *fast_t_schedule(problem))

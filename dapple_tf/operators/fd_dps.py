@@ -7,13 +7,25 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 
+from dapple_tf.operators.dynamic_critical_path import schedule_by_critical_path
 from dapple_tf.operators.fast_t import fast_t_schedule
 from dapple_tf.operators.heft import heft_schedule
 from dapple_tf.operators.improvement import improved, polished
 from dapple_tf.operators.list_placement import placement_of
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
-from dapple_tf.operators.placement_candidates import Candidate, Pieces, judged, later_sources, scheduled, variant_of
+from dapple_tf.operators.placement_candidates import (
+    Candidate,
+    Pieces,
+    Variant,
+    judged,
+    later_sources,
+    scheduled,
+    variant_of,
+)
+from dapple_tf.operators.placement_problem import tails
+from dapple_tf.operators.simulated_placement import simulate
 from dapple_tf.operators.split_search import Budget, placed, split_candidates
+from dapple_tf.plan_values import PlanError
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -22,13 +34,13 @@ Progress = Callable[[str, float], None]
 
 _VISITS = 4e6
 """Operators that the search visits at most, about: some 20 s on one core."""
+_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+"""Shares of the devices' memory to which placing keeps, since the simulated peak may be above what it counts."""
 _SMALL = 60
 """Operators of a graph up to which every move is tried."""
 
 
-def fd_dps(
-    graph: OpGraph, topology: Topology, *, split: bool = True, progress: Progress | None = None
-) -> OpPlacement:
+def fd_dps(graph: OpGraph, topology: Topology, *, split: bool = True, progress: Progress | None = None) -> OpPlacement:
     """Place the operators of a step so that the simulated step is short.
 
     Args:
@@ -36,6 +48,10 @@ def fd_dps(
         topology: the devices.
         split: whether operators may be split; without, this is the paper's D-DPS(-F).
         progress: told what is being done, and which share of the search is over.
+
+    Raises:
+        PlacementError: the graph isn't for this topology.
+        PlanError: no placement was found that fits the devices' memory.
     """
     with _without_collector():
         best = _search(graph, topology, split, progress or (lambda text, share: None))
@@ -65,6 +81,12 @@ def _search(graph: OpGraph, topology: Topology, split: bool, progress: Progress)
     if split and topology.count > 1:
         best = split_candidates(base, best, budget, lambda text: progress(text, 0.3 + 0.4 * budget.spent_share))
     progress("improvement", 0.75)
+    if best.over > 0:
+        best = min([best, *_within_memory(best.variant)], key=lambda one: one.rank)
+    if best.over > 0 and best.variant is not base:
+        best = min([best, *_within_memory(base)], key=lambda one: one.rank)
+    if best.over > 0:
+        raise PlanError(_too_much(best))
     problem = best.variant.problem
     best = later_sources(best)
     pieces = Pieces.of(problem)
@@ -73,6 +95,42 @@ def _search(graph: OpGraph, topology: Topology, split: bool, progress: Progress)
         best = polished([best, *(one for one in found if one.variant is best.variant)], 3000)
     progress("done", 1.0)
     return best
+
+
+def _within_memory(variant: Variant) -> list[Candidate]:
+    """Placements that keep to a share of the devices' limits, from the whole on, until one fits."""
+    problem = variant.problem
+    pieces = Pieces.of(problem)
+    program = list(range(problem.count))
+    found: list[Candidate] = []
+    for share in _SHARES:
+        limits = [share * limit for limit in problem.topology.memory_bytes.tolist()]
+        origin = f"dynamic critical paths within {share:.0%} of the memory"
+        for as_numbered in (False, True):
+            placing = schedule_by_critical_path(
+                pieces.problem, tails(pieces.problem), limits=limits, as_numbered=as_numbered
+            )
+            devices = pieces.spread(placing[0])
+            # In the program's order little is held at once.
+            found += [scheduled(variant, devices, origin), judged(variant, devices, program, origin)]
+        if min(one.over for one in found) == 0:
+            break
+    return found
+
+
+def _too_much(best: Candidate) -> str:
+    problem = best.variant.problem
+    peaks = simulate(problem, best.devices, best.order).peak_bytes.tolist()
+    limits = problem.topology.memory_bytes.tolist()
+    lacking = ", ".join(
+        f"{name} needs {peak:,.0f} bytes and has {limit:,.0f}"
+        for name, peak, limit in zip(problem.topology.names, peaks, limits, strict=True)
+        if peak > limit
+    )
+    return (
+        f"no placement of the {problem.count} operators was found that fits the devices' memory; in the best one {lacking}: "
+        f"use more devices or a smaller global_batch_size"
+    )
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ def heft(graph: OpGraph, topology: Topology) -> OpPlacement:
     the order of descending rank, into the first free time that is long enough.
 
     Raises:
-        PlacementError: the graph isn't for this topology, or no device has memory for an operator's variables.
+        PlacementError: the graph isn't for this topology.
     """
     problem = compile_problem(graph, topology)
     return placement_of(problem, *heft_schedule(problem))

@@ -15,12 +15,14 @@ from dapple_tf.operators.placement_problem import PlacementProblem
 from dapple_tf.operators.simulated_placement import run_in_order
 
 _SLACK = 1e-10
+_PATIENCE = 60
+"""Moves without success after which no more are tried."""
 _RANDOM_STARTS = 60
 """Random placements of a small graph."""
 _KEPT = 6
 """Placements of a small graph that are improved."""
-_PAIRED = 12
-"""Groups of a graph up to which pairs of them are moved together."""
+_PAIRED = 700
+"""Ways to place two groups up to which pairs of them are moved together."""
 
 
 def improved(candidate: Candidate, pieces: list[int], evaluations: int) -> Candidate:
@@ -34,6 +36,7 @@ def improved(candidate: Candidate, pieces: list[int], evaluations: int) -> Candi
     mover = _Mover(candidate.variant.problem, pieces)
     best = candidate
     tried: set[tuple[int, int]] = set()
+    patience = _PATIENCE
     while evaluations > 0:
         found = None
         for piece, device in mover.moves(best):
@@ -44,15 +47,17 @@ def improved(candidate: Candidate, pieces: list[int], evaluations: int) -> Candi
             if devices is None:
                 continue
             evaluations -= 1
+            patience -= 1
             one = scheduled(best.variant, devices, best.origin)
             if one.rank < (best.over, best.seconds * (1 - _SLACK)):
                 found = one
                 break
-            if evaluations <= 0:
-                break
+            if evaluations <= 0 or patience <= 0:
+                return best
         if found is None:
             return best
         best = found
+        patience = _PATIENCE
         tried.clear()
     return best
 
@@ -183,16 +188,22 @@ def polished(starts: Sequence[Candidate], evaluations: int) -> Candidate:
     found = sorted(found, key=lambda one: one.rank)[:_KEPT]
     needs = [{*(problem.producer[t] for t in problem.inputs[op]), *problem.waits[op]} for op in range(problem.count)]
     moves = [(members,) for members in groups]
-    pairs = [] if len(groups) > _PAIRED else list(itertools.combinations(groups, 2))
+    pairs = list(itertools.combinations(groups, 2))
+    if len(pairs) * count**2 > _PAIRED:
+        pairs = []
     return min((_moved(one, [*moves, *pairs], needs, evaluations // _KEPT) for one in found), key=lambda one: one.rank)
 
 
-def _moved(candidate: Candidate, moves: list[tuple[list[int], ...]], needs: list[set[int]], evaluations: int) -> Candidate:
+def _moved(
+    candidate: Candidate, moves: list[tuple[list[int], ...]], needs: list[set[int]], evaluations: int
+) -> Candidate:
     """Move groups to other devices, alone and in pairs, and operators to other places in Q, as long as that helps."""
     best = candidate
     problem, variant = best.variant.problem, best.variant
     while evaluations > 0:
         for groups in moves:
+            if evaluations <= 0:
+                return best
             devices = list(best.devices)
             one = best
             for chosen in itertools.product(range(problem.devices), repeat=len(groups)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from dapple_tf.operators.op_graph import OpPlacement, Topology
-from dapple_tf.operators.placement_problem import PlacementError, PlacementProblem
+from dapple_tf.operators.placement_problem import PlacementProblem
 from dapple_tf.operators.simulated_placement import simulate
 
 _MOST_GAPS = 64
@@ -87,11 +87,7 @@ class InsertionScheduler:
         self._memory = StoredBytes(problem)
 
     def candidates(self, op: int) -> list[int]:
-        """The devices on which an operator may be: that of its group, or those with memory for it.
-
-        Raises:
-            PlacementError: none has.
-        """
+        """The devices on which an operator may be: that of its group, or those with memory for its variables."""
         group = self.problem.group[op]
         place = self._place_of_group[group]
         return [place] if place >= 0 else self._memory.fitting(op)
@@ -148,22 +144,12 @@ class StoredBytes:
         self._bounded = sum(problem.stored) > min(self.limits)
 
     def fitting(self, op: int) -> list[int]:
-        """Devices with memory for an operator's variables.
-
-        Raises:
-            PlacementError: there is none.
-        """
+        """Devices with memory for an operator's variables; where there is none, that which has the most left."""
         stored = self.problem.stored[self.problem.group[op]]
         if not self._bounded or not stored:
             return self._everywhere
         fits = [device for device in self._everywhere if self.used[device] + stored <= self.limits[device]]
-        if not fits:
-            free = max(limit - used for limit, used in zip(self.limits, self.used, strict=True))
-            raise PlacementError(
-                f"{self.problem.graph.names[op]} has variables of {stored:,.0f} bytes, and at most {free:,.0f} bytes are "
-                f"free on a device; add devices, or give them more memory"
-            )
-        return fits
+        return fits or [max(self._everywhere, key=lambda device: (self.limits[device] - self.used[device], -device))]
 
     def add(self, op: int, device: int) -> None:
         """Count the variables of an operator that is the first of its group."""

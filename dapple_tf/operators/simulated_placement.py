@@ -107,7 +107,9 @@ Sent = list[tuple[int, int, int, float, float]]
 """Tensor, source, target, start and arrival of each transfer."""
 
 
-def run_in_order(problem: PlacementProblem, devices: list[int], order: list[int]) -> tuple[list[float], list[float], Sent]:
+def run_in_order(
+    problem: PlacementProblem, devices: list[int], order: list[int]
+) -> tuple[list[float], list[float], Sent]:
     """Starts and ends of the operators, and the transfers; nothing is checked."""
     count = problem.devices
     seconds, inputs, waits, outputs = problem.seconds, problem.inputs, problem.waits, problem.outputs
@@ -151,7 +153,9 @@ def run_in_order(problem: PlacementProblem, devices: list[int], order: list[int]
     return start, finish, sent
 
 
-def peak_bytes(problem: PlacementProblem, place: np.ndarray, start: np.ndarray, finish: np.ndarray, sent: Sent) -> np.ndarray:
+def peak_bytes(
+    problem: PlacementProblem, place: np.ndarray, start: np.ndarray, finish: np.ndarray, sent: Sent
+) -> np.ndarray:
     """Peak bytes of each device."""
     count, tensors = problem.devices, len(problem.size)
     peaks = np.zeros(count)

@@ -221,9 +221,7 @@ class Layouts:
     def splits(self, layout: Layout) -> dict[str, Split]:
         """A layout as decisions for `apply_splits`."""
         names, rules = self.problem.graph.names, self.reads.rules
-        return {
-            names[op]: Split(rules[op][rule].dimension, self.parts) for op, rule in enumerate(layout) if rule >= 0
-        }
+        return {names[op]: Split(rules[op][rule].dimension, self.parts) for op, rule in enumerate(layout) if rule >= 0}
 
     def _splittable(self) -> list[int]:
         return [op for op, rules in enumerate(self.reads.rules) if rules]

@@ -71,9 +71,7 @@ def placed_cost(count: int) -> float:
     return 6.0 * count
 
 
-def split_candidates(
-    base: Variant, best: Candidate, budget: Budget, tell: Callable[[str], None]
-) -> Candidate:
+def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Callable[[str], None]) -> Candidate:
     """Search for operators to split.
 
     Args:
@@ -130,7 +128,10 @@ def split_candidates(
 
 def _guesses(layouts: Layouts, heavy: float) -> list[Layout]:
     """Layouts to try: regions by batch, by channel, or by both, from heavy operators and from all."""
-    names = sorted({rule.dimension for rules in layouts.reads.rules for rule in rules}, key=lambda n: (n != "batch", n != "channel", n))
+    names = sorted(
+        {rule.dimension for rules in layouts.reads.rules for rule in rules},
+        key=lambda n: (n != "batch", n != "channel", n),
+    )
     if not names:
         return []
     none = layouts.none()
@@ -173,7 +174,12 @@ def _pinned_parts(graph: OpGraph, layouts: Layouts, layout: Layout, problem: Pla
     teams = max(1, problem.devices // layouts.parts)
     names = problem.graph.names
     if number is None:
-        parts = {part_name(names[op], part): part for op, rule in enumerate(layout) if rule >= 0 for part in range(layouts.parts)}
+        parts = {
+            part_name(names[op], part): part
+            for op, rule in enumerate(layout)
+            if rule >= 0
+            for part in range(layouts.parts)
+        }
     else:
         parts = {}
         for index, region in enumerate(layouts.regions(layout)):
