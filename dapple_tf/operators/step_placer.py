@@ -82,9 +82,8 @@ def flat_step(
         fed |= {ref.node: variables[name].shape for ref in placeholders}
     folding = FoldShapes(operator_shapes(flat.graph, fed))
     folded = run_passes(flat, [folding], first=OPERATOR_PASSES_START + 1, instruments=instruments)
-    return FlatStep(
-        folded, infer_shapes(folded.graph, fed, {})
-    )  # More is known: the shapes of sums to given axes, say.
+    # More is known now: the shapes of sums over given axes, say.
+    return FlatStep(folded, operator_shapes(folded.graph, fed))
 
 
 @dataclasses.dataclass(frozen=True)
