@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train pictures results accuracy bench faults test test-fast lint bless clean
+.PHONY: help venv train pictures results results-operators accuracy bench faults test test-fast lint bless clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -30,6 +30,9 @@ pictures: $(STAMP) ## run the documents' examples, and draw their pictures and s
 
 results: $(STAMP) ## regenerate docs/results, the evaluation of the DAPPLE paper; fails when a claim no longer holds
 	$(BIN)/python -m tools.reproduce_dapple
+
+results-operators: $(STAMP) ## regenerate docs/results/fd_dps.md, the evaluation of the FD-DPS paper, a quarter of an hour
+	$(BIN)/python -m tools.reproduce_fd_dps
 
 accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with real training, some 15 minutes
 	$(BIN)/python -m tools.check_simulator

@@ -131,16 +131,18 @@ def _measure(
     with _engine(model, cluster, plan, costs) as engine:
         built = engine.prepare(Mode.TRAIN, example.spec)
         step = built.placed[Kind(samples)]
-        signatures = operator_signatures(step.flat, step.shapes)
+        signatures = operator_signatures(step.flat.program.graph, step.flat.shapes)
         metrics = RunningMetrics(model, engine.table).feeds()
         engine.load()
         speeds = {cluster.device_names[device]: cluster.devices[device].speed for device in devices}
+        found = []
         for number in range(_WARM_UP + steps):
             bar.step("warming up" if number < _WARM_UP else "measuring")
             traced = engine.run(Mode.TRAIN, example.spec, arrays, metrics=metrics, trace=True).traced
-            if number >= _WARM_UP:
-                assert traced is not None
-                add_step_stats(costs, traced.stats, signatures, prefix=traced.prefix, speeds=speeds)
+            assert traced is not None
+            found.append(traced)
+        stats = [traced.stats for traced in found[_WARM_UP:]]
+        add_step_stats(costs, stats, signatures, prefix=found[0].prefix, speeds=speeds)
 
 
 @contextlib.contextmanager

@@ -104,8 +104,9 @@ def test_times_are_by_kind_and_speed_of_devices() -> None:
     row = dict(zip(found.names, found.seconds, strict=True))
     assert row["e"].tolist() == [3.0, costs.seconds(made["e"], "CPU"), 1.5]
     assert row["g"].tolist() == [0, 0, 0]
-    assert found.launch_seconds.tolist() == [1e-6, 1e-4, 1e-6]
-    assert found.copy_seconds.tolist() == [2e-11, 4e-9, 2e-11]
+    plain = build_op_graph(graph, places, OperatorCosts(costs.rooflines), speeds=(1.0, 1.0, 2.0))
+    assert plain.launch_seconds.tolist() == [1e-6, 1e-4, 0.5e-6]
+    assert plain.copy_seconds.tolist() == [2e-11, 4e-9, 1e-11]
     with pytest.raises(PassError, match="one above 0 for each of the 3 devices"):
         build_op_graph(graph, places, costs, speeds=(1.0,))
     with pytest.raises(OperatorCostsError, match="kind 'TPU'"):
@@ -247,6 +248,9 @@ def test_rules_are_asked_with_shapes_and_constants() -> None:
     assert found.splits == {found.names.index("f"): (SplitRule("batch", 8, (0,), (0,)),)}
     assert asked["split"] == ([(8, 6), (2,), ()], [(8, 5), (8, 1)], {1: [5, 1], 2: 1})
     assert asked["a"] == ([(8, 6), ()], [(8, 6)], {})
+    kept = small_graph()
+    kept.graph.node[[node.name for node in kept.graph.node].index("f")].attr["_class"].list.s.append(b"loc:@a")
+    assert built(kept.graph, rules=rules).splits == {}  # it has to be where a is
 
 
 def test_convolutions_and_products_can_be_split_by_default_but_not_what_is_stateful() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from dapple_tf.operators import flops
 from dapple_tf.operators.flops import Work, work
+from dapple_tf.operators.rooflines import P100
 from dapple_tf.operators.signatures import Fingerprints, OpSignature, TensorType, output_dtype_names, signature
 from graph_passes.graph import GraphDef, make_node
 from graph_passes.tensorflow_bridge import op_def, output_dtypes
@@ -113,6 +117,15 @@ def test_operators_bound_by_memory(text: str, size: int) -> None:
 )
 def test_operators_without_a_kernel(text: str) -> None:
     assert of(text) == Work("free", 0.0, 0.0)
+
+
+@pytest.mark.parametrize("shape", [None, (), (None,), (None, 0, None, 4)])
+def test_no_shape_is_too_little_to_go_by(shape: tuple[int | None, ...] | None) -> None:
+    tensor = TensorType("float32", shape)
+    for op in flops._RULES:
+        found = work(OpSignature(op, (("equation", "abc,cd->abd"),), (tensor,) * 4, (tensor,)))
+        assert all(0 <= value < math.inf for value in (found.flops, found.bytes, found.depth)), op
+        assert P100.seconds(found) < 1
 
 
 # ---- signatures

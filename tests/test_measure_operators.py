@@ -58,6 +58,14 @@ def test_equal_operators_are_averaged() -> None:
     assert costs.measured(_RELU, "CPU") == (2, pytest.approx(2e-6))
 
 
+def test_of_several_steps_the_median_counts() -> None:
+    costs = OperatorCosts()
+    steps = [stats(cpu=[("a", 0, took), ("b", 0, 2_000)]) for took in (1_000, 900_000, 3_000)]
+    assert add_step_stats(costs, steps, {"a": _RELU, "b": _TANH}) == 2
+    assert costs.measured(_RELU, "CPU") == (3, pytest.approx(3e-6))
+    assert costs.measured(_TANH, "CPU") == (3, pytest.approx(2e-6))
+
+
 def test_on_gpus_kernels_count_or_starting_them_where_that_takes_longer() -> None:
     costs = OperatorCosts()
     given = stats(

@@ -87,16 +87,30 @@ def test_what_was_not_measured_is_estimated_by_the_roofline() -> None:
 
 def test_estimates_are_scaled_by_what_was_measured_of_the_same_op_type_else_of_all() -> None:
     costs = OperatorCosts({"GPU": _PLAIN, "CPU": _PLAIN})
-    plain_relu, plain_tanh = costs.seconds(_WIDE, "GPU"), costs.seconds(_TANH, "GPU")
-    costs.add(_RELU, "GPU", 3 * costs.seconds(_RELU, "GPU"))
-    assert costs.seconds(_WIDE, "GPU") == pytest.approx(3 * plain_relu)
-    assert costs.seconds(_TANH, "GPU") == pytest.approx(3 * plain_tanh)
+    plain = costs.seconds(_WIDE, "GPU") - _PLAIN.launch
+    half = OpSignature.parse("Relu | float32[32,800000] | float32[32,800000]")
+    costs.add(half, "GPU", _PLAIN.launch + 3 * plain / 2)
+    assert costs.seconds(_WIDE, "GPU") == pytest.approx(_PLAIN.launch + 3 * plain)
+    assert costs.seconds(_TANH, "GPU") == pytest.approx(_PLAIN.launch + 3 * plain)
     for op, ratio in (("Sigmoid", 5), ("Exp", 7)):
-        other = _RELU._replace(op=op)
-        costs.add(other, "GPU", ratio * _PLAIN.seconds(_work(other)))
-    assert costs.seconds(_WIDE, "GPU") == pytest.approx(3 * plain_relu)
-    assert costs.seconds(_TANH, "GPU") == pytest.approx(5 * plain_tanh)  # the median of 3, 5 and 7
-    assert costs.seconds(_WIDE, "CPU") == pytest.approx(plain_relu)
+        costs.add(half._replace(op=op), "GPU", _PLAIN.launch + ratio * plain / 2)
+    assert costs.seconds(_WIDE, "GPU") == pytest.approx(_PLAIN.launch + 3 * plain)
+    assert costs.seconds(_TANH, "GPU") == pytest.approx(_PLAIN.launch + 5 * plain)  # the median of 3, 5 and 7
+    assert costs.seconds(_WIDE, "CPU") == pytest.approx(_PLAIN.launch + plain)
+
+
+def test_small_operators_tell_what_starting_one_takes() -> None:
+    costs = OperatorCosts({"GPU": _PLAIN})
+    assert costs.launch_seconds("GPU") == _PLAIN.launch
+    tiny = OpSignature.parse("Relu | float32[2,2] | float32[2,2]")
+    plain = costs.seconds(_WIDE, "GPU") - _PLAIN.launch
+    for op, seconds in (("Relu", 1e-6), ("Exp", 2e-6), ("Neg", 4e-6)):
+        costs.add(tiny._replace(op=op), "GPU", seconds)
+    assert costs.launch_seconds("GPU") == 2e-6
+    assert costs.seconds(_WIDE, "GPU") == pytest.approx(1e-6 + plain)
+    assert costs.seconds(_TANH, "GPU") == pytest.approx(2e-6 + plain)
+    costs.add(OpSignature.parse("While functions=a | float32[2] | float32[2]"), "GPU", 1.0)  # tells nothing
+    assert costs.seconds(_TANH, "GPU") == pytest.approx(2e-6 + plain)
 
 
 def _work(signature: OpSignature):  # type: ignore[no-untyped-def]
@@ -148,6 +162,17 @@ def test_files_give_the_same_costs_back(tmp_path: pathlib.Path) -> None:
     assert found.measured(_RELU, "GPU") == (4, 0.25)
     assert found.rooflines == {"GPU": P100, "CPU": CPU}
     assert found.kinds == ("GPU", "CPU")
+
+
+def test_files_that_would_not_be_read_are_not_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dapple_tf.operators.op_costs.MOST_BYTES", 1000)
+    costs = OperatorCosts({})
+    for size in range(100):
+        costs.add(OpSignature.parse(f"Relu | float32[{size}] | float32[{size}]"), "GPU", 1.0)
+    with pytest.raises(OperatorCostsError, match="the costs of 100 operators take"):
+        costs.save(tmp_path / "costs.json")
+    assert not (tmp_path / "costs.json").exists()
+    assert OperatorCosts.from_json(costs.to_json()).to_json() == costs.to_json()
 
 
 def _file(**changes: object) -> str:

@@ -65,6 +65,10 @@ def build_op_graph(
         PassError: the graph has a cycle or an unknown op, or ``pinned`` contradicts the graph.
         OperatorCostsError: nothing is known of a kind of device.
     """
+    kinds = [device_kind(name) for name in topology.names]
+    factors = np.ones(topology.count) if speeds is None else np.asarray(speeds, np.float64)
+    if factors.shape != (topology.count,) or not (factors > 0).all():
+        raise PassError(f"speeds are {speeds}; give one above 0 for each of the {topology.count} devices")
     reading = _Reading(graph, operator_shapes(graph, {}) if shapes is None else shapes)
     order = reading.order()
     nodes = [reading.nodes[index] for index in order]
@@ -75,15 +79,15 @@ def build_op_graph(
     return OpGraph(
         names=tuple(node.name for node in nodes),
         ops=tuple(node.op for node in nodes),
-        seconds=_seconds(reading, order, topology, costs, speeds),
+        seconds=_seconds(reading, order, kinds, costs) / factors,
         edges=edges,
         tensor_bytes=tensor_bytes,
         groups=np.array(together.groups, np.int64),
         pinned=np.array(pin(together, pinned or {}, topology.count), np.int64),
         stored_bytes=np.array(together.stored, np.float64),
-        splits={} if rules is None else _splits(reading, order, rules),
-        launch_seconds=np.array([costs.roofline(device_kind(name)).launch for name in topology.names], np.float64),
-        copy_seconds=np.array([costs.roofline(device_kind(name)).copy_seconds for name in topology.names], np.float64),
+        splits={} if rules is None else _splits(reading, order, rules, together.groups),
+        launch_seconds=np.array([costs.launch_seconds(kind) for kind in kinds]) / factors,
+        copy_seconds=np.array([costs.copy_seconds(kind) for kind in kinds]) / factors,
         tensor_outputs=tensor_outputs,
     )
 
@@ -219,18 +223,8 @@ def _edges(
     return np.array(rows, np.int64).reshape(-1, 4), np.array(sizes, np.float64), outputs
 
 
-def _seconds(
-    reading: _Reading,
-    order: Sequence[int],
-    topology: Topology,
-    costs: OperatorCosts,
-    speeds: Sequence[float] | None,
-) -> np.ndarray:
-    """E of formula 1: [operators, devices]."""
-    kinds = [device_kind(name) for name in topology.names]
-    factors = np.ones(topology.count) if speeds is None else np.asarray(speeds, np.float64)
-    if factors.shape != (topology.count,) or not (factors > 0).all():
-        raise PassError(f"speeds are {speeds}; give one above 0 for each of the {topology.count} devices")
+def _seconds(reading: _Reading, order: Sequence[int], kinds: Sequence[str], costs: OperatorCosts) -> np.ndarray:
+    """E of formula 1 on devices of speed 1: [operators, devices]."""
     columns = list(dict.fromkeys(kinds))
     functions = FunctionWork(reading.graph, costs, reading.shapes)
     by_kind = np.zeros((len(order), len(columns)))
@@ -243,13 +237,19 @@ def _seconds(
         else:
             for column, kind in enumerate(columns):
                 by_kind[number, column] = costs.seconds(made, kind)
-    return by_kind[:, [columns.index(kind) for kind in kinds]] / factors
+    return by_kind[:, [columns.index(kind) for kind in kinds]]
 
 
-def _splits(reading: _Reading, order: Sequence[int], rules: Rules) -> dict[int, tuple[SplitRule, ...]]:
+def _splits(
+    reading: _Reading, order: Sequence[int], rules: Rules, groups: Sequence[int]
+) -> dict[int, tuple[SplitRule, ...]]:
+    """How operators can be split; those that have to be where others are can't."""
+    members = collections.Counter(groups)
     found = {}
     constants: dict[int, np.ndarray] = {}
     for number, index in enumerate(order):
+        if members[groups[number]] > 1:
+            continue
         known = {}
         for argument, (producer, _) in enumerate(reading.inputs[index].data):
             if reading.nodes[producer].op == "Const" and reading.outputs[producer][0].dtype in ("int32", "int64"):

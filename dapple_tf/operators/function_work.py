@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.operators.operator_shapes import LOOPS, CallShapes, Handles, ShapeInference
+from dapple_tf.operators.operator_shapes import LOOPS, CallShapes, Handles, ShapeInference, function_names
 from dapple_tf.operators.signatures import Fingerprints, OpSignature, TensorType, output_dtype_names, signature
 from graph_passes.graph import GraphDef, NodeDef, PassError, Ref, data_inputs
-from graph_passes.tensorflow_bridge import Shape, constant_value, function_graph, op_def, takes_functions
+from graph_passes.tensorflow_bridge import Shape, constant_value, function_graph, takes_functions
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +87,8 @@ class FunctionWork:
             return (1 if rounds is None else rounds) * sum(
                 self._function(node.attr[part].func.name, given, kind) for part in ("cond", "body")
             )
-        names = [called.name for attr in node.attr.values() for called in (attr.func, *attr.list.func) if called.name]
-        if op_def(node.op).input_arg[0].name in ("cond", "branch_index"):
-            given = CallShapes(given.shapes[1:], given.elements[1:])
-        return max((self._function(name, given, kind) for name in names), default=0.0)
+        inside = given.arguments(node)
+        return max((self._function(name, inside, kind) for name in function_names(node)), default=0.0)
 
     def _function(self, name: str, given: CallShapes, kind: str) -> float:
         """Time of a function's operators, one after another."""

@@ -6,6 +6,7 @@ import collections
 import itertools
 import logging
 import re
+import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ def add_step_stats(
     prefix: str = "",
     speeds: Mapping[str, float] | None = None,
 ) -> int:
-    """Takes in what the operators of a traced step took.
+    """Takes in what the operators of a traced step took, or of several.
 
     Times mean something where each device ran one operator at a time, and nothing in the first steps, which allocate
     memory and choose algorithms: leave these out. On CPUs a node's time is that of its computation. On GPUs the
@@ -46,7 +47,8 @@ def add_step_stats(
 
     Args:
         costs: takes in the times, under the kind of the device that a node ran on.
-        stats: TensorFlow's StepStats, of a run with ``FULL_TRACE``.
+        stats: TensorFlow's StepStats of a run with ``FULL_TRACE``; or of several runs, of which the median of each
+            node's times counts, as often: a mean would keep for good what held up the machine in one of them.
         signatures: node -> what its time depends on, see `operator_signatures`. Other nodes don't count.
         prefix: under which the nodes are in the session's graph.
         speeds: name of a device -> `Device.speed`; 1 for those that aren't there.
@@ -54,39 +56,56 @@ def add_step_stats(
     Returns:
         How many operators were measured. Those on a GPU that tells nothing of its kernels aren't.
     """
+    steps = [stats] if hasattr(stats, "dev_stats") else list(stats)
+    found: dict[str, list[_Time]] = {}
+    for step in steps:
+        for name, time in _times(step, signatures, prefix).items():
+            found.setdefault(name, []).append(time)
+    for name, times in found.items():
+        speed = 1.0 if speeds is None else speeds.get(times[0].device, 1.0)
+        seconds = statistics.median(time.nanoseconds for time in times) * speed / 1e9
+        costs.add(signatures[name], device_kind(times[0].device), seconds, times=len(times))
+    return len(found)
+
+
+class _Time(NamedTuple):
+    """What a node took on its device."""
+
+    device: str
+    nanoseconds: int
+
+
+def _times(stats: Any, signatures: Mapping[str, OpSignature], prefix: str) -> dict[str, _Time]:
     start = len(prefix) + 1 if prefix else 0
     inside = _Insides(signatures)
     found: dict[str, list[_Run]] = {}
     kernels: collections.Counter[str] = collections.Counter()
-    traced: set[str] = set()
+    told = False
     for device, node in _nodes(stats):
         if _KERNELS.search(device):
-            traced.add("GPU")
+            told = True
             name = inside.operator(_operation(node.node_name)[start:])
             if name is not None:
                 kernels[name] += 1000 * (node.op_end_rel_micros - node.op_start_rel_micros)
-        elif "/stream" not in device and not device.endswith(("/sync", "/memcpy")):
-            if not node.node_name.startswith(prefix):
-                continue
+        elif _is_executors(device) and node.node_name.startswith(prefix):
             name = inside.operator(node.node_name[start:])
             if name is not None:
                 found.setdefault(name, []).append(_run(device, node))
-    untold = 0
-    for name, runs in found.items():
-        kind = device_kind(runs[0].device)
-        if kind == "GPU" and kind not in traced:
-            untold += 1
-            continue
-        nanoseconds = max(_busy(runs), kernels[name])
-        speed = 1.0 if speeds is None else speeds.get(runs[0].device, 1.0)
-        costs.add(signatures[name], kind, nanoseconds * speed / 1e9)
-    if untold:
+    on_gpus = [name for name, runs in found.items() if device_kind(runs[0].device) == "GPU"]
+    if on_gpus and not told:
         logger.warning(
             "%d operators ran on GPUs, but the trace has no times of kernels, so that they count as not measured; may "
             "this process use CUPTI?",
-            untold,
+            len(on_gpus),
         )
-    return len(found) - untold
+        for name in on_gpus:
+            del found[name]
+    return {name: _Time(runs[0].device, max(_busy(runs), kernels[name])) for name, runs in found.items()}
+
+
+def _is_executors(device: str) -> bool:
+    """Whether a list is one of nodes that the executor ran, rather than of what a GPU tells."""
+    return "/stream" not in device and not device.endswith(("/sync", "/memcpy"))
 
 
 def measured_shapes(stats: Any, *, prefix: str = "") -> dict[Ref, Shape]:
@@ -99,7 +118,7 @@ def measured_shapes(stats: Any, *, prefix: str = "") -> dict[Ref, Shape]:
     start = len(prefix) + 1 if prefix else 0
     found: dict[Ref, Shape] = {}
     for device, node in _nodes(stats):
-        if "/stream" not in device and node.node_name.startswith(prefix):
+        if _is_executors(device) and node.node_name.startswith(prefix):
             for output in node.output:
                 shape = output.tensor_description.shape
                 if not shape.unknown_rank:

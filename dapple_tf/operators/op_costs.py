@@ -8,19 +8,20 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dapple_tf.data_files import clip, parse_object, read_text, short
-from dapple_tf.operators.flops import FREE, Work, work
+from dapple_tf.data_files import MOST_BYTES, clip, parse_object, read_text, short
+from dapple_tf.operators.flops import FREE, work
 from dapple_tf.operators.rooflines import CPU, GPU, P100, Roofline
 from dapple_tf.operators.signatures import OpSignature
+from graph_passes.tensorflow_bridge import takes_functions
 
 _FORMAT = "dapple_tf.operator_costs/1"
 _KIND = re.compile(r"([A-Za-z_]+):\d+$")
-_LEAST_SECONDS = 1e-9
-"""Ratios to a roofline aren't formed with less."""
+_SMALL = 0.5
+"""An operator is small if the roofline gives its work less than this share of a launch."""
 
 
 class OperatorCostsError(ValueError):
@@ -61,6 +62,13 @@ def device_kind(name: str) -> str:
     return found[1].upper()
 
 
+class _Correction(NamedTuple):
+    """What measured operators took, beside a roofline: starting them, and a multiple of the rest."""
+
+    launch: float
+    ratio: float
+
+
 class OperatorCosts:
     """Times of operators on kinds of devices: E of FD-DPS, formula 1, and estimates for what wasn't measured.
 
@@ -68,9 +76,10 @@ class OperatorCosts:
         costs.add(signature, "GPU", 0.0021)
         costs.seconds(signature, "GPU")
 
-    An operator that wasn't measured takes what the roofline of the kind of device says, times how much longer than that
-    the measured operators of its op type took there (the median of their ratios; that of all op types if none of its
-    own was measured).
+    An operator that wasn't measured takes what the roofline of the kind of device says, corrected by what was measured
+    there: starting it takes as long as the small operators of its op type took (their median), and the rest as many
+    times the roofline's as with the large ones (the median of their ratios). If none of its own op type was measured,
+    all operators count.
 
     Attributes:
         rooflines: kind of device (``CPU``, ``GPU``) -> its roofline.
@@ -79,7 +88,7 @@ class OperatorCosts:
     def __init__(self, rooflines: Mapping[str, Roofline] | None = None) -> None:
         self.rooflines: dict[str, Roofline] = dict({"CPU": CPU, "GPU": GPU} if rooflines is None else rooflines)
         self._means: dict[str, dict[OpSignature, MeanSeconds]] = {}
-        self._ratios: dict[str, dict[str, float]] = {}
+        self._corrections: dict[str, dict[str, _Correction]] = {}
         self._estimates: dict[tuple[str, OpSignature], float] = {}
 
     @classmethod
@@ -95,6 +104,9 @@ class OperatorCosts:
             Relu1_2     2.908   2.91    1.64 GB at 77% of the bandwidth
             Pool1       0.96    1.41    1.03 GB at the whole bandwidth; the paper's time would need 146% of it
             Fc6         1.654   1.66    75% of the peak
+
+        Seconds of whole steps on one GPU (table 5), the sum over their operators: VGG-16 0.51 (0.79 in the paper),
+        InceptionV3 0.45 (0.57), ResNet-50 0.40 (0.39). The paper's include what the host does.
         """
         return cls({"GPU": P100, "CPU": CPU})
 
@@ -117,7 +129,7 @@ class OperatorCosts:
             means[signature] = MeanSeconds(times, seconds)
         else:
             means[signature] = before.add(seconds) if times == 1 else before.merge(MeanSeconds(times, seconds))
-        self._ratios.pop(kind, None)
+        self._corrections.pop(kind, None)
         self._estimates.clear()
 
     def update(self, other: OperatorCosts) -> None:
@@ -157,7 +169,7 @@ class OperatorCosts:
         if mean is not None:
             return mean.seconds
         if inner is not None:
-            return self.roofline(kind).launch + inner
+            return self.launch_seconds(kind) + inner
         key = kind, signature
         found = self._estimates.get(key)
         if found is None:
@@ -180,22 +192,48 @@ class OperatorCosts:
         amount = work(signature)
         if amount.kind == FREE:
             return 0.0
-        ratios = self._ratios_of(kind)
-        return self.roofline(kind).seconds(amount) * ratios.get(signature.op, ratios[""])
+        roofline, corrections = self.roofline(kind), self._corrections_of(kind)
+        correction = corrections.get(signature.op, corrections[""])
+        return correction.launch + correction.ratio * (roofline.seconds(amount) - roofline.launch)
 
-    def _ratios_of(self, kind: str) -> dict[str, float]:
-        """Op type -> median of measured time / roofline; under "" that of all."""
-        if kind not in self._ratios:
+    def launch_seconds(self, kind: str) -> float:
+        """What starting an operator costs on a kind of device, whatever it does.
+
+        Raises:
+            OperatorCostsError: nothing is known of such devices.
+        """
+        return self._corrections_of(kind)[""].launch
+
+    def copy_seconds(self, kind: str) -> float:
+        """Seconds for each byte that is copied within a device: read and written.
+
+        Raises:
+            OperatorCostsError: nothing is known of such devices.
+        """
+        corrections = self._corrections_of(kind)
+        return self.roofline(kind).copy_seconds * corrections.get("ConcatV2", corrections[""]).ratio
+
+    def _corrections_of(self, kind: str) -> dict[str, _Correction]:
+        """Op type -> how its times differ from the roofline; under "" that of all."""
+        if kind not in self._corrections:
             roofline = self.roofline(kind)
-            found: dict[str, list[float]] = {}
+            small: dict[str, list[float]] = {}
+            large: dict[str, list[tuple[float, float]]] = {}
             for signature, mean in self._means.get(kind, {}).items():
-                expected = _roofline_seconds(roofline, work(signature))
-                if expected is not None:
-                    found.setdefault(signature.op, []).append(max(mean.seconds, _LEAST_SECONDS) / expected)
-            every = [ratio for ratios in found.values() for ratio in ratios]
-            medians = {op: statistics.median(ratios) for op, ratios in found.items()}
-            self._ratios[kind] = medians | {"": statistics.median(every) if every else 1.0}
-        return self._ratios[kind]
+                amount = work(signature)
+                if amount.kind != FREE and not takes_functions(signature.op):
+                    expected = roofline.seconds(amount) - roofline.launch
+                    for op in (signature.op, ""):
+                        if expected < _SMALL * roofline.launch:
+                            small.setdefault(op, []).append(mean.seconds)
+                        else:
+                            large.setdefault(op, []).append((mean.seconds, expected))
+            self._corrections[kind] = found = {
+                "": _correction(small.get(""), large.get(""), _Correction(roofline.launch, 1.0))
+            }
+            for op in small.keys() | large.keys():
+                found[op] = _correction(small.get(op), large.get(op), found[""])
+        return self._corrections[kind]
 
     # ---- files
 
@@ -210,8 +248,18 @@ class OperatorCosts:
         return cls.from_json(read_text(path, OperatorCostsError), source=os.fspath(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes `to_json` to a file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Writes `to_json` to a file.
+
+        Raises:
+            OperatorCostsError: there are so many measured operators that `load` would refuse the file.
+        """
+        text = self.to_json()
+        if len(text) > MOST_BYTES:
+            raise OperatorCostsError(
+                f"the costs of {self.count:,} operators take {len(text):,} bytes, but files of more than "
+                f"{MOST_BYTES:,} aren't read; keep those of different models in different files"
+            )
+        Path(path).write_text(text, encoding="utf-8")
 
     def to_json(self) -> str:
         """The costs as JSON text: rooflines and measured means of each kind of device.
@@ -222,14 +270,16 @@ class OperatorCosts:
 
         ``measured`` maps signatures to [number of measurements, mean seconds].
         """
-        devices: dict[str, Any] = {}
+        devices = []
         for kind in dict.fromkeys((*self.rooflines, *self._means)):
-            entry: dict[str, Any] = {}
+            parts = []
             if kind in self.rooflines:
-                entry["roofline"] = dataclasses.asdict(self.rooflines[kind])
-            entry["measured"] = {str(signature): list(mean) for signature, mean in self._means.get(kind, {}).items()}
-            devices[kind] = entry
-        return json.dumps({"format": _FORMAT, "devices": devices}, indent=1) + "\n"
+                parts.append(f'   "roofline": {json.dumps(dataclasses.asdict(self.rooflines[kind]))}')
+            means = self._means.get(kind, {}).items()
+            lines = ",\n".join(f"    {json.dumps(str(signature))}: {json.dumps(mean)}" for signature, mean in means)
+            parts.append('   "measured": {\n' + lines + "\n   }" if lines else '   "measured": {}')
+            devices.append(f"  {json.dumps(kind)}: {{\n" + ",\n".join(parts) + "\n  }")
+        return f'{{\n "format": {json.dumps(_FORMAT)},\n "devices": {{\n' + ",\n".join(devices) + "\n }\n}\n"
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "operator costs") -> OperatorCosts:
@@ -254,9 +304,15 @@ class OperatorCosts:
         return found
 
 
-def _roofline_seconds(roofline: Roofline, amount: Work) -> float | None:
-    """What the roofline says; None for what it has no opinion on."""
-    return None if amount.kind == FREE else max(roofline.seconds(amount), _LEAST_SECONDS)
+def _correction(
+    small: Sequence[float] | None, large: Sequence[tuple[float, float]] | None, default: _Correction
+) -> _Correction:
+    """From seconds of small operators, and (seconds, roofline without launch) of large ones."""
+    launch = statistics.median(small) if small else default.launch
+    if not large:
+        return default._replace(launch=launch)
+    launch = min(launch, *(seconds for seconds, _ in large))
+    return _Correction(launch, statistics.median((seconds - launch) / expected for seconds, expected in large))
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:

@@ -28,7 +28,9 @@ from graph_passes.tensorflow_bridge import (
 logger = logging.getLogger(__name__)
 
 LOOPS = frozenset({"While", "StatelessWhile"})
-_BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+"""Every input is an argument of condition and body, and every output what the last round makes of it."""
+BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+"""The first input chooses a function, the others are its arguments."""
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _HANDLES = frozenset({types_pb2.DT_RESOURCE, types_pb2.DT_VARIANT})
 # Op that reads what is behind a handle -> (output that has its shape, dimensions before it).
@@ -52,6 +54,10 @@ class CallShapes(NamedTuple):
 
     shapes: _Given
     elements: _Given
+
+    def arguments(self, node: NodeDef) -> CallShapes:
+        """Those of the functions that a node runs, if these are those of its inputs."""
+        return CallShapes(self.shapes[1:], self.elements[1:]) if node.op in BRANCHES else self
 
 
 def operator_shapes(graph: GraphDef, placeholders: Mapping[str, Sequence[int | None]]) -> dict[Ref, Shape | None]:
@@ -162,11 +168,9 @@ class ShapeInference:
             return self._loop(node.attr["body"].func.name, given)
         if node.op in _CALLS:
             return self.results(node.attr["f"].func.name, given)
-        if node.op not in _BRANCHES:
+        if node.op not in BRANCHES:
             return None
-        names = [called.name for attr in node.attr.values() for called in (attr.func, *attr.list.func) if called.name]
-        inside = CallShapes(given.shapes[1:], given.elements[1:])
-        sides = [self.results(name, inside) for name in names]
+        sides = [self.results(name, given.arguments(node)) for name in function_names(node)]
         joined = sides[0] if sides else None
         for side in sides[1:]:
             joined = None if joined is None or side is None else _joined(joined, side)
@@ -288,6 +292,11 @@ class Handles:
         node = self._nodes[ref.node]
         sizes = constant_value(node) if node.op == "Const" else None
         return None if sizes is None or sizes.ndim != 1 or (sizes < 0).any() else tuple(map(int, sizes))
+
+
+def function_names(node: NodeDef) -> list[str]:
+    """The functions that a node runs."""
+    return [called.name for attr in node.attr.values() for called in (attr.func, *attr.list.func) if called.name]
 
 
 def _may_pass_on_handles(node: NodeDef) -> bool:

@@ -133,7 +133,7 @@ GPU = Roofline(
 CPU = Roofline(
     flops=60e9,
     bandwidth=12e9,
-    launch=5e-6,
+    launch=1.5e-6,
     compute={
         **{MATMUL: 0.7, CONV: 0.6, CONV_FILTER: 0.4, WINOGRAD: 0.7, WINOGRAD_FILTER: 0.5},
         **{DEPTHWISE: 0.1, DEPTHWISE_FILTER: 0.05, MEMORY: 0.2, POOL: 0.1},

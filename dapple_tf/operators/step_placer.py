@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from dapple_tf.cluster import Cluster
 from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.fd_dps import fd_dps
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement, Topology
+from dapple_tf.operators.operator_shapes import operator_shapes
 from dapple_tf.plan import Plan
 from dapple_tf.progress import Progress
 from graph_passes.flatten import Flatten
+from graph_passes.fold_shapes import FoldShapes
 from graph_passes.graph import (
     CALL_ATTR,
     MICRO_BATCH_ATTR,
@@ -32,13 +35,55 @@ from graph_passes.place_operators import PlaceOperators
 from graph_passes.program import Program
 from graph_passes.split_operators import SplitOperators
 from graph_passes.split_rules import Split, split_rules
-from graph_passes.tensorflow_bridge import Shape, infer_shapes, output_dtypes
+from graph_passes.tensorflow_bridge import Shape, output_dtypes
 
 logger = logging.getLogger(__name__)
 
 OPERATOR_PASSES_START = 10
 """Number of the first pass that places operators."""
 _VARIABLE = "VarHandleOp"
+
+
+class FlatStep(NamedTuple):
+    """The operators of a step.
+
+    Attributes:
+        program: the step, all of it at the top level.
+        shapes: of all tensors.
+    """
+
+    program: Program
+    shapes: Mapping[Ref, Shape | None]
+
+
+def flat_step(
+    program: Program,
+    shapes: Sequence[Sequence[int | None]],
+    instruments: Sequence[Instrument] = (),
+    *,
+    keep_tasks: bool = False,
+) -> FlatStep:
+    """The operators of a complete step, and all shapes.
+
+    Args:
+        program: a step after all nine passes.
+        shapes: of its batch inputs, with the number of samples.
+        instruments: what looks on.
+        keep_tasks: whether tasks stay in the order of a schedule.
+
+    Raises:
+        PassError: a call can't be inlined.
+    """
+    flat = run_passes(program, [Flatten(keep_tasks=keep_tasks)], first=OPERATOR_PASSES_START, instruments=instruments)
+    assert flat.step is not None
+    fed = {ref.node: tuple(shape) for ref, shape in zip(flat.step.feeds.values(), shapes, strict=True)}
+    variables = program.variables
+    for name, placeholders in flat.step.metric_feeds.items():
+        fed |= {ref.node: variables[name].shape for ref in placeholders}
+    folding = FoldShapes(operator_shapes(flat.graph, fed))
+    folded = run_passes(flat, [folding], first=OPERATOR_PASSES_START + 1, instruments=instruments)
+    # More is known now: the shapes of sums over given axes, say.
+    return FlatStep(folded, operator_shapes(folded.graph, fed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +95,12 @@ class PlacedStep:
         placements: stage -> what was found for its operators, those of its first micro-batch.
         places: (stage, name of a variable's storage) -> the name of its device.
         flat: the step's operators before any was split or placed.
-        shapes: of their results.
     """
 
     program: Program
     placements: Mapping[int, OpPlacement]
     places: Mapping[tuple[int, str], str]
-    flat: GraphDef
-    shapes: Mapping[Ref, Shape | None]
+    flat: FlatStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,38 +139,31 @@ class StepPlacer:
         assert program.step is not None and self.plan.operator_devices is not None
         calls = _Calls(program)
         alone = len(self.plan.operator_devices) == 1 and len(program.step.layout.micro_batch_intervals) == 1
-        flatten = Flatten(keep_tasks=not alone)
-        flat = run_passes(program, [flatten], first=OPERATOR_PASSES_START, instruments=instruments)
-        assert flat.step is not None
-        fed = {ref.node: tuple(shape) for ref, shape in zip(flat.step.feeds.values(), shapes, strict=True)}
-        variables = program.variables
-        for name, placeholders in flat.step.metric_feeds.items():
-            fed |= {ref.node: variables[name].shape for ref in placeholders}
-        known = infer_shapes(flat.graph, fed, {})
+        flat = flat_step(program, shapes, instruments, keep_tasks=not alone)
         placements: dict[int, OpPlacement] = {}
         splits: dict[str, Split] = {}
         for stage, devices in enumerate(self.plan.operator_devices):
-            placements[stage] = self._search(flat.graph, known, stage, devices, places)
-            splits |= calls.repeated(placements[stage].splits, flat.graph)
+            placements[stage] = self._search(flat, stage, devices, places)
+            splits |= calls.repeated(placements[stage].splits, flat.program.graph)
         told = {name for placement in placements.values() for name in placement.splits}
-        splitting = SplitOperators(splits, known, optional=frozenset(splits.keys() - told))
-        split = run_passes(flat, [splitting], first=OPERATOR_PASSES_START + 1, instruments=instruments)
-        devices_of, order = self._spread(split.graph, placements, calls, alone)
-        placing = PlaceOperators(devices_of, order)
-        placed = run_passes(split, [placing], first=OPERATOR_PASSES_START + 2, instruments=instruments, complete=True)
-        return PlacedStep(placed, placements, {**places, **self._places(placed.graph)}, flat.graph, known)
+        splitting = SplitOperators(splits, flat.shapes, optional=frozenset(splits.keys() - told))
+        number = OPERATOR_PASSES_START + 2
+        split = run_passes(flat.program, [splitting], first=number, instruments=instruments)
+        placing = PlaceOperators(*self._spread(split.graph, placements, calls, alone))
+        placed = run_passes(split, [placing], first=number + 1, instruments=instruments, complete=True)
+        return PlacedStep(placed, placements, {**places, **self._places(placed.graph)}, flat)
 
     def _search(
         self,
-        graph: GraphDef,
-        shapes: Mapping[Ref, Shape | None],
+        flat: FlatStep,
         stage: int,
         devices: Sequence[int],
         places: Mapping[tuple[int, str], str],
     ) -> OpPlacement:
         """Where the operators of one stage run, those of its first micro-batch."""
         topology = Topology.of(self.cluster, devices)
-        own = _stage_graph(graph, topology.names[0])
+        own, outside = _stage_graph(flat.program.graph, topology.names[0])
+        shapes = {**flat.shapes, **{Ref(name): flat.shapes.get(ref) for name, ref in outside.items()}}
         pinned = {name: topology.names.index(device) for (of, name), device in places.items() if of == stage}
         speeds = [self.cluster.devices[device].speed for device in devices]
         operators = build_op_graph(own, topology, self.costs, shapes, speeds=speeds, pinned=pinned, rules=split_rules)
@@ -202,7 +238,7 @@ class _Calls:
         return self._first.get(call, call) + node.name[len(call) :]
 
     def rank(self, node: NodeDef) -> int:
-        """Position of its call in an order that the step allows; of what a tensor was split or joined by, the tensor's."""
+        """Position of its call in an order that the step allows; what cuts or joins a tensor has its."""
         name = _call_of(node)
         while name and name not in self._ranks:
             name = name.rpartition("/")[0]
@@ -218,8 +254,8 @@ def _call_of(node: NodeDef) -> str:
     return node.attr[CALL_ATTR].s.decode() if CALL_ATTR in node.attr else node.name
 
 
-def _stage_graph(graph: GraphDef, device: str) -> GraphDef:
-    """What runs on a device in the first micro-batch; placeholders stand for what comes from elsewhere."""
+def _stage_graph(graph: GraphDef, device: str) -> tuple[GraphDef, dict[str, Ref]]:
+    """What runs on a device in the first micro-batch; and placeholder -> what comes from elsewhere in its place."""
     view = Graph(graph)
     batches = [int(node.attr[MICRO_BATCH_ATTR].i) for node in graph.node if _is_task_of(node, device)]
     first = min(batches, default=0)
@@ -229,9 +265,9 @@ def _stage_graph(graph: GraphDef, device: str) -> GraphDef:
         if node.device == device and (MICRO_BATCH_ATTR not in node.attr or int(node.attr[MICRO_BATCH_ATTR].i) == first)
     }
     if len(inside) == len(graph.node):
-        return graph
+        return graph, {}
     found = GraphDef(versions=graph.versions, library=graph.library)
-    outside: dict[str, str] = {}
+    outside: dict[str, Ref] = {}
     for node in graph.node:
         if node.name not in inside:
             continue
@@ -244,11 +280,11 @@ def _stage_graph(graph: GraphDef, device: str) -> GraphDef:
                 continue
             name = f"{ref.node}/outside{ref.output}"
             if name not in outside:
-                outside[name] = name
+                outside[name] = ref
                 found.node.append(placeholder(name, output_dtypes(view.nodes[ref.node])[ref.output]))
             own.input.append(name)
         own.input.extend(f"^{waited}" for waited in control_inputs(node) if waited in inside)
-    return found
+    return found, outside
 
 
 def _is_task_of(node: NodeDef, device: str) -> bool:

@@ -1,0 +1,180 @@
+"""The models of FD-DPS's experiments (Mathematics 2022, 10, 4788, table 3), and the operators of their training steps.
+
+The paper took them from TF-Slim, for TensorFlow 1.14; here they are keras.applications'. It names CIFAR-10, but its
+time of VGG-16's Conv1_2 (table 6) is that of 224 x 224 pixels: images are of the size that a model is made for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import pathlib
+import pickle
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import dapple_tf as dapple
+import graph_passes
+from dapple_tf.batch import spec_of
+from dapple_tf.builds import Build, Kind
+from dapple_tf.capture import Mode, build, capture
+from dapple_tf.garbage import without_collection
+from dapple_tf.parameter_groups import group_updates, readers_of
+from dapple_tf.step_passes import STEP_PASSES_START, StepPasses
+from dapple_tf.variables import VariableTable
+from graph_passes.flatten import Flatten
+from graph_passes.graph import GraphDef, Ref
+from graph_passes.pass_manager import run_passes
+from graph_passes.tensorflow_bridge import Shape, infer_shapes
+
+logger = logging.getLogger(__name__)
+
+CACHE = pathlib.Path(__file__).parents[1] / "build" / "operator_steps"
+"""Flat graphs that were made before; the large ones take a minute."""
+_SOURCES = ("graph_passes", "dapple_tf")
+_FLATTEN_PASS = 10
+
+
+@dataclass(frozen=True)
+class OperatorModel:
+    """A model of table 3.
+
+    Attributes:
+        name: what it is called here.
+        paper: what the paper calls it.
+        batch: images of a step.
+        operators: of its graph in the paper.
+        edges: of its graph in the paper.
+        build: makes it, without weights from anywhere.
+    """
+
+    name: str
+    paper: str
+    batch: int
+    operators: int
+    edges: int
+    build: Callable[[], keras.Model]
+
+    @property
+    def substitute(self) -> bool:
+        """Whether it stands for another model."""
+        return self.name.replace("-", "").lower() != self.paper.replace("_", "").lower()
+
+
+@dataclass(frozen=True)
+class FlatStep:
+    """The operators of a training step.
+
+    Attributes:
+        graph: the flat training graph: forward, backward, update.
+        shapes: of all its tensors.
+        seconds: of processor time that making it took.
+    """
+
+    graph: GraphDef
+    shapes: Mapping[Ref, Shape | None]
+    seconds: float
+
+
+def resnet_200() -> keras.Model:
+    """ResNet-200 (He et al., Identity Mappings in Deep Residual Networks): 3, 24, 36 and 3 bottleneck blocks.
+
+    keras.applications builds its ResNets by these functions, but exports none of this depth. Like them, and TF-Slim's
+    resnet_v1_200, it normalizes after each convolution.
+    """
+    from keras.src.applications import resnet
+
+    def stacks(x: Any) -> Any:
+        for number, (filters, blocks) in enumerate(((64, 3), (128, 24), (256, 36), (512, 3)), start=2):
+            stride = 1 if number == 2 else 2
+            x = resnet.stack_residual_blocks_v1(x, filters, blocks, stride1=stride, name=f"conv{number}")
+        return x
+
+    return resnet.ResNet(stacks, preact=False, use_bias=True, weights=None, name="resnet200", weights_name="resnet200")
+
+
+def _application(name: str) -> Callable[[], keras.Model]:
+    return lambda: getattr(keras.applications, name)(weights=None)
+
+
+MODELS: Mapping[str, OperatorModel] = {
+    model.name: model
+    for model in (
+        OperatorModel("VGG-16", "Vgg_16", 64, 3932, 5461, _application("VGG16")),
+        OperatorModel("Inception-V3", "InceptionV3", 64, 12745, 21928, _application("InceptionV3")),
+        OperatorModel("ResNet-50", "ResNet_50", 64, 12692, 24345, _application("ResNet50")),
+        OperatorModel("ResNet-200", "ResNet_200", 16, 45472, 82347, resnet_200),
+        OperatorModel("NASNet-mobile", "PnasNet_mobile", 64, 62192, 91957, _application("NASNetMobile")),
+        OperatorModel("NASNet-large", "NasNet_large", 16, 83206, 148548, _application("NASNetLarge")),
+    )
+}
+"""By name."""
+
+
+@without_collection
+def flatten_step(model: keras.Model, batch: int, plan: dapple.Plan, cluster: dapple.Cluster) -> FlatStep:
+    """The operators of a step, by the passes that real training goes through: nothing is run.
+
+    Args:
+        model: a compiled classifier of images with integer labels.
+        batch: images of a step.
+        plan: a plan of one stage on one device.
+        cluster: it has that device; may be a description.
+    """
+    started = time.process_time()
+    images = np.broadcast_to(np.zeros((), model.input_dtype), (batch, *model.input_shape[1:]))
+    labels = np.zeros(batch, "int32")
+    spec, table, passes = spec_of(model, images, labels), VariableTable(model), StepPasses(plan, cluster)
+    build(model, table, spec)
+    program = run_passes(
+        capture(model, table, Mode.TRAIN, spec, training=True), passes.stage_passes(Mode.TRAIN, "train_")
+    )
+    built = Build(Mode.TRAIN, spec, program, group_updates(model, table, program), "train_")
+    chosen = passes.step_passes(built, Kind(batch), plan.order_tasks(), readers_of(program))
+    step = run_passes(program, chosen, first=STEP_PASSES_START, complete=True)
+    flat = run_passes(step, [Flatten()], first=_FLATTEN_PASS, complete=True)
+    assert flat.step is not None
+    fed = {ref.node: (batch, *leaf.shape[1:]) for ref, leaf in zip(flat.step.feeds.values(), spec.leaves, strict=True)}
+    return FlatStep(flat.graph, infer_shapes(flat.graph, fed, {}), time.process_time() - started)
+
+
+def flat_step(model: OperatorModel, cache: pathlib.Path | None) -> FlatStep:
+    """The operators of a model's training step with momentum SGD, as the paper has it: one copy of the model.
+
+    Args:
+        model: the model.
+        cache: folder in which it is kept; None to make it anew. What it is made by is part of the name.
+    """
+    path = None if cache is None else cache / f"{model.name}-{model.batch}-{_digest()}.pickle"
+    if path is not None and path.exists():
+        graph, shapes, seconds = pickle.loads(path.read_bytes())
+        return FlatStep(GraphDef.FromString(graph), shapes, seconds)
+    logger.info("building %s", model.name)
+    keras.utils.set_random_seed(0)
+    built = model.build()
+    built.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.losses.SparseCategoricalCrossentropy())
+    cluster = dapple.Cluster.from_json(
+        '{"format": "dapple_tf.cluster/1", "servers": [{"devices": 1}], "intra_bandwidth": 12e9}'
+    )
+    found = flatten_step(built, model.batch, dapple.Plan.manual([], [[0]], 1, model.batch), cluster)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for old in path.parent.glob(f"{model.name}-*.pickle"):
+            old.unlink()
+        path.write_bytes(pickle.dumps((found.graph.SerializeToString(), found.shapes, found.seconds)))
+    return found
+
+
+def _digest() -> str:
+    """Of what makes a step: TensorFlow, Keras, the passes and what calls them; not of what searches placements."""
+    found = hashlib.sha256(f"{tf.__version__} {keras.__version__}".encode())
+    root = pathlib.Path(graph_passes.__file__).parents[1]
+    for path in sorted([*(file for name in _SOURCES for file in (root / name).glob("*.py")), pathlib.Path(__file__)]):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
