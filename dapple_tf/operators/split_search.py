@@ -26,6 +26,8 @@ _HEAVY = 2e-3
 """Share of a device's mean load that makes an operator heavy, so that a region grows from it."""
 _LARGE = 12000
 """Operators of a graph from which on only as many parts as devices are tried."""
+_LAUNCHES = 8
+"""An operator is heavy as well if it takes as long as so many launches."""
 _DISCOUNT = 0.4
 """Share of an unsplit operator's time that a guess counts, for others run meanwhile."""
 _WORSE = 1.6
@@ -93,6 +95,9 @@ def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Calla
     """
     problem = base.problem
     heavy = _HEAVY * sum(problem.mean_seconds) / problem.devices
+    launch = float(np.mean(problem.graph.launch_seconds))
+    if launch > 0:
+        heavy = min(heavy, _LAUNCHES * launch)
     guesses: list[tuple[float, Layouts, Layout]] = []
     for parts in sorted({problem.devices, max(2, problem.devices // 2), 2}, reverse=True):
         if parts < problem.devices and problem.count > _LARGE:
