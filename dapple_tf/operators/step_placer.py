@@ -33,6 +33,7 @@ from graph_passes.outline import placeholder
 from graph_passes.pass_manager import Instrument, run_passes
 from graph_passes.place_operators import PlaceOperators
 from graph_passes.program import Program
+from graph_passes.share_values import ShareValues
 from graph_passes.split_operators import SplitOperators
 from graph_passes.split_rules import Split, split_rules
 from graph_passes.tensorflow_bridge import Shape, output_dtypes
@@ -82,8 +83,10 @@ def flat_step(
         fed |= {ref.node: variables[name].shape for ref in placeholders}
     folding = FoldShapes(operator_shapes(flat.graph, fed))
     folded = run_passes(flat, [folding], first=OPERATOR_PASSES_START + 1, instruments=instruments)
-    # More is known now: the shapes of sums over given axes, say.
-    return FlatStep(folded, operator_shapes(folded.graph, fed))
+    known = operator_shapes(folded.graph, fed)  # More than before: the shapes of sums over given axes, say.
+    sharing = ShareValues(known, within_calls=keep_tasks)
+    shared = run_passes(folded, [sharing], first=OPERATOR_PASSES_START + 2, instruments=instruments)
+    return FlatStep(shared, known)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +150,7 @@ class StepPlacer:
             splits |= calls.repeated(placements[stage].splits, flat.program.graph)
         told = {name for placement in placements.values() for name in placement.splits}
         splitting = SplitOperators(splits, flat.shapes, optional=frozenset(splits.keys() - told))
-        number = OPERATOR_PASSES_START + 2
+        number = OPERATOR_PASSES_START + 3
         split = run_passes(flat.program, [splitting], first=number, instruments=instruments)
         placing = PlaceOperators(*self._spread(split.graph, placements, calls, alone))
         placed = run_passes(split, [placing], first=number + 1, instruments=instruments, complete=True)
