@@ -20,6 +20,8 @@ from dapple_tf.operators.placement_problem import PlacementProblem
 _PIECES_PER_DEVICE = 24
 """A chain becomes pieces of at most the step's time divided by so many per device."""
 
+_MOST_CONSUMERS = 64
+"""What more need than these, as the learning rate, is no more the one's than the other's."""
 _ROUNDS = 3
 """How often pieces are joined forward and backward at most."""
 
@@ -93,7 +95,7 @@ def _sources(level: _Level) -> list[int]:
         behind = after.pop(op, {})
         for other, transfer in level.after[op].items():
             behind[other] = behind.get(other, 0.0) + transfer
-        if not behind:
+        if not 0 < len(behind) <= _MOST_CONSUMERS:
             continue
         first = min(behind)
         joins = seconds[op] <= behind[first] and not level.apart(behind) and level.may_join(op, first)

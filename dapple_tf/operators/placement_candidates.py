@@ -72,8 +72,10 @@ def scheduled(variant: Variant, devices: list[int], origin: str) -> Candidate:
     problem = variant.problem
     tail = tails(problem, devices)
     urgency = [tail[op] + problem.seconds[op][devices[op]] for op in range(problem.count)]
-    order, _, _ = order_by_urgency(problem, devices, urgency)
-    return judged(variant, devices, order, origin)
+    order, _, finish = order_by_urgency(problem, devices, urgency)
+    if np.isfinite(problem.topology.memory_bytes).any():
+        return judged(variant, devices, order, origin)
+    return Candidate(variant, devices, order, max(finish, default=0.0), 0.0, origin)
 
 
 def later_sources(candidate: Candidate, lead: float = 0.1) -> Candidate:

@@ -185,6 +185,24 @@ class Layouts:
             changed = again
         return layout
 
+    def pruned(self, layout: Layout, discount: float = 1.0) -> Layout:
+        """Leave out the regions that cost more, as a whole, than they save; the lightest are asked first."""
+        layout = list(layout)
+        for region in reversed(self.regions(layout)):
+            tensors = {tensor for op in region for tensor, _ in self.reads.inputs[op]}
+            tensors |= {tensor for op in region for tensor in self.reads.outputs[op]}
+            rules = [layout[op] for op in region]
+            costs = []
+            for chosen in ([-1] * len(region), rules):
+                for op, rule in zip(region, chosen, strict=True):
+                    layout[op] = rule
+                own = sum(self._op_cost(op, layout[op], discount) for op in region)
+                costs.append(own + sum(self._tensor_cost(layout, tensor) for tensor in tensors))
+            if costs[0] <= costs[1]:
+                for op in region:
+                    layout[op] = -1
+        return layout
+
     def cost(self, layout: Layout, discount: float = 1.0) -> float:
         """Seconds of all operators one after another, with the transfers between them: what `refined` makes less."""
         total = sum(self._op_cost(op, layout[op], discount) for op in range(self.problem.count))

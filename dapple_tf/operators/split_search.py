@@ -5,7 +5,9 @@ The paper's "fine-grained conditions" are lists of operator types; here `split_l
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +22,9 @@ from graph_passes.split_rules import part_name
 
 _HEAVY = 2e-3
 """Share of a device's mean load that makes an operator heavy, so that a region grows from it."""
-_WORSE = 1.3
+_LARGE = 12000
+"""Operators of a graph from which on only as many parts as devices are tried."""
+_WORSE = 1.6
 """How much worse than the best guess another may be by its own estimate and still be tried."""
 _DROPS = 3
 """How often a share of the regions is left out, to see whether that is better."""
@@ -87,6 +91,8 @@ def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Calla
     heavy = _HEAVY * sum(problem.mean_seconds) / problem.devices
     guesses: list[tuple[float, Layouts, Layout]] = []
     for parts in sorted({problem.devices, max(2, problem.devices // 2), 2}, reverse=True):
+        if parts < problem.devices and problem.count > _LARGE:
+            break
         layouts = Layouts(problem, parts)
         seen: set[tuple[int, ...]] = set()
         for layout in _guesses(layouts, heavy):
@@ -94,36 +100,58 @@ def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Calla
                 seen.add(tuple(layout))
                 guesses.append((layouts.cost(layout), layouts, layout))
     guesses.sort(key=lambda guess: guess[0])
-    found: tuple[Candidate, Layouts, Layout] | None = None
+    found: _Tried | None = None
     for cost, layouts, layout in guesses:
         if cost > _WORSE * guesses[0][0]:
             break
         one = _tried(base, layouts, layout, budget, tell)
         if one is None:
             break
-        if one.rank < best.rank:
-            best, found = one, (one, layouts, layout)
+        if one.candidate.rank < best.rank:
+            best, found = one.candidate, one
     if found is None:
         return best
-    _, layouts, layout = found
+    found = _without_light_regions(base, found, budget, tell)
+    problem = found.candidate.variant.problem
+    if budget.spend(placed_cost(problem.count)):
+        # Ranks of single operators, where those of pieces were good enough so far.
+        pinned = dataclasses.replace(problem, pinned=found.pinned.tolist())
+        one = later_sources(
+            scheduled(found.candidate.variant, heft_schedule(pinned)[0], f"{found.candidate.origin}, by ranks")
+        )
+        return min(found.candidate, one, key=lambda one: one.rank)
+    return found.candidate
+
+
+class _Tried(NamedTuple):
+    """A layout that has been tried, and the devices of its groups with parts on devices of their own."""
+
+    candidate: Candidate
+    layouts: Layouts
+    layout: Layout
+    pinned: np.ndarray
+
+
+def _without_light_regions(base: Variant, found: _Tried, budget: Budget, tell: Callable[[str], None]) -> _Tried:
+    """Leave out the lighter half of the regions, or of that half the heavier half, as long as that helps."""
     for _ in range(_DROPS):
-        regions = layouts.regions(layout)
+        layouts = found.layouts
+        regions = layouts.regions(found.layout)
         if len(regions) < 2:
-            break
+            return found
+        before = found
         for start, stop in ((len(regions) // 2, len(regions)), (len(regions) // 4, len(regions) // 2)):
-            fewer = list(layout)
+            fewer = list(found.layout)
             for region in regions[start:stop]:
                 for op in region:
                     fewer[op] = -1
-            one = _tried(base, layouts, layouts.refined(fewer), budget, tell)
-            if one is None:
-                return best
-            if one.rank < best.rank:
-                best, layout = one, fewer
+            one = _tried(base, layouts, fewer, budget, tell) if fewer != found.layout else None
+            if one is not None and one.candidate.rank < found.candidate.rank:
+                found = one
                 break
-        else:
-            break
-    return best
+        if found is before:
+            return found
+    return found
 
 
 def _guesses(layouts: Layouts, heavy: float) -> list[Layout]:
@@ -137,10 +165,12 @@ def _guesses(layouts: Layouts, heavy: float) -> list[Layout]:
     none = layouts.none()
     by_batch = layouts.grown(none, names[0], heavy)
     found = [layouts.refined(by_batch)]
+    found.append(layouts.pruned(found[0]))
     everything = by_batch
     for name in names[1:]:
         everything = layouts.grown(everything, name, heavy)
     found.append(layouts.refined(everything))
+    found.append(layouts.pruned(found[-1]))
     if len(names) > 1:
         by_channel = layouts.grown(none, names[1], heavy)
         found.append(layouts.refined(layouts.grown(by_channel, names[0], heavy)))
@@ -150,8 +180,8 @@ def _guesses(layouts: Layouts, heavy: float) -> list[Layout]:
 
 def _tried(
     base: Variant, layouts: Layouts, layout: Layout, budget: Budget, tell: Callable[[str], None]
-) -> Candidate | None:
-    """The best placement of a layout; None if the budget is over."""
+) -> _Tried | None:
+    """The best placement of a layout; None if it splits nothing, or the budget is over."""
     problem = base.problem
     splits = layouts.splits(layout)
     if not splits:
@@ -163,8 +193,9 @@ def _tried(
     graph = apply_splits(problem.graph, splits)
     variant = variant_of(graph, problem.topology, splits)
     origin = f"{len(splits)} operators in {layouts.parts} parts"
-    found = placed(variant, _pinned_parts(graph, layouts, layout, problem), origin, (1.0,))
-    return later_sources(min(found, key=lambda one: one.rank))
+    pinned = _pinned_parts(graph, layouts, layout, problem)
+    found = placed(variant, pinned, origin, (1.0,))
+    return _Tried(later_sources(min(found, key=lambda one: one.rank)), layouts, layout, pinned)
 
 
 def _pinned_parts(graph: OpGraph, layouts: Layouts, layout: Layout, problem: PlacementProblem) -> np.ndarray:
