@@ -128,8 +128,8 @@ def _too_much(best: Candidate) -> str:
         if peak > limit
     )
     return (
-        f"no placement of the {problem.count} operators was found that fits the devices' memory; in the best one {lacking}: "
-        f"use more devices or a smaller global_batch_size"
+        f"no placement of the {problem.count} operators was found that fits the devices' memory; in the best one "
+        f"{lacking}: use more devices or a smaller global_batch_size"
     )
 
 

@@ -79,10 +79,10 @@ def scheduled(variant: Variant, devices: list[int], origin: str) -> Candidate:
 
 
 def later_sources(candidate: Candidate, lead: float = 0.1) -> Candidate:
-    """A candidate whose variables are read, and sent, shortly before they are needed, or the given one if that is better.
+    """A candidate whose variables are read and sent shortly before they are needed; the given one if it's better.
 
-    What needs nothing would run, and be sent, at the start of the step, before what is needed sooner: transfers on a link
-    go in the order in which they became ready.
+    What needs nothing would run, and be sent, at the start of the step, before what is needed sooner: transfers on a
+    link go in the order in which they became ready.
 
     Args:
         candidate: where to start.

@@ -1,11 +1,11 @@
 """Which operators to split, as a guess: layouts for whole regions of operators that are split alike.
 
 Splitting pays where neighbours are split alike, so that each part reads what the corresponding part made, without joins
-and transfers between. A region grows from a heavy operator over its neighbours along the axis on which they agree (FD-DPS,
-section 4.1, splits single operators; light ones are split here for the sake of the heavy ones around them). Then every
-operator is asked in turn whether another way of splitting it, or none, is cheaper given what its neighbours do: the time
-that a part takes, and that of joins, cuts and transfers at the borders. Which of the guesses is best, if any, the
-simulated makespan decides.
+and transfers between. A region grows from a heavy operator over its neighbours along the axis on which they agree
+(FD-DPS, section 4.1, splits single operators; light ones are split here for the sake of the heavy ones around them).
+Then every operator is asked in turn whether another way of splitting it, or none, is cheaper given what its neighbours
+do: the time that a part takes, and that of joins, cuts and transfers at the borders. Which of the guesses is best, if
+any, the simulated makespan decides.
 """
 
 from __future__ import annotations
@@ -228,10 +228,11 @@ class Layouts:
                 for tensor, argument in reads.inputs[op]:
                     producer = reads.producer[tensor]
                     cut = self._cut_of(layout, op, argument)
-                    if not seen[producer] and cut is not None:
-                        if self.output_cuts[producer][layout[producer]][reads.output[tensor]] == cut:
-                            seen[producer] = True
-                            region.append(producer)
+                    if seen[producer] or cut is None:
+                        continue
+                    if self.output_cuts[producer][layout[producer]][reads.output[tensor]] == cut:
+                        seen[producer] = True
+                        region.append(producer)
             found.append(region)
         seconds = self.problem.mean_seconds
         return sorted(found, key=lambda region: (-sum(seconds[op] for op in region), region[0]))

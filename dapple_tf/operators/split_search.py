@@ -1,6 +1,7 @@
 """Which operators to split, decided by the simulated makespan: lines 2 to 6 of FD-DPS' algorithm 3.
 
-The paper's "fine-grained conditions" are lists of operator types; here `split_layouts` guesses, and the simulator decides.
+The paper's "fine-grained conditions" are lists of operator types; here `split_layouts` guesses, and the simulator
+decides.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.operators.placement_candidates import Candidate, Pieces, Variant, later_sources, scheduled, variant_of
 from dapple_tf.operators.dynamic_critical_path import schedule_by_critical_path
 from dapple_tf.operators.heft import heft_schedule
 from dapple_tf.operators.op_graph import OpGraph
+from dapple_tf.operators.placement_candidates import Candidate, Pieces, Variant, later_sources, scheduled, variant_of
 from dapple_tf.operators.placement_problem import PlacementProblem, tails
 from dapple_tf.operators.split_graph import apply_splits
 from dapple_tf.operators.split_layouts import Layout, Layouts
@@ -116,10 +117,10 @@ def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Calla
     if budget.spend(placed_cost(problem.count)):
         # Ranks of single operators, where those of pieces were good enough so far.
         pinned = dataclasses.replace(problem, pinned=found.pinned.tolist())
-        one = later_sources(
+        ranked = later_sources(
             scheduled(found.candidate.variant, heft_schedule(pinned)[0], f"{found.candidate.origin}, by ranks")
         )
-        return min(found.candidate, one, key=lambda one: one.rank)
+        return min(found.candidate, ranked, key=lambda one: one.rank)
     return found.candidate
 
 
