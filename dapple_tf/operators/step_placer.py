@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 OPERATOR_PASSES_START = 10
 """Number of the first pass that places operators."""
+OPERATOR_PASSES = 5
+"""How many there are."""
 _VARIABLE = "VarHandleOp"
 
 
@@ -126,6 +128,7 @@ class StepPlacer:
         shapes: Sequence[Sequence[int | None]],
         places: Mapping[tuple[int, str], str],
         instruments: Sequence[Instrument] = (),
+        known: Mapping[int, OpPlacement] | None = None,
     ) -> PlacedStep:
         """Flattens a complete step, and splits and places its operators.
 
@@ -134,6 +137,7 @@ class StepPlacer:
             shapes: of its batch inputs, with the number of samples.
             places: where variables are already; they stay there.
             instruments: what looks on.
+            known: what was found before for the same step, to be used again; None searches.
 
         Raises:
             PassError: an operator can't be inlined or placed.
@@ -146,7 +150,7 @@ class StepPlacer:
         placements: dict[int, OpPlacement] = {}
         splits: dict[str, Split] = {}
         for stage, devices in enumerate(self.plan.operator_devices):
-            placements[stage] = self._search(flat, stage, devices, places)
+            placements[stage] = self._search(flat, stage, devices, places) if known is None else known[stage]
             splits |= calls.repeated(placements[stage].splits, flat.program.graph)
         told = {name for placement in placements.values() for name in placement.splits}
         splitting = SplitOperators(splits, flat.shapes, optional=frozenset(splits.keys() - told))
@@ -180,7 +184,8 @@ class StepPlacer:
             len(found.splits),
             found.seconds,
         )
-        return found
+        ops = {name: op for name, op in zip(operators.names, operators.ops, strict=True) if name in found.splits}
+        return dataclasses.replace(found, device_names=topology.names, ops=ops)
 
     def _spread(
         self, graph: GraphDef, placements: Mapping[int, OpPlacement], calls: _Calls, alone: bool
