@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -69,29 +68,32 @@ def build(name: str) -> keras.Model:
 @functools.cache
 def batches() -> list[tuple[np.ndarray, np.ndarray]]:
     rng = np.random.default_rng(7)
-    return [batch(rng, size) for size in (16, 11, 16)]
+    return [batch(rng, size) for size in (16, 16, 11)]
 
 
-def trained(model: Any) -> list[dict[str, float]]:
-    """What a step on each batch tells, and evaluation before and after."""
+def evaluated(model: Any) -> dict[str, float]:
     x, y = batches()[0]
-    logs = [model.evaluate(x, y, batch_size=16, verbose=0, return_dict=True)]
-    logs += [model.train_on_batch(x, y, return_dict=True) for x, y in batches()]
-    return [*logs, model.evaluate(x, y, batch_size=16, verbose=0, return_dict=True)]
+    found: dict[str, float] = model.evaluate(x, y, batch_size=16, verbose=0, return_dict=True)
+    return found
 
 
 @functools.cache
-def plain(name: str) -> tuple[list[dict[str, float]], list[np.ndarray], np.ndarray]:
-    """Logs, values and predictions of plain Keras."""
+def plain(name: str) -> tuple[list[dict[str, float]], list[np.ndarray]]:
+    """Logs of two steps and values of plain Keras."""
     model = build(name)
-    logs = trained(model)
-    values = [np.asarray(variable.value) for variable in variables_of(model)]
-    return logs, values, model.predict(batches()[1][0], verbose=0)
+    logs = [model.train_on_batch(x, y, return_dict=True) for x, y in batches()[:2]]
+    return logs, [np.asarray(variable.value) for variable in variables_of(model)]
 
 
-def assert_close(own: Sequence[Any], other: Sequence[Any], tolerance: float) -> None:
-    for first, second in zip(own, other, strict=True):
-        assert largest_difference(first, second) <= tolerance
+def assert_same_logs(own: dict[str, float], other: dict[str, float]) -> None:
+    assert own.keys() == other.keys()
+    for name, value in other.items():  # Keras' metrics are float32 whatever the model is.
+        assert largest_difference(own[name], value) <= 2e-5, name
+
+
+def assert_same_values(model: keras.Model, values: list[np.ndarray]) -> None:
+    for variable, value in zip(variables_of(model), values, strict=True):
+        assert largest_difference(variable.value, value) <= TOLERANCE["float64"], variable.path
 
 
 @pytest.mark.slow
@@ -102,17 +104,30 @@ def test_models_with_branches_train_as_keras(name: str, devices: int) -> None:
     pipelined = dapple.transform(
         model, cluster_of(devices), global_batch_size=16, placement="fd_dps", operator_costs=SLOW_CORES
     )
-    logs = trained(pipelined)
-    expected, values, predicted = plain(name)
-    for own, other in zip(logs, expected, strict=True):
-        assert own.keys() == other.keys()
-        assert_close([*own.values()], [*other.values()], 2e-5)  # Keras' metrics are float32 whatever the model is.
-    assert_close([pipelined.predict(batches()[1][0], verbose=0)], [predicted], TOLERANCE["float64"])
+    logs, values = plain(name)
+    for (x, y), expected in zip(batches()[:2], logs, strict=True):
+        assert_same_logs(pipelined.train_on_batch(x, y, return_dict=True), expected)
     found = pipelined._engine.placements[0]
     pipelined.close()
-    assert_close([variable.value for variable in variables_of(model)], values, TOLERANCE["float64"])
+    assert_same_values(model, values)
     assert found.splits, "nothing was split"
     assert len(set(found.devices.values())) == devices
+
+
+@pytest.mark.slow
+def test_evaluation_and_smaller_batches_have_placements_of_their_own() -> None:
+    model, other = build("resnet"), build("resnet")
+    cluster = cluster_of(3)
+    pipelined = dapple.transform(model, cluster, Plan.by_operators(3, 16), operator_costs=OperatorCosts())
+    assert_same_logs(evaluated(pipelined), evaluated(other))  # Training moves variables after that.
+    for x, y in batches()[1:]:
+        own = pipelined.train_on_batch(x, y, return_dict=True)
+        assert_same_logs(own, other.train_on_batch(x, y, return_dict=True))
+    assert_same_logs(evaluated(pipelined), evaluated(other))
+    predicted = pipelined.predict(batches()[2][0], verbose=0)
+    assert largest_difference(predicted, other.predict(batches()[2][0], verbose=0)) <= TOLERANCE["float64"]
+    pipelined.close()
+    assert_same_values(model, [variable.value for variable in variables_of(other)])
 
 
 @pytest.mark.slow
