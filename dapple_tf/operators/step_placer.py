@@ -45,6 +45,8 @@ OPERATOR_PASSES_START = 10
 OPERATOR_PASSES = 5
 """How many there are."""
 _VARIABLE = "VarHandleOp"
+_LATER_EFFORT = 0.2
+"""Share of the usual search for steps after the first of all: evaluation, a last smaller batch."""
 
 
 class FlatStep(NamedTuple):
@@ -175,7 +177,7 @@ class StepPlacer:
         speeds = [self.cluster.devices[device].speed for device in devices]
         operators = build_op_graph(own, topology, self.costs, shapes, speeds=speeds, pinned=pinned, rules=split_rules)
         with Progress(f"placing {operators.count:,} operators on {topology.count} devices", 100) as bar:
-            found = fd_dps(operators, topology, progress=bar.at)
+            found = fd_dps(operators, topology, effort=_LATER_EFFORT if pinned else 1.0, progress=bar.at)
         logger.info(
             "stage %d: %d operators on %d devices, %d split, %.3g s simulated",
             stage,
