@@ -34,12 +34,11 @@ def test_the_examples_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_the_examples_of_placed_operators_run(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_examples_of_placed_operators_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run(OPERATORS, "operators.md")
     assert (tmp_path / "plan.json").is_file() and (tmp_path / "operators.json").is_file()
+    assert (tmp_path / "dump_of_gpus" / "train" / "operators.txt").is_file()
     written = {path.name for path in (tmp_path / "dump" / "train0").iterdir()}
     assert "operators.txt" in written
     passes = re.findall(r"^\| (\d\d) \| `(\w+)`", OPERATORS, flags=re.MULTILINE)
