@@ -21,23 +21,30 @@ LOCAL = "/job:localhost/replica:0/task:0/device:CPU:"
 def test_what_was_found_is_told() -> None:
     assert str(PLACEMENT).splitlines() == [
         "4 operators on 2 devices, 12.35 ms simulated for a step",
-        "split: 1 operators of unknown type by batch into 2",
+        "split: 1 by batch into 2: 1 of unknown type",
         "device  operators  peak memory",
         "0               1        3 MiB",
         "1               3    100 bytes",
     ]
 
 
-def test_splits_are_counted_by_op_type_dimension_and_parts() -> None:
-    splits = {name: Split("batch", 2) for name in ("a", "b", "c")} | {"d": Split("channel", 4), "e": Split("batch", 4)}
+def test_splits_are_counted_by_dimension_parts_and_op_type() -> None:
+    splits = {name: Split("batch", 2) for name in "abc"} | {"d": Split("channel", 4), "e": Split("batch", 4)}
     ops = {"a": "Relu", "b": "Conv2D", "c": "Conv2D", "d": "Conv2D", "e": "Conv2D"}
-    assert str(dataclasses.replace(PLACEMENT, splits=splits, ops=ops)).splitlines()[1:5] == [
-        "split: 2 Conv2D by batch into 2",
-        "split: 1 Conv2D by batch into 4",
-        "split: 1 Conv2D by channel into 4",
-        "split: 1 Relu by batch into 2",
+    assert str(dataclasses.replace(PLACEMENT, splits=splits, ops=ops)).splitlines()[1:4] == [
+        "split: 3 by batch into 2: 2 Conv2D, 1 Relu",
+        "split: 1 by batch into 4: 1 Conv2D",
+        "split: 1 by channel into 4: 1 Conv2D",
     ]
     assert "no operator is split" in str(dataclasses.replace(PLACEMENT, splits={}))
+
+
+def test_of_many_op_types_the_most_frequent_are_named() -> None:
+    ops = {f"op{number}": f"Type{min(number, 9)}" for number in range(12)}
+    placement = dataclasses.replace(PLACEMENT, splits=dict.fromkeys(ops, Split("batch", 2)), ops=ops)
+    line = str(placement).splitlines()[1]
+    assert line.startswith("split: 12 by batch into 2: 3 Type9, 1 Type0, ")
+    assert line.endswith(", 1 Type6, 2 others")
 
 
 def test_one_operator_on_one_device() -> None:

@@ -11,6 +11,8 @@ from dapple_tf.cost import gib
 if TYPE_CHECKING:
     from dapple_tf.operators.op_graph import OpPlacement
 
+_SHOWN = 8
+"""Op types that are named, of operators that are split alike."""
 _HERE = "/job:localhost/replica:0/task:0"
 
 
@@ -70,13 +72,19 @@ def device_name(placement: OpPlacement, device: int) -> str:
 
 
 def _splits(placement: OpPlacement) -> list[str]:
-    """How many operators of which type are split along which dimension, the most frequent first."""
-    found = Counter(
-        (placement.ops.get(name, "operators of unknown type"), split.dimension, split.parts)
-        for name, split in placement.splits.items()
-    )
-    ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))
-    return [f"{number:,} {op} by {dimension} into {parts}" for (op, dimension, parts), number in ordered]
+    """How many operators of which type are split, for each dimension and number of parts; the most frequent first."""
+    found: dict[tuple[str, int], Counter[str]] = {}
+    for name, split in placement.splits.items():
+        found.setdefault((split.dimension, split.parts), Counter())[placement.ops.get(name, "of unknown type")] += 1
+    ordered = sorted(found.items(), key=lambda item: (-item[1].total(), item[0]))
+    lines = []
+    for (dimension, parts), types in ordered:
+        kinds = sorted(types.items(), key=lambda item: (-item[1], item[0]))
+        shown = [f"{count:,} {op}" for op, count in kinds[:_SHOWN]]
+        if rest := sum(count for _, count in kinds[_SHOWN:]):
+            shown.append(f"{rest:,} others")
+        lines.append(f"{types.total():,} by {dimension} into {parts}: {', '.join(shown)}")
+    return lines
 
 
 def _counted(count: int, what: str) -> str:
