@@ -32,7 +32,9 @@ def signatures(costs: dapple.OperatorCosts) -> list[str]:
 
 def test_what_cannot_be_measured() -> None:
     cluster = dapple.Cluster.local(3, kind="cpu")
-    with pytest.raises(dapple.PlanError, match=r"this plan runs its stages as a whole: measure operators for Plan\.by_"):
+    with pytest.raises(
+        dapple.PlanError, match="this plan runs its stages as a whole: measure operators"
+    ):
         dapple.profile_operators(classifier(), cluster, plan())
     with pytest.raises(dapple.PlanError, match="plan puts stage 0 on device 3"):
         dapple.profile_operators(classifier(), cluster, dapple.Plan.by_operators(4, 8))
