@@ -140,7 +140,7 @@ def assert_equal_training(
 ) -> tuple[list[dict[str, float]], list[np.ndarray]]:
     """Trains a model of the zoo by a plan and compares loss, every gradient, logs and every variable.
 
-    ``options`` are those of ``transform``. Returns the logs and the variables, to be compared with those of another cluster.
+    ``options`` are those of ``transform``. Returns logs and variables, to be compared with those of another cluster.
     """
     tolerance = TOLERANCE[keras.backend.floatx()] if tolerance is None else tolerance
     keras.utils.set_random_seed(3)

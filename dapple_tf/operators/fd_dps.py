@@ -18,7 +18,7 @@ from dapple_tf.operators.placement_candidates import (
     Pieces,
     Variant,
     judged,
-    later_sources,
+    ordered_sources,
     scheduled,
     variant_of,
 )
@@ -32,12 +32,14 @@ _LOGGER = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 """Told what is being done, and which share of the search is over."""
 
-_VISITS = 4e6
+_VISITS = 3.2e6
 """Operators that the search visits at most, about: some 20 s on one core."""
 _VISITS_EACH = 1000
 """The same for each operator of a small graph."""
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Shares of the devices' memory to which placing keeps, since the simulated peak may be above what it counts."""
+_LARGE = 40000
+"""Operators from which on the times of reads are looked at once only."""
 _SMALL = 60
 """Operators of a graph up to which every move is tried."""
 
@@ -94,7 +96,7 @@ def _search(graph: OpGraph, topology: Topology, split: bool, effort: float, prog
     if best.over > 0:
         raise PlanError(_too_much(best))
     problem = best.variant.problem
-    best = later_sources(best)
+    best = ordered_sources(best, 2 if problem.count <= _LARGE else 1)
     pieces = Pieces.of(problem)
     best = improved(best, pieces.piece, int(budget.visits / max(1, 3 * problem.count)))
     if problem.count <= _SMALL:
