@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from dapple_tf.batch import BatchSpec
+from dapple_tf.custom_gradients import custom_gradients, write_gradients
 from dapple_tf.errors import CaptureError, reason
 from dapple_tf.functional import outputs_as_declared
 from dapple_tf.losses import GlobalNormalizers
@@ -325,7 +326,9 @@ class _Tracing:
         return call
 
     def _program(self, graph: tf.Graph) -> Program:
+        gradients = custom_gradients(graph) if self.mode is Mode.TRAIN else []
         graph_def = _without_captures(graph, self.table)
+        write_gradients(graph_def, gradients)
         variables = [self._variable(name) for name in self.table.keras_variables]
         present = [variable for variable in variables if variable is not None]
         roles = Roles(

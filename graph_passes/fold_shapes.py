@@ -20,7 +20,7 @@ from graph_passes.graph import (
     control_inputs,
     make_node,
 )
-from graph_passes.program import Program, Step
+from graph_passes.program import Program
 from graph_passes.split_signatures import Shape
 from graph_passes.tensorflow_bridge import (
     constant_value,
@@ -58,7 +58,7 @@ class FoldShapes:
     def run(self, program: Program) -> Program:
         """Flat step program -> the same with constants."""
         step = program.step
-        kept = set() if step is None else _named(step)
+        kept = set() if step is None else step.named_nodes
         return program.replace(graph=fold_shapes(program.graph, self.shapes, kept).graph)
 
 
@@ -87,16 +87,6 @@ def fold_shapes(graph: GraphDef, shapes: Mapping[Ref, Shape | None], kept: Colle
         kept: nodes that stay, under their names, even where nothing reads them.
     """
     return _Folding(graph, shapes).result(kept)
-
-
-def _named(step: Step) -> set[str]:
-    """The nodes that a step speaks of."""
-    refs: list[Ref] = [*([step.loss] if step.loss is not None else []), *step.gradients.values(), *step.values.values()]
-    refs += [ref for several in (*step.outputs, *step.metric_results.values()) for ref in several]
-    names = (
-        {ref.node for ref in refs} | set(step.entry.values()) | {name for names in step.exit.values() for name in names}
-    )
-    return names | ({step.train} if step.train is not None else set())
 
 
 class _Folding:

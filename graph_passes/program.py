@@ -348,6 +348,14 @@ class Step:
     dissolved: frozenset[int] = frozenset()
     placed_on: frozenset[str] = frozenset()
 
+    @property
+    def named_nodes(self) -> set[str]:
+        """The nodes that the step speaks of, feeds apart."""
+        refs = [*([self.loss] if self.loss is not None else []), *self.gradients.values(), *self.values.values()]
+        refs += [ref for several in (*self.outputs, *self.metric_results.values()) for ref in several]
+        names = {*(ref.node for ref in refs), *self.entry.values(), *(n for names in self.exit.values() for n in names)}
+        return names | ({self.train} if self.train is not None else set())
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:

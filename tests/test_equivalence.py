@@ -2,8 +2,7 @@
 steps.
 
 The sweep takes every list of replicas three times, with all that varies going round: each pair of values meets, of
-models, numbers of stages, micro-batches, schedules and recomputation, and of replicas and each but the model. One cheap
-model goes through the pairs of options by itself.
+models, numbers of stages, micro-batches, schedules and recomputation, and of replicas and each but the model.
 """
 
 from __future__ import annotations
@@ -52,12 +51,6 @@ def sweep() -> list[Case]:
     return cases
 
 
-def pairs_of_options() -> list[tuple[int, str, str]]:
-    """Each two values of two options once."""
-    pairs = itertools.product(range(3), repeat=2)
-    return [(MICRO_BATCHES[a], SCHEDULES[b], RECOMPUTE[(a + b) % 3]) for a, b in pairs]
-
-
 def test_the_sweep_meets_every_pair_and_all_options_together() -> None:
     options = list(itertools.product(MICRO_BATCHES, SCHEDULES, RECOMPUTE))
     assert {(case.micro_batches, case.schedule, case.recompute) for case in sweep()} == set(options)
@@ -87,13 +80,6 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_structure_trains_as_plain_keras_in_float64(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     use_float64()
     check(case, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", pairs_of_options(), ids=lambda options: "M{}-{}-{}".format(*options))
-def test_options_in_pairs_on_one_model(options: tuple[int, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    use_float64()
-    check(Case("branches", (2, 1, 3), *options), monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from graph_passes.outline import placeholder
 from graph_passes.pass_manager import Instrument, run_passes
 from graph_passes.place_operators import PlaceOperators
 from graph_passes.program import Program
+from graph_passes.share_values import ShareValues
 from graph_passes.split_operators import SplitOperators
 from graph_passes.split_rules import Split, split_rules
 from graph_passes.tensorflow_bridge import Shape, output_dtypes
@@ -41,7 +42,11 @@ logger = logging.getLogger(__name__)
 
 OPERATOR_PASSES_START = 10
 """Number of the first pass that places operators."""
+OPERATOR_PASSES = 5
+"""How many there are."""
 _VARIABLE = "VarHandleOp"
+_LATER_EFFORT = 0.2
+"""Share of the usual search for steps after the first of all: evaluation, a last smaller batch."""
 
 
 class FlatStep(NamedTuple):
@@ -82,8 +87,10 @@ def flat_step(
         fed |= {ref.node: variables[name].shape for ref in placeholders}
     folding = FoldShapes(operator_shapes(flat.graph, fed))
     folded = run_passes(flat, [folding], first=OPERATOR_PASSES_START + 1, instruments=instruments)
-    # More is known now: the shapes of sums over given axes, say.
-    return FlatStep(folded, operator_shapes(folded.graph, fed))
+    known = operator_shapes(folded.graph, fed)  # More than before: the shapes of sums over given axes, say.
+    sharing = ShareValues(known, within_calls=keep_tasks)
+    shared = run_passes(folded, [sharing], first=OPERATOR_PASSES_START + 2, instruments=instruments)
+    return FlatStep(shared, known)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +130,7 @@ class StepPlacer:
         shapes: Sequence[Sequence[int | None]],
         places: Mapping[tuple[int, str], str],
         instruments: Sequence[Instrument] = (),
+        known: Mapping[int, OpPlacement] | None = None,
     ) -> PlacedStep:
         """Flattens a complete step, and splits and places its operators.
 
@@ -131,6 +139,7 @@ class StepPlacer:
             shapes: of its batch inputs, with the number of samples.
             places: where variables are already; they stay there.
             instruments: what looks on.
+            known: what was found before for the same step, to be used again; None searches.
 
         Raises:
             PassError: an operator can't be inlined or placed.
@@ -143,11 +152,11 @@ class StepPlacer:
         placements: dict[int, OpPlacement] = {}
         splits: dict[str, Split] = {}
         for stage, devices in enumerate(self.plan.operator_devices):
-            placements[stage] = self._search(flat, stage, devices, places)
+            placements[stage] = self._search(flat, stage, devices, places) if known is None else known[stage]
             splits |= calls.repeated(placements[stage].splits, flat.program.graph)
         told = {name for placement in placements.values() for name in placement.splits}
         splitting = SplitOperators(splits, flat.shapes, optional=frozenset(splits.keys() - told))
-        number = OPERATOR_PASSES_START + 2
+        number = OPERATOR_PASSES_START + 3
         split = run_passes(flat.program, [splitting], first=number, instruments=instruments)
         placing = PlaceOperators(*self._spread(split.graph, placements, calls, alone))
         placed = run_passes(split, [placing], first=number + 1, instruments=instruments, complete=True)
@@ -168,7 +177,7 @@ class StepPlacer:
         speeds = [self.cluster.devices[device].speed for device in devices]
         operators = build_op_graph(own, topology, self.costs, shapes, speeds=speeds, pinned=pinned, rules=split_rules)
         with Progress(f"placing {operators.count:,} operators on {topology.count} devices", 100) as bar:
-            found = fd_dps(operators, topology, progress=bar.at)
+            found = fd_dps(operators, topology, effort=_LATER_EFFORT if pinned else 1.0, progress=bar.at)
         logger.info(
             "stage %d: %d operators on %d devices, %d split, %.3g s simulated",
             stage,
@@ -177,7 +186,8 @@ class StepPlacer:
             len(found.splits),
             found.seconds,
         )
-        return found
+        ops = {name: op for name, op in zip(operators.names, operators.ops, strict=True) if name in found.splits}
+        return dataclasses.replace(found, device_names=topology.names, ops=ops)
 
     def _spread(
         self, graph: GraphDef, placements: Mapping[int, OpPlacement], calls: _Calls, alone: bool

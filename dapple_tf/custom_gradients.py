@@ -1,0 +1,180 @@
+"""Gradients that a model defines itself (``tf.custom_gradient``; TensorFlow's own ``swish`` has one) become graphs.
+
+TensorFlow keeps them as Python functions over tensors of the graph in which they were traced. In a copy of that graph,
+such as a stage's, they would mix tensors of both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework import ops
+
+from dapple_tf.errors import CaptureError, reason
+from graph_passes.graph import GraphDef, Ref
+from graph_passes.tensorflow_bridge import function_body_name, make_constant
+
+_TYPE = "_gradient_op_type"
+_OWN_TYPE = "DappleCustomGradient"
+_GRAPH = "_custom_gradient"
+"""Attribute of an IdentityN: a graph that computes ``result<k>``, the gradient of its input k, from ``gradient<k>``,
+that of its output k, and ``captured<k>``, the k-th of its last inputs, which are there for that only."""
+_CAPTURED = "_custom_gradient_captured"
+"""Attribute of an IdentityN: the number of these."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomGradient:
+    """A gradient that a model defines itself.
+
+    Attributes:
+        function: the library function whose body has the node; empty for the graph itself.
+        node: name of the IdentityN that TensorFlow puts behind what has such a gradient.
+        captured: what the gradient needs of the graph, as its nodes (or those of the function) read it.
+        dtypes: of these.
+        graph: the gradient.
+    """
+
+    function: str
+    node: str
+    captured: tuple[str, ...]
+    dtypes: tuple[int, ...]
+    graph: GraphDef
+
+
+def custom_gradients(graph: Any) -> list[CustomGradient]:
+    """Traces the gradients that operations of a ``tf.Graph``, and of functions that it calls, define themselves.
+
+    Raises:
+        CaptureError: one can't be traced.
+    """
+    found = list(_traced(graph, "", None))
+    for name, function in graph._functions.items():
+        if hasattr(function, "graph"):
+            arguments = [arg.name for arg in function.cached_definition.signature.input_arg]
+            found += _traced(function.graph, name, arguments)
+    return found
+
+
+def write_gradients(graph: GraphDef, gradients: Sequence[CustomGradient]) -> None:
+    """Gives the nodes of a GraphDef their gradients; they read what these need besides."""
+    bodies = {function.signature.name: function.node_def for function in graph.library.function}
+    for gradient in gradients:
+        node = next(node for node in bodies.get(gradient.function, graph.node) if node.name == gradient.node)
+        waits = [text for text in node.input if text.startswith("^")]
+        inputs = [text for text in node.input if not text.startswith("^")]
+        del node.input[:]
+        node.input.extend([*inputs, *gradient.captured, *waits])
+        node.attr["T"].list.type.extend(gradient.dtypes)
+        node.attr[_TYPE].s = _OWN_TYPE.encode()
+        node.attr[_CAPTURED].i = len(gradient.captured)
+        node.attr[_GRAPH].s = gradient.graph.SerializeToString(deterministic=True)
+
+
+def _traced(graph: Any, function: str, arguments: Sequence[str] | None) -> Iterator[CustomGradient]:
+    for operation in graph.get_operations():
+        told = operation.node_def.attr[_TYPE].s.decode() if _TYPE in operation.node_def.attr else ""
+        if operation.type == "IdentityN" and told.startswith("CustomGradient-"):
+            captured, found = _trace(graph, operation, ops.gradient_registry.lookup(told))
+            if arguments is not None and len(graph.inputs) > len(arguments):
+                raise CaptureError(
+                    f"the custom gradient of {operation.name!r}, in a loop or branch, needs a tensor from outside that "
+                    f"the loop or branch itself doesn't: compute with it there, too"
+                )
+            names = tuple(_name(graph, tensor, arguments) for tensor in captured)
+            dtypes = tuple(tensor.dtype.as_datatype_enum for tensor in captured)
+            yield CustomGradient(function, operation.name, names, dtypes, found)
+
+
+def _trace(graph: Any, operation: Any, differentiate: Any) -> tuple[Sequence[Any], GraphDef]:
+    """The tensors of a graph that the gradient of an operation needs, and the gradient."""
+    numbers = [number for number, output in enumerate(operation.outputs) if _is_differentiable(output)]
+    given: list[int] = []  # the inputs that have gradients
+
+    def gradients(*arriving: Any) -> list[Any]:
+        of_outputs = dict(zip(numbers, arriving, strict=True))
+        results = differentiate(operation, *(of_outputs.get(number) for number in range(len(operation.outputs))))
+        given[:] = [number for number, result in enumerate(results) if result is not None]
+        return [tf.convert_to_tensor(results[number]) for number in given]
+
+    specs = [tf.TensorSpec(operation.outputs[number].shape, operation.outputs[number].dtype) for number in numbers]
+    try:
+        with graph.as_default():
+            traced = tf.function(gradients, autograph=False).get_concrete_function(*specs)
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
+        raise CaptureError(f"the custom gradient of {operation.name!r} can't be traced: {reason(error)}") from error
+    body = traced.graph
+    renaming = {tensor.op.name: f"gradient{number}" for tensor, number in zip(body.inputs, numbers, strict=False)}
+    renaming |= {tensor.op.name: f"result{number}" for tensor, number in zip(body.outputs, given, strict=True)}
+    captured: list[Any] = []
+    constants: dict[str, Any] = {}
+    for tensor, inner in zip(traced.captured_inputs, body.inputs[len(numbers) :], strict=True):
+        if isinstance(tensor, tf.__internal__.EagerTensor):
+            constants[inner.op.name] = tensor.numpy()
+        else:
+            renaming[inner.op.name] = f"captured{len(captured)}"
+            captured.append(tensor)
+    found: GraphDef = body.as_graph_def()
+    for node in found.node:
+        if node.name in constants:
+            make_constant(node, constants[node.name])
+    return captured, _without_placeholders(_renamed(found, renaming))
+
+
+def _renamed(graph: GraphDef, renaming: dict[str, str]) -> GraphDef:
+    """A graph in which some nodes have other names, and the others none that could be taken for these."""
+    for node in graph.node:
+        inputs = [_other(text, renaming) for text in node.input]
+        del node.input[:]
+        node.input.extend(inputs)
+        node.name = _other(node.name, renaming)
+        node.attr.pop("_class", None)
+        node.device = ""
+    return graph
+
+
+def _without_placeholders(graph: GraphDef) -> GraphDef:
+    """A graph without its arguments, which would be imported, too; in a function, nothing would feed them."""
+    found = GraphDef(versions=graph.versions, library=graph.library)
+    found.node.extend(node for node in graph.node if not node.name.startswith(("gradient", "captured")))
+    return found
+
+
+def _other(text: str, renaming: dict[str, str]) -> str:
+    start = "^" if text.startswith("^") else ""
+    name, colon, output = text.removeprefix("^").partition(":")
+    return f"{start}{renaming.get(name, f'inner/{name}')}{colon}{output}"
+
+
+def _name(graph: Any, tensor: Any, arguments: Sequence[str] | None) -> str:
+    """A tensor as nodes of its graph read it, or those of a function with these arguments."""
+    if arguments is None:
+        return str(Ref.parse(tensor.name))
+    for number, argument in enumerate(graph.inputs):
+        if argument is tensor:
+            return arguments[number]
+    return function_body_name(tensor.op.node_def, tensor.value_index)
+
+
+def _is_differentiable(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
+@tf.RegisterGradient(_OWN_TYPE)
+def _differentiate(operation: Any, *gradients: Any) -> list[Any]:
+    """The gradients of an IdentityN's inputs, in whichever graph the gradient of its graph is made."""
+    graph = GraphDef.FromString(operation.node_def.attr[_GRAPH].s)
+    results = [int(node.name.removeprefix("result")) for node in graph.node if node.name.startswith("result")]
+    first = len(operation.outputs) - int(operation.node_def.attr[_CAPTURED].i)
+    given = {f"gradient{number}": gradient for number, gradient in enumerate(gradients[:first])}
+    given |= {f"captured{number}": tensor for number, tensor in enumerate(operation.inputs[first:])}
+    read = {text.partition(":")[0] for node in graph.node for text in node.input}
+    # In the gradient of a loop, the loop's own tensors come from another graph, which Identity takes note of.
+    there = {name: tf.identity(tensor) for name, tensor in given.items() if {name, f"^{name}"} & read}
+    inputs = {text: tensor for name, tensor in there.items() for text in {name, f"^{name}"} & read}
+    wanted = [f"result{number}:0" for number in results]
+    found = dict(zip(results, tf.graph_util.import_graph_def(graph, inputs, wanted, name="custom"), strict=True))
+    return [found.get(number) for number in range(len(operation.inputs))]
