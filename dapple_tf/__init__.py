@@ -20,6 +20,8 @@ from dapple_tf.initialization import deferred_init
 from dapple_tf.links import measure_links
 from dapple_tf.measured_steps import tune_reverse_first_k
 from dapple_tf.monitoring import PipelineMonitor
+from dapple_tf.operator_profiler import profile_operators
+from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.plan import Plan, PlanError
 from dapple_tf.planner import plan
 from dapple_tf.prediction import Prediction
@@ -48,6 +50,7 @@ __all__ = [
     "EmulationError",
     "FaultPolicy",
     "NonFiniteLossError",
+    "OperatorCosts",
     "PassError",
     "PipelineMonitor",
     "PipelinedModel",
@@ -72,6 +75,7 @@ __all__ = [
     "plan",
     "plan_streams",
     "profile",
+    "profile_operators",
     "simulate",
     "transform",
     "tune_reverse_first_k",

@@ -79,6 +79,10 @@ class Build:
     placed: dict[Kind, PlacedStep] = dataclasses.field(default_factory=dict)
     placements: dict[Kind, Mapping[int, OpPlacement]] = dataclasses.field(default_factory=dict)
 
+    def input_shapes(self, kind: Kind) -> list[tuple[int | None, ...]]:
+        """The shapes of the batch inputs of a step."""
+        return [(kind.samples, *leaf.shape[1:]) for leaf in self.spec.leaves]
+
 
 class StepSource(NamedTuple):
     """What a step is made of.

@@ -18,6 +18,9 @@ from dapple_tf.dump_index import Entry, Section, index_page
 from dapple_tf.errors import DataError
 from dapple_tf.event_files import together, write_events
 from dapple_tf.example_batch import ExampleBatch
+from dapple_tf.operators.op_costs import OperatorCosts
+from dapple_tf.operators.placement_report import placements_report
+from dapple_tf.operators.step_placer import OPERATOR_PASSES, StepPlacer
 from dapple_tf.optimizer import check_optimizer
 from dapple_tf.output_folder import filled
 from dapple_tf.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
@@ -63,6 +66,7 @@ def dump_model(
     profile: Profile | None = None,
     *,
     spec: BatchSpec | None = None,
+    operator_costs: OperatorCosts | None = None,
 ) -> pathlib.Path:
     """Writes what training a model by a plan would run; nothing is run, and the devices needn't exist.
 
@@ -73,6 +77,7 @@ def dump_model(
         plan: stages, devices and schedule.
         profile: what its layers cost, for simulated times; None leaves these out.
         spec: what batches look like; None for what the model declares and its loss takes.
+        operator_costs: what single operators take, where the plan places them; None estimates it.
 
     Returns:
         The directory's first page, ``index.html``.
@@ -87,7 +92,8 @@ def dump_model(
     plan.validate_on(cluster)
     check_model(model, training=True)
     check_optimizer(model.optimizer, model.trainable_variables)
-    return dump(directory, model, StepPasses(plan, cluster), [], None, profile, spec=spec)
+    passes = StepPasses(plan, cluster)
+    return dump(directory, model, passes, [], None, profile, spec=spec, operator_costs=operator_costs)
 
 
 def dump(
@@ -99,6 +105,7 @@ def dump(
     profile: Profile | None,
     *,
     spec: BatchSpec | None = None,
+    operator_costs: OperatorCosts | None = None,
 ) -> pathlib.Path:
     """Writes a dump; the model, its values and seeds stay as they are.
 
@@ -110,6 +117,7 @@ def dump(
         table: names of the model's variables, for these.
         profile: what its layers cost; None leaves simulated times out.
         spec: what training batches look like; None for what the model declares.
+        operator_costs: what single operators take, where the plan places them; None estimates it.
 
     Returns:
         The directory's first page.
@@ -133,9 +141,12 @@ def dump(
         else:
             wanted.insert(0, lambda writer: writer.training(known))
     started = time.perf_counter()
-    total = len(wanted) * (_PASSES + 4) + 1
+    placer = None
+    if passes.plan.operator_devices is not None:
+        placer = StepPlacer(passes.plan, passes.cluster, operator_costs or OperatorCosts())
+    total = len(wanted) * (_PASSES + (0 if placer is None else OPERATOR_PASSES) + 4) + 1
     with filled(directory) as folder, kept_metrics(model), Progress("writing the dump", total) as bar:
-        writer = _Writer(folder, model, passes, table, profile, bar)
+        writer = _Writer(folder, model, passes, placer, table, profile, bar)
         passes.plan.save(folder / "plan.json")
         sections = [Section("Plan", [writer.entry(folder / "plan.json", "the plan, to be loaded by Plan.load")])]
         sections += [make(writer) for make in wanted]
@@ -158,6 +169,7 @@ class _Writer:
         folder: where to.
         model: the model.
         passes: those of its plan.
+        placer: places single operators; None where stages run as a whole.
         table: names of the variables of steps that are there already.
         profile: what its layers cost, if known.
         bar: is told of each step.
@@ -168,11 +180,12 @@ class _Writer:
         folder: pathlib.Path,
         model: keras.Model,
         passes: StepPasses,
+        placer: StepPlacer | None,
         table: VariableTable | None,
         profile: Profile | None,
         bar: Progress,
     ) -> None:
-        self.folder, self.model, self.passes, self.table = folder, model, passes, table
+        self.folder, self.model, self.passes, self.placer, self.table = folder, model, passes, placer, table
         self.profile, self.bar = profile, bar
 
     def entry(self, path: pathlib.Path, what: str, graph: Dumped | None = None) -> Entry:
@@ -215,6 +228,8 @@ class _Writer:
         )
         entries = self._graph(place, whole, task_graph(complete, self.passes.cluster.device_names))
         entries += self._schedule(place, schedule)
+        if self.placer is not None:
+            entries += self._operators(place, self.placer, source.built, kind, complete, graphs)
         if mode is Mode.TRAIN:
             entries += self._timelines(place, whole, schedule)
         entries += [self.entry(graph.file, graph.what, graph) for graph in graphs.files.written]
@@ -259,6 +274,20 @@ class _Writer:
         except ScheduleError as error:
             return [*entries, Entry("", f"There is no schedule.csv: {error}")]
         return [*entries, self.entry(table, "the same in the form of torch.distributed.pipelining")]
+
+    def _operators(
+        self, place: pathlib.Path, placer: StepPlacer, built: Build, kind: Kind, complete: Program, graphs: _Graphs
+    ) -> list[Entry]:
+        """Places the operators of a step as they were placed when it was run, or else as they would be."""
+        known = built.placements.get(kind)
+        if known is None and kind in built.placed:
+            known = built.placed[kind].placements
+        self.bar.step(f"{place.name}: placing operators")
+        placed = placer.place(complete, built.input_shapes(kind), {}, [graphs], known)
+        assert placer.plan.operator_devices is not None
+        text = place / "operators.txt"
+        text.write_text(placements_report(placed.placements, placer.plan.operator_devices), encoding="utf-8")
+        return [self.entry(text, "where each operator runs, and in which order")]
 
     def _timelines(self, place: pathlib.Path, title: str, schedule: Schedule) -> list[Entry]:
         self.bar.step(f"{place.name}: drawing timelines")

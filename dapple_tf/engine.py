@@ -183,8 +183,8 @@ class Engine:
 
     def _place(self, built: Build, kind: Kind, hosts: Mapping[str, tuple[int, ...]], places: Places) -> PlacedStep:
         assert self.placer is not None
-        shapes = [(kind.samples, *leaf.shape[1:]) for leaf in built.spec.leaves]
-        return self.placer.place(self._complete(built, kind, hosts)[0], shapes, places, [self.timing])
+        complete, _ = self._complete(built, kind, hosts)
+        return self.placer.place(complete, built.input_shapes(kind), places, [self.timing])
 
     def _host(
         self,

@@ -97,11 +97,16 @@ def profile_operators(
     Raises:
         ProfileError: the cluster has no real devices, or inputs or labels can't be guessed; give ``x`` and ``y``.
         CaptureError: the model isn't built or compiled, or can't be captured.
-        PlanError: the model doesn't fit the devices' memory.
+        PlanError: the plan doesn't place operators or doesn't fit the cluster, or the model not the devices' memory.
     """
     if not cluster.real:
         raise ProfileError("this cluster is a description without real devices: it can be planned for, not measured")
-    assert plan.operator_devices is not None
+    if plan.operator_devices is None:
+        raise PlanError(
+            "this plan runs its stages as a whole: measure operators for Plan.by_operators(...) or "
+            "plan.with_placed_operators()"
+        )
+    plan.validate_on(cluster)
     check_model(model, training=True)
     check_optimizer(model.optimizer, model.trainable_variables)
     found = OperatorCosts() if costs is None else costs

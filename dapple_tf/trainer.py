@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -31,6 +31,7 @@ from dapple_tf.functional import cuts_are_safe
 from dapple_tf.initialization import materialize
 from dapple_tf.monitoring import PipelineMonitor, StepMonitor
 from dapple_tf.operators.op_costs import OperatorCosts
+from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.optimizer import check_optimizer
 from dapple_tf.plan import Plan
 from dapple_tf.prediction import Prediction
@@ -378,7 +379,8 @@ class PipelinedModel:
         sources = [] if self._changed() else engine.sources
         passes = StepPasses(self.plan, self.cluster)
         spec = self._specs.get(Mode.TRAIN)
-        dump(directory, self.model, passes, sources, engine.table, self.profile, spec=spec)
+        costs = None if engine.placer is None else engine.placer.costs
+        dump(directory, self.model, passes, sources, engine.table, self.profile, spec=spec, operator_costs=costs)
 
     def trace_step(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
         """Trains on one batch and returns TensorFlow's ``StepStats``: start and end of each task, and each allocation.
@@ -453,6 +455,14 @@ class PipelinedModel:
     def plan(self) -> Plan:
         """The plan; another one when it was gone on without a worker."""
         return self._runtime.plan
+
+    @property
+    def placement(self) -> Mapping[int, OpPlacement]:
+        """Stage -> where the single operators of the largest training step so far are.
+
+        Empty before the first step, and where stages run as a whole.
+        """
+        return self._engine.placements
 
     @property
     def faults(self) -> Sequence[FaultRecord]:

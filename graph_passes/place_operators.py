@@ -1,4 +1,4 @@
-"""Pass 12: every operator gets its device, and devices run theirs in the order of a queue."""
+"""Pass 14: every operator gets its device, and devices run theirs in the order of a queue."""
 
 from __future__ import annotations
 

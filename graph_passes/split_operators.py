@@ -1,4 +1,4 @@
-"""Pass 11: heavy operators become parts, each of which can have a device of its own."""
+"""Pass 13: heavy operators become parts, each of which can have a device of its own."""
 
 from __future__ import annotations
 

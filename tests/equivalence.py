@@ -136,15 +136,16 @@ def assert_equal_training(
     monkeypatch: pytest.MonkeyPatch,
     *,
     tolerance: float | None = None,
+    **options: Any,
 ) -> tuple[list[dict[str, float]], list[np.ndarray]]:
     """Trains a model of the zoo by a plan and compares loss, every gradient, logs and every variable.
 
-    Returns the logs and the variables, to be compared with those of another cluster.
+    ``options`` are those of ``transform``. Returns logs and variables, to be compared with those of another cluster.
     """
     tolerance = TOLERANCE[keras.backend.floatx()] if tolerance is None else tolerance
     keras.utils.set_random_seed(3)
     model = specimen.build()
-    pipelined = dapple.transform(model, cluster, plan)
+    pipelined = dapple.transform(model, cluster, plan, **options)
     # The plain step is the same for all cases of a model: it has been traced once.
     monkeypatch.setattr(verification, "plain_step", lambda *_, **__: plain.first)
     checked = pipelined.verify(*plain.batches[0])

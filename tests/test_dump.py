@@ -15,6 +15,8 @@ from models_for_tests import classifier, layers, plan, samples, transform, value
 
 import dapple_tf as dapple
 from dapple_tf.dump import dump_model
+from dapple_tf.operators.op_costs import OperatorCosts
+from dapple_tf.operators.placement_report import placements_report
 from dapple_tf.output_folder import LIST, FolderError
 from dapple_tf.profile import Cost, LayerProfile, Profile, Tensor
 from graph_passes.tasks import Schedule
@@ -45,6 +47,7 @@ TRAINING = [
     *passes("capture", "assign_stages", "build_forward", "build_backward", "partition", stages=2),
     *passes("replicate", "split_concat", "accumulate", "schedule", "update", stages=2, first=5),
 ]
+PLACING = passes("flatten", "fold_shapes", "share_values", "split_operators", "place_operators", stages=2, first=10)
 PREDICTION = [
     *passes("capture", "assign_stages", "build_forward", "partition", stages=2),
     *passes("replicate", "split_concat", "schedule", stages=2, first=5),
@@ -162,6 +165,33 @@ def test_a_described_cluster_will_do(tmp_path: pathlib.Path) -> None:
     assert all(f'device: "{name}"' in step for name in cluster.device_names)
     with pytest.raises(dapple.PlanError, match="plan puts stage 1 on device 3"):
         dump_model(tmp_path, classifier(), cluster, plan(devices=[[0], [3]]))
+
+
+@pytest.mark.slow
+def test_placed_operators_are_told_of_as_they_are_placed(tmp_path: pathlib.Path) -> None:
+    own = plan(devices=[[0, 2], [1]]).with_placed_operators()
+    pipelined = transform(classifier(), own, operator_costs=OperatorCosts())
+    assert not pipelined.placement
+    pipelined.train_on_batch(X[:3], Y[:3])
+    pipelined.train_on_batch(X, Y)
+    pipelined.dump(tmp_path)
+    names = ["plan.json", "index.html", LIST, *expected("train0", [*TRAINING, *PLACING], [*DRAWINGS, "operators.txt"])]
+    assert sorted({*files(tmp_path)} - {"train0/schedule.csv"}) == sorted(names)
+    assert (tmp_path / "train0/operators.txt").read_text() == placements_report(pipelined.placement, [[0, 2], [1]])
+    assert set(pipelined.placement) == {0, 1}
+    placed = (tmp_path / "train0/14_place_operators.pbtxt").read_text()
+    for stage, devices in enumerate([[0, 2], [1]]):
+        used = {pipelined.cluster.device_names[devices[one]] for one in pipelined.placement[stage].devices.values()}
+        assert all(f'device: "{name}"' in placed for name in used)
+    assert "where each operator runs" in (tmp_path / "index.html").read_text()
+
+
+def test_before_the_first_step_operators_are_placed_as_they_would_be(tmp_path: pathlib.Path) -> None:
+    own = dapple.Plan.by_operators(2, 7)
+    dump_model(tmp_path, classifier(), dapple.Cluster.local(2, kind="cpu"), own)
+    text = (tmp_path / "train/operators.txt").read_text()
+    assert text.startswith("stage 0 on devices 0 1: ")
+    assert "stage0/replica0/forward0/" in text
 
 
 # ---- what stays as it is

@@ -90,6 +90,18 @@ def undisturbed(
     return ended(pipelined)
 
 
+_fitted: dict[dapple.Plan, tuple[list[np.ndarray], Any]] = {}
+
+
+def undisturbed_fit(workers: LocalWorkers, plan: dapple.Plan = PARALLEL) -> tuple[list[np.ndarray], Any]:
+    """Values after `fit`, and its history: found once for all tests of a plan."""
+    if plan not in _fitted:
+        histories = []
+        ended_with = undisturbed(workers, lambda pipelined: histories.append(fit(pipelined)), plan=plan)
+        _fitted[plan] = ended_with, histories[0]
+    return _fitted[plan]
+
+
 class At(keras.callbacks.Callback):
     """Does something after the step of a number, counted over all epochs."""
 
@@ -125,8 +137,7 @@ def fit(pipelined: dapple.PipelinedModel, *callbacks: Any) -> Any:
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_workers_that_come_back(workers: LocalWorkers, plan: dapple.Plan, fault: str) -> None:
     """Values and History are the same to the bit, with the rate that each step had and what callbacks assigned."""
-    histories = []
-    expected = undisturbed(workers, lambda pipelined: histories.append(fit(pipelined)), plan=plan)
+    expected, history = undisturbed_fit(workers, plan)
 
     def meet() -> None:
         if fault == "kill":
@@ -138,16 +149,15 @@ def test_workers_that_come_back(workers: LocalWorkers, plan: dapple.Plan, fault:
             workers.cont(1)
 
     pipelined = transform(workers, plan)
-    histories.append(fit(pipelined, At(4 + 3, meet)))
+    assert fit(pipelined, At(4 + 3, meet)) == history
     assert_same(ended(pipelined), expected)
-    assert histories[1] == histories[0]
     (record,) = pipelined.faults
     assert (record.error.task, record.replayed, record.without) == (1, 3, ())
 
 
 @pytest.mark.parametrize("number", [1, 4], ids=["first step", "first step of an epoch"])
 def test_faults_before_anything_was_trained(workers: LocalWorkers, number: int) -> None:
-    expected = undisturbed(workers, fit)
+    expected, _ = undisturbed_fit(workers)
     pipelined = transform(workers)
 
     class Before(keras.callbacks.Callback):

@@ -74,7 +74,8 @@ def test_memory_is_held_from_start_or_arrival_to_the_end_of_the_last_reader_or_t
     builder.add("D", 1.0, 16.0, (one,), group="variable")
     builder.stored["variable"] = 100.0
     seen = simulated(builder, [0, 0, 0, 1], topology(2, 4.0, 0.0))
-    # Device 0: A 0..3 (transfer 1..3), B 1..3, which C reads until 3; device 1: copy of A 3..4. What nobody reads isn't there.
+    # Device 0: A 0..3 (transfer 1..3), B 1..3, which C reads until 3; device 1: copy of A 3..4. What nobody reads
+    # isn't there.
     assert seen.peak_bytes.tolist() == [12.0, 108.0]
 
 

@@ -98,6 +98,29 @@ def test_measured_and_planned(own: str, tmp_path: pathlib.Path, capsys: pytest.C
     assert "were predicted (" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_single_operators_are_placed(own: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    flags = [own, "--cluster=cpu:2", "--steps=2", f"--output_dir={out}", "--global_batch_size=8", "--noprofile_step"]
+    assert run(*flags, "--placement=fd_dps", "--recompute=none") == 0
+    printed = capsys.readouterr().out
+    plan = dapple.Plan.load(out / "plan.json")
+    assert plan == dapple.Plan.by_operators(2, 8)
+    assert dapple.OperatorCosts.load(out / "operator_costs.json").count > 10  # They were measured.
+    assert not (out / "profile.json").exists()
+    report = (out / "operators.txt").read_text().partition("\n\nqueue")[0]
+    assert report.startswith("stage 0 on devices 0 1: ")
+    assert "stage 0" + report.removeprefix("stage 0 on devices 0 1") in printed
+    assert "operators.txt where each operator runs" in printed
+
+    # A plan's file that places operators needs no flag; stages of several devices place theirs.
+    assert run(*flags, f"--plan={out / 'plan.json'}", "--nomeasure") == 0
+    assert dapple.OperatorCosts.load(tmp_path / "run-2" / "operator_costs.json").count == 0
+    assert run(*flags, "--placement=fd_dps", "--plan=1:1", "--nomeasure", "--micro_batches=2") == 0
+    assert dapple.Plan.load(tmp_path / "run-3" / "plan.json").operator_devices == ((0,), (1,))
+    assert "stage 1 on devices 1: " in (tmp_path / "run-3" / "operators.txt").read_text()
+
+
 def test_plans_are_sought_with_what_flags_say(
     own: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +161,11 @@ def test_plans_are_sought_with_what_flags_say(
         ([f"--log_dir={__file__}"], f"--log_dir={__file__} is a file; give a folder"),
         (["--plan="], "--plan isn't given"),
         (["--faults=hope"], "flag --faults=hope"),
+        (["--placement=hope"], "flag --placement=hope"),
+        (
+            ["--placement=fd_dps", "--model=vgg:tiny", "--cluster=cpu:1", "--jit_compile"],
+            "--placement=fd_dps: operators can't be placed one by one with jit_compile=True",
+        ),
     ],
 )
 def test_mistakes_are_told(

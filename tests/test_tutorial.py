@@ -1,4 +1,4 @@
-"""The tutorial's examples run, on a smaller model than it shows, and its pictures and links are there."""
+"""Examples of documents run, the tutorial's on a smaller model than it shows; its pictures and links are there."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from tools.run_document import blocks, pictures, run
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
+OPERATORS = (DOCS / "operators.md").read_text(encoding="utf-8")
 TUTORIAL = (DOCS / "tutorial.md").read_text(encoding="utf-8")
 SIZE = "sequence=64, depth=8, width=128, heads=4"
 SMALLER = "sequence=64, depth=2, width=8, heads=2"
@@ -32,7 +33,20 @@ def test_the_examples_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
         assert (tmp_path / name).is_file(), name
 
 
-def test_its_pictures_and_links_are_there() -> None:
-    for link in re.findall(r"\]\(([^)#]+)", TUTORIAL):
+@pytest.mark.slow
+def test_the_examples_of_placed_operators_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(OPERATORS, "operators.md")
+    assert (tmp_path / "plan.json").is_file() and (tmp_path / "operators.json").is_file()
+    assert (tmp_path / "dump_of_gpus" / "train" / "operators.txt").is_file()
+    written = {path.name for path in (tmp_path / "dump" / "train0").iterdir()}
+    assert "operators.txt" in written
+    passes = re.findall(r"^\| (\d\d) \| `(\w+)`", OPERATORS, flags=re.MULTILINE)
+    assert len(passes) == 5 and {f"{number}_{name}.pbtxt" for number, name in passes} <= written
+
+
+@pytest.mark.parametrize("document", [TUTORIAL, OPERATORS])
+def test_pictures_and_links_are_there(document: str) -> None:
+    for link in re.findall(r"\]\(([^)#]+)", document):
         if "://" not in link:
             assert (DOCS / link).is_file(), link

@@ -319,6 +319,15 @@ class PlanFlags:
         """Whether the plan has to be found."""
         return self.auto_allowed and self.text == "auto"
 
+    @property
+    def places_operators(self) -> bool:
+        """Whether the plan is in a file and has devices for single operators.
+
+        Raises:
+            app.UsageError: the file can't be read.
+        """
+        return self.path is not None and self._loaded().operator_devices is not None
+
     def batch_size(self) -> int:
         """Samples per step.
 

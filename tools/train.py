@@ -4,6 +4,7 @@
     python -m tools.train --model=vgg --plan=3:1 --schedule=zb_h1            # three replicas and one; cuts are found
     python -m tools.train --model=my_package.my_module:build --plan=plan.json --cluster=10.0.0.1:2222,10.0.0.2:2222
     python -m tools.train --model=gpt --checkpoint_dir=checkpoints --resume  # goes on where it was stopped
+    python -m tools.train --model=my_module:build --placement=fd_dps         # single operators on all devices
 
 The model is profiled first (--nomeasure leaves that out; what has been measured is kept in a cache), so that the step
 that was promised can be compared with the one that is measured at the end. --output_dir gets
@@ -11,6 +12,7 @@ that was promised can be compared with the one that is measured at the end. --ou
     model.keras                   the trained model, an ordinary Keras model
     plan.json                     the plan
     profile.json, cluster.json    what it was made from, for tools.plan, tools.simulate and tools.what_if
+    operator_costs.json, operators.txt    with --placement=fd_dps: what operators take, and where they are
     history.csv                   loss, metrics, rates, bubbles and memory of each epoch
     logs/                         the same for TensorBoard, step by step (elsewhere with --log_dir)
     step/                         one step, planned, simulated and measured: as text, image, page and Perfetto trace
@@ -19,6 +21,7 @@ that was promised can be compared with the one that is measured at the end. --ou
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -32,6 +35,9 @@ from absl import app, flags
 
 import dapple_tf as dapple
 from dapple_tf.automatic import measured, plan_model
+from dapple_tf.operator_profiler import measured_operators
+from dapple_tf.operators.placement_report import placements_report
+from dapple_tf.transformation import FD_DPS
 from models.registry import DataSource
 from tools import command
 from tools.model_flags import ClusterFlag, ModelFlags, PlanFlags, ProfileFlags
@@ -44,6 +50,14 @@ _MODEL = ModelFlags(FLAGS, data=True)
 _CLUSTER = ClusterFlag(FLAGS, described=False)
 _PLAN = PlanFlags(FLAGS, default="auto", auto=True, batch=32)
 _PROFILE = ProfileFlags(FLAGS, alternative="By default the model is measured.")
+_PLACEMENT = flags.DEFINE_enum(
+    "placement",
+    "stages",
+    ["stages", FD_DPS],
+    "What is given a device: stages, as the plan says, or single operators (FD-DPS), with --plan=auto over all devices "
+    "and otherwise those of each stage over the devices of its replicas.",
+    flag_values=FLAGS,
+)
 _MEASURE = flags.DEFINE_boolean(
     "measure", True, "Measure the model and the cluster first. Without it no step time is predicted.", flag_values=FLAGS
 )
@@ -94,6 +108,7 @@ class Job(NamedTuple):
         cluster: with measured links, if they were measured.
         plan: the plan.
         profile: what it was made from; None if nothing was measured.
+        operator_costs: what single operators take, where they are placed.
     """
 
     model: keras.Model
@@ -101,6 +116,7 @@ class Job(NamedTuple):
     cluster: dapple.Cluster
     plan: dapple.Plan
     profile: dapple.Profile | None
+    operator_costs: dapple.OperatorCosts | None = None
 
 
 def check_flags() -> None:
@@ -123,9 +139,14 @@ def check_flags() -> None:
     rate = _LEARNING_RATE.value
     command.check(rate is None or math.isfinite(rate), f"--learning_rate={rate}: it must be finite")
     command.check(
-        _MEASURE.value or _PROFILE.given or not _PLAN.automatic,
+        _MEASURE.value or _PROFILE.given or not _PLAN.automatic or places_operators(),
         "--nomeasure: --plan=auto needs a profile; give --profile, or a plan",
     )
+
+
+def places_operators() -> bool:
+    """Whether single operators are placed: as --placement says, or the plan's file."""
+    return bool(_PLACEMENT.value == FD_DPS) or _PLAN.places_operators
 
 
 def prepare() -> Job:
@@ -139,6 +160,8 @@ def prepare() -> Job:
     batch = _PLAN.batch_size()
     x, y, weights = data.example(model, batch)
     examples = {"x": x, "y": y, "sample_weight": weights}
+    if places_operators():
+        return with_placed_operators(model, data, cluster, profile, examples)
     if _PLAN.automatic:
         say("measuring and planning")
         changes = {name: value for name, value in _PLAN.changes.items() if name != "global_batch_size"}
@@ -152,6 +175,38 @@ def prepare() -> Job:
         lambda replicas: cuts_by_parameters(model, replicas) if known is None else cuts_by_profile(known, replicas)
     )
     return Job(model, data, cluster, plan, profile)
+
+
+def with_placed_operators(
+    model: keras.Model,
+    data: DataSource,
+    cluster: dapple.Cluster,
+    profile: dapple.Profile | None,
+    examples: dict[str, Any],
+) -> Job:
+    """Measures operators, whose devices are found with the first step; a profile of layers only says where to cut.
+
+    Raises:
+        app.UsageError: the plan has something that operators can't be placed with.
+    """
+    if _PLAN.automatic:
+        with command.blamed(f"--placement={FD_DPS}"):
+            whole = dapple.Plan.by_operators(cluster.num_devices, _PLAN.batch_size())
+            plan = dataclasses.replace(whole, **_PLAN.changes)
+    else:
+        plan = _PLAN.plan(
+            lambda replicas: (
+                cuts_by_parameters(model, replicas) if profile is None else cuts_by_profile(profile, replicas)
+            )
+        )
+        if plan.operator_devices is None:
+            with command.blamed(f"--placement={FD_DPS} --plan={_PLAN.text}"):
+                plan = plan.with_placed_operators()
+    costs = dapple.OperatorCosts()
+    if _MEASURE.value:
+        say("measuring operators")
+        costs, cluster = measured_operators(model, cluster, plan, **examples)
+    return Job(model, data, cluster, plan, None, costs)
 
 
 def set_learning_rate(model: keras.Model, rate: float) -> None:
@@ -238,18 +293,27 @@ def main() -> None:
     job = prepare()
     say(f"\n{job.plan}\n")
     faults = None if _FAULTS.value == "fail" else dapple.FaultPolicy(_FAULTS.value)
-    pipelined = dapple.transform(job.model, job.cluster, job.plan, profile=job.profile, faults=faults)
+    pipelined = dapple.transform(
+        job.model, job.cluster, job.plan, profile=job.profile, faults=faults, operator_costs=job.operator_costs
+    )
     folder = fresh_folder(pathlib.Path(_OUTPUT_DIR.value))
     say(f"Everything goes to {folder}")
     job.plan.save(folder / "plan.json")
     job.cluster.save(folder / "cluster.json")
     if job.profile is not None:
         job.profile.save(folder / "profile.json")
+    if job.operator_costs is not None:
+        job.operator_costs.save(folder / "operator_costs.json")
     example = job.data.example(job.model, job.plan.global_batch_size)
     if _VERIFY.value:
         say(str(pipelined.verify(*example)))
     history, seconds = train(job, pipelined, folder)
     pipelined.save(folder / "model.keras")
+    if pipelined.plan.operator_devices is not None:
+        placements = placements_report(pipelined.placement, pipelined.plan.operator_devices)
+        (folder / "operators.txt").write_text(placements, encoding="utf-8")
+        for stage, placement in pipelined.placement.items():
+            say(f"\nstage {stage}: {placement}")
     numbers = summary(job, pipelined, history, seconds)
     (folder / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     if _PROFILE_STEP.value:
@@ -286,6 +350,7 @@ def closing(numbers: dict[str, Any], folder: pathlib.Path) -> str:
         "logs": f"for tensorboard --logdir={folder / 'logs'}",
         "model.keras": "the trained model",
         "profile.json": "for tools.plan and tools.what_if",
+        "operators.txt": "where each operator runs",
     }
     for path in sorted(folder.iterdir()):
         lines.append(f"  {path.name:<14}{notes.get(path.name, '')}".rstrip())

@@ -47,9 +47,10 @@ class DataParallelStep:
 def data_parallel(graph: OpGraph, topology: Topology) -> DataParallelStep:
     """Each device does the whole step for 1/V of the batch, and gradients are all-reduced in a ring.
 
-    What works on samples takes launch + (seconds - launch) / V; the rest, such as updates of variables, as long as before,
-    on every device. A tensor of the batch that an update reads is reduced as soon as all devices have it, one after another
-    in 2 (V - 1) steps of 1/V of its bytes at the slowest link of the ring, while other operators go on; updates come last.
+    What works on samples takes launch + (seconds - launch) / V; the rest, such as updates of variables, as long as
+    before, on every device. A tensor of the batch that an update reads is reduced as soon as all devices have it, one
+    after another in 2 (V - 1) steps of 1/V of its bytes at the slowest link of the ring, while other operators go on;
+    updates come last.
 
     Raises:
         PlacementError: the graph isn't for this topology, or none of its operators can be split by batch.
@@ -109,7 +110,8 @@ def samples_operators(problem: PlacementProblem) -> np.ndarray:
     seeds = [op for op, rules in enumerate(layouts.reads.rules) if any(rule.dimension == "batch" for rule in rules)]
     if not seeds:
         raise PlacementError(
-            "no operator can be split by batch, so the step can't be data-parallel; give the graph's operators their splits"
+            "no operator can be split by batch, so the step can't be data-parallel; give the graph's operators "
+            "their splits"
         )
     heaviest = max(seeds, key=lambda op: (problem.mean_seconds[op], -op))
     layout = layouts.grown(layouts.none(), "batch", problem.mean_seconds[heaviest])

@@ -2,8 +2,8 @@
 
 Placing an operator apart from what it reads, or from what reads it, can only pay if it takes longer than that tensor's
 transfer. So an operator that is cheaper joins its only producer, or its only consumer; one that needs nothing, as the
-read of a variable, joins the first of its consumers; a chain is one piece as long as the piece isn't a large share of the
-step. None of these joins makes a cycle. All operators of a piece get its device; in which order they run is
+read of a variable, joins the first of its consumers; a chain is one piece as long as the piece isn't a large share of
+the step. None of these joins makes a cycle. All operators of a piece get its device; in which order they run is
 decided for single operators again, so nothing is lost but choices.
 """
 
@@ -75,7 +75,7 @@ class _Level:
     apart: Callable[[Iterable[int]], bool]
 
     def worth_joining(self, joining: float, other: float, transfer: float, chain: bool) -> bool:
-        """Whether a piece should go with another, by their seconds; in a chain they are all that they're linked with."""
+        """Whether a piece should go with another, by their seconds; in a chain they're linked with no third."""
         if joining <= transfer:
             return chain or joining <= self.most
         return chain and joining + other <= self.most

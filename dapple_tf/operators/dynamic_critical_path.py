@@ -1,16 +1,16 @@
 """Scheduling by dynamic critical paths: algorithms 1, 2 and 3 of FD-DPS, without splits.
 
 The critical path is dynamic: EST (formula 6) counts the transfers and the busy devices that the operators placed so far
-bring, so that DCPL (10) and the slack LST - EST of what isn't placed change with every step. Written out, each step would
-visit all operators. It needn't:
+bring, so that DCPL (10) and the slack LST - EST of what isn't placed change with every step. Written out, each step
+would visit all operators. It needn't:
 
 * The path behind an operator that isn't placed, tail(o), doesn't change: all that is on it isn't placed either. With it
   LST(o) = DCPL - ET(o) - tail(o) (7), for the one DCPL of the moment.
-* So Score(o) = 1 / (LST - EST + eps) (9) ranks operators as EST(o) + ET(o) + tail(o) does, and the critical ones (8), which
-  come first in algorithm 1, are those at the top, where this sum is DCPL.
-* EST(o) is when its data is made, or when the first device is free, if that is later. All that could start before a device
-  is free have one EST and rank by ET + tail; the others by ready + ET + tail. Two heaps keep these orders, and an operator
-  changes from one to the other once: O(log n) for each.
+* So Score(o) = 1 / (LST - EST + eps) (9) ranks operators as EST(o) + ET(o) + tail(o) does, and the critical ones (8),
+  which come first in algorithm 1, are those at the top, where this sum is DCPL.
+* EST(o) is when its data is made, or when the first device is free, if that is later. All that could start before a
+  device is free have one EST and rank by ET + tail; the others by ready + ET + tail. Two heaps keep these orders, and
+  an operator changes from one to the other once: O(log n) for each.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MostCritical:
         heapq.heappush(self._path, (-ready - self._length[op], op))
 
     def pop(self, first_free: float) -> int:
-        """The most critical operator, given when the first device is free; of equal ones that with the lowest number."""
+        """The most critical operator, given when the first device is free; of equal ones the first in number."""
         while self._ready and self._ready[0][0] <= first_free:
             op = heapq.heappop(self._ready)[1]
             if op not in self._moved:

@@ -1,10 +1,10 @@
 """FastT: list scheduling by static priorities with a device for the critical path (Yi et al., Middleware 2020).
 
 FD-DPS describes it in sections 2.2 and 5.2: "fine-grained static operator priority and the critical path", without the
-dynamics of devices. We take: the priority is the upward rank with mean costs; the operators on the critical path, that is
-those of the path of greatest rank from an entry, go to the device that runs them all soonest (if it has memory for their
-variables; else to the next, and so on); all others go to the device on which they end first. Both take the first free
-time that is long enough. FastT's own splitting of operators isn't part of it.
+dynamics of devices. We take: the priority is the upward rank with mean costs; the operators on the critical path, that
+is those of the path of greatest rank from an entry, go to the device that runs them all soonest (if it has memory for
+their variables; else to the next, and so on); all others go to the device on which they end first. Both take the first
+free time that is long enough. FastT's own splitting of operators isn't part of it.
 """
 
 from __future__ import annotations

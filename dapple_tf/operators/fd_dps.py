@@ -18,7 +18,7 @@ from dapple_tf.operators.placement_candidates import (
     Pieces,
     Variant,
     judged,
-    later_sources,
+    ordered_sources,
     scheduled,
     variant_of,
 )
@@ -32,21 +32,28 @@ _LOGGER = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 """Told what is being done, and which share of the search is over."""
 
-_VISITS = 4e6
+_VISITS = 3.2e6
 """Operators that the search visits at most, about: some 20 s on one core."""
+_VISITS_EACH = 1000
+"""The same for each operator of a small graph."""
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Shares of the devices' memory to which placing keeps, since the simulated peak may be above what it counts."""
+_LARGE = 40000
+"""Operators from which on the times of reads are looked at once only."""
 _SMALL = 60
 """Operators of a graph up to which every move is tried."""
 
 
-def fd_dps(graph: OpGraph, topology: Topology, *, split: bool = True, progress: Progress | None = None) -> OpPlacement:
+def fd_dps(
+    graph: OpGraph, topology: Topology, *, split: bool = True, effort: float = 1.0, progress: Progress | None = None
+) -> OpPlacement:
     """Place the operators of a step so that the simulated step is short.
 
     Args:
         graph: its operators.
         topology: the devices.
         split: whether operators may be split; without, this is the paper's D-DPS(-F).
+        effort: share of the usual work that improving may take.
         progress: told what is being done, and which share of the search is over.
 
     Raises:
@@ -54,17 +61,18 @@ def fd_dps(graph: OpGraph, topology: Topology, *, split: bool = True, progress: 
         PlanError: no placement was found that fits the devices' memory.
     """
     with _without_collector():
-        best = _search(graph, topology, split, progress or (lambda text, share: None))
+        best = _search(graph, topology, split, effort, progress or (lambda text, share: None))
     found = placement_of(best.variant.problem, best.devices, best.order)
     _LOGGER.info("placed %d operators: %.4g s, from %s", best.variant.problem.count, found.seconds, best.origin)
     return OpPlacement(found.devices, found.order, dict(best.variant.splits), found.seconds, found.peak_bytes)
 
 
-def _search(graph: OpGraph, topology: Topology, split: bool, progress: Progress) -> Candidate:
+def _search(graph: OpGraph, topology: Topology, split: bool, effort: float, progress: Progress) -> Candidate:
     progress("static priorities", 0.0)
     base = variant_of(graph, topology, {})
     problem = base.problem
-    budget = Budget(_VISITS)
+    budget = Budget(effort * min(_VISITS, _VISITS_EACH * problem.count))
+    alike = _alike(graph, topology)
     found = []
     for name, schedule in (("FastT", fast_t_schedule), ("HEFT", heft_schedule)):
         devices, order = schedule(problem)
@@ -72,7 +80,7 @@ def _search(graph: OpGraph, topology: Topology, split: bool, progress: Progress)
     for device in range(topology.count):
         alone = [device if problem.pinned[group] < 0 else problem.pinned[group] for group in problem.group]
         found.append(judged(base, alone, list(range(problem.count)), "one device"))
-        if len({tuple(row) for row in problem.seconds[:1]}) == 1 and device == 0 and not (graph.pinned >= 0).any():
+        if alike:
             break
     progress("dynamic critical paths", 0.2)
     found += placed(base, None, "dynamic critical paths")
@@ -88,13 +96,20 @@ def _search(graph: OpGraph, topology: Topology, split: bool, progress: Progress)
     if best.over > 0:
         raise PlanError(_too_much(best))
     problem = best.variant.problem
-    best = later_sources(best)
+    best = ordered_sources(best, 2 if problem.count <= _LARGE else 1)
     pieces = Pieces.of(problem)
     best = improved(best, pieces.piece, int(budget.visits / max(1, 3 * problem.count)))
     if problem.count <= _SMALL:
         best = polished([best, *(one for one in found if one.variant is best.variant)], 3000)
     progress("done", 1.0)
     return best
+
+
+def _alike(graph: OpGraph, topology: Topology) -> bool:
+    """Whether it makes no difference which device runs everything."""
+    seconds, memory = graph.seconds, topology.memory_bytes
+    same = bool((seconds == seconds[:, :1]).all() and (memory == memory[0]).all())
+    return same and not (graph.pinned >= 0).any()
 
 
 def _within_memory(variant: Variant) -> list[Candidate]:
@@ -128,8 +143,8 @@ def _too_much(best: Candidate) -> str:
         if peak > limit
     )
     return (
-        f"no placement of the {problem.count} operators was found that fits the devices' memory; in the best one {lacking}: "
-        f"use more devices or a smaller global_batch_size"
+        f"no placement of the {problem.count} operators was found that fits the devices' memory; in the best one "
+        f"{lacking}: use more devices or a smaller global_batch_size"
     )
 
 

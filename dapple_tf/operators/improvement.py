@@ -1,7 +1,7 @@
 """Improvement rounds: what bounds the step moves to other devices, as long as that makes the step shorter.
 
-FD-DPS, section 4.3: "After the graph search space update, perform a new round of node optimization scheduling, and repeat
-this process until the optimal parallel strategy is found."
+FD-DPS, section 4.3: "After the graph search space update, perform a new round of node optimization scheduling, and
+repeat this process until the optimal parallel strategy is found."
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What HEFT and FastT share: devices' free times, and placing one operator after another where it ends first.
 
-Classical list scheduling by insertion (Topcuoglu et al., 2002): an operator takes the first free time of a device that is
-long enough, maybe before operators that were placed earlier. Links are taken to be free when they are needed, as
+Classical list scheduling by insertion (Topcuoglu et al., 2002): an operator takes the first free time of a device that
+is long enough, maybe before operators that were placed earlier. Links are taken to be free when they are needed, as
 both papers do; the simulator, which sends one tensor after another, judges the result.
 """
 

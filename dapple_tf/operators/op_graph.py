@@ -120,6 +120,8 @@ class OpPlacement:
         splits: name of an operator of the unsplit graph -> how it was split.
         seconds: the simulated makespan.
         peak_bytes: the simulated peak of each device.
+        device_names: of the devices, for reports; empty where they don't matter.
+        ops: op types of the operators that were split, for reports.
     """
 
     devices: Mapping[str, int]
@@ -127,3 +129,10 @@ class OpPlacement:
     splits: Mapping[str, Split]
     seconds: float
     peak_bytes: tuple[float, ...]
+    device_names: tuple[str, ...] = ()
+    ops: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        from dapple_tf.operators.placement_report import placement_report  # which knows more than this module
+
+        return placement_report(self)

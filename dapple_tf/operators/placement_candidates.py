@@ -69,40 +69,83 @@ def judged(variant: Variant, devices: list[int], order: list[int], origin: str) 
 
 def scheduled(variant: Variant, devices: list[int], origin: str) -> Candidate:
     """The queue for given devices by urgency: the path from an operator's start to the end of the step."""
-    problem = variant.problem
+    return _queued(variant, devices, _urgency(variant.problem, devices), None, origin)
+
+
+def _urgency(problem: PlacementProblem, devices: list[int]) -> list[float]:
     tail = tails(problem, devices)
-    urgency = [tail[op] + problem.seconds[op][devices[op]] for op in range(problem.count)]
-    order, _, finish = order_by_urgency(problem, devices, urgency)
-    if np.isfinite(problem.topology.memory_bytes).any():
+    return [tail[op] + problem.seconds[op][devices[op]] for op in range(problem.count)]
+
+
+def _queued(
+    variant: Variant, devices: list[int], urgency: list[float], release: Mapping[int, float] | None, origin: str
+) -> Candidate:
+    order, _, finish = order_by_urgency(variant.problem, devices, urgency, release)
+    if release or np.isfinite(variant.problem.topology.memory_bytes).any():
         return judged(variant, devices, order, origin)
     return Candidate(variant, devices, order, max(finish, default=0.0), 0.0, origin)
 
 
-def later_sources(candidate: Candidate, lead: float = 0.1) -> Candidate:
-    """A candidate whose variables are read, and sent, shortly before they are needed, or the given one if that is better.
+def ordered_sources(candidate: Candidate, rounds: int = 2) -> Candidate:
+    """A candidate whose variables are read and sent when others need them, or the given one if that is better.
 
-    What needs nothing would run, and be sent, at the start of the step, before what is needed sooner: transfers on a link
-    go in the order in which they became ready.
+    What needs nothing would run at the start of the step, the longest path first: a large variable is sent before a
+    small one that is needed sooner, since transfers on a link go in the order in which they became ready. Tried are
+    reads in the order in which their tensors are needed, at the start and shortly before that.
 
     Args:
         candidate: where to start.
-        lead: share of the step's time by which it's sent before it's needed.
+        rounds: how often the times at which tensors are needed are looked at again.
     """
+    for _ in range(rounds):
+        better = _with_ordered_sources(candidate)
+        if better is candidate:
+            break
+        candidate = better
+    return candidate
+
+
+def _with_ordered_sources(candidate: Candidate) -> Candidate:
     problem, devices = candidate.variant.problem, candidate.devices
     start, _, _ = run_in_order(problem, devices, candidate.order)
-    release = {}
-    for op in range(problem.count):
-        if problem.inputs[op] or problem.waits[op]:
+    early = _early(problem)
+    needed: dict[int, float] = {}  # when what follows from variables alone has to be sent
+    for op in range(problem.count - 1, -1, -1):
+        if not early[op]:
             continue
-        readers = [reader for tensor in problem.outputs[op] for reader in problem.readers[tensor]]
-        if any(devices[reader] != devices[op] for reader in readers):
-            release[op] = min(start[reader] for reader in readers) - lead * candidate.seconds
-    if not release:
+        here = devices[op]
+        latency, per_byte = problem.latency[here], problem.per_byte[here]
+        times = [
+            needed[reader] for tensor in problem.outputs[op] for reader in problem.readers[tensor] if reader in needed
+        ]
+        times += [
+            start[reader] - latency[devices[reader]] - problem.size[tensor] * per_byte[devices[reader]]
+            for tensor in problem.outputs[op]
+            for reader in problem.readers[tensor]
+            if devices[reader] != here
+        ]
+        if times:
+            needed[op] = min(times)
+    if not needed:
         return candidate
-    tail = tails(problem, devices)
-    urgency = [tail[op] + problem.seconds[op][devices[op]] for op in range(problem.count)]
-    order, _, _ = order_by_urgency(problem, devices, urgency, release)
-    return min(candidate, judged(candidate.variant, devices, order, candidate.origin), key=lambda one: one.rank)
+    urgency = _urgency(problem, devices)
+    found = [candidate]
+    for op, time in needed.items():
+        urgency[op] = max(urgency[op], 2 * candidate.seconds - time)
+    for lead in (None, 0.1):
+        release = None if lead is None else {op: time - lead * candidate.seconds for op, time in needed.items()}
+        found.append(_queued(candidate.variant, devices, urgency, release, candidate.origin))
+    return min(found, key=lambda one: one.rank)
+
+
+def _early(problem: PlacementProblem) -> list[bool]:
+    """Which operators need nothing but variables, and take less than sending what they make."""
+    early = [False] * problem.count
+    for op in range(problem.count):
+        light = problem.mean_seconds[op] <= sum(problem.mean_transfer[tensor] for tensor in problem.outputs[op])
+        early[op] = (light or not problem.inputs[op]) and not problem.waits[op]
+        early[op] = early[op] and all(early[problem.producer[tensor]] for tensor in problem.inputs[op])
+    return early
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ def order_by_urgency(
         problem: the operators.
         devices: of each operator.
         urgency: of each operator; the greatest first, of equal ones the one with the lowest number.
-        release: when those may start at the earliest that need nothing; 0 for those that aren't there.
+        release: when operators may start at the earliest; 0 for those that aren't there.
 
     Returns:
         Q, and the start and end of each operator.
@@ -38,14 +38,13 @@ def order_by_urgency(
     # (time, number, device, operators that miss one thing less, operator that ends or -1)
     events: list[tuple[float, int, int, list[int], int]] = []
     number = 0
-    for op in range(n):
-        if missing[op]:
-            continue
-        if release and release.get(op, 0.0) > 0:
+    for op, time in sorted((release or {}).items()):
+        if time > 0:
             number += 1
-            missing[op] = 1
-            events.append((release[op], number, devices[op], [op], -1))
-        else:
+            missing[op] += 1
+            events.append((time, number, devices[op], [op], -1))
+    for op in range(n):
+        if not missing[op]:
             ready[devices[op]].append(key[op])
     heapq.heapify(events)
     for heap in ready:

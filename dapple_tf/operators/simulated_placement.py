@@ -198,8 +198,8 @@ def _check(problem: PlacementProblem, devices: list[int], order: list[int]) -> N
         position[op] = index
     if len(order) != problem.count or len(devices) != problem.count or -1 in position:
         raise PlacementError(
-            f"{len(devices)} operators are placed and {len(set(order))} are in the queue, of {problem.count}; place and "
-            f"queue each operator once"
+            f"{len(devices)} operators are placed and {len(set(order))} are in the queue, of {problem.count}; place "
+            f"and queue each operator once"
         )
     outside = [op for op in order if not 0 <= devices[op] < problem.devices]
     if outside:
@@ -221,5 +221,6 @@ def _check(problem: PlacementProblem, devices: list[int], order: list[int]) -> N
         if len(where) > 1 or (where and problem.pinned[group] >= 0 and where != {problem.pinned[group]}):
             wanted = problem.pinned[group] if problem.pinned[group] >= 0 else "one device"
             raise PlacementError(
-                f"operators of group {group}, as {names[members[0]]}, are on devices {sorted(where)}; put them on {wanted}"
+                f"operators of group {group}, as {names[members[0]]}, are on devices {sorted(where)}; put them "
+                f"on {wanted}"
             )

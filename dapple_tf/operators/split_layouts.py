@@ -1,16 +1,19 @@
 """Which operators to split, as a guess: layouts for whole regions of operators that are split alike.
 
 Splitting pays where neighbours are split alike, so that each part reads what the corresponding part made, without joins
-and transfers between. A region grows from a heavy operator over its neighbours along the axis on which they agree (FD-DPS,
-section 4.1, splits single operators; light ones are split here for the sake of the heavy ones around them). Then every
-operator is asked in turn whether another way of splitting it, or none, is cheaper given what its neighbours do: the time
-that a part takes, and that of joins, cuts and transfers at the borders. Which of the guesses is best, if any, the
-simulated makespan decides.
+and transfers between. A region grows from a heavy operator over its neighbours along the axis on which they agree
+(FD-DPS, section 4.1, splits single operators; light ones are split here for the sake of the heavy ones around them).
+Then every operator is asked in turn whether another way of splitting it, or none, is cheaper given what its neighbours
+do: the time that a part takes, and that of joins, cuts and transfers at the borders. Which of the guesses is best, if
+any, the simulated makespan decides.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import itertools
+import math
 from collections import deque
 
 import numpy as np
@@ -21,6 +24,10 @@ from graph_passes.split_rules import FIRST, Cut, Split, SplitRule
 
 _SWEEPS = 4
 """How often each operator is asked at most."""
+_DEAR = 64
+"""Tensors whose readers are asked together."""
+_COMBINATIONS = 125
+"""Ways to split all readers of a tensor, up to which they are asked together."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -153,12 +160,13 @@ class Layouts:
                     queue.append(producer)
         return region
 
-    def refined(self, layout: Layout, discount: float = 1.0) -> Layout:
+    def refined(self, layout: Layout, discount: float = 1.0, *, together: bool = True) -> Layout:
         """Ask each operator that can be split whether another layout of it alone is cheaper, until none is.
 
         Args:
             layout: where to start.
             discount: share of the seconds of an unsplit operator that count, for others run meanwhile.
+            together: whether those that read one tensor are asked together as well.
         """
         layout = list(layout)
         ops = self._splittable()
@@ -180,10 +188,41 @@ class Layouts:
                 layout[op] = best
                 if best != old:
                     again |= self._around(op)
+            if together:
+                again |= self._together(layout, discount)
             if not again:
                 break
             changed = again
         return layout
+
+    def _together(self, layout: Layout, discount: float) -> set[int]:
+        """Ask the readers of each of the dearest tensors together, where each alone would change nothing.
+
+        As all that read a large variable whole: it's sent whole as long as one of them does.
+        """
+        costs = [(self._tensor_cost(layout, tensor), -tensor) for tensor in range(len(self.problem.size))]
+        again: set[int] = set()
+        for cost, negative in heapq.nlargest(_DEAR, costs):
+            ops = sorted({op for op, _ in self.reads.readers[-negative] if self.reads.rules[op]})
+            choices = [range(-1, len(self.reads.rules[op])) for op in ops]
+            if cost <= 0 or len(ops) < 2 or math.prod(map(len, choices)) > _COMBINATIONS:
+                continue
+            tensors = {tensor for op in ops for tensor, _ in self.reads.inputs[op]}
+            tensors |= {tensor for op in ops for tensor in self.reads.outputs[op]}
+            old = tuple(layout[op] for op in ops)
+            best, least = old, np.inf
+            for rules in (old, *itertools.product(*choices)):
+                for op, rule in zip(ops, rules, strict=True):
+                    layout[op] = rule
+                total = sum(self._op_cost(op, layout[op], discount) for op in ops)
+                total += sum(self._tensor_cost(layout, tensor) for tensor in tensors)
+                if total < least - 1e-12:
+                    best, least = rules, total
+            for op, rule in zip(ops, best, strict=True):
+                layout[op] = rule
+            if best != old:
+                again |= {other for op in ops for other in self._around(op)}
+        return again
 
     def pruned(self, layout: Layout, discount: float = 1.0) -> Layout:
         """Leave out the regions that cost more, as a whole, than they save; the lightest are asked first."""
@@ -228,10 +267,11 @@ class Layouts:
                 for tensor, argument in reads.inputs[op]:
                     producer = reads.producer[tensor]
                     cut = self._cut_of(layout, op, argument)
-                    if not seen[producer] and cut is not None:
-                        if self.output_cuts[producer][layout[producer]][reads.output[tensor]] == cut:
-                            seen[producer] = True
-                            region.append(producer)
+                    if seen[producer] or cut is None:
+                        continue
+                    if self.output_cuts[producer][layout[producer]][reads.output[tensor]] == cut:
+                        seen[producer] = True
+                        region.append(producer)
             found.append(region)
         seconds = self.problem.mean_seconds
         return sorted(found, key=lambda region: (-sum(seconds[op] for op in region), region[0]))

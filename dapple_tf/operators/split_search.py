@@ -1,20 +1,22 @@
 """Which operators to split, decided by the simulated makespan: lines 2 to 6 of FD-DPS' algorithm 3.
 
-The paper's "fine-grained conditions" are lists of operator types; here `split_layouts` guesses, and the simulator decides.
+The paper's "fine-grained conditions" are lists of operator types; here `split_layouts` guesses, and the simulator
+decides.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.operators.placement_candidates import Candidate, Pieces, Variant, later_sources, scheduled, variant_of
 from dapple_tf.operators.dynamic_critical_path import schedule_by_critical_path
 from dapple_tf.operators.heft import heft_schedule
 from dapple_tf.operators.op_graph import OpGraph
+from dapple_tf.operators.placement_candidates import Candidate, Pieces, Variant, ordered_sources, scheduled, variant_of
 from dapple_tf.operators.placement_problem import PlacementProblem, tails
 from dapple_tf.operators.split_graph import apply_splits
 from dapple_tf.operators.split_layouts import Layout, Layouts
@@ -24,6 +26,8 @@ _HEAVY = 2e-3
 """Share of a device's mean load that makes an operator heavy, so that a region grows from it."""
 _LARGE = 12000
 """Operators of a graph from which on only as many parts as devices are tried."""
+_DISCOUNT = 0.4
+"""Share of an unsplit operator's time that a guess counts, for others run meanwhile."""
 _WORSE = 1.6
 """How much worse than the best guess another may be by its own estimate and still be tried."""
 _DROPS = 3
@@ -95,16 +99,16 @@ def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Calla
             break
         layouts = Layouts(problem, parts)
         seen: set[tuple[int, ...]] = set()
-        for layout in _guesses(layouts, heavy):
+        for layout in itertools.islice(_guesses(layouts, heavy), None if problem.count <= 3 * _LARGE else 1):
             if tuple(layout) not in seen and max(layout, default=-1) >= 0:
                 seen.add(tuple(layout))
                 guesses.append((layouts.cost(layout), layouts, layout))
     guesses.sort(key=lambda guess: guess[0])
     found: _Tried | None = None
-    for cost, layouts, layout in guesses:
+    for index, (cost, layouts, layout) in enumerate(guesses):
         if cost > _WORSE * guesses[0][0]:
             break
-        one = _tried(base, layouts, layout, budget, tell)
+        one = _tried(base, layouts, layout, budget, tell, first=index == 0)
         if one is None:
             break
         if one.candidate.rank < best.rank:
@@ -116,10 +120,8 @@ def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Calla
     if budget.spend(placed_cost(problem.count)):
         # Ranks of single operators, where those of pieces were good enough so far.
         pinned = dataclasses.replace(problem, pinned=found.pinned.tolist())
-        one = later_sources(
-            scheduled(found.candidate.variant, heft_schedule(pinned)[0], f"{found.candidate.origin}, by ranks")
-        )
-        return min(found.candidate, one, key=lambda one: one.rank)
+        ranked = scheduled(found.candidate.variant, heft_schedule(pinned)[0], found.candidate.origin)
+        return min(found.candidate, ranked, key=lambda one: one.rank)
     return found.candidate
 
 
@@ -154,40 +156,45 @@ def _without_light_regions(base: Variant, found: _Tried, budget: Budget, tell: C
     return found
 
 
-def _guesses(layouts: Layouts, heavy: float) -> list[Layout]:
-    """Layouts to try: regions by batch, by channel, or by both, from heavy operators and from all."""
+def _guesses(layouts: Layouts, heavy: float) -> Iterator[Layout]:
+    """Layouts to try: regions by batch, by channel, or by both; the most promising first."""
     names = sorted(
         {rule.dimension for rules in layouts.reads.rules for rule in rules},
-        key=lambda n: (n != "batch", n != "channel", n),
+        key=lambda name: (name != "batch", name != "channel", name),
     )
     if not names:
-        return []
+        return
     none = layouts.none()
-    by_batch = layouts.grown(none, names[0], heavy)
-    found = [layouts.refined(by_batch)]
-    found.append(layouts.pruned(found[0]))
-    everything = by_batch
+    by_batch = everything = layouts.grown(none, names[0], heavy)
     for name in names[1:]:
         everything = layouts.grown(everything, name, heavy)
-    found.append(layouts.refined(everything))
-    found.append(layouts.pruned(found[-1]))
+    mixed = layouts.refined(everything)
+    yield mixed
+    yield layouts.pruned(mixed)
+    batch = layouts.refined(by_batch)
+    yield batch
+    yield layouts.pruned(batch)
+    yield layouts.refined(by_batch, together=False)
     if len(names) > 1:
-        by_channel = layouts.grown(none, names[1], heavy)
-        found.append(layouts.refined(layouts.grown(by_channel, names[0], heavy)))
-    found.append(layouts.refined(everything, 0.4))
-    return found
+        yield layouts.refined(layouts.grown(layouts.grown(none, names[1], heavy), names[0], heavy))
+    yield layouts.refined(everything, _DISCOUNT)
 
 
 def _tried(
-    base: Variant, layouts: Layouts, layout: Layout, budget: Budget, tell: Callable[[str], None]
+    base: Variant,
+    layouts: Layouts,
+    layout: Layout,
+    budget: Budget,
+    tell: Callable[[str], None],
+    first: bool = False,
 ) -> _Tried | None:
-    """The best placement of a layout; None if it splits nothing, or the budget is over."""
+    """The best placement of a layout; None if it splits nothing, or the budget is over and it isn't the first."""
     problem = base.problem
     splits = layouts.splits(layout)
     if not splits:
         return None
     about = problem.count + len(splits) * (layouts.parts + 1)
-    if not budget.spend(2 * placed_cost(about)):
+    if not budget.spend(2 * placed_cost(about)) and not first:
         return None
     tell(f"splitting {len(splits):,} operators")
     graph = apply_splits(problem.graph, splits)
@@ -195,7 +202,10 @@ def _tried(
     origin = f"{len(splits)} operators in {layouts.parts} parts"
     pinned = _pinned_parts(graph, layouts, layout, problem)
     found = placed(variant, pinned, origin, (1.0,))
-    return _Tried(later_sources(min(found, key=lambda one: one.rank)), layouts, layout, pinned)
+    best = min(found, key=lambda one: one.rank)
+    if variant.problem.count <= _LARGE:
+        best = ordered_sources(best)
+    return _Tried(best, layouts, layout, pinned)
 
 
 def _pinned_parts(graph: OpGraph, layouts: Layouts, layout: Layout, problem: PlacementProblem) -> np.ndarray:

@@ -42,7 +42,11 @@ logger = logging.getLogger(__name__)
 
 OPERATOR_PASSES_START = 10
 """Number of the first pass that places operators."""
+OPERATOR_PASSES = 5
+"""How many there are."""
 _VARIABLE = "VarHandleOp"
+_LATER_EFFORT = 0.2
+"""Share of the usual search for steps after the first of all: evaluation, a last smaller batch."""
 
 
 class FlatStep(NamedTuple):
@@ -126,6 +130,7 @@ class StepPlacer:
         shapes: Sequence[Sequence[int | None]],
         places: Mapping[tuple[int, str], str],
         instruments: Sequence[Instrument] = (),
+        known: Mapping[int, OpPlacement] | None = None,
     ) -> PlacedStep:
         """Flattens a complete step, and splits and places its operators.
 
@@ -134,6 +139,7 @@ class StepPlacer:
             shapes: of its batch inputs, with the number of samples.
             places: where variables are already; they stay there.
             instruments: what looks on.
+            known: what was found before for the same step, to be used again; None searches.
 
         Raises:
             PassError: an operator can't be inlined or placed.
@@ -146,7 +152,7 @@ class StepPlacer:
         placements: dict[int, OpPlacement] = {}
         splits: dict[str, Split] = {}
         for stage, devices in enumerate(self.plan.operator_devices):
-            placements[stage] = self._search(flat, stage, devices, places)
+            placements[stage] = self._search(flat, stage, devices, places) if known is None else known[stage]
             splits |= calls.repeated(placements[stage].splits, flat.program.graph)
         told = {name for placement in placements.values() for name in placement.splits}
         splitting = SplitOperators(splits, flat.shapes, optional=frozenset(splits.keys() - told))
@@ -171,7 +177,7 @@ class StepPlacer:
         speeds = [self.cluster.devices[device].speed for device in devices]
         operators = build_op_graph(own, topology, self.costs, shapes, speeds=speeds, pinned=pinned, rules=split_rules)
         with Progress(f"placing {operators.count:,} operators on {topology.count} devices", 100) as bar:
-            found = fd_dps(operators, topology, progress=bar.at)
+            found = fd_dps(operators, topology, effort=_LATER_EFFORT if pinned else 1.0, progress=bar.at)
         logger.info(
             "stage %d: %d operators on %d devices, %d split, %.3g s simulated",
             stage,
@@ -180,7 +186,8 @@ class StepPlacer:
             len(found.splits),
             found.seconds,
         )
-        return found
+        ops = {name: op for name, op in zip(operators.names, operators.ops, strict=True) if name in found.splits}
+        return dataclasses.replace(found, device_names=topology.names, ops=ops)
 
     def _spread(
         self, graph: GraphDef, placements: Mapping[int, OpPlacement], calls: _Calls, alone: bool

@@ -1,0 +1,91 @@
+"""Where the operators of a step are, in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from dapple_tf.cost import gib
+
+if TYPE_CHECKING:
+    from dapple_tf.operators.op_graph import OpPlacement
+
+_SHOWN = 8
+"""Op types that are named, of operators that are split alike."""
+_HERE = "/job:localhost/replica:0/task:0"
+
+
+def placement_report(placement: OpPlacement) -> str:
+    """The simulated step, what was split, and what each device runs and holds: ``str(placement)``."""
+    count, devices = len(placement.devices), len(placement.peak_bytes)
+    lines = [
+        f"{_counted(count, 'operator')} on {_counted(devices, 'device')}, "
+        f"{1e3 * placement.seconds:.4g} ms simulated for a step"
+    ]
+    lines += [f"split: {text}" for text in _splits(placement)] or ["no operator is split"]
+    held = Counter(placement.devices.values())
+    rows = [("device", "operators", "peak memory")]
+    for device, peak in enumerate(placement.peak_bytes):
+        rows.append((device_name(placement, device), f"{held[device]:,}", gib(peak)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, operators, peak_memory in rows:
+        lines.append(f"{name.ljust(widths[0])}  {operators.rjust(widths[1])}  {peak_memory.rjust(widths[2])}")
+    return "\n".join(lines)
+
+
+def queue_report(placement: OpPlacement) -> str:
+    """Every operator in the order of the queue Q: its position, its device, and its name."""
+    position = len(str(max(len(placement.order) - 1, 0)))
+    names = [device_name(placement, device) for device in range(len(placement.peak_bytes))]
+    width = max(map(len, names), default=0)
+    return "\n".join(
+        f"{number:{position}}  {names[placement.devices[name]].ljust(width)}  {name}"
+        for number, name in enumerate(placement.order)
+    )
+
+
+def placements_report(placements: Mapping[int, OpPlacement], devices: Sequence[Sequence[int]]) -> str:
+    """The placements of all stages, each with its queue.
+
+    Args:
+        placements: stage -> where its operators are.
+        devices: for each stage the numbers of its devices in the cluster.
+    """
+    parts = []
+    for stage, placement in sorted(placements.items()):
+        numbers = " ".join(map(str, devices[stage]))
+        parts.append(f"stage {stage} on devices {numbers}: {placement}\n\nqueue: position, device, operator")
+        parts.append(queue_report(placement))
+    return "\n\n".join(parts) + "\n"
+
+
+def device_name(placement: OpPlacement, device: int) -> str:
+    """What a device of a placement is called in reports: ``GPU:3``, on a cluster ``job:worker/task:1/GPU:3``.
+
+    Where names aren't known, it is the number within the placement.
+    """
+    if not placement.device_names:
+        return str(device)
+    name = placement.device_names[device].removeprefix(_HERE).replace("/replica:0", "").replace("device:", "")
+    return name.removeprefix("/")
+
+
+def _splits(placement: OpPlacement) -> list[str]:
+    """How many operators of which type are split, for each dimension and number of parts; the most frequent first."""
+    found: dict[tuple[str, int], Counter[str]] = {}
+    for name, split in placement.splits.items():
+        found.setdefault((split.dimension, split.parts), Counter())[placement.ops.get(name, "of unknown type")] += 1
+    ordered = sorted(found.items(), key=lambda item: (-item[1].total(), item[0]))
+    lines = []
+    for (dimension, parts), types in ordered:
+        kinds = sorted(types.items(), key=lambda item: (-item[1], item[0]))
+        shown = [f"{count:,} {op}" for op, count in kinds[:_SHOWN]]
+        if rest := sum(count for _, count in kinds[_SHOWN:]):
+            shown.append(f"{rest:,} others")
+        lines.append(f"{types.total():,} by {dimension} into {parts}: {', '.join(shown)}")
+    return lines
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
