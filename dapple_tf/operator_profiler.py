@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 _WARM_UP = 2
 """Steps that aren't measured: the first allocate, and fill caches."""
 _STEPS = 5
+EXAMPLE_DATA = ("x", "y", "sample_weight")
+"""What may be given to measure with."""
 
 
 def measured_operators(
@@ -48,8 +50,15 @@ def measured_operators(
     Raises:
         CaptureError: the model can't be captured.
         ProfileError: inputs or labels can't be guessed; give ``x`` and ``y``.
-        PlanError: the model doesn't fit the devices' memory.
+        PlanError: the cluster lacks a device of the plan, or the model doesn't fit the devices' memory.
+        TypeError: costs that aren't any, or examples beside them.
     """
+    plan.validate_on(cluster)
+    if costs is not None and not isinstance(costs, OperatorCosts):
+        raise TypeError(
+            f"operator_costs is a {type(costs).__name__}; give an OperatorCosts, such as OperatorCosts.load() reads, or "
+            f"leave it out to measure them"
+        )
     if cluster.real and cluster.num_devices > 1 and cluster.intra_bandwidth is None:
         cluster = measure_links(cluster, capacity=False)
     if costs is None:

@@ -10,7 +10,7 @@ from dapple_tf.automatic import plan_model
 from dapple_tf.capture import check_model
 from dapple_tf.cluster import Cluster
 from dapple_tf.faults import FaultPolicy
-from dapple_tf.operator_profiler import measured_operators
+from dapple_tf.operator_profiler import EXAMPLE_DATA, measured_operators
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.plan import Plan, PlanError
 from dapple_tf.plan_values import integer
@@ -62,6 +62,7 @@ def transform(
         CaptureError: the model isn't built or compiled, or can't be captured.
         PlanError: the plan doesn't fit the cluster, or none fits its memory.
         ProfileError: the model's inputs or labels can't be guessed, to measure it; give ``x`` and ``y``.
+        TypeError: an argument that means nothing beside the others.
         PassError: a cut names no layer, or leaves a stage empty.
     """
     if placement not in (None, FD_DPS):
@@ -70,11 +71,21 @@ def transform(
         raise PlanError("transform() got neither a plan nor a global_batch_size; give one of them")
     examples: dict[str, Any] = {}
     if placement == FD_DPS or (plan is not None and plan.operator_devices is not None):
-        examples, planning = planning, {}
+        examples = {name: planning.pop(name) for name in EXAMPLE_DATA if name in planning}
+        if planning:
+            raise TypeError(
+                f"transform() places operators, for which nothing is searched that {', '.join(planning)} would be "
+                f"about; leave them out"
+            )
         if plan is None:
             plan = Plan.by_operators(cluster.num_devices, integer("global_batch_size", global_batch_size))
         elif plan.operator_devices is None:
             plan = plan.with_placed_operators()
+    elif operator_costs is not None:
+        raise TypeError(
+            f"transform() got operator_costs, which mean nothing unless operators are placed; add "
+            f"placement={FD_DPS!r}, or leave them out"
+        )
     if plan is None:
         assert global_batch_size is not None
         if not cluster.real:

@@ -1,0 +1,75 @@
+"""Training with placed operators: what a user gives, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import dapple_tf as dapple
+from dapple_tf.operators.op_costs import OperatorCosts
+from dapple_tf.plan import Plan, PlanError
+
+layers = keras.layers
+rng = np.random.default_rng(0)
+X, Y = rng.normal(size=(8, 4)), rng.normal(size=(8, 2))
+
+
+def branches() -> keras.Model:
+    """Two parallel branches, normalised by the batch, with dropout."""
+    features = keras.Input((4,))
+    x = layers.Add()([layers.Dense(4, activation="swish")(features), layers.Dense(4)(features)])
+    x = layers.Dropout(0.3)(layers.BatchNormalization()(x))
+    model = keras.Model(features, layers.Dense(2)(x))
+    model.compile("sgd", "mse")
+    return model
+
+
+def cluster() -> dapple.Cluster:
+    return dapple.Cluster.local(2, kind="cpu")
+
+
+PLACED = Plan.by_operators(2, 8)
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "unknown placement": ({"placement": "x"}, PlanError, "unknown placement 'x'; use 'fd_dps', or leave it out"),
+    "devices that the cluster lacks": (
+        {"plan": Plan.by_operators(3, 8)},
+        PlanError,
+        r"plan puts stage 0 on device 2, but the cluster has 2 devices \(0 to 1\); choose one of these",
+    ),
+    "options of a search that there is none of": (
+        {"placement": "fd_dps", "global_batch_size": 8, "schedule": "auto", "x": X},
+        TypeError,
+        "places operators, for which nothing is searched that schedule would be about; leave them out",
+    ),
+    "data to measure what is known": (
+        {"plan": PLACED, "operator_costs": OperatorCosts(), "x": X},
+        TypeError,
+        "operator costs are given, so that x mean nothing; leave them out",
+    ),
+    "costs of operators that aren't placed": (
+        {"plan": Plan.data_parallel(2, 8), "operator_costs": OperatorCosts()},
+        TypeError,
+        "got operator_costs, which mean nothing unless operators are placed; add placement='fd_dps'",
+    ),
+    "costs that aren't any": (
+        {"plan": PLACED, "operator_costs": {}},
+        TypeError,
+        "operator_costs is a dict; give an OperatorCosts",
+    ),
+    "XLA": (
+        {"plan": Plan.data_parallel(2, 8, jit_compile=True), "placement": "fd_dps"},
+        PlanError,
+        "operators can't be placed one by one with jit_compile=True; set jit_compile=False",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_meant_is_one_clear_error_before_anything_is_measured(case: str) -> None:
+    given, error, text = WRONG[case]
+    with pytest.raises(error, match=text):
+        dapple.transform(branches(), cluster(), **{"plan": None, **given})
