@@ -56,8 +56,8 @@ def measured_operators(
     plan.validate_on(cluster)
     if costs is not None and not isinstance(costs, OperatorCosts):
         raise TypeError(
-            f"operator_costs is a {type(costs).__name__}; give an OperatorCosts, such as OperatorCosts.load() reads, "
-            f"or leave it out to measure them"
+            f"operator_costs is a {type(costs).__name__}; give an OperatorCosts (OperatorCosts.load() reads "
+            f"one), or leave it out to measure them"
         )
     if cluster.real and cluster.num_devices > 1 and cluster.intra_bandwidth is None:
         cluster = measure_links(cluster, capacity=False)

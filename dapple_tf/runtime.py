@@ -268,7 +268,7 @@ class Runtime:
         """Goes on with the workers that are left."""
         cluster = without_servers(self.cluster, away)
         plan = shrink(self.plan, self.cluster, away)
-        if self._profile is not None:
+        if self._profile is not None and plan.operator_devices is None:
             with contextlib.suppress(PlanError):  # Too little memory by the profile, say: what is left of the old one.
                 plan = find_plan(self._profile, cluster, global_batch_size=plan.global_batch_size)
         logger.warning("going on without workers %s:\n%s", ", ".join(map(str, away)), plan)

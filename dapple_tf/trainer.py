@@ -350,7 +350,8 @@ class PipelinedModel:
         """Compares one step with plain Keras on one device: the loss and every gradient.
 
         Layers that draw random numbers or normalise by the batch don't give the same on slices as on the whole batch,
-        so that a model with such layers is compared in inference behaviour (``training=False``); the result says so.
+        so that where a plan cuts it, a model with such layers is compared in inference behaviour (``training=False``);
+        the result says so.
         Nothing changes, but that the user's model gets the devices' values (``sync``).
         """
         self._follow()
@@ -360,7 +361,8 @@ class PipelinedModel:
         def run(training: bool) -> StepResult:
             return self._runtime.run(Mode.TRAIN, batch, training=training, want_gradients=True)
 
-        return compare(run, self.model, self._engine.table, x, y, sample_weight)
+        whole = self.plan.micro_batches == 1 and set(self.plan.replicas) == {1}
+        return compare(run, self.model, self._engine.table, x, y, sample_weight, whole=whole)
 
     def dump(self, directory: str | pathlib.Path) -> None:
         """Writes what steps are made of: graphs, plan, schedule, drawings; ``index.html`` there tells what is what.

@@ -28,7 +28,7 @@ def bent(x: Any, scale: Any) -> tuple[Any, Callable[..., Any]]:
     return root * scale, lambda gradient: (gradient * tf.sin(root) * SCALES, tf.reduce_sum(gradient))
 
 
-class Bent(layers.Layer):
+class Bent(keras.Layer):
     """Uses it, in a loop if told so."""
 
     def __init__(self, times: int = 0, **options: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from equivalence import assert_same_training, pair, use_float64
 
 import dapple_tf as dapple
 from dapple_tf.operators.op_costs import OperatorCosts
@@ -72,3 +73,11 @@ def test_what_cannot_be_meant_is_one_clear_error_before_anything_is_measured(cas
     given, error, text = WRONG[case]
     with pytest.raises(error, match=text):
         dapple.transform(branches(), cluster(), **{"plan": None, **given})
+
+
+def test_layers_see_the_whole_batch_as_plain_keras_does() -> None:
+    use_float64()
+    model, plain = pair(branches)
+    pipelined = dapple.transform(model, cluster(), PLACED, operator_costs=OperatorCosts())
+    # Random numbers and the batch's moments included: what verifies the first step demands training behaviour.
+    assert_same_training(pipelined, plain, [(X, Y, None), (X, Y, None), (X[:5], Y[:5], None)])

@@ -19,6 +19,7 @@ from workers import PATIENCE, children, mend, wait_until
 import dapple_tf as dapple
 from dapple_tf import connection as connection_module
 from dapple_tf.connection import reachable
+from dapple_tf.operators.op_costs import OperatorCosts
 from tools.hosts import LocalWorkers
 
 pytestmark = pytest.mark.slow
@@ -190,6 +191,24 @@ def test_going_on_without_a_worker(workers: LocalWorkers) -> None:
     assert pipelined.plan.devices == ((0,),)
     assert pipelined.evaluate(X, Y, verbose=0)
     assert [len(record.without) for record in pipelined.faults] == [1, 2]
+    assert_same(ended(pipelined), expected, 1e-5)
+
+
+def test_operators_are_placed_anew_without_a_worker(workers: LocalWorkers) -> None:
+    """Also with a profile, from which stages of replicas would be planned."""
+    plan = dapple.Plan.by_operators(3, BATCH)
+    cluster = dapple.Cluster.of_servers(workers.addresses[:3])
+    profile = dapple.profile(build(), BATCH, cluster=dapple.Cluster.local(2, kind="cpu"), cache=False, repeats=1)
+    options: dict[str, Any] = {"operator_costs": OperatorCosts(), "profile": profile}
+    undisturbed_one = dapple.transform(build(), cluster, plan, **options)
+    train(undisturbed_one, range(5))
+    expected = ended(undisturbed_one)
+    policy = dapple.FaultPolicy("replan", notice_seconds=2.0, wait_seconds=0.0)
+    pipelined = dapple.transform(build(), cluster, plan, faults=policy, **options)
+    train(pipelined, range(3))
+    workers.kill(0)
+    train(pipelined, range(3, 5))
+    assert pipelined.plan == dapple.Plan.by_operators(2, BATCH)
     assert_same(ended(pipelined), expected, 1e-5)
 
 
