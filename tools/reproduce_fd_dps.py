@@ -44,7 +44,7 @@ _SEARCH_SECONDS = flags.DEFINE_float(
     "search_seconds", SEARCH_SECONDS, "Seconds of one core that a search may take.", 0.0, flag_values=FLAGS
 )
 _JOBS = flags.DEFINE_integer(
-    "jobs", min(4, os.cpu_count() or 1), "Processes that search at a time, 3 GB each.", 1, flag_values=FLAGS
+    "jobs", min(4, os.cpu_count() or 1), "Processes that search at a time, up to 6 GB each.", 1, flag_values=FLAGS
 )
 
 
