@@ -25,20 +25,19 @@ from dapple_tf.batch import spec_of
 from dapple_tf.builds import Build, Kind
 from dapple_tf.capture import Mode, build, capture
 from dapple_tf.garbage import without_collection
+from dapple_tf.operators import operator_shapes, step_placer
 from dapple_tf.parameter_groups import group_updates, readers_of
 from dapple_tf.step_passes import STEP_PASSES_START, StepPasses
 from dapple_tf.variables import VariableTable
-from graph_passes.flatten import Flatten
 from graph_passes.graph import GraphDef, Ref
 from graph_passes.pass_manager import run_passes
-from graph_passes.tensorflow_bridge import Shape, infer_shapes
+from graph_passes.tensorflow_bridge import Shape
 
 logger = logging.getLogger(__name__)
 
 CACHE = pathlib.Path(__file__).parents[1] / "build" / "operator_steps"
 """Flat graphs that were made before; the large ones take a minute."""
 _SOURCES = ("graph_passes", "dapple_tf")
-_FLATTEN_PASS = 10
 
 
 @dataclass(frozen=True)
@@ -138,10 +137,8 @@ def flatten_step(model: keras.Model, batch: int, plan: dapple.Plan, cluster: dap
     built = Build(Mode.TRAIN, spec, program, group_updates(model, table, program), "train_")
     chosen = passes.step_passes(built, Kind(batch), plan.order_tasks(), readers_of(program))
     step = run_passes(program, chosen, first=STEP_PASSES_START, complete=True)
-    flat = run_passes(step, [Flatten()], first=_FLATTEN_PASS, complete=True)
-    assert flat.step is not None
-    fed = {ref.node: (batch, *leaf.shape[1:]) for ref, leaf in zip(flat.step.feeds.values(), spec.leaves, strict=True)}
-    return FlatStep(flat.graph, infer_shapes(flat.graph, fed, {}), time.process_time() - started)
+    flat = step_placer.flat_step(step, built.input_shapes(Kind(batch)))
+    return FlatStep(flat.program.graph, flat.shapes, time.process_time() - started)
 
 
 def flat_step(model: OperatorModel, cache: pathlib.Path | None) -> FlatStep:
@@ -162,7 +159,7 @@ def flat_step(model: OperatorModel, cache: pathlib.Path | None) -> FlatStep:
     cluster = dapple.Cluster.from_json(
         '{"format": "dapple_tf.cluster/1", "servers": [{"devices": 1}], "intra_bandwidth": 12e9}'
     )
-    found = flatten_step(built, model.batch, dapple.Plan.manual([], [[0]], 1, model.batch), cluster)
+    found = flatten_step(built, model.batch, dapple.Plan.by_operators(1, model.batch), cluster)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         for old in path.parent.glob(f"{model.name}-*.pickle"):
@@ -175,6 +172,7 @@ def _digest() -> str:
     """Of what makes a step: TensorFlow, Keras, the passes and what calls them; not of what searches placements."""
     found = hashlib.sha256(f"{tf.__version__} {keras.__version__}".encode())
     root = pathlib.Path(graph_passes.__file__).parents[1]
-    for path in sorted([*(file for name in _SOURCES for file in (root / name).glob("*.py")), pathlib.Path(__file__)]):
+    own = [pathlib.Path(str(path)) for path in (__file__, operator_shapes.__file__, step_placer.__file__)]
+    for path in sorted([*(file for name in _SOURCES for file in (root / name).glob("*.py")), *own]):
         found.update(path.read_bytes())
     return found.hexdigest()[:16]
