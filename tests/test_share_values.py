@@ -1,0 +1,104 @@
+"""Small values are computed once; what must stay apart does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tensorflow.core.framework import types_pb2
+
+from graph_passes.graph import CALL_ATTR, Builder, Graph, GraphDef, Ref, dtype_attr, shape_attr
+from graph_passes.share_values import share_values
+from graph_passes.tensorflow_bridge import empty_graph
+
+FLOAT = {"T": dtype_attr(types_pb2.DT_FLOAT)}
+
+
+def variable(builder: Builder, call: str, name: str, *, control: list[str] | None = None) -> Ref:
+    """Reads a scalar variable, with a handle of its own."""
+    kind = {"dtype": dtype_attr(types_pb2.DT_FLOAT)}
+    handle = builder.add(f"{call}/handle", "VarHandleOp", **kind, shape=shape_attr(()), shared_name=name)
+    return builder.add(f"{call}/read", "ReadVariableOp", [handle], control=control or [], **kind)
+
+
+def names(graph: GraphDef, op: str) -> list[str]:
+    return [node.name for node in graph.node if node.op == op]
+
+
+def shapes_of(graph: GraphDef, shape: tuple[int | None, ...] | None = ()) -> dict[Ref, Any]:
+    return {Ref(node.name): shape for node in graph.node}
+
+
+def two_updates() -> GraphDef:
+    builder = Builder(empty_graph())
+    for call in ("a", "b"):
+        rate = variable(builder, call, "rate")
+        builder.add(f"{call}/scaled", "Neg", [rate], **FLOAT)
+    return builder.graph
+
+
+def test_a_variable_that_two_updates_read_is_read_once() -> None:
+    graph = two_updates()
+    found = share_values(graph, shapes_of(graph))
+    assert [node.op for node in found.node] == ["VarHandleOp", "ReadVariableOp", "Neg"]
+    Graph(found).topological()
+    assert len(graph.node) == 6, "the graph that was given stays as it is"
+
+
+def test_nodes_that_a_step_names_stay() -> None:
+    graph = two_updates()
+    found = share_values(graph, shapes_of(graph), {"a/scaled", "b/scaled"})
+    assert names(found, "Neg") == ["a/scaled", "b/scaled"]
+    (read,) = names(found, "ReadVariableOp")
+    assert Graph(found).inputs("a/scaled") == Graph(found).inputs("b/scaled") == [Ref(read)]
+
+
+def test_a_read_that_waits_may_see_another_value() -> None:
+    builder = Builder(empty_graph())
+    first = variable(builder, "a", "rate")
+    assigned = builder.add("assign", "AssignVariableOp", [Ref("a/handle"), first], dtype=FLOAT["T"])
+    variable(builder, "b", "rate", control=[assigned.node])
+    found = share_values(builder.graph, shapes_of(builder.graph))
+    assert names(found, "ReadVariableOp") == ["a/read", "b/read"]
+
+
+def test_variables_of_two_names_differ() -> None:
+    builder = Builder(empty_graph())
+    variable(builder, "a", "rate")
+    variable(builder, "b", "momentum")
+    found = share_values(builder.graph, shapes_of(builder.graph))
+    assert len(names(found, "ReadVariableOp")) == 2
+
+
+@pytest.mark.parametrize("shape", [(1025,), (None,), None])
+def test_large_and_unknown_values_are_computed_again(shape: tuple[int | None, ...] | None) -> None:
+    graph = two_updates()
+    found = share_values(graph, shapes_of(graph, shape))
+    assert len(names(found, "ReadVariableOp")) == len(names(found, "Neg")) == 2
+
+
+def test_random_numbers_are_drawn_for_each() -> None:
+    builder = Builder(empty_graph())
+    dims = builder.const([2], types_pb2.DT_INT32)
+    kind = {"T": dtype_attr(types_pb2.DT_INT32), "dtype": dtype_attr(types_pb2.DT_FLOAT)}
+    for name in ("a", "b"):
+        builder.add(name, "RandomUniform", [dims], **kind)
+    found = share_values(builder.graph, shapes_of(builder.graph))
+    assert names(found, "RandomUniform") == ["a", "b"]
+
+
+def test_control_edges_follow() -> None:
+    graph = two_updates()
+    builder = Builder(graph)
+    builder.add("end", "NoOp", control=["a/scaled", "b/scaled"])
+    found = share_values(graph, shapes_of(graph))
+    (scaled,) = names(found, "Neg")
+    assert list(Graph(found).nodes["end"].input) == [f"^{scaled}"]
+
+
+def test_tasks_that_are_ordered_share_nothing() -> None:
+    graph = two_updates()
+    for node in graph.node:
+        node.attr[CALL_ATTR].s = node.name.partition("/")[0].encode()
+    assert len(share_values(graph, shapes_of(graph), within_calls=True).node) == 6
+    assert len(share_values(graph, shapes_of(graph)).node) == 3
