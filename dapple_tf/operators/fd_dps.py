@@ -11,6 +11,7 @@ from dapple_tf.operators.dynamic_critical_path import schedule_by_critical_path
 from dapple_tf.operators.fast_t import fast_t_schedule
 from dapple_tf.operators.heft import heft_schedule
 from dapple_tf.operators.improvement import improved, polished
+from dapple_tf.operators.islands import largest_island, off_island, on_island
 from dapple_tf.operators.list_placement import placement_of
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
 from dapple_tf.operators.placement_candidates import (
@@ -40,6 +41,8 @@ _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Shares of the devices' memory to which placing keeps, since the simulated peak may be above what it counts."""
 _LARGE = 40000
 """Operators from which on the times of reads are looked at once only."""
+_ISLAND_EFFORT = 0.5
+"""Share of the work for placing on the devices that have fast links among them."""
 _SMALL = 60
 """Operators of a graph up to which every move is tried."""
 
@@ -60,8 +63,25 @@ def fd_dps(
         PlacementError: the graph isn't for this topology.
         PlanError: no placement was found that fits the devices' memory.
     """
+    tell = progress or (lambda text, share: None)
+    island = largest_island(topology)
+    alone = on_island(graph, topology, island) if len(island) < topology.count else None
+    if alone is None:
+        return _placed(graph, topology, split, effort, tell)
+    everywhere = _placed(graph, topology, split, effort, lambda text, share: tell(text, 0.6 * share))
+    try:
+        within = _placed(
+            *alone, split, _ISLAND_EFFORT * effort, lambda text, share: tell(f"{text}, fast links", 0.6 + 0.4 * share)
+        )
+    except PlanError as error:
+        _LOGGER.info("devices %s alone: %s", island, error)
+        return everywhere
+    return off_island(within, topology, island) if within.seconds < everywhere.seconds else everywhere
+
+
+def _placed(graph: OpGraph, topology: Topology, split: bool, effort: float, progress: Progress) -> OpPlacement:
     with _without_collector():
-        best = _search(graph, topology, split, effort, progress or (lambda text, share: None))
+        best = _search(graph, topology, split, effort, progress)
     found = placement_of(best.variant.problem, best.devices, best.order)
     _LOGGER.info("placed %d operators: %.4g s, from %s", best.variant.problem.count, found.seconds, best.origin)
     return OpPlacement(found.devices, found.order, dict(best.variant.splits), found.seconds, found.peak_bytes)
