@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import os
 import pathlib
 import sys
@@ -53,11 +54,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seed_and_floatx() -> Iterator[None]:
-    """Fixes all seeds before a test and restores Keras' float type after it; free for tests without Keras."""
+def _own_settings() -> Iterator[None]:
+    """Fixes all seeds before a test; restores what programs set for their process after it: log level, float type."""
     if keras := sys.modules.get("keras"):
         keras.utils.set_random_seed(0)
     yield
+    logging.getLogger("dapple_tf").setLevel(logging.NOTSET)
     if keras := sys.modules.get("keras"):
         keras.config.set_floatx("float32")
         # The global policy remembers the float type that it was first asked for.

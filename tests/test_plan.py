@@ -219,7 +219,8 @@ def test_the_json_form_has_a_line_for_each_key() -> None:
   "carried_updates": 0,
   "task_seconds": null,
   "weight_devices": null,
-  "weight_regions": null
+  "weight_regions": null,
+  "operator_devices": null
 }
 """
     )

@@ -211,7 +211,7 @@ def test_graphs_are_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
     # Another version of what it is made by is made anew, and replaces it.
     monkeypatch.setattr(operator_models, "_digest", lambda: "other")
     flat_step(model, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["VGG-16-4-other.pickle"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["VGG-16-4-other.json", "VGG-16-4-other.pb"]
 
 
 # ---- the command

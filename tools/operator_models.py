@@ -7,9 +7,9 @@ time of VGG-16's Conv1_2 (table 6) is that of 224 x 224 pixels: images are of th
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import pathlib
-import pickle
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -148,10 +148,9 @@ def flat_step(model: OperatorModel, cache: pathlib.Path | None) -> FlatStep:
         model: the model.
         cache: folder in which it is kept; None to make it anew. What it is made by is part of the name.
     """
-    path = None if cache is None else cache / f"{model.name}-{model.batch}-{_digest()}.pickle"
+    path = None if cache is None else cache / f"{model.name}-{model.batch}-{_digest()}.json"
     if path is not None and path.exists():
-        graph, shapes, seconds = pickle.loads(path.read_bytes())
-        return FlatStep(GraphDef.FromString(graph), shapes, seconds)
+        return _load(path)
     logger.info("building %s", model.name)
     keras.utils.set_random_seed(0)
     built = model.build()
@@ -162,10 +161,24 @@ def flat_step(model: OperatorModel, cache: pathlib.Path | None) -> FlatStep:
     found = flatten_step(built, model.batch, dapple.Plan.by_operators(1, model.batch), cluster)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for old in path.parent.glob(f"{model.name}-*.pickle"):
+        for old in path.parent.glob(f"{model.name}-*"):
             old.unlink()
-        path.write_bytes(pickle.dumps((found.graph.SerializeToString(), found.shapes, found.seconds)))
+        _save(found, path)
     return found
+
+
+def _save(step: FlatStep, path: pathlib.Path) -> None:
+    """Writes the graph beside the file of its shapes, and that last: it tells that both are complete."""
+    path.with_suffix(".pb").write_bytes(step.graph.SerializeToString())
+    shapes = {str(ref): shape for ref, shape in step.shapes.items()}
+    path.write_text(json.dumps({"seconds": step.seconds, "shapes": shapes}), encoding="utf-8")
+
+
+def _load(path: pathlib.Path) -> FlatStep:
+    graph = GraphDef.FromString(path.with_suffix(".pb").read_bytes())
+    found = json.loads(path.read_text(encoding="utf-8"))
+    shapes = {Ref.parse(name): None if shape is None else tuple(shape) for name, shape in found["shapes"].items()}
+    return FlatStep(graph, shapes, found["seconds"])
 
 
 def _digest() -> str:
