@@ -12,7 +12,9 @@ import pytest
 import tensorflow as tf
 
 from models import registry
-from models.registry import DATASETS, MODELS, ModelError, find_data, find_model
+from models.datasets import DATASETS, GENERATED
+from models.registry import MODELS, find_data, find_model
+from models.sources import ModelError, ModelSource
 
 TINY = [name for name in MODELS if name.endswith(":tiny")]
 
@@ -138,7 +140,7 @@ def test_a_users_own_model_and_data(own_module: str) -> None:
     source = find_model(f"{own_module}:build")
     model = source.build()
     assert [layer.name for layer in model.layers] == ["only"]
-    assert source.data is registry.GENERATED
+    assert source.data is GENERATED
     for name, ones in (("arrays", False), ("batches", True)):
         data = find_model(f"{own_module}:build:{name}").data
         x, y, _ = data.example(model, 2)
@@ -152,9 +154,7 @@ def test_a_users_mistakes_are_told(own_module: str) -> None:
     with pytest.raises(ModelError, match=r"nothing\(\) returned int; it must return a compiled keras.Model"):
         find_model(f"{own_module}:nothing").build()
     model = find_model(f"{own_module}:build").build()
-    plain = registry.ModelSource(
-        "plain", "", lambda: registry._checked(keras.Sequential(), "plain()"), registry.GENERATED
-    )
+    plain = ModelSource("plain", "", lambda: registry._checked(keras.Sequential(), "plain()"), GENERATED)
     with pytest.raises(ModelError, match=r"plain\(\) returned a model that isn't compiled: call compile"):
         plain.build()
     with pytest.raises(ModelError, match=r"gave Sequential; it must give a tf\.data\.Dataset"):

@@ -17,7 +17,7 @@ from absl import app, flags, logging
 
 import dapple_tf as dapple
 from dapple_tf.errors import reason
-from models.registry import ModelError
+from models.sources import ModelError
 
 USER_ERRORS = (
     app.UsageError,

@@ -21,6 +21,8 @@ from dapple_tf.plan import RECOMPUTE_MODES
 from dapple_tf.profile_text import parse_text
 from dapple_tf.schedules import POLICIES
 from models import registry
+from models.datasets import DATASETS
+from models.sources import DataSource, ModelSource
 from tools.command import blamed, check
 from tools.shapes import devices_of, is_shape, parse_shape
 
@@ -54,7 +56,7 @@ class ModelFlags:
             self._dataset = flags.DEFINE_string(
                 "dataset",
                 None,
-                f"What to train on: one of {', '.join(registry.DATASETS)}; package.module:function for a function "
+                f"What to train on: one of {', '.join(DATASETS)}; package.module:function for a function "
                 f"of the batch size that gives a tf.data.Dataset of batches, or arrays (x, y). By default the "
                 f"model's own.",
                 flag_values=values,
@@ -70,7 +72,7 @@ class ModelFlags:
         """The seed."""
         return int(self._seed.value)
 
-    def source(self) -> registry.ModelSource:
+    def source(self) -> ModelSource:
         """The model's source; nothing is built.
 
         Raises:
@@ -86,7 +88,7 @@ class ModelFlags:
         )
         return found
 
-    def data(self) -> registry.DataSource:
+    def data(self) -> DataSource:
         """The data.
 
         Raises:

@@ -38,7 +38,7 @@ from dapple_tf.automatic import measured, plan_model
 from dapple_tf.operator_profiler import measured_operators
 from dapple_tf.operators.placement_report import placements_report
 from dapple_tf.transformation import FD_DPS
-from models.registry import DataSource
+from models.sources import DataSource
 from tools import command
 from tools.model_flags import ClusterFlag, ModelFlags, PlanFlags, ProfileFlags
 from tools.run_folder import fresh_folder

@@ -1,0 +1,113 @@
+"""Data by name. To add some, add a `DataSource` to `DATASETS`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf.example_batch import ExampleBatch
+from models import text
+from models.sources import DataSource, ModelError
+
+_POOL_BATCHES = 4
+"""Generated data are so many batches, which come again and again: losses fall, as they can be learnt by heart."""
+
+
+def pooled(x: Any, y: Any, weights: Any, batch_size: int, seed: int) -> tf.data.Dataset:
+    """Endless shuffled batches of arrays."""
+    arrays = tuple(part for part in (x, y, weights) if part is not None)
+    count = len(keras.tree.flatten(x)[0])
+    dataset = tf.data.Dataset.from_tensor_slices(arrays)
+    return dataset.shuffle(count, seed=seed).repeat().batch(batch_size, drop_remainder=True).prefetch(2)
+
+
+def _generated(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
+    return pooled(*ExampleBatch.of(model).trees(_POOL_BATCHES * batch_size), batch_size, seed)
+
+
+def _source_text(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
+    return text.windows(text.standard_library().train, _sequence(model), batch_size, seed=seed, repeat=True)
+
+
+def _held_out_text(model: keras.Model, batch_size: int) -> tf.data.Dataset:
+    return text.windows(text.standard_library().held_out, _sequence(model), batch_size)
+
+
+def _sequence(model: keras.Model) -> int:
+    """Tokens per sample of a language model."""
+    return _shapes("source_text", model, 2, 3)[0][1]
+
+
+def _shapes(data: str, model: keras.Model, inputs: int, outputs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of a model with one input and one output of so many axes, of which only the first is open.
+
+    Raises:
+        ModelError: it is another.
+    """
+    found = []
+    for name, tensors, rank in (
+        ("take", _tensors(model, "inputs"), inputs),
+        ("give", _tensors(model, "outputs"), outputs),
+    ):
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if len(shapes) != 1 or len(shapes[0]) != rank or None in shapes[0][1:]:
+            raise ModelError(
+                f"the data {data!r} are for models that {name} one tensor of {rank} axes, of which only the batch is "
+                f"open, but {model.name!r} has {shapes or 'no declared shapes'}; use other data"
+            )
+        found.append(shapes[0])
+    return found[0], found[1]
+
+
+def _tensors(model: keras.Model, which: str) -> Sequence[Any]:
+    """``inputs`` or ``outputs``; none of a model that doesn't declare them."""
+    return getattr(model, which, None) or ()
+
+
+def _patterns(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
+    """Images of a pattern for each class, in noise."""
+    images_shape, (_, classes) = _shapes("patterns", model, 4, 2)
+    draw = np.random.default_rng(seed)
+    patterns = draw.normal(size=(classes, *images_shape[1:])).astype("float32")
+    labels = draw.integers(0, classes, _POOL_BATCHES * batch_size)
+    images = patterns[labels] + draw.normal(size=(len(labels), *images_shape[1:])).astype("float32")
+    return pooled(images, labels.astype("int32"), None, batch_size, seed)
+
+
+def _sentences(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
+    """Tokens of which some are padding; the labels are the tokens themselves, or the class of the first one."""
+    inputs = {tensor.name: tensor for tensor in _tensors(model, "inputs")}
+    if set(inputs) != {"tokens", "segments", "present"}:
+        raise ModelError(
+            f"the data 'sentences' are for bert, but {model.name!r} takes {', '.join(inputs) or 'nothing declared'}; "
+            f"use other data"
+        )
+    draw = np.random.default_rng(seed)
+    count, sequence = _POOL_BATCHES * batch_size, inputs["tokens"].shape[1]
+    kinds = model.get_layer("embedding").vocabulary
+    tokens = draw.integers(0, kinds, (count, sequence), dtype="int32")
+    lengths = draw.integers(math.ceil(sequence / 2), sequence + 1, (count, 1))
+    present = (np.arange(sequence) < lengths).astype("int32")
+    x = {"tokens": tokens, "segments": np.zeros_like(tokens), "present": present}
+    y = tokens if len(model.output_shape) == 3 else tokens[:, 0] % model.output_shape[-1]
+    return pooled(x, y, None, batch_size, seed)
+
+
+GENERATED = DataSource(
+    "generated", "random numbers that fit the model's inputs and loss, few enough to be learnt", _generated
+)
+
+_DATASETS = (
+    GENERATED,
+    DataSource("source_text", "bytes of Python's standard library, for language models", _source_text, _held_out_text),
+    DataSource("patterns", "a pattern for each class, in noise, for models of images", _patterns),
+    DataSource("sentences", "random tokens of several lengths, for bert", _sentences),
+)
+
+DATASETS: Mapping[str, DataSource] = {source.name: source for source in _DATASETS}
+"""Data by name."""

@@ -1,0 +1,66 @@
+"""What ``--model`` and ``--dataset`` stand for: a compiled model, and data to train it on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+class ModelError(ValueError):
+    """There is no such model or data, or it isn't what it should be."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSource:
+    """Data to train on.
+
+    Attributes:
+        name: by which it is asked for.
+        about: what it is, in a line.
+        batches: (model, batch size, seed) -> batches (x, y) or (x, y, sample weights). Full ones only, without end.
+        held_out: (model, batch size) -> batches that training doesn't see; None if there are none.
+    """
+
+    name: str
+    about: str
+    batches: Callable[[keras.Model, int, int], tf.data.Dataset]
+    held_out: Callable[[keras.Model, int], tf.data.Dataset] | None = None
+
+    def example(self, model: keras.Model, samples: int) -> tuple[Any, Any, Any]:
+        """A batch of so many samples as NumPy arrays: x, y and sample weights, each None if there are none.
+
+        Raises:
+            ModelError: there are no data.
+        """
+        for batch in self.batches(model, samples, 0).as_numpy_iterator():
+            return keras.utils.unpack_x_y_sample_weight(batch)
+        raise ModelError(f"the data {self.name!r} give no batch of {samples} samples")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+    """A model and its data.
+
+    Attributes:
+        name: by which it is asked for.
+        about: what it is, in a line.
+        build: makes the compiled model.
+        data: what it is trained on unless other data are asked for.
+        built_here: whether layers are made by ``build``, so that the global dtype policy holds for them.
+    """
+
+    name: str
+    about: str
+    build: Callable[[], keras.Model]
+    data: DataSource
+    built_here: bool = True
+
+
+def compiled_classifier(model: keras.Model, optimizer: keras.optimizers.Optimizer, *metrics: str) -> keras.Model:
+    """The model, compiled for integer labels and outputs that are logits."""
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=list(metrics))
+    return model
