@@ -26,13 +26,10 @@ class Samples:
         count: how many there are.
         read: a dataset of ``(draw, index)``, both int64, -> the samples, in that order. ``index`` is the number of the
             sample; ``draw`` counts all that were drawn, and is what random changes of a sample depend on.
-        small_state: whether an iterator's state may leave out what has been read ahead (which is read again). Iterators
-            of `tf.data.FixedLengthRecordDataset` can't do that.
     """
 
     count: int
     read: Callable[[tf.data.Dataset], tf.data.Dataset]
-    small_state: bool = True
 
 
 def by_number(count: int, read: Callable[[tf.Tensor, tf.Tensor], Any]) -> Samples:
@@ -80,7 +77,7 @@ def _batched(samples: Samples, numbers: tf.data.Dataset, batch_size: int, full: 
     dataset = samples.read(numbers).batch(batch_size, drop_remainder=full).prefetch(_MOST_AHEAD)
     options = tf.data.Options()
     options.deterministic = True
-    options.experimental_symbolic_checkpoint = samples.small_state
+    options.experimental_symbolic_checkpoint = True  # What has been read ahead is read again, rather than saved.
     if not full:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(-(-samples.count // batch_size)))
     return dataset.with_options(options)
