@@ -84,9 +84,9 @@ def amoebanet_d(
     return cell_network([cells // 3] * 3, 2, image=image, channels=channels, classes=classes, filters=filters, stem=32)
 
 
-def amoebanet_tiny(*, image: int = 8, channels: int = 3, classes: int = 10, filters: int = 8) -> keras.Model:
-    """A normal cell, a reduction cell and a normal cell; sizes as in `amoebanet_d`."""
-    return cell_network([1, 1], 0, image=image, channels=channels, classes=classes, filters=filters, stem=8)
+def amoebanet_tiny(*, image: int = 8, channels: int = 3, classes: int = 10, filters: int = 16) -> keras.Model:
+    """A reduction cell and a normal cell, ``cell_stem_0`` and ``cell_0``; sizes as in `amoebanet_d`."""
+    return cell_network([1], 1, image=image, channels=channels, classes=classes, filters=filters, stem=8)
 
 
 def cell_network(

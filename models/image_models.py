@@ -18,11 +18,12 @@ _RESNET_TINY = {"image": 8, "width": 4, "blocks": (1, 1)}
 _DENSENET_TINY = {"image": 8, "classes": 10, "growth": 4, "blocks": (2, 2)}
 
 
-def _row(name: str, about: str, make: Callable[..., keras.Model], *sizes: Any, **options: Any) -> ModelSource:
-    def build() -> keras.Model:
-        return compiled_classifier(make(*sizes, **options), keras.optimizers.SGD(0.01, momentum=0.9), "accuracy")
+def _compiled(model: keras.Model) -> keras.Model:
+    return compiled_classifier(model, keras.optimizers.SGD(0.01, momentum=0.9), "accuracy")
 
-    return ModelSource(name, about, build, _PATTERNS)
+
+def _row(name: str, about: str, make: Callable[..., keras.Model], *sizes: Any, **options: Any) -> ModelSource:
+    return ModelSource(name, about, lambda: _compiled(make(*sizes, **options)), _PATTERNS)
 
 
 IMAGE_MODELS = (
@@ -45,5 +46,5 @@ IMAGE_MODELS = (
     _row("nasnet:tiny", "2 cells, images of 8 x 8", nasnet.nasnet_tiny),
     _row("amoebanet:18", "AmoebaNet-D (18, 512): 480 million parameters", amoebanet.amoebanet_d, 18),
     _row("amoebanet:36", "AmoebaNet-D (36, 512): 934 million parameters", amoebanet.amoebanet_d, 36),
-    _row("amoebanet:tiny", "3 cells, images of 8 x 8", amoebanet.amoebanet_tiny),
+    _row("amoebanet:tiny", "2 cells, images of 8 x 8", amoebanet.amoebanet_tiny),
 )
