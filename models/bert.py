@@ -78,6 +78,12 @@ class BertConfig:
         return embedding + self.depth * layer + head
 
 
+BASE = BertConfig(depth=12, width=768, heads=12, inner=3072)
+"""BERT-12, BERT-base of its authors: 110 million parameters."""
+
+LARGE = BertConfig(depth=24)
+"""BERT-24, BERT-large of its authors: 335 million parameters."""
+
 TINY = BertConfig(depth=2, width=32, heads=2, inner=64, vocabulary=67, sequence=16, positions=16)
 """For tests: trains in seconds."""
 
@@ -218,6 +224,16 @@ def build(config: BertConfig, name: str = "bert") -> keras.Model:
     model = keras.Model({"tokens": tokens, "segments": segments, "present": present}, logits, name=name)
     _logger.info("built %s: %d parameters", name, model.count_params())
     return model
+
+
+def bert_12(**changes: Any) -> keras.Model:
+    """`BASE` (0.4 GB of float32 parameters), with the fields in ``changes`` replaced."""
+    return build(dataclasses.replace(BASE, **changes), name="bert_12")
+
+
+def bert_24(**changes: Any) -> keras.Model:
+    """`LARGE` (1.3 GB of float32 parameters), with the fields in ``changes`` replaced."""
+    return build(dataclasses.replace(LARGE, **changes), name="bert_24")
 
 
 def bert_48(**changes: Any) -> keras.Model:

@@ -72,14 +72,17 @@ def used(values: flags.FlagValues, program: str) -> str:
 
 
 def run(main: Callable[[], None], values: flags.FlagValues, arguments: Sequence[str]) -> int:
-    """Runs a program in this process, with these arguments; returns its exit code: 0, or 1 after a user's mistake."""
+    """Runs a program in this process, with these arguments; returns its exit code, 1 after a user's mistake."""
     values.unparse_flags()
     try:
         left = values([sys.argv[0], *arguments])
     except flags.Error as error:
         _say(str(error))
         return 1
-    return _guarded(main, left)
+    try:
+        return _guarded(main, left)
+    except SystemExit as ended:
+        return int(ended.code or 0)
 
 
 def check(condition: bool, message: str) -> None:
