@@ -42,16 +42,16 @@ TWO_STAGES = ("modulo", "interleaved", "zb_v")
 RECOMPUTING = ("gpipe + boundary", "dapple_a + boundary")
 SCHEDULES = (*STRAIGHT, *TWO_STAGES, *RECOMPUTING)
 
-_DEVICES = flags.DEFINE_list("devices", ["2", "4"], "Numbers of devices: 2, 4 or both.", flag_values=FLAGS)
+_DEVICES = flags.DEFINE_list("devices", ["2", "4"], "Numbers of devices.", flag_values=FLAGS)
 _MICRO_BATCHES = flags.DEFINE_list("micro_batches", ["2", "4", "8", "16"], "Values of M.", flag_values=FLAGS)
 _SCHEDULES = flags.DEFINE_list("schedules", list(SCHEDULES), "Besides gpipe.", flag_values=FLAGS)
 _SAMPLES = flags.DEFINE_integer("samples", 4, "Samples of a micro-batch.", 1, flag_values=FLAGS)
+_BLOCKS = flags.DEFINE_integer("blocks", 8, "Of the model; stages have equal numbers.", 1, flag_values=FLAGS)
 _WIDTH = flags.DEFINE_integer("width", 128, "Of the model, a multiple of 4.", 4, flag_values=FLAGS)
 _SEQUENCE = flags.DEFINE_integer("sequence", 64, "Tokens per sample.", 1, flag_values=FLAGS)
 _STEPS = flags.DEFINE_integer("steps", 3, "Traced steps of each plan.", 1, flag_values=FLAGS)
 _JSON = flags.DEFINE_string("json", None, "Write the numbers to this JSON file, too.", flag_values=FLAGS)
 
-_BLOCKS = 8
 _MB = 1e6
 
 
@@ -60,11 +60,13 @@ class Size:
     """What is trained.
 
     Attributes:
-        width: of the GPT.
+        blocks: of the GPT.
+        width: of its vectors.
         sequence: tokens per sample.
         samples: of a micro-batch.
     """
 
+    blocks: int
     width: int
     sequence: int
     samples: int
@@ -72,7 +74,7 @@ class Size:
     def model(self) -> keras.Model:
         """A compiled model."""
         keras.utils.set_random_seed(0)
-        model = gpt(vocabulary=256, sequence=self.sequence, width=self.width, heads=4, depth=_BLOCKS)
+        model = gpt(vocabulary=256, sequence=self.sequence, width=self.width, heads=4, depth=self.blocks)
         model.compile(keras.optimizers.Adam(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         return model
 
@@ -82,23 +84,27 @@ class Size:
         return text[:, :-1], text[:, 1:]
 
 
-def plan_of(name: str, devices: int, micro_batches: int, samples: int) -> dapple.Plan:
+def plan_of(name: str, devices: int, micro_batches: int, size: Size) -> dapple.Plan:
     """Even stages under a schedule.
 
     Raises:
-        PlanError: the schedule doesn't take so many micro-batches.
+        PlanError: the blocks don't make equal stages, or the schedule doesn't take so many micro-batches.
     """
     schedule, _, recompute = name.partition(" + ")
     order = list(range(devices))
     if schedule in TWO_STAGES:
         order += order[::-1] if schedule == "zb_v" else order
-    each = _BLOCKS // len(order)
+    each, left = divmod(size.blocks, len(order))
+    if left or not each:
+        raise dapple.PlanError(
+            f"{size.blocks} blocks don't make {len(order)} equal stages, which {schedule} takes here"
+        )
     cuts = [f"block_{(stage + 1) * each - 1}" for stage in range(len(order) - 1)]
     return dapple.Plan.manual(
         cuts,
         [[device] for device in order],
         micro_batches,
-        micro_batches * samples,
+        micro_batches * size.samples,
         schedule,
         recompute=recompute or "none",
     )
@@ -125,14 +131,14 @@ def rows(
     Schedules that don't take some M are left out there.
     """
     largest = dapple.Cluster.local(max(devices), kind="cpu")
-    profile = dapple.profile(size.model(), [size.samples, 2 * size.samples], cluster=largest, cache=False, repeats=2)
+    profile = dapple.profile(size.model(), size.samples, cluster=largest, cache=False, repeats=2)
     for count in devices:
         cluster = dapple.Cluster.local(count, kind="cpu")
         for m in micro_batches:
             base: tuple[dict[str, Any], dict[str, Any]] | None = None
             for name in dict.fromkeys((GPIPE, *schedules)):
                 try:
-                    plan = plan_of(name, count, m, size.samples)
+                    plan = plan_of(name, count, m, size)
                 except dapple.PlanError as error:
                     _tell(f"{name} with M = {m} on {count} devices is left out: {error}")
                     continue
@@ -215,12 +221,13 @@ def numbers(flag: str, values: Sequence[str]) -> list[int]:
 def main() -> None:
     """Measures what the flags say, and prints tables."""
     devices, counts = numbers("devices", _DEVICES.value), numbers("micro_batches", _MICRO_BATCHES.value)
-    command.check(set(devices) <= {2, 4}, f"--devices={','.join(_DEVICES.value)}: there are cuts for 2 and 4 devices")
+    wrong = [count for count in devices if _BLOCKS.value % count]
+    command.check(not wrong, f"--blocks={_BLOCKS.value} don't make equal stages on {wrong} devices; use a multiple")
     unknown = sorted(set(_SCHEDULES.value) - set(SCHEDULES))
     command.check(not unknown, f"--schedules: {', '.join(unknown)} unknown; choose from {', '.join(SCHEDULES)}")
     command.check(_WIDTH.value % 4 == 0, f"--width={_WIDTH.value}: need a multiple of the 4 attention heads")
     check_output(_JSON.value)
-    size = Size(_WIDTH.value, _SEQUENCE.value, _SAMPLES.value)
+    size = Size(_BLOCKS.value, _WIDTH.value, _SEQUENCE.value, _SAMPLES.value)
     measured: list[dict[str, Any]] = []
     simulated: list[dict[str, Any]] = []
     began = time.monotonic()

@@ -4,9 +4,9 @@
     python -m tools.bench_preparation --devices=2,8 --micro_batches=8 --layers=12
 
 Devices are varied first, with M = --fixed_micro_batches, then micro-batches on the most devices. Each configuration has
-a process of its own, `tools.prepare_step`, one at a time: its preparation counts from `transform` to the end of the first
-step, less what a later step takes. Seconds of one core are compared, since other programs' use of the machine changes
-these least; those on the clock are in the JSON file as well.
+a process of its own, `tools.prepare_step`, one at a time: its preparation counts from `transform` to the end of the
+first step, less what a later step takes. Seconds of one core are compared, since other programs' use of the machine
+changes these least; those on the clock are in the JSON file as well.
 """
 
 from __future__ import annotations
