@@ -33,7 +33,7 @@ SEQUENCE_MODELS = (
     ModelSource(
         "xlnet:36", "XLNet-36 of the DAPPLE paper: 524 million parameters", _of_tokens(xlnet.xlnet_36), _SENTENCES
     ),
-    ModelSource("gnmt:tiny", "3 + 3 LSTMs of 16 units", _of_tokens(gnmt.gnmt_tiny), _PAIRS),
+    ModelSource("gnmt:tiny", "2 + 2 layers of LSTMs of 16 units", _of_tokens(gnmt.gnmt_tiny), _PAIRS),
     ModelSource("gnmt:16", "GNMT-16 of the DAPPLE paper: 291 million parameters", _of_tokens(gnmt.gnmt_16), _PAIRS),
     ModelSource("rnn:tiny", "3 LSTMs of 16 units, 8 bytes per sample", _of_tokens(rnn.rnn_tiny), _TEXT),
     ModelSource("rnn:16", "16 LSTMs of 1024 units, 64 bytes per sample", _of_tokens(rnn.rnn_16), _TEXT),
