@@ -11,7 +11,7 @@ from models import bert, ffnn, gnmt, gpt, rnn, xlnet
 from models.datasets import DATASETS, GENERATED
 from models.sources import ModelSource, compiled_classifier
 
-_TEXT, _SENTENCES, _PAIRS = DATASETS["source_text"], DATASETS["sentences"], DATASETS["pairs"]
+_TEXT, _SENTENCES, _PAIRS = DATASETS["source_text"], DATASETS["sentences"], DATASETS["reversed_pairs"]
 
 _SMALL_BERT = bert.BertConfig(depth=4, width=256, heads=4, inner=1024, vocabulary=4096, sequence=128, positions=128)
 

@@ -12,7 +12,8 @@ import pytest
 
 import dapple_tf as dapple
 from models import gnmt
-from models.generated_data import BEGIN, END, reversed_pairs
+from models.generated_data import BEGIN, END, reversed_pairs, reversed_pairs_for
+from models.sources import ModelError
 
 SMALL = dataclasses.replace(gnmt.TINY, vocabulary=9, source=5, target=4, width=4)
 DRAW = np.random.default_rng(0)
@@ -186,3 +187,15 @@ def test_pairs_are_sentences_and_their_reverses() -> None:
 def test_pairs_that_cannot_be(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match=r"pairs of \d tokens, \d read and \d written; need at least 4 tokens"):
         reversed_pairs(2, *sizes, seed=0)
+
+
+def test_pairs_for_other_models_are_refused(model: keras.Model) -> None:
+    x, y, weights = reversed_pairs_for(model, 3, seed=0)
+    assert {key: array.shape for key, array in x.items()} == {"source": (3, 5), "target": (3, 4)}
+    assert y.shape == weights.shape == (3, 4)
+    other = keras.Sequential([keras.Input((3,), name="numbers"), keras.layers.Dense(2)], name="other")
+    with pytest.raises(ModelError, match="for gnmt, but 'other' takes numbers; use other data"):
+        reversed_pairs_for(other, 3, seed=0)
+    no_words = gnmt.build(dataclasses.replace(SMALL, vocabulary=3))
+    with pytest.raises(ModelError, match="don't fit 'gnmt': pairs of 3 tokens"):
+        reversed_pairs_for(no_words, 3, seed=0)

@@ -51,7 +51,7 @@ def test_relative_shift_is_a_loop_over_distances() -> None:
 
 
 def test_relative_positions() -> None:
-    positions = xlnet.relative_positions(3, 4)
+    positions = np.asarray(xlnet.relative_positions(3, 4, "float64"))
     assert positions.shape == (6, 4)
     for row, distance in enumerate([3, 2, 1, 0, -1, -2]):
         angles = np.array([distance, distance / 100])
