@@ -98,17 +98,8 @@ def _sentences(model: keras.Model, batch_size: int, seed: int) -> tf.data.Datase
     return pooled(x, y, None, batch_size, seed)
 
 
-def _pairs(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
-    """Sentences and the same backwards, with weights of 0 at padding."""
-    inputs = {tensor.name: tensor for tensor in _tensors(model, "inputs")}
-    if set(inputs) != {"source", "target"}:
-        raise ModelError(
-            f"the data 'pairs' are for gnmt, but {model.name!r} takes {', '.join(inputs) or 'nothing declared'}; use "
-            f"other data"
-        )
-    lengths = inputs["source"].shape[1], inputs["target"].shape[1]
-    pairs = generated_data.reversed_pairs(_POOL_BATCHES * batch_size, model.output_shape[-1], *lengths, seed)
-    return pooled({"source": pairs.source, "target": pairs.target}, pairs.labels, pairs.weights, batch_size, seed)
+def _reversed_pairs(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
+    return pooled(*generated_data.reversed_pairs_for(model, _POOL_BATCHES * batch_size, seed), batch_size, seed)
 
 
 GENERATED = DataSource(
@@ -120,7 +111,7 @@ _DATASETS = (
     DataSource("source_text", "bytes of Python's standard library, for language models", _source_text, _held_out_text),
     DataSource("patterns", "a pattern for each class, in noise, for models of images", _patterns),
     DataSource("sentences", "random tokens of several lengths, for bert", _sentences),
-    DataSource("pairs", "sentences of two languages of which one is the other backwards, for gnmt", _pairs),
+    DataSource("reversed_pairs", "sentences, and the same backwards as their translation, for gnmt", _reversed_pairs),
 )
 
 DATASETS: Mapping[str, DataSource] = {source.name: source for source in _DATASETS}
