@@ -10,6 +10,7 @@ The layers that a plan may cut after are named ``layer_0`` to ``layer_{depth - 1
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from typing import Any
 
@@ -43,7 +44,7 @@ class FfnnConfig:
     def parameters(self) -> int:
         """Number of trainable parameters, without building the model."""
         sizes = [self.features, *[self.width] * (self.depth - 1), self.classes]
-        return sum((taken + 1) * given for taken, given in zip(sizes[:-1], sizes[1:], strict=True))
+        return sum((taken + 1) * given for taken, given in itertools.pairwise(sizes))
 
 
 TINY = FfnnConfig(depth=4, features=16, width=16, classes=4)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
+import keras
 import numpy as np
 from numpy.typing import NDArray
+
+from models.sources import ModelError
 
 PADDING, BEGIN, END = 0, 1, 2
 """Tokens that aren't words: what fills up a sentence, and what a translation begins and ends with."""
@@ -63,3 +67,22 @@ def reversed_pairs(count: int, vocabulary: int, source: int, target: int, seed: 
         begun[row, : length + 1] = BEGIN, *sentence[::-1]
         labels[row, : length + 1] = *sentence[::-1], END
     return Pairs(read, begun, labels, (labels != PADDING).astype(np.float32))
+
+
+def reversed_pairs_for(model: keras.Model, count: int, seed: int) -> tuple[dict[str, Tokens], Tokens, Any]:
+    """`reversed_pairs` as inputs, labels and sample weights of a model of ``{"source", "target"}``, such as GNMT.
+
+    Raises:
+        ModelError: the model takes something else, or too little.
+    """
+    lengths = {tensor.name: tensor.shape[1] for tensor in getattr(model, "inputs", None) or ()}
+    if set(lengths) != {"source", "target"}:
+        raise ModelError(
+            f"the data 'reversed_pairs' are for gnmt, but {model.name!r} takes "
+            f"{', '.join(lengths) or 'nothing declared'}; use other data"
+        )
+    try:
+        pairs = reversed_pairs(count, model.output_shape[-1], lengths["source"], lengths["target"], seed)
+    except ValueError as error:
+        raise ModelError(f"the data 'reversed_pairs' don't fit {model.name!r}: {error}") from error
+    return {"source": pairs.source, "target": pairs.target}, pairs.labels, pairs.weights

@@ -23,7 +23,6 @@ from models.rnn import RecurrentLayer, lstm_parameters
 
 _logger = logging.getLogger(__name__)
 
-_RESIDUAL_FROM = 2
 _HIDDEN_SCORE = {"float16": -3e4}
 """What makes a softmax's weight zero, where -1e9 isn't finite."""
 
@@ -38,6 +37,7 @@ class GnmtConfig:
         target: Tokens per sample that are written; 36 on average.
         depth: Layers of the encoder and of the decoder, each.
         width: Size of the hidden vectors.
+        residual_from: First layer of each half that adds its input to its output, where it is as wide.
         dropout: Fraction dropped of what each layer takes.
     """
 
@@ -46,10 +46,12 @@ class GnmtConfig:
     target: int = 36
     depth: int = 8
     width: int = 1024
+    residual_from: int = 2
     dropout: float = 0.2
 
     def __post_init__(self) -> None:
-        for field, least in (("vocabulary", 2), ("source", 1), ("target", 1), ("depth", 2), ("width", 1)):
+        sizes = {"vocabulary": 2, "source": 1, "target": 1, "depth": 2, "width": 1, "residual_from": 1}
+        for field, least in sizes.items():
             if getattr(self, field) < least:
                 raise ValueError(f"{field} is {getattr(self, field)}; need at least {least}")
         if not 0 <= self.dropout < 1:
@@ -67,7 +69,7 @@ class GnmtConfig:
         return embeddings + encoder + decoder + (width + 1) * self.vocabulary
 
 
-TINY = GnmtConfig(vocabulary=32, source=6, target=7, depth=3, width=16, dropout=0.0)
+TINY = GnmtConfig(vocabulary=32, source=6, target=7, depth=2, width=16, residual_from=1, dropout=0.0)
 """For tests: trains in seconds."""
 
 
@@ -134,7 +136,7 @@ class AttendingLayer(keras.layers.Layer):
         self.attention.build((*inputs[:-1], self.width), context)
 
     def call(self, inputs: Any, mask: Any = None, training: bool | None = None) -> Any:
-        """A pair of context [batch, m, b] and inputs [batch, n, a] -> the LSTM's [batch, n, width], attended [batch, n, b].
+        """Context [batch, m, b] and inputs [batch, n, a] -> the LSTM's [batch, n, width] and attended [batch, n, b].
 
         The context comes first, so that Keras orders the encoder's layers before the target's embedding.
         """
@@ -170,7 +172,7 @@ def build(config: GnmtConfig, name: str = "gnmt") -> keras.Model:
         return RecurrentLayer(
             config.width,
             bidirectional=bidirectional,
-            residual=index >= _RESIDUAL_FROM,
+            residual=index >= config.residual_from and not (half == "encoder" and index == 1),
             dropout=config.dropout,
             name=f"{half}_{index}",
         )

@@ -11,7 +11,7 @@ from models import bert, ffnn, gnmt, gpt, rnn, xlnet
 from models.datasets import DATASETS, GENERATED
 from models.sources import ModelSource, compiled_classifier
 
-_TEXT, _SENTENCES, _PAIRS = DATASETS["source_text"], DATASETS["sentences"], DATASETS["pairs"]
+_TEXT, _SENTENCES, _PAIRS = DATASETS["source_text"], DATASETS["sentences"], DATASETS["reversed_pairs"]
 
 _SMALL_BERT = bert.BertConfig(depth=4, width=256, heads=4, inner=1024, vocabulary=4096, sequence=128, positions=128)
 
@@ -33,7 +33,7 @@ SEQUENCE_MODELS = (
     ModelSource(
         "xlnet:36", "XLNet-36 of the DAPPLE paper: 524 million parameters", _of_tokens(xlnet.xlnet_36), _SENTENCES
     ),
-    ModelSource("gnmt:tiny", "3 + 3 LSTMs of 16 units", _of_tokens(gnmt.gnmt_tiny), _PAIRS),
+    ModelSource("gnmt:tiny", "2 + 2 layers of LSTMs of 16 units", _of_tokens(gnmt.gnmt_tiny), _PAIRS),
     ModelSource("gnmt:16", "GNMT-16 of the DAPPLE paper: 291 million parameters", _of_tokens(gnmt.gnmt_16), _PAIRS),
     ModelSource("rnn:tiny", "3 LSTMs of 16 units, 8 bytes per sample", _of_tokens(rnn.rnn_tiny), _TEXT),
     ModelSource("rnn:16", "16 LSTMs of 1024 units, 64 bytes per sample", _of_tokens(rnn.rnn_16), _TEXT),

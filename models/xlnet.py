@@ -15,8 +15,6 @@ import logging
 from typing import Any
 
 import keras
-import numpy as np
-from numpy.typing import NDArray
 
 from models.bert import Bias
 
@@ -82,14 +80,18 @@ def _normal() -> keras.initializers.Initializer:
     return keras.initializers.RandomNormal(stddev=0.02)
 
 
-def relative_positions(sequence: int, width: int) -> NDArray[np.float64]:
-    """Sines and cosines of the distances sequence, sequence - 1, ..., 1 - sequence, as float64 [2 sequence, width].
+def relative_positions(sequence: int, width: int, dtype: str = "float32") -> Any:
+    """Sines and cosines of the distances sequence, sequence - 1, ..., 1 - sequence: [2 sequence, width].
 
     Distances are from the position that looks to the one that is looked at, positive to the left. Transformer-XL's
-    section 3.3: the first half of each row are sines, the second cosines.
+    section 3.3: the first half of each row are sines, the second cosines. They are computed when the model runs, rather
+    than kept in each layer's graph, where they would be as large as a weight matrix.
     """
-    angles = np.arange(sequence, -sequence, -1.0)[:, None] / 10000 ** (np.arange(0, width, 2.0) / width)
-    return np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
+    exact = "float64" if dtype == "float64" else "float32"
+    distances = keras.ops.arange(sequence, -sequence, -1, dtype=exact)
+    rates = keras.ops.power(10000.0, -keras.ops.arange(0, width, 2, dtype=exact) / width)
+    angles = distances[:, None] * rates
+    return keras.ops.cast(keras.ops.concatenate([keras.ops.sin(angles), keras.ops.cos(angles)], axis=-1), dtype)
 
 
 def relative_shift(scores: Any) -> Any:
@@ -193,8 +195,8 @@ class RelativeAttention(keras.layers.Layer):
         ops = keras.ops
         sequence, width = inputs.shape[1:]
         query = self._in_heads("query", inputs)
-        positions = ops.convert_to_tensor(relative_positions(sequence, width)[None], dtype=self.compute_dtype)
-        distances = self._in_heads("distance", positions)[0]
+        positions = relative_positions(sequence, width, self.compute_dtype)
+        distances = self._in_heads("distance", positions[None])[0]
         by_content = ops.einsum("bind,bjnd->bnij", query + self.content_bias, self._in_heads("key", content))
         by_distance = relative_shift(ops.einsum("bind,knd->bnik", query + self.distance_bias, distances))
         by_segment = ops.einsum("bind,snd->bnis", query + self.segment_bias, self.segments)
