@@ -21,6 +21,7 @@ setup(
     extras_require={
         "images": ["matplotlib"],
         "data": ["tokenizers"],  # for data that are read as tokens of text; see docs/data.md
+        "torch": ["torch>=2.6"],  # for tools.bench_torch alone
         "dev": [
             "pytest",
             "pytest-timeout",

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.example_batch import ExampleBatch
-from models import text
+from models import generated_data, text
 from models.readers import fit, images, pairs, squad, text_files, tfrecords, tokens
 from models.readers.options import Request
 from models.sources import DataSource, ModelError
@@ -75,6 +75,10 @@ def _sentences(model: keras.Model, batch_size: int, seed: int) -> tf.data.Datase
     return pooled(x, y, None, batch_size, seed)
 
 
+def _reversed_pairs(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
+    return pooled(*generated_data.reversed_pairs_for(model, _POOL_BATCHES * batch_size, seed), batch_size, seed)
+
+
 GENERATED = DataSource(
     "generated", "random numbers that fit the model's inputs and loss, few enough to be learnt", _generated
 )
@@ -84,6 +88,7 @@ _DATASETS = (
     DataSource("source_text", "bytes of Python's standard library, for language models", _source_text, _held_out_text),
     DataSource("patterns", "a pattern for each class, in noise, for models of images", _patterns),
     DataSource("sentences", "random tokens of several lengths, for bert", _sentences),
+    DataSource("reversed_pairs", "sentences, and the same backwards as their translation, for gnmt", _reversed_pairs),
 )
 
 DATASETS: Mapping[str, DataSource] = {source.name: source for source in _DATASETS}

@@ -98,11 +98,19 @@ def test_text_to_tokens_and_back(tmp_path: pathlib.Path, capsys: pytest.CaptureF
     assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (out / "tokenizer.json").read_bytes()
 
 
+def test_a_sample(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--sample=pairs", f"--output={tmp_path}/sums") == 0
+    names = ["train.sums", "train.totals", "valid.sums", "valid.totals"]
+    assert capsys.readouterr().out == f"Wrote {' and '.join(names)} to {tmp_path}/sums\n"
+    sums, totals = ((tmp_path / "sums" / name).read_text().splitlines() for name in names[:2])
+    assert [sum(map(int, line.split("+"))) for line in sums] == [int(total) for total in totals]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give one of --images, --text, --check"),
-        (["--images=a", "--text=b"], "give one of --images, --text, --check, not --images=a and --text=b"),
+        ([], "give one of --images, --text, --check, --sample"),
+        (["--images=a", "--text=b"], "give one of --images, --text, --check, --sample, not --images=a and --text=b"),
         (["--text=none.txt"], "--output isn't given"),
         (["--text=none.txt", "--output={0}/new"], "there is no file or folder none.txt"),
         (["--images=none", "--output={0}/new"], "--images=none isn't a folder"),

@@ -3,6 +3,7 @@
     python -m tools.make_data --images=photos --output=records --shards=16
     python -m tools.make_data --text=book.txt --vocabulary=8192 --output=book
     python -m tools.make_data --check=images:photos
+    python -m tools.make_data --sample=images --output=photos
 
 --images takes a folder of ImageNet's layout, train/CLASS/*.jpeg and val/CLASS/*.jpeg, or one of classes, and writes
 TFRecord files for --dataset=tfrecords:records.
@@ -11,18 +12,21 @@ TFRecord files for --dataset=tfrecords:records.
 valid.bin, for --dataset=tokens:book/train.bin?valid=book/valid.bin.
 
 --check reads all of some data once, as --dataset names them, and tells the first thing that is wrong with them.
+
+--sample writes the files that a reader without a path reads: images, tfrecords, text, tokens, squad or pairs.
 """
 
 from __future__ import annotations
 
 import json
 import pathlib
+import shutil
 import sys
 
 import numpy as np
 from absl import flags
 
-from models.readers import images, records_writer, vocabulary
+from models.readers import images, records_writer, samples, vocabulary
 from models.readers.check import check_all
 from models.readers.text_files import pieces, text_files, token_file
 from tools import command
@@ -32,6 +36,7 @@ FLAGS = flags.FlagValues()
 _IMAGES = flags.DEFINE_string("images", None, "Folder of images to write as TFRecord files.", flag_values=FLAGS)
 _TEXT = flags.DEFINE_string("text", None, "Text file or folder of *.txt to write as tokens.", flag_values=FLAGS)
 _CHECK = flags.DEFINE_string("check", None, "Data to read once: images:PATH or tfrecords:PATH.", flag_values=FLAGS)
+_SAMPLE = flags.DEFINE_enum("sample", None, list(samples.FOLDERS), "Sample to write.", flag_values=FLAGS)
 _OUTPUT = flags.DEFINE_string("output", None, "Folder to write to; it must be new or empty.", flag_values=FLAGS)
 _SHARDS = flags.DEFINE_integer("shards", 16, "TFRecord files to train on.", lower_bound=1, flag_values=FLAGS)
 _SEED = flags.DEFINE_integer("seed", 0, "Shuffles the images to train on.", flag_values=FLAGS)
@@ -48,7 +53,7 @@ _HELD_OUT = flags.DEFINE_float(
 
 def main() -> None:
     """Does what the flags say."""
-    jobs = {"--images": _IMAGES.value, "--text": _TEXT.value, "--check": _CHECK.value}
+    jobs = {"--images": _IMAGES.value, "--text": _TEXT.value, "--check": _CHECK.value, "--sample": _SAMPLE.value}
     given = [f"{name}={value}" for name, value in jobs.items() if value is not None]
     command.check(len(given) == 1, f"give one of {', '.join(jobs)}" + (f", not {' and '.join(given)}" if given else ""))
     with command.blamed(given[0]):
@@ -56,7 +61,10 @@ def main() -> None:
             say(check_all(_CHECK.value))
             return
         folder = output_folder()
-        if _IMAGES.value is not None:
+        if _SAMPLE.value is not None:
+            shutil.copytree(samples.FOLDERS[_SAMPLE.value](), folder, dirs_exist_ok=True)
+            say(f"Wrote {' and '.join(sorted(path.name for path in folder.iterdir()))} to {folder}")
+        elif _IMAGES.value is not None:
             write_images(pathlib.Path(_IMAGES.value), folder)
         else:
             write_text(pathlib.Path(_TEXT.value), folder)

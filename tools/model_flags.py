@@ -56,10 +56,10 @@ class ModelFlags:
             self._dataset = flags.DEFINE_string(
                 "dataset",
                 None,
-                f"What to train on: one of {', '.join(DATASETS)}; files, as READER:PATH?option=value&option=value with one "
-                f"of the readers {', '.join(READERS)} (a reader alone reads a small sample; see docs/data.md); "
-                f"package.module:function for a function of the batch size that gives a tf.data.Dataset of batches, or arrays (x, y). By default the "
-                f"model's own.",
+                f"What to train on: one of {', '.join(DATASETS)}; files, as READER:PATH?option=value&option=value with "
+                f"one of the readers {', '.join(READERS)} (a reader without a path reads a small sample; see "
+                f"docs/data.md); package.module:function for a function of the batch size that gives a "
+                f"tf.data.Dataset of batches, or arrays (x, y). By default the model's own.",
                 flag_values=values,
             )
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import pathlib
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -150,3 +151,14 @@ def _docstrings(module: str) -> list[tuple[str, str, str]]:
         if 10 < len(answer) < len(context):
             found.append((f"{module}.{name}", context, answer))
     return found
+
+
+FOLDERS: Mapping[str, Callable[[], pathlib.Path]] = {
+    "images": images,
+    "tfrecords": records,
+    "text": lambda: text().parent,
+    "tokens": lambda: tokens().parent,
+    "squad": lambda: questions()[0].parent,
+    "pairs": lambda: pairs()[0].parent,
+}
+"""By the kind of the reader: makes the sample, and tells in which folder it is."""

@@ -235,8 +235,8 @@ def _task(text: str, model: keras.Model, sequence: int) -> Task:
         return "tokens"
     raise ModelError(
         f"{text}: for each sample {model.name!r} gives {' and '.join(str(list(shape)) for shape in known)}; questions "
-        f"are for logits [2, {sequence}] (start and end), [2 or more classes] (has an answer) or [{sequence}, vocabulary] "
-        f"(masked tokens)"
+        f"are for logits [2, {sequence}] (start and end), [2 or more classes] (has an answer) or [{sequence}, "
+        f"vocabulary] (masked tokens)"
     )
 
 

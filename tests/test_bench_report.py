@@ -1,0 +1,79 @@
+"""Benchmarks' results: the file, the machine's facts, and ratios."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import socket
+
+import pytest
+from absl import app
+
+from tools.bench_report import check_output, markdown, own_command, read_results, write_results
+from tools.machine_facts import machine_facts
+from tools.ratios import Quartiles, quartiles, ratios, summarize, take_turns
+
+
+def test_a_file_holds_the_newest_results_of_each_benchmark(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "results.json"
+    write_results(file, "one", [{"ratio": Quartiles(0.5, 1.0, 2.0)}])
+    write_results(file, "two", [{"steps": 3}], kind="simulated", versions={"torch": "0.0"})
+    write_results(file, "one", [{"ratio": Quartiles(0.5, 1.5, 2.0)}])
+    found = read_results(file)
+    assert list(found) == ["one", "two"]
+    assert found["one"]["records"] == [{"ratio": {"low": 0.5, "median": 1.5, "high": 2.0}}]
+    assert found["one"]["kind"] == "measured" and found["two"]["kind"] == "simulated"
+    assert found["two"]["machine"]["versions"]["torch"] == "0.0"
+    assert found["one"]["command"] == own_command()
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_facts_are_about_the_machine_and_nobody(tmp_path: pathlib.Path) -> None:
+    facts = machine_facts()
+    assert facts["cores"] >= 1 and facts["memory_gib"] > 0 and facts["cpu"]
+    assert {"python", "tensorflow", "keras", "numpy"} <= facts["versions"].keys()
+    text = json.dumps(facts)
+    assert socket.gethostname() not in text and str(pathlib.Path.home()) not in text
+
+
+def test_other_files_are_left_alone(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "plan.json").write_text('{"devices": [[0]]}')
+    (tmp_path / "text.json").write_text("no JSON")
+    for name, what in (("plan.json", "something other"), ("text.json", "isn't JSON")):
+        with pytest.raises(ValueError, match=what):
+            write_results(tmp_path / name, "one", [])
+        with pytest.raises(app.UsageError, match=what):
+            check_output(str(tmp_path / name))
+    with pytest.raises(app.UsageError, match="no folder"):
+        check_output(str(tmp_path / "missing" / "results.json"))
+    check_output(None)
+    check_output(str(tmp_path / "fresh.json"))
+    with pytest.raises(ValueError, match="use one of measured, simulated"):
+        write_results(tmp_path / "fresh.json", "one", [], kind="guessed")
+    with pytest.raises(TypeError, match="no place in a record"):
+        write_results(tmp_path / "fresh.json", "one", [{"path": tmp_path}])
+    assert (tmp_path / "plan.json").read_text() == '{"devices": [[0]]}'
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    """A machine that is half as fast in one round is so for both: the ratio stays."""
+    assert ratios([2.0, 4.0, 2.0], [1.0, 2.0, 1.0]) == Quartiles(2.0, 2.0, 2.0)
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == Quartiles(2.0, 3.0, 4.0)
+    assert [(r.name, r.seconds, r.ratio) for r in summarize({"base": [1.0, 3.0], "other": [2.0, 6.0]})] == [
+        ("base", 2.0, 1.0),
+        ("other", 4.0, 2.0),
+    ]
+    with pytest.raises(ValueError, match="1 rounds can't be compared with 2"):
+        ratios([1.0], [1.0, 2.0])
+
+
+def test_turns_are_taken_in_both_orders() -> None:
+    order: list[str] = []
+    times = take_turns({name: lambda name=name: order.append(name) for name in "abc"}, 3, lambda number, name: None)
+    assert "".join(order) == "abccbaabc"
+    assert list(times) == ["a", "b", "c"] and all(len(found) == 3 for found in times.values())
+
+
+def test_tables_show_medians_with_quartiles() -> None:
+    table = markdown([("way", "ratio"), ("keras", Quartiles(0.9, 1.0, 1.1))])
+    assert table == "| way | ratio |\n|---|---|\n| keras | 1.000 (0.900 to 1.100) |"

@@ -1,0 +1,58 @@
+"""What a benchmark's numbers depend on besides the code: the machine, and the versions of what computes.
+
+Nothing here tells whose machine it is: no host name, user, path or address.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import pathlib
+import platform
+from typing import Any
+
+_PACKAGES = ("tensorflow", "keras", "numpy", "torch")
+
+
+def machine_facts(versions: dict[str, str] | None = None) -> dict[str, Any]:
+    """The machine's facts, to stand beside measured numbers in JSON.
+
+    Args:
+        versions: of packages that another interpreter has run, such as PyTorch's; they go before this one's.
+
+    Returns:
+        ``cpu`` (its model), ``cores`` (that this process may use), ``memory_gib``, ``system``, ``load_1min`` (processes
+        that wanted a core within the last minute: a machine with more than this benchmark on it shows), ``date`` (UTC)
+        and ``versions``.
+    """
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "memory_gib": round(memory_bytes() / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "load_1min": round(os.getloadavg()[0], 2),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
+        "versions": {**found, **(versions or {})},
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name as the system tells it; its architecture where it tells none."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # Not Linux.
+        return platform.processor() or platform.machine()
+    names = [value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == "model name"]
+    return names[0] if names else platform.machine()
+
+
+def memory_bytes() -> int:
+    """The machine's main memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
