@@ -121,7 +121,7 @@ class TokenFile:
                 )
 
     def windows(self, sequence: int, vocabulary: int, text: str) -> Samples:
-        """Windows of ``sequence`` tokens, one behind the other: x, and y one token later; both int32 [sequence].
+        """Windows of ``sequence`` tokens, one behind the other: x, and y one token later; int32 [batch, sequence].
 
         Raises:
             ModelError: there are too few.
@@ -133,17 +133,17 @@ class TokenFile:
             )
         path, start, tokens = str(self.path), self.header // self.dtype.itemsize + self.first, mapped(self)
 
-        def window(draw: tf.Tensor, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            place = start + index * sequence
-            found = tf.ensure_shape(tf.cast(tokens[place : place + sequence + 1], tf.int64), [sequence + 1])
+        def windows(draw: tf.Tensor, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            places = start + index[:, None] * sequence + tf.range(sequence + 1, dtype=tf.int64)
+            found = tf.cast(tf.gather(tokens, places), tf.int64)
             known = tf.reduce_all((found >= 0) & (found < vocabulary))
             message = [f"{path} has a token that a vocabulary of", vocabulary, "lacks:", tf.reduce_max(found)]
             check = tf.debugging.Assert(known, message)
             with tf.control_dependencies([check]):
                 found = tf.cast(found, tf.int32)
-            return found[:-1], found[1:]
+            return found[:, :-1], found[:, 1:]
 
-        return by_number(count, window)
+        return by_number(count, windows, in_batches=True)
 
 
 def mapped(tokens: TokenFile) -> tf.Tensor:
