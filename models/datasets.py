@@ -1,9 +1,10 @@
-"""Data by name. To add some, add a `DataSource` to `DATASETS`."""
+"""Data by name. To add some, add a `DataSource` to `DATASETS`; to add a format of files, a `Reader` to `READERS`."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -12,6 +13,8 @@ import tensorflow as tf
 
 from dapple_tf.example_batch import ExampleBatch
 from models import generated_data, text
+from models.readers import fit, images, pairs, tfrecords
+from models.readers.options import Request
 from models.sources import DataSource, ModelError
 
 _POOL_BATCHES = 4
@@ -40,38 +43,12 @@ def _held_out_text(model: keras.Model, batch_size: int) -> tf.data.Dataset:
 
 def _sequence(model: keras.Model) -> int:
     """Tokens per sample of a language model."""
-    return _shapes("source_text", model, 2, 3)[0][1]
-
-
-def _shapes(data: str, model: keras.Model, inputs: int, outputs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of a model with one input and one output of so many axes, of which only the first is open.
-
-    Raises:
-        ModelError: it is another.
-    """
-    found = []
-    for name, tensors, rank in (
-        ("take", _tensors(model, "inputs"), inputs),
-        ("give", _tensors(model, "outputs"), outputs),
-    ):
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        if len(shapes) != 1 or len(shapes[0]) != rank or None in shapes[0][1:]:
-            raise ModelError(
-                f"the data {data!r} are for models that {name} one tensor of {rank} axes, of which only the batch is "
-                f"open, but {model.name!r} has {shapes or 'no declared shapes'}; use other data"
-            )
-        found.append(shapes[0])
-    return found[0], found[1]
-
-
-def _tensors(model: keras.Model, which: str) -> Sequence[Any]:
-    """``inputs`` or ``outputs``; none of a model that doesn't declare them."""
-    return getattr(model, which, None) or ()
+    return fit.shapes("source_text", model, 2, 3)[0][1]
 
 
 def _patterns(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
     """Images of a pattern for each class, in noise."""
-    images_shape, (_, classes) = _shapes("patterns", model, 4, 2)
+    images_shape, (_, classes) = fit.shapes("patterns", model, 4, 2)
     draw = np.random.default_rng(seed)
     patterns = draw.normal(size=(classes, *images_shape[1:])).astype("float32")
     labels = draw.integers(0, classes, _POOL_BATCHES * batch_size)
@@ -81,7 +58,7 @@ def _patterns(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset
 
 def _sentences(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
     """Tokens of which some are padding; the labels are the tokens themselves, or the class of the first one."""
-    inputs = {tensor.name: tensor for tensor in _tensors(model, "inputs")}
+    inputs = {tensor.name: tensor for tensor in fit.declared(model, "inputs")}
     if set(inputs) != {"tokens", "segments", "present"}:
         raise ModelError(
             f"the data 'sentences' are for bert, but {model.name!r} takes {', '.join(inputs) or 'nothing declared'}; "
@@ -116,3 +93,28 @@ _DATASETS = (
 
 DATASETS: Mapping[str, DataSource] = {source.name: source for source in _DATASETS}
 """Data by name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """What reads files of one format.
+
+    Attributes:
+        kind: by which it is asked for, as in ``kind:path?option=value``; ``kind`` alone reads a small sample.
+        about: what the files are, in a line.
+        open: finds the files, and what is wrong with them.
+    """
+
+    kind: str
+    about: str
+    open: Callable[[Request], DataSource]
+
+
+_READERS = (
+    Reader("images", "a folder train/CLASS/*.jpeg, and val/CLASS/*.jpeg", images.open_images),
+    Reader("tfrecords", "a folder of train-00000-of-01024 and so on, with images", tfrecords.open_records),
+    Reader("pairs", "sentences and translations: FILE,FILE line by line, or one FILE.tsv", pairs.open_pairs),
+)
+
+READERS: Mapping[str, Reader] = {reader.kind: reader for reader in _READERS}
+"""Readers of files, by kind."""

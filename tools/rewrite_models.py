@@ -1,6 +1,6 @@
 """Rewrites full-size models into pipelines of 16 and 32 devices without running them, and tells what that takes.
 
-    python -m tools.rewrite_models --out=models.json
+    python -m tools.rewrite_models --json=models.json
     python -m tools.rewrite_models --models=bert:48,resnet:50 --devices=32
 
 Each model is built under `dapple.deferred_init`, so that no parameter has a value, captured, cut evenly by parameters
@@ -16,7 +16,6 @@ import dataclasses
 import json
 import logging
 import math
-import pathlib
 import resource
 import subprocess
 import sys
@@ -42,12 +41,13 @@ from graph_passes.program import Program
 from models.registry import MODELS, find_model
 from models.sources import ModelSource
 from tools import command
+from tools.bench_report import check_output, markdown, write_results
 from tools.shapes import devices_of, even_cuts
 
 FLAGS = flags.FlagValues()
 
-_SMALL = ("tiny", "gpt", "bert", "vgg", "resnet")
-"""Variants for tests, and families by themselves, whose usual size is small."""
+_SMALL = ("tiny", "mobile", "v3_small", "gpt", "bert", "vgg", "resnet")
+"""Small variants, and families by themselves, whose usual size is small."""
 FULL_SIZE = tuple(name for name in MODELS if name.rpartition(":")[2] not in _SMALL)
 """The models of the papers."""
 KINDS = ("straight", "replicated", "data_parallel")
@@ -56,7 +56,12 @@ _MODELS = flags.DEFINE_list("models", list(FULL_SIZE), "Models to rewrite.", fla
 _DEVICES = flags.DEFINE_list("devices", ["16", "32"], "Numbers of devices.", flag_values=FLAGS)
 _KINDS = flags.DEFINE_list("plans", list(KINDS), f"Kinds of plans, of {', '.join(KINDS)}.", flag_values=FLAGS)
 _SCHEDULE = flags.DEFINE_string("schedule", "dapple_a", "Name of the schedule.", flag_values=FLAGS)
-_OUT = flags.DEFINE_string("out", None, "Write the numbers to this JSON file, too.", flag_values=FLAGS)
+_JSON = flags.DEFINE_string(
+    "json",
+    None,
+    "Write the numbers to this JSON file, too; those of other models and plans there stay.",
+    flag_values=FLAGS,
+)
 _CHILD = flags.DEFINE_bool("child", False, "Internal: this process rewrites one model.", flag_values=FLAGS)
 
 _REPLICATED_STAGES = 8
@@ -107,9 +112,7 @@ class Size:
     def of(cls, graph: GraphDef) -> Size:
         """That of a graph."""
         functions = graph.library.function
-        return cls(
-            len(graph.node), len(functions), sum(len(each.node_def) for each in functions), graph.ByteSize()
-        )
+        return cls(len(graph.node), len(functions), sum(len(each.node_def) for each in functions), graph.ByteSize())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,6 +257,11 @@ def in_process(name: str, devices: Sequence[str], kinds: Sequence[str], schedule
 
 # ---- showing
 
+_HEADS = (
+    "model", "parameters (M)", "layers", "stages x replicas", "M", "build (s)", "capture (s)", "cuts (s)",
+    "passes (s)", "top-level nodes", "functions", "their nodes", "GraphDef (MiB)", "peak memory (MiB)",
+)  # fmt: skip
+
 
 def _sum(parts: Mapping[str, Mapping[str, float]], *names: str) -> float:
     seconds = parts["processor_seconds"]
@@ -262,31 +270,28 @@ def _sum(parts: Mapping[str, Mapping[str, float]], *names: str) -> float:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows for people, as Markdown. Seconds are of one core."""
-    heads = (
-        "model", "parameters (M)", "layers", "stages x replicas", "M", "build (s)", "capture (s)", "cuts (s)",
-        "passes (s)", "top-level nodes", "functions", "their nodes", "GraphDef (MiB)", "peak memory (MiB)",
-    )  # fmt: skip
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    cells: list[tuple[str, ...]] = [_HEADS]
     for row in rows:
         own, step = row["model_parts"], row["step"]
-        cells = (
-            row["model"],
-            f"{row['parameters'] / 1e6:.1f}",
-            str(row["layers"]),
-            f"{row['stages']} x {row['replicas']}",
-            str(row["micro_batches"]),
-            f"{_sum(own, 'model'):.1f}",
-            f"{_sum(own, 'losses, metrics, slots', 'capture'):.1f}",
-            f"{_sum(own, 'capture of inference', 'legal cuts'):.1f}",
-            f"{_sum(row['plan_parts']):.1f}",
-            f"{step['nodes']:,}",
-            f"{step['functions']:,}",
-            f"{step['function_nodes']:,}",
-            f"{step['bytes'] / _MIB:.1f}",
-            f"{row['peak_bytes'] / _MIB:.0f}",
+        cells.append(
+            (
+                row["model"],
+                f"{row['parameters'] / 1e6:.1f}",
+                str(row["layers"]),
+                f"{row['stages']} x {row['replicas']}",
+                str(row["micro_batches"]),
+                f"{_sum(own, 'model'):.1f}",
+                f"{_sum(own, 'losses, metrics, slots', 'capture'):.1f}",
+                f"{_sum(own, 'capture of inference', 'legal cuts'):.1f}",
+                f"{_sum(row['plan_parts']):.1f}",
+                f"{step['nodes']:,}",
+                f"{step['functions']:,}",
+                f"{step['function_nodes']:,}",
+                f"{step['bytes'] / _MIB:.1f}",
+                f"{row['peak_bytes'] / _MIB:.0f}",
+            )
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return markdown(cells)
 
 
 def _tell(began: float, text: str) -> None:
@@ -311,18 +316,22 @@ def main() -> None:
             sys.stdout.write(json.dumps(row) + "\n")
             sys.stdout.flush()
         return
-    began, rows, failed = time.monotonic(), [], []
+    check_output(_JSON.value)
+    began, rows, failed = time.monotonic(), list[dict[str, Any]](), list[str]()
     for name in sources:
         _tell(began, name)
+        own: list[dict[str, Any]] = []
         try:
             for row in in_process(name, _DEVICES.value, _KINDS.value, _SCHEDULE.value):
                 _tell(began, f"  {row['stages']} x {row['replicas']}: {row['step']['nodes']:,} nodes")
-                rows.append(row)
-                if _OUT.value:  # What there is is kept, whatever comes.
-                    pathlib.Path(_OUT.value).write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+                own.append(row)
         except RuntimeError as error:
             failed.append(str(error))
             _tell(began, str(error))
+        rows += own
+        for kind in _KINDS.value if _JSON.value else ():
+            if found := [row for row in own if row["plan"] == kind]:
+                write_results(_JSON.value, f"rewrite_models {name} {kind}", found)
     sys.stdout.write(table(rows) + "\n")
     if failed:
         sys.stdout.write("FAILED: " + "; ".join(failed) + "\n")
