@@ -20,6 +20,7 @@ setup(
     install_requires=["tensorflow>=2.18", "keras>=3.8", "numpy", "protobuf", "absl-py", "networkx"],
     extras_require={
         "images": ["matplotlib"],
+        "torch": ["torch>=2.6"],  # for tools.bench_torch alone
         "dev": [
             "pytest",
             "pytest-timeout",
