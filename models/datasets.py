@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from dapple_tf.example_batch import ExampleBatch
 from models import generated_data, text
-from models.readers import fit, images, pairs, tfrecords
+from models.readers import fit, images, pairs, squad, text_files, tfrecords, tokens
 from models.readers.options import Request
 from models.sources import DataSource, ModelError
 
@@ -114,6 +114,9 @@ class Reader:
 _READERS = (
     Reader("images", "a folder train/CLASS/*.jpeg, and val/CLASS/*.jpeg", images.open_images),
     Reader("tfrecords", "a folder of train-00000-of-01024 and so on, with images", tfrecords.open_records),
+    Reader("text", "text files, or folders of *.txt, as bytes or tokens", text_files.open_text),
+    Reader("tokens", "a file of tokens, *.bin or *.npy", tokens.open_tokens),
+    Reader("squad", "a file of questions in SQuAD's JSON format", squad.open_squad),
     Reader("pairs", "sentences and translations: FILE,FILE line by line, or one FILE.tsv", pairs.open_pairs),
 )
 
