@@ -62,7 +62,7 @@ class RunningMetrics:
         found: dict[str, Any] = {}
         tracker = getattr(model, "_loss_tracker", None)
         for metric in model.metrics:
-            if metric is tracker and _is_plain_mean(metric):
+            if tracker is not None and metric is tracker and _is_plain_mean(metric):
                 total, count = _read(metric.total), _read(metric.count)
                 result: Any = total / count if count else np.float32(0)
             else:
