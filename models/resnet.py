@@ -1,6 +1,8 @@
-"""ResNet (He et al., CVPR 2016) for small images, as an ordinary Keras functional model.
+"""ResNet (He et al., CVPR 2016), as an ordinary Keras functional model.
 
-The layers that a plan may cut after are named ``stem``, ``block_0`` and so on, ``pool`` and ``logits``.
+The layers that a plan may cut after are named ``stem``, ``block_0`` and so on, ``pool`` and ``logits``; those of the
+deep ones ``pool1_pool``, ``conv<group>_block<number>_out`` with groups from 2 and blocks from 1, ``avg_pool`` and
+``predictions``.
 """
 
 from __future__ import annotations
@@ -9,6 +11,57 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+
+from models.naming import names_from_start
+
+_APPLICATIONS = {
+    50: keras.applications.ResNet50,
+    101: keras.applications.ResNet101,
+    152: keras.applications.ResNet152,
+}
+_BLOCKS_200 = (3, 24, 36, 3)
+
+
+def deep_resnet(
+    depth: int, *, image: int = 224, classes: int = 1000, classifier_activation: str | None = None
+) -> keras.Model:
+    """ResNet-50, 101, 152 or 200, of bottleneck blocks, with random weights.
+
+    Inputs are ``[batch, image, image, 3]``, outputs logits ``[batch, classes]``. The first three are those of
+    keras.applications, which has only the parts of ResNet-200 (He et al., Identity Mappings in Deep Residual Networks:
+    3, 24, 36 and 3 blocks). Like them, and TF-Slim's resnet_v1_200, it normalises after each convolution.
+
+    Args:
+        depth: number of layers with weights.
+        image: height and width of the images; at least 32.
+        classes: number of classes.
+        classifier_activation: of the outputs; ``"softmax"`` for probabilities.
+
+    Raises:
+        ValueError: another depth.
+    """
+    make = _resnet_200 if depth == 200 else _APPLICATIONS.get(depth)
+    if make is None:
+        raise ValueError(f"depth is {depth}; there are {', '.join(map(str, _APPLICATIONS))} and 200")
+    with names_from_start():
+        return make(
+            weights=None,
+            input_shape=(image, image, 3),
+            classes=classes,
+            classifier_activation=classifier_activation,
+        )
+
+
+def _resnet_200(**options: Any) -> keras.Model:
+    from keras.src.applications import resnet as parts
+
+    def stacks(x: Any) -> Any:
+        for group, blocks in enumerate(_BLOCKS_200):
+            stride = 2 if group else 1
+            x = parts.stack_residual_blocks_v1(x, 64 * 2**group, blocks, stride1=stride, name=f"conv{group + 2}")
+        return x
+
+    return parts.ResNet(stacks, preact=False, use_bias=True, name="resnet200", weights_name="resnet200", **options)
 
 
 def resnet(

@@ -1,7 +1,8 @@
-"""VGG (Simonyan and Zisserman, ICLR 2015) for small images, as an ordinary Keras model.
+"""VGG (Simonyan and Zisserman, ICLR 2015), as an ordinary Keras model.
 
 The layers that a plan may cut after are named ``conv_<group>_<number>``, ``pool_<group>``, ``dense_0``, ``dense_1`` and
-``logits``. Most of its parameters are in the dense layers at the end, most of the time goes to the convolutions.
+``logits``; those of VGG-19 ``block<group>_conv<number>``, ``block<group>_pool``, ``fc1``, ``fc2`` and ``predictions``.
+Most of its parameters are in the dense layers at the end, most of the time goes to the convolutions.
 """
 
 from __future__ import annotations
@@ -10,6 +11,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+
+from models.naming import names_from_start
+
+
+def vgg_19(*, image: int = 224, classes: int = 1000) -> keras.Model:
+    """VGG-19, as keras.applications has it, with random weights.
+
+    Inputs are ``[batch, image, image, 3]``, outputs logits ``[batch, classes]``.
+
+    Args:
+        image: height and width of the images; at least 32.
+        classes: number of classes.
+    """
+    with names_from_start():
+        return keras.applications.VGG19(
+            weights=None, input_shape=(image, image, 3), classes=classes, classifier_activation=None
+        )
 
 
 def vgg(

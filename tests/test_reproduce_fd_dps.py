@@ -71,7 +71,7 @@ def test_models_are_those_of_table_3() -> None:
 
 @pytest.mark.slow
 def test_resnet_200_has_its_200_layers() -> None:
-    model = operator_models.resnet_200()
+    model = MODELS["ResNet-200"].build()
     weighted = [layer for layer in model.layers if isinstance(layer, keras.layers.Conv2D | keras.layers.Dense)]
     projections = [layer for layer in weighted if layer.name.endswith("_0_conv")]
     assert len(weighted) - len(projections) == 200

@@ -13,7 +13,6 @@ import pathlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import keras
 import numpy as np
@@ -32,6 +31,7 @@ from dapple_tf.variables import VariableTable
 from graph_passes.graph import GraphDef, Ref
 from graph_passes.pass_manager import run_passes
 from graph_passes.tensorflow_bridge import Shape
+from models import resnet
 
 logger = logging.getLogger(__name__)
 
@@ -81,25 +81,12 @@ class FlatStep:
     seconds: float
 
 
-def resnet_200() -> keras.Model:
-    """ResNet-200 (He et al., Identity Mappings in Deep Residual Networks): 3, 24, 36 and 3 bottleneck blocks.
-
-    keras.applications builds its ResNets by these functions, but exports none of this depth. Like them, and TF-Slim's
-    resnet_v1_200, it normalizes after each convolution.
-    """
-    from keras.src.applications import resnet
-
-    def stacks(x: Any) -> Any:
-        for number, (filters, blocks) in enumerate(((64, 3), (128, 24), (256, 36), (512, 3)), start=2):
-            stride = 1 if number == 2 else 2
-            x = resnet.stack_residual_blocks_v1(x, filters, blocks, stride1=stride, name=f"conv{number}")
-        return x
-
-    return resnet.ResNet(stacks, preact=False, use_bias=True, weights=None, name="resnet200", weights_name="resnet200")
-
-
 def _application(name: str) -> Callable[[], keras.Model]:
     return lambda: getattr(keras.applications, name)(weights=None)
+
+
+def _resnet_200() -> keras.Model:
+    return resnet.deep_resnet(200, classifier_activation="softmax")
 
 
 MODELS: Mapping[str, OperatorModel] = {
@@ -108,7 +95,7 @@ MODELS: Mapping[str, OperatorModel] = {
         OperatorModel("VGG-16", "Vgg_16", 64, 3932, 5461, _application("VGG16")),
         OperatorModel("Inception-V3", "InceptionV3", 64, 12745, 21928, _application("InceptionV3")),
         OperatorModel("ResNet-50", "ResNet_50", 64, 12692, 24345, _application("ResNet50")),
-        OperatorModel("ResNet-200", "ResNet_200", 16, 45472, 82347, resnet_200),
+        OperatorModel("ResNet-200", "ResNet_200", 16, 45472, 82347, _resnet_200),
         OperatorModel("NASNet-mobile", "PnasNet_mobile", 64, 62192, 91957, _application("NASNetMobile")),
         OperatorModel("NASNet-large", "NasNet_large", 16, 83206, 148548, _application("NASNetLarge")),
     )
@@ -185,7 +172,9 @@ def _digest() -> str:
     """Of what makes a step: TensorFlow, Keras, the passes and what calls them; not of what searches placements."""
     found = hashlib.sha256(f"{tf.__version__} {keras.__version__}".encode())
     root = pathlib.Path(graph_passes.__file__).parents[1]
-    own = [pathlib.Path(str(path)) for path in (__file__, operator_shapes.__file__, step_placer.__file__)]
+    own = [
+        pathlib.Path(str(path)) for path in (__file__, resnet.__file__, operator_shapes.__file__, step_placer.__file__)
+    ]
     for path in sorted([*(file for name in _SOURCES for file in (root / name).glob("*.py")), *own]):
         found.update(path.read_bytes())
     return found.hexdigest()[:16]

@@ -12,7 +12,7 @@ import dapple_tf as dapple
 from dapple_tf.batch import BatchSpec
 from dapple_tf.capture import Mode, build, capture, check_model
 from dapple_tf.example_batch import ExampleBatch
-from dapple_tf.layer_cuts import layer_stages
+from dapple_tf.layer_cuts import LayerStages, layer_stages
 from dapple_tf.profiler import kept_metrics
 from dapple_tf.stage_cuts import balanced, by_time
 from dapple_tf.variables import VariableTable
@@ -72,7 +72,22 @@ def cuts_by_parameters(model: keras.Model, replicas: Sequence[int]) -> list[str]
         training = capture(model, table, Mode.TRAIN, example.spec)
         inference = capture(model, table, Mode.PREDICT, BatchSpec(example.spec.x))
         stages = layer_stages(model, training, inference)
-    _check(model.name, len(stages.names), replicas)
+    return even_cuts(model.name, stages, table, replicas)
+
+
+def even_cuts(model: str, stages: LayerStages, table: VariableTable, replicas: Sequence[int]) -> list[str]:
+    """`cuts_by_parameters` of a model whose layers are known already.
+
+    Args:
+        model: its name, for errors.
+        stages: a stage for each of its layers.
+        table: names of its variables.
+        replicas: of each stage.
+
+    Raises:
+        PlanError: more stages than layers.
+    """
+    _check(model, len(stages.names), replicas)
     sizes = [sum(math.prod(table.describe(name).shape) for name in stage.reads) for stage in stages.program.stages]
     # A layer without parameters isn't free; what it takes isn't known.
     least = sum(sizes) / (10 * len(sizes)) or 1.0

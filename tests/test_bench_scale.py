@@ -1,0 +1,125 @@
+"""Benchmarks of scale, each in its smallest form: memory, preparation, planning, rewriting of full-size models."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+import dapple_tf as dapple
+from models.registry import MODELS, find_model
+from tools import bench_memory, bench_planner, bench_preparation, command, rewrite_models
+from tools.bench_report import read_results
+
+RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
+
+
+@pytest.mark.slow  # Profiles a model and trains it twice.
+def test_memory_of_gpipe_grows_with_micro_batches_and_that_of_dapple_is_less(tmp_path: pathlib.Path) -> None:
+    size = bench_memory.Size(blocks=2, width=32, sequence=16, samples=4)
+    found = list(bench_memory.rows([2], [4], ["dapple_a"], size, 1))
+    assert [(one["schedule"], one["micro_batches"]) for one, _ in found] == [("gpipe", 4), ("dapple_a", 4)]
+    for gpipe, dapple_a in zip(*found, strict=True):  # measured, then simulated
+        assert gpipe["mean_peak_of_gpipe"] == 1.0
+        assert 0 < dapple_a["mean_peak_of_gpipe"] < 1
+    table = bench_memory.table(*map(list, zip(*found, strict=True)), 2)
+    assert table.splitlines()[2].startswith("| gpipe |") and "1.00 (1.00)" in table
+
+
+def test_plans_of_the_memory_benchmark_have_equal_stages() -> None:
+    size = bench_memory.Size(blocks=8, width=32, sequence=16, samples=4)
+    assert bench_memory.plan_of("zb_v", 2, 4, size).devices == ((0,), (1,), (1,), (0,))
+    plan = bench_memory.plan_of("dapple_a + boundary", 4, 8, size)
+    assert (plan.cuts, plan.recompute, plan.global_batch_size) == (("block_1", "block_3", "block_5"), "boundary", 32)
+    with pytest.raises(dapple.PlanError, match="8 blocks don't make 3 equal stages"):
+        bench_memory.plan_of("gpipe", 3, 4, size)
+
+
+def test_planning_takes_less_than_a_second_and_says_what_it_found() -> None:
+    (record,) = bench_planner.records([2], [2], 1, 16, 25)
+    assert record["layers"] == 2 and record["of_first"] == 1.0 and record["planner_s"] > 0
+    assert sum(record["replicas"]) == 2
+    assert "| 2 | " in bench_planner.table([record])
+    assert bench_planner.planned(400, 2, 16, 25)[1] is None  # doesn't fit
+    with pytest.raises(dapple.PlanError, match="12 devices don't fill servers of 8"):
+        bench_planner.cluster_of(12, 25)
+
+
+@pytest.mark.slow  # A process of its own imports TensorFlow.
+def test_a_preparation_is_the_sum_of_its_parts(tmp_path: pathlib.Path) -> None:
+    options = {"layers": 2, "hidden": 8, "heads": 2, "vocabulary": 16, "sequence": 4}
+    (record,) = bench_preparation.records([(2, 2)], options)
+    assert record["preparation_s"] == pytest.approx(sum(record["parts_s"].values()))
+    assert (record["devices"], record["micro_batches"], record["of_first"]) == (2, 2, 1.0)
+    assert bench_preparation.table([record]).splitlines()[2].startswith("| 2 | 2 | ")
+
+
+def test_each_configuration_is_prepared_once() -> None:
+    assert bench_preparation.configurations([2, 4], [2, 8], 8) == [(2, 8), (4, 8), (4, 2)]
+
+
+def test_full_size_models_are_those_of_the_papers() -> None:
+    names = set(rewrite_models.FULL_SIZE)
+    assert {"vgg:19", "resnet:50", "gpt:medium", "bert:48"} <= names <= set(MODELS)
+    assert not {name for name in names if name.endswith("tiny") or ":" not in name}
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "layers", "replicas"),
+    [
+        ("straight", 16, 54, (1,) * 16),
+        ("straight", 32, 25, (2,) * 16),
+        ("replicated", 32, 54, (4,) * 8),
+        ("replicated", 16, 4, None),
+        ("data_parallel", 16, 1, (16,)),
+    ],
+)
+def test_replicas_of_even_plans(kind: str, devices: int, layers: int, replicas: tuple[int, ...] | None) -> None:
+    assert rewrite_models.replicas_of(kind, devices, layers) == replicas
+
+
+def test_a_model_is_rewritten_without_values() -> None:
+    rows = list(rewrite_models.rows_of("bert:tiny", find_model("bert:tiny"), [2, 4], ["straight"], "dapple_a"))
+    assert [(row["stages"], row["replicas"], row["micro_batches"]) for row in rows] == [(2, 1, 2), (4, 1, 4)]
+    for row in rows:
+        assert row["step"]["nodes"] > 0 and row["step"]["function_nodes"] > row["step"]["functions"] > 0
+        assert row["step"]["bytes"] < 4 * row["parameters"] + 2**20  # No weights are in it.
+        assert {"capture", "legal cuts"} <= row["model_parts"]["seconds"].keys()
+        assert {"partition", "update"} <= row["plan_parts"]["processor_seconds"].keys()
+    assert len(rewrite_models.table(rows).splitlines()) == 2 + len(rows)
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "message"),
+    [
+        (rewrite_models, ["--models=gpt:giant"], "unknown model"),
+        (rewrite_models, ["--devices=1"], "at least 2"),
+        (rewrite_models, ["--plans=round"], "round unknown"),
+        (bench_memory, ["--schedules=none"], "none unknown"),
+        (bench_memory, ["--devices=3"], "equal stages"),
+        (bench_memory, ["--json=missing/file.json"], "no folder missing"),
+        (bench_preparation, ["--devices=2,x"], "--devices=2,x: need whole numbers"),
+        (bench_preparation, ["--layers=4"], "8 devices don't make stages"),
+        (bench_planner, ["--layers="], "--layers=: need whole numbers"),
+    ],
+)
+def test_wrong_flags_are_told_before_anything_runs(
+    tool: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.run(tool.main, tool.FLAGS, arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_the_document_shows_the_tables_of_its_numbers() -> None:
+    text = (RESULTS / "scale.md").read_text(encoding="utf-8")
+    found = read_results(RESULTS / "scale.json")
+    measured, simulated = found["peak_memory"]["records"], found["peak_memory_simulated"]["records"]
+    for devices in {record["devices"] for record in measured}:
+        assert bench_memory.table(measured, simulated, devices) in text
+    assert bench_planner.table(found["planner"]["records"]) in text
+    assert bench_preparation.table(found["preparation"]["records"]) in text
+    models = [record for name in found if name.startswith("rewrite_models ") for record in found[name]["records"]]
+    assert rewrite_models.table(models) in text
+    assert json.dumps(found)  # Plain values only.
