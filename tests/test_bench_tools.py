@@ -19,7 +19,14 @@ from tools.ratios import Quartiles
 @pytest.mark.slow
 def test_overhead_is_measured_against_plain_keras(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "speed.json"
-    arguments = ["--models=tiny", "--rounds=2", "--turn_ms=5", "--jit_compile=false", f"--json={file}"]
+    arguments = [
+        "--models=tiny",
+        "--rounds=2",
+        "--turn_ms=5",
+        "--epoch_steps=2",
+        "--jit_compile=false",
+        f"--json={file}",
+    ]
     assert command.run(bench_overhead.main, bench_overhead.FLAGS, arguments) == 0
     records = read_results(file)["overhead"]["records"]
     assert [(record["model"], record["method"]) for record in records] == [("tiny", "train_on_batch"), ("tiny", "fit")]
