@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.variables import VariableTable
+from dapple_tf.variables import VariableTable, assign_value, read_value
 from graph_passes.graph import Graph, Ref
 
 _lock = threading.Lock()
@@ -37,12 +37,12 @@ class RunningMetrics:
         if name not in self._resets:
             (metric,) = (m for m in self._model.metrics if any(own is variable for own in m.variables))
             self._resets |= self._after_reset(metric)
-        return _read(variable), self._resets[name]
+        return read_value(variable), self._resets[name]
 
     def update(self, results: Mapping[str, np.ndarray], loss: float | None, samples: int) -> None:
         """Takes a step's results over into the model's metrics; the mean loss is one of them."""
         for name, value in results.items():
-            _write(self._table.keras_variables[name], value)
+            assign_value(self._table.keras_variables[name], value)
         tracker = getattr(self._model, "_loss_tracker", None)
         if tracker is None:
             return
@@ -62,8 +62,8 @@ class RunningMetrics:
         found: dict[str, Any] = {}
         tracker = getattr(model, "_loss_tracker", None)
         for metric in model.metrics:
-            if metric is tracker and _is_plain_mean(metric):
-                total, count = _read(metric.total), _read(metric.count)
+            if tracker is not None and metric is tracker and _is_plain_mean(metric):
+                total, count = read_value(metric.total), read_value(metric.count)
                 result: Any = total / count if count else np.float32(0)
             else:
                 result = metric.result()
@@ -94,18 +94,6 @@ class _Feeds(dict[str, tuple[np.ndarray, np.ndarray]]):
 
 def _is_plain_mean(metric: keras.metrics.Metric) -> bool:
     return type(metric) is keras.metrics.Mean and metric.dtype == "float32"
-
-
-def _read(variable: keras.Variable) -> np.ndarray:
-    """A variable's value, by the one operation that it takes."""
-    own = variable.value
-    return np.asarray(tf.raw_ops.ReadVariableOp(resource=own.handle, dtype=own.dtype))
-
-
-def _write(variable: keras.Variable, value: np.ndarray) -> None:
-    """Assigns a value of the variable's own shape."""
-    own = variable.value
-    tf.raw_ops.AssignVariableOp(resource=own.handle, value=tf.constant(value, own.dtype))
 
 
 def _add(variable: keras.Variable, value: np.float32) -> None:
