@@ -182,7 +182,7 @@ class Plan:
         Raises:
             PlanError: as `Plan`.
         """
-        chosen = tuple(range(devices) if isinstance(devices, int) else devices)
+        (chosen,) = device_lists([range(devices) if isinstance(devices, int) else devices])
         return cls.manual((), [chosen[:1]], 1, global_batch_size, **options | {"operator_devices": (chosen,)})
 
     def with_placed_operators(self) -> Plan:

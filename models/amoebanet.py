@@ -8,14 +8,22 @@ before it, so that two tensors cross each cut between cells.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 
+from models.grouping import group
+
 _BOTTLENECK = 4
 """What the channels between the 1x1 convolutions of an operation are divided by."""
+_KERNELS = {"conv_3x3": ((3, 3),), "conv_1x7_7x1": ((1, 7), (7, 1))}
+"""Of the convolutions between them."""
+_POOLS = {
+    "max_pool_2x2": (keras.layers.MaxPooling2D, 2),
+    "max_pool_3x3": (keras.layers.MaxPooling2D, 3),
+    "avg_pool_3x3": (keras.layers.AveragePooling2D, 3),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +92,9 @@ def amoebanet_d(
     return cell_network([cells // 3] * 3, 2, image=image, channels=channels, classes=classes, filters=filters, stem=32)
 
 
-def amoebanet_tiny(*, image: int = 8, channels: int = 3, classes: int = 10, filters: int = 8) -> keras.Model:
-    """A normal cell, a reduction cell and a normal cell; sizes as in `amoebanet_d`."""
-    return cell_network([1, 1], 0, image=image, channels=channels, classes=classes, filters=filters, stem=8)
+def amoebanet_tiny(*, image: int = 8, channels: int = 3, classes: int = 10, filters: int = 16) -> keras.Model:
+    """A reduction cell and a normal cell, ``cell_stem_0`` and ``cell_0``; sizes as in `amoebanet_d`."""
+    return cell_network([1], 1, image=image, channels=channels, classes=classes, filters=filters, stem=8)
 
 
 def cell_network(
@@ -96,7 +104,8 @@ def cell_network(
 
     Args:
         groups: how many normal cells each group has.
-        stem_cells: how many reduction cells there are before the first group; each has half the filters of the next.
+        stem_cells: how many reduction cells there are before the first group, at least 1; each has half the filters of
+            the next.
         image: height and width of the images; at least 3.
         channels: of the images.
         classes: number of classes.
@@ -106,11 +115,11 @@ def cell_network(
     Raises:
         ValueError: sizes that can't be.
     """
-    multiple = _BOTTLENECK * 2**stem_cells
-    if not groups or min(*groups, channels, classes, filters, stem) < 1 or image < 3 or filters % multiple:
+    multiple = _BOTTLENECK * 2 ** max(stem_cells, 0)
+    if not groups or min(*groups, stem_cells, channels, classes, filters, stem) < 1 or image < 3 or filters % multiple:
         raise ValueError(
-            f"groups {list(groups)}, image {image}, channels {channels}, classes {classes}, filters {filters}, stem "
-            f"{stem}: all must be at least 1, the image 3, and filters a multiple of {multiple}"
+            f"groups {list(groups)}, stem_cells {stem_cells}, image {image}, channels {channels}, classes {classes}, "
+            f"filters {filters}, stem {stem}: all must be at least 1, the image 3, and filters a multiple of {multiple}"
         )
     images = keras.Input((image, image, channels), name="images")
     x = keras.layers.Conv2D(stem, 3, 2, use_bias=False, kernel_initializer="he_normal", name="stem_conv")(images)
@@ -119,10 +128,10 @@ def cell_network(
         width = filters // 2 ** (stem_cells - number)
         x, before = _cell(REDUCTION, x, before, width, f"cell_stem_{number}"), x
     first = 0
-    for group, count in enumerate(groups):
-        width = filters * 2**group
-        if group:
-            x, before = _cell(REDUCTION, x, before, width, f"reduction_cell_{group - 1}"), x
+    for part, count in enumerate(groups):
+        width = filters * 2**part
+        if part:
+            x, before = _cell(REDUCTION, x, before, width, f"reduction_cell_{part - 1}"), x
         for number in range(first, first + count):
             x, before = _cell(NORMAL, x, before, width, f"cell_{number}"), x
         first += count
@@ -131,42 +140,51 @@ def cell_network(
 
 
 def _cell(cell: Cell, x: Any, before: Any, width: int, name: str) -> Any:
-    """A cell of so many channels per state, after ``x``, and ``before`` that."""
-    states = [_convolution(x, width, (1, 1), (1, 1), f"{name}_input"), _fitted(before, x, width, f"{name}_previous")]
-    for pair in cell.pairs:
-        number = len(states)
-        terms = [
-            _operation(kind, states[state], width, cell.stride if state < 2 else 1, f"{name}_{number}_{side}")
-            for side, (state, kind) in zip("ab", pair, strict=True)
-        ]
-        states.append(keras.layers.Add(name=f"{name}_{number}")(terms))
-    return keras.layers.Concatenate(name=name)([states[state] for state in cell.outputs])
+    """A cell of so many channels per state, after ``x``, and ``before`` that; the first one has but one input."""
+
+    def states(x: Any, before: Any | None = None) -> Any:
+        first = _convolution(x, width, (1, 1), (1, 1), f"{name}_0")
+        found = [first, x if before is None else _fitted(before, x, width, f"{name}_1")]
+        for pair in cell.pairs:
+            number = len(found)
+            terms = [
+                _operation(kind, found[state], width, cell.stride if state < 2 else 1, f"{name}_{number}_{side}")
+                for side, (state, kind) in zip("ab", pair, strict=True)
+            ]
+            found.append(keras.layers.Add(name=f"{name}_{number}")(terms))
+        return keras.layers.Concatenate(name=f"{name}_states")([found[state] for state in cell.outputs])
+
+    return group(name, states, x) if before is x else group(name, states, x, before)
 
 
 def _fitted(before: Any, x: Any, width: int, name: str) -> Any:
-    """What the cell before the last gave, of the last one's size; the first cell has but one input, which stays."""
-    if before is x:
-        return before
+    """What the cell before the last gave, in the last one's size; if larger, half of it from odd pixels."""
     if before.shape[1] == x.shape[1]:
         return _convolution(before, width, (1, 1), (1, 1), name)
-    halved = FactorizedReduction(width, name=name)(keras.layers.ReLU(name=f"{name}_relu")(before))
-    return keras.layers.BatchNormalization(name=f"{name}_norm")(halved)
+    before = keras.layers.ReLU(name=f"{name}_relu")(before)
+    shifted = keras.layers.ZeroPadding2D(((0, 1), (0, 1)), name=f"{name}_pad")(before)
+    shifted = keras.layers.Cropping2D(((1, 0), (1, 0)), name=f"{name}_crop")(shifted)
+    halves = [
+        keras.layers.Conv2D(width // 2, 1, 2, use_bias=False, kernel_initializer="he_normal", name=f"{name}_{which}")(
+            pixels
+        )
+        for which, pixels in (("even", before), ("odd", shifted))
+    ]
+    return keras.layers.BatchNormalization(name=f"{name}_norm")(keras.layers.Concatenate(name=name)(halves))
 
 
 def _operation(kind: str, x: Any, width: int, stride: int, name: str) -> Any:
     """An operation by name; convolutions but 1x1 have fewer channels inside, and what is only pooled gets as many."""
     if kind == "none":
         return x
-    what, *sizes = kind.removeprefix("max_").removeprefix("avg_").split("_")
-    kernels = [tuple(map(int, size.split("x"))) for size in sizes]
-    if what == "pool":
-        pool = keras.layers.MaxPooling2D if kind.startswith("max") else keras.layers.AveragePooling2D
-        x = pool(kernels[0], stride, padding="same", name=name)(x)
+    if kind in _POOLS:
+        pool, size = _POOLS[kind]
+        x = pool(size, stride, padding="same", name=name)(x)
         return x if x.shape[-1] == width else _convolution(x, width, (1, 1), (1, 1), f"{name}_fit", activated=False)
-    if kernels == [(1, 1)]:
+    if kind == "conv_1x1":
         return _convolution(x, width, (1, 1), (stride, stride), name)
     x = _convolution(x, width // _BOTTLENECK, (1, 1), (1, 1), f"{name}_in")
-    for number, kernel in enumerate(kernels):
+    for number, kernel in enumerate(_KERNELS[kind]):
         strides = tuple(stride if size > 1 else 1 for size in kernel)
         x = _convolution(x, width // _BOTTLENECK, kernel, strides, f"{name}_{number}")
     return _convolution(x, width, (1, 1), (1, 1), f"{name}_out")
@@ -182,49 +200,3 @@ def _convolution(
         width, kernel, strides, padding="same", use_bias=False, kernel_initializer="he_normal", name=name
     )
     return keras.layers.BatchNormalization(name=f"{name}_norm")(convolution(x))
-
-
-@keras.saving.register_keras_serializable(package="dapple_models")
-class FactorizedReduction(keras.layers.Layer):
-    """Halves height and width: a 1x1 convolution of the pixels at even places, and one of those at odd places.
-
-    Args:
-        filters: channels of both together; even.
-    """
-
-    def __init__(self, filters: int, **options: Any) -> None:
-        super().__init__(**options)
-        if filters < 2 or filters % 2:
-            raise ValueError(f"layer {self.name}: filters is {filters}; must be even")
-        self.filters = filters
-
-    def build(self, input_shape: tuple[int | None, ...]) -> None:
-        """Makes the two convolutions."""
-        self.even, self.odd = (
-            keras.layers.Conv2D(
-                self.filters // 2,
-                1,
-                2,
-                use_bias=False,
-                kernel_initializer="he_normal",
-                name=name,
-                dtype=self.dtype_policy,
-            )
-            for name in ("even", "odd")
-        )
-        self.even.build(input_shape)
-        self.odd.build(input_shape)
-
-    def call(self, inputs: Any) -> Any:
-        """[batch, height, width, channels] -> [batch, height / 2, width / 2, filters], halves rounded up."""
-        shifted = keras.ops.pad(inputs[:, 1:, 1:], ((0, 0), (0, 1), (0, 1), (0, 0)))
-        return keras.ops.concatenate([self.even(inputs), self.odd(shifted)], axis=-1)
-
-    def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-        """The shape of what ``call`` gives."""
-        sizes = [None if size is None else math.ceil(size / 2) for size in input_shape[1:3]]
-        return (input_shape[0], *sizes, self.filters)
-
-    def get_config(self) -> dict[str, Any]:
-        """Arguments that make an equal layer."""
-        return {**super().get_config(), "filters": self.filters}

@@ -1,9 +1,10 @@
-"""Data by name. To add some, add a `DataSource` to `DATASETS`."""
+"""Data by name. To add some, add a `DataSource` to `DATASETS`; to add a format of files, a `Reader` to `READERS`."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -11,7 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.example_batch import ExampleBatch
-from models import text
+from models import generated_data, text
+from models.readers import fit, images, pairs, squad, text_files, tfrecords, tokens
+from models.readers.options import Request
 from models.sources import DataSource, ModelError
 
 _POOL_BATCHES = 4
@@ -40,48 +43,23 @@ def _held_out_text(model: keras.Model, batch_size: int) -> tf.data.Dataset:
 
 def _sequence(model: keras.Model) -> int:
     """Tokens per sample of a language model."""
-    return _shapes("source_text", model, 2, 3)[0][1]
-
-
-def _shapes(data: str, model: keras.Model, inputs: int, outputs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of a model with one input and one output of so many axes, of which only the first is open.
-
-    Raises:
-        ModelError: it is another.
-    """
-    found = []
-    for name, tensors, rank in (
-        ("take", _tensors(model, "inputs"), inputs),
-        ("give", _tensors(model, "outputs"), outputs),
-    ):
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        if len(shapes) != 1 or len(shapes[0]) != rank or None in shapes[0][1:]:
-            raise ModelError(
-                f"the data {data!r} are for models that {name} one tensor of {rank} axes, of which only the batch is "
-                f"open, but {model.name!r} has {shapes or 'no declared shapes'}; use other data"
-            )
-        found.append(shapes[0])
-    return found[0], found[1]
-
-
-def _tensors(model: keras.Model, which: str) -> Sequence[Any]:
-    """``inputs`` or ``outputs``; none of a model that doesn't declare them."""
-    return getattr(model, which, None) or ()
+    return fit.shapes("source_text", model, 2, 3)[0][1]
 
 
 def _patterns(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
     """Images of a pattern for each class, in noise."""
-    images_shape, (_, classes) = _shapes("patterns", model, 4, 2)
+    images_shape, (_, classes) = fit.shapes("patterns", model, 4, 2)
     draw = np.random.default_rng(seed)
-    patterns = draw.normal(size=(classes, *images_shape[1:])).astype("float32")
     labels = draw.integers(0, classes, _POOL_BATCHES * batch_size)
-    images = patterns[labels] + draw.normal(size=(len(labels), *images_shape[1:])).astype("float32")
+    images = draw.standard_normal((len(labels), *images_shape[1:]), "float32")
+    for label in np.unique(labels):  # Patterns of all thousand classes of large images would take gigabytes.
+        images[labels == label] += np.random.default_rng((seed, label)).standard_normal(images_shape[1:], "float32")
     return pooled(images, labels.astype("int32"), None, batch_size, seed)
 
 
 def _sentences(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
     """Tokens of which some are padding; the labels are the tokens themselves, or the class of the first one."""
-    inputs = {tensor.name: tensor for tensor in _tensors(model, "inputs")}
+    inputs = {tensor.name: tensor for tensor in fit.declared(model, "inputs")}
     if set(inputs) != {"tokens", "segments", "present"}:
         raise ModelError(
             f"the data 'sentences' are for bert, but {model.name!r} takes {', '.join(inputs) or 'nothing declared'}; "
@@ -98,6 +76,10 @@ def _sentences(model: keras.Model, batch_size: int, seed: int) -> tf.data.Datase
     return pooled(x, y, None, batch_size, seed)
 
 
+def _reversed_pairs(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
+    return pooled(*generated_data.reversed_pairs_for(model, _POOL_BATCHES * batch_size, seed), batch_size, seed)
+
+
 GENERATED = DataSource(
     "generated", "random numbers that fit the model's inputs and loss, few enough to be learnt", _generated
 )
@@ -107,7 +89,36 @@ _DATASETS = (
     DataSource("source_text", "bytes of Python's standard library, for language models", _source_text, _held_out_text),
     DataSource("patterns", "a pattern for each class, in noise, for models of images", _patterns),
     DataSource("sentences", "random tokens of several lengths, for bert", _sentences),
+    DataSource("reversed_pairs", "sentences, and the same backwards as their translation, for gnmt", _reversed_pairs),
 )
 
 DATASETS: Mapping[str, DataSource] = {source.name: source for source in _DATASETS}
 """Data by name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """What reads files of one format.
+
+    Attributes:
+        kind: by which it is asked for, as in ``kind:path?option=value``; ``kind`` alone reads a small sample.
+        about: what the files are, in a line.
+        open: finds the files, and what is wrong with them.
+    """
+
+    kind: str
+    about: str
+    open: Callable[[Request], DataSource]
+
+
+_READERS = (
+    Reader("images", "a folder train/CLASS/*.jpeg, and val/CLASS/*.jpeg", images.open_images),
+    Reader("tfrecords", "a folder of train-00000-of-01024 and so on, with images", tfrecords.open_records),
+    Reader("text", "text files, or folders of *.txt, as bytes or tokens", text_files.open_text),
+    Reader("tokens", "a file of tokens, *.bin or *.npy", tokens.open_tokens),
+    Reader("squad", "a file of questions in SQuAD's JSON format", squad.open_squad),
+    Reader("pairs", "sentences and translations: FILE,FILE line by line, or one FILE.tsv", pairs.open_pairs),
+)
+
+READERS: Mapping[str, Reader] = {reader.kind: reader for reader in _READERS}
+"""Readers of files, by kind."""

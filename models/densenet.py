@@ -7,10 +7,13 @@ each cut; after a transition it is smallest.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import keras
+
+from models.grouping import group
 
 _BOTTLENECK = 4
 """Channels of the 1x1 convolution of a block, in growth rates."""
@@ -55,13 +58,13 @@ def densenet(
     else:
         x = _convolution(inputs, 2 * growth, 7, "stem_conv", strides=2)
         x = keras.layers.MaxPooling2D(3, 2, padding="same", name="stem")(_activated(x, "stem"))
-    for group, count in enumerate(blocks):
-        if group:
-            name = f"transition_{group - 1}"
-            x = _convolution(_activated(x, name), x.shape[-1] // 2, 1, f"{name}_conv")
-            x = keras.layers.AveragePooling2D(2, name=name)(x)
+    for part, count in enumerate(blocks):
+        if part:
+            name = f"transition_{part - 1}"
+            x = group(name, functools.partial(_transition, name=name), x)
         for number in range(count):
-            x = _block(x, growth, f"block_{group}_{number}")
+            name = f"block_{part}_{number}"
+            x = group(name, functools.partial(_block, growth=growth, name=name), x)
     x = keras.layers.GlobalAveragePooling2D(name="pool")(_activated(x, "final"))
     return keras.Model(inputs, keras.layers.Dense(classes, name="logits")(x), name="densenet")
 
@@ -70,7 +73,13 @@ def _block(x: Any, growth: int, name: str) -> Any:
     """What it is given, and ``growth`` channels more."""
     new = _convolution(_activated(x, f"{name}_0"), _BOTTLENECK * growth, 1, f"{name}_conv_0")
     new = _convolution(_activated(new, f"{name}_1"), growth, 3, f"{name}_conv_1")
-    return keras.layers.Concatenate(name=name)([x, new])
+    return keras.layers.Concatenate(name=f"{name}_concat")([x, new])
+
+
+def _transition(x: Any, name: str) -> Any:
+    """Half as many channels, of half the height and width."""
+    x = _convolution(_activated(x, name), x.shape[-1] // 2, 1, f"{name}_conv")
+    return keras.layers.AveragePooling2D(2, name=f"{name}_pool")(x)
 
 
 def _activated(x: Any, name: str) -> Any:

@@ -18,11 +18,12 @@ _RESNET_TINY = {"image": 8, "width": 4, "blocks": (1, 1)}
 _DENSENET_TINY = {"image": 8, "classes": 10, "growth": 4, "blocks": (2, 2)}
 
 
-def _row(name: str, about: str, make: Callable[..., keras.Model], *sizes: Any, **options: Any) -> ModelSource:
-    def build() -> keras.Model:
-        return compiled_classifier(make(*sizes, **options), keras.optimizers.SGD(0.01, momentum=0.9), "accuracy")
+def _compiled(model: keras.Model) -> keras.Model:
+    return compiled_classifier(model, keras.optimizers.SGD(0.01, momentum=0.9), "accuracy")
 
-    return ModelSource(name, about, build, _PATTERNS)
+
+def _row(name: str, about: str, make: Callable[..., keras.Model], *sizes: Any, **options: Any) -> ModelSource:
+    return ModelSource(name, about, lambda: _compiled(make(*sizes, **options)), _PATTERNS)
 
 
 IMAGE_MODELS = (
@@ -39,11 +40,11 @@ IMAGE_MODELS = (
     _row("densenet:tiny", "two groups of 2 blocks, images of 8 x 8", densenet.densenet, **_DENSENET_TINY),
     _row("mobilenet:v3_large", "MobileNetV3: 5.5 million parameters", mobilenet.mobilenet_v3),
     _row("mobilenet:v3_small", "MobileNetV3: 2.5 million parameters", mobilenet.mobilenet_v3, "small"),
-    _row("mobilenet:tiny", "3 blocks, images of 32 x 32", mobilenet.mobilenet_v3_tiny),
-    _row("nasnet:mobile", "NASNet-A (4 @ 1056): 5.3 million parameters", nasnet.nasnet),
-    _row("nasnet:large", "NASNet-A (6 @ 4032): 89 million parameters", nasnet.nasnet, "large"),
+    _row("mobilenet:tiny", "2 blocks, images of 32 x 32", mobilenet.mobilenet_v3_tiny),
+    _row("nasnet:mobile", "NASNet-A (4 @ 1056): 5.3 million parameters", nasnet.nasnet_mobile),
+    _row("nasnet:large", "NASNet-A (6 @ 4032): 89 million parameters", nasnet.nasnet_large),
     _row("nasnet:tiny", "2 cells, images of 8 x 8", nasnet.nasnet_tiny),
     _row("amoebanet:18", "AmoebaNet-D (18, 512): 480 million parameters", amoebanet.amoebanet_d, 18),
     _row("amoebanet:36", "AmoebaNet-D (36, 512): 934 million parameters", amoebanet.amoebanet_d, 36),
-    _row("amoebanet:tiny", "3 cells, images of 8 x 8", amoebanet.amoebanet_tiny),
+    _row("amoebanet:tiny", "2 cells, images of 8 x 8", amoebanet.amoebanet_tiny),
 )

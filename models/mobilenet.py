@@ -49,7 +49,7 @@ def mobilenet_v3(
 
 
 def mobilenet_v3_tiny(*, image: int = 32, classes: int = 10) -> keras.Model:
-    """Three blocks of each kind: plain, halving the image, and both with squeeze and excitation and hard swish.
+    """A block that is skipped, with squeeze and excitation, and one that halves the image, with hard swish.
 
     Inputs are ``[batch, image, image, 3]``, outputs logits ``[batch, classes]``.
 
@@ -60,9 +60,8 @@ def mobilenet_v3_tiny(*, image: int = 32, classes: int = 10) -> keras.Model:
     from keras.src.applications import mobilenet_v3 as parts
 
     def blocks(x: Any, kernel: int, activation: Any, squeezed: float) -> Any:
-        x = parts._inverted_res_block(x, 1, 16, 3, 2, None, parts.relu, 0)
-        x = parts._inverted_res_block(x, 2, 16, kernel, 1, squeezed, activation, 1)
-        return parts._inverted_res_block(x, 2, 24, kernel, 2, squeezed, activation, 2)
+        x = parts._inverted_res_block(x, 1, 16, 3, 1, squeezed, parts.relu, 0)
+        return parts._inverted_res_block(x, 2, 24, kernel, 2, None, activation, 1)
 
     with names_from_start():
         return parts.MobileNetV3(

@@ -1,56 +1,112 @@
 """NASNet-A (Zoph et al., CVPR 2018), as an ordinary Keras model with random weights.
 
-The layers that a plan may cut after are named ``stem_bn1``, ``reduction_concat_<cell>``, ``normal_concat_<cell>`` and
-``predictions``. Each cell reads the outputs of the two cells before it, so that two tensors cross each cut.
+The layers that a plan may cut after are named ``stem``, ``cell_stem_<number>``, ``cell_<number>``,
+``reduction_cell_<number>``, ``pool`` and ``logits``. Each cell reads the outputs of the two cells before it, so that
+two tensors cross each cut between cells.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 
+from models.grouping import group
 from models.naming import names_from_start
 
-_VARIANTS = {"mobile": (keras.applications.NASNetMobile, 224), "large": (keras.applications.NASNetLarge, 331)}
+_REDUCTIONS = 2
+"""How often the network doubles its filters and halves its images between cells."""
 
 
-def nasnet(variant: str = "mobile", *, image: int | None = None, classes: int = 1000) -> keras.Model:
-    """NASNet-A (4 @ 1056) or (6 @ 4032), as keras.applications has them.
+def nasnet_mobile(*, image: int = 224, classes: int = 1000) -> keras.Model:
+    """NASNet-A (4 @ 1056). Sizes as in `nasnet`."""
+    return nasnet(4, 1056, image=image, classes=classes, stem=32, skip=False)
+
+
+def nasnet_large(*, image: int = 331, classes: int = 1000) -> keras.Model:
+    """NASNet-A (6 @ 4032). Sizes as in `nasnet`."""
+    return nasnet(6, 4032, image=image, classes=classes, stem=96, skip=True)
+
+
+def nasnet(cells: int, width: int, *, image: int, classes: int, stem: int, skip: bool) -> keras.Model:
+    """NASNet-A (cells @ width), of the cells that keras.applications builds its two of; each cell is one layer.
 
     Inputs are ``[batch, image, image, 3]``, outputs logits ``[batch, classes]``.
 
     Args:
-        variant: ``"mobile"`` or ``"large"``.
-        image: height and width of the images; at least 32. None for those of the paper: 224 and 331.
+        cells: normal cells before, between and after the two reduction cells, each time.
+        width: channels before the classifier; a multiple of 96.
+        image: height and width of the images; at least 32.
         classes: number of classes.
+        stem: channels of the first convolution.
+        skip: whether the cell after a reduction cell reads the cell two before that one, in place of one.
 
     Raises:
-        ValueError: another variant.
+        ValueError: sizes that can't be.
     """
-    if variant not in _VARIANTS:
-        raise ValueError(f"variant is {variant!r}; use one of {', '.join(_VARIANTS)}")
-    make, usual = _VARIANTS[variant]
-    size = usual if image is None else image
+    filters, rest = divmod(width, 24)
+    if cells < 1 or classes < 1 or stem < 1 or width < 1 or rest or filters % 2**_REDUCTIONS or image < 32:
+        raise ValueError(
+            f"cells {cells}, width {width}, image {image}, classes {classes}, stem {stem}: all must be at least 1, the "
+            f"image 32, and the width a multiple of {24 * 2**_REDUCTIONS}"
+        )
     with names_from_start():
-        return make(input_shape=(size, size, 3), weights=None, classes=classes, classifier_activation=None)
+        images = keras.Input((image, image, 3), name="images")
+        x, before = _stem(images, stem, 2), None
+        for number in range(2):
+            x, before = _cell("reduction", x, before, filters // 2 ** (2 - number), f"cell_stem_{number}"), x
+        for part in range(_REDUCTIONS + 1):
+            if part:
+                reduced = _cell("reduction", x, before, filters * 2**part, f"reduction_cell_{part - 1}")
+                x, before = reduced, before if skip else x
+            for number in range(part * cells, (part + 1) * cells):
+                x, before = _cell("normal", x, before, filters * 2**part, f"cell_{number}"), x
+        return _classified(images, x, classes, "nasnet")
 
 
-def nasnet_tiny(*, image: int = 8, filters: int = 4, classes: int = 10) -> keras.Model:
+def nasnet_tiny(*, image: int = 8, classes: int = 10, filters: int = 4) -> keras.Model:
     """A normal cell and a reduction cell after a convolution that keeps the image's size.
 
     Inputs are ``[batch, image, image, 3]``, outputs logits ``[batch, classes]``.
 
     Args:
         image: height and width of the images.
-        filters: of the normal cell; the reduction cell has twice as many.
         classes: number of classes.
+        filters: of the normal cell; the reduction cell has twice as many.
     """
-    from keras.src.applications import nasnet as parts
-
     with names_from_start():
         images = keras.Input((image, image, 3), name="images")
-        x = keras.layers.Conv2D(filters, 3, padding="same", use_bias=False, name="stem_conv1")(images)
-        x = keras.layers.BatchNormalization(momentum=0.9997, epsilon=1e-3, name="stem_bn1")(x)
-        x, before = parts._normal_a_cell(x, None, filters, block_id="0")
-        x, _ = parts._reduction_a_cell(x, before, 2 * filters, block_id="reduce_1")
-        x = keras.layers.GlobalAveragePooling2D(name="avg_pool")(keras.layers.ReLU(name="relu")(x))
-        return keras.Model(images, keras.layers.Dense(classes, name="predictions")(x), name="nasnet_tiny")
+        before = _stem(images, filters, 1)
+        x = _cell("normal", before, None, filters, "cell_0")
+        x = _cell("reduction", x, before, 2 * filters, "reduction_cell_0")
+        return _classified(images, x, classes, "nasnet_tiny")
+
+
+def _stem(images: Any, width: int, stride: int) -> Any:
+    convolution = keras.layers.Conv2D(
+        width,
+        3,
+        stride,
+        padding="same" if stride == 1 else "valid",
+        use_bias=False,
+        kernel_initializer="he_normal",
+        name="stem_conv",
+    )
+    return keras.layers.BatchNormalization(momentum=0.9997, epsilon=1e-3, name="stem")(convolution(images))
+
+
+def _cell(kind: str, x: Any, before: Any | None, filters: int, name: str) -> Any:
+    """A cell after ``x``, and ``before`` that; the first one has but one input."""
+    from keras.src.applications import nasnet as parts
+
+    make = parts._normal_a_cell if kind == "normal" else parts._reduction_a_cell
+
+    def output(x: Any, before: Any | None = None) -> Any:
+        return make(x, before, filters, block_id=name)[0]
+
+    return group(name, output, *((x,) if before is None else (x, before)))
+
+
+def _classified(images: Any, x: Any, classes: int, name: str) -> keras.Model:
+    x = keras.layers.GlobalAveragePooling2D(name="pool")(keras.layers.ReLU(name="final_relu")(x))
+    return keras.Model(images, keras.layers.Dense(classes, name="logits")(x), name=name)

@@ -20,8 +20,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from models.datasets import DATASETS, GENERATED, pooled
+from models.datasets import DATASETS, GENERATED, READERS, pooled
 from models.image_models import IMAGE_MODELS
+from models.readers.options import Request
 from models.sequence_models import SEQUENCE_MODELS
 from models.sources import DataSource, ModelError, ModelSource
 
@@ -52,17 +53,20 @@ def find_model(name: str) -> ModelSource:
 
 
 def find_data(name: str) -> DataSource:
-    """The data that a name or ``module:function`` stands for.
+    """The data that a name, ``reader:path?option=value`` (see `READERS`) or ``module:function`` stands for.
 
     Raises:
-        ModelError: saying which data there are, or what is wrong with the module.
+        ModelError: saying which data there are, or what is wrong with the files, options or module.
     """
     if name in DATASETS:
         return DATASETS[name]
     module, _, function = name.partition(":")
+    if (kind := module.partition("?")[0]) in READERS:
+        return READERS[kind].open(Request.parse(name))
     if not function:
         raise ModelError(
-            f"unknown data {name!r}{_like(name, DATASETS)}; there are {', '.join(DATASETS)}, and "
+            f"unknown data {name!r}{_like(name, {**DATASETS, **READERS})}; there are {', '.join(DATASETS)}, files "
+            f"that are read by {', '.join(READERS)}, such as {next(iter(READERS))}:PATH, and "
             f"package.module:function for a function of the batch size that gives a tf.data.Dataset of batches, or "
             f"arrays (x, y)"
         )

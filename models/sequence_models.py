@@ -7,11 +7,11 @@ from typing import Any
 
 import keras
 
-from models import bert, gpt
-from models.datasets import DATASETS
+from models import bert, ffnn, gnmt, gpt, rnn, xlnet
+from models.datasets import DATASETS, GENERATED
 from models.sources import ModelSource, compiled_classifier
 
-_TEXT, _SENTENCES = DATASETS["source_text"], DATASETS["sentences"]
+_TEXT, _SENTENCES, _PAIRS = DATASETS["source_text"], DATASETS["sentences"], DATASETS["reversed_pairs"]
 
 _SMALL_BERT = bert.BertConfig(depth=4, width=256, heads=4, inner=1024, vocabulary=4096, sequence=128, positions=128)
 
@@ -26,5 +26,17 @@ SEQUENCE_MODELS = (
     ModelSource("gpt:medium", "GPT-2 medium: 355 million parameters", _of_tokens(gpt.gpt_medium), _TEXT),
     ModelSource("bert", "BERT: 4 layers, width 256", _of_tokens(bert.build, config=_SMALL_BERT), _SENTENCES),
     ModelSource("bert:tiny", "2 layers, width 32", _of_tokens(bert.bert_tiny), _SENTENCES),
-    ModelSource("bert:48", "BERT-48 of the DAPPLE paper: 640 million parameters", _of_tokens(bert.bert_48), _SENTENCES),
+    ModelSource("bert:12", "BERT-base: 110 million parameters", _of_tokens(bert.bert_12), _SENTENCES),
+    ModelSource("bert:24", "BERT-large: 335 million parameters", _of_tokens(bert.bert_24), _SENTENCES),
+    ModelSource("bert:48", "BERT-48 of the DAPPLE paper: 637 million parameters", _of_tokens(bert.bert_48), _SENTENCES),
+    ModelSource("xlnet:tiny", "2 layers, width 32", _of_tokens(xlnet.xlnet_tiny), _SENTENCES),
+    ModelSource(
+        "xlnet:36", "XLNet-36 of the DAPPLE paper: 524 million parameters", _of_tokens(xlnet.xlnet_36), _SENTENCES
+    ),
+    ModelSource("gnmt:tiny", "2 + 2 layers of LSTMs of 16 units", _of_tokens(gnmt.gnmt_tiny), _PAIRS),
+    ModelSource("gnmt:16", "GNMT-16 of the DAPPLE paper: 291 million parameters", _of_tokens(gnmt.gnmt_16), _PAIRS),
+    ModelSource("rnn:tiny", "3 LSTMs of 16 units, 8 bytes per sample", _of_tokens(rnn.rnn_tiny), _TEXT),
+    ModelSource("rnn:16", "16 LSTMs of 1024 units, 64 bytes per sample", _of_tokens(rnn.rnn_16), _TEXT),
+    ModelSource("ffnn:tiny", "4 fully connected layers of 16 units", _of_tokens(ffnn.ffnn_tiny), GENERATED),
+    ModelSource("ffnn:16", "16 fully connected layers of 2048 units", _of_tokens(ffnn.ffnn_16), GENERATED),
 )

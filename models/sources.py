@@ -9,6 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dapple_tf.errors import reason
+
 
 class ModelError(ValueError):
     """There is no such model or data, or it isn't what it should be."""
@@ -34,10 +36,13 @@ class DataSource:
         """A batch of so many samples as NumPy arrays: x, y and sample weights, each None if there are none.
 
         Raises:
-            ModelError: there are no data.
+            ModelError: there are no data, or they can't be read.
         """
-        for batch in self.batches(model, samples, 0).as_numpy_iterator():
-            return keras.utils.unpack_x_y_sample_weight(batch)
+        try:
+            for batch in self.batches(model, samples, 0).as_numpy_iterator():
+                return keras.utils.unpack_x_y_sample_weight(batch)
+        except tf.errors.OpError as error:
+            raise ModelError(f"the data {self.name!r} can't be read: {reason(error)}") from error
         raise ModelError(f"the data {self.name!r} give no batch of {samples} samples")
 
 

@@ -7,9 +7,6 @@ bound is twice what `tools.check_simulator` holds on a machine that is left alon
 from __future__ import annotations
 
 import itertools
-import pathlib
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +22,7 @@ from dapple_tf.profile import Cost, LayerProfile, Profile, SharedParameters, Ten
 from dapple_tf.schedules import make_schedule
 from dapple_tf.simulator import Span
 from graph_passes.tasks import Schedule
+from tools import check_simulator, command
 from tools.even_pipeline import pipeline
 
 TOLERANCE = 0.1
@@ -280,24 +278,17 @@ def test_tasks_out_of_order_are_found() -> None:
 # --- the tool ---
 
 
-def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    root = pathlib.Path(__file__).parent.parent
-    command = [sys.executable, "-m", "tools.check_simulator", *arguments]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.slow
-def test_the_tool_prints_a_table() -> None:
-    result = tool("--shapes=2x4,6x4", "--schedules=gpipe", "--replicas=6", "--networks=0.3", "--tolerance=0.2")
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
+def test_the_tool_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--shapes=2x4,6x4", "--schedules=gpipe", "--replicas=6", "--networks=0.3", "--tolerance=0.2"]
+    assert command.run(check_simulator.main, check_simulator.FLAGS, arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert " ".join(lines[0].split()) == "S M schedule replicas network simulated ms emulated ms error late ms"
     assert lines[1].split()[:5] == ["2", "4", "gpipe", "6", "30%"]
     assert lines[2].endswith("36 devices, more than 32")
     assert lines[3].startswith("1 rows in ")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flag", "text"),
     [
@@ -305,7 +296,6 @@ def test_the_tool_prints_a_table() -> None:
         ("--replicas=2:7", "--replicas: [2, 7]; a micro-batch has 6 samples, give 1 to 6"),
     ],
 )
-def test_the_tool_explains_wrong_flags(flag: str, text: str) -> None:
-    result = tool(flag)
-    assert result.returncode == 1
-    assert text in result.stdout + result.stderr
+def test_the_tool_explains_wrong_flags(flag: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run(check_simulator.main, check_simulator.FLAGS, [flag]) == 1
+    assert text in capsys.readouterr().err

@@ -9,20 +9,17 @@ import sys
 import pytest
 
 import dapple_tf as dapple
+from tools import command, measure_links
 from tools.hosts import ROOT, environment
 
-pytestmark = pytest.mark.slow
 
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tools.measure_links", *arguments]
-    own = {key: value for key, value in environment().items() if key != "TF_CONFIG"}
-    return subprocess.run(command, capture_output=True, text=True, env=own, cwd=ROOT, timeout=300)
-
-
+@pytest.mark.slow
 def test_workers_of_this_machine(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "cluster.json"
-    done = run("--local=3", "--mib=0.25", "--repeats=1", "--nocapacity", f"--out={out}")
+    own = {key: value for key, value in environment().items() if key != "TF_CONFIG"}
+    arguments = ["--local=3", "--mib=0.25", "--repeats=1", "--nocapacity", f"--out={out}"]
+    line = [sys.executable, "-m", "tools.measure_links", *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, env=own, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["server", "address", "devices", "memory", "of", "each"]
@@ -44,8 +41,9 @@ def test_workers_of_this_machine(tmp_path: pathlib.Path) -> None:
         (["--local=1", "--out=/no/such/folder/x.json"], "no such folder"),
     ],
 )
-def test_mistakes_are_told(arguments: list[str], message: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 1
-    assert message in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+def test_mistakes_are_told(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    assert command.run(measure_links.main, measure_links.FLAGS, arguments) == 1
+    assert message in capsys.readouterr().err

@@ -165,6 +165,61 @@ def test_a_contradictory_plan_is_refused_with_a_fix_and_from_json_also_with_its_
     assert str(caught.value) == f"plan.json: {message}"
 
 
+# ---- single operators
+
+
+def test_plans_that_place_operators() -> None:
+    whole = Plan.by_operators(3, 8)
+    assert (whole.devices, whole.operator_devices, whole.micro_batches) == (((0,),), ((0, 1, 2),), 1)
+    assert Plan.by_operators([2, 0], 8, recompute="boundary").operator_devices == ((2, 0),)
+    staged = Plan(**VALID).with_placed_operators()
+    assert (staged.devices, staged.operator_devices) == (((0,), (3,)), ((0, 1, 2), (3,)))
+    assert staged.working_devices == ((0, 1, 2), (3,)) and Plan(**VALID).working_devices == ((0, 1, 2), (3,))
+    assert Plan.from_json(staged.to_json()) == staged
+    assert "operators placed one by one" in str(staged)
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (2.0, "devices of stage 0 is 2.0; give a list, such as [0, 1]"),
+        (0, "stage 0 has no devices; give it at least one"),
+        ([0, "1"], "devices of stage 0: '1' isn't a whole number"),
+        ([0, 1, 1], "device 1 stands twice, in operator_devices of stage 0"),
+    ],
+)
+def test_operators_are_placed_on_a_list_of_devices(devices: Any, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.by_operators(devices, 8)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"operator_devices": [[0, 1]]}, "operator_devices has 1 lists for 2 stages; give one for each"),
+        (
+            {"operator_devices": [[0, 1], [3]]},
+            "stage 0 has devices [0, 1, 2] and operator_devices [0, 1]; a stage whose operators are placed has one "
+            "replica, on the first of operator_devices",
+        ),
+        (
+            {"devices": [[0], [3]], "operator_devices": [[0, 3], [3]]},
+            "stages 0 and 1 both place operators on device 3; give each stage devices of its own",
+        ),
+        (
+            {"devices": [[0], [3]], "operator_devices": [[0, 1], [3]], "jit_compile": True},
+            "operators can't be placed one by one with jit_compile=True; set jit_compile=False, or leave "
+            "operator_devices out",
+        ),
+    ],
+)
+def test_placed_operators_go_with_stages_of_one_replica(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(**(VALID | change))
+    assert str(caught.value) == message
+
+
 def test_straight_refuses_a_string_for_its_cuts() -> None:
     with pytest.raises(PlanError, match="cuts is 'block_3'; give a list"):
         Plan.straight("block_3", 8, 4)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tools import paper_claims, paper_experiments, paper_models
+from tools import command, paper_claims, paper_experiments, paper_models, reproduce_dapple
 from tools.paper_claims import Claim, Results
 from tools.paper_experiments import RowResult
 from tools.paper_models import CONFIGS, MODELS, ROWS, TABLE_4, TABLE_6, TABLE_7
@@ -19,9 +19,8 @@ pytestmark = pytest.mark.slow  # plans and simulates rows of the paper
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tools.reproduce_dapple", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+def _run(*arguments: str) -> int:
+    return command.run(reproduce_dapple.main, reproduce_dapple.FLAGS, arguments)
 
 
 # ---- data
@@ -254,7 +253,8 @@ def test_table_3_under_one_policy_and_the_other() -> None:
 
 def test_command_leaves_tables_and_plots_and_the_same_files_again(tmp_path: pathlib.Path) -> None:
     arguments = ["--models=vgg-19", "--configs=C", "--planner_seconds=60"]
-    done = _run(*arguments, f"--output_dir={tmp_path / 'first'}")
+    line = [sys.executable, "-m", "tools.reproduce_dapple", *arguments, f"--output_dir={tmp_path / 'first'}"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "0 of which fail" in done.stdout
     assert "[1/3" in done.stderr
@@ -266,16 +266,16 @@ def test_command_leaves_tables_and_plots_and_the_same_files_again(tmp_path: path
     for name in ("claims.csv", "table4_plans.csv", "table6_speedups.csv", "speedups.svg", "pipedream.svg"):
         assert (tmp_path / "first" / name).stat().st_size > 100
 
-    _run(*arguments, f"--output_dir={tmp_path / 'second'}")
+    assert _run(*arguments, f"--output_dir={tmp_path / 'second'}") == 0
     first = {path.name: path.read_bytes() for path in (tmp_path / "first").iterdir()}
     assert first == {path.name: path.read_bytes() for path in (tmp_path / "second").iterdir()}
     assert len(first) > 8
 
 
-def test_command_fails_and_names_what_failed(tmp_path: pathlib.Path) -> None:
-    done = _run("--models=resnet-50", "--configs=A", "--planner_seconds=1e-6", "--noplots", f"--output_dir={tmp_path}")
-    assert done.returncode == 1
-    assert "FAILED: table 4: resnet-50/A: planned in 1e-06 s of one core" in done.stdout
+def test_command_fails_and_names_what_failed(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--models=resnet-50", "--configs=A", "--planner_seconds=1e-6", "--noplots"]
+    assert _run(*arguments, f"--output_dir={tmp_path}") == 1
+    assert "FAILED: table 4: resnet-50/A: planned in 1e-06 s of one core" in capsys.readouterr().out
     assert "2 claims" in (tmp_path / "dapple.md").read_text()
 
 
@@ -288,10 +288,9 @@ def test_command_fails_and_names_what_failed(tmp_path: pathlib.Path) -> None:
         (["--models=vgg-19", "--bless", "--output_dir=/tmp/nowhere"], "--bless needs all models"),
     ],
 )
-def test_wrong_flags_are_refused(arguments: list[str], message: str) -> None:
-    done = _run(*arguments)
-    assert done.returncode == 1
-    assert message in done.stdout + done.stderr
+def test_wrong_flags_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(*arguments) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_bounds_are_those_of_every_row() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import dapple_tf as dapple
-from tools import train_gpt
+from tools import command, train_gpt
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -82,10 +82,9 @@ def test_throughput_leaves_out_the_first_step(monkeypatch: pytest.MonkeyPatch) -
     assert rates == [10, 100, 50, 50] * 2
 
 
-def test_wrong_flags_say_what_is_wrong(tmp_path: pathlib.Path) -> None:
-    result = _run("--depth=1", f"--output_dir={tmp_path / 'run'}")
-    assert result.returncode == 1
-    assert "1 blocks can't make 2 stages; use a larger --depth or a shorter --plan_shape" in result.stderr
+def test_wrong_flags_say_what_is_wrong(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run(train_gpt.main, train_gpt.FLAGS, ["--depth=1", f"--output_dir={tmp_path / 'run'}"]) == 1
+    assert "1 blocks can't make 2 stages; use a larger --depth or a shorter --plan_shape" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -83,6 +83,29 @@ def test_a_run(own: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[s
     assert not (tmp_path / "run-2" / "step").exists()
 
 
+def test_only_steps_are_measured(own: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    flags = [own, "--plan=1:1", "--cluster=cpu:2", "--nomeasure", "--global_batch_size=8", "--micro_batches=2"]
+    assert run(*flags, "--benchmark_steps=5", f"--output_dir={out}") == 0
+    assert {path.name for path in out.iterdir()} == {"plan.json", "cluster.json", "benchmark.json", "step"}
+    found = json.loads((out / "benchmark.json").read_text())
+    assert found["steps"] == 5 and found["global_batch_size"] == 8 and found["devices"] == 2
+    assert 0 < found["fastest_ms"] <= found["lower_quartile_ms"] <= found["step_ms"] <= found["upper_quartile_ms"]
+    assert found["samples_per_second"] == pytest.approx(8e3 / found["step_ms"])
+    assert found["predicted_step_ms"] is None  # --nomeasure
+    assert found["machine"]["cores"] >= 1
+    assert found["command"].startswith("python -m tools.train --") and "--benchmark_steps=5" in found["command"]
+    assert "--epochs" not in found["command"]
+    printed = capsys.readouterr().out
+    assert "Measured 5 steps of own, " in printed and "benchmark.json" in printed
+
+
+@pytest.mark.parametrize("flag", ["--epochs=2", "--steps=5", "--checkpoint_dir=there", "--validation_steps=2"])
+def test_measuring_steps_is_not_training(own: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(own, "--global_batch_size=8", "--benchmark_steps=5", flag) == 1
+    assert f"{flag.partition('=')[0]}: --benchmark_steps only measures steps" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_measured_and_planned(own: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With nothing but a batch size: the model is measured and planned, and the prediction compared."""

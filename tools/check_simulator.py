@@ -13,8 +13,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import sys
 import time
-from collections.abc import Sequence
 
 from absl import app, flags
 
@@ -24,28 +24,47 @@ from dapple_tf.emulator import MAX_DEVICES, Emulation, emulate
 from dapple_tf.plan import Plan
 from dapple_tf.profile import Profile
 from dapple_tf.schedules import POLICIES
+from tools import command
 from tools.even_pipeline import SAMPLES, pipeline
 
-_SHAPES = flags.DEFINE_list("shapes", ["2x8", "4x16", "8x16", "16x32"], "Pipelines, as stages x micro-batches.")
-_SCHEDULES = flags.DEFINE_list("schedules", list(POLICIES), "Schedules.")
+FLAGS = flags.FlagValues()
+
+_SHAPES = flags.DEFINE_list(
+    "shapes", ["2x8", "4x16", "8x16", "16x32"], "Pipelines, as stages x micro-batches.", flag_values=FLAGS
+)
+_SCHEDULES = flags.DEFINE_list("schedules", list(POLICIES), "Schedules.", flag_values=FLAGS)
 _REPLICAS = flags.DEFINE_list(
-    "replicas", ["1", "2:1", "2"], "Replicas of the stages, such as 2:1, repeated over the stages. A stage is a server."
+    "replicas",
+    ["1", "2:1", "2"],
+    "Replicas of the stages, such as 2:1, repeated over the stages. A stage is a server.",
+    flag_values=FLAGS,
 )
 _NETWORKS = flags.DEFINE_list(
     "networks",
     ["0", "0.1", "0.5"],
     "Time of a transfer between two stages as a part of a forward's; 0 for free links. Uneven replicas share it out.",
+    flag_values=FLAGS,
 )
 _UNEVEN = flags.DEFINE_float(
-    "uneven", 0.0, "How much longer the last stage's tasks are than the first's, such as 0.5.", lower_bound=0.0
+    "uneven",
+    0.0,
+    "How much longer the last stage's tasks are than the first's, such as 0.5.",
+    lower_bound=0.0,
+    flag_values=FLAGS,
 )
-_OVERLAP = flags.DEFINE_boolean("overlap", False, "Overlap all-reduce with the last backwards.")
+_OVERLAP = flags.DEFINE_boolean("overlap", False, "Overlap all-reduce with the last backwards.", flag_values=FLAGS)
 _SCALE = flags.DEFINE_float(
-    "scale", None, "Wall-clock seconds per simulated second; chosen when not given.", lower_bound=1e-3
+    "scale",
+    None,
+    "Wall-clock seconds per simulated second; chosen when not given.",
+    lower_bound=1e-3,
+    flag_values=FLAGS,
 )
-_STEPS = flags.DEFINE_integer("steps", 3, "Steps per row, of which the median counts.", lower_bound=1)
-_TOLERANCE = flags.DEFINE_float("tolerance", 0.05, "Largest error that passes.", lower_bound=0.0)
-_ATTEMPTS = flags.DEFINE_integer("attempts", 2, "Measurements of a row that fails.", lower_bound=1)
+_STEPS = flags.DEFINE_integer(
+    "steps", 3, "Steps per row, of which the median counts.", lower_bound=1, flag_values=FLAGS
+)
+_TOLERANCE = flags.DEFINE_float("tolerance", 0.05, "Largest error that passes.", lower_bound=0.0, flag_values=FLAGS)
+_ATTEMPTS = flags.DEFINE_integer("attempts", 2, "Measurements of a row that fails.", lower_bound=1, flag_values=FLAGS)
 
 _ROW = "{:>3} {:>3}  {:<9} {:<8} {:>7}  {:>12} {:>11} {:>7}  {}"
 
@@ -72,10 +91,8 @@ def _shapes() -> list[tuple[int, int]]:
     return found
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> None:
     """Prints the table."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; all settings are flags, see --help")
     try:
         patterns = [[int(count) for count in pattern.split(":")] for pattern in _REPLICAS.value]
         networks = [float(network) for network in _NETWORKS.value]
@@ -115,8 +132,9 @@ def main(argv: Sequence[str]) -> int:
     if not rows and not failed:
         raise app.UsageError("nothing was checked: no row is left that fits the devices; see --help")
     print(f"{rows} rows in {seconds:.0f} s: largest error {worst:.2%}, {failed} above {_TOLERANCE.value:.0%} or failed")
-    return 1 if failed else 0
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.start(main, FLAGS)

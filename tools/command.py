@@ -65,15 +65,24 @@ def publish(values: flags.FlagValues, into: flags.FlagValues) -> None:
         into.register_flag_by_module(sys.argv[0], flag)
 
 
+def used(values: flags.FlagValues, program: str) -> str:
+    """The command that runs a program of this package with the flags that were given."""
+    given = [flag for flag in {id(values[name]): values[name] for name in values}.values() if flag.present]
+    return " ".join([f"python -m tools.{program}", *(flag.serialize() for flag in given)])
+
+
 def run(main: Callable[[], None], values: flags.FlagValues, arguments: Sequence[str]) -> int:
-    """Runs a program in this process, with these arguments; returns its exit code: 0, or 1 after a user's mistake."""
+    """Runs a program in this process, with these arguments; returns its exit code, 1 after a user's mistake."""
     values.unparse_flags()
     try:
         left = values([sys.argv[0], *arguments])
     except flags.Error as error:
         _say(str(error))
         return 1
-    return _guarded(main, left)
+    try:
+        return _guarded(main, left)
+    except SystemExit as ended:
+        return int(ended.code or 0)
 
 
 def check(condition: bool, message: str) -> None:

@@ -20,20 +20,35 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 from absl import app, flags
 
-from dapple_tf.cluster import Cluster, ClusterError, Link
+from dapple_tf.cluster import Cluster, Link
 from dapple_tf.connection import connected
-from dapple_tf.errors import WorkerLostError
 from dapple_tf.links import measure_between_servers, measure_links
+from tools import command
 from tools.hosts import HostsError, LocalWorkers
 
-_ADDRESSES = flags.DEFINE_list("addresses", None, "host:port of each worker; by default those of TF_CONFIG.")
-_LOCAL = flags.DEFINE_integer("local", None, "Start so many workers on this machine and measure these.", 1, 1000)
-_DEVICES = flags.DEFINE_integer("devices", 1, "Logical CPU devices of each worker that --local starts.", 0, 1000)
-_OUT = flags.DEFINE_string("out", None, "Write the description to this JSON file.")
-_LARGE = flags.DEFINE_float("mib", 4.0, "Size of the large message in MiB; the small one has 4 KiB.", 0.01, 1024.0)
-_REPEATS = flags.DEFINE_integer("repeats", 5, "How often each time is measured; the median counts.", lower_bound=1)
+FLAGS = flags.FlagValues()
+
+_ADDRESSES = flags.DEFINE_list(
+    "addresses", None, "host:port of each worker; by default those of TF_CONFIG.", flag_values=FLAGS
+)
+_LOCAL = flags.DEFINE_integer(
+    "local", None, "Start so many workers on this machine and measure these.", 1, 1000, flag_values=FLAGS
+)
+_DEVICES = flags.DEFINE_integer(
+    "devices", 1, "Logical CPU devices of each worker that --local starts.", 0, 1000, flag_values=FLAGS
+)
+_OUT = flags.DEFINE_string("out", None, "Write the description to this JSON file.", flag_values=FLAGS)
+_LARGE = flags.DEFINE_float(
+    "mib", 4.0, "Size of the large message in MiB; the small one has 4 KiB.", 0.01, 1024.0, flag_values=FLAGS
+)
+_REPEATS = flags.DEFINE_integer(
+    "repeats", 5, "How often each time is measured; the median counts.", lower_bound=1, flag_values=FLAGS
+)
 _CAPACITY = flags.DEFINE_boolean(
-    "capacity", True, "Also measure how many devices' worth of compute each server gives when all are busy."
+    "capacity",
+    True,
+    "Also measure how many devices' worth of compute each server gives when all are busy.",
+    flag_values=FLAGS,
 )
 
 Pairs = Mapping[tuple[int, int], Link]
@@ -108,10 +123,8 @@ def _cluster(stack: contextlib.ExitStack) -> Cluster:
     return Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Measures and prints."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; see --help")
     if _LOCAL.value is not None and _ADDRESSES.value is not None:
         raise app.UsageError("--addresses and --local exclude each other")
     if _OUT.value and not pathlib.Path(_OUT.value).absolute().parent.is_dir():
@@ -123,8 +136,8 @@ def main(argv: list[str]) -> None:
             sys.stdout.flush()
             found, between = measure(cluster)
             sys.stdout.write(links(found, between))
-    except (ClusterError, WorkerLostError, HostsError) as error:
-        sys.exit(f"tools.measure_links: {error}")
+    except HostsError as error:
+        raise app.UsageError(str(error)) from error
     if _OUT.value:
         # The numbers of its devices are what counts there; addresses are for those who use them now.
         dataclasses.replace(found, addresses=()).save(_OUT.value)
@@ -132,4 +145,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.start(main, FLAGS)

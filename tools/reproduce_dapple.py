@@ -27,6 +27,7 @@ from typing import TypeVar
 
 from absl import app, flags
 
+from tools import command
 from tools import paper_experiments as experiments
 from tools.paper_claims import Results, check, check_times, reached
 from tools.paper_models import FIGURE_11_MODELS, ROWS, TABLE_3, TABLE_6, TABLE_7
@@ -36,16 +37,27 @@ _NAMES = tuple(dict.fromkeys(row.model for row in ROWS))
 _DEFAULT = pathlib.Path(__file__).parents[1] / "docs" / "results"
 _BOUNDS = _DEFAULT / "bounds.json"
 
-_MODELS = flags.DEFINE_list("models", list(_NAMES), f"Models to plan, of {', '.join(_NAMES)}; averages need all.")
-_CONFIGS = flags.DEFINE_list("configs", ["A", "B", "C"], "Hardware to plan for in Table 4.")
-_OUTPUT_DIR = flags.DEFINE_string("output_dir", str(_DEFAULT), "Where to leave the results.")
+FLAGS = flags.FlagValues()
+
+_MODELS = flags.DEFINE_list(
+    "models", list(_NAMES), f"Models to plan, of {', '.join(_NAMES)}; averages need all.", flag_values=FLAGS
+)
+_CONFIGS = flags.DEFINE_list("configs", ["A", "B", "C"], "Hardware to plan for in Table 4.", flag_values=FLAGS)
+_OUTPUT_DIR = flags.DEFINE_string("output_dir", str(_DEFAULT), "Where to leave the results.", flag_values=FLAGS)
 _PLANNER_SECONDS = flags.DEFINE_float(
-    "planner_seconds", 1.0, "Seconds of one core that planning a row may take; measured up to three times.", 0.0
+    "planner_seconds",
+    1.0,
+    "Seconds of one core that planning a row may take; measured up to three times.",
+    0.0,
+    flag_values=FLAGS,
 )
 _BLESS = flags.DEFINE_boolean(
-    "bless", False, "Hold later results to the figures of these, in docs/results/bounds.json, be they better or worse."
+    "bless",
+    False,
+    "Hold later results to the figures of these, in docs/results/bounds.json, be they better or worse.",
+    flag_values=FLAGS,
 )
-_PLOTS = flags.DEFINE_boolean("plots", True, "Draw the plots too; needs matplotlib.")
+_PLOTS = flags.DEFINE_boolean("plots", True, "Draw the plots too; needs matplotlib.", flag_values=FLAGS)
 
 _Found = TypeVar("_Found")
 
@@ -114,10 +126,8 @@ def _bounds() -> dict[str, float]:
     return found
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> None:
     """Computes, writes, and says what doesn't hold."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; all settings are flags, see --help")
     for flag, values, known in (("models", _MODELS.value, _NAMES), ("configs", _CONFIGS.value, tuple("ABC"))):
         unknown = [value for value in values if value not in known]
         if unknown or not values:
@@ -146,8 +156,9 @@ def main(argv: Sequence[str]) -> int:
     print(f"planner: at most {slowest.planner_seconds:.2f} s of one core, for {slowest.row.key}")
     for claim in failed:
         print(f"FAILED: {claim.name}: {claim.ours}" + (f", paper {claim.paper}" if claim.paper else ""))
-    return 1 if failed else 0
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.start(main, FLAGS)

@@ -17,6 +17,7 @@ that was promised can be compared with the one that is measured at the end. --ou
     logs/                         the same for TensorBoard, step by step (elsewhere with --log_dir)
     step/                         one step, planned, simulated and measured: as text, image, page and Perfetto trace
     summary.json                  the final numbers
+    benchmark.json                with --benchmark_steps, in place of the model, the history and their numbers
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import dataclasses
 import json
 import math
 import pathlib
-import statistics
 import sys
 import time
 from typing import Any, NamedTuple
@@ -40,9 +40,12 @@ from dapple_tf.operators.placement_report import placements_report
 from dapple_tf.transformation import FD_DPS
 from models.sources import DataSource
 from tools import command
+from tools.machine_facts import machine_facts
 from tools.model_flags import ClusterFlag, ModelFlags, PlanFlags, ProfileFlags
 from tools.run_folder import fresh_folder
 from tools.shapes import cuts_by_parameters, cuts_by_profile
+from tools.step_times import WARM_UP, StepSummary, StepTimes
+from tools.training_report import closing, described, predicted, summary
 
 FLAGS = flags.FlagValues()
 
@@ -63,6 +66,13 @@ _MEASURE = flags.DEFINE_boolean(
 )
 _EPOCHS = flags.DEFINE_integer("epochs", 1, "Epochs.", lower_bound=1, flag_values=FLAGS)
 _STEPS = flags.DEFINE_integer("steps", 100, "Steps per epoch.", lower_bound=1, flag_values=FLAGS)
+_BENCHMARK_STEPS = flags.DEFINE_integer(
+    "benchmark_steps",
+    None,
+    "Only measure so many steps, after a few that don't count: writes benchmark.json and no model.",
+    lower_bound=1,
+    flag_values=FLAGS,
+)
 _LEARNING_RATE = flags.DEFINE_float(
     "learning_rate", None, "Learning rate, instead of the model's own.", lower_bound=0.0, flag_values=FLAGS
 )
@@ -136,6 +146,8 @@ def check_flags() -> None:
     )
     logs = _LOG_DIR.value
     command.check(not (logs and pathlib.Path(logs).is_file()), f"--log_dir={logs} is a file; give a folder")
+    for flag in (_EPOCHS, _STEPS, _CHECKPOINT_DIR, _VALIDATION_STEPS) if _BENCHMARK_STEPS.present else ():
+        command.check(not flag.present, f"--{flag.name}: --benchmark_steps only measures steps; leave one of them out")
     rate = _LEARNING_RATE.value
     command.check(rate is None or math.isfinite(rate), f"--learning_rate={rate}: it must be finite")
     command.check(
@@ -221,8 +233,8 @@ def set_learning_rate(model: keras.Model, rate: float) -> None:
         raise app.UsageError(f"--learning_rate={rate}: the model's optimizer doesn't take one: {error}") from error
 
 
-def train(job: Job, pipelined: dapple.PipelinedModel, folder: pathlib.Path) -> tuple[Any, float]:
-    """Trains; returns Keras' History and the seconds."""
+def train(job: Job, pipelined: dapple.PipelinedModel, folder: pathlib.Path) -> dict[str, Any]:
+    """Trains; writes model, history and the final numbers, and returns these as JSON data."""
     batch = job.plan.global_batch_size
     options: dict[str, Any] = {}
     if job.data.held_out is not None and _VALIDATION_STEPS.value:
@@ -251,34 +263,34 @@ def train(job: Job, pipelined: dapple.PipelinedModel, folder: pathlib.Path) -> t
         verbose=1 if sys.stdout.isatty() else 2,
         **options,
     )
-    return history, time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    pipelined.save(folder / "model.keras")
+    numbers = {**described(job.model, job.data, pipelined), **summary(pipelined, history, seconds)}
+    (folder / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    return numbers
 
 
-def summary(job: Job, pipelined: dapple.PipelinedModel, history: Any, seconds: float) -> dict[str, Any]:
-    """The final numbers, as JSON data."""
-    found: dict[str, Any] = {
-        "model": job.model.name,
-        "parameters": job.model.count_params(),
-        "data": job.data.name,
-        "devices": pipelined.cluster.num_devices,
-        "schedule": pipelined.plan.schedule,
-        "epochs": len(history.epoch),
-        "training_seconds": round(seconds, 2),
-        "step_ms": None,
-        "predicted_step_ms": None,
-        "prediction_error": None,
-        "metrics": {
-            name: values[-1] for name, values in history.history.items() if values and values[-1] == values[-1]
-        },
-        "faults": len(pipelined.faults),
+def measure_steps(job: Job, pipelined: dapple.PipelinedModel, folder: pathlib.Path) -> dict[str, Any]:
+    """Measures steps of ordinary training, data included; writes the numbers, and returns them as JSON data."""
+    times, batch = StepTimes(), job.plan.global_batch_size
+    say(f"measuring {_BENCHMARK_STEPS.value} steps after {WARM_UP} that don't count")
+    pipelined.fit(
+        job.data.batches(job.model, batch, _MODEL.seed),
+        steps_per_epoch=WARM_UP + _BENCHMARK_STEPS.value,
+        callbacks=[times],
+        shuffle=False,
+        verbose=1 if sys.stdout.isatty() else 0,
+    )
+    found = StepSummary.of(times.seconds[WARM_UP - 1 :])
+    numbers = {
+        "command": command.used(FLAGS, "train"),
+        "machine": machine_facts(),
+        **described(job.model, job.data, pipelined),
+        **found.record(batch),
+        **predicted(pipelined, found.median),
     }
-    rates = [rate for rate in history.history.get("samples_per_second", ()) if rate == rate]
-    found["samples_per_second"] = statistics.median(rates) if rates else None
-    if (prediction := pipelined.prediction) is not None:
-        found["predicted_step_ms"] = 1e3 * prediction.predicted
-        if prediction.measured is not None:
-            found["step_ms"], found["prediction_error"] = 1e3 * prediction.measured, prediction.error
-    return found
+    (folder / "benchmark.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    return numbers
 
 
 def say(text: str) -> None:
@@ -307,54 +319,18 @@ def main() -> None:
     example = job.data.example(job.model, job.plan.global_batch_size)
     if _VERIFY.value:
         say(str(pipelined.verify(*example)))
-    history, seconds = train(job, pipelined, folder)
-    pipelined.save(folder / "model.keras")
+    numbers = measure_steps(job, pipelined, folder) if _BENCHMARK_STEPS.value else train(job, pipelined, folder)
     if pipelined.plan.operator_devices is not None:
         placements = placements_report(pipelined.placement, pipelined.plan.operator_devices)
         (folder / "operators.txt").write_text(placements, encoding="utf-8")
         for stage, placement in pipelined.placement.items():
             say(f"\nstage {stage}: {placement}")
-    numbers = summary(job, pipelined, history, seconds)
-    (folder / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     if _PROFILE_STEP.value:
         step = pipelined.profile_step(*example)
         step.save(folder / "step")
         say(f"\nOne step, measured:\n{step}")
     say(f"\n{closing(numbers, folder)}")
     pipelined.close(sync=False)
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def closing(numbers: dict[str, Any], folder: pathlib.Path) -> str:
-    """What stands at the end."""
-    losses = [f"{name} {value:.4g}" for name, value in numbers["metrics"].items() if "loss" in name]
-    rate = numbers["samples_per_second"]
-    lines = [
-        f"Trained {numbers['model']} for {_counted(numbers['epochs'], 'epoch')} in {numbers['training_seconds']:.0f} s"
-        + (f", {rate:,.0f} samples/s" if rate else "")
-        + (f"; {', '.join(losses)}" if losses else "")
-    ]
-    if numbers["step_ms"] is not None:
-        lines.append(
-            f"A step took {numbers['step_ms']:.4g} ms; {numbers['predicted_step_ms']:.4g} ms were predicted "
-            f"({numbers['prediction_error']:+.1%})"
-        )
-    if numbers["faults"]:
-        lines.append(f"Training went on after {_counted(numbers['faults'], 'lost worker')}")
-    lines.append(f"Everything is in {folder}:")
-    notes = {
-        "step": "timelines of a step; open step/timeline.html in a browser",
-        "logs": f"for tensorboard --logdir={folder / 'logs'}",
-        "model.keras": "the trained model",
-        "profile.json": "for tools.plan and tools.what_if",
-        "operators.txt": "where each operator runs",
-    }
-    for path in sorted(folder.iterdir()):
-        lines.append(f"  {path.name:<14}{notes.get(path.name, '')}".rstrip())
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -31,44 +31,68 @@ from absl import app, flags
 
 import dapple_tf as dapple
 from models import gpt, text
+from tools import command
 from tools.run_folder import fresh_folder
 from tools.shapes import devices_of, parse_shape
 
-_PLAN = flags.DEFINE_string("plan", None, "JSON file of the plan; replaces --plan_shape and the flags of the schedule.")
+FLAGS = flags.FlagValues()
+
+_PLAN = flags.DEFINE_string(
+    "plan", None, "JSON file of the plan; replaces --plan_shape and the flags of the schedule.", flag_values=FLAGS
+)
 _PLAN_SHAPE = flags.DEFINE_string(
     "plan_shape",
     "3:1",
     "Replicas of each stage, such as 3:1 or 2:2 (two stages), 1:1:1:1 (four), 4 (one: data parallelism).",
+    flag_values=FLAGS,
 )
-_SCHEDULE = flags.DEFINE_string("schedule", "dapple_a", "Schedule, such as dapple_a, dapple_b or gpipe.")
+_SCHEDULE = flags.DEFINE_string(
+    "schedule", "dapple_a", "Schedule, such as dapple_a, dapple_b or gpipe.", flag_values=FLAGS
+)
 _RECOMPUTE = flags.DEFINE_string(
-    "recompute", "none", "What the backward passes compute again: none, boundary, min_cut."
+    "recompute", "none", "What the backward passes compute again: none, boundary, min_cut.", flag_values=FLAGS
 )
-_JIT_COMPILE = flags.DEFINE_boolean("jit_compile", False, "Compile each stage with XLA.")
-_MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 4, "Micro-batches per step.", lower_bound=1)
-_GLOBAL_BATCH_SIZE = flags.DEFINE_integer("global_batch_size", 32, "Windows per step, over all devices.", lower_bound=1)
+_JIT_COMPILE = flags.DEFINE_boolean("jit_compile", False, "Compile each stage with XLA.", flag_values=FLAGS)
+_MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 4, "Micro-batches per step.", lower_bound=1, flag_values=FLAGS)
+_GLOBAL_BATCH_SIZE = flags.DEFINE_integer(
+    "global_batch_size", 32, "Windows per step, over all devices.", lower_bound=1, flag_values=FLAGS
+)
 
-_DEPTH = flags.DEFINE_integer("depth", 4, "Transformer blocks.", lower_bound=1)
-_WIDTH = flags.DEFINE_integer("width", 128, "Size of the residual stream.", lower_bound=1)
-_HEADS = flags.DEFINE_integer("heads", 4, "Attention heads per block.", lower_bound=1)
-_SEQUENCE = flags.DEFINE_integer("sequence", 128, "Bytes per window.", lower_bound=1)
-_DROPOUT = flags.DEFINE_float("dropout", 0.0, "Dropout rate.", lower_bound=0.0)
-_TIED = flags.DEFINE_boolean("tied", False, "Use the embedding's matrix for the logits too.")
+_DEPTH = flags.DEFINE_integer("depth", 4, "Transformer blocks.", lower_bound=1, flag_values=FLAGS)
+_WIDTH = flags.DEFINE_integer("width", 128, "Size of the residual stream.", lower_bound=1, flag_values=FLAGS)
+_HEADS = flags.DEFINE_integer("heads", 4, "Attention heads per block.", lower_bound=1, flag_values=FLAGS)
+_SEQUENCE = flags.DEFINE_integer("sequence", 128, "Bytes per window.", lower_bound=1, flag_values=FLAGS)
+_DROPOUT = flags.DEFINE_float("dropout", 0.0, "Dropout rate.", lower_bound=0.0, flag_values=FLAGS)
+_TIED = flags.DEFINE_boolean("tied", False, "Use the embedding's matrix for the logits too.", flag_values=FLAGS)
 
-_EPOCHS = flags.DEFINE_integer("epochs", 10, "Epochs; the held-out loss is estimated after each.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 60, "Steps per epoch.", lower_bound=1)
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 5e-3, "Largest learning rate, reached after a tenth of the steps.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the weights, the data's order, dropout and the sample.")
-_VALIDATION_STEPS = flags.DEFINE_integer("validation_steps", 8, "Held-out batches per epoch.", lower_bound=1)
+_EPOCHS = flags.DEFINE_integer(
+    "epochs", 10, "Epochs; the held-out loss is estimated after each.", lower_bound=1, flag_values=FLAGS
+)
+_STEPS = flags.DEFINE_integer("steps", 60, "Steps per epoch.", lower_bound=1, flag_values=FLAGS)
+_LEARNING_RATE = flags.DEFINE_float(
+    "learning_rate", 5e-3, "Largest learning rate, reached after a tenth of the steps.", flag_values=FLAGS
+)
+_SEED = flags.DEFINE_integer(
+    "seed", 0, "Seed of the weights, the data's order, dropout and the sample.", flag_values=FLAGS
+)
+_VALIDATION_STEPS = flags.DEFINE_integer(
+    "validation_steps", 8, "Held-out batches per epoch.", lower_bound=1, flag_values=FLAGS
+)
 _EVALUATION_STEPS = flags.DEFINE_integer(
-    "evaluation_steps", 0, "Held-out batches of the final evaluation; 0 for all.", lower_bound=0
+    "evaluation_steps", 0, "Held-out batches of the final evaluation; 0 for all.", lower_bound=0, flag_values=FLAGS
 )
-_VERIFY = flags.DEFINE_boolean("verify", False, "Before training, compare a step with one of plain Keras.")
+_VERIFY = flags.DEFINE_boolean(
+    "verify", False, "Before training, compare a step with one of plain Keras.", flag_values=FLAGS
+)
 
-_PROMPT = flags.DEFINE_string("prompt", "def ", "What the sample begins with.")
-_SAMPLE_BYTES = flags.DEFINE_integer("sample_bytes", 400, "Bytes to sample.", lower_bound=0)
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "Of the sample; 0 takes the likeliest byte.", lower_bound=0.0)
-_OUTPUT_DIR = flags.DEFINE_string("output_dir", "runs/gpt", "Folder to make; a number is added if it exists.")
+_PROMPT = flags.DEFINE_string("prompt", "def ", "What the sample begins with.", flag_values=FLAGS)
+_SAMPLE_BYTES = flags.DEFINE_integer("sample_bytes", 400, "Bytes to sample.", lower_bound=0, flag_values=FLAGS)
+_TEMPERATURE = flags.DEFINE_float(
+    "temperature", 0.8, "Of the sample; 0 takes the likeliest byte.", lower_bound=0.0, flag_values=FLAGS
+)
+_OUTPUT_DIR = flags.DEFINE_string(
+    "output_dir", "runs/gpt", "Folder to make; a number is added if it exists.", flag_values=FLAGS
+)
 
 
 class Throughput(keras.callbacks.Callback):
@@ -182,10 +206,8 @@ def show_sample(model: keras.Model) -> None:
     print((prompt + drawn).decode(errors="replace"))
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """Runs the job that the flags describe."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     keras.utils.set_random_seed(_SEED.value)
     try:
         plan, model = make_plan(), make_model()
@@ -243,4 +265,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.start(main, FLAGS)

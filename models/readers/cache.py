@@ -1,0 +1,77 @@
+"""What readers make of files, and samples, are kept in a folder: ``data`` in DAPPLE_CACHE, or in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+
+from models.sources import ModelError
+
+_logger = logging.getLogger(__name__)
+
+
+def data_folder() -> pathlib.Path:
+    """Where it all is kept."""
+    given = os.environ.get("DAPPLE_CACHE")
+    return (pathlib.Path(given) if given else pathlib.Path.home() / ".cache" / "dapple_tf") / "data"
+
+
+def kept(name: str, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
+    """A folder of that name, which is made unless it's there: complete, or not at all.
+
+    Args:
+        name: of the folder; something else if something else would be in it.
+        make: fills an empty folder.
+
+    Raises:
+        ModelError: it can't be written.
+    """
+    folder = data_folder() / name
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making_"))
+    except OSError as error:
+        raise ModelError(
+            f"{data_folder()} can't be written ({error.strerror}); set DAPPLE_CACHE to a folder that can"
+        ) from error
+    try:
+        make(made)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # Another process was faster.
+                raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    _logger.info("made %s", folder)
+    return folder
+
+
+def digest(parts: Iterable[object]) -> str:
+    """A short hash of the texts of some values."""
+    total = hashlib.sha256()
+    for part in parts:
+        total.update(f"{part}\0".encode())
+    return total.hexdigest()[:24]
+
+
+def digest_of_files(paths: Iterable[pathlib.Path]) -> str:
+    """A short hash of what is in files."""
+    total = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()[:24]
+
+
+def digest_of_times(paths: Iterable[pathlib.Path]) -> str:
+    """A short hash of names, sizes and times of change: for files that are too large to be read for it."""
+    found = ((path.resolve(), path.stat()) for path in paths)
+    return digest(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in found)

@@ -1,0 +1,95 @@
+"""Whether data fit a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from models.sources import ModelError
+
+
+def declared(model: keras.Model, which: str) -> Sequence[Any]:
+    """``inputs`` or ``outputs``; none of a model that doesn't declare them."""
+    return getattr(model, which, None) or ()
+
+
+def shapes(data: str, model: keras.Model, inputs: int, outputs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of a model with one input and one output of so many axes, of which only the first is open.
+
+    Raises:
+        ModelError: it is another.
+    """
+    found = []
+    for name, tensors, rank in (
+        ("take", declared(model, "inputs"), inputs),
+        ("give", declared(model, "outputs"), outputs),
+    ):
+        known = [tuple(tensor.shape) for tensor in tensors]
+        if len(known) != 1 or len(known[0]) != rank or None in known[0][1:]:
+            raise ModelError(
+                f"the data {data!r} are for models that {name} one tensor of {rank} axes, of which only the batch is "
+                f"open, but {model.name!r} has {known or 'no declared shapes'}; use other data"
+            )
+        found.append(known[0])
+    return found[0], found[1]
+
+
+def named_inputs(data: str, model: keras.Model, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's inputs, which must have these names and be [batch, sequence].
+
+    Raises:
+        ModelError: they don't.
+    """
+    found = {str(tensor.name): tuple(tensor.shape) for tensor in declared(model, "inputs")}
+    if set(found) != set(names) or any(len(shape) != 2 or shape[1] is None for shape in found.values()):
+        had = ", ".join(f"{name} {list(shape)}" for name, shape in found.items())
+        raise ModelError(
+            f"the data {data!r} are for models of {' and '.join(names)} [batch, sequence], but {model.name!r} takes "
+            f"{had or 'nothing declared'}; use other data"
+        )
+    return found
+
+
+def vocabulary_of(model: keras.Model, *, logits: bool = True) -> int:
+    """How many tokens all of a model's embeddings have, and its outputs unless they aren't ``logits`` of tokens.
+
+    Raises:
+        ModelError: it has neither.
+    """
+    sizes = [tensor.shape[-1] for tensor in declared(model, "outputs") if logits and len(tensor.shape) == 3]
+    for layer in model._flatten_layers():
+        size = getattr(layer, "input_dim" if isinstance(layer, keras.layers.Embedding) else "vocabulary", None)
+        if isinstance(size, int):
+            sizes.append(size)
+    if not sizes:
+        raise ModelError(f"{model.name!r} has no embedding of tokens; use other data")
+    return int(min(sizes))
+
+
+def check_vocabulary(data: str, size: int, model: keras.Model, *, logits: bool = True) -> None:
+    """Refuses data of more tokens than a model knows.
+
+    Raises:
+        ModelError: there are more.
+    """
+    known = vocabulary_of(model, logits=logits)
+    if size > known:
+        raise ModelError(
+            f"{data}: the data have {size} tokens, but {model.name!r} knows {known}; use a tokenizer of at most "
+            f"{known} tokens, or build the model with vocabulary={size}"
+        )
+
+
+def check_classes(data: str, size: int, classes: int, model: keras.Model) -> None:
+    """Refuses data of more classes than a model tells apart.
+
+    Raises:
+        ModelError: there are more.
+    """
+    if size > classes:
+        raise ModelError(
+            f"{data}: the data have {size} classes, but {model.name!r} tells {classes} apart; build the model with "
+            f"classes={size}, or use other data"
+        )

@@ -1,0 +1,110 @@
+"""What ``--dataset=kind:path?option=value&option=value`` says."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import pathlib
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from models.sources import ModelError
+
+_Options = TypeVar("_Options")
+_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Data that were asked for.
+
+    Attributes:
+        text: all of it; errors begin with it.
+        kind: of reader.
+        paths: the files or folders, those between commas; none for the sample.
+        given: options as they were written.
+    """
+
+    text: str
+    kind: str
+    paths: tuple[pathlib.Path, ...]
+    given: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, text: str) -> Request:
+        """``kind``, ``kind:path``, ``kind:path,path``, each with ``?option=value&option=value`` behind it or not.
+
+        Raises:
+            ModelError: an option has no value or is there twice, or a path is empty.
+        """
+        front, question, behind = text.partition("?")
+        kind, colon, paths = front.partition(":")
+        if colon and not all(paths.split(",")):
+            raise ModelError(f"{text}: a path is empty; write {kind}:PATH, or {kind} alone for the sample")
+        given: dict[str, str] = {}
+        for part in behind.split("&") if question else ():
+            name, equals, value = part.partition("=")
+            if not (name and equals and value):
+                raise ModelError(f"{text}: {part!r} isn't an option; write option=value, with & between two of them")
+            if name in given:
+                raise ModelError(f"{text}: option {name} is given twice; leave one out")
+            given[name] = value
+        return cls(text, kind, tuple(pathlib.Path(path) for path in paths.split(",")) if colon else (), given)
+
+    def options(self, kind: type[_Options]) -> _Options:
+        """The options as a dataclass with a default for every field: of type int, float, bool, str or Literal.
+
+        Raises:
+            ModelError: there is no such option, or a value isn't of its type.
+        """
+        types = typing.get_type_hints(kind)
+        values = {}
+        for name, text in self.given.items():
+            if name not in types:
+                close = difflib.get_close_matches(name, types, n=1)
+                like = f" (is it {close[0]}?)" if close else ""
+                raise ModelError(f"{self.text}: there is no option {name}{like}; {self.kind} takes {', '.join(types)}")
+            values[name] = self._value(name, text, types[name])
+        try:
+            return kind(**values)
+        except ValueError as error:
+            raise ModelError(f"{self.text}: {error}") from error
+
+    def _value(self, name: str, text: str, kind: Any) -> Any:
+        choices = typing.get_args(kind)
+        if kind is bool:
+            if text.lower() not in _TRUTH:
+                raise ModelError(f"{self.text}: {name} is {text!r}; use true or false")
+            return _TRUTH[text.lower()]
+        if choices:
+            if text not in choices:
+                raise ModelError(f"{self.text}: {name} is {text!r}; use one of {', '.join(choices)}")
+            return text
+        try:
+            return kind(text)
+        except ValueError as error:
+            what = "a whole number" if kind is int else "a number"
+            raise ModelError(f"{self.text}: {name} is {text!r}; it must be {what}") from error
+
+    def existing(self, path: pathlib.Path, *, folder: bool = False) -> pathlib.Path:
+        """The path, if there is such a file, or folder.
+
+        Raises:
+            ModelError: there isn't.
+        """
+        if folder and not path.is_dir():
+            raise ModelError(f"{self.text}: {'that is a file' if path.is_file() else 'there is no folder'} {path}")
+        if not folder and not path.is_file():
+            raise ModelError(f"{self.text}: {'that is a folder' if path.is_dir() else 'there is no file'} {path}")
+        return path
+
+
+def check_fraction(name: str, value: float) -> None:
+    """Refuses fractions of data that leave nothing.
+
+    Raises:
+        ValueError: it isn't at least 0 and less than 1.
+    """
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} is {value}; need 0 <= {name} < 1")

@@ -1,0 +1,121 @@
+"""Encoded images to what models take: decoded, cropped, flipped, scaled and normalised, by TensorFlow functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import tensorflow as tf
+
+from models.readers.options import check_fraction
+from models.readers.order import seeds_of
+
+SUFFIXES = frozenset({".jpeg", ".jpg", ".png", ".gif", ".bmp"})
+"""Files that are images."""
+
+_CENTRE = 0.875  # 224 of 256, as images of ImageNet are evaluated.
+_MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, of red, green and blue from 0 to 1.
+Window = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
+"""Of an image's shape: where a crop begins and how large it is, int32 [2] each."""
+
+_FIRST_BYTES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM")
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageOptions:
+    """Options of images.
+
+    Attributes:
+        augment: train on random crops (8% to 100% of the area, sides 3:4 to 4:3) and mirror every other image; else on
+            the centre, as in evaluation.
+        scale: of pixels: imagenet (its mean 0, its standard deviation 1), unit (0 to 1), signed (-1 to 1), bytes.
+        cache: memory keeps the encoded images there.
+        held_out: fraction of the training images to evaluate on, where there are no images for that.
+    """
+
+    augment: bool = True
+    scale: Literal["imagenet", "unit", "signed", "bytes"] = "imagenet"
+    cache: Literal["none", "memory"] = "none"
+    held_out: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fraction("held_out", self.held_out)
+
+
+def checked(data: tf.Tensor, *where: tf.Tensor | str) -> tf.Tensor:
+    """The bytes of an image, if they begin as one's do; an error that says where they are from, if they don't."""
+    known = tf.reduce_any([tf.strings.substr(data, 0, len(first)) == first for first in _FIRST_BYTES])
+    check = tf.debugging.Assert(known, ["not a JPEG, PNG, GIF or BMP image:", *where])
+    with tf.control_dependencies([check]):
+        return tf.identity(data)
+
+
+def training_image(
+    data: tf.Tensor, shape: tuple[int, int, int], options: ImageOptions, draw: tf.Tensor, seed: int
+) -> tf.Tensor:
+    """A random crop of an encoded image, mirrored or not: float32 of the shape; ``draw`` and ``seed`` decide which."""
+    if not options.augment:
+        return evaluation_image(data, shape, options)
+    seeds = seeds_of(draw, seed)
+
+    def window(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        start, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
+            size,
+            tf.zeros([1, 0, 4]),
+            seeds,
+            min_object_covered=0.0,
+            aspect_ratio_range=(3 / 4, 4 / 3),
+            area_range=(0.08, 1.0),
+            max_attempts=10,
+            use_image_if_no_bounding_boxes=True,
+        )
+        return start[:2], extent[:2]
+
+    image = tf.image.stateless_random_flip_left_right(_resized(_crop(data, shape[2], window), shape), seeds + 1)
+    return _normalised(image, shape, options)
+
+
+def evaluation_image(data: tf.Tensor, shape: tuple[int, int, int], options: ImageOptions) -> tf.Tensor:
+    """The centre of an encoded image, 7/8 of its shorter side: float32 of the shape."""
+
+    def window(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        sides, wanted = tf.cast(size[:2], tf.float32), tf.constant(shape[:2], tf.float32)
+        extent = tf.maximum(tf.cast(tf.round(_CENTRE * tf.reduce_min(sides / wanted) * wanted), tf.int32), 1)
+        return (size[:2] - extent) // 2, extent
+
+    return _normalised(_resized(_crop(data, shape[2], window), shape), shape, options)
+
+
+def _crop(data: tf.Tensor, channels: int, window: Window) -> tf.Tensor:
+    """Part of an encoded image, uint8 [height, width, channels]; of a JPEG no more than that is decoded."""
+
+    def of_jpeg() -> tf.Tensor:
+        start, extent = window(tf.io.extract_jpeg_shape(data))
+        return tf.image.decode_and_crop_jpeg(data, tf.concat([start, extent], 0), channels=channels)
+
+    def of_others() -> tf.Tensor:
+        image = tf.io.decode_image(data, channels=channels, expand_animations=False)
+        start, extent = window(tf.shape(image))
+        return image[start[0] : start[0] + extent[0], start[1] : start[1] + extent[1]]
+
+    return tf.cond(tf.io.is_jpeg(data), of_jpeg, of_others)
+
+
+def _resized(image: tf.Tensor, shape: tuple[int, int, int]) -> tf.Tensor:
+    image = tf.ensure_shape(image, [None, None, shape[2]])
+    return tf.image.resize(image, shape[:2], method="bilinear", antialias=True)
+
+
+def _normalised(image: tf.Tensor, shape: tuple[int, int, int], options: ImageOptions) -> tf.Tensor:
+    image = tf.ensure_shape(image, shape)
+    if options.scale == "bytes":
+        return image
+    if options.scale == "unit":
+        return image / 255.0
+    if options.scale == "signed":
+        return image / 127.5 - 1.0
+    if shape[2] == 3:
+        return (image / 255.0 - np.array(_MEAN, "float32")) / np.array(_DEVIATION, "float32")
+    return (image / 255.0 - np.float32(np.mean(_MEAN))) / np.float32(np.mean(_DEVIATION))

@@ -1,0 +1,196 @@
+"""Files of tokens, as other tools write them: bare numbers ``train.bin``, or NumPy's ``train.npy``.
+
+Windows of a model's length are read from where they are in the file; nothing else of it is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import pathlib
+import sys
+from typing import Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from models.readers import fit, samples
+from models.readers.options import Request, check_fraction
+from models.readers.order import Samples, by_number, evaluation_batches, training_batches
+from models.sources import DataSource, ModelError
+
+_LOOKED_AT = 2**24
+"""Tokens that are looked at before training, spread over the file, to find those that a model doesn't know."""
+_AT_ONCE = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenOptions:
+    """Options of token files.
+
+    Attributes:
+        dtype: of the numbers in a .bin file, little-endian; a .npy file says it itself.
+        valid: a file to evaluate on.
+        held_out: fraction at the end of the file to evaluate on, if there is no ``valid``.
+    """
+
+    dtype: Literal["uint8", "uint16", "int32", "uint32", "int64"] = "uint16"
+    valid: str = ""
+    held_out: float = 0.05
+
+    def __post_init__(self) -> None:
+        check_fraction("held_out", self.held_out)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFile:
+    """Tokens in a file, or a part of them.
+
+    Attributes:
+        path: the file.
+        dtype: of the numbers.
+        header: bytes before the first.
+        first: number of the first token of the part.
+        count: tokens of the part.
+        size: bytes of the file.
+    """
+
+    path: pathlib.Path
+    dtype: np.dtype
+    header: int
+    first: int
+    count: int
+    size: int
+
+    @classmethod
+    def of(cls, path: pathlib.Path, dtype: str, text: str) -> TokenFile:
+        """A whole file.
+
+        Raises:
+            ModelError: it isn't one. ``text`` is what the error begins with.
+        """
+        size = path.stat().st_size
+        if path.suffix == ".npy":
+            try:
+                array = np.load(path, mmap_mode="r", allow_pickle=False)
+            except (ValueError, EOFError, OSError) as error:
+                raise ModelError(f"{text}: {path} isn't a NumPy array: {error}") from error
+            if array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype.byteorder == ">":
+                raise ModelError(
+                    f"{text}: {path} has {array.dtype} of shape {array.shape}; tokens are whole numbers of one axis"
+                )
+            return cls(path, array.dtype, size - array.nbytes, 0, len(array), size)
+        kind = np.dtype(dtype).newbyteorder("<")
+        if size % kind.itemsize:
+            raise ModelError(
+                f"{text}: {path} has {size} bytes, which isn't a multiple of {kind.itemsize}, the bytes of a {dtype}; "
+                f"give dtype=..."
+            )
+        return cls(path, kind, 0, 0, size // kind.itemsize, size)
+
+    def split(self, held_out: float) -> tuple[TokenFile, TokenFile]:
+        """What is before the last tokens, and they."""
+        last = round(self.count * held_out)
+        first = dataclasses.replace(self, count=self.count - last)
+        return first, dataclasses.replace(self, first=self.first + self.count - last, count=last)
+
+    def array(self) -> np.ndarray:
+        """The tokens, mapped from the file."""
+        if not self.count:
+            return np.zeros(0, self.dtype)
+        offset = self.header + self.first * self.dtype.itemsize
+        return np.memmap(self.path, self.dtype, "r", offset, (self.count,))
+
+    def check(self, vocabulary: int, name: str, text: str) -> None:
+        """Looks for tokens that a model doesn't know.
+
+        Raises:
+            ModelError: there is one.
+        """
+        tokens = self.array()
+        pieces = max(1, min(_LOOKED_AT, self.count) // _AT_ONCE)
+        for start in np.linspace(0, max(0, self.count - _AT_ONCE), pieces, dtype="int64").tolist():
+            piece = tokens[start : start + _AT_ONCE]
+            wrong = (piece < 0) | (piece >= vocabulary)
+            if wrong.any():
+                place = int(wrong.argmax())
+                raise ModelError(
+                    f"{text}: token {self.first + start + place} of {self.path} is {int(piece[place])}, but {name!r} "
+                    f"knows {vocabulary}; build the model with a larger vocabulary, or check the dtype ({self.dtype})"
+                )
+
+    def windows(self, sequence: int, vocabulary: int, text: str) -> Samples:
+        """Windows of ``sequence`` tokens, one behind the other: x, and y one token later; int32 [batch, sequence].
+
+        Raises:
+            ModelError: there are too few.
+        """
+        count = (self.count - 1) // sequence
+        if count < 1:
+            raise ModelError(
+                f"{text}: {self.count} tokens of {self.path} make no window of {sequence} + 1; use more text"
+            )
+        path, start, tokens = str(self.path), self.header // self.dtype.itemsize + self.first, mapped(self)
+
+        def windows(draw: tf.Tensor, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            places = start + index[:, None] * sequence + tf.range(sequence + 1, dtype=tf.int64)
+            found = tf.cast(tf.gather(tokens, places), tf.int64)
+            known = tf.reduce_all((found >= 0) & (found < vocabulary))
+            message = [f"{path} has a token that a vocabulary of", vocabulary, "lacks:", tf.reduce_max(found)]
+            check = tf.debugging.Assert(known, message)
+            with tf.control_dependencies([check]):
+                found = tf.cast(found, tf.int32)
+            return found[:, :-1], found[:, 1:]
+
+        return by_number(count, windows, in_batches=True)
+
+
+def mapped(tokens: TokenFile) -> tf.Tensor:
+    """The whole file as a tensor of its numbers, header and all, which the system reads as it is used."""
+    # Private pages may be written to, as tensors want it, and take no memory until they are.
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+    with tokens.path.open("rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    numbers = np.frombuffer(memory, tokens.dtype, tokens.size // tokens.dtype.itemsize)
+    return tf.experimental.dlpack.from_dlpack(numbers.__dlpack__())
+
+
+def open_tokens(request: Request) -> DataSource:
+    """The data in a token file.
+
+    Raises:
+        ModelError: there is none.
+    """
+    options = request.options(TokenOptions)
+    if len(request.paths) > 1:
+        raise ModelError(f"{request.text}: give one file, not {len(request.paths)}")
+    path = request.existing(request.paths[0]) if request.paths else samples.tokens()
+    valid = request.existing(pathlib.Path(options.valid)) if options.valid else None
+    train = TokenFile.of(path, options.dtype, request.text)
+    if valid is not None:
+        held_out: TokenFile | None = TokenFile.of(valid, options.dtype, request.text)
+    else:
+        train, rest = train.split(options.held_out)
+        held_out = rest if rest.count else None
+    return source(request.text, train, held_out)
+
+
+def source(text: str, train: TokenFile, held_out: TokenFile | None) -> DataSource:
+    """Data for language models: windows of two files, or parts of one."""
+
+    def part(model: keras.Model, tokens: TokenFile) -> Samples:
+        (_, sequence), _ = fit.shapes(text, model, 2, 3)
+        known = fit.vocabulary_of(model)
+        tokens.check(known, model.name, text)
+        return tokens.windows(sequence, known, text)
+
+    def batches(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
+        return training_batches(part(model, train), batch_size, seed)
+
+    def evaluation(model: keras.Model, batch_size: int) -> tf.data.Dataset:
+        assert held_out is not None
+        return evaluation_batches(part(model, held_out), batch_size)
+
+    about = f"{train.count:,} tokens of {train.path}"
+    return DataSource(text, about, batches, None if held_out is None else evaluation)

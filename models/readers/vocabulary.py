@@ -1,0 +1,178 @@
+"""Tokenizers of Hugging Face's library ``tokenizers``: files of its JSON format, or trained on the data themselves."""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+from models.readers.cache import digest, digest_of_files, kept
+from models.sources import ModelError
+
+Kind = Literal["byte_bpe", "bpe", "wordpiece"]
+
+MOST_LEARNT = 32_000
+"""Tokens of a tokenizer whose size nobody gave, if the model knows that many."""
+
+_VERSION = 1
+_BYTES = 256
+_AT_ONCE = 1000
+_MOST_BYTES = 64 * 2**20
+
+SPECIAL: dict[Kind, tuple[str, ...]] = {
+    "byte_bpe": ("<end>",),
+    "bpe": ("<pad>", "<unk>", "<start>", "<end>"),
+    "wordpiece": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
+}
+"""The first tokens of tokenizers that are trained here, by their kind."""
+
+ALIASES = {
+    "<pad>": ("<pad>", "[PAD]"),
+    "<unk>": ("<unk>", "[UNK]"),
+    "<start>": ("<start>", "<s>", "[CLS]", "<bos>"),
+    "<end>": ("<end>", "</s>", "[SEP]", "<eos>", "<|endoftext|>"),
+    "[CLS]": ("[CLS]", "<s>"),
+    "[SEP]": ("[SEP]", "</s>"),
+    "[MASK]": ("[MASK]", "<mask>"),
+    "[PAD]": ("[PAD]", "<pad>"),
+}
+"""What tokens are called by others."""
+
+
+def library() -> Any:
+    """The package ``tokenizers``.
+
+    Raises:
+        ModelError: it isn't installed.
+    """
+    try:
+        return importlib.import_module("tokenizers")
+    except ModuleNotFoundError as error:
+        raise ModelError("these data need the package tokenizers: pip install 'dapple_tf[data]'") from error
+
+
+def load(path: pathlib.Path, text: str) -> Any:
+    """A tokenizer from a file.
+
+    Raises:
+        ModelError: there is no such file, or it isn't a tokenizer. ``text`` is what the error begins with.
+    """
+    if not path.is_file():
+        raise ModelError(f"{text}: there is no tokenizer {path}")
+    if path.stat().st_size > _MOST_BYTES:
+        raise ModelError(f"{text}: {path} is larger than {_MOST_BYTES:,} bytes, the most that a tokenizer may have")
+    try:
+        return library().Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises Exception itself.
+        raise ModelError(f"{text}: {path} isn't a tokenizer's JSON file: {error}") from error
+
+
+def trained(kind: Kind, size: int, files: Sequence[pathlib.Path], lines: Callable[[], Iterable[str]]) -> Any:
+    """A tokenizer that was trained on text; kept in the cache.
+
+    Args:
+        kind: byte_bpe (any text, as bytes that were merged), bpe (words from ``<unk>`` and characters on), wordpiece
+            (BERT's, lower case).
+        size: most tokens.
+        files: what it is trained on, to tell whether that has changed.
+        lines: gives the text.
+
+    Raises:
+        ModelError: so few tokens won't do.
+    """
+    least = len(SPECIAL[kind]) + (_BYTES if kind == "byte_bpe" else 2)
+    if size < least:
+        raise ModelError(f"a vocabulary of {size} is too small for a tokenizer of kind {kind}; use at least {least}")
+    package = library()
+
+    def make(folder: pathlib.Path) -> None:
+        tokenizer = train(kind, size, lines)
+        tokenizer.save(str(folder / "tokenizer.json"))
+
+    key = digest([_VERSION, package.__version__, kind, size, digest_of_files(files)])
+    return load(kept(f"tokenizer_{key}", make) / "tokenizer.json", kind)
+
+
+def train(kind: Kind, size: int, lines: Callable[[], Iterable[str]]) -> Any:
+    """Trains a tokenizer; see `trained`. The same text always gives the same one."""
+    package = library()
+    special = list(SPECIAL[kind])
+    left = size - len(special)
+    common = {"vocab_size": size, "special_tokens": special, "show_progress": False}
+    models, before, after = package.models, package.pre_tokenizers, package.decoders
+    if kind == "byte_bpe":
+        tokenizer = package.Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = before.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = after.ByteLevel()
+        trainer = package.trainers.BpeTrainer(initial_alphabet=before.ByteLevel.alphabet(), **common)
+    elif kind == "bpe":
+        tokenizer = package.Tokenizer(models.BPE(unk_token="<unk>"))
+        tokenizer.pre_tokenizer = before.Metaspace()
+        tokenizer.decoder = after.Metaspace()
+        alphabet = _alphabet(("▁" + line.replace(" ", "▁") for line in lines()), left)
+        trainer = package.trainers.BpeTrainer(initial_alphabet=alphabet, limit_alphabet=len(alphabet), **common)
+    else:
+        tokenizer = package.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        tokenizer.normalizer = package.normalizers.BertNormalizer(lowercase=True)
+        tokenizer.pre_tokenizer = before.BertPreTokenizer()
+        tokenizer.decoder = after.WordPiece()
+        # Each character may begin a word or go on with one. The trainer numbers the latter differently every time,
+        # unless they are there before.
+        alphabet = _alphabet((tokenizer.normalizer.normalize_str(line) for line in lines()), left // 2)
+        inner = [f"##{character}" for character in alphabet]
+        trainer = package.trainers.WordPieceTrainer(
+            initial_alphabet=alphabet, limit_alphabet=len(alphabet), **{**common, "special_tokens": special + inner}
+        )
+    tokenizer.train_from_iterator(lines(), trainer)
+    if kind == "wordpiece":
+        tokenizer = _without_added(tokenizer, special)
+    return tokenizer
+
+
+def _alphabet(lines: Iterable[str], most: int) -> list[str]:
+    """The most frequent characters, in order; of equally frequent ones the first."""
+    counts: collections.Counter[str] = collections.Counter()
+    for line in lines:
+        counts.update(line)
+    found = [character for character in counts if not character.isspace()]
+    return sorted(sorted(found, key=lambda character: (-counts[character], character))[:most])
+
+
+def _without_added(tokenizer: Any, special: Sequence[str]) -> Any:
+    """A tokenizer of words whose only special tokens are those."""
+    package = library()
+    made = package.Tokenizer(package.models.WordPiece(tokenizer.get_vocab(), unk_token="[UNK]"))
+    made.normalizer, made.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+    made.decoder = tokenizer.decoder
+    made.add_special_tokens(list(special))
+    return made
+
+
+def token(tokenizer: Any, name: str, text: str) -> int:
+    """The number of a special token, by its name in `ALIASES`.
+
+    Raises:
+        ModelError: the tokenizer has none.
+    """
+    for alias in ALIASES[name]:
+        if (found := tokenizer.token_to_id(alias)) is not None:
+            return int(found)
+    raise ModelError(f"{text}: the tokenizer has none of the tokens {', '.join(ALIASES[name])}; add one to it")
+
+
+def size_of(tokenizer: Any) -> int:
+    """One more than the largest token."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+
+def encoded(tokenizer: Any, lines: Iterable[str]) -> Iterator[list[int]]:
+    """The tokens of each line, without special ones."""
+    held: list[str] = []
+    for line in lines:
+        held.append(line)
+        if len(held) == _AT_ONCE:
+            yield from (found.ids for found in tokenizer.encode_batch(held, add_special_tokens=False))
+            held = []
+    yield from (found.ids for found in tokenizer.encode_batch(held, add_special_tokens=False))

@@ -1,0 +1,125 @@
+"""Every model of the registry, in its tiny form, through `tools.train`: profiled, planned, trained and saved.
+
+Some of them in a process that is killed, too, from whose checkpoint another one goes on.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import json
+import math
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+
+import keras
+import numpy as np
+import pytest
+
+import dapple_tf as dapple
+from dapple_tf import automatic
+from models.registry import MODELS
+from tools import command, train
+from tools.hosts import ROOT, environment
+
+TINY = [name for name in MODELS if name.endswith(":tiny")]
+
+STEPS = 4
+COMMON = ["--cluster=cpu:3", "--global_batch_size=16", f"--steps={STEPS}", "--validation_steps=0", "--noprofile_step"]
+
+
+def run(*arguments: str) -> int:
+    return command.run(train.main, train.FLAGS, [*COMMON, *arguments])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Of the runs of this module: one for each model that has been trained."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def trained(folder: pathlib.Path, name: str) -> pathlib.Path:
+    """What a run by an automatic plan leaves; times are measured once, and links as if they had been."""
+    found = folder / name.replace(":", "_")
+    if not found.exists():
+        with pytest.MonkeyPatch.context() as patch:
+            quick = functools.partial(dapple.profile, repeats=1, cache=False, progress=False)
+            patch.setattr(automatic, "profile", quick)
+            patch.setattr(automatic, "slice_sizes", lambda batch, devices: (batch // 4,))
+            patch.setattr(automatic, "measure_links", _with_links)
+            patch.setattr(automatic, "measure_capacity", lambda model, cluster, profile, **_: cluster)
+            assert run(f"--model={name}", f"--output_dir={found}") == 0
+    return found
+
+
+def _with_links(cluster: dapple.Cluster, **_: object) -> dapple.Cluster:
+    return dataclasses.replace(cluster, intra_bandwidth=1e10, intra_latency=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
+def test_models_are_planned_trained_and_saved(name: str, folder: pathlib.Path) -> None:
+    out = trained(folder, name)
+    plan, profile = dapple.Plan.load(out / "plan.json"), dapple.Profile.load(out / "profile.json")
+    cluster = dapple.Cluster.load(out / "cluster.json")
+    assert plan.global_batch_size == 16
+    assert {device for devices in plan.devices for device in devices} <= {0, 1, 2}
+    assert set(plan.cuts) <= {layer.name for layer in profile.layers}
+    summary = json.loads((out / "summary.json").read_text())
+    expected = dapple.simulate(plan, profile, cluster).latency
+    assert summary["predicted_step_ms"] == pytest.approx(1e3 * expected)
+    with (out / "history.csv").open() as file:
+        (epoch,) = csv.DictReader(file)
+    assert 0 < float(epoch["loss"]) < 20
+    saved = keras.saving.load_model(out / "model.keras")
+    assert saved.count_params() == summary["parameters"]
+    assert int(saved.optimizer.iterations) == STEPS
+    values = [keras.ops.convert_to_numpy(variable.value) for variable in saved.trainable_variables]
+    assert all(np.isfinite(value).all() for value in values) and math.isfinite(float(epoch["loss"]))
+
+
+KILLED = """
+    import os, signal, sys, threading
+    import dapple_tf as dapple
+    from tools import command, train
+
+    class Kill(dapple.PipelineMonitor):
+        def on_train_batch_end(self, batch, logs=None):
+            super().on_train_batch_end(batch, logs)
+            if batch == 2:
+                for thread in threading.enumerate():
+                    if thread.name.startswith("write "):  # the checkpoint
+                        thread.join()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    dapple.PipelineMonitor = Kill
+    command.run(train.main, train.FLAGS, sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt:tiny", "resnet:tiny"])
+def test_a_killed_run_goes_on_and_ends_as_if_nothing_had_happened(
+    name: str, folder: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed after the third of four steps, with a checkpoint of the second: two are trained again or for the first."""
+    whole, checkpoints = trained(folder, name), tmp_path / "checkpoints"
+    flags = [f"--model={name}", f"--plan={whole / 'plan.json'}", "--nomeasure", f"--output_dir={tmp_path / 'run'}"]
+    flags += [f"--checkpoint_dir={checkpoints}", "--checkpoint_every=2"]
+    line = [sys.executable, "-c", textwrap.dedent(KILLED), *COMMON, *flags]
+    killed = subprocess.run(line, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (tmp_path / "run" / "model.keras").exists()
+    newest = dapple.latest_checkpoint(checkpoints)
+    assert newest is not None and os.fspath(newest).endswith("step-2")
+    assert run(*flags, "--resume") == 0
+    assert f"Going on from {newest}" in capsys.readouterr().out
+    own, other = (keras.saving.load_model(path / "model.keras") for path in (tmp_path / "run-2", whole))
+    assert int(own.optimizer.iterations) == STEPS
+    for one, expected in zip(own.variables, other.variables, strict=True):
+        np.testing.assert_array_equal(one.value, expected.value, err_msg=one.path)
