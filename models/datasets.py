@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from dapple_tf.example_batch import ExampleBatch
 from models import generated_data, text
-from models.readers import fit, images, pairs, tfrecords
+from models.readers import fit, images, pairs, squad, text_files, tfrecords, tokens
 from models.readers.options import Request
 from models.sources import DataSource, ModelError
 
@@ -50,9 +50,10 @@ def _patterns(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset
     """Images of a pattern for each class, in noise."""
     images_shape, (_, classes) = fit.shapes("patterns", model, 4, 2)
     draw = np.random.default_rng(seed)
-    patterns = draw.normal(size=(classes, *images_shape[1:])).astype("float32")
     labels = draw.integers(0, classes, _POOL_BATCHES * batch_size)
-    images = patterns[labels] + draw.normal(size=(len(labels), *images_shape[1:])).astype("float32")
+    images = draw.standard_normal((len(labels), *images_shape[1:]), "float32")
+    for label in np.unique(labels):  # Patterns of all thousand classes of large images would take gigabytes.
+        images[labels == label] += np.random.default_rng((seed, label)).standard_normal(images_shape[1:], "float32")
     return pooled(images, labels.astype("int32"), None, batch_size, seed)
 
 
@@ -113,6 +114,9 @@ class Reader:
 _READERS = (
     Reader("images", "a folder train/CLASS/*.jpeg, and val/CLASS/*.jpeg", images.open_images),
     Reader("tfrecords", "a folder of train-00000-of-01024 and so on, with images", tfrecords.open_records),
+    Reader("text", "text files, or folders of *.txt, as bytes or tokens", text_files.open_text),
+    Reader("tokens", "a file of tokens, *.bin or *.npy", tokens.open_tokens),
+    Reader("squad", "a file of questions in SQuAD's JSON format", squad.open_squad),
     Reader("pairs", "sentences and translations: FILE,FILE line by line, or one FILE.tsv", pairs.open_pairs),
 )
 

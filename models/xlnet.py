@@ -16,13 +16,17 @@ from typing import Any
 
 import keras
 
-from models.bert import Bias
+from models.bert import Bias, SpanLogits
 
 _logger = logging.getLogger(__name__)
 
 _EPSILON = 1e-12
 _HIDDEN_SCORE = {"float16": -3e4}
 """What makes a softmax's weight zero, where -1e9 isn't finite."""
+
+
+HEADS_OF_MODELS = ("tokens", "spans")
+"""What a model is trained to tell: tokens, or where an answer starts and ends, as for SQuAD."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,7 @@ class XlnetConfig:
         dropout: Fraction dropped: of the embedding, of the attention weights and of what both halves of a layer add.
         two_streams: Whether there is a query stream besides the content stream, to predict tokens that it doesn't
             see in the order of a permutation, as XLNet is pretrained.
+        head: One of `HEADS_OF_MODELS`; with two streams ``tokens``.
     """
 
     depth: int = 36
@@ -49,6 +54,7 @@ class XlnetConfig:
     sequence: int = 512
     dropout: float = 0.0
     two_streams: bool = False
+    head: str = "tokens"
 
     def __post_init__(self) -> None:
         for field in ("depth", "width", "heads", "inner", "vocabulary", "sequence"):
@@ -62,6 +68,10 @@ class XlnetConfig:
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}; need 0 <= dropout < 1")
+        if self.head not in HEADS_OF_MODELS:
+            raise ValueError(f"head is {self.head!r}; use one of {', '.join(HEADS_OF_MODELS)}")
+        if self.two_streams and self.head != "tokens":
+            raise ValueError(f"head is {self.head!r}, but the second stream is there to predict tokens; use one stream")
 
     @property
     def parameters(self) -> int:
@@ -69,7 +79,8 @@ class XlnetConfig:
         width, inner = self.width, self.inner
         attention = 5 * width * width + 3 * width + 2 * width
         layer = attention + 2 * width * inner + inner + width + 4 * width
-        return self.vocabulary * (width + 1) + (width if self.two_streams else 0) + self.depth * layer
+        head = self.vocabulary if self.head == "tokens" else 2 * width + 2
+        return self.vocabulary * width + (width if self.two_streams else 0) + self.depth * layer + head
 
 
 TINY = XlnetConfig(depth=2, width=32, heads=2, inner=64, vocabulary=67, sequence=16)
@@ -308,9 +319,10 @@ def build(config: XlnetConfig, name: str = "xlnet") -> keras.Model:
 
     Returns:
         A model of ``{"tokens", "segments", "present"}``, all int32 [batch, sequence] (``present`` is 0 at padding) ->
-        logits [batch, sequence, vocabulary]. With two streams it also takes ``"permutation"``, int32 [batch, sequence]
-        (see `XlnetLayer.call`), and the logits are those of the query stream: that of a position doesn't know its own
-        token. Tokens that are given rather than predicted share place 0; sample weights leave them out of the loss.
+        logits [batch, sequence, vocabulary] or, of spans, [batch, 2, sequence]. With two streams it also takes
+        ``"permutation"``, int32 [batch, sequence] (see `XlnetLayer.call`), and the logits are those of the query
+        stream: that of a position doesn't know its own token. Tokens that are given rather than predicted share place
+        0; sample weights leave them out of the loss.
     """
     keys = ("tokens", "segments", "present", *(("permutation",) if config.two_streams else ()))
     inputs = {key: keras.Input((config.sequence,), dtype="int32", name=key) for key in keys}
@@ -327,7 +339,10 @@ def build(config: XlnetConfig, name: str = "xlnet") -> keras.Model:
         else:
             hidden = layer(hidden, segments, present)
     predicting = hidden[1] if config.two_streams else hidden
-    logits = Bias(name="logits")(embedding(predicting, reverse=True))
+    if config.head == "spans":
+        logits = SpanLogits(name="logits")(predicting, present)
+    else:
+        logits = Bias(name="logits")(embedding(predicting, reverse=True))
     model = keras.Model(inputs, logits, name=name)
     _logger.info("built %s: %d parameters", name, model.count_params())
     return model

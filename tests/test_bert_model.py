@@ -31,6 +31,7 @@ def test_defaults_are_bert_48_of_the_dapple_paper() -> None:
         ({}, ["transform", "transform_norm", "logits"], (None, 16, 67)),
         ({"tied": False}, ["transform", "transform_norm", "logits"], (None, 16, 67)),
         ({"head": "classes", "classes": 3}, ["pooler", "logits"], (None, 3)),
+        ({"head": "spans"}, ["logits"], (None, 2, 16)),
     ],
 )
 def test_layers_shapes_and_parameters(options: dict[str, object], head: list[str], shape: tuple[int | None]) -> None:
@@ -57,8 +58,21 @@ def test_padding_is_not_seen() -> None:
     assert np.abs(model.predict_on_batch(batch)[:, 0] - before[:, 0]).max() > 0
 
 
+def test_answers_are_not_in_padding() -> None:
+    model = bert.bert_tiny(head="spans")
+    batch = _batch(3)
+    batch["present"][:, 10:] = 0
+    logits = model.predict_on_batch(batch)
+    assert np.all(logits[..., 10:] == -1e4) and np.all(np.abs(logits[..., :10]) < 100)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    starts_and_ends = np.array([[2, 4], [9, 9], [0, 0]])
+    chances = np.take_along_axis(np.exp(logits[..., :10]), starts_and_ends[..., None], -1)[..., 0]
+    expected = -np.log(chances / np.exp(logits[..., :10]).sum(axis=-1)).mean()
+    assert float(loss(starts_and_ends, logits)) == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize(
-    "changes", [{"width": 33}, {"sequence": 17}, {"head": "spans"}, {"dropout": 1.0}, {"depth": 0}]
+    "changes", [{"width": 33}, {"sequence": 17}, {"head": "words"}, {"dropout": 1.0}, {"depth": 0}]
 )
 def test_sizes_that_cannot_be(changes: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(changes))):

@@ -104,6 +104,17 @@ def test_layers_shapes_and_parameters(one: keras.Model, two: keras.Model) -> Non
         assert model.count_params() == config.parameters
 
 
+def test_spans() -> None:
+    config = dataclasses.replace(SMALL, depth=1, head="spans")
+    model = xlnet.build(config)
+    assert model.count_params() == config.parameters
+    batch = _batch()
+    batch["present"][0, 4:] = 0
+    logits = model.predict_on_batch(batch)
+    assert logits.shape == (2, 2, 6)
+    assert np.array_equal(logits == -1e4, np.repeat(batch["present"][:, None] == 0, 2, axis=1))
+
+
 def test_padding_is_not_seen_and_segments_are(one: keras.Model) -> None:
     batch = _batch()
     batch["present"][:, 4:] = 0
@@ -179,6 +190,8 @@ def test_mixed_precision(policy: str) -> None:
         ({"depth": 0}, "depth is 0; need at least 1"),
         ({"width": 30, "heads": 4}, "width 30 isn't a multiple of 4 heads"),
         ({"width": 33, "heads": 3}, "width 33 is odd"),
+        ({"head": "classes"}, "head is 'classes'; use one of tokens, spans"),
+        ({"head": "spans", "two_streams": True}, "head is 'spans', but the second stream is there to predict tokens"),
         ({"dropout": 1.0}, "dropout is 1.0; need 0 <= dropout < 1"),
     ],
 )

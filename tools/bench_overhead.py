@@ -5,11 +5,11 @@
 The same model trains on the same batches by plain Keras and pipelined with nothing to pipeline, by ``train_on_batch``
 and by ``fit``, without XLA and with it (``jit_compile`` of both). Both take turns; ratios are medians over rounds, with
 quartiles, of the pipelined steps' time to plain Keras' in the same round. All that a pipelined step does beyond the
-model's own work shows: checking and feeding batches, running the session, metrics and, by ``fit``, callbacks and copying
-the values back at the end of the epoch.
+model's own work shows: checking and feeding batches, running the session, metrics and, by ``fit``, callbacks and
+copying the values back at the end of the epoch.
 
-Models: ``small`` (dense layers), ``middle`` (a GPT of 4 blocks) and ``large`` (a GPT of 8 blocks), whose steps take some
-5, 50 and 500 ms on two cores.
+Models: ``small`` (dense layers), ``middle`` (a GPT of 4 blocks) and ``large`` (a GPT of 8 blocks), whose steps take
+some 5, 50 and 500 ms on two cores.
 """
 
 from __future__ import annotations

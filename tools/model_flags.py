@@ -21,7 +21,7 @@ from dapple_tf.plan import RECOMPUTE_MODES
 from dapple_tf.profile_text import parse_text
 from dapple_tf.schedules import POLICIES
 from models import registry
-from models.datasets import DATASETS
+from models.datasets import DATASETS, READERS
 from models.sources import DataSource, ModelSource
 from tools.command import blamed, check
 from tools.shapes import devices_of, is_shape, parse_shape
@@ -56,9 +56,10 @@ class ModelFlags:
             self._dataset = flags.DEFINE_string(
                 "dataset",
                 None,
-                f"What to train on: one of {', '.join(DATASETS)}; package.module:function for a function "
-                f"of the batch size that gives a tf.data.Dataset of batches, or arrays (x, y). By default the "
-                f"model's own.",
+                f"What to train on: one of {', '.join(DATASETS)}; files, as READER:PATH?option=value&option=value with "
+                f"one of the readers {', '.join(READERS)} (a reader without a path reads a small sample; see "
+                f"docs/data.md); package.module:function for a function of the batch size that gives a "
+                f"tf.data.Dataset of batches, or arrays (x, y). By default the model's own.",
                 flag_values=values,
             )
 

@@ -52,13 +52,13 @@ def named_inputs(data: str, model: keras.Model, names: Sequence[str]) -> dict[st
     return found
 
 
-def vocabulary_of(model: keras.Model) -> int:
-    """How many tokens all of a model's embeddings have, and its output if that is logits of tokens.
+def vocabulary_of(model: keras.Model, *, logits: bool = True) -> int:
+    """How many tokens all of a model's embeddings have, and its outputs unless they aren't ``logits`` of tokens.
 
     Raises:
         ModelError: it has neither.
     """
-    sizes = [tensor.shape[-1] for tensor in declared(model, "outputs") if len(tensor.shape) == 3]
+    sizes = [tensor.shape[-1] for tensor in declared(model, "outputs") if logits and len(tensor.shape) == 3]
     for layer in model._flatten_layers():
         size = getattr(layer, "input_dim" if isinstance(layer, keras.layers.Embedding) else "vocabulary", None)
         if isinstance(size, int):
@@ -68,13 +68,13 @@ def vocabulary_of(model: keras.Model) -> int:
     return int(min(sizes))
 
 
-def check_vocabulary(data: str, size: int, model: keras.Model) -> None:
+def check_vocabulary(data: str, size: int, model: keras.Model, *, logits: bool = True) -> None:
     """Refuses data of more tokens than a model knows.
 
     Raises:
         ModelError: there are more.
     """
-    known = vocabulary_of(model)
+    known = vocabulary_of(model, logits=logits)
     if size > known:
         raise ModelError(
             f"{data}: the data have {size} tokens, but {model.name!r} knows {known}; use a tokenizer of at most "

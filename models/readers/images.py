@@ -20,7 +20,8 @@ from models.readers.order import Samples, by_number, evaluation_batches, parts, 
 from models.readers.pixels import SUFFIXES, ImageOptions, checked, evaluation_image, training_image
 from models.sources import DataSource, ModelError
 
-_VALIDATION = ("val", "validation")
+VALIDATION = ("val", "validation")
+"""What the folder of the images to evaluate on may be called."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +53,9 @@ def open_images(request: Request) -> DataSource:
     if len(request.paths) > 1:
         raise ModelError(f"{request.text}: give one folder, not {len(request.paths)}")
     root = request.existing(request.paths[0], folder=True) if request.paths else samples.images()
-    train = listed(root / "train" if (root / "train").is_dir() else root, request.text)
-    found = [root / name for name in _VALIDATION if (root / name).is_dir()]
-    held_out = None
-    if found:
-        held_out = listed(found[0], request.text, train.classes)
-    elif options.held_out:
+    train, *rest = folders(root, request.text)
+    held_out = rest[0] if rest else None
+    if not rest and options.held_out:
         kept, left = parts(len(train.paths), options.held_out)
         train, held_out = train.part(kept), train.part(left)
 
@@ -77,6 +75,19 @@ def open_images(request: Request) -> DataSource:
 
     about = f"{len(train.paths)} images of {len(train.classes)} classes in {root}"
     return DataSource(request.text, about, batches, None if held_out is None else evaluation)
+
+
+def folders(root: pathlib.Path, text: str) -> list[Folder]:
+    """The images to train on, and those to evaluate on if there are any.
+
+    Raises:
+        ModelError: there are no images, or they aren't in folders of classes. ``text`` is what the error begins with.
+    """
+    if not (root / "train").is_dir():
+        return [listed(root, text)]
+    train = listed(root / "train", text)
+    others = [root / name for name in VALIDATION if (root / name).is_dir()]
+    return [train, *(listed(other, text, train.classes) for other in others[:1])]
 
 
 def listed(root: pathlib.Path, text: str, classes: tuple[str, ...] | None = None) -> Folder:

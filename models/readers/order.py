@@ -17,6 +17,9 @@ import tensorflow as tf
 _MOST_AHEAD = 2
 """Batches that are made before they are asked for."""
 
+_BITS = 2**62 - 1
+"""Of seeds, which may be negative or long."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
@@ -26,18 +29,20 @@ class Samples:
         count: how many there are.
         read: a dataset of ``(draw, index)``, both int64, -> the samples, in that order. ``index`` is the number of the
             sample; ``draw`` counts all that were drawn, and is what random changes of a sample depend on.
-        small_state: whether an iterator's state may leave out what has been read ahead (which is read again). Iterators
-            of `tf.data.FixedLengthRecordDataset` can't do that.
+        in_batches: whether these are batches of numbers, int64 [batch], and of samples.
     """
 
     count: int
     read: Callable[[tf.data.Dataset], tf.data.Dataset]
-    small_state: bool = True
+    in_batches: bool = False
 
 
-def by_number(count: int, read: Callable[[tf.Tensor, tf.Tensor], Any]) -> Samples:
-    """Samples that a TensorFlow function ``(draw, index) -> sample`` gives; it runs for several at a time."""
-    return Samples(count, lambda numbers: in_parallel(numbers, read))
+def by_number(count: int, read: Callable[[tf.Tensor, tf.Tensor], Any], *, in_batches: bool = False) -> Samples:
+    """Samples that a TensorFlow function ``(draw, index) -> sample`` gives; it runs for several at a time.
+
+    With ``in_batches`` it's a function of batches, which is faster where little is done for a sample.
+    """
+    return Samples(count, lambda numbers: in_parallel(numbers, read), in_batches)
 
 
 def in_parallel(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
@@ -51,15 +56,15 @@ def plain(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def shuffled(draw: tf.Tensor, count: int, seed: int) -> tf.Tensor:
-    """The number of the sample that is drawn as number ``draw``: each once in ``count`` draws. int64 scalars."""
+    """The number of the sample that is drawn as number ``draw``, [] or [batch]: each once in ``count`` draws; int64."""
     size = tf.constant(count, tf.int64)
-    seeds = tf.stack([tf.constant(seed & (2**62 - 1), tf.int64), draw // size, tf.constant(0, tf.int64)])
+    seeds = tf.stack([tf.fill(tf.shape(draw), tf.constant(seed & _BITS, tf.int64)), draw // size, draw * 0], -1)
     return tf.raw_ops.RandomIndexShuffle(index=draw % size, seed=seeds, max_index=size - 1, rounds=4)
 
 
 def seeds_of(draw: tf.Tensor, seed: int) -> tf.Tensor:
     """The seeds [2] of what is random in the sample that is drawn as number ``draw``."""
-    return tf.stack([tf.constant(seed & (2**62 - 1), tf.int64), draw])
+    return tf.stack([tf.constant(seed & _BITS, tf.int64), draw])
 
 
 def training_batches(samples: Samples, batch_size: int, seed: int) -> tf.data.Dataset:
@@ -68,19 +73,25 @@ def training_batches(samples: Samples, batch_size: int, seed: int) -> tf.data.Da
     def numbered(draw: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return draw, shuffled(draw, samples.count, seed)
 
-    return _batched(samples, tf.data.Dataset.counter().map(plain(numbered)), batch_size, full=True)
+    return _batched(samples, tf.data.Dataset.counter(), numbered, batch_size, full=True)
 
 
 def evaluation_batches(samples: Samples, batch_size: int) -> tf.data.Dataset:
     """All samples once, in their order; the last batch may be smaller."""
-    return _batched(samples, tf.data.Dataset.range(samples.count).map(plain(lambda n: (n, n))), batch_size, full=False)
+    return _batched(samples, tf.data.Dataset.range(samples.count), lambda n: (n, n), batch_size, full=False)
 
 
-def _batched(samples: Samples, numbers: tf.data.Dataset, batch_size: int, full: bool) -> tf.data.Dataset:
-    dataset = samples.read(numbers).batch(batch_size, drop_remainder=full).prefetch(_MOST_AHEAD)
+def _batched(
+    samples: Samples, draws: tf.data.Dataset, numbered: Callable[[tf.Tensor], Any], batch_size: int, full: bool
+) -> tf.data.Dataset:
+    if samples.in_batches:
+        dataset = samples.read(draws.batch(batch_size, drop_remainder=full).map(plain(numbered)))
+    else:
+        dataset = samples.read(draws.map(plain(numbered))).batch(batch_size, drop_remainder=full)
+    dataset = dataset.prefetch(_MOST_AHEAD)
     options = tf.data.Options()
     options.deterministic = True
-    options.experimental_symbolic_checkpoint = samples.small_state
+    options.experimental_symbolic_checkpoint = True  # What has been read ahead is read again, rather than saved.
     if not full:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(-(-samples.count // batch_size)))
     return dataset.with_options(options)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import json
 import pathlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from models.readers.cache import kept
+
+_PYTHON = f"{sys.version_info[0]}_{sys.version_info[1]}_{sys.version_info[2]}_1"
+"""What is taken from Python is another text in another version."""
 
 _CLASSES = 10
 _IMAGES = {"train": 32, "val": 8}
@@ -67,3 +76,89 @@ def _write_pairs(folder: pathlib.Path) -> None:
         texts = {"sums": [f"{a}+{b}" for a, b in taken], "totals": [str(a + b) for a, b in taken]}
         for side, lines in texts.items():
             (folder / f"{part}.{side}").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def text() -> pathlib.Path:
+    """A file of English text: the reference of the Python language, as Python's ``help`` shows it."""
+    return kept(f"text_{_PYTHON}", _write_text) / "reference.txt"
+
+
+def tokens() -> pathlib.Path:
+    """The bytes of that text as 16-bit numbers."""
+
+    def make(folder: pathlib.Path) -> None:
+        np.frombuffer(text().read_bytes(), "uint8").astype("<u2").tofile(folder / "reference.bin")
+
+    return kept(f"tokens_{_PYTHON}", make) / "reference.bin"
+
+
+def _write_text(folder: pathlib.Path) -> None:
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    (folder / "reference.txt").write_text("\n\n".join(topics[name] for name in sorted(topics)), encoding="utf-8")
+
+
+# fmt: off
+_MODULES = (
+    "argparse", "bisect", "calendar", "collections", "configparser", "copy", "csv", "datetime", "decimal", "difflib",
+    "email.utils", "fractions", "functools", "gettext", "glob", "heapq", "html", "inspect", "io", "ipaddress",
+    "itertools", "json", "keyword", "linecache", "locale", "logging", "math", "mimetypes", "numbers", "operator",
+    "os", "os.path", "pathlib", "platform", "pprint", "queue", "random", "re", "sched", "shlex", "shutil", "socket",
+    "statistics", "string", "struct", "subprocess", "tempfile", "textwrap", "threading", "timeit", "tokenize",
+    "traceback", "unicodedata", "urllib.parse", "uuid", "warnings", "weakref", "zipfile",
+)
+# fmt: on
+_HELD_OUT = 0.1
+
+
+def questions() -> tuple[pathlib.Path, pathlib.Path]:
+    """Questions on docstrings of Python's library, in SQuAD's format: to train on, and to evaluate with.
+
+    "What does textwrap.dedent do?" is answered by the first sentence of its docstring. A third of the questions are on
+    something else than the text, and so have no answer.
+    """
+    folder = kept(f"questions_{_PYTHON}", _write_questions)
+    return folder / "train.json", folder / "valid.json"
+
+
+def _write_questions(folder: pathlib.Path) -> None:
+    documented = [found for name in _MODULES for found in _docstrings(name)]
+    draw = np.random.default_rng(0)
+    articles: dict[str, list[Any]] = {"train": [], "valid": []}
+    for number, (name, context, answer) in enumerate(documented):
+        other = documented[int(draw.integers(len(documented)))][0]
+        unanswered = number % 3 == 2 and other != name
+        asked: dict[str, Any] = {
+            "id": str(number),
+            "question": f"What does {other if unanswered else name} do?",
+            "is_impossible": unanswered,
+            "answers": [] if unanswered else [{"text": answer, "answer_start": context.index(answer)}],
+        }
+        part = "valid" if draw.random() < _HELD_OUT else "train"
+        articles[part].append({"title": name, "paragraphs": [{"context": context, "qas": [asked]}]})
+    for part, found in articles.items():
+        written = json.dumps({"version": "v2.0", "data": found}, indent=1)
+        (folder / f"{part}.json").write_text(written, encoding="utf-8")
+
+
+def _docstrings(module: str) -> list[tuple[str, str, str]]:
+    """Names of a module's functions and classes, their docstrings and the first sentences of these."""
+    found = []
+    for name, value in sorted(vars(importlib.import_module(module)).items()):
+        if name.startswith("_") or not callable(value) or getattr(value, "__module__", None) != module:
+            continue
+        context = " ".join((inspect.getdoc(value) or "").split())
+        answer = context.partition(". ")[0].rstrip(".")
+        if 10 < len(answer) < len(context):
+            found.append((f"{module}.{name}", context, answer))
+    return found
+
+
+FOLDERS: Mapping[str, Callable[[], pathlib.Path]] = {
+    "images": images,
+    "tfrecords": records,
+    "text": lambda: text().parent,
+    "tokens": lambda: tokens().parent,
+    "squad": lambda: questions()[0].parent,
+    "pairs": lambda: pairs()[0].parent,
+}
+"""By the kind of the reader: makes the sample, and tells in which folder it is."""

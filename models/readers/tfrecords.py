@@ -31,6 +31,12 @@ from models.sources import DataSource, ModelError
 
 _SHARD = re.compile(r"(?P<part>[\w.]+)-(?P<number>\d+)-of-(?P<count>\d+)(\.\w+)?")
 _TRAIN, _VALIDATION = "train", ("validation", "val")
+FEATURES = {
+    "image/encoded": tf.io.FixedLenFeature([], tf.string),
+    "image/class/label": tf.io.FixedLenFeature([], tf.int64),
+}
+"""What a record has."""
+
 _AROUND = 16  # Bytes of a record that aren't data: its length, and two checksums.
 _VERSION = 1
 _THREADS = 8
@@ -77,16 +83,16 @@ def open_records(request: Request) -> DataSource:
     if len(request.paths) > 1:
         raise ModelError(f"{request.text}: give one folder, not {len(request.paths)}")
     root = request.existing(request.paths[0], folder=True) if request.paths else samples.records()
-    shards = _shards(root, request.text)
-    if _TRAIN not in shards:
+    files = shards(root, request.text)
+    if _TRAIN not in files:
         raise ModelError(
             f"{request.text}: {root} has no files {_TRAIN}-00000-of-00001 and so on; python -m tools.make_data writes "
             f"them from a folder of images"
         )
-    train = indexed(shards[_TRAIN], request.text)
+    train = indexed(files[_TRAIN], request.text)
     held_out = None
-    if found := [name for name in _VALIDATION if name in shards]:
-        held_out = indexed(shards[found[0]], request.text)
+    if found := [name for name in _VALIDATION if name in files]:
+        held_out = indexed(files[found[0]], request.text)
     elif options.held_out:
         kept_ones, left = parts(len(train.files), options.held_out)
         train, held_out = train.part(kept_ones), train.part(left)
@@ -116,7 +122,7 @@ def open_records(request: Request) -> DataSource:
     return DataSource(request.text, about, batches, None if held_out is None else evaluation)
 
 
-def _shards(root: pathlib.Path, text: str) -> dict[str, tuple[pathlib.Path, ...]]:
+def shards(root: pathlib.Path, text: str) -> dict[str, tuple[pathlib.Path, ...]]:
     """The files of each part, in order.
 
     Raises:
@@ -238,10 +244,6 @@ def _samples(records: Records, image: object, options: RecordOptions, classes: i
         tf.constant(records.files),
         chosen(records.offsets),
     )
-    features = {
-        "image/encoded": tf.io.FixedLenFeature([], tf.string),
-        "image/class/label": tf.io.FixedLenFeature([], tf.int64),
-    }
     encoded = _all_data(records) if options.cache == "memory" else None
 
     def record(draw: tf.Tensor, index: tf.Tensor) -> tf.data.Dataset:
@@ -249,7 +251,7 @@ def _samples(records: Records, image: object, options: RecordOptions, classes: i
         return found.map(plain(lambda data: (draw, index, data)))
 
     def decoded(draw: tf.Tensor, index: tf.Tensor, data: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        example = tf.io.parse_single_example(data, features)
+        example = tf.io.parse_single_example(data, FEATURES)
         where = (paths[files[index]], "at byte", offsets[index])
         label = example["image/class/label"] - options.first_label
         known = tf.debugging.Assert(

@@ -6,7 +6,9 @@ Windows of a model's length are read from where they are in the file; nothing el
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import pathlib
+import sys
 from typing import Literal
 
 import keras
@@ -15,7 +17,7 @@ import tensorflow as tf
 
 from models.readers import fit, samples
 from models.readers.options import Request, check_fraction
-from models.readers.order import Samples, evaluation_batches, in_parallel, plain, training_batches
+from models.readers.order import Samples, by_number, evaluation_batches, training_batches
 from models.sources import DataSource, ModelError
 
 _LOOKED_AT = 2**24
@@ -119,7 +121,7 @@ class TokenFile:
                 )
 
     def windows(self, sequence: int, vocabulary: int, text: str) -> Samples:
-        """Windows of ``sequence`` tokens, one behind the other: x, and y one token later; both int32 [sequence].
+        """Windows of ``sequence`` tokens, one behind the other: x, and y one token later; int32 [batch, sequence].
 
         Raises:
             ModelError: there are too few.
@@ -129,26 +131,29 @@ class TokenFile:
             raise ModelError(
                 f"{text}: {self.count} tokens of {self.path} make no window of {sequence} + 1; use more text"
             )
-        width = self.dtype.itemsize
-        length = (sequence + 1) * width
-        path, start = str(self.path), self.header + self.first * width
+        path, start, tokens = str(self.path), self.header // self.dtype.itemsize + self.first, mapped(self)
 
-        def window(draw: tf.Tensor, index: tf.Tensor) -> tf.data.Dataset:
-            before = start + index * (sequence * width)
-            return tf.data.FixedLengthRecordDataset(path, length, before, self.size - before - length, length)
-
-        def split(data: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            tokens = tf.io.decode_raw(data, tf.as_dtype(self.dtype.newbyteorder("=")), little_endian=True)
-            tokens = tf.ensure_shape(tf.cast(tokens, tf.int64), [sequence + 1])
-            known = tf.reduce_all((tokens >= 0) & (tokens < vocabulary))
-            check = tf.debugging.Assert(
-                known, [f"{path} has a token that isn't one of", vocabulary, ":", tf.reduce_max(tokens)]
-            )
+        def windows(draw: tf.Tensor, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            places = start + index[:, None] * sequence + tf.range(sequence + 1, dtype=tf.int64)
+            found = tf.cast(tf.gather(tokens, places), tf.int64)
+            known = tf.reduce_all((found >= 0) & (found < vocabulary))
+            message = [f"{path} has a token that a vocabulary of", vocabulary, "lacks:", tf.reduce_max(found)]
+            check = tf.debugging.Assert(known, message)
             with tf.control_dependencies([check]):
-                tokens = tf.cast(tokens, tf.int32)
-            return tokens[:-1], tokens[1:]
+                found = tf.cast(found, tf.int32)
+            return found[:, :-1], found[:, 1:]
 
-        return Samples(count, lambda numbers: in_parallel(numbers.flat_map(plain(window)), split), small_state=False)
+        return by_number(count, windows, in_batches=True)
+
+
+def mapped(tokens: TokenFile) -> tf.Tensor:
+    """The whole file as a tensor of its numbers, header and all, which the system reads as it is used."""
+    # Private pages may be written to, as tensors want it, and take no memory until they are.
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+    with tokens.path.open("rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    numbers = np.frombuffer(memory, tokens.dtype, tokens.size // tokens.dtype.itemsize)
+    return tf.experimental.dlpack.from_dlpack(numbers.__dlpack__())
 
 
 def open_tokens(request: Request) -> DataSource:

@@ -1,0 +1,195 @@
+"""Token files and text files: the right windows of them, read where they are."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+import tokenizers
+
+from models.readers import tokens
+from models.readers.order import evaluation_batches
+from models.registry import find_data
+from models.sources import ModelError
+from tests.reading import assert_equal, assert_resumes, assert_seeded, taken
+
+COUNT, SEQUENCE = 103, 5
+NUMBERS = np.arange(COUNT)
+
+
+def language_model(vocabulary: int = 256, sequence: int = SEQUENCE) -> keras.Model:
+    layers = [keras.Input((sequence,), dtype="int32"), keras.layers.Embedding(vocabulary, 2)]
+    return keras.Sequential([*layers, keras.layers.Dense(vocabulary)], name="language")
+
+
+MODEL = language_model()
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DAPPLE_CACHE", str(tmp_path_factory.getbasetemp() / "cache_of_readers"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The numbers from 0 to 102 in every kind of file, and a text."""
+    root = tmp_path_factory.mktemp("tokens")
+    for dtype in ("uint8", "uint16", "int32", "uint32", "int64"):
+        NUMBERS.astype(dtype).tofile(root / f"{dtype}.bin")
+        np.save(root / f"{dtype}.npy", NUMBERS.astype(dtype))
+    (root / "a.txt").write_text("the cat sat on the mat\nthe dog sat on the log\n" * 20 + "ünïcödé\n")
+    (root / "more").mkdir()
+    for name in ("b.txt", "a.txt", "notes.md"):
+        (root / "more" / name).write_text(f"this is {name}, and the cat\n" * 3)
+    return root
+
+
+def windows(numbers: np.ndarray, sequence: int = SEQUENCE) -> list[tuple[list[int], list[int]]]:
+    """x and y of each window, without any of the code above."""
+    found = []
+    for start in range(0, len(numbers) - sequence, sequence):
+        found.append((numbers[start : start + sequence].tolist(), numbers[start + 1 : start + sequence + 1].tolist()))
+    return found
+
+
+def rows(batches: list[list[np.ndarray]]) -> list[tuple[list[int], list[int]]]:
+    return [(x.tolist(), y.tolist()) for xs, ys in batches for x, y in zip(xs, ys, strict=True)]
+
+
+@pytest.mark.parametrize("file", ["uint8.bin", "uint16.bin", "int64.bin", "uint32.npy", "int32.npy"])
+def test_windows_against_slices(file: str, folder: pathlib.Path) -> None:
+    path = folder / file
+    data = find_data(f"tokens:{path}?held_out=0.3" + (f"&dtype={path.stem}" if path.suffix == ".bin" else ""))
+    assert data.held_out is not None
+    train, out = windows(NUMBERS[:72]), windows(NUMBERS[72:])  # 31 tokens are 30% of 103.
+    x, y = next(iter(data.batches(MODEL, 3, 0)))
+    assert (x.shape, y.shape, x.dtype.name, y.dtype.name) == ((3, 5), (3, 5), "int32", "int32")
+    seen = rows(taken(data.batches(MODEL, 1, 0), 2 * len(train)))
+    assert sorted(seen[: len(train)]) == sorted(seen[len(train) :]) == sorted(train)
+    assert seen[: len(train)] != seen[len(train) :]
+    batches = taken(data.held_out(MODEL, 4), 9)
+    assert rows(batches) == out
+    assert [len(xs) for xs, _ in batches] == [4, 2]
+
+
+def test_order_is_seeded_and_resumes(folder: pathlib.Path) -> None:
+    data = find_data(f"tokens:{folder}/uint16.bin")
+    assert_seeded(functools.partial(data.batches, MODEL, 4), 7)
+    assert_resumes(lambda: data.batches(MODEL, 4, 0), steps=11, done=7)
+
+
+def test_the_last_token_is_used_and_files_to_evaluate_on(folder: pathlib.Path) -> None:
+    np.arange(11, dtype="uint16").tofile(folder / "eleven.bin")
+    data = find_data(f"tokens:{folder}/uint16.bin?valid={folder}/eleven.bin")
+    assert data.held_out is not None
+    assert rows(taken(data.held_out(MODEL, 9), 9)) == windows(np.arange(11))
+    assert len(windows(np.arange(11))) == 2
+    assert find_data(f"tokens:{folder}/uint16.bin?held_out=0").held_out is None
+
+
+def test_nothing_is_loaded(tmp_path: pathlib.Path) -> None:
+    """A file of 40 GB (a hole, apart from its last tokens) is opened and read at its end."""
+    path = tmp_path / "large.bin"
+    with path.open("wb") as file:
+        file.seek(40 * 10**9)
+        file.write(np.arange(11, dtype="uint16").tobytes())
+    whole = tokens.TokenFile.of(path, "uint16", "")
+    assert whole.count == 20 * 10**9 + 11
+    end = whole.split(11 / whole.count)[1]
+    assert end.array().tolist() == list(range(11))
+    last = end.windows(SEQUENCE, 256, "")
+    assert rows(taken(evaluation_batches(last, 2), 9)) == windows(np.arange(11))
+
+
+def test_text_is_bytes(folder: pathlib.Path) -> None:
+    data = find_data(f"text:{folder}/a.txt?held_out=0")
+    text = np.frombuffer((folder / "a.txt").read_bytes(), "uint8")
+    count = len(windows(text))
+    assert sorted(rows(taken(data.batches(MODEL, 1, 0), count))) == sorted(windows(text))
+    both = find_data(f"text:{folder}/more,{folder}/a.txt?held_out=0")
+    names = ("more/a.txt", "more/b.txt", "a.txt")
+    text = np.frombuffer(b"".join((folder / name).read_bytes() + b"\0" for name in names), "uint8")
+    assert sorted(rows(taken(both.batches(MODEL, 1, 0), len(windows(text))))) == sorted(windows(text))
+
+
+def test_text_is_tokenized(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    model = language_model(280)
+    data = find_data(f"text:{folder}/a.txt?vocabulary=280&held_out=0.25")
+    assert data.held_out is not None
+    out = taken(data.held_out(model, 64), 9)
+    train = rows(taken(data.batches(model, 1, 0), int(data.about.split()[0]) // SEQUENCE - 1))
+    assert max(x.max() for x, _ in out) > 256
+    assert_equal(out, taken(find_data(f"text:{folder}/a.txt?vocabulary=280&held_out=0.25").held_out(model, 64), 9))
+    assert len(train) < 60  # 47 bytes of two lines are a few tokens.
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "cat": 1, "<unk>": 2, "<end>": 3}, "<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "words.json"))
+    (tmp_path / "a.txt").write_text("the cat the cat\nthe dog\n")
+    own = find_data(f"text:{tmp_path}/a.txt?tokenizer={tmp_path}/words.json&held_out=0")
+    assert rows(taken(own.batches(language_model(4, 6), 1, 0), 1)) == [([0, 1, 0, 1, 0, 2], [1, 0, 1, 0, 2, 3])]
+
+
+def test_text_resumes(folder: pathlib.Path) -> None:
+    model = language_model(280)
+    assert_resumes(lambda: find_data(f"text:{folder}/a.txt?vocabulary=280").batches(model, 4, 0), steps=9, done=4)
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_the_sample(kind: str) -> None:
+    data = find_data(kind)
+    model = language_model(sequence=32)
+    x, y, weights = data.example(model, 4)
+    assert x.shape == (4, 32) and weights is None
+    np.testing.assert_array_equal(x[:, 1:], y[:, :-1])
+    assert data.held_out is not None and len(data.held_out(model, 4)) > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tokens:{0}/none.bin", r"there is no file .*none\.bin"),
+        ("tokens:{0}", "that is a folder"),
+        ("tokens:{0}/uint8.bin", "has 103 bytes, which isn't a multiple of 2, the bytes of a uint16; give dtype="),
+        ("tokens:{0}/uint8.bin?dtype=float32", "dtype is 'float32'; use one of uint8, uint16"),
+        ("tokens:{0}/table.npy", r"has int64 of shape \(2, 3\); tokens are whole numbers of one axis"),
+        ("tokens:{0}/broken.npy", r"broken\.npy isn't a NumPy array"),
+        ("tokens:{0}/int64.npy,{0}/int64.npy", "give one file, not 2"),
+        ("text:{0}/none.txt", "there is no file or folder"),
+        ("text:{0}/empty", r"there are no files \*\.txt in"),
+        ("text:{0}/latin.txt?vocabulary=300", r"latin\.txt isn't UTF-8 text: .*; leave out the tokenizer"),
+        ("text:{0}/a.txt?vocabulary=100", "a vocabulary of 100 is too small for a tokenizer of kind byte_bpe"),
+    ],
+)
+def test_mistakes_are_told(name: str, message: str, folder: pathlib.Path) -> None:
+    np.save(folder / "table.npy", np.zeros((2, 3), "int64"))
+    (folder / "broken.npy").write_bytes(b"\x93NUMPY")
+    (folder / "empty").mkdir(exist_ok=True)
+    (folder / "latin.txt").write_bytes("über".encode("latin-1"))
+    with pytest.raises(ModelError, match=message):
+        find_data(name.format(folder))
+
+
+def test_models_that_do_not_fit_are_told(folder: pathlib.Path) -> None:
+    name = f"tokens:{folder}/uint16.bin"
+    for given, model, message in (
+        (
+            name,
+            language_model(50),
+            r"token 50 of .* is 50, but 'language' knows 50; build .* check the dtype \(uint16\)",
+        ),
+        (name, language_model(sequence=200), "98 tokens of .* make no window of 200 \\+ 1; use more text"),
+        (name, keras.Sequential([keras.Input((3, 3)), keras.layers.Dense(2)]), "take one tensor of 2 axes"),
+        (f"text:{folder}/a.txt?vocabulary=300", language_model(260), r"the data have 2\d\d tokens, but .* knows 260"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            find_data(given).example(model, 2)
+
+
+def test_tokens_that_were_not_looked_at_are_told(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "_LOOKED_AT", 1)
+    monkeypatch.setattr(tokens, "_AT_ONCE", 1)
+    with pytest.raises(ModelError, match=r"uint16\.bin has a token that a vocabulary of\] \[90\] \[lacks:\]"):
+        find_data(f"tokens:{folder}/uint16.bin?held_out=0").example(language_model(90), 20)

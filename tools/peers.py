@@ -1,0 +1,102 @@
+"""Processes that train in step with each other, by other means than ours: for each line on stdin, so many steps.
+
+Each answers with one line when its steps are done; what it is else, and what the line says, is its own affair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+from tools.hosts import end, environment, launch
+
+
+class PeersError(RuntimeError):
+    """A process didn't answer; the text has the end of what it has written to stderr."""
+
+
+class Peers:
+    """Some processes, which run until the stack is closed.
+
+    Attributes:
+        answers: the line that each has answered last.
+    """
+
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        commands: Sequence[Sequence[str]],
+        *,
+        environments: Sequence[Mapping[str, str]] | None = None,
+        greeted: bool = False,
+    ) -> None:
+        """Starts them.
+
+        Args:
+            stack: ends them when it is closed.
+            commands: of each.
+            environments: further variables of each.
+            greeted: whether each writes a line of its own accord before anything else.
+
+        Raises:
+            PeersError: one ended before that.
+        """
+        self.answers: list[str] = []
+        self._processes: list[subprocess.Popen[str]] = []
+        self._errors: list[IO[str]] = []
+        pipe = subprocess.PIPE
+        for command, own in zip(commands, environments or [{}] * len(commands), strict=True):
+            errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (the stack closes it)
+            stack.enter_context(errors)
+            started = launch(command, stdin=pipe, stdout=pipe, stderr=errors, env={**environment(), **own})
+            stack.callback(_close, started)
+            self._processes.append(started)
+            self._errors.append(errors)
+        if greeted:
+            self._listen()
+
+    def __call__(self, steps: int) -> float:
+        """Seconds of so many steps of all.
+
+        Raises:
+            PeersError: one ended instead.
+        """
+        started = time.perf_counter()
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # It has ended, of which `_listen` tells.
+                process.stdin.write(f"{steps}\n")
+                process.stdin.flush()
+        self._listen()
+        return time.perf_counter() - started
+
+    def _listen(self) -> None:
+        self.answers = []
+        for process, errors in zip(self._processes, self._errors, strict=True):
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                code = process.wait()
+                errors.seek(0)
+                told = "".join(errors.readlines()[-12:]).strip() or "nothing"
+                raise PeersError(f"a process ended with code {code} instead of an answer; it said: {told}")
+            self.answers.append(line.rstrip("\n"))
+
+
+def pinned(index: int) -> list[str]:
+    """Start of a command that keeps a process to one of this process's cores, by the number of the process."""
+    cores = sorted(os.sched_getaffinity(0))
+    return ["taskset", "-c", str(cores[index % len(cores)])]
+
+
+def _close(process: subprocess.Popen[str]) -> None:
+    end(process)
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
