@@ -4,6 +4,8 @@ VENV ?= .venv
 PYTHON ?= $(shell for python in python3.11 python3; do $$python -c "" 2>/dev/null && echo $$python && break; done)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# An interpreter that has PyTorch, for `make bench`: `pip install -e ".[torch]"` gives it to this one.
+TORCH_PYTHON ?= $(BIN)/python
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
@@ -38,8 +40,10 @@ accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with 
 	$(BIN)/python -m tools.check_simulator
 	$(BIN)/python -m tools.check_prediction
 
-bench: $(STAMP) ## measure throughput of two workers and the preparation of a large step, some ten minutes on a quiet machine
-	$(BIN)/python -m tools.bench_cluster
+bench: $(STAMP) ## run all benchmarks, half an hour on a quiet machine; rewrites docs/results/*.json
+	$(BIN)/python -m tools.bench_cluster --json=docs/results/speed.json
+	$(BIN)/python -m tools.bench_overhead --json=docs/results/speed.json
+	$(BIN)/python -m tools.bench_torch --torch_python=$(TORCH_PYTHON) --json=docs/results/speed.json
 	$(BIN)/python -m tools.bench_monitoring
 	$(BIN)/python -m tools.prepare_step
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -48,12 +49,12 @@ class BatchSpec:
     y: Any = None
     sample_weight: Any = None
 
-    @property
+    @functools.cached_property
     def leaves(self) -> list[Leaf]:
         """All arrays in feed order: x, y, sample_weight."""
         return _present((self.x, self.y, self.sample_weight))
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """A text that is the same for batches of the same structure, dtypes and shapes."""
         return repr((self.x, self.y, self.sample_weight))
@@ -71,6 +72,20 @@ class BatchSpec:
             if not wanted.accepts(leaf.shape):
                 raise DataError(f"{leaf.name} has shape {_shown(leaf.shape)}, where {_shown(wanted.shape)} is expected")
         return [_as_array(value) for value in _present((x, y, sample_weight))]
+
+    def plainly_fits(self, x: Any, y: Any, sample_weight: Any) -> bool:
+        """Whether a batch of at most one array each is sure to fit; False tells nothing.
+
+        Most batches are like that, and like those before them, and needn't be looked at any closer.
+        """
+        for wanted, given in ((self.x, x), (self.y, y), (self.sample_weight, sample_weight)):
+            if wanted is None and given is None:
+                continue
+            if not isinstance(wanted, Leaf) or type(given) is not np.ndarray:
+                return False
+            if given.dtype.name != wanted.dtype or None in wanted.shape[1:] or given.shape[1:] != wanted.shape[1:]:
+                return False
+        return True
 
     def same_structure(self, other: BatchSpec) -> bool:
         """Whether batches differ from another's in shapes at most, not in structure, dtypes or ranks."""
@@ -233,11 +248,13 @@ class Batches(Iterator[Batch]):
             raise DataError(f"batch {self._count + 1} can't be read: {reason(error)}") from error
         self._count += 1
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(_without_optionals(data))
-        given = spec_of(self._model, x, y, sample_weight)
+        known = self.spec is not None and self.spec.plainly_fits(x, y, sample_weight)
+        given = self.spec if known else spec_of(self._model, x, y, sample_weight)
+        assert given is not None
         # Whoever has made an array may fill it with the next batch, which is read while this one is trained on.
         arrays = [np.array(v) if isinstance(v, np.ndarray) else _as_array(v) for v in _present((x, y, sample_weight))]
         samples = check_samples(given.leaves, arrays)
-        self.spec = self._fitting(given)
+        self.spec = given if known else self._fitting(given)
         return Batch(self.spec, arrays, samples)
 
     def _fitting(self, given: BatchSpec) -> BatchSpec:

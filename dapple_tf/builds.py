@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.operators.step_placer import PlacedStep
 from dapple_tf.step_nodes import StepNode
 from dapple_tf.step_trace import TracedStep
+from graph_passes.graph import Ref
 from graph_passes.group_update import GroupUpdate
 from graph_passes.program import Program, Step
 
@@ -65,6 +66,7 @@ class Build:
         nodes: name of a step -> what the nodes of its graph do.
         placed: steps whose operators have been placed, and that aren't in the session yet.
         placements: step -> stage -> where its operators are.
+        requests: name of a step, and whether gradients are wanted -> what it is fed and gives.
     """
 
     mode: Mode
@@ -78,10 +80,50 @@ class Build:
     nodes: dict[str, Mapping[str, StepNode]] = dataclasses.field(default_factory=dict)
     placed: dict[Kind, PlacedStep] = dataclasses.field(default_factory=dict)
     placements: dict[Kind, Mapping[int, OpPlacement]] = dataclasses.field(default_factory=dict)
+    requests: dict[tuple[str, bool], StepRequest] = dataclasses.field(default_factory=dict)
 
     def input_shapes(self, kind: Kind) -> list[tuple[int | None, ...]]:
         """The shapes of the batch inputs of a step."""
         return [(kind.samples, *leaf.shape[1:]) for leaf in self.spec.leaves]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepRequest:
+    """What a step is fed and gives, by names in the session's graph.
+
+    Attributes:
+        feeds: placeholders: of the batch's arrays, then two for each of `Step.metric_feeds`.
+        fetches: tensors for "metrics", "outputs", "gradients" and "loss", and the node "train", as far as there are.
+    """
+
+    feeds: tuple[str, ...]
+    fetches: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, built: Build, prefix: str, step: Step, want_gradients: bool) -> StepRequest:
+        """The request for a step, made once; with gradients it leaves the variables alone."""
+        key = (prefix, want_gradients)
+        if key not in built.requests:
+            built.requests[key] = cls._made(built, prefix, step, want_gradients)
+        return built.requests[key]
+
+    @classmethod
+    def _made(cls, built: Build, prefix: str, step: Step, want_gradients: bool) -> StepRequest:
+        def name(ref: Ref) -> str:
+            return f"{prefix}/{ref.node}:{ref.output}"
+
+        feeds = [step.feeds[ref] for ref in built.program.roles.inputs]
+        feeds += [ref for placeholders in step.metric_feeds.values() for ref in placeholders]
+        fetches: dict[str, Any] = {
+            "metrics": {key: [name(ref) for ref in refs] for key, refs in step.metric_results.items()},
+            "outputs": [[name(ref) for ref in refs] for refs in step.outputs],
+            "gradients": {key: name(ref) for key, ref in step.gradients.items()} if want_gradients else {},
+        }
+        if step.loss is not None:
+            fetches["loss"] = name(step.loss)
+        if step.train is not None and not want_gradients:
+            fetches["train"] = f"{prefix}/{step.train}"
+        return cls(tuple(map(name, feeds)), fetches)
 
 
 class StepSource(NamedTuple):

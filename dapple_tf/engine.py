@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.batch import BatchSpec
-from dapple_tf.builds import Build, Kind, StepResult, StepSource
+from dapple_tf.builds import Build, Kind, StepRequest, StepResult, StepSource
 from dapple_tf.capture import Mode, build, capture, output_structure
 from dapple_tf.clocks import Offset, WorkerClock, estimate
 from dapple_tf.cluster import Cluster
@@ -34,7 +34,7 @@ from dapple_tf.optimizer import needs_all_gradients
 from dapple_tf.parameter_groups import Places, group_updates, holdings, optimizer_variables, readers_of
 from dapple_tf.plan import Plan
 from dapple_tf.remote_session import RemoteSession
-from dapple_tf.session import COLLECTIVE_KEYS, add_to_graph
+from dapple_tf.session import COLLECTIVE_KEYS, PreparedRun, add_to_graph
 from dapple_tf.snapshots import Snapshot, Snapshots
 from dapple_tf.step_nodes import replaced_bytes, step_nodes
 from dapple_tf.step_passes import STEP_PASSES_START, StepPasses
@@ -43,7 +43,7 @@ from dapple_tf.stored_values import StoredValues
 from dapple_tf.variables import VariableTable
 from dapple_tf.view.timeline import device_labels
 from graph_passes.accumulate import accumulated_gradients
-from graph_passes.graph import GraphDef, Ref
+from graph_passes.graph import GraphDef
 from graph_passes.pass_manager import Pass, Timing, run_passes
 from graph_passes.program import Layout, Program, Step, Variable
 from graph_passes.storage import bytes_of
@@ -115,6 +115,7 @@ class Engine:
         self._graph = tf.Graph()
         self._library: set[str] = set()
         self._session = open_session(self.cluster, self._graph)
+        self._prepared: dict[StepRequest, PreparedRun] = {}
         self._stored = StoredValues(self.table, self._holdings, self._run, self._import)
         self._snapshots = Snapshots(self._holdings, self._run, self._import)
         self._left_over: str | None = None  # node that makes the updates which the last step has left
@@ -122,6 +123,7 @@ class Engine:
     def close(self) -> None:
         """Frees the devices' memory, and workers for others; a snapshot that is being written is finished first."""
         self._snapshots.wait()
+        self._prepared.clear()
         self._session.close()
         self._connected.close()
 
@@ -310,32 +312,16 @@ class Engine:
         gradients = want_gradients and self.placer is not None
         prefix, step = self.step(built, Kind(arrays[0].shape[0], carries, self._left_over is not None, gradients))
 
-        def name(ref: Ref) -> str:
-            return f"{prefix}/{ref.node}:{ref.output}"
-
-        feed = {name(step.feeds[ref]): array for ref, array in zip(built.program.roles.inputs, arrays, strict=True)}
-        for variable, placeholders in step.metric_feeds.items():
-            assert metrics is not None
-            feed |= {name(place): value for place, value in zip(placeholders, metrics[variable], strict=True)}
-        fetch: dict[str, Any] = {
-            "metrics": {key: [name(ref) for ref in refs] for key, refs in step.metric_results.items()},
-            "outputs": [[name(ref) for ref in refs] for refs in step.outputs],
-            "gradients": {key: name(ref) for key, ref in step.gradients.items()} if want_gradients else {},
-        }
-        if step.loss is not None:
-            fetch["loss"] = name(step.loss)
-        if step.train is not None and not want_gradients:
-            fetch["train"] = f"{prefix}/{step.train}"
+        request = StepRequest.of(built, prefix, step, want_gradients)
+        running = {} if metrics is None else metrics
+        values = [*arrays, *(value for name in step.metric_feeds for value in running[name])]
         metadata = tf.compat.v1.RunMetadata() if trace else None
-        options = self._step_options()
-        if trace:
-            options.trace_level = tf.compat.v1.RunOptions.FULL_TRACE
         before = self._clocks() if trace else {}
-        self.ahead |= "train" in fetch
+        self.ahead |= "train" in request.fetches
         if carries:
             self._left_over = built.flush  # also if Ctrl-C comes in place of the result
         called = time.time_ns()
-        result = self._timed(prefix, lambda seconds: self._run(fetch, feed, options, metadata, seconds))
+        result = self._timed(prefix, lambda seconds: self._run_step(request, values, metadata, seconds))
         traced = None
         if metadata is not None:
             times = called, time.time_ns()
@@ -344,13 +330,25 @@ class Engine:
             traced = self._traced(built, prefix, step, metadata.step_stats, times, clocks)
         return StepResult(
             loss=float(result["loss"]) if "loss" in result else None,
-            metrics={key: merged(parts, (metrics or {})[key][1]) for key, parts in result["metrics"].items()},
+            metrics={key: merged(parts, running[key][1]) for key, parts in result["metrics"].items()},
             outputs=tuple(
                 np.concatenate(parts) if len(parts) > 1 else parts[0] for parts in result["outputs"] if parts
             ),
             gradients=result["gradients"],
             traced=traced,
         )
+
+    def _run_step(self, request: StepRequest, values: Sequence[Any], metadata: Any, seconds: float | None) -> Any:
+        """What a step gives for these values of its placeholders."""
+        if metadata is None and not isinstance(self._session, RemoteSession):
+            if request not in self._prepared:
+                self._prepared[request] = PreparedRun(self._session, request.fetches, request.feeds)
+            return self._prepared[request](values)
+        options = self._step_options()
+        if metadata is not None:
+            options.trace_level = tf.compat.v1.RunOptions.FULL_TRACE
+        feed = dict(zip(request.feeds, values, strict=True))
+        return self._run(request.fetches, feed, options, metadata, seconds)
 
     def _clocks(self) -> dict[int, Offset]:
         """Worker -> by how much its clock is ahead; empty where devices are this process's."""

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.variables import VariableTable
+from dapple_tf.variables import VariableTable, assign_value, read_value
 from graph_passes.graph import Graph, Ref
 
 _lock = threading.Lock()
@@ -28,26 +28,47 @@ class RunningMetrics:
         self._table = table
         self._resets: dict[str, np.ndarray] = {}
 
-    def feeds(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Each metric variable's running value and its value after a reset."""
-        found = {}
-        for metric in self._model.metrics:
-            for variable in metric.variables:
-                if not self._table.knows(variable):
-                    continue
-                name = self._table.name_of(variable)
-                if name not in self._resets:
-                    self._resets |= self._after_reset(metric)
-                found[name] = (np.asarray(variable.value), self._resets[name])
-        return found
+    def feeds(self) -> Mapping[str, tuple[np.ndarray, np.ndarray]]:
+        """Each metric variable's running value and its value after a reset; it is read when it is asked for."""
+        return _Feeds(self._feed)
+
+    def _feed(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        variable = self._table.keras_variables[name]
+        if name not in self._resets:
+            (metric,) = (m for m in self._model.metrics if any(own is variable for own in m.variables))
+            self._resets |= self._after_reset(metric)
+        return read_value(variable), self._resets[name]
 
     def update(self, results: Mapping[str, np.ndarray], loss: float | None, samples: int) -> None:
         """Takes a step's results over into the model's metrics; the mean loss is one of them."""
         for name, value in results.items():
-            self._table.keras_variables[name].assign(value)
+            assign_value(self._table.keras_variables[name], value)
         tracker = getattr(self._model, "_loss_tracker", None)
-        if tracker is not None:
+        if tracker is None:
+            return
+        if not _is_plain_mean(tracker):
             tracker.update_state(loss, sample_weight=samples)
+            return
+        # What `update_state` does, without the dozen operations of Keras' that take longer than a small model's layers.
+        weight = np.float32(samples)
+        _add(tracker.total, np.float32(loss) * weight)
+        _add(tracker.count, weight)
+
+    def results(self) -> dict[str, Any]:
+        """The model's logs: the values of its metrics."""
+        model = self._model
+        if type(model).get_metrics_result is not keras.Model.get_metrics_result:
+            return dict(model.get_metrics_result())
+        found: dict[str, Any] = {}
+        tracker = getattr(model, "_loss_tracker", None)
+        for metric in model.metrics:
+            if tracker is not None and metric is tracker and _is_plain_mean(metric):
+                total, count = read_value(metric.total), read_value(metric.count)
+                result: Any = total / count if count else np.float32(0)
+            else:
+                result = metric.result()
+            found |= result if isinstance(result, dict) else {metric.name: result}
+        return found
 
     def _after_reset(self, metric: keras.metrics.Metric) -> dict[str, np.ndarray]:
         kept = [np.asarray(variable.value) for variable in metric.variables]
@@ -57,6 +78,27 @@ class RunningMetrics:
         for variable, value in zip(metric.variables, kept, strict=True):
             variable.assign(value)
         return found
+
+
+class _Feeds(dict[str, tuple[np.ndarray, np.ndarray]]):
+    """Metric variables' values, each of which is read once, when it is asked for: most steps need few of them."""
+
+    def __init__(self, read: Callable[[str], tuple[np.ndarray, np.ndarray]]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __missing__(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        self[name] = found = self._read(name)
+        return found
+
+
+def _is_plain_mean(metric: keras.metrics.Metric) -> bool:
+    return type(metric) is keras.metrics.Mean and metric.dtype == "float32"
+
+
+def _add(variable: keras.Variable, value: np.float32) -> None:
+    """Adds to a float32 scalar."""
+    tf.raw_ops.AssignAddVariableOp(resource=variable.value.handle, value=tf.constant(value, tf.float32))
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import numpy as np
 from dapple_tf.device_initialization import initialization, reading, rearrangement, removal
 from dapple_tf.device_values import DeviceValues, Holding, load_one
 from dapple_tf.initialization import Initial, initial_of
-from dapple_tf.variables import VariableTable
+from dapple_tf.variables import VariableTable, assign_value
 from graph_passes.graph import GraphDef
 from graph_passes.storage import buckets, by_dtype
 
@@ -152,7 +152,7 @@ class StoredValues:
                 for variable, part in zip(group, parts, strict=True):
                     if variable.name not in seen:
                         seen.add(variable.name)
-                        self._table.keras_variables[variable.name].assign(part.reshape(variable.shape))
+                        assign_value(self._table.keras_variables[variable.name], part.reshape(variable.shape))
 
     def _save_in_parts(self, holdings: Iterable[Holding], seen: set[str]) -> None:
         """Devices -> Keras values, some at a time."""

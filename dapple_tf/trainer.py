@@ -504,7 +504,7 @@ class PipelinedModel:
                 self._step(mode, batch)
                 if mode is Mode.TRAIN and self._monitor.callback is not None:
                     self._monitor.callback.stepped(batch.samples, time.perf_counter() - started, waited)
-            logs = {name: tf.convert_to_tensor(value) for name, value in self.model.get_metrics_result().items()}
+            logs = self._runtime.metrics.results()
             if mode is Mode.TRAIN and self._monitor.callback is not None:
                 logs |= self._monitor.callback.latest
             return logs

@@ -14,6 +14,18 @@ from graph_passes.graph import Names, Ref
 from graph_passes.program import Variable, VariableKind
 
 
+def read_value(variable: keras.Variable) -> np.ndarray:
+    """The value of a variable that has one, by the one operation that it takes: Keras makes several."""
+    own = variable.value
+    return np.asarray(tf.raw_ops.ReadVariableOp(resource=own.handle, dtype=own.dtype).numpy())
+
+
+def assign_value(variable: keras.Variable, value: np.ndarray) -> None:
+    """Assigns a value of its own shape to a variable that has one, by one operation likewise."""
+    own = variable.value
+    tf.raw_ops.AssignVariableOp(resource=own.handle, value=tf.constant(value, own.dtype))
+
+
 class VariableTable:
     """The Keras variables of a model and its optimizer under names that are unique and fit for TensorFlow's nodes.
 

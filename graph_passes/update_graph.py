@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tensorflow.core.framework import types_pb2
 
@@ -49,6 +50,20 @@ if TYPE_CHECKING:
 
 _Calls: TypeAlias = dict[tuple[tuple[int, ...], str], str]
 """(stages of a group, device) -> the call that updates it there."""
+_Inputs: TypeAlias = dict[Ref, Callable[[str], Ref]]
+"""Placeholder of a function's graph -> device -> the tensor of the top level that a call there gets."""
+
+
+class _Computation(NamedTuple):
+    """What all devices that run the same stages of a group do with its gradients.
+
+    Attributes:
+        function: that does it; None if there is nothing to do.
+        inputs: device -> tensor of the top level, for each of its arguments.
+    """
+
+    function: FunctionDef | None
+    inputs: tuple[Callable[[str], Ref], ...]
 
 
 class UpdateGraph:
@@ -72,6 +87,8 @@ class UpdateGraph:
         self.contributors = contributors(program)
         self.groups = parameter_groups(program, options.updates, options.hosts)
         self.reduced: dict[tuple[tuple[Variable, ...], str], Ref] = {}
+        self.packs: dict[str, FunctionDef] = {}
+        self.computations: dict[str, _Computation] = {}
         self.gathered: dict[tuple[str, str], tuple[Ref, Ref]] = {}
         self.joined: dict[tuple[Value, int, int], Ref | None] = {}
         self.tasks_with: dict[Value, list[Task]] = {}
@@ -255,16 +272,18 @@ class UpdateGraph:
         return [stage for stage, _ in self._places(group.stages, device)]
 
     def _pack_function(self, group: ParameterGroup, device: str, packed: Sequence[Sequence[Variable]]) -> FunctionDef:
+        name = self.options.prefix + self._function_name("pack", group, device)
+        if name in self.packs:
+            return self.packs[name]
         stages = self._stages_on(group, device)
         builder = Builder(empty_graph())
         vectors = []
         for bucket in packed:
             parts = [flatten(builder, self._own_sum(builder, v, stages), v.dtype) for v in bucket]
             vectors.append(builder.concat("bucket", parts, bucket[0].dtype, 0))
-        name = self.options.prefix + self._function_name("pack", group, device)
-        function = outline(name, Graph(builder.graph), [], vectors)
-        self.functions.append(function)
-        return function
+        self.packs[name] = outline(name, Graph(builder.graph), [], vectors)
+        self.functions.append(self.packs[name])
+        return self.packs[name]
 
     def _collective(
         self,
@@ -358,6 +377,22 @@ class UpdateGraph:
         Returns:
             The call; None if there is nothing to do.
         """
+        name = self._function_name(what, group, device)
+        if name not in self.computations:  # Building one takes long, and replicas have it in common.
+            self.computations[name] = self._computation(what, name, group, device, totals)
+        function, inputs = self.computations[name]
+        if function is None:
+            return None
+        control = [] if what == "carried_apply" else self._complete(group, device)
+        if what == "gradients":
+            # Whoever fetches them without training still needs every member of each all-reduce to take part.
+            control += [ref.node for ref in self.reduced.values()]
+        return self._call(what, function, [tensor(device) for tensor in inputs], group, device, control=control)
+
+    def _computation(
+        self, what: str, name: str, group: ParameterGroup, device: str, totals: Ref | None
+    ) -> _Computation:
+        """The function that `_on_gradients` calls on a device, and on others that run the same stages of the group."""
         captured = Captured(empty_graph(), {}, {})
         if group.update is not None and what != "counters":
             captured = group.update.apply
@@ -366,38 +401,28 @@ class UpdateGraph:
         graph = GraphDef()
         graph.CopyFrom(captured.graph)
         builder = Builder(graph)
-        inputs: dict[Ref, Ref] = {}  # placeholder of the function's graph -> tensor of the top level
+        inputs: _Inputs = {}
         state = self._state_of(group, what)
         wanted = [*captured.gradients, *(variable.name for variable in state if variable.dtype in FLOAT_DTYPES)]
         reduced = self._reduced_values(builder, inputs, wanted, group, device)
         effects = [*captured.effects, *self._assign_state(builder, inputs, reduced, state)]
         if not effects and what not in ("statistics", "gradients"):
-            return None
+            return _Computation(None, ())
         if captured.totals is not None and totals is not None:
             argument = builder.append(placeholder(builder.names.fresh("totals"), types_pb2.DT_DOUBLE))
-            inputs[argument] = totals
+            inputs[argument] = functools.partial(_everywhere, totals)
             substitute(graph, {captured.totals.node: argument})
         bindings = {placed.node: reduced[name] for name, placed in captured.gradients.items()}
-        for name, (values, indices) in captured.slices.items():
-            rows = self._gather(name, device)
-            for placed, tensor in zip((values, indices), rows, strict=True):
-                inputs[placed] = tensor
+        for variable, places in captured.slices.items():
+            for index, placed in enumerate(places):
+                inputs[placed] = functools.partial(self._rows, variable, index)
         function = self._bound(
-            self._function_name(what, group, device),
-            dataclasses.replace(captured, graph=graph),
-            bindings,
-            list(inputs),
-            captured.outputs,
-            effects,
+            name, dataclasses.replace(captured, graph=graph), bindings, list(inputs), captured.outputs, effects
         )
-        control = [] if what == "carried_apply" else self._complete(group, device)
-        if what == "gradients":
-            # Whoever fetches them without training still needs every member of each all-reduce to take part.
-            control += [ref.node for ref in self.reduced.values()]
-        return self._call(what, function, list(inputs.values()), group, device, control=control)
+        return _Computation(function, tuple(inputs.values()))
 
     def _reduced_values(
-        self, builder: Builder, inputs: dict[Ref, Ref], wanted: Sequence[str], group: ParameterGroup, device: str
+        self, builder: Builder, inputs: _Inputs, wanted: Sequence[str], group: ParameterGroup, device: str
     ) -> dict[str, Ref]:
         here = [variable for variable in group.variables if variable.name in wanted]
         if len(group.devices) == 1:
@@ -407,10 +432,18 @@ class UpdateGraph:
         for bucket in buckets(group.variables, self.options.bucket_bytes):
             if any(variable in here for variable in bucket):
                 argument = builder.append(placeholder(builder.names.fresh("bucket"), bucket[0].dtype))
-                inputs[argument] = self.reduced[bucket, device]
+                inputs[argument] = functools.partial(self._bucket, bucket)
                 parts = unflatten(builder, argument, bucket[0].dtype, [variable.shape for variable in bucket])
                 found |= {variable.name: part for variable, part in zip(bucket, parts, strict=True)}
         return found
+
+    def _bucket(self, bucket: tuple[Variable, ...], device: str) -> Ref:
+        """A bucket of reduced gradients on a device."""
+        return self.reduced[bucket, device]
+
+    def _rows(self, name: str, index: int, device: str) -> Ref:
+        """The values (index 0) or indices of a gradient's rows on a device."""
+        return self._gather(name, device)[index]
 
     def _gather(self, name: str, device: str) -> tuple[Ref, Ref]:
         """The rows of a gradient from all slices (by stage, replica, micro-batch), on one device."""
@@ -468,7 +501,7 @@ class UpdateGraph:
         return [variable for variable in found if (variable.dtype in FLOAT_DTYPES) == (what == "carried_apply")]
 
     def _assign_state(
-        self, builder: Builder, inputs: dict[Ref, Ref], reduced: Mapping[str, Ref], state: Sequence[Variable]
+        self, builder: Builder, inputs: _Inputs, reduced: Mapping[str, Ref], state: Sequence[Variable]
     ) -> list[str]:
         effects = []
         for variable in state:
@@ -479,7 +512,7 @@ class UpdateGraph:
                 producer = self.program.node_stage.get(variable.update.node, len(self.homes) - 1)
                 first = Task(producer, Phase.FORWARD, 0, 0)
                 value = builder.append(placeholder(builder.names.fresh("state"), variable.dtype))
-                inputs[value] = self.step.values[first, Value(variable.update)]
+                inputs[value] = functools.partial(_everywhere, self.step.values[first, Value(variable.update)])
             effects.append(assign(builder, variable.place, value, variable.dtype, variable.shape))
         return effects
 
@@ -518,6 +551,11 @@ class UpdateGraph:
         name = self.builder.names.fresh(f"{group.label}/replica{group.devices.index(device)}/{what}")
         attrs = _roles(what, group)
         return self.builder.append(call_node(name, function, inputs, device=device, control=control, attrs=attrs))
+
+
+def _everywhere(tensor: Ref, device: str) -> Ref:
+    """The same tensor for every device."""
+    return tensor
 
 
 def _roles(what: str, group: ParameterGroup) -> dict[str, str | int | AttrValue]:

@@ -50,9 +50,10 @@ def _patterns(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset
     """Images of a pattern for each class, in noise."""
     images_shape, (_, classes) = fit.shapes("patterns", model, 4, 2)
     draw = np.random.default_rng(seed)
-    patterns = draw.normal(size=(classes, *images_shape[1:])).astype("float32")
     labels = draw.integers(0, classes, _POOL_BATCHES * batch_size)
-    images = patterns[labels] + draw.normal(size=(len(labels), *images_shape[1:])).astype("float32")
+    images = draw.standard_normal((len(labels), *images_shape[1:]), "float32")
+    for label in np.unique(labels):  # Patterns of all thousand classes of large images would take gigabytes.
+        images[labels == label] += np.random.default_rng((seed, label)).standard_normal(images_shape[1:], "float32")
     return pooled(images, labels.astype("int32"), None, batch_size, seed)
 
 

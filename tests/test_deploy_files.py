@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from program_flags import flags_of
 
 from tools.hosts import ROOT, environment, free_ports
 
@@ -30,14 +31,6 @@ def joined(text: str) -> str:
     return re.sub(r"\\\n\s*", " ", text).replace("# ", "  ")
 
 
-@functools.cache
-def flags_of(module: str) -> set[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--helpfull"], capture_output=True, text=True, env=environment(), cwd=ROOT
-    )
-    return set(re.findall(r"^\s+(?:-\w,)?--(?:\[no\])?(\w+):", done.stdout, flags=re.MULTILINE))
-
-
 def used_flags() -> list[tuple[str, str, str]]:
     found = []
     for path, text in TEXTS.items():
@@ -48,7 +41,7 @@ def used_flags() -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize(("file", "module", "flag"), sorted(set(used_flags())))
 def test_flags_exist(file: str, module: str, flag: str) -> None:
-    assert flag in flags_of(module), f"{file}: {module} has no flag --{flag}"
+    assert flag in set(flags_of(module)), f"{file}: {module} has no flag --{flag}"
 
 
 def test_flags_are_found_at_all() -> None:

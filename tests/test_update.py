@@ -43,7 +43,7 @@ from dapple_tf.schedules import make_schedule
 from graph_passes.accumulate import Accumulate
 from graph_passes.graph import Builder, Graph, NodeDef, Ref, control_inputs, data_inputs, dtype_attr
 from graph_passes.group_update import Captured, GroupUpdate
-from graph_passes.outline import placeholder
+from graph_passes.outline import outline, placeholder
 from graph_passes.program import Layout, Program, Value
 from graph_passes.replicate import Replicate
 from graph_passes.schedule import OrderTasks
@@ -160,6 +160,21 @@ def test_functions_of_a_stage_serve_all_its_replicas() -> None:
     assert {call.attr["f"].func.name for call in calls(program, "apply").values()} == {"stage0_apply", "stage1_apply"}
     names = [function.signature.name for function in program.graph.library.function]
     assert len(names) == len(set(names))
+
+
+def test_functions_are_built_once_however_many_replicas_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replica had them built anew, only for all but one to be dropped: 8 of 20 s of ResNet-50 on 32 devices."""
+    built: list[str] = []
+
+    def counted(name: str, *arguments: Any, **options: Any) -> Any:
+        built.append(name)
+        return outline(name, *arguments, **options)
+
+    monkeypatch.setattr("graph_passes.update_graph.outline", counted)
+    updated(two_stages(), layout([2, 2], 8))
+    few, built = built, []
+    updated(two_stages(), layout([4, 4], 8))
+    assert few == built and len(built) == len(set(built))
 
 
 def test_the_loss_has_gradient_one_unless_the_optimizer_scales_it() -> None:

@@ -39,6 +39,8 @@ from tools.hosts import LocalWorkers, free_ports
 from tools.peers import Peers, pinned
 from tools.ratios import quartiles, ratios, take_turns
 
+WAYS = ("copies", "keras", "keras_alone", "pipeline", "data_parallel", "mirrored")
+
 FLAGS = flags.FlagValues()
 _ROUNDS = flags.DEFINE_integer("rounds", 12, "rounds in which each way has its turn", lower_bound=2, flag_values=FLAGS)
 _STEPS = flags.DEFINE_integer("steps", 1, "steps of a turn", lower_bound=1, flag_values=FLAGS)
@@ -55,7 +57,7 @@ _BLOCKS = flags.DEFINE_integer("blocks", 8, "of the model", lower_bound=2, flag_
 _WIDTH = flags.DEFINE_integer("width", 256, "of the model; a multiple of 4", lower_bound=4, flag_values=FLAGS)
 _SEQUENCE = flags.DEFINE_integer("sequence", 64, "tokens of a sample", lower_bound=1, flag_values=FLAGS)
 _JIT = flags.DEFINE_bool("jit_compile", False, "compile all ways with XLA", flag_values=FLAGS)
-_MIRRORED = flags.DEFINE_bool("mirrored", True, "try MultiWorkerMirroredStrategy", flag_values=FLAGS)
+_WAYS = flags.DEFINE_list("ways", list(WAYS), "which of them to try; the copies always are", flag_values=FLAGS)
 _PIN = flags.DEFINE_bool("pin", False, "give each worker a core of its own", flag_values=FLAGS)
 _JSON = flags.DEFINE_string("json", None, "write the numbers to this file, too", flag_values=FLAGS)
 _NAME = flags.DEFINE_string("name", "cluster", "of the results in that file", flag_values=FLAGS)
@@ -135,16 +137,18 @@ def ways(cluster: dapple.Cluster, stack: contextlib.ExitStack) -> dict[str, tupl
             waiting.result()
 
     found: dict[str, tuple[int, Callable[[int], object]]] = {"copies": (2 * batch, both)}
-    found["keras"] = (2 * batch, peers(stack, batch))
-    found["keras_alone"] = (batch, peers(stack, batch, count=1))
+    if "keras" in _WAYS.value:
+        found["keras"] = (2 * batch, peers(stack, batch))
+    if "keras_alone" in _WAYS.value:
+        found["keras_alone"] = (batch, peers(stack, batch, count=1))
     cut = _CUT.value or f"block_{_BLOCKS.value // 2 - 1}"
-    for schedule in _SCHEDULES.value:
+    for schedule in _SCHEDULES.value if "pipeline" in _WAYS.value else ():
         stages = [[0], [1]]
         plan = dapple.Plan.manual([cut], stages, micro_batches, batch, schedule=schedule, jit_compile=_JIT.value)
         found[f"pipeline_{schedule}"] = (batch, trainer(plan))
-    for count in map(int, _PARALLEL.value):
+    for count in map(int, _PARALLEL.value if "data_parallel" in _WAYS.value else ()):
         found[f"data_parallel_{count}"] = (batch, trainer(parallel(2, batch, count)))
-    if _MIRRORED.value:
+    if "mirrored" in _WAYS.value:
         found["mirrored"] = (batch, peers(stack, batch, mirrored=True))
     return found
 
@@ -202,6 +206,8 @@ def main() -> None:
         be_peer(json.loads(_PEER.value))
         return
     check_output(_JSON.value)
+    unknown = sorted(set(_WAYS.value) - set(WAYS))
+    command.check(not unknown, f"--ways: unknown {', '.join(unknown)}; choose from {', '.join(WAYS)}")
     command.check(_WIDTH.value % 4 == 0, f"--width={_WIDTH.value} isn't a multiple of the 4 heads")
     counts = all(count.isdecimal() and int(count) > 0 for count in _PARALLEL.value)
     command.check(counts, f"--parallel={','.join(_PARALLEL.value)}: numbers of micro-batches are 1 or more")

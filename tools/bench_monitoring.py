@@ -19,24 +19,29 @@ from typing import Any
 
 import keras
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf.progress import Progress
 from models.gpt import gpt
+from tools import command
 
-_DEPTH = flags.DEFINE_integer("depth", 8, "Transformer blocks.", lower_bound=2)
-_WIDTH = flags.DEFINE_integer("width", 96, "Size of the residual stream; a multiple of 4.", lower_bound=4)
-_SEQUENCE = flags.DEFINE_integer("sequence", 64, "Tokens of a sample.", lower_bound=1)
-_BATCH = flags.DEFINE_integer("batch", 32, "Global batch size.", lower_bound=4)
-_MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 4, "Micro-batches.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 5, "Steps of each turn.", lower_bound=1)
-_ROUNDS = flags.DEFINE_integer(
-    "rounds", 60, "Rounds, each of one turn with the monitor and one without.", lower_bound=2
+FLAGS = flags.FlagValues()
+
+_DEPTH = flags.DEFINE_integer("depth", 8, "Transformer blocks.", lower_bound=2, flag_values=FLAGS)
+_WIDTH = flags.DEFINE_integer(
+    "width", 96, "Size of the residual stream; a multiple of 4.", lower_bound=4, flag_values=FLAGS
 )
-_BUDGET = flags.DEFINE_float("budget", 0.01, "The monitor's budget.")
-_EVENTS_DIR = flags.DEFINE_string("events_dir", None, "Have the monitor write event files here.")
-_JSON = flags.DEFINE_string("json", None, "Where to write the numbers, too.")
+_SEQUENCE = flags.DEFINE_integer("sequence", 64, "Tokens of a sample.", lower_bound=1, flag_values=FLAGS)
+_BATCH = flags.DEFINE_integer("batch", 32, "Global batch size.", lower_bound=4, flag_values=FLAGS)
+_MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 4, "Micro-batches.", lower_bound=1, flag_values=FLAGS)
+_STEPS = flags.DEFINE_integer("steps", 5, "Steps of each turn.", lower_bound=1, flag_values=FLAGS)
+_ROUNDS = flags.DEFINE_integer(
+    "rounds", 60, "Rounds, each of one turn with the monitor and one without.", lower_bound=2, flag_values=FLAGS
+)
+_BUDGET = flags.DEFINE_float("budget", 0.01, "The monitor's budget.", flag_values=FLAGS)
+_EVENTS_DIR = flags.DEFINE_string("events_dir", None, "Have the monitor write event files here.", flag_values=FLAGS)
+_JSON = flags.DEFINE_string("json", None, "Where to write the numbers, too.", flag_values=FLAGS)
 
 
 class _Times(keras.callbacks.Callback):
@@ -123,10 +128,8 @@ def _bookkeeping(monitor: dapple.PipelineMonitor, count: int = 2000) -> float:
     return 1e6 * (time.perf_counter() - started) / count
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Prints them."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; all settings are flags, see --help")
     found = measure()
     lines = [
         f"step without the monitor: {found['step_ms']:.4g} ms (median)",
@@ -144,4 +147,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.start(main, FLAGS)

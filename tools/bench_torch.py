@@ -81,8 +81,9 @@ def torch_pipeline(stack: contextlib.ExitStack, size: GptConfig, micro_batches: 
     """PyTorch's two processes, each of which has said what it has."""
     x, y = make_data(size, batch)
     folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    weights = {variable.path: np.asarray(variable.value) for variable in make_model(size).trainable_variables}
-    np.savez(folder / "start.npz", x=x, y=y, **weights)
+    arrays: dict[str, Any] = {"x": x, "y": y}
+    arrays |= {variable.path: np.asarray(variable.value) for variable in make_model(size).trainable_variables}
+    np.savez(folder / "start.npz", **arrays)
     task = {
         "size": dataclasses.asdict(size),
         "blocks_of_first": size.depth // 2,

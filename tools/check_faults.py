@@ -28,16 +28,25 @@ import numpy as np
 from absl import app, flags
 
 import dapple_tf as dapple
+from tools import command
 from tools.hosts import Hosts, HostsError, unavailable
 
-_SHAPES = flags.DEFINE_list("shapes", ["data_parallel", "straight", "2:1", "1:2", "chunks", "zb_h1"], "plans to try")
-_FAULTS = flags.DEFINE_integer("faults", 20, "faults in each training run", lower_bound=1)
-_KINDS = flags.DEFINE_list("kinds", ["kill", "stop", "cut"], "kinds of faults")
-_NOTICE = flags.DEFINE_float("notice_seconds", 10.0, "a worker that is silent for so long is lost", lower_bound=1.0)
-_CHECKPOINTS = flags.DEFINE_bool("checkpoints", False, "go on from checkpoints, every 7 steps, not from synced values")
-_SEED = flags.DEFINE_integer("seed", 0, "of the random moments")
-_OUT = flags.DEFINE_string("out", None, "write the rows to this JSON file, too")
-_INSIDE = flags.DEFINE_string("inside", None, "internal: this is the client; what it is to do")
+FLAGS = flags.FlagValues()
+
+_SHAPES = flags.DEFINE_list(
+    "shapes", ["data_parallel", "straight", "2:1", "1:2", "chunks", "zb_h1"], "plans to try", flag_values=FLAGS
+)
+_FAULTS = flags.DEFINE_integer("faults", 20, "faults in each training run", lower_bound=1, flag_values=FLAGS)
+_KINDS = flags.DEFINE_list("kinds", ["kill", "stop", "cut"], "kinds of faults", flag_values=FLAGS)
+_NOTICE = flags.DEFINE_float(
+    "notice_seconds", 10.0, "a worker that is silent for so long is lost", lower_bound=1.0, flag_values=FLAGS
+)
+_CHECKPOINTS = flags.DEFINE_bool(
+    "checkpoints", False, "go on from checkpoints, every 7 steps, not from synced values", flag_values=FLAGS
+)
+_SEED = flags.DEFINE_integer("seed", 0, "of the random moments", flag_values=FLAGS)
+_OUT = flags.DEFINE_string("out", None, "write the rows to this JSON file, too", flag_values=FLAGS)
+_INSIDE = flags.DEFINE_string("inside", None, "internal: this is the client; what it is to do", flag_values=FLAGS)
 
 _HOSTS = 3
 _BATCH = 48
@@ -172,8 +181,8 @@ class _Client:
     """The client's process and what it tells."""
 
     def __init__(self, hosts: Hosts, task: Mapping[str, Any]) -> None:
-        command = [sys.executable, "-m", "tools.check_faults", f"--inside={json.dumps(dict(task))}"]
-        self.process = hosts.popen(0, command, stdout=-1)
+        line = [sys.executable, "-m", "tools.check_faults", f"--inside={json.dumps(dict(task))}"]
+        self.process = hosts.popen(0, line, stdout=-1)
         self._events: queue.Queue[dict[str, Any]] = queue.Queue()
         self.step = 0
         threading.Thread(target=self._read, daemon=True).start()
@@ -296,10 +305,8 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Checks all shapes."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; see --help")
     if _INSIDE.value is not None:
         train(json.loads(_INSIDE.value))
         return
@@ -333,4 +340,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.start(main, FLAGS)

@@ -17,15 +17,18 @@ import tempfile
 
 import keras
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 import dapple_tf as dapple
+from tools import command
 from tools.hosts import LocalWorkers
 
-_WORKERS = flags.DEFINE_integer("workers", 4, "workers, each with one stage", lower_bound=2)
-_WIDTH = flags.DEFINE_integer("width", 3072, "of the layers", lower_bound=1)
-_LAYERS = flags.DEFINE_integer("layers", 3, "of each stage", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 3, "training steps", lower_bound=1)
+FLAGS = flags.FlagValues()
+
+_WORKERS = flags.DEFINE_integer("workers", 4, "workers, each with one stage", lower_bound=2, flag_values=FLAGS)
+_WIDTH = flags.DEFINE_integer("width", 3072, "of the layers", lower_bound=1, flag_values=FLAGS)
+_LAYERS = flags.DEFINE_integer("layers", 3, "of each stage", lower_bound=1, flag_values=FLAGS)
+_STEPS = flags.DEFINE_integer("steps", 3, "training steps", lower_bound=1, flag_values=FLAGS)
 _BATCH = 16
 
 
@@ -52,10 +55,8 @@ def memory(process: int, which: str) -> int:
     return int(found[1]) * 1024
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Trains, and prints the table."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; see --help")
     count, per_stage = _WORKERS.value, _LAYERS.value
     cuts = [f"hidden_{stage * per_stage + per_stage - 1}" for stage in range(count - 1)]
     plan = dapple.Plan.straight(cuts, _BATCH, 4)
@@ -93,4 +94,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.start(main, FLAGS)

@@ -16,21 +16,24 @@ from typing import Any
 
 from absl import app, flags
 
+from tools import command
 from tools.memory_of_steps import MODELS, POLICIES, check, summary, table
 
-_MODELS = flags.DEFINE_list("models", ["mlp", "gpt", "resnet"], "which of mlp, gpt and resnet to train")
-_POLICIES = flags.DEFINE_list("policies", [], "which policies to train with; none for all")
-_STEPS = flags.DEFINE_integer("steps", 9, "traced steps of each policy", lower_bound=1)
-_REPEATS = flags.DEFINE_integer("repeats", 5, "how often the profiler measures times", lower_bound=1)
-_CACHE = flags.DEFINE_bool("cache", False, "take profiles from the cache if they are there")
-_TOLERANCE = flags.DEFINE_float("tolerance", 0.1, "largest error that passes", lower_bound=0.0)
-_OUTPUT = flags.DEFINE_string("output", None, "write the numbers to this JSON file, too")
+FLAGS = flags.FlagValues()
+
+_MODELS = flags.DEFINE_list(
+    "models", ["mlp", "gpt", "resnet"], "which of mlp, gpt and resnet to train", flag_values=FLAGS
+)
+_POLICIES = flags.DEFINE_list("policies", [], "which policies to train with; none for all", flag_values=FLAGS)
+_STEPS = flags.DEFINE_integer("steps", 9, "traced steps of each policy", lower_bound=1, flag_values=FLAGS)
+_REPEATS = flags.DEFINE_integer("repeats", 5, "how often the profiler measures times", lower_bound=1, flag_values=FLAGS)
+_CACHE = flags.DEFINE_bool("cache", False, "take profiles from the cache if they are there", flag_values=FLAGS)
+_TOLERANCE = flags.DEFINE_float("tolerance", 0.1, "largest error that passes", lower_bound=0.0, flag_values=FLAGS)
+_OUTPUT = flags.DEFINE_string("output", None, "write the numbers to this JSON file, too", flag_values=FLAGS)
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Runs the comparison; ends with 1 if an error is above the tolerance."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; see --help")
     for name, given, known in (("models", _MODELS.value, MODELS), ("policies", _POLICIES.value, POLICIES)):
         if unknown := sorted(set(given) - set(known)):
             raise app.UsageError(f"--{name}: {', '.join(unknown)} unknown; choose from {', '.join(known)}")
@@ -54,4 +57,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.start(main, FLAGS)

@@ -25,12 +25,15 @@ from dapple_tf.automatic import plan_model, slice_sizes
 from dapple_tf.plan_reasons import shape
 from dapple_tf.progress import Progress
 from models.gpt import gpt
+from tools import command
 
-_MODELS = flags.DEFINE_list("models", ["mlp", "conv", "gpt"], "which of mlp, conv and gpt to train")
-_DEVICES = flags.DEFINE_integer("devices", 2, "local devices", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 30, "measured steps of each plan", lower_bound=3)
-_CACHE = flags.DEFINE_bool("cache", False, "take profiles from the cache if they are there")
-_OUTPUT = flags.DEFINE_string("output", None, "write the numbers to this JSON file, too")
+FLAGS = flags.FlagValues()
+
+_MODELS = flags.DEFINE_list("models", ["mlp", "conv", "gpt"], "which of mlp, conv and gpt to train", flag_values=FLAGS)
+_DEVICES = flags.DEFINE_integer("devices", 2, "local devices", lower_bound=1, flag_values=FLAGS)
+_STEPS = flags.DEFINE_integer("steps", 30, "measured steps of each plan", lower_bound=3, flag_values=FLAGS)
+_CACHE = flags.DEFINE_bool("cache", False, "take profiles from the cache if they are there", flag_values=FLAGS)
+_OUTPUT = flags.DEFINE_string("output", None, "write the numbers to this JSON file, too", flag_values=FLAGS)
 
 
 def mlp() -> tuple[keras.Model, np.ndarray, np.ndarray]:
@@ -155,10 +158,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Runs the comparison."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; see --help")
     unknown = set(_MODELS.value) - set(_MAKERS)
     if not _MODELS.value:
         raise app.UsageError(f"--models is empty; choose from {', '.join(_MAKERS)}")
@@ -173,4 +174,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.start(main, FLAGS)

@@ -21,7 +21,6 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import keras
@@ -34,19 +33,24 @@ from dapple_tf.session import configure_gpus
 from dapple_tf.stream_speedups import even_cuts, measure_speedups, two_stream_plan, with_joint_schedule
 from models.resnet import resnet
 from models.vgg import vgg
+from tools import command
 from tools.ratios import summarize
 
-_MODEL = flags.DEFINE_enum("model", "resnet", ["resnet", "vgg"], "Which model.")
-_IMAGE = flags.DEFINE_integer("image", 32, "Height and width of the images.", lower_bound=8)
-_WIDTH = flags.DEFINE_integer("width", 16, "Channels of the first group.", lower_bound=1)
-_STAGES = flags.DEFINE_integer("stages", 8, "Stages, which are the regions.", lower_bound=2)
-_BATCH = flags.DEFINE_integer("batch", 32, "Global batch size.", lower_bound=1)
-_MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 1, "Micro-batches.", lower_bound=1)
-_ROUNDS = flags.DEFINE_integer("rounds", 20, "Rounds that count, of a step of each.", lower_bound=1)
-_KIND = flags.DEFINE_enum("kind", "cpu", ["cpu", "gpu"], "Kind of device.")
-_MEMORY = flags.DEFINE_float("memory_gib", None, "Memory of the GPU that both streams share out.", lower_bound=0.1)
-_JIT = flags.DEFINE_boolean("xla", False, "Compile tasks with XLA (on GPUs: with command buffers).")
-_JSON = flags.DEFINE_string("json", None, "Where to write the result.")
+FLAGS = flags.FlagValues()
+
+_MODEL = flags.DEFINE_enum("model", "resnet", ["resnet", "vgg"], "Which model.", flag_values=FLAGS)
+_IMAGE = flags.DEFINE_integer("image", 32, "Height and width of the images.", lower_bound=8, flag_values=FLAGS)
+_WIDTH = flags.DEFINE_integer("width", 16, "Channels of the first group.", lower_bound=1, flag_values=FLAGS)
+_STAGES = flags.DEFINE_integer("stages", 8, "Stages, which are the regions.", lower_bound=2, flag_values=FLAGS)
+_BATCH = flags.DEFINE_integer("batch", 32, "Global batch size.", lower_bound=1, flag_values=FLAGS)
+_MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 1, "Micro-batches.", lower_bound=1, flag_values=FLAGS)
+_ROUNDS = flags.DEFINE_integer("rounds", 20, "Rounds that count, of a step of each.", lower_bound=1, flag_values=FLAGS)
+_KIND = flags.DEFINE_enum("kind", "cpu", ["cpu", "gpu"], "Kind of device.", flag_values=FLAGS)
+_MEMORY = flags.DEFINE_float(
+    "memory_gib", None, "Memory of the GPU that both streams share out.", lower_bound=0.1, flag_values=FLAGS
+)
+_JIT = flags.DEFINE_boolean("xla", False, "Compile tasks with XLA (on GPUs: with command buffers).", flag_values=FLAGS)
+_JSON = flags.DEFINE_string("json", None, "Where to write the result.", flag_values=FLAGS)
 
 _WARM_UP = 3
 _ONE, _TWO, _JOINT = "one lane", "two lanes", "joint"
@@ -63,10 +67,8 @@ def _model() -> keras.Model:
     return model
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> None:
     """Prints the table."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; all settings are flags, see --help")
     if _KIND.value == "gpu" and _MEMORY.value is None:
         raise app.UsageError("--kind=gpu needs --memory_gib: two streams share out the GPU's memory")
     memory = None if _MEMORY.value is None else int(_MEMORY.value * 2**30)
@@ -128,8 +130,7 @@ def main(argv: Sequence[str]) -> int:
         Path(_JSON.value).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     for model in models.values():
         model.close()
-    return 0
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.start(main, FLAGS)

@@ -16,7 +16,7 @@ import pathlib
 import resource
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -26,23 +26,30 @@ from absl import app, flags
 import dapple_tf as dapple
 from dapple_tf.plan import RECOMPUTE_MODES
 from models import bert
+from tools import command
 
-_LAYERS = flags.DEFINE_integer("layers", 48, "encoder layers", lower_bound=1)
-_HIDDEN = flags.DEFINE_integer("hidden", 1024, "width of the model", lower_bound=1)
-_HEADS = flags.DEFINE_integer("heads", 16, "attention heads", lower_bound=1)
-_VOCABULARY = flags.DEFINE_integer("vocabulary", 30522, "tokens in the vocabulary", lower_bound=1)
-_SEQUENCE = flags.DEFINE_integer("sequence", 16, "tokens per sample", lower_bound=1)
-_TIED = flags.DEFINE_bool("tied", True, "whether the first and the last stage share the embedding")
-_DEVICES = flags.DEFINE_integer("devices", 32, "logical devices", lower_bound=1)
-_REPLICAS = flags.DEFINE_integer("replicas", 1, "devices of each stage", lower_bound=1)
-_MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 32, "micro-batches of a step", lower_bound=1)
-_SAMPLES = flags.DEFINE_integer("samples", 0, "samples per micro-batch; 0 is one for each replica", lower_bound=0)
-_SCHEDULE = flags.DEFINE_string("schedule", "dapple_a", "name of the schedule")
-_RECOMPUTE = flags.DEFINE_enum("recompute", "none", RECOMPUTE_MODES, "what backward recomputes")
-_JIT_COMPILE = flags.DEFINE_bool("jit_compile", False, "whether stages are compiled with XLA")
-_OPTIMIZER = flags.DEFINE_enum("optimizer", "sgd", ["sgd", "momentum", "adam"], "the optimizer")
-_STEPS = flags.DEFINE_integer("steps", 3, "steps after the first one, of which the median is reported", lower_bound=1)
-_OUT = flags.DEFINE_string("out", None, "write the numbers to this JSON file, too")
+FLAGS = flags.FlagValues()
+
+_LAYERS = flags.DEFINE_integer("layers", 48, "encoder layers", lower_bound=1, flag_values=FLAGS)
+_HIDDEN = flags.DEFINE_integer("hidden", 1024, "width of the model", lower_bound=1, flag_values=FLAGS)
+_HEADS = flags.DEFINE_integer("heads", 16, "attention heads", lower_bound=1, flag_values=FLAGS)
+_VOCABULARY = flags.DEFINE_integer("vocabulary", 30522, "tokens in the vocabulary", lower_bound=1, flag_values=FLAGS)
+_SEQUENCE = flags.DEFINE_integer("sequence", 16, "tokens per sample", lower_bound=1, flag_values=FLAGS)
+_TIED = flags.DEFINE_bool("tied", True, "whether the first and the last stage share the embedding", flag_values=FLAGS)
+_DEVICES = flags.DEFINE_integer("devices", 32, "logical devices", lower_bound=1, flag_values=FLAGS)
+_REPLICAS = flags.DEFINE_integer("replicas", 1, "devices of each stage", lower_bound=1, flag_values=FLAGS)
+_MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 32, "micro-batches of a step", lower_bound=1, flag_values=FLAGS)
+_SAMPLES = flags.DEFINE_integer(
+    "samples", 0, "samples per micro-batch; 0 is one for each replica", lower_bound=0, flag_values=FLAGS
+)
+_SCHEDULE = flags.DEFINE_string("schedule", "dapple_a", "name of the schedule", flag_values=FLAGS)
+_RECOMPUTE = flags.DEFINE_enum("recompute", "none", RECOMPUTE_MODES, "what backward recomputes", flag_values=FLAGS)
+_JIT_COMPILE = flags.DEFINE_bool("jit_compile", False, "whether stages are compiled with XLA", flag_values=FLAGS)
+_OPTIMIZER = flags.DEFINE_enum("optimizer", "sgd", ["sgd", "momentum", "adam"], "the optimizer", flag_values=FLAGS)
+_STEPS = flags.DEFINE_integer(
+    "steps", 3, "steps after the first one, of which the median is reported", lower_bound=1, flag_values=FLAGS
+)
+_OUT = flags.DEFINE_string("out", None, "write the numbers to this JSON file, too", flag_values=FLAGS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +144,8 @@ def table(measured: Measured) -> str:
     return "\n".join(f"{name:<{width}}  {value:>8}" for name, value in [("part", "seconds"), *rows])
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """Measures what the flags say."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
     stages, left = divmod(_DEVICES.value, _REPLICAS.value)
     if left or stages > _LAYERS.value:
         raise app.UsageError(
@@ -171,10 +176,10 @@ def main(argv: Sequence[str]) -> None:
     measured = measure(config, plan, _DEVICES.value, _OPTIMIZER.value, _STEPS.value)
     print(table(measured))
     if _OUT.value:
-        flag_values: dict[str, Any] = {flag.name: flag.value for flag in flags.FLAGS.get_key_flags_for_module(argv[0])}
+        flag_values: dict[str, Any] = FLAGS.flag_values_dict()
         data = {"flags": flag_values, **dataclasses.asdict(measured), "total": measured.total}
         pathlib.Path(_OUT.value).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.start(main, FLAGS)

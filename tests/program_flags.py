@@ -1,0 +1,32 @@
+"""The flags of this package's programs, without a process for each."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pathlib
+
+from absl import flags
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def source_of(module: str) -> pathlib.Path:
+    """The file of a module of this repository, which may not be there."""
+    return ROOT / pathlib.Path(*module.split(".")).with_suffix(".py")
+
+
+def flags_of(module: str) -> flags.FlagValues:
+    """A program's own flags; those of one that adds to absl's are made anew, as two of these may have the same."""
+    path = source_of(module)
+    source = path.read_text(encoding="utf-8")
+    if "FLAGS = flags.FlagValues()" in source:
+        found: flags.FlagValues = importlib.import_module(module).FLAGS
+        return found
+    values = flags.FlagValues()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("flags.DEFINE_"):
+            node.keywords.append(ast.keyword("flag_values", ast.Name("values", ast.Load())))
+            expression = ast.fix_missing_locations(ast.Expression(node))
+            eval(compile(expression, str(path), "eval"), {"flags": flags, "values": values})
+    return values
