@@ -40,11 +40,14 @@ accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with 
 	$(BIN)/python -m tools.check_simulator
 	$(BIN)/python -m tools.check_prediction
 
-bench: $(STAMP) ## run all benchmarks, half an hour on a quiet machine; rewrites docs/results/*.json
+bench: $(STAMP) ## run all benchmarks, an hour on a quiet machine; rewrites docs/results/speed.json and scale.json
 	$(BIN)/python -m tools.bench_cluster --json=docs/results/speed.json
 	$(BIN)/python -m tools.bench_overhead --json=docs/results/speed.json
 	$(BIN)/python -m tools.bench_torch --torch_python=$(TORCH_PYTHON) --json=docs/results/speed.json
 	$(BIN)/python -m tools.bench_monitoring
+	$(BIN)/python -m tools.bench_memory --json=docs/results/scale.json
+	$(BIN)/python -m tools.bench_preparation --json=docs/results/scale.json
+	$(BIN)/python -m tools.bench_planner --json=docs/results/scale.json
 	$(BIN)/python -m tools.prepare_step
 
 faults: $(STAMP) ## kill, stop and cut off workers while a model trains, half an hour; needs root
