@@ -89,7 +89,10 @@ class RecurrentLayer(keras.layers.Layer):
         if context is not None:
             hidden = keras.ops.concatenate([hidden, context], axis=-1)
         hidden = self.lstm(hidden, mask=mask, training=training)
-        return hidden + inputs if self.residual else hidden
+        if self.residual:
+            return hidden + inputs
+        # Behind a loop the number of samples isn't known any more; it is that of the input.
+        return keras.ops.reshape(hidden, (*keras.ops.shape(inputs)[:-1], hidden.shape[-1]))
 
     def get_config(self) -> dict[str, Any]:
         """Arguments that make an equal layer."""
