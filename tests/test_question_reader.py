@@ -153,6 +153,7 @@ def test_order_is_seeded_and_resumes(outputs: str, folder: pathlib.Path) -> None
     assert_resumes(lambda: data.batches(model, 8, 0), steps=12, done=5)
 
 
+@pytest.mark.slow
 def test_bert_on_the_sample() -> None:
     model = bert.bert_tiny()
     x, labels, weights = find_data("squad").example(model, 4)
