@@ -24,7 +24,6 @@ from absl import flags
 from program_flags import ROOT, flags_of, source_of
 
 import dapple_tf as dapple
-from dapple_tf import automatic
 from models.registry import find_model
 from tools import command
 from tools.run_document import blocks, run
@@ -104,7 +103,8 @@ def check(line: str) -> None:
                 raise UnknownCommandError(f"make has no target {unknown[0]}")
         case ["pip", "install", *packages]:
             for package in packages:
-                _check_package(package)
+                if package not in ("-e", "--editable"):
+                    _check_package(package)
         case [program, *_] if program in PROGRAMS:
             importlib.metadata.version(PROGRAMS[program])
         case [program, *_] if program in SYSTEM:
@@ -123,7 +123,7 @@ def _check_package(package: str) -> None:
     name, _, extras = package.partition("[")
     if name not in (".", "dapple_tf"):
         raise UnknownCommandError(f"pip install {package}: is it a dependency?")
-    known = importlib.metadata.metadata("dapple_tf").get_all("Provides-Extra") or []
+    known = re.findall(r'^ {8}"(\w+)": \[', (ROOT / "setup.py").read_text(encoding="utf-8"), flags=re.MULTILINE)
     if unknown := set(filter(None, extras.rstrip("]").split(","))) - set(known):
         raise UnknownCommandError(f"pip install {package}: there is no extra {', '.join(unknown)}")
 
@@ -191,11 +191,13 @@ def test_there_are_commands() -> None:
 # ---- runs
 
 TINY = {
-    "--model=gpt": "--model=gpt:tiny",
+    "--model=gpt": "--model=vgg:tiny",
+    "--steps=20": "--steps=2",
+    "--benchmark_steps=20": "--benchmark_steps=2",
     "--batch_size=2,8": "--batch_size=2",
     "--output_dir=runs/graphs": "--output_dir=graphs",
 }
-"""What is smaller when the commands of docs/tools.md are run."""
+"""What is smaller when commands are run."""
 
 
 def start(line: str) -> int:
@@ -224,17 +226,22 @@ def test_the_commands_for_profiles_plans_timelines_and_graphs(
     assert pathlib.Path("graphs/index.html").is_file()
 
 
+def runnable(line: str) -> bool:
+    """Whether a command makes data, or trains a tiny model by a plan: test_train_models.py plans every model."""
+    return re.match(r"python -m tools\.(make_data |train .*:tiny .*--plan=)", line) is not None
+
+
 @pytest.mark.slow
-def test_the_commands_that_train_tiny_models(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("document", sorted({given.document for given in COMMANDS if runnable(given.line)}))
+def test_the_commands_that_make_data_and_train_tiny_models(
+    document: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Those of a document one after the other; without measuring."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(automatic, "profile", functools.partial(dapple.profile, repeats=1, cache=False))
-    monkeypatch.setattr(automatic, "measure_capacity", lambda model, cluster, profile, **_: cluster)
-    lines = [given.line for given in COMMANDS if re.match(r"python -m tools\.train .*:tiny", given.line)]
-    assert lines
-    for line in lines:
-        assert start(line) == 0, f"{line}\n{capsys.readouterr().err}"
+    monkeypatch.setenv("DAPPLE_CACHE", str(tmp_path / "cache"))
+    for line in [given.line for given in COMMANDS if given.document == document and runnable(given.line)]:
+        quick = " --nomeasure --noprofile_step" if "tools.train " in line else ""
+        assert start(line.partition("#")[0] + quick) == 0, f"{line}\n{capsys.readouterr().err}"
 
 
 # ---- examples
@@ -317,6 +324,7 @@ GIVES = {
 """What calls give whose results are used on."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", [document for document, parts in PARTS.items() if parts])
 def test_parts_of_programs_name_what_there_is_and_call_it_with_what_it_takes(
     document: str, monkeypatch: pytest.MonkeyPatch

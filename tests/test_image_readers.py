@@ -83,7 +83,7 @@ def test_batches_are_endless_full_seeded_and_have_every_image_once_a_pass(
 
 
 @kinds
-@pytest.mark.parametrize("cache", ["none", "memory"])
+@pytest.mark.parametrize("cache", ["none", pytest.param("file", marks=pytest.mark.slow)])
 def test_a_resumed_run_sees_the_same_crops(kind: str, cache: str, folder: pathlib.Path, records: pathlib.Path) -> None:
     def make() -> tf.data.Dataset:
         return find_data(name_of(kind, folder, records, f"?cache={cache}")).batches(MODEL, 4, 0)
@@ -102,6 +102,25 @@ def test_evaluation_is_in_order_of_names_and_whole(kind: str, folder: pathlib.Pa
     paths = listed(folder / "val", "").paths
     expected = [evaluation_image(tf.io.read_file(path), (8, 8, 3), ImageOptions()) for path in paths]
     np.testing.assert_array_equal(np.concatenate([images for images, _ in batches]), expected)
+
+
+@pytest.mark.slow
+@kinds
+def test_kept_images(kind: str, folder: pathlib.Path, records: pathlib.Path) -> None:
+    """In memory they are as they were; decoded ones in a file are nearly so, and the same again."""
+    name = name_of(kind, folder, records, "?scale=bytes")
+    plain, memory, file, again = (find_data(f"{name}{more}") for more in ("", "&cache=memory", *["&cache=file"] * 2))
+    expected = taken(plain.batches(MODEL, 4, 0), 6)
+    assert_equal(taken(memory.batches(MODEL, 4, 0), 6), expected)
+    found = taken(file.batches(MODEL, 4, 0), 6)
+    assert_equal(taken(again.batches(MODEL, 4, 0), 6), found)
+    assert plain.held_out is not None and file.held_out is not None
+    for (_, wanted), (_, labels) in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(labels, wanted)
+    for (wanted, _), (images, _) in zip(
+        taken(plain.held_out(MODEL, 9), 1), taken(file.held_out(MODEL, 9), 1), strict=True
+    ):
+        np.testing.assert_allclose(images[..., :2], wanted[..., :2], atol=6)  # Blue has lines, which differ.
 
 
 def test_records_and_folders_give_the_same_evaluation(folder: pathlib.Path, records: pathlib.Path) -> None:

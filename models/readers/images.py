@@ -6,7 +6,6 @@ Classes are numbered in the order of their folders' names. Without a folder ``tr
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import pathlib
 
@@ -15,9 +14,11 @@ import numpy as np
 import tensorflow as tf
 
 from models.readers import fit, samples
+from models.readers.cache import digest_of_times
+from models.readers.image_cache import Image, images_of
 from models.readers.options import Request
 from models.readers.order import Samples, by_number, evaluation_batches, parts, training_batches
-from models.readers.pixels import SUFFIXES, ImageOptions, checked, evaluation_image, training_image
+from models.readers.pixels import SUFFIXES, ImageOptions, Shape, checked, evaluation_image, training_image
 from models.sources import DataSource, ModelError
 
 VALIDATION = ("val", "validation")
@@ -61,8 +62,11 @@ def open_images(request: Request) -> DataSource:
 
     def batches(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
         shape = image_shape(request.text, len(train.classes), model)
-        image = functools.partial(training_image, shape=shape, options=options, seed=seed)
-        return training_batches(_samples(train, image, options.cache == "memory"), batch_size, seed)
+
+        def image(data: tf.Tensor, draw: tf.Tensor) -> tf.Tensor:
+            return training_image(data, shape, options, draw, seed)
+
+        return training_batches(_samples(train, image, options, shape), batch_size, seed)
 
     def evaluation(model: keras.Model, batch_size: int) -> tf.data.Dataset:
         assert held_out is not None
@@ -71,7 +75,7 @@ def open_images(request: Request) -> DataSource:
         def image(data: tf.Tensor, draw: tf.Tensor) -> tf.Tensor:
             return evaluation_image(data, shape, options)
 
-        return evaluation_batches(_samples(held_out, image, options.cache == "memory"), batch_size)
+        return evaluation_batches(_samples(held_out, image, options, shape), batch_size)
 
     about = f"{len(train.paths)} images of {len(train.classes)} classes in {root}"
     return DataSource(request.text, about, batches, None if held_out is None else evaluation)
@@ -120,7 +124,7 @@ def listed(root: pathlib.Path, text: str, classes: tuple[str, ...] | None = None
     return Folder(np.array(paths), np.array(labels, "int32"), tuple(names))
 
 
-def image_shape(text: str, classes: int, model: keras.Model) -> tuple[int, int, int]:
+def image_shape(text: str, classes: int, model: keras.Model) -> Shape:
     """Height, width and channels of a model's images.
 
     Raises:
@@ -133,16 +137,11 @@ def image_shape(text: str, classes: int, model: keras.Model) -> tuple[int, int, 
     return height, width, channels
 
 
-def _samples(folder: Folder, image: object, in_memory: bool) -> Samples:
-    assert callable(image)
+def _samples(folder: Folder, image: Image, options: ImageOptions, shape: Shape) -> Samples:
     paths, labels = tf.constant(folder.paths), tf.constant(folder.labels)
-    encoded = None
-    if in_memory:
-        reading = tf.data.Dataset.from_tensor_slices(paths).map(tf.io.read_file, num_parallel_calls=tf.data.AUTOTUNE)
-        encoded = tf.constant(np.array(list(reading.as_numpy_iterator()), object))
 
-    def read(draw: tf.Tensor, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        data = tf.io.read_file(paths[index]) if encoded is None else encoded[index]
-        return image(checked(data, paths[index]), draw=draw), labels[index]
+    def read(draw: tf.Tensor, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        return draw, checked(tf.io.read_file(paths[index]), paths[index]), labels[index]
 
-    return by_number(len(folder.paths), read)
+    found = by_number(len(folder.paths), read)
+    return images_of(found, image, options, shape, lambda: digest_of_times(map(pathlib.Path, folder.paths)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -17,6 +18,9 @@ SUFFIXES = frozenset({".jpeg", ".jpg", ".png", ".gif", ".bmp"})
 
 _CENTRE = 0.875  # 224 of 256, as images of ImageNet are evaluated.
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, of red, green and blue from 0 to 1.
+Shape = tuple[int, int, int]
+"""Height, width and channels."""
+
 Window = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
 """Of an image's shape: where a crop begins and how large it is, int32 [2] each."""
 
@@ -31,13 +35,14 @@ class ImageOptions:
         augment: train on random crops (8% to 100% of the area, sides 3:4 to 4:3) and mirror every other image; else on
             the centre, as in evaluation.
         scale: of pixels: imagenet (its mean 0, its standard deviation 1), unit (0 to 1), signed (-1 to 1), bytes.
-        cache: memory keeps the encoded images there.
+        cache: memory keeps the encoded images there; file keeps decoded ones in the cache folder, 8/7 as large as the
+            model takes, so that random crops are of them.
         held_out: fraction of the training images to evaluate on, where there are no images for that.
     """
 
     augment: bool = True
     scale: Literal["imagenet", "unit", "signed", "bytes"] = "imagenet"
-    cache: Literal["none", "memory"] = "none"
+    cache: Literal["none", "memory", "file"] = "none"
     held_out: float = 0.0
 
     def __post_init__(self) -> None:
@@ -52,10 +57,8 @@ def checked(data: tf.Tensor, *where: tf.Tensor | str) -> tf.Tensor:
         return tf.identity(data)
 
 
-def training_image(
-    data: tf.Tensor, shape: tuple[int, int, int], options: ImageOptions, draw: tf.Tensor, seed: int
-) -> tf.Tensor:
-    """A random crop of an encoded image, mirrored or not: float32 of the shape; ``draw`` and ``seed`` decide which."""
+def training_image(data: tf.Tensor, shape: Shape, options: ImageOptions, draw: tf.Tensor, seed: int) -> tf.Tensor:
+    """A random crop of an encoded image, or of pixels: float32 of the shape; ``draw`` and ``seed`` decide which."""
     if not options.augment:
         return evaluation_image(data, shape, options)
     seeds = seeds_of(draw, seed)
@@ -77,38 +80,60 @@ def training_image(
     return _normalised(image, shape, options)
 
 
-def evaluation_image(data: tf.Tensor, shape: tuple[int, int, int], options: ImageOptions) -> tf.Tensor:
-    """The centre of an encoded image, 7/8 of its shorter side: float32 of the shape."""
+def evaluation_image(data: tf.Tensor, shape: Shape, options: ImageOptions) -> tf.Tensor:
+    """The centre of an encoded image, or of pixels, 7/8 of its shorter side: float32 of the shape."""
+    return _normalised(_resized(_crop(data, shape[2], _centre(shape, _CENTRE)), shape), shape, options)
+
+
+def stored_shape(shape: Shape) -> Shape:
+    """Of images whose centre, 7/8 of them, has a shape."""
+    return math.ceil(shape[0] / _CENTRE), math.ceil(shape[1] / _CENTRE), shape[2]
+
+
+def stored_image(data: tf.Tensor, shape: Shape) -> tf.Tensor:
+    """The centre of an encoded image, all of its shorter side: uint8 of `stored_shape`."""
+    stored = stored_shape(shape)
+    pixels = _resized(_crop(data, stored[2], _centre(stored, 1.0)), stored)
+    return tf.ensure_shape(tf.cast(tf.round(pixels), tf.uint8), stored)
+
+
+def _centre(shape: Shape, part: float) -> Window:
+    """The centre of an image, as far as a shape's sides go into it, times ``part``."""
 
     def window(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         sides, wanted = tf.cast(size[:2], tf.float32), tf.constant(shape[:2], tf.float32)
-        extent = tf.maximum(tf.cast(tf.round(_CENTRE * tf.reduce_min(sides / wanted) * wanted), tf.int32), 1)
+        extent = tf.maximum(tf.cast(tf.round(part * tf.reduce_min(sides / wanted) * wanted), tf.int32), 1)
         return (size[:2] - extent) // 2, extent
 
-    return _normalised(_resized(_crop(data, shape[2], window), shape), shape, options)
+    return window
 
 
 def _crop(data: tf.Tensor, channels: int, window: Window) -> tf.Tensor:
-    """Part of an encoded image, uint8 [height, width, channels]; of a JPEG no more than that is decoded."""
+    """Part of an encoded image, or of pixels: uint8 [height, width, channels]; of a JPEG only that is decoded."""
+    if data.dtype != tf.string:
+        return _part(data, window)
 
     def of_jpeg() -> tf.Tensor:
         start, extent = window(tf.io.extract_jpeg_shape(data))
         return tf.image.decode_and_crop_jpeg(data, tf.concat([start, extent], 0), channels=channels)
 
     def of_others() -> tf.Tensor:
-        image = tf.io.decode_image(data, channels=channels, expand_animations=False)
-        start, extent = window(tf.shape(image))
-        return image[start[0] : start[0] + extent[0], start[1] : start[1] + extent[1]]
+        return _part(tf.io.decode_image(data, channels=channels, expand_animations=False), window)
 
     return tf.cond(tf.io.is_jpeg(data), of_jpeg, of_others)
 
 
-def _resized(image: tf.Tensor, shape: tuple[int, int, int]) -> tf.Tensor:
+def _part(image: tf.Tensor, window: Window) -> tf.Tensor:
+    start, extent = window(tf.shape(image))
+    return image[start[0] : start[0] + extent[0], start[1] : start[1] + extent[1]]
+
+
+def _resized(image: tf.Tensor, shape: Shape) -> tf.Tensor:
     image = tf.ensure_shape(image, [None, None, shape[2]])
     return tf.image.resize(image, shape[:2], method="bilinear", antialias=True)
 
 
-def _normalised(image: tf.Tensor, shape: tuple[int, int, int], options: ImageOptions) -> tf.Tensor:
+def _normalised(image: tf.Tensor, shape: Shape, options: ImageOptions) -> tf.Tensor:
     image = tf.ensure_shape(image, shape)
     if options.scale == "bytes":
         return image

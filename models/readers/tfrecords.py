@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import hashlib
 import mmap
 import os
 import pathlib
@@ -23,10 +24,11 @@ from google.protobuf.message import DecodeError
 
 from models.readers import fit, samples
 from models.readers.cache import digest, digest_of_times, kept
+from models.readers.image_cache import Image, images_of
 from models.readers.images import image_shape
 from models.readers.options import Request
 from models.readers.order import Samples, chosen, evaluation_batches, in_parallel, parts, plain, training_batches
-from models.readers.pixels import ImageOptions, checked, evaluation_image, training_image
+from models.readers.pixels import ImageOptions, Shape, checked, evaluation_image, training_image
 from models.sources import DataSource, ModelError
 
 _SHARD = re.compile(r"(?P<part>[\w.]+)-(?P<number>\d+)-of-(?P<count>\d+)(\.\w+)?")
@@ -99,8 +101,11 @@ def open_records(request: Request) -> DataSource:
 
     def batches(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
         shape, classes = _checked_shape(model)
-        image = functools.partial(training_image, shape=shape, options=options, seed=seed)
-        return training_batches(_samples(train, image, options, classes), batch_size, seed)
+
+        def image(data: tf.Tensor, draw: tf.Tensor) -> tf.Tensor:
+            return training_image(data, shape, options, draw, seed)
+
+        return training_batches(_samples(train, image, options, shape, classes), batch_size, seed)
 
     def evaluation(model: keras.Model, batch_size: int) -> tf.data.Dataset:
         assert held_out is not None
@@ -109,9 +114,9 @@ def open_records(request: Request) -> DataSource:
         def image(data: tf.Tensor, draw: tf.Tensor) -> tf.Tensor:
             return evaluation_image(data, shape, options)
 
-        return evaluation_batches(_samples(held_out, image, options, classes), batch_size)
+        return evaluation_batches(_samples(held_out, image, options, shape, classes), batch_size)
 
-    def _checked_shape(model: keras.Model) -> tuple[tuple[int, int, int], int]:
+    def _checked_shape(model: keras.Model) -> tuple[Shape, int]:
         shape = image_shape(request.text, 1, model)
         classes = fit.shapes(request.text, model, 4, 2)[1][1]
         for records in (train, *([held_out] if held_out else [])):
@@ -237,20 +242,18 @@ def _check_first(records: Records, first_label: int, classes: int, text: str) ->
             )
 
 
-def _samples(records: Records, image: object, options: RecordOptions, classes: int) -> Samples:
-    assert callable(image)
+def _samples(records: Records, image: Image, options: RecordOptions, shape: Shape, classes: int) -> Samples:
     paths, files, offsets = (
         tf.constant([str(path) for path in records.paths]),
         tf.constant(records.files),
         chosen(records.offsets),
     )
-    encoded = _all_data(records) if options.cache == "memory" else None
 
     def record(draw: tf.Tensor, index: tf.Tensor) -> tf.data.Dataset:
         found = record_at(paths[files[index]], offsets[index])
         return found.map(plain(lambda data: (draw, index, data)))
 
-    def decoded(draw: tf.Tensor, index: tf.Tensor, data: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def parsed(draw: tf.Tensor, index: tf.Tensor, data: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         example = tf.io.parse_single_example(data, FEATURES)
         where = (paths[files[index]], "at byte", offsets[index])
         label = example["image/class/label"] - options.first_label
@@ -260,14 +263,15 @@ def _samples(records: Records, image: object, options: RecordOptions, classes: i
         )
         with tf.control_dependencies([known]):
             label = tf.cast(label, tf.int32)
-        return image(checked(example["image/encoded"], *where), draw=draw), label
+        return draw, checked(example["image/encoded"], *where), label
 
-    def read(numbers: tf.data.Dataset) -> tf.data.Dataset:
-        if encoded is None:
-            return in_parallel(numbers.flat_map(plain(record)), decoded)
-        return in_parallel(numbers, lambda draw, index: decoded(draw, index, encoded[index]))
+    found = Samples(len(records.files), lambda numbers: in_parallel(numbers.flat_map(plain(record)), parsed))
 
-    return Samples(len(records.files), read)
+    def key() -> str:
+        which = hashlib.sha256(records.files.tobytes() + records.offsets.tobytes()).hexdigest()
+        return digest([digest_of_times(records.paths), which, options.first_label])
+
+    return images_of(found, image, options, shape, key)
 
 
 def record_at(path: tf.Tensor, offset: tf.Tensor) -> tf.data.Dataset:
@@ -279,10 +283,3 @@ def record_at(path: tf.Tensor, offset: tf.Tensor) -> tf.data.Dataset:
         byte_offsets=offset[None],
     )
     return tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string)).take(1)
-
-
-def _all_data(records: Records) -> tf.Tensor:
-    """What is in all records: string [records]."""
-    paths = [str(path) for path in records.paths]
-    where = tf.data.Dataset.from_tensor_slices((tf.gather(paths, records.files), records.offsets))
-    return tf.constant(np.array(list(where.flat_map(plain(record_at)).as_numpy_iterator()), object))

@@ -6,9 +6,7 @@ Windows of a model's length are read from where they are in the file; nothing el
 from __future__ import annotations
 
 import dataclasses
-import mmap
 import pathlib
-import sys
 from typing import Literal
 
 import keras
@@ -16,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from models.readers import fit, samples
+from models.readers.mapping import mapped
 from models.readers.options import Request, check_fraction
 from models.readers.order import Samples, by_number, evaluation_batches, training_batches
 from models.sources import DataSource, ModelError
@@ -121,7 +120,7 @@ class TokenFile:
                 )
 
     def windows(self, sequence: int, vocabulary: int, text: str) -> Samples:
-        """Windows of ``sequence`` tokens, one behind the other: x, and y one token later; int32 [batch, sequence].
+        """Windows of ``sequence`` tokens, one behind the other: x, and y one token later, int32 [batch, sequence].
 
         Raises:
             ModelError: there are too few.
@@ -131,7 +130,8 @@ class TokenFile:
             raise ModelError(
                 f"{text}: {self.count} tokens of {self.path} make no window of {sequence} + 1; use more text"
             )
-        path, start, tokens = str(self.path), self.header // self.dtype.itemsize + self.first, mapped(self)
+        path, tokens = str(self.path), mapped(self.path, self.dtype)
+        start = self.header // self.dtype.itemsize + self.first
 
         def windows(draw: tf.Tensor, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             places = start + index[:, None] * sequence + tf.range(sequence + 1, dtype=tf.int64)
@@ -144,16 +144,6 @@ class TokenFile:
             return found[:, :-1], found[:, 1:]
 
         return by_number(count, windows, in_batches=True)
-
-
-def mapped(tokens: TokenFile) -> tf.Tensor:
-    """The whole file as a tensor of its numbers, header and all, which the system reads as it is used."""
-    # Private pages may be written to, as tensors want it, and take no memory until they are.
-    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-    with tokens.path.open("rb") as file:
-        memory = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    numbers = np.frombuffer(memory, tokens.dtype, tokens.size // tokens.dtype.itemsize)
-    return tf.experimental.dlpack.from_dlpack(numbers.__dlpack__())
 
 
 def open_tokens(request: Request) -> DataSource:

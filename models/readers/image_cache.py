@@ -1,0 +1,63 @@
+"""Images that are decoded from what a reader finds, or from what was kept of it: in memory, or decoded in a file."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from models.readers.cache import digest, kept
+from models.readers.mapping import mapped
+from models.readers.order import Samples, by_number, in_parallel, plain
+from models.readers.pixels import ImageOptions, Shape, stored_image, stored_shape
+
+_VERSION = 1
+
+Image = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+"""Bytes of an image, or its pixels, and the number of the draw -> what the model takes."""
+
+
+def images_of(found: Samples, image: Image, options: ImageOptions, shape: Shape, key: Callable[[], str]) -> Samples:
+    """The images and labels of encoded ones.
+
+    Args:
+        found: samples ``(draw, bytes, label)``.
+        image: decodes one.
+        options: among them how they are kept.
+        shape: that the model takes.
+        key: tells what is in the files, and which of it is found.
+    """
+    if options.cache == "none":
+
+        def read(numbers: tf.data.Dataset) -> tf.data.Dataset:
+            return in_parallel(found.read(numbers), lambda draw, data, label: (image(data, draw), label))
+
+        return Samples(found.count, read)
+    numbers = tf.data.Dataset.range(found.count).map(plain(lambda number: (number, number)))
+    everything = found.read(numbers)
+    if options.cache == "memory":
+        rows = list(everything.as_numpy_iterator())
+        data = tf.constant(np.array([encoded for _, encoded, _ in rows], object))
+        labels = tf.constant([label for *_, label in rows], tf.int32)
+    else:
+        data, labels = _kept_pixels(everything, shape, key())
+    return by_number(found.count, lambda draw, index: (image(data[index], draw), labels[index]))
+
+
+def _kept_pixels(everything: tf.data.Dataset, shape: Shape, key: str) -> tuple[tf.Tensor, tf.Tensor]:
+    """Pixels uint8 [images, height, width, channels], mapped from a file, and labels int32 [images]."""
+
+    def make(folder: pathlib.Path) -> None:
+        decoded = in_parallel(everything, lambda draw, data, label: (stored_image(data, shape), label))
+        labels = []
+        with (folder / "pixels.bin").open("wb") as file:
+            for pixels, label in decoded.prefetch(tf.data.AUTOTUNE).as_numpy_iterator():
+                file.write(pixels.tobytes())
+                labels.append(label)
+        np.save(folder / "labels.npy", np.array(labels, "int32"))
+
+    folder = kept(f"pixels_{digest([_VERSION, key, shape])}", make)
+    pixels = tf.reshape(mapped(folder / "pixels.bin", np.dtype("uint8")), [-1, *stored_shape(shape)])
+    return pixels, tf.constant(np.load(folder / "labels.npy", allow_pickle=False))
