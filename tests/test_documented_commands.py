@@ -192,6 +192,7 @@ def test_there_are_commands() -> None:
 
 TINY = {
     "--model=gpt": "--model=vgg:tiny",
+    "--model=gnmt:tiny": "--model=vgg:tiny",
     "--steps=20": "--steps=2",
     "--benchmark_steps=20": "--benchmark_steps=2",
     "--batch_size=2,8": "--batch_size=2",
@@ -232,6 +233,7 @@ def runnable(line: str) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras says this of few data to evaluate on.
 @pytest.mark.parametrize("document", sorted({given.document for given in COMMANDS if runnable(given.line)}))
 def test_the_commands_that_make_data_and_train_tiny_models(
     document: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
