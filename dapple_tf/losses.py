@@ -9,7 +9,6 @@ by a placeholder instead, which the step fills with the divisor of the whole bat
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,11 +16,11 @@ import keras
 import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
+from dapple_tf.patching import replaced
 from graph_passes.graph import Ref
 from graph_passes.program import Normalizer
 
 _MEANS = frozenset({"sum_over_batch_size", "mean"})
-_lock = threading.Lock()
 
 
 class GlobalNormalizers:
@@ -42,18 +41,16 @@ class GlobalNormalizers:
 
         A loss that needs nothing of the whole batch is computed by Keras' own code.
         """
-        original = keras.losses.Loss.__call__
         recorder = self
 
-        def call(loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
-            return recorder._call(original, loss, y_true, y_pred, sample_weight)
+        def recorded(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+            def call(loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+                return recorder._call(original, loss, y_true, y_pred, sample_weight)
 
-        with _lock:
-            keras.losses.Loss.__call__ = call
-            try:
-                yield
-            finally:
-                keras.losses.Loss.__call__ = original
+            return call
+
+        with replaced(keras.losses.Loss, "__call__", recorded):
+            yield
 
     def _call(self, original: Callable[..., Any], loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
         if loss.reduction in (None, "none"):

@@ -6,7 +6,6 @@ Their values live in the user's model, where Keras resets and asks them; each st
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +13,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dapple_tf.patching import replaced
 from dapple_tf.variables import VariableTable, assign_value, read_value
 from graph_passes.graph import Graph, Ref
-
-_lock = threading.Lock()
 
 
 class RunningMetrics:
@@ -111,19 +109,17 @@ def weighted_means(weight: tf.Tensor) -> Iterator[None]:
     Args:
         weight: samples of the slice / samples of the batch (a scalar placeholder).
     """
-    original = keras.metrics.Mean.update_state
 
-    def update_state(metric: keras.metrics.Mean, values: Any, sample_weight: Any = None) -> None:
-        if sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
-            sample_weight = tf.cast(weight, metric.dtype)
-        original(metric, values, sample_weight)
+    def weighted(original: Callable[..., None]) -> Callable[..., None]:
+        def update_state(metric: keras.metrics.Mean, values: Any, sample_weight: Any = None) -> None:
+            if sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
+                sample_weight = tf.cast(weight, metric.dtype)
+            original(metric, values, sample_weight)
 
-    with _lock:
-        keras.metrics.Mean.update_state = update_state
-        try:
-            yield
-        finally:
-            keras.metrics.Mean.update_state = original
+        return update_state
+
+    with replaced(keras.metrics.Mean, "update_state", weighted):
+        yield
 
 
 def is_sum(graph: Graph, update: Ref, value: Ref, running: Container[str]) -> bool:
