@@ -87,4 +87,4 @@ def test_two_stages_with_replicas_train_as_plain_keras(name: str) -> None:
         difference = largest_difference(variable.value, value.value)
         assert difference <= TOLERANCE["float64"], f"{variable.path} differs by {difference:.3g}"
     changed = [np.any(v.value != value) for v, value in zip(own.trainable_variables, before, strict=True)]
-    assert np.mean(changed) > 0.9, "training changed little"  # XLNet's segments matter in texts of two sentences only.
+    assert np.mean(changed) > 0.8, "training changed little"  # XLNet's segments matter in texts of two sentences only.
