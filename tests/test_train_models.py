@@ -23,10 +23,17 @@ import pytest
 
 import dapple_tf as dapple
 from dapple_tf import automatic
-from models.registry import MODELS
+from dapple_tf.batch import BatchSpec
+from dapple_tf.capture import Mode, build, capture
+from dapple_tf.example_batch import ExampleBatch
+from dapple_tf.layer_cuts import layer_stages
+from dapple_tf.profile import Cost, LayerProfile, Tensor
+from dapple_tf.variables import VariableTable
+from models.registry import MODELS, find_model
 from tools import command, train
 from tools.hosts import ROOT, environment
 
+MEASURED = ("ffnn:tiny", "vgg:tiny")
 TINY = [name for name in MODELS if name.endswith(":tiny")]
 
 STEPS = 4
@@ -43,18 +50,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return tmp_path_factory.mktemp("runs")
 
 
+def estimated(name: str) -> dapple.Profile:
+    """A profile of the model's layers by their parameters: measuring all models would take minutes."""
+    model = find_model(name).build()
+    example, table = ExampleBatch.of(model), VariableTable(model)
+    build(model, table, example.spec)
+    training = capture(model, table, Mode.TRAIN, example.spec)
+    stages = layer_stages(model, training, capture(model, table, Mode.PREDICT, BatchSpec(example.spec.x)))
+    layers = []
+    for layer, stage in zip(stages.names, stages.program.stages, strict=True):
+        count = sum(math.prod(table.describe(read).shape) for read in stage.reads)
+        forward = Cost(1e-4 + 1e-8 * count)
+        layers.append(LayerProfile(layer, forward, forward * 2, parameter_bytes=4 * count, slot_bytes=8 * count))
+    between = tuple(Tensor(index, (index + 1,), Cost(1e4)) for index in range(len(layers) - 1))
+    return dapple.Profile(model.name, "estimated", (4,), tuple(layers), between)
+
+
 def trained(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """What a run by an automatic plan leaves; times are measured once, and links as if they had been."""
+    """What a run by an automatic plan leaves: of measured times, once each, or of `estimated` ones."""
     found = folder / name.replace(":", "_")
     if not found.exists():
+        flags = ["--micro_batches=2", f"--model={name}", f"--output_dir={found}"]
+        if name not in MEASURED:
+            estimated(name).save(folder / "profile.json")
+            flags.append(f"--profile={folder / 'profile.json'}")
         with pytest.MonkeyPatch.context() as patch:
             quick = functools.partial(dapple.profile, repeats=1, cache=False, progress=False)
             patch.setattr(automatic, "profile", quick)
             patch.setattr(automatic, "slice_sizes", lambda batch, devices: (batch // 4,))
             patch.setattr(automatic, "measure_links", _with_links)
             patch.setattr(automatic, "measure_capacity", lambda model, cluster, profile, **_: cluster)
-            # Whatever can be planned but the slices, of which the preparation of the step takes the longer the more.
-            assert run(f"--model={name}", "--micro_batches=2", f"--output_dir={found}") == 0
+            assert run(*flags) == 0
     return found
 
 
