@@ -13,6 +13,8 @@ from typing import Any
 
 import keras
 
+from models.naming import names_from_start
+
 _logger = logging.getLogger(__name__)
 
 _EPSILON = 1e-12
@@ -215,6 +217,7 @@ class SpanLogits(keras.layers.Layer):
         return keras.ops.where(keras.ops.cast(present, "bool")[:, None, :], logits, hidden)
 
 
+@names_from_start()
 def build(config: BertConfig, name: str = "bert") -> keras.Model:
     """Builds a BERT.
 

@@ -87,3 +87,9 @@ def test_trains_as_a_pipeline() -> None:
     batch = _batch(4)
     verification = pipelined.verify(batch, batch["tokens"])
     assert verification.worst[1] < 1e-4, str(verification)
+
+
+def test_layers_have_the_same_names_whenever_a_model_is_built() -> None:
+    """Between two layers stands an operation without a name of its own; a plan that named it fitted one model only."""
+    first, second = (bert.bert_tiny() for _ in range(2))
+    assert [layer.name for layer in first.layers] == [layer.name for layer in second.layers]
