@@ -1,11 +1,8 @@
-"""The commands of docs/data.md work as they stand there, and training on files can be interrupted."""
+"""docs/data.md tells of all data, and training on files can be interrupted. Its commands: test_documented_commands."""
 
 from __future__ import annotations
 
-import importlib
-import json
 import pathlib
-import shlex
 
 import keras
 import numpy as np
@@ -13,31 +10,8 @@ import pytest
 
 from models.datasets import DATASETS, READERS
 from tools import command, train
-from tools.run_document import blocks
 
 DOCUMENT = (pathlib.Path(__file__).parents[1] / "docs" / "data.md").read_text(encoding="utf-8")
-
-
-def commands() -> list[list[str]]:
-    """The tool and the arguments of each line."""
-    lines = [line for block in blocks(DOCUMENT) if block.language == "sh" for line in block.text.splitlines()]
-    assert all(line.startswith("python -m tools.") for line in lines)
-    return [shlex.split(line)[2:] for line in lines]
-
-
-@pytest.mark.slow
-def test_the_commands_run(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DAPPLE_CACHE", str(tmp_path / ".cache"))
-    for tool, *arguments in commands():
-        module = importlib.import_module(tool)
-        more = ["--cluster=cpu:2", "--global_batch_size=8"] if tool == "tools.train" else []
-        assert command.run(module.main, module.FLAGS, [*arguments, *more]) == 0, capsys.readouterr().err
-    trained = [json.loads(path.read_text()) for path in sorted((tmp_path / "runs").glob("*/summary.json"))]
-    assert len(trained) == sum(tool == "tools.train" for tool, *_ in commands())
-    assert all(np.isfinite(numbers["metrics"]["val_loss"]) for numbers in trained)
 
 
 def test_all_data_are_described() -> None:

@@ -130,7 +130,7 @@ KILLED = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt:tiny", "resnet:tiny"])
+@pytest.mark.parametrize("name", ["ffnn:tiny", "resnet:tiny"])
 def test_a_killed_run_goes_on_and_ends_as_if_nothing_had_happened(
     name: str, folder: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
