@@ -10,7 +10,7 @@ from op_graphs import Builder, chain_network, nasnet_like, topology
 
 from dapple_tf.operators.fd_dps import fd_dps
 from dapple_tf.operators.islands import largest_island, on_island
-from dapple_tf.operators.op_graph import Topology
+from dapple_tf.operators.op_graph import OpGraph, Topology
 from dapple_tf.operators.simulated_placement import simulate_placement
 from dapple_tf.operators.split_graph import apply_splits
 
@@ -51,7 +51,7 @@ def test_operators_that_are_pinned_elsewhere_cant_move_to_an_island() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["chain", "cells"])
 def test_a_second_server_behind_a_slow_link_isnt_slower_than_the_first_alone(kind: str) -> None:
-    def graph(devices: int):  # type: ignore[no-untyped-def]
+    def graph(devices: int) -> OpGraph:
         return chain_network(devices, layers=4) if kind == "chain" else nasnet_like(devices, cells=1)
 
     alone, both = fd_dps(graph(2), topology(2), effort=0.5), fd_dps(graph(4), servers(2, 2))

@@ -13,6 +13,7 @@ parallelism.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -188,11 +189,8 @@ def rewritten(found: Captured, plan: dapple.Plan, cluster: dapple.Cluster, parts
     def run(program: Program, chosen: Sequence[Pass], first: int) -> Program:
         for number, item in enumerate(chosen, start=first):
             last = item is chosen[-1] and first == STEP_PASSES_START
-            program = parts.timed(
-                item.name, lambda item=item, number=number, program=program, last=last: run_passes(  # type: ignore[misc]
-                    program, [item], first=number, complete=last
-                )
-            )  # fmt: skip
+            rewrite = functools.partial(run_passes, program, [item], first=number, complete=last)
+            program = parts.timed(item.name, rewrite)
         return program
 
     program = run(found.program, passes.stage_passes(Mode.TRAIN, "train_"), 1)

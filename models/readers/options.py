@@ -108,3 +108,25 @@ def check_fraction(name: str, value: float) -> None:
     """
     if not 0 <= value < 1:
         raise ValueError(f"{name} is {value}; need 0 <= {name} < 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizedOptions:
+    """Options of files of text that becomes tokens.
+
+    Attributes:
+        tokenizer: JSON file; by default one is trained on the text, if the reader needs one.
+        vocabulary: most tokens of the one that is trained; 0 leaves it to the reader.
+        valid: files to evaluate on.
+        held_out: fraction of the data to evaluate on, if there is no ``valid``.
+    """
+
+    tokenizer: str = ""
+    vocabulary: int = 0
+    valid: str = ""
+    held_out: float = 0.05
+
+    def __post_init__(self) -> None:
+        check_fraction("held_out", self.held_out)
+        if self.tokenizer and self.vocabulary:
+            raise ValueError("tokenizer and vocabulary are both given; a tokenizer's file has a vocabulary")

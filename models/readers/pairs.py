@@ -19,7 +19,7 @@ import tensorflow as tf
 from models.readers import fit, samples, vocabulary
 from models.readers.cache import digest, digest_of_files, kept
 from models.readers.lines import pairs_of
-from models.readers.options import Request, check_fraction
+from models.readers.options import Request, TokenizedOptions
 from models.readers.order import Samples, by_number, chosen, evaluation_batches, parts, training_batches
 from models.readers.ragged import Ragged, padded
 from models.sources import DataSource, ModelError
@@ -28,26 +28,12 @@ _logger = logging.getLogger(__name__)
 _VERSION = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class PairOptions:
-    """Options of pairs.
+class PairOptions(TokenizedOptions):
+    """Options of pairs: one tokenizer for both languages.
 
-    Attributes:
-        tokenizer: JSON file, for both languages; by default one is trained on the pairs.
-        vocabulary: most tokens of the one that is trained; by default as many as the model knows, at most 32000.
-        valid: pairs to evaluate on: two files with a comma between them, or one with two columns.
-        held_out: fraction of the pairs to evaluate on, if there is no ``valid``.
+    By default it is trained, with as many tokens as the model knows, at most 32000. ``valid`` are two files with a comma
+    between them, or one with two columns.
     """
-
-    tokenizer: str = ""
-    vocabulary: int = 0
-    valid: str = ""
-    held_out: float = 0.05
-
-    def __post_init__(self) -> None:
-        check_fraction("held_out", self.held_out)
-        if self.tokenizer and self.vocabulary:
-            raise ValueError("tokenizer and vocabulary are both given; a tokenizer's file has a vocabulary")
 
 
 @dataclasses.dataclass(frozen=True)

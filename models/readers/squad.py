@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from models.readers import fit, samples, vocabulary
-from models.readers.options import Request, check_fraction
+from models.readers.options import Request, TokenizedOptions
 from models.readers.order import Samples, by_number, evaluation_batches, parts, seeds_of, training_batches
 from models.readers.ragged import Ragged, padded
 from models.sources import DataSource, ModelError
@@ -35,30 +35,19 @@ _MASKED = 0.15  # As BERT: of these 80% are masked, 10% replaced, 10% left.
 
 
 @dataclasses.dataclass(frozen=True)
-class SquadOptions:
-    """Options of questions.
+class SquadOptions(TokenizedOptions):
+    """Options of questions: the tokenizer has [CLS], [SEP], [PAD] and, for models of masked tokens, [MASK].
 
     Attributes:
-        tokenizer: JSON file with [CLS], [SEP], [PAD] and, for models of masked tokens, [MASK]; by default one is
-            trained on the questions and texts.
-        vocabulary: most tokens of the one that is trained; by default as many as the model knows, at most 32000.
         stride: tokens by which the parts of a long text overlap; by default a quarter of the model's sequence.
         question: most tokens of a question; by default half of the model's sequence less 3.
-        valid: a file to evaluate on.
-        held_out: fraction of the questions to evaluate on, if there is no ``valid``.
     """
 
-    tokenizer: str = ""
-    vocabulary: int = 0
     stride: int = 0
     question: int = 0
-    valid: str = ""
-    held_out: float = 0.05
 
     def __post_init__(self) -> None:
-        check_fraction("held_out", self.held_out)
-        if self.tokenizer and self.vocabulary:
-            raise ValueError("tokenizer and vocabulary are both given; a tokenizer's file has a vocabulary")
+        super().__post_init__()
         if min(self.stride, self.question) < 0:
             raise ValueError(f"stride is {self.stride} and question is {self.question}; need at least 0")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ import tensorflow as tf
 
 from models.readers import fit, samples, vocabulary
 from models.readers.cache import digest, digest_of_files, kept
-from models.readers.options import Request, check_fraction
+from models.readers.options import Request, TokenizedOptions
 from models.readers.tokens import TokenFile, source
 from models.sources import DataSource, ModelError
 
@@ -22,26 +21,8 @@ _AT_ONCE = 2**16
 """Characters that are tokenized at a time, up to the end of a line."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TextOptions:
-    """Options of text files.
-
-    Attributes:
-        tokenizer: JSON file; without it, and without ``vocabulary``, tokens are bytes.
-        vocabulary: most tokens of a tokenizer that is trained on the text.
-        valid: a file or folder to evaluate on.
-        held_out: fraction at the end of the text to evaluate on, if there is no ``valid``.
-    """
-
-    tokenizer: str = ""
-    vocabulary: int = 0
-    valid: str = ""
-    held_out: float = 0.05
-
-    def __post_init__(self) -> None:
-        check_fraction("held_out", self.held_out)
-        if self.tokenizer and self.vocabulary:
-            raise ValueError("tokenizer and vocabulary are both given; a tokenizer's file has a vocabulary")
+class TextOptions(TokenizedOptions):
+    """Options of text files: without ``tokenizer`` and ``vocabulary`` tokens are bytes; ``valid`` may be a folder."""
 
 
 def open_text(request: Request) -> DataSource:
