@@ -31,8 +31,8 @@ _VERSION = 1
 class PairOptions(TokenizedOptions):
     """Options of pairs: one tokenizer for both languages.
 
-    By default it is trained, with as many tokens as the model knows, at most 32000. ``valid`` are two files with a comma
-    between them, or one with two columns.
+    By default it is trained, with as many tokens as the model knows, at most 32000. ``valid`` are two files with a
+    comma between them, or one with two columns.
     """
 
 
