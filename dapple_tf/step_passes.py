@@ -137,5 +137,6 @@ class StepPasses:
             want_gradients=not kind.carries if self.plan.operator_devices is None else kind.gradients,
             carried=built.carried if kind.carries else (),
             head=kind.head,
+            jit_compile=self.plan.jit_compile,
         )
         return [replicate, SplitConcat(), Accumulate(built.prefix), order, update]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from tensorflow.core.framework import function_pb2
+from tensorflow.core.framework import function_pb2, types_pb2
 
 from graph_passes.graph import (
     AttrValue,
@@ -126,6 +126,51 @@ def call_node(
         call[_XLA] = function.attr[_XLA]
     op = "StatefulPartitionedCall" if signature.is_stateful else "PartitionedCall"
     return make_node(name, op, inputs, device=device, control=control, attrs={**call, **(attrs or {})})
+
+
+def compiled(function: FunctionDef) -> tuple[FunctionDef, FunctionDef]:
+    """A function that changes variables, and the part of it that XLA compiles.
+
+        f(x) { h = VarHandleOp; h -= x }   becomes   f(x) { h = VarHandleOp; g(x, h) },  g(x, h) { h -= x }
+
+    XLA knows no names of variables: their handles are made outside and given to it.
+
+    Returns:
+        The function, and the compiled one that it calls.
+    """
+    inner = FunctionDef()
+    inner.CopyFrom(function)
+    inner.signature.name = f"{function.signature.name}_compiled"
+    inner.attr[_XLA].b = True
+    del inner.node_def[:]
+    handles: dict[bytes, NodeDef] = {}  # one for each variable
+    numbers: dict[bytes, int] = {}
+    given: dict[str, str] = {}
+    for node in function.node_def:
+        if node.op == "VarHandleOp":
+            variable = node.attr["shared_name"].s
+            handles.setdefault(variable, node)
+            given[node.name] = f"v_{numbers.setdefault(variable, len(numbers))}"
+    for node in function.node_def:
+        if node.name not in given:
+            kept = inner.node_def.add()
+            kept.CopyFrom(node)
+            kept.input[:] = [
+                given.get(name.partition(":")[0], name) for name in node.input if name.removeprefix("^") not in given
+            ]
+    for index in range(len(handles)):
+        inner.signature.input_arg.add(name=f"v_{index}", type=types_pb2.DT_RESOURCE)
+    outer = FunctionDef(signature=function.signature, attr=function.attr, arg_attr=function.arg_attr)
+    outer.node_def.extend(handles.values())
+    inputs = [arg.name for arg in function.signature.input_arg]
+    inputs += [f"{node.name}:resource:0" for node in handles.values()]
+    call = call_node("compiled", inner, list(map(Ref, inputs)), device="")
+    outer.node_def.append(call)
+    for index, result in enumerate(function.signature.output_arg):
+        outer.ret[result.name] = f"compiled:output:{index}"
+    for name in function.signature.control_output:
+        outer.control_ret[name] = "compiled"
+    return outer, inner
 
 
 def placeholder(name: str, dtype: int) -> NodeDef:

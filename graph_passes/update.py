@@ -41,6 +41,7 @@ class Update:
             the next one. Groups with rows of embeddings can't be: these aren't kept beyond a step.
         head: whether a step before this one has carried groups over: this one begins by reducing and updating them, and
             each stage's forward waits for its own groups only.
+        jit_compile: compile the optimizer with XLA.
 
     Source: DAPPLE (PPoPP'21), section 5.2.3: "AllReduce operation to synchronize gradients among all replicas [...] A
     normal Apply operation updates weights with averaged gradients eventually." Out-Of-Order BackProp (EuroSys'22),
@@ -58,6 +59,7 @@ class Update:
     want_gradients: bool = True
     carried: tuple[tuple[int, ...], ...] = ()
     head: bool = False
+    jit_compile: bool = False
 
     def run(self, program: Program) -> Program:
         """Program with ordered tasks -> complete one: nothing pending, ``step.train`` and ``step.gradients`` set."""

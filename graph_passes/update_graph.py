@@ -26,7 +26,7 @@ from graph_passes.graph import (
     substitute,
 )
 from graph_passes.group_update import Captured
-from graph_passes.outline import FunctionDef, call_node, outline, placeholder
+from graph_passes.outline import FunctionDef, call_node, compiled, outline, placeholder
 from graph_passes.parameter_group import ParameterGroup, contributors, parameter_groups
 from graph_passes.program import Program, Step, Value, ValueKind, Variable, VariableKind
 from graph_passes.storage import (
@@ -416,9 +416,8 @@ class UpdateGraph:
         for variable, places in captured.slices.items():
             for index, placed in enumerate(places):
                 inputs[placed] = functools.partial(self._rows, variable, index)
-        function = self._bound(
-            name, dataclasses.replace(captured, graph=graph), bindings, list(inputs), captured.outputs, effects
-        )
+        captured = dataclasses.replace(captured, graph=graph)
+        function = self._bound(name, captured, bindings, list(inputs), captured.outputs, effects)
         return _Computation(function, tuple(inputs.values()))
 
     def _reduced_values(
@@ -535,6 +534,9 @@ class UpdateGraph:
         substitute(graph, bound)
         function = outline(self.options.prefix + name, _sorted(graph), list(inputs), list(outputs), effects=effects)
         merge_library(self.graph, captured.graph.library.function)
+        if self.options.jit_compile and effects:
+            function, inner = compiled(function)
+            self.functions.append(inner)
         self.functions.append(function)
         return function
 
