@@ -31,7 +31,7 @@ from dapple_tf.progress import Progress
 from dapple_tf.schedule_csv import to_csv
 from dapple_tf.schedule_request import ScheduleError
 from dapple_tf.simulator import simulate
-from dapple_tf.step_passes import STEP_PASSES_START, StepPasses
+from dapple_tf.step_passes import StepPasses, first_step_pass
 from dapple_tf.variables import VariableTable
 from dapple_tf.view.dot import DrawingError, dot_text, draw_graph
 from dapple_tf.view.files import save_timelines
@@ -218,7 +218,9 @@ class _Writer:
         layout = self.passes.layout(kind.samples)
         schedule = self.passes.schedule(source.built, layout, source.holdings)
         made = self.passes.step_passes(source.built, kind, schedule, source.hosts)
-        complete = run_passes(source.built.program, made, first=STEP_PASSES_START, instruments=[graphs], complete=True)
+        complete = run_passes(
+            source.built.program, made, first=first_step_pass(made), instruments=[graphs], complete=True
+        )
         title = f"{_TITLES[mode]}{'' if training == (mode is Mode.TRAIN) else ' of layers in the other mode'}"
         title += f", {kind.samples} samples ({place.name})"
         shape = " : ".join(map(str, self.passes.plan.replicas))

@@ -37,7 +37,7 @@ from dapple_tf.remote_session import RemoteSession
 from dapple_tf.session import COLLECTIVE_KEYS, PreparedRun, add_to_graph
 from dapple_tf.snapshots import Snapshot, Snapshots
 from dapple_tf.step_nodes import replaced_bytes, step_nodes
-from dapple_tf.step_passes import STEP_PASSES_START, StepPasses
+from dapple_tf.step_passes import StepPasses, first_step_pass
 from dapple_tf.step_trace import MeasuredStep, Place, TracedStep, measured
 from dapple_tf.stored_values import StoredValues
 from dapple_tf.variables import VariableTable
@@ -268,7 +268,9 @@ class Engine:
         schedule = self.schedule(built, self.layout(built, kind.samples))
         passes = self.passes.step_passes(built, kind, schedule, hosts, next(COLLECTIVE_KEYS))
         instruments = [self.timing]
-        program = run_passes(built.program, passes, first=STEP_PASSES_START, instruments=instruments, complete=True)
+        program = run_passes(
+            built.program, passes, first=first_step_pass(passes), instruments=instruments, complete=True
+        )
         return program, passes
 
     def _import(self, graph: GraphDef, name: str) -> None:

@@ -32,8 +32,10 @@ from graph_passes.update import Update
 if TYPE_CHECKING:
     from graph_passes.pass_manager import Pass
 
-STEP_PASSES_START = 5
-"""Number of the first pass that makes a step of stage functions."""
+
+def first_step_pass(passes: Sequence[Pass]) -> int:
+    """Number of the first of the passes that `StepPasses.step_passes` gives."""
+    return 4 if isinstance(passes[0], Partition) else 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,33 @@ class StepPasses:
     def _names(self, devices: Sequence[Sequence[int]]) -> tuple[tuple[str, ...], ...]:
         names = self.cluster.device_names
         return tuple(tuple(names[device] for device in replicas) for replicas in devices)
+
+    def slice_samples(self, mode: Mode, samples: int) -> tuple[int | None, ...]:
+        """For each stage the samples of its slices of a batch, where all have as many and functions are made for them.
+
+        They are in training: evaluation and prediction see batches of many sizes, for which functions of any size are
+        made once. Where operators are placed one by one, shapes are folded after that.
+        """
+        if mode is not Mode.TRAIN or self.plan.operator_devices is not None:
+            return ()
+        layout = self.layout(samples)
+        sizes = [
+            {
+                interval.size
+                for micro_batch in range(len(layout.micro_batch_intervals))
+                for interval in layout.slices(stage, micro_batch)
+                if interval.size
+            }
+            for stage in range(len(self.devices))
+        ]
+        return tuple(found.pop() if len(found) == 1 else None for found in sizes)
+
+    def _partition(self, mode: Mode, prefix: str, samples: int) -> Partition:
+        """Pass 4 for batches of so many samples."""
+        plan = self.plan
+        training = mode is Mode.TRAIN
+        sizes = self.slice_samples(mode, samples)
+        return Partition(plan.recompute, plan.jit_compile, training, prefix, plan.split_stages, sizes)
 
     def layout(self, samples: int) -> Layout:
         """How a batch of ``samples`` samples is cut. Evaluation may take larger batches than training."""
@@ -101,19 +130,19 @@ class StepPasses:
         return bytes_of([*kept, *(v for stage in stages for _, v in accumulated_gradients(program, stage))])
 
     def stage_passes(self, mode: Mode, prefix: str) -> list[Pass]:
-        """Passes 1 to 4: from the captured graph to stage functions, whose names start with ``prefix``."""
+        """Passes 1 to 4: from the captured graph to stage functions for full batches, named ``prefix...``."""
         training = mode is Mode.TRAIN
         return [
             AssignStages(self.plan.cuts),
             BuildForward(want_outputs=mode is Mode.PREDICT),
             *([BuildBackward()] if training else []),
-            Partition(self.plan.recompute, self.plan.jit_compile, training, prefix, self.plan.split_stages),
+            self._partition(mode, prefix, self.plan.global_batch_size),
         ]
 
     def step_passes(
         self, built: Build, kind: Kind, schedule: Schedule, hosts: Mapping[str, Sequence[int]], first_key: int = 1
     ) -> list[Pass]:
-        """Passes 5 to 9: from stage functions to a step.
+        """Passes 5 to 9: from stage functions to a step; pass 4 before them, if its slices need others.
 
         Args:
             built: the stage functions.
@@ -126,6 +155,9 @@ class StepPasses:
         replicate = Replicate(self.layout(kind.samples), self.cluster.host_device, hosts, built.prefix)
         if built.mode is not Mode.TRAIN:
             return [replicate, SplitConcat(), order]
+        full = self.plan.global_batch_size
+        differs = self.slice_samples(built.mode, kind.samples) != self.slice_samples(built.mode, full)
+        again = [self._partition(built.mode, built.prefix, kind.samples)] if differs else []
         update = Update(
             built.updates,
             hosts,
@@ -139,4 +171,4 @@ class StepPasses:
             head=kind.head,
             jit_compile=self.plan.jit_compile,
         )
-        return [replicate, SplitConcat(), Accumulate(built.prefix), order, update]
+        return [*again, replicate, SplitConcat(), Accumulate(built.prefix), order, update]

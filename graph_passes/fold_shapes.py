@@ -69,13 +69,17 @@ class Folded(NamedTuple):
         graph: the graph.
         shapes: those that were given, and those of new constants. Inferring them anew may tell more: a sum's shape, now
             that its axes are known.
+        moved: tensor -> the constant that has taken its place.
     """
 
     graph: GraphDef
     shapes: dict[Ref, Shape | None]
+    moved: dict[Ref, Ref]
 
 
-def fold_shapes(graph: GraphDef, shapes: Mapping[Ref, Shape | None], kept: Collection[str] = ()) -> Folded:
+def fold_shapes(
+    graph: GraphDef, shapes: Mapping[Ref, Shape | None], kept: Collection[str] = (), results: Collection[Ref] = ()
+) -> Folded:
     """A graph with constants in place of what follows from known shapes; see `FoldShapes`.
 
     Constants have the names of the nodes that they replace; of further outputs ``<node>/output<k>``. They wait for
@@ -85,8 +89,9 @@ def fold_shapes(graph: GraphDef, shapes: Mapping[Ref, Shape | None], kept: Colle
         graph: a flat graph; it isn't changed.
         shapes: of its tensors.
         kept: nodes that stay, under their names, even where nothing reads them.
+        results: tensors that stay, or that constants take the place of, even where nothing reads them.
     """
-    return _Folding(graph, shapes).result(kept)
+    return _Folding(graph, shapes).result(kept, results)
 
 
 class _Folding:
@@ -106,9 +111,10 @@ class _Folding:
                 self.constant.add(name)
                 self.folded.append(name)
 
-    def result(self, kept: Collection[str]) -> Folded:
+    def result(self, kept: Collection[str], results: Collection[Ref]) -> Folded:
         """The folded graph."""
         read = {ref for name in self.view.nodes if name not in self.constant for ref in self.view.inputs(name)}
+        read.update(results)
         named = {name for node in self.view for name in control_inputs(node)} | set(kept)
         wanted = [
             ref
@@ -136,7 +142,7 @@ class _Folding:
                 for index, text in enumerate(node.input):
                     if not text.startswith("^"):
                         own.input[index] = str(moved.get(Ref.parse(text), text))
-        return Folded(graph, shapes)
+        return Folded(graph, shapes, moved)
 
     def _follows(self, node: NodeDef) -> bool:
         """Whether a node asks for a known shape, or computes something small from what is known."""

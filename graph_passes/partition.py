@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 import networkx
 
-from graph_passes.graph import Graph, PassError, Ref
+from graph_passes.fold_shapes import fold_shapes
+from graph_passes.graph import Graph, PassError, Ref, shape_attr
 from graph_passes.outline import dtype_of, outline
 from graph_passes.program import Program, Stage, StageFunction, Value, ValueKind
 from graph_passes.tensorflow_bridge import Shape, dtype_size, infer_shapes, is_stateful
@@ -63,6 +64,8 @@ class Partition:
         training: whether stages have a B; without gradients of its own a stage's B is empty.
         split: the stages that have Bx and Bw in place of B.
         prefix: start of the functions' names: unique in the library.
+        samples: samples of each stage's slices where all of them have as many; None where they haven't. What follows
+            from shapes is constant then, and B needn't be handed it by F; such functions serve no other slices.
     """
 
     name: ClassVar[str] = "partition"
@@ -71,6 +74,7 @@ class Partition:
     training: bool = True
     prefix: str = ""
     split: Container[int] = ()
+    samples: Sequence[int | None] = ()
 
     def run(self, program: Program) -> Program:
         """Program whose stages have graphs -> program whose stages have functions: F, B or Bx and Bw, metrics."""
@@ -79,6 +83,12 @@ class Partition:
         return program.replace(stages=tuple(self._stage(program, stage) for stage in program.stages))
 
     def _stage(self, program: Program, stage: Stage) -> Stage:
+        assert stage.graph is not None
+        whole, samples = stage, self.samples[stage.index] if self.samples else None
+        sizes = [_tensor_bytes(program, stage, number) for number in _SAMPLES] if self.training else []
+        shapes: Mapping[Ref, Shape | None] = {}
+        if samples is not None:
+            stage, shapes = _of_samples(program, stage, samples)
         assert stage.graph is not None
         graph = Graph(stage.graph)
         given = set(stage.arguments.values())
@@ -90,12 +100,11 @@ class Partition:
         measured = graph.ancestors(stage.metric_results.values(), given, control=False) - first
         taps = _crossing(graph, measured, stage.metric_results.values(), first, given)
         crossing = _crossing(graph, second, gradients.values(), first, given)
-        sizes = [_tensor_bytes(program, stage, graph, samples) for samples in _SAMPLES] if self.training else []
         residuals = _residuals(self.recompute, graph, crossing, given, sizes)
 
         results = forward | {Value(ref): ref for ref in taps}
         results |= {Value(ref, ValueKind.RESIDUAL): ref for ref in residuals}
-        name = f"{self.prefix}stage{stage.index}"
+        name = f"{self.prefix}stage{stage.index}" + ("" if samples is None else f"_of{samples}")
         loops = [node.name for node in graph if node.op in _LOOPS]
         jit_compile = self.jit_compile and not loops
         if self.jit_compile and loops:
@@ -127,7 +136,58 @@ class Partition:
         if stage.metric_results:
             arguments = {**stage.arguments, **{Value(ref): ref for ref in taps}}
             changes["metrics"] = _function(f"{name}_metrics", graph, arguments, stage.metric_results, jit_compile=False)
-        return dataclasses.replace(stage, **changes)
+        for function in changes.values():
+            if isinstance(function, StageFunction):
+                _tell_shapes(function, stage.arguments, shapes)
+        return dataclasses.replace(whole, **changes)
+
+
+def _of_samples(program: Program, stage: Stage, samples: int) -> tuple[Stage, Mapping[Ref, Shape | None]]:
+    """A stage for slices of so many samples, in which what follows from their shapes is constant; and these shapes."""
+    assert stage.graph is not None
+    wanted = [*stage.results.values(), *stage.metric_results.values()]
+    found = fold_shapes(stage.graph, _inferred(program, stage, samples, None), results=wanted)
+    results, metrics = (
+        {value: found.moved.get(ref, ref) for value, ref in results.items()}
+        for results in (stage.results, stage.metric_results)
+    )
+    return dataclasses.replace(stage, graph=found.graph, results=results, metric_results=metrics), found.shapes
+
+
+def _tell_shapes(function: StageFunction, arguments: Mapping[Value, Ref], shapes: Mapping[Ref, Shape | None]) -> None:
+    """Tells TensorFlow's optimizer, which sees a function by itself, the shapes of its arguments."""
+    for index, value in enumerate(function.inputs):
+        shape = shapes.get(arguments.get(value, value.ref))
+        if shape is not None:
+            function.function.arg_attr[index].attr["_output_shapes"].list.shape.add().CopyFrom(shape_attr(shape).shape)
+
+
+def _inferred(program: Program, stage: Stage, samples: int, length: int | None) -> dict[Ref, Shape | None]:
+    """The shapes of a stage's tensors for slices of so many samples.
+
+    Args:
+        program: the stage's program.
+        stage: a stage with a graph.
+        samples: of a slice.
+        length: what lengths that the model leaves open are taken for; None leaves them open.
+    """
+    assert stage.graph is not None
+    graph = Graph(stage.graph)
+    boundaries = {boundary.ref: boundary for boundary in program.boundaries}
+    assumed: dict[str, list[int | None]] = {}
+    for value, ref in stage.arguments.items():
+        known = graph.nodes[ref.node].attr["shape"].shape
+        if known.unknown_rank:
+            continue
+        shape: list[int | None] = [length if dim.size < 0 else dim.size for dim in known.dim]
+        boundary = boundaries.get(value.ref)
+        if boundary is not None and boundary.batch_axis is not None:
+            rows = boundary.rows_per_sample or length
+            shape[boundary.batch_axis] = None if rows is None else rows * samples
+        elif value.ref in program.roles.inputs:
+            shape[0] = samples
+        assumed[ref.node] = shape
+    return infer_shapes(stage.graph, assumed, {program.roles.slice.samples: samples})
 
 
 def _is_kept(value: Value, received: Container[Ref]) -> bool:
@@ -210,21 +270,11 @@ def _function(
     return StageFunction(function, tuple(used), tuple(results))
 
 
-def _tensor_bytes(program: Program, stage: Stage, graph: Graph, samples: int) -> dict[Ref, int]:
+def _tensor_bytes(program: Program, stage: Stage, samples: int) -> dict[Ref, int]:
     """Bytes of each tensor of a stage for a slice of ``samples`` samples; 0 when that isn't known statically."""
     assert stage.graph is not None
-    boundaries = {boundary.ref: boundary for boundary in program.boundaries}
-    assumed: dict[str, list[int | None]] = {}
-    for value, ref in stage.arguments.items():
-        dims = graph.nodes[ref.node].attr["shape"].shape.dim
-        shape: list[int | None] = [_ASSUMED_LENGTH if dim.size < 0 else dim.size for dim in dims]
-        boundary = boundaries.get(value.ref)
-        if boundary is not None and boundary.batch_axis is not None:
-            shape[boundary.batch_axis] = (boundary.rows_per_sample or _ASSUMED_LENGTH) * samples
-        elif value.ref in program.roles.inputs:
-            shape[0] = samples
-        assumed[ref.node] = shape
-    shapes = infer_shapes(stage.graph, assumed, {program.roles.slice.samples: samples})
+    graph = Graph(stage.graph)
+    shapes = _inferred(program, stage, samples, _ASSUMED_LENGTH)
     return {ref: _size(shape, dtype_of(graph, ref)) for ref, shape in shapes.items()}
 
 

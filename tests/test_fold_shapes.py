@@ -62,6 +62,20 @@ def test_nodes_with_several_outputs() -> None:
     assert infer_shapes(found.graph, {}, {})[Ref("db")] == (4,)
 
 
+def test_results_may_become_constants() -> None:
+    """A second output has no place under its own name: it is told where it went."""
+    with tf.Graph().as_default() as graph:
+        x, b = placeholder(), placeholder("b", (4,))
+        tf.raw_ops.ShapeN(input=[x, b], name="shapes")
+        tf.nn.relu(x, name="h")
+    definition = graph.as_graph_def()
+    results = [Ref("shapes"), Ref("shapes", 1), Ref("h")]
+    found = fold_shapes(definition, infer_shapes(definition, {}, {}), results=results)
+    assert values(found) == {"shapes": [6, 4], "shapes/output1": [4]}
+    assert found.moved == {Ref("shapes"): Ref("shapes"), Ref("shapes", 1): Ref("shapes/output1")}
+    assert "shapes" not in values(folded(definition))
+
+
 @pytest.mark.parametrize("op, value", [("Size", 24), ("Rank", 2)])
 def test_sizes_and_ranks(op: str, value: int) -> None:
     with tf.Graph().as_default() as graph:

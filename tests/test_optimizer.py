@@ -72,6 +72,24 @@ def test_settings_update_as_in_plain_keras(name: str) -> None:
     assert_same_variables(model, plain, TOLERANCE["float64"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["global_clipnorm", "ema_overwrite", "loss_scale_optimizer"])
+def test_compiled_settings_update_as_in_plain_keras(name: str) -> None:
+    """XLA compiles updates, too: with branches, rows of embeddings and variables of their own."""
+    use_float64()
+    model, plain = pair(lambda: model_with(SETTINGS[name]))
+    plan = dapple.Plan.manual(["flat"], [[0, 1], [2]], 2, 7, jit_compile=True)
+    pipelined = dapple.transform(model, dapple.Cluster.local(3, kind="cpu"), plan)
+    for _ in range(3):
+        pipelined.train_on_batch(TOKENS, TARGETS)
+        plain.train_on_batch(TOKENS, TARGETS)
+    pipelined.sync()
+    assert_same_variables(model, plain, TOLERANCE["float64"])
+    library = pipelined._engine._graph.as_graph_def().library.function
+    updates = [function.signature.name for function in library if function.signature.name.endswith("apply_compiled")]
+    assert len(updates) == 2
+
+
 def test_a_fixed_loss_scale_updates_as_in_plain_keras() -> None:
     """Keras itself can't divide the rows of an embedding's gradient by the scale: the embedding is frozen."""
 

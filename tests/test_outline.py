@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from programs import DOUBLE, FLOAT, HOST, INT32, Writer, run, show_function, show_graph, two_layers
+from programs import DOUBLE, FLOAT, HOST, INT32, Machine, Writer, run, show_function, show_graph, two_layers
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.graph import Builder, Graph, GraphDef, PassError, Ref, dtype_attr, make_node, shape_attr
-from graph_passes.outline import FunctionDef, call_node, dtype_of, outline, placeholder
-from graph_passes.storage import merge_library
+from graph_passes.outline import FunctionDef, call_node, compiled, dtype_of, outline, placeholder
+from graph_passes.program import Variable, VariableKind
+from graph_passes.storage import assign, merge_library, read
 from graph_passes.tensorflow_bridge import empty_graph
 
 
@@ -126,12 +127,57 @@ def test_devices_and_colocation_stay_outside_and_the_graph_is_not_changed() -> N
 def test_functions_are_marked_against_inlining_and_may_be_marked_for_xla() -> None:
     inputs, outputs = [Ref("x"), Ref("w")], [Ref("a/tanh")]
     plain = outline("f", graph(), inputs, outputs, attrs={"_note": "text"})
-    compiled = outline("f", graph(), inputs, outputs, jit_compile=True)
-    assert plain.attr["_noinline"].b and compiled.attr["_noinline"].b
+    for_xla = outline("f", graph(), inputs, outputs, jit_compile=True)
+    assert plain.attr["_noinline"].b and for_xla.attr["_noinline"].b
     assert plain.attr["_note"].s == b"text"
     assert "_XlaMustCompile" not in plain.attr
-    assert call_node("c", compiled, inputs, device=HOST).attr["_XlaMustCompile"].b
+    assert call_node("c", for_xla, inputs, device=HOST).attr["_XlaMustCompile"].b
     assert "_XlaMustCompile" not in call_node("c", plain, inputs, device=HOST).attr
+
+
+def variables_changed() -> FunctionDef:
+    """(x) -> the sum of two variables, of which one has been read twice and x added to it."""
+    builder = Builder(empty_graph())
+    given = builder.append(placeholder("x", FLOAT))
+    first, again, other = (read(builder, name, FLOAT, [2]) for name in ("u", "u", "v"))
+    total = builder.add_n("total", [first, again, other], FLOAT)
+    step = assign(builder, "u", given, FLOAT, [2], "AssignAddVariableOp")
+    builder.graph.node[-1].input.append(f"^{total.node}")
+    return outline("f", Graph(builder.graph), [given], [total], effects=[step])
+
+
+def test_xla_compiles_what_changes_variables_but_for_their_handles() -> None:
+    """One handle for each variable: XLA refuses to be given the same one twice."""
+    outer, inner = compiled(variables_changed())
+    assert show_function(outer) == (
+        "f(x0) -> (y0)\n"
+        "  handle/u = VarHandleOp() 'u'\n"
+        "  handle/v = VarHandleOp() 'v'\n"
+        "  compiled = StatefulPartitionedCall(x0, handle/u, handle/v)\n"
+        "  y0 is compiled\n"
+    )
+    assert dict(outer.control_ret) == {"done0": "compiled"}
+    (call,) = (node for node in outer.node_def if node.op == "StatefulPartitionedCall")
+    assert call.attr["f"].func.name == inner.signature.name and call.attr["_XlaMustCompile"].b
+    assert inner.attr["_XlaMustCompile"].b and "_XlaMustCompile" not in outer.attr
+    assert show_function(inner).splitlines()[0] == "f_compiled(x0, v_0, v_1) -> (y0)"
+    assert [node.op for node in inner.node_def].count("VarHandleOp") == 0
+    assert [arg.type for arg in inner.signature.input_arg[1:]] == [types_pb2.DT_RESOURCE] * 2
+
+
+@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_compiled_change_of_variables_makes_the_same_change(jit_compile: bool) -> None:
+    functions = list(compiled(variables_changed())) if jit_compile else [variables_changed()]
+    builder = Builder(empty_graph())
+    x = builder.append(placeholder("x", FLOAT))
+    builder.append(call_node("change", functions[0], [x], device=HOST))
+    merge_library(builder.graph, functions)
+    u, v = (Variable(name, FLOAT, (2,), VariableKind.STATE) for name in "uv")
+    with Machine(builder.graph) as machine:
+        machine.load(HOST, [u, v], [[1, 2], [10, 20]])
+        (total,) = machine.run([Ref("change")], {x: [5, 7]})
+        np.testing.assert_array_equal(total, [12, 24])
+        np.testing.assert_array_equal(machine.read(HOST, u, v), [[6, 9], [10, 20]])
 
 
 def test_calling_a_function_does_not_change_it() -> None:

@@ -26,7 +26,7 @@ from dapple_tf.capture import Mode, build, capture
 from dapple_tf.garbage import without_collection
 from dapple_tf.operators import operator_shapes, step_placer
 from dapple_tf.parameter_groups import group_updates, readers_of
-from dapple_tf.step_passes import STEP_PASSES_START, StepPasses
+from dapple_tf.step_passes import StepPasses, first_step_pass
 from dapple_tf.variables import VariableTable
 from graph_passes.graph import GraphDef, Ref
 from graph_passes.pass_manager import run_passes
@@ -123,7 +123,7 @@ def flatten_step(model: keras.Model, batch: int, plan: dapple.Plan, cluster: dap
     )
     built = Build(Mode.TRAIN, spec, program, group_updates(model, table, program), "train_")
     chosen = passes.step_passes(built, Kind(batch), plan.order_tasks(), readers_of(program))
-    step = run_passes(program, chosen, first=STEP_PASSES_START, complete=True)
+    step = run_passes(program, chosen, first=first_step_pass(chosen), complete=True)
     flat = step_placer.flat_step(step, built.input_shapes(Kind(batch)))
     return FlatStep(flat.program.graph, flat.shapes, time.process_time() - started)
 

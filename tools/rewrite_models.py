@@ -34,7 +34,7 @@ from dapple_tf.example_batch import ExampleBatch
 from dapple_tf.garbage import without_collection
 from dapple_tf.layer_cuts import LayerStages, layer_stages
 from dapple_tf.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
-from dapple_tf.step_passes import STEP_PASSES_START, StepPasses
+from dapple_tf.step_passes import StepPasses, first_step_pass
 from dapple_tf.variables import VariableTable
 from graph_passes.graph import GraphDef
 from graph_passes.pass_manager import Pass, run_passes
@@ -186,10 +186,10 @@ def rewritten(found: Captured, plan: dapple.Plan, cluster: dapple.Cluster, parts
     """The complete training step of a model by a plan, by the passes that real training goes through."""
     passes = StepPasses(plan, cluster)
 
-    def run(program: Program, chosen: Sequence[Pass], first: int) -> Program:
+    def run(program: Program, chosen: Sequence[Pass], first: int, *, complete: bool = False) -> Program:
         for number, item in enumerate(chosen, start=first):
-            last = item is chosen[-1] and first == STEP_PASSES_START
-            rewrite = functools.partial(run_passes, program, [item], first=number, complete=last)
+            last = item is chosen[-1]
+            rewrite = functools.partial(run_passes, program, [item], first=number, complete=complete and last)
             program = parts.timed(item.name, rewrite)
         return program
 
@@ -201,7 +201,8 @@ def rewritten(found: Captured, plan: dapple.Plan, cluster: dapple.Cluster, parts
     held = holdings(found.table, hosts, optimizer_variables(updates), passes.homes)
     kind = Kind(plan.global_batch_size)
     schedule = parts.timed("order of tasks", lambda: passes.schedule(built, passes.layout(kind.samples), held))
-    return run(program, passes.step_passes(built, kind, schedule, hosts), STEP_PASSES_START)
+    chosen = passes.step_passes(built, kind, schedule, hosts)
+    return run(program, chosen, first_step_pass(chosen), complete=True)
 
 
 def rows_of(
