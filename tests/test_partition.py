@@ -190,7 +190,7 @@ def test_functions_for_slices_of_one_size_hand_over_no_shapes() -> None:
             for index, value in enumerate(own.inputs):
                 (shape,) = own.function.arg_attr[index].attr["_output_shapes"].list.shape
                 assert all(dim.size > 0 for dim in shape.dim), value
-                assert value.kind is not RESIDUAL or shape.dim[0].size == 4
+                assert value.kind is not RESIDUAL or shape.dim[0].size % 4 == 0, value
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
