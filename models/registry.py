@@ -87,8 +87,8 @@ def _function(module: str, function: str, name: str) -> Callable[..., Any]:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # The module is there, but lacks another.
         raise ModelError(
-            f"{name!r}{_like(name, {**MODELS, **DATASETS})}: there is no module {error.name!r}; it must be importable, "
-            f"from the current folder or PYTHONPATH"
+            f"{name!r}{_like(name, {**MODELS, **DATASETS}) or _like(module, READERS)}: there is no module "
+            f"{error.name!r}; it must be importable, from the current folder or PYTHONPATH"
         ) from error
     except (TypeError, ValueError) as error:  # A relative or empty name.
         raise ModelError(f"{name!r}: {module!r} isn't a module's name; write package.module:function") from error

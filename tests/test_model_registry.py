@@ -91,6 +91,7 @@ def test_data_for_other_models_are_refused(data: str, model: str, message: str) 
         ("gpt:tinny", r"unknown model 'gpt:tinny' \(is it gpt:tiny"),
         ("nothing", r"unknown model 'nothing'; there are gpt"),
         ("no_such_module:build", "there is no module 'no_such_module'; it must be importable"),
+        ("tezt:book.txt", r"'tezt:book.txt' \(is it text\?\): there is no module 'tezt'"),
         ("keras.no_such_part:build", "there is no module 'keras.no_such_part'"),
         ("keras:Modell", r"module 'keras' has no function 'Modell' \(is it Model\?\)"),
         (":build", "isn't a module's name"),

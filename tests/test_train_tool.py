@@ -111,6 +111,17 @@ def test_only_steps_are_measured(own: str, tmp_path: pathlib.Path, capsys: pytes
     assert "Measured 5 steps of own, " in printed and "benchmark.json" in printed
 
 
+@pytest.mark.slow
+def test_less_is_held_out_than_validation_asks_for(tmp_path: pathlib.Path) -> None:
+    """Keras warned that the input ran out of data, which wasn't the data that were trained on."""
+    text = tmp_path / "book.txt"
+    text.write_text("It was a dark and stormy night. " * 50)
+    flags = ["--model=gpt:tiny", f"--dataset=text:{text}?held_out=0.2", "--plan=1:1", "--cluster=cpu:2", "--nomeasure"]
+    small = ["--global_batch_size=4", "--micro_batches=2", "--steps=1", "--noprofile_step"]
+    assert run(*flags, *small, f"--output_dir={tmp_path / 'run'}") == 0
+    assert "val_loss" in (tmp_path / "run" / "summary.json").read_text()
+
+
 @pytest.mark.parametrize("flag", ["--epochs=2", "--steps=5", "--checkpoint_dir=there", "--validation_steps=2"])
 def test_measuring_steps_is_not_training(own: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(own, "--global_batch_size=8", "--benchmark_steps=5", flag) == 1

@@ -256,10 +256,8 @@ def train(job: Job, pipelined: dapple.PipelinedModel, folder: pathlib.Path) -> d
     batch = job.plan.global_batch_size
     options: dict[str, Any] = {}
     if job.data.held_out is not None and _VALIDATION_STEPS.value:
-        options |= {
-            "validation_data": job.data.held_out(job.model, batch),
-            "validation_steps": _VALIDATION_STEPS.value,
-        }
+        # The same batches after each epoch; Keras would warn of data that have fewer than validation_steps.
+        options["validation_data"] = job.data.held_out(job.model, batch).take(_VALIDATION_STEPS.value)
     if _CHECKPOINT_DIR.value is not None:
         options["checkpoint"] = dapple.Checkpointing(_CHECKPOINT_DIR.value, _CHECKPOINT_EVERY.value)
         options["resume"] = _RESUME.value
