@@ -170,6 +170,7 @@ def prepare() -> Job:
     if _LEARNING_RATE.value is not None:
         set_learning_rate(model, _LEARNING_RATE.value)
     say(f"{model.name}: {model.count_params():,} parameters, on {data.name} ({data.about})")
+    _PLAN.check_layers(model)
     batch = _PLAN.batch_size()
     x, y, weights = checked_example(data, model, batch)
     examples = {"x": x, "y": y, "sample_weight": weights}
