@@ -413,7 +413,10 @@ def _leaf(name: str, value: Any) -> Leaf:
         )
     array = value if isinstance(value, (tf.Tensor, np.ndarray)) else np.asarray(value)
     if array.ndim == 0:
-        raise DataError(f"{name} is a scalar; each array of a batch needs the batch as its first axis")
+        raise DataError(
+            f"{name} is a scalar; each array of a batch needs the batch as its first axis: are the data batched "
+            f"(dataset.batch(...))?"
+        )
     try:
         dtype = tf.dtypes.as_dtype(array.dtype)
     except TypeError:

@@ -8,7 +8,7 @@ import enum
 import itertools
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import keras
@@ -22,7 +22,7 @@ from dapple_tf.losses import GlobalNormalizers
 from dapple_tf.metrics import is_sum, weighted_means
 from dapple_tf.variables import VariableTable
 from graph_passes.assign_stages import POSITION_ATTR
-from graph_passes.graph import LAYER_ATTR, Graph, GraphDef, Ref
+from graph_passes.graph import FLOAT_DTYPES, LAYER_ATTR, Graph, GraphDef, Ref
 from graph_passes.program import LayerCall, Program, Roles, Slice, Variable, VariableKind
 from graph_passes.tensorflow_bridge import make_constant
 
@@ -179,7 +179,7 @@ class _Tracing:
         self.samples = placeholder("int32", [], name="slice_samples")
         self.values: dict[str, tf.Tensor] = {}
         normalizers = GlobalNormalizers(self.weight)
-        scope = keras.StatelessScope(self._mapping(), collect_losses=True)
+        scope = _Scope(self._mapping(), self._state())
         with scope, self._recording(), weighted_means(self.weight):
             takes_training = getattr(self.model, "_call_has_training_arg", True)
             outputs = self.model(x, training=self.training) if takes_training else self.model(x)
@@ -238,6 +238,12 @@ class _Tracing:
             mapping.append((variable, self.given[name]))
         return mapping
 
+    def _state(self) -> set[int]:
+        """The ids of the floating-point variables that layers assign."""
+        described = {name: self.table.describe(name) for name in self.values}
+        state = [name for name, v in described.items() if v.kind is VariableKind.STATE and v.dtype in FLOAT_DTYPES]
+        return {id(self.table.keras_variables[name]) for name in state}
+
     def _shifted_seed(self, seed: tf.Tensor) -> tf.Tensor:
         """A seed of its own for each slice; that of the first is the model's, as in training on one device."""
         words = tf.cast(seed, tf.int64)
@@ -265,13 +271,13 @@ class _Tracing:
             )
         return loss * tf.cast(self.weight, loss.dtype)
 
-    def _updates(self, scope: keras.StatelessScope) -> dict[str, tf.Tensor]:
+    def _updates(self, scope: _Scope) -> dict[str, tf.Tensor]:
         found = {}
         for name, value in self.values.items():
             variable = self.table.keras_variables[name]
-            new = scope.get_current_value(variable)
+            new = scope.assigned.get(id(variable))
             kind = self.table.describe(name).kind
-            if new is self.given[name]:  # nothing assigned it
+            if new is None or new is self.given[name]:
                 continue
             new = tf.convert_to_tensor(new, dtype=value.dtype)
             if kind is VariableKind.PARAMETER:
@@ -355,6 +361,33 @@ class _Tracing:
         if value is None:
             return None
         return self.table.describe(name, _ref(value), None if update is None else _ref(update))
+
+
+class _Scope(keras.StatelessScope):
+    """Keeps what layers assign. A layer that reads what it has assigned gets it without a gradient.
+
+    So it is with TensorFlow's variables, whose values don't tell how they were computed.
+
+    Args:
+        mapping: variables and their values.
+        state: ids of the floating-point variables that layers assign.
+    """
+
+    def __init__(self, mapping: list[tuple[keras.Variable, tf.Tensor]], state: Container[int]) -> None:
+        super().__init__(mapping, collect_losses=True)
+        self.state = state
+        self.assigned: dict[int, tf.Tensor] = {}
+
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        """Called by ``variable.assign``."""
+        super().add_update(update)
+        variable, value = update
+        self.assigned[id(variable)] = value
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        """What a variable's readers get."""
+        value = super().get_current_value(variable)
+        return tf.stop_gradient(value) if id(variable) in self.assigned and id(variable) in self.state else value
 
 
 def _with_additivity(graph: Graph, variables: list[Variable]) -> Iterator[Variable]:

@@ -45,11 +45,17 @@ def group_updates(model: keras.Model, table: VariableTable, program: Program) ->
 
 
 def readers_of(program: Program) -> dict[str, tuple[int, ...]]:
-    """The stages that read each variable of the model, ascending; variables in the model's order."""
+    """The stages that read each variable of the model, ascending; variables in the model's order.
+
+    State that is assigned but not read, the last batch's mean, say, belongs to the stage that computes it.
+    """
     reads: dict[str, tuple[int, ...]] = {}
     for stage in program.stages:
         for name in stage.reads:
             reads[name] = (*reads.get(name, ()), stage.index)
+    for variable in program.roles.variables:
+        if variable.kind is VariableKind.STATE and variable.update is not None:
+            reads.setdefault(variable.name, (program.node_stage.get(variable.update.node, len(program.stages) - 1),))
     return {variable.name: reads[variable.name] for variable in program.roles.variables if variable.name in reads}
 
 

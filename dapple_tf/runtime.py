@@ -191,7 +191,8 @@ class Runtime:
             if lost:
                 self.values.load()  # Some stages may have been updated and others not.
             kept = f"; {self.values.kept}" if lost else ""
-            raise StepError(f"a {mode.value} step failed: {self._cause(batch) or reason(error)}{kept}") from error
+            cause = self._cause(batch, loss=mode is not Mode.PREDICT) or reason(error)
+            raise StepError(f"a {mode.value} step failed: {cause}{kept}") from error
 
     def _surviving(self, function: Callable[[], _T]) -> _T:
         """Calls something that uses the devices, again if a worker was lost and the faults' policy is to go on."""
@@ -298,18 +299,24 @@ class Runtime:
                 self.engine.run(Mode.TRAIN, batch.spec, batch.arrays, metrics=self.metrics.feeds())
         logger.info("trained again on %d batches, up to step %d", len(recovery.log), self.steps)
 
-    def _cause(self, batch: Batch) -> str:
-        """What plain Keras says of a batch; empty if it finds nothing wrong.
+    def _cause(self, batch: Batch, *, loss: bool) -> str:
+        """What plain Keras says of a batch, and of its ``loss``; empty if it finds nothing wrong.
 
         TensorFlow often reports only that some device was waiting for the one that failed.
         """
         if self.engine.deferred:
             return ""
         arrays = iter(batch.arrays)
-        x = keras.tree.map_structure(lambda leaf: None if leaf is None else next(arrays), batch.spec.x)
+
+        def given(tree: Any) -> Any:
+            return keras.tree.map_structure(lambda leaf: None if leaf is None else next(arrays), tree)
+
+        x, y, sample_weight = (given(tree) for tree in (batch.spec.x, batch.spec.y, batch.spec.sample_weight))
         try:
             with keras.StatelessScope(collect_losses=True):
-                self.model(x)
+                outputs = self.model(x)
+                if loss:
+                    self.model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight)
         except Exception as error:
             return reason(error)
         return ""

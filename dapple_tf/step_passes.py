@@ -21,7 +21,7 @@ from graph_passes.build_backward import BuildBackward
 from graph_passes.build_forward import BuildForward
 from graph_passes.group_update import GroupUpdate, reduction_order
 from graph_passes.partition import Partition
-from graph_passes.program import Layout, Program
+from graph_passes.program import Layout, Program, VariableKind
 from graph_passes.replicate import Replicate
 from graph_passes.schedule import OrderTasks
 from graph_passes.split_concat import SplitConcat
@@ -153,7 +153,7 @@ class StepPasses:
         """
         order = OrderTasks(schedule, self.cluster.device_names)
         replicate = Replicate(self.layout(kind.samples), self.cluster.host_device, hosts, built.prefix)
-        if built.mode is not Mode.TRAIN:
+        if built.mode is not Mode.TRAIN and not _assigns(built.program):
             return [replicate, SplitConcat(), order]
         full = self.plan.global_batch_size
         differs = self.slice_samples(built.mode, kind.samples) != self.slice_samples(built.mode, full)
@@ -166,9 +166,15 @@ class StepPasses:
             first_key,
             built.prefix,
             self.plan.wait_free,
-            want_gradients=not kind.carries if self.plan.operator_devices is None else kind.gradients,
+            want_gradients=built.mode is Mode.TRAIN
+            and (not kind.carries if self.plan.operator_devices is None else kind.gradients),
             carried=built.carried if kind.carries else (),
             head=kind.head,
             jit_compile=self.plan.jit_compile,
         )
         return [*again, replicate, SplitConcat(), Accumulate(built.prefix), order, update]
+
+
+def _assigns(program: Program) -> bool:
+    """Whether layers assign state of their own: in training most models do, in evaluation and prediction few."""
+    return any(v.kind is VariableKind.STATE and v.update is not None for v in program.roles.variables)

@@ -30,6 +30,7 @@ from graph_passes.graph import (
     make_const,
     make_node,
 )
+from graph_passes.operator_shapes import ShapeInference
 from graph_passes.outline import dtype_of
 from graph_passes.program import Boundary, LayerCall, Program, Roles, Stage, Variable, VariableKind
 from graph_passes.tensorflow_bridge import Shape, infer_shapes, measure_shapes, output_dtypes
@@ -87,11 +88,12 @@ class AssignStages:
         shapes = _shapes(program) if self.cuts or roles.normalizers else []
         foreign = _shapes_read_later(graph, stage_of) | _shapes_of_normalizers(graph, roles)
         if foreign:
-            graph_def = _with_known_shapes(program, shapes, foreign)
+            sources = [Graph(program.graph).inputs(name)[0] for name in foreign]
+            graph_def = _with_known_shapes(program, _inferred(program, shapes, sources), foreign)
             graph = Graph(graph_def)
             stage_of = _node_stages(graph, roles, positions)
         _check_normalizers(graph, roles)
-        boundaries = _boundaries(graph, roles, stage_of, shapes, self.cuts)
+        boundaries = _boundaries(program.replace(graph=graph_def), stage_of, shapes, self.cuts)
         reads = _reads(graph, roles, stage_of, len(self.cuts))
         stages = tuple(Stage(index, reads=reads[index]) for index in range(len(self.cuts) + 1))
         for node in graph_def.node:
@@ -166,26 +168,51 @@ def _input_shapes(graph: Graph, roles: Roles, batch: int, length: int) -> dict[s
     return shapes
 
 
-def _measured(
-    graph: Graph, roles: Roles, shapes: Sequence[Mapping[Ref, Shape | None]], refs: Iterable[Ref]
-) -> list[dict[Ref, Shape | None]]:
-    """The shapes of tensors at cuts; those that can't be told statically by running the model.
-
-    The batch is lost behind a recurrent layer, say. A run uses random inputs, so that a length which the data decide
-    isn't proportional to the batch.
-    """
-    wanted = list(refs)
-    known: list[dict[Ref, Shape | None]] = [{ref: found.get(ref) for ref in wanted} for found in shapes]
-    vague = [
+def _vague(shapes: Sequence[Mapping[Ref, Shape | None]], refs: Iterable[Ref]) -> list[Ref]:
+    """Those of the tensors of which an axis isn't known to be fixed, a length or proportional to the batch."""
+    return [
         ref
-        for ref in wanted
-        if any(found[ref] is None for found in known)
-        or any(_axis(sizes)[0] is _Axis.UNKNOWN for sizes in zip(*(found[ref] or () for found in known), strict=True))
+        for ref in refs
+        if any(found.get(ref) is None for found in shapes)
+        or any(_axis(sizes)[0] is _Axis.UNKNOWN for sizes in zip(*(found[ref] or () for found in shapes), strict=True))
     ]
+
+
+def _inferred(
+    program: Program, shapes: Sequence[Mapping[Ref, Shape | None]], refs: Iterable[Ref]
+) -> list[dict[Ref, Shape | None]]:
+    """Shapes, for ``refs`` also what can be told through loops, branches and lists: the batch behind an LSTM, say."""
+    known = [dict(found) for found in shapes]
+    vague = _vague(known, refs)
     if vague:
+        graph, samples = Graph(program.graph), program.roles.slice.samples
+        before = graph.ancestors(vague)
+        part = GraphDef(versions=program.graph.versions, library=program.graph.library)
+        part.node.extend(node for node in program.graph.node if node.name in before)
+        inference = ShapeInference(part.library)
         for found, (batch, length) in zip(known, _ASSUMED, strict=True):
-            inputs = _input_shapes(graph, roles, batch, length)
-            found |= measure_shapes(graph.graph, inputs, {roles.slice.samples: batch}, vague)
+            inputs = _input_shapes(graph, program.roles, batch, length)
+            more = inference.of(part, inputs, values={samples: batch}).shapes
+            found |= {ref: more[ref] for ref in vague}
+    return known
+
+
+def _measured(
+    program: Program, shapes: Sequence[Mapping[Ref, Shape | None]], refs: Iterable[Ref]
+) -> list[dict[Ref, Shape | None]]:
+    """Shapes, for ``refs`` also those that only running what makes them can tell: they depend on values.
+
+    A run uses random inputs, so that a length which the data decide isn't proportional to the batch.
+    """
+    known = [dict(found) for found in shapes]
+    vague = _vague(known, refs)
+    graph, measured = Graph(program.graph), {}
+    for found, (batch, length) in zip(known if vague else (), _ASSUMED, strict=False):
+        inputs = _input_shapes(graph, program.roles, batch, length)
+        same = str(inputs)  # Where the model leaves no length open, the third assumption is the first.
+        if same not in measured:
+            measured[same] = measure_shapes(program.graph, inputs, {program.roles.slice.samples: batch}, vague)
+        found |= measured[same]
     return known
 
 
@@ -331,12 +358,12 @@ def _original_positions(graph: Graph, roles: Roles) -> dict[str, int]:
 
 
 def _boundaries(
-    graph: Graph,
-    roles: Roles,
+    program: Program,
     stage_of: Mapping[str, int],
     shapes: Sequence[Mapping[Ref, Shape | None]],
     cuts: Sequence[str],
 ) -> tuple[Boundary, ...]:
+    graph, roles = Graph(program.graph), program.roles
     consumers: dict[Ref, set[int]] = {}
     for node in graph:
         stage = stage_of.get(node.name)
@@ -350,7 +377,7 @@ def _boundaries(
     sized = _depends_on_slice_size(graph, roles)
     found = []
     sendable = [ref for ref in consumers if dtype_of(graph, ref) not in _UNSENDABLE]
-    shapes = _measured(graph, roles, shapes, sendable)
+    shapes = _measured(program, _inferred(program, shapes, sendable), sendable)
     for ref in sorted(consumers, key=lambda ref: (graph.position[ref.node], ref.output)):
         producer, dtype = stage_of[ref.node], dtype_of(graph, ref)
         where = f"tensor {ref} of layer {layer_of(graph, ref)!r}, which crosses the cut after {cuts[producer]!r},"

@@ -339,11 +339,12 @@ def _shapes_of_outputs(serialized: bytes) -> tuple[tuple[Shape | None, ...], ...
 def measure_shapes(
     graph: GraphDef, placeholders: Mapping[str, Sequence[int]], values: Mapping[Ref, int], wanted: Sequence[Ref]
 ) -> dict[Ref, Shape]:
-    """The shapes of tensors in one run of the graph, for those that can't be told statically (behind a loop, say).
+    """The shapes of tensors in one run of what makes them, for those that depend on values.
 
     Args:
         graph: a flat graph.
-        placeholders: shapes of placeholders; others have fixed ones. All get random numbers, integers 0 and 1.
+        placeholders: shapes of placeholders; others (parameters, say) have fixed ones. All get random numbers, integers
+            0 and 1. Large ones are drawn where they are read, and gone when the run has read them.
         values: values of scalar placeholders.
         wanted: what to measure.
 
@@ -351,20 +352,30 @@ def measure_shapes(
         Shapes; nothing when the graph doesn't run on such numbers, so that no more is known than before.
     """
     generator = np.random.default_rng(0)
-    feeds: dict[str, np.ndarray] = {}
+    config = tf.compat.v1.ConfigProto()
+    # Nothing is fed: optimized, it would all be constants.
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    config.graph_options.optimizer_options.opt_level = tf.compat.v1.OptimizerOptions.L0
+    given: dict[str, tf.Tensor] = {}
     with tf.Graph().as_default() as scope:
-        tf.graph_util.import_graph_def(graph, name="")
-        shapes = [tf.shape(scope.get_tensor_by_name(f"{ref.node}:{ref.output}")) for ref in wanted]
-        for node in graph.node:
+        for number, node in enumerate(graph.node):
             if node.op != "Placeholder":
                 continue
             dtype = tf.dtypes.as_dtype(node.attr["dtype"].type)
-            size = placeholders.get(node.name) or [dim.size for dim in node.attr["shape"].shape.dim]
-            drawn = generator.normal(size=size) if dtype.is_floating else generator.integers(0, 2, size=size)
-            feeds[f"{node.name}:0"] = np.asarray(values.get(Ref(node.name), drawn)).astype(dtype.as_numpy_dtype)
+            declared = [dim.size for dim in node.attr["shape"].shape.dim]
+            size = placeholders.get(node.name) or declared
+            if dtype.is_floating and Ref(node.name) not in values:
+                tensor = tf.random.stateless_normal(size, (0, number))
+            else:
+                tensor = tf.constant(values.get(Ref(node.name), generator.integers(0, 2, size=size)))
+            # TensorFlow mustn't see which numbers they are, either, before the run.
+            hidden = [size if size >= 0 else None for size in declared]
+            given[f"{node.name}:0"] = tf.compat.v1.placeholder_with_default(tf.cast(tensor, dtype), hidden)
+        tf.graph_util.import_graph_def(graph, input_map=given, name="measured")
+        shapes = [tf.shape(scope.get_tensor_by_name(f"measured/{ref.node}:{ref.output}")) for ref in wanted]
         try:
-            with tf.compat.v1.Session(graph=scope) as session:
-                found = session.run(shapes, feeds)
+            with tf.compat.v1.Session(graph=scope, config=config) as session:
+                found = session.run(shapes)
         except tf.errors.OpError:
             return {}
     return {ref: tuple(map(int, shape)) for ref, shape in zip(wanted, found, strict=True)}

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 
 from models.naming import names_from_start
+from models.sizes import check_heads, check_sizes, self_attention
 
 _logger = logging.getLogger(__name__)
 
@@ -58,15 +59,10 @@ class BertConfig:
     tied: bool = True
 
     def __post_init__(self) -> None:
-        for field in ("depth", "width", "heads", "inner", "vocabulary", "sequence", "classes"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; need at least 1")
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} isn't a multiple of {self.heads} heads")
+        check_sizes(self, "depth", "width", "heads", "inner", "vocabulary", "sequence", "classes")
+        check_heads(self.width, self.heads)
         if self.sequence > self.positions:
             raise ValueError(f"sequence is {self.sequence}, but there are only {self.positions} positions")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}; need 0 <= dropout < 1")
         if self.head not in HEADS_OF_MODELS:
             raise ValueError(f"head is {self.head!r}; use one of {', '.join(HEADS_OF_MODELS)}")
 
@@ -151,19 +147,10 @@ class EncoderLayer(keras.layers.Layer):
 
     def build(self, inputs_shape: Any, present_shape: Any = None) -> None:
         """Makes and builds the sublayers for inputs [batch, sequence, width]."""
-        width = inputs_shape[-1]
-        if width is None or width % self.heads:
-            raise ValueError(f"layer {self.name}: width {width} isn't a multiple of {self.heads} heads")
+        width = check_heads(inputs_shape[-1], self.heads, self.name)
         layers = keras.layers
         dense = functools.partial(layers.Dense, kernel_initializer=_normal(), dtype=self.dtype_policy)
-        self.attention = layers.MultiHeadAttention(
-            self.heads,
-            width // self.heads,
-            dropout=self.rate,
-            kernel_initializer=_normal(),
-            name="attention",
-            dtype=self.dtype_policy,
-        )
+        self.attention = self_attention(self, width, self.heads, self.rate, _normal())
         self.attention_norm = _norm("attention_norm", self.dtype_policy)
         self.expand = dense(self.inner, name="expand")
         self.contract = dense(width, name="contract")

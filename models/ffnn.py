@@ -16,6 +16,8 @@ from typing import Any
 
 import keras
 
+from models.sizes import check_sizes
+
 _logger = logging.getLogger(__name__)
 
 
@@ -36,9 +38,7 @@ class FfnnConfig:
     classes: int = 2048
 
     def __post_init__(self) -> None:
-        for field in ("depth", "features", "width", "classes"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; need at least 1")
+        check_sizes(self, "depth", "features", "width", "classes")
 
     @property
     def parameters(self) -> int:

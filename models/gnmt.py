@@ -20,6 +20,7 @@ from typing import Any
 import keras
 
 from models.rnn import RecurrentLayer, lstm_parameters
+from models.sizes import check_sizes
 
 _logger = logging.getLogger(__name__)
 
@@ -50,12 +51,8 @@ class GnmtConfig:
     dropout: float = 0.2
 
     def __post_init__(self) -> None:
-        sizes = {"vocabulary": 2, "source": 1, "target": 1, "depth": 2, "width": 1, "residual_from": 1}
-        for field, least in sizes.items():
-            if getattr(self, field) < least:
-                raise ValueError(f"{field} is {getattr(self, field)}; need at least {least}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}; need 0 <= dropout < 1")
+        check_sizes(self, "vocabulary", "depth", least=2)
+        check_sizes(self, "source", "target", "width", "residual_from")
 
     @property
     def parameters(self) -> int:

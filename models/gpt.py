@@ -16,6 +16,8 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from models.sizes import check_heads, check_sizes, self_attention
+
 _logger = logging.getLogger(__name__)
 
 _EPSILON = 1e-5
@@ -44,13 +46,8 @@ class GptConfig:
     tied: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("vocabulary", "sequence", "depth", "width", "heads"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; need at least 1")
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} isn't a multiple of {self.heads} heads")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}; need 0 <= dropout < 1")
+        check_sizes(self, "vocabulary", "sequence", "depth", "width", "heads")
+        check_heads(self.width, self.heads)
 
     @property
     def parameters(self) -> int:
@@ -112,21 +109,12 @@ class Block(keras.layers.Layer):
 
     def build(self, input_shape: tuple[int | None, ...]) -> None:
         """Makes and builds the sublayers for inputs [batch, sequence, width]."""
-        width = input_shape[-1]
-        if width is None or width % self.heads:
-            raise ValueError(f"layer {self.name}: width {width} isn't a multiple of {self.heads} heads")
+        width = check_heads(input_shape[-1], self.heads, self.name)
         layers = keras.layers
         norm = functools.partial(layers.LayerNormalization, epsilon=_EPSILON, dtype=self.dtype_policy)
         dense = functools.partial(layers.Dense, kernel_initializer=_normal(), dtype=self.dtype_policy)
         self.attention_norm = norm(name="attention_norm")
-        self.attention = layers.MultiHeadAttention(
-            self.heads,
-            width // self.heads,
-            dropout=self.rate,
-            kernel_initializer=_normal(),
-            name="attention",
-            dtype=self.dtype_policy,
-        )
+        self.attention = self_attention(self, width, self.heads, self.rate, _normal())
         self.mlp_norm = norm(name="mlp_norm")
         self.expand = dense(4 * width, name="expand")
         self.contract = dense(width, name="contract")

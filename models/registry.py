@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from models.datasets import DATASETS, GENERATED, READERS, pooled
@@ -86,8 +87,8 @@ def _function(module: str, function: str, name: str) -> Callable[..., Any]:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # The module is there, but lacks another.
         raise ModelError(
-            f"{name!r}{_like(name, {**MODELS, **DATASETS})}: there is no module {error.name!r}; it must be importable, "
-            f"from the current folder or PYTHONPATH"
+            f"{name!r}{_like(name, {**MODELS, **DATASETS}) or _like(module, READERS)}: there is no module "
+            f"{error.name!r}; it must be importable, from the current folder or PYTHONPATH"
         ) from error
     except (TypeError, ValueError) as error:  # A relative or empty name.
         raise ModelError(f"{name!r}: {module!r} isn't a module's name; write package.module:function") from error
@@ -103,6 +104,11 @@ def _checked(model: object, origin: str) -> keras.Model:
         raise ModelError(f"{origin} returned {type(model).__name__}; it must return a compiled keras.Model")
     if not model.compiled:
         raise ModelError(f"{origin} returned a model that isn't compiled: call compile(optimizer=..., loss=...) on it")
+    if not model.built:
+        raise ModelError(
+            f"{origin} returned a model whose layers have no weights yet: begin it with keras.Input(shape), or call "
+            f"build(input_shape) on it"
+        )
     return model
 
 
@@ -128,6 +134,7 @@ def _own_data(name: str, function: Callable[..., Any]) -> DataSource:
         given = function(batch_size)
         if isinstance(given, tuple):
             x, y, weights = keras.utils.unpack_x_y_sample_weight(given)
+            _check_lengths(name, {"x": x, "y": y, "sample weights": weights})
             return pooled(x, y, weights, batch_size, seed)
         if not isinstance(given, tf.data.Dataset):
             raise ModelError(
@@ -137,3 +144,15 @@ def _own_data(name: str, function: Callable[..., Any]) -> DataSource:
         return given.repeat()
 
     return DataSource(name, "a user's own", batches)
+
+
+def _check_lengths(name: str, parts: Mapping[str, Any]) -> None:
+    """Refuses arrays of unequal numbers of samples."""
+    counts = {
+        part: {int(np.shape(array)[0]) if np.ndim(array) else 0 for array in keras.tree.flatten(tree)}
+        for part, tree in parts.items()
+        if tree is not None
+    }
+    if len(set().union(*counts.values())) > 1:
+        had = ", ".join(f"{part} {' and '.join(map(str, sorted(sizes)))}" for part, sizes in counts.items())
+        raise ModelError(f"{name} gave arrays of unequal numbers of samples: {had}; give as many of each")

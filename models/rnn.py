@@ -16,6 +16,8 @@ from typing import Any
 
 import keras
 
+from models.sizes import check_sizes
+
 _logger = logging.getLogger(__name__)
 
 
@@ -121,11 +123,7 @@ class RnnConfig:
     residual: bool = True
 
     def __post_init__(self) -> None:
-        for field in ("vocabulary", "sequence", "depth", "width"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; need at least 1")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}; need 0 <= dropout < 1")
+        check_sizes(self, "vocabulary", "sequence", "depth", "width")
 
     @property
     def parameters(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import keras
 
 from models.bert import Bias, SpanLogits
+from models.sizes import check_heads, check_sizes
 
 _logger = logging.getLogger(__name__)
 
@@ -57,17 +58,12 @@ class XlnetConfig:
     head: str = "tokens"
 
     def __post_init__(self) -> None:
-        for field in ("depth", "width", "heads", "inner", "vocabulary", "sequence"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; need at least 1")
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} isn't a multiple of {self.heads} heads")
+        check_sizes(self, "depth", "width", "heads", "inner", "vocabulary", "sequence")
+        check_heads(self.width, self.heads)
         if self.width % 2:
             raise ValueError(
                 f"width {self.width} is odd; half of a relative position's numbers are sines, half cosines"
             )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}; need 0 <= dropout < 1")
         if self.head not in HEADS_OF_MODELS:
             raise ValueError(f"head is {self.head!r}; use one of {', '.join(HEADS_OF_MODELS)}")
         if self.two_streams and self.head != "tokens":
@@ -254,9 +250,7 @@ class XlnetLayer(keras.layers.Layer):
         permutation_shape: Any = None,
     ) -> None:
         """Makes and builds the sublayers for content [batch, sequence, width]."""
-        width = content_shape[-1]
-        if width is None or width % self.heads:
-            raise ValueError(f"layer {self.name}: width {width} isn't a multiple of {self.heads} heads")
+        width = check_heads(content_shape[-1], self.heads, self.name)
         layers = keras.layers
         own = {"dtype": self.dtype_policy}
         dense = functools.partial(layers.Dense, kernel_initializer=_normal(), **own)

@@ -57,6 +57,14 @@ def samples(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return x, rng.integers(0, 3, size=count), rng.uniform(0.5, 2, size=count).astype("float32")
 
 
+def randomised(model: keras.Model, scale: float = 0.5) -> keras.Model:
+    """Biases and norms start at 0 and 1, which would hide that one of them is lost or left out."""
+    generator = np.random.default_rng(1)
+    for variable in model.trainable_variables:
+        variable.assign(generator.normal(scale=scale, size=variable.shape))
+    return model
+
+
 def variables(model: keras.Model) -> list[keras.Variable]:
     """Those of the model and its optimizer."""
     model.optimizer.build(model.trainable_variables)

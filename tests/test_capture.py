@@ -302,6 +302,27 @@ def test_batch_norm_is_plain_keras_when_nothing_is_sliced() -> None:
     assert_same_variables(model, plain, TOLERANCE["float64"])
 
 
+def test_no_gradient_flows_into_state_that_is_read_after_it_was_assigned() -> None:
+    """What TensorFlow reads from a variable has no gradient; here it was taken for the tensor that was assigned."""
+    use_float64()
+
+    class Centred(layers.Layer):
+        def build(self, shape: tuple[int | None, ...]) -> None:
+            self.mean = self.add_weight(name="mean", shape=shape[1:], initializer="zeros", trainable=False)
+
+        def call(self, x: Any) -> Any:
+            self.mean.assign(0.5 * self.mean + 0.5 * keras.ops.mean(x, axis=0))
+            return x - self.mean
+
+    model, plain = pair(lambda: mlp(middle=Centred(name="centred")))
+    pipelined = pipeline(model, ["centred"], (1, 1), 1, 11)
+    for _ in range(2):
+        pipelined.train_on_batch(X, Y)
+        plain.train_on_batch(X, Y)
+    pipelined.sync()
+    assert_same_variables(model, plain, TOLERANCE["float64"])
+
+
 def dropout() -> keras.Model:
     model = mlp(middle=lambda x: layers.Dropout(0.5, name="drop", seed=7)(layers.Dense(4, name="between")(x)))
     return model

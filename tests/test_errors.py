@@ -439,6 +439,8 @@ def test_a_device_fails() -> None:
     for method in (pipelined.train_on_batch, pipelined.test_on_batch):
         with refused(dapple.StepError, "step failed: indices[4,1] = 77 is not in [0, 5)"), nothing_lost(pipelined):
             method(bad, Y[:7])
+        with refused(dapple.StepError, "a label value of 9 which is outside the valid range of [0, 3)"):
+            method(good, np.full(7, 9))
     assert pipelined.train_on_batch(good, Y[:7]) == pytest.approx(first)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from models_for_tests import randomised
 
 import dapple_tf as dapple
 from dapple_tf.batch import declared_spec
@@ -24,16 +25,9 @@ SMALL = dataclasses.replace(gnmt.TINY, vocabulary=9, source=5, target=4, width=4
 DRAW = np.random.default_rng(0)
 
 
-def _randomise(model: keras.Model) -> keras.Model:
-    generator = np.random.default_rng(1)
-    for variable in model.trainable_variables:
-        variable.assign(generator.normal(scale=0.6, size=variable.shape))
-    return model
-
-
 @pytest.fixture(scope="module")
 def model() -> keras.Model:
-    return _randomise(gnmt.build(SMALL))
+    return randomised(gnmt.build(SMALL), 0.6)
 
 
 def _batch(samples: int = 2, config: gnmt.GnmtConfig = SMALL) -> dict[str, np.ndarray]:

@@ -6,17 +6,11 @@ import pathlib
 import keras
 import numpy as np
 import pytest
+from models_for_tests import randomised
 
 from models import gpt
 
 TOKENS = np.random.default_rng(0).integers(0, 256, (3, 32))
-
-
-def _randomise(model: keras.Model) -> None:
-    """Biases and norms start at 0 and 1, which would hide that one of them is lost or left out."""
-    generator = np.random.default_rng(1)
-    for variable in model.trainable_variables:
-        variable.assign(generator.normal(scale=0.3, size=variable.shape))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -55,7 +49,7 @@ def test_changes_reach_the_model() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_attention_is_causal(tied: bool) -> None:
     model = gpt.gpt_tiny(tied=tied)
-    _randomise(model)
+    randomised(model, 0.3)
     changed = TOKENS.copy()
     changed[:, 20] = (changed[:, 20] + 1) % 256
     before, after = model.predict_on_batch(TOKENS), model.predict_on_batch(changed)
@@ -71,7 +65,7 @@ def test_mixed_precision(tied: bool) -> None:
         model = gpt.gpt_tiny(tied=tied)
     finally:
         keras.config.set_dtype_policy("float32")
-    _randomise(model)
+    randomised(model, 0.3)
     assert {variable.dtype for variable in model.trainable_variables} == {"float32"}
     assert all(layer.output.dtype == "bfloat16" for layer in model.layers[1:])
     assert np.isfinite(np.asarray(model(TOKENS)).astype(np.float32)).all()
@@ -85,7 +79,7 @@ def test_positions_matter() -> None:
 
 def test_tied_logits_use_the_embedding() -> None:
     model = gpt.gpt_tiny(tied=True)
-    _randomise(model)
+    randomised(model, 0.3)
     hidden = keras.Model(model.input, model.get_layer("final_norm").output).predict_on_batch(TOKENS)
     matrix = model.get_layer("embedding").tokens.numpy()
     np.testing.assert_allclose(model.predict_on_batch(TOKENS), hidden @ matrix.T, rtol=1e-4, atol=1e-4)
@@ -95,7 +89,7 @@ def test_tied_logits_use_the_embedding() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_saved_and_loaded_model_predicts_the_same(tied: bool, tmp_path: pathlib.Path) -> None:
     model = gpt.gpt_tiny(tied=tied, dropout=0.1)
-    _randomise(model)
+    randomised(model, 0.3)
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(model.predict_on_batch(TOKENS), loaded.predict_on_batch(TOKENS))
@@ -141,7 +135,7 @@ def test_impossible_sizes_are_refused(changes: dict[str, float], message: str) -
 
 def test_sample_continues_the_prompt() -> None:
     model = gpt.gpt_tiny()
-    _randomise(model)
+    randomised(model, 0.3)
     text = gpt.sample(model, b"def ", 40, seed=3)
     assert len(text) == 40  # More than the model's 32 positions.
     assert text == gpt.sample(model, b"def ", 40, seed=3)
@@ -150,7 +144,7 @@ def test_sample_continues_the_prompt() -> None:
 
 def test_sample_at_temperature_zero_takes_the_likeliest_byte() -> None:
     model = gpt.gpt_tiny()
-    _randomise(model)
+    randomised(model, 0.3)
     tokens = TOKENS[:1, :8]
     (byte,) = gpt.sample(model, bytes(tokens[0].tolist()), 1, temperature=0.0)
     padded = np.concatenate([tokens, np.zeros((1, 24), int)], axis=1)

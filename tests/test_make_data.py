@@ -75,6 +75,8 @@ def test_what_is_damaged_is_found(
     assert run(f"--check=tfrecords:{out}?first_label=2") == 1
     assert run("--check=text:a") == 1
     assert "what can be checked is images:PATH and tfrecords:PATH" in capsys.readouterr().err
+    assert run(f"--check=tfrecords:{images}") == 1
+    assert "has no files train-00000-of-00001 and so on" in capsys.readouterr().err
 
 
 def test_text_to_tokens_and_back(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -274,6 +274,20 @@ def test_wrong_plans_are_told(arguments: list[str], message: str) -> None:
         plan_flags(*arguments).plan(lambda replicas: cuts_by_profile(given.profile(), replicas))
 
 
+def test_a_plan_of_another_model_is_told_before_anything_is_measured(tmp_path: pathlib.Path) -> None:
+    inner = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, name="deep")], name="inner")
+    model = keras.Sequential([keras.Input((3,)), inner, keras.layers.Dense(2, name="top")], name="mine")
+    path = tmp_path / "plan.json"
+    plan = plan_flags(f"--plan={path}")
+    for cut in ("inner", "inner/deep", "deep#0"):
+        dapple.Plan.manual([cut], [[0], [1]], micro_batches=1, global_batch_size=4).save(path)
+        plan.check_layers(model)
+    dapple.Plan.manual(["block_3"], [[0], [1]], micro_batches=1, global_batch_size=4).save(path)
+    message = r"has a cut after layer 'block_3', but model 'mine' has inner, deep, top: give a plan of this model"
+    with pytest.raises(app.UsageError, match=message):
+        plan.check_layers(model)
+
+
 def test_outputs_are_checked_early(tmp_path: pathlib.Path) -> None:
     check_output("--output", None)
     check_output("--output", str(tmp_path / "new.json"))

@@ -91,6 +91,7 @@ def test_data_for_other_models_are_refused(data: str, model: str, message: str) 
         ("gpt:tinny", r"unknown model 'gpt:tinny' \(is it gpt:tiny"),
         ("nothing", r"unknown model 'nothing'; there are gpt"),
         ("no_such_module:build", "there is no module 'no_such_module'; it must be importable"),
+        ("tezt:book.txt", r"'tezt:book.txt' \(is it text\?\): there is no module 'tezt'"),
         ("keras.no_such_part:build", "there is no module 'keras.no_such_part'"),
         ("keras:Modell", r"module 'keras' has no function 'Modell' \(is it Model\?\)"),
         (":build", "isn't a module's name"),
@@ -157,6 +158,13 @@ def test_a_users_mistakes_are_told(own_module: str) -> None:
     plain = ModelSource("plain", "", lambda: registry._checked(keras.Sequential(), "plain()"), GENERATED)
     with pytest.raises(ModelError, match=r"plain\(\) returned a model that isn't compiled: call compile"):
         plain.build()
+    open_model = keras.Sequential([keras.layers.Dense(2)])
+    open_model.compile("sgd", "mse")
+    with pytest.raises(ModelError, match=r"open\(\) returned a model whose layers have no weights yet: begin it with"):
+        registry._checked(open_model, "open()")
+    unequal = registry._own_data("mine", lambda batch_size: ({"a": np.ones((4, 3)), "b": np.ones((5, 3))}, np.ones(4)))
+    with pytest.raises(ModelError, match=r"mine gave arrays of unequal numbers of samples: x 4 and 5, y 4; give as"):
+        unequal.example(model, 2)
     with pytest.raises(ModelError, match=r"gave Sequential; it must give a tf\.data\.Dataset"):
         registry._own_data("mine", lambda batch_size: model).example(model, 2)
     with pytest.raises(ModelError, match=r"empty' give no batch of 2 samples"):

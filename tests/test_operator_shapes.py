@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import pytest
@@ -12,8 +13,8 @@ from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.function_work import FunctionWork
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import Topology
-from dapple_tf.operators.operator_shapes import operator_shapes
 from graph_passes.graph import GraphDef, PassError, Ref
+from graph_passes.operator_shapes import operator_shapes
 from graph_passes.tensorflow_bridge import Shape, infer_shapes
 
 
@@ -89,7 +90,12 @@ def recurrent() -> GraphDef:
             loss = tf.reduce_sum(model(x, training=True))
         return tape.gradient(loss, variables)
 
-    graph = tf.function(step).get_concrete_function(tf.TensorSpec((None, 10, 6), tf.float32, name="x0")).graph
+    return captured(tf.function(step), tf.TensorSpec((None, 10, 6), tf.float32, name="x0"), variables)
+
+
+def captured(function: Any, spec: tf.TensorSpec, variables: Sequence[tf.Variable]) -> GraphDef:
+    """A traced graph with handles of its own where it captures variables."""
+    graph = function.get_concrete_function(spec).graph
     found = graph.as_graph_def()
     captured = {inside.op.name: outside for outside, inside in graph.captures if outside.dtype == tf.resource}
     for node in found.node:
@@ -117,6 +123,38 @@ def test_recurrent_layers_and_their_gradients_are_known_to_the_last_matrix_produ
     work = FunctionWork(graph, OperatorCosts(), after)
     loops = [node for node in graph.node if "While" in node.op]
     assert len(loops) == 4 and {work.rounds(node) for node in loops} == {10}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_recurrent_layers_of_open_lengths_give_as_many_steps_as_they_take(masked: bool) -> None:
+    """The length of a list that a loop fills was lost, so that models had to be run to find it."""
+    x = keras.Input((None,), dtype="int32")
+    h = keras.layers.Embedding(9, 4, mask_zero=masked)(x)
+    h = keras.layers.Bidirectional(keras.layers.LSTM(3, return_sequences=True))(h)
+    model = keras.Model(x, keras.layers.GRU(5, return_sequences=True)(h))
+    function = tf.function(lambda x: tf.nn.relu(model(x, training=False)))
+    variables = [variable.value for variable in model.variables]
+    graph = captured(function, tf.TensorSpec((None, None), tf.int32, name="x0"), variables)
+    assert of_op(graph, operator_shapes(graph, {"x0": (7, 11)}), "Relu") == [(7, 11, 5)]
+
+
+def test_a_list_that_a_loop_makes_longer_has_no_known_length() -> None:
+    def growing(x: tf.Tensor) -> tf.Tensor:
+        made = tf.TensorArray(tf.float32, tf.shape(x)[0], dynamic_size=True, element_shape=(8,))
+        _, made = tf.while_loop(lambda i, a: i < 2 * tf.shape(x)[0], lambda i, a: (i + 1, a.write(i, x[0])), [0, made])
+        return tf.nn.relu(made.stack())
+
+    graph = traced(growing, (None, 8))
+    assert of_op(graph, operator_shapes(graph, {"x0": (3, 8)}), "Relu") == [(None, 8)]
+
+
+def test_a_list_of_unequal_tensors_has_only_what_they_have_in_common() -> None:
+    def unequal(x: tf.Tensor) -> tf.Tensor:
+        made = tf.TensorArray(tf.float32, 2, infer_shape=False).write(0, x).write(1, tf.concat([x, x], 0))
+        return tf.nn.relu(made.read(0))
+
+    graph = traced(unequal, (None, 8))
+    assert of_op(graph, operator_shapes(graph, {"x0": (3, 8)}), "Relu") == [(None, 8)]
 
 
 def test_loops_cost_as_much_as_their_bodies_do_for_this_batch() -> None:

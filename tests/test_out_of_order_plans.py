@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
+import equal_layers
 import keras
 import numpy as np
 import pytest
+from equal_layers import cluster_of
 from equivalence import assert_same_training, pair
 from profiled import mlp
 
@@ -22,26 +25,7 @@ from dapple_tf.planner import plan
 from dapple_tf.profile import Cost, LayerProfile, Profile, SharedParameters, Tensor
 from dapple_tf.simulator import simulate
 
-
-def profile_of(layers: int = 8, *, parameters: int = 10**8, size: float = 1e5, residual: float = 1e5) -> Profile:
-    """Equal layers: F of 1 ms and B of 2 ms per sample."""
-    costs = [
-        LayerProfile(
-            f"layer_{index}",
-            Cost(0.0, 1e-3),
-            Cost(0.0, 2e-3),
-            residual_bytes=Cost(0.0, residual),
-            parameter_bytes=parameters,
-        )
-        for index in range(layers)
-    ]
-    tensors = [Tensor(index, (index + 1,), Cost(0.0, size)) for index in range(layers - 1)]
-    return Profile("equal", "none", (1, 2), tuple(costs), tuple(tensors))
-
-
-def cluster_of(*servers: int, memory: int | None = None, **links: Any) -> Cluster:
-    devices = [Device(f"s{s}d{d}", s, memory) for s, size in enumerate(servers) for d in range(size)]
-    return Cluster(tuple(devices), real=False, **links)
+profile_of = functools.partial(equal_layers.profile_of, parameters=10**8)
 
 
 FOUR = cluster_of(1, 1, 1, 1, inter_bandwidth=1e10)

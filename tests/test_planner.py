@@ -10,39 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from equal_layers import cluster_of, profile_of
 
 from dapple_tf.cluster import Cluster, Device, Server
 from dapple_tf.plan import Plan, PlanError
 from dapple_tf.plan_reasons import shape, single_device_seconds
 from dapple_tf.planner import plan
-from dapple_tf.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.profile import Cost, LayerProfile, Profile
 from dapple_tf.profile_text import load_text
 from dapple_tf.simulator import simulate
 
 PROFILES = Path(__file__).parents[1] / "docs" / "profiles"
-
-
-def profile_of(
-    layers: int = 8, *, parameters: int = 1_000_000, size: float = 1e5, residual: float = 1e5, milliseconds: float = 1.0
-) -> Profile:
-    """Equal layers: F of 1 ms and B of 2 ms per sample."""
-    costs = [
-        LayerProfile(
-            f"layer_{index}",
-            Cost(0.0, milliseconds * 1e-3),
-            Cost(0.0, 2e-3 * milliseconds),
-            residual_bytes=Cost(0.0, residual),
-            parameter_bytes=parameters,
-        )
-        for index in range(layers)
-    ]
-    tensors = [Tensor(index, (index + 1,), Cost(0.0, size)) for index in range(layers - 1)]
-    return Profile("equal", "none", (1, 2), tuple(costs), tuple(tensors))
-
-
-def cluster_of(*servers: int, memory: int | None = None, **links: Any) -> Cluster:
-    devices = [Device(f"s{s}d{d}", s, memory) for s, size in enumerate(servers) for d in range(size)]
-    return Cluster(tuple(devices), real=False, **links)
 
 
 def test_light_parameters_on_fast_links_are_trained_data_parallel() -> None:

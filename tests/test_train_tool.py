@@ -25,12 +25,23 @@ def run(*arguments: str) -> int:
 
 OWN = """
     import keras
+    import numpy as np
+    import tensorflow as tf
 
     def build():
         layers = [keras.layers.Dense(8, activation="tanh", name=f"dense_{i}") for i in range(3)]
         model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(2, name="out")], name="own")
         model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
         return model
+
+    def wide(batch_size):
+        return np.ones((64, 5)), np.ones((64, 2))
+
+    def single(batch_size):
+        return tf.data.Dataset.from_tensor_slices((np.ones((64, 4)), np.ones(64)))
+
+    def fives(batch_size):
+        return tf.data.Dataset.from_tensor_slices((np.ones((64, 4)), np.ones((64, 2)))).batch(5)
 """
 
 
@@ -98,6 +109,17 @@ def test_only_steps_are_measured(own: str, tmp_path: pathlib.Path, capsys: pytes
     assert "--epochs" not in found["command"]
     printed = capsys.readouterr().out
     assert "Measured 5 steps of own, " in printed and "benchmark.json" in printed
+
+
+@pytest.mark.slow
+def test_less_is_held_out_than_validation_asks_for(tmp_path: pathlib.Path) -> None:
+    """Keras warned that the input ran out of data, which wasn't the data that were trained on."""
+    text = tmp_path / "book.txt"
+    text.write_text("It was a dark and stormy night. " * 50)
+    flags = ["--model=gpt:tiny", f"--dataset=text:{text}?held_out=0.2", "--plan=1:1", "--cluster=cpu:2", "--nomeasure"]
+    small = ["--global_batch_size=4", "--micro_batches=2", "--steps=1", "--noprofile_step"]
+    assert run(*flags, *small, f"--output_dir={tmp_path / 'run'}") == 0
+    assert "val_loss" in (tmp_path / "run" / "summary.json").read_text()
 
 
 @pytest.mark.parametrize("flag", ["--epochs=2", "--steps=5", "--checkpoint_dir=there", "--validation_steps=2"])
@@ -195,6 +217,29 @@ def test_mistakes_are_told(
     arguments: list[str], message: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(f"--output_dir={tmp_path / 'run'}", *arguments) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("wide", "x has shape (?, 5), but the model's input has (?, 4): feed arrays of that shape"),
+        ("single", "y is a scalar; each array of a batch needs the batch as its first axis: are the data batched"),
+        ("fives", "batches of 5 samples, but the plan's global batch size is 8: batch them by 8, or give"),
+    ],
+)
+def test_data_that_do_not_fit_are_told_before_anything_is_measured(
+    data: str,
+    message: str,
+    own: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(train, "measured", lambda *_: pytest.fail("the model was measured"))
+    folder = f"--output_dir={tmp_path / 'run'}"
+    assert run(folder, f"{own}:{data}", "--cluster=cpu:2", "--plan=1:1", "--global_batch_size=8") == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -232,6 +233,62 @@ def test_batch_by_batch(pair: Pair) -> None:
     assert_close(pipelined.test_on_batch(X, Y, return_dict=True), plain.test_on_batch(X, Y, return_dict=True))
     assert_close(pipelined.predict_on_batch(X[:2]), plain.predict_on_batch(X[:2]))
     assert_same_values(pipelined.sync(), plain)
+
+
+class Remembering(layers.Layer):
+    """Counts batches, adds up their means and keeps the last one's, in inference, too; subtracts the sum before it."""
+
+    def build(self, shape: tuple[int | None, ...]) -> None:
+        state = functools.partial(self.add_weight, initializer="zeros", trainable=False)
+        self.batches = state(name="batches", shape=(), dtype="int32")
+        self.total = state(name="total", shape=())
+        self.last = state(name="last", shape=shape[1:])
+
+    def call(self, x: Any) -> Any:
+        shifted = x - self.total
+        self.batches.assign_add(1)
+        self.total.assign_add(0.1 * keras.ops.mean(x))
+        self.last.assign(keras.ops.mean(x, axis=0))
+        return shifted
+
+
+@pytest.mark.parametrize("devices", [[[0], [1]], [[0, 1], [2]]])
+def test_state_that_layers_assign_in_evaluation_and_prediction_is_kept(devices: list[list[int]]) -> None:
+    """It was computed and thrown away; ``last``, which nothing reads, in training, too."""
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((4,)), Remembering(name="state"), layers.Dense(3, name="logits")])
+        model.compile("sgd", cross_entropy())
+        return model
+
+    pair = Pair(build, plan(cuts=["state"], devices=devices))
+    for model in (pair.plain, pair.pipelined):
+        model.evaluate(X, Y, batch_size=7, verbose=0)
+    assert_same_values(pair.pipelined.sync(), pair.plain)
+    assert int(pair.model.get_layer("state").batches) == 4
+    assert_close(*(model.predict(X[:9], batch_size=7, verbose=0) for model in (pair.pipelined, pair.plain)))
+    assert_close(*(model.predict_on_batch(X[:7]) for model in (pair.pipelined, pair.plain)))
+    pair.fit(X[:7], Y[:7], epochs=2, validation_data=(VAL_X, VAL_Y))
+    assert int(pair.model.get_layer("state").batches) == 4 + 2 + 1 + 2 * (1 + 2)
+
+
+def test_random_numbers_of_predictions_differ_from_call_to_call() -> None:
+    """Layers that always drop are used to tell how uncertain a prediction is; each call drew the same numbers."""
+
+    class Dropping(layers.Dropout):
+        def call(self, inputs: Any, training: bool | None = None) -> Any:
+            return super().call(inputs, training=True)
+
+    def build() -> keras.Model:
+        stack = [layers.Dense(6, name="first"), Dropping(0.5, seed=1), layers.Dense(3, name="logits")]
+        model = keras.Sequential([keras.Input((4,)), *stack])
+        model.compile("sgd", cross_entropy())
+        return model
+
+    pair = Pair(build, plan(devices=[[0], [1]], micro_batches=1))
+    first, second = (pair.pipelined.predict_on_batch(X[:7]) for _ in range(2))
+    assert np.abs(first - second).max() > 0.1
+    assert_close([first, second], [pair.plain.predict_on_batch(X[:7]) for _ in range(2)])
 
 
 # --- callbacks

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from models_for_tests import randomised
 
 import dapple_tf as dapple
 from models import xlnet
@@ -17,22 +18,14 @@ DRAW = np.random.default_rng(0)
 SMALL = dataclasses.replace(xlnet.TINY, sequence=6, width=8, inner=8, vocabulary=11)
 
 
-def _randomise(model: keras.Model) -> keras.Model:
-    """Biases and norms start at 0 and 1, which would hide that one of them is lost or left out."""
-    generator = np.random.default_rng(1)
-    for variable in model.trainable_variables:
-        variable.assign(generator.normal(scale=0.5, size=variable.shape))
-    return model
-
-
 @pytest.fixture(scope="module")
 def one() -> keras.Model:
-    return _randomise(xlnet.build(SMALL))
+    return randomised(xlnet.build(SMALL))
 
 
 @pytest.fixture(scope="module")
 def two() -> keras.Model:
-    return _randomise(xlnet.build(dataclasses.replace(SMALL, two_streams=True)))
+    return randomised(xlnet.build(dataclasses.replace(SMALL, two_streams=True)))
 
 
 def _batch(samples: int = 2, **others: Any) -> dict[str, np.ndarray]:

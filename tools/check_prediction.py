@@ -25,7 +25,7 @@ from dapple_tf.automatic import plan_model, slice_sizes
 from dapple_tf.plan_reasons import shape
 from dapple_tf.progress import Progress
 from models.gpt import gpt
-from tools import command
+from tools import command, tables
 
 FLAGS = flags.FlagValues()
 
@@ -154,8 +154,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 f"{row['error_without_drift']:+.1%}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+    return tables.table(cells, left=3)
 
 
 def main() -> None:

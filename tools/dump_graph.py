@@ -38,6 +38,7 @@ def main() -> None:
     profile = _PROFILE.profile() if _PROFILE.given else None
     data, cluster = _MODEL.data(), _CLUSTER.cluster()
     model = _MODEL.build()
+    _PLAN.check_layers(model)
     if profile is None:
         plan = _PLAN.plan(lambda replicas: cuts_by_parameters(model, replicas))
     else:

@@ -15,7 +15,7 @@ import dataclasses
 import os
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import tensorflow as tf
 from absl import app, flags
@@ -25,6 +25,7 @@ from dapple_tf.connection import connected
 from dapple_tf.links import measure_between_servers, measure_links
 from tools import command
 from tools.hosts import HostsError, LocalWorkers
+from tools.tables import table
 
 FLAGS = flags.FlagValues()
 
@@ -64,7 +65,7 @@ def topology(cluster: Cluster) -> str:
         known = [memory for memory in memories if memory is not None]
         memory = f"{min(known) / 2**30:.1f} GiB" if known else "unknown"
         rows.append([str(server), cluster.addresses[server], f"{len(devices)} {'/'.join(kinds)}", memory])
-    return _table([["server", "address", "devices", "memory of each"], *rows])
+    return table([["server", "address", "devices", "memory of each"], *rows]) + "\n"
 
 
 def links(cluster: Cluster, between: Pairs) -> str:
@@ -76,7 +77,7 @@ def links(cluster: Cluster, between: Pairs) -> str:
     ):
         if bandwidth is not None and latency is not None:
             rows.append([what, *_speed(Link(bandwidth, latency))])
-    told = _table([["link", "MB/s", "Mbit/s", "latency ms"], *rows]) if rows else "One device has no links.\n"
+    told = table([["link", "MB/s", "Mbit/s", "latency ms"], *rows]) + "\n" if rows else "One device has no links.\n"
     capacities = [cluster.capacity(server) for server in range(cluster.num_servers)]
     if _CAPACITY.value and cluster.num_devices > cluster.num_servers:
         told += "compute of all devices at once: " + ", ".join(f"{found:.2f}" for found in capacities) + " devices\n"
@@ -85,12 +86,6 @@ def links(cluster: Cluster, between: Pairs) -> str:
 
 def _speed(link: Link) -> list[str]:
     return [f"{link.bandwidth / 1e6:,.1f}", f"{link.bandwidth * 8 / 1e6:,.0f}", f"{link.latency * 1e3:.3f}"]
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-    return "\n".join(lines) + "\n"
 
 
 def measure(cluster: Cluster) -> tuple[Cluster, dict[tuple[int, int], Link]]:

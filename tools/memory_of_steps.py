@@ -20,6 +20,7 @@ from graph_passes.tasks import Task
 from graph_passes.tensorflow_bridge import dtype_size
 from models.gpt import gpt
 from models.resnet import resnet
+from tools import tables
 
 Arrays = tuple[np.ndarray, np.ndarray]
 
@@ -256,8 +257,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
                 f"{row['error']:+.1%}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+    return tables.table(cells, left=2)
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -376,6 +376,25 @@ class PlanFlags:
         elif not self.automatic:
             self._loaded()
 
+    def check_layers(self, model: keras.Model) -> None:
+        """Finds out early whether a plan from a file is cut after layers that a model has.
+
+        Raises:
+            app.UsageError: it isn't.
+        """
+        if self.path is None:
+            return
+        items = [item for layer in model._flatten_layers() for item in (layer, *getattr(layer, "operations", ()))]
+        known = {item.name for item in items if item is not model}
+        weighted = [item.name for item in items if item is not model and getattr(item, "weights", None)]
+        for cut in self._loaded().cuts:
+            name = cut.partition("#")[0].rpartition("/")[2]
+            check(
+                name in known,
+                f"--plan={self.text} has a cut after layer {cut!r}, but model {model.name!r} has "
+                f"{', '.join(weighted[:8])}{' and others' if len(weighted) > 8 else ''}: give a plan of this model",
+            )
+
     def plan(self, cuts: Callable[[Sequence[int]], Sequence[str]]) -> dapple.Plan:
         """The plan, unless it has to be found.
 

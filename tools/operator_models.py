@@ -24,7 +24,7 @@ from dapple_tf.batch import spec_of
 from dapple_tf.builds import Build, Kind
 from dapple_tf.capture import Mode, build, capture
 from dapple_tf.garbage import without_collection
-from dapple_tf.operators import operator_shapes, step_placer
+from dapple_tf.operators import step_placer
 from dapple_tf.parameter_groups import group_updates, readers_of
 from dapple_tf.step_passes import StepPasses, first_step_pass
 from dapple_tf.variables import VariableTable
@@ -172,9 +172,7 @@ def _digest() -> str:
     """Of what makes a step: TensorFlow, Keras, the passes and what calls them; not of what searches placements."""
     found = hashlib.sha256(f"{tf.__version__} {keras.__version__}".encode())
     root = pathlib.Path(graph_passes.__file__).parents[1]
-    own = [
-        pathlib.Path(str(path)) for path in (__file__, resnet.__file__, operator_shapes.__file__, step_placer.__file__)
-    ]
+    own = [pathlib.Path(str(path)) for path in (__file__, resnet.__file__, step_placer.__file__)]
     for path in sorted([*(file for name in _SOURCES for file in (root / name).glob("*.py")), *own]):
         found.update(path.read_bytes())
     return found.hexdigest()[:16]

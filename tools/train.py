@@ -35,10 +35,11 @@ from absl import app, flags
 
 import dapple_tf as dapple
 from dapple_tf.automatic import measured, plan_model
+from dapple_tf.batch import Batches
 from dapple_tf.operator_profiler import measured_operators
 from dapple_tf.operators.placement_report import placements_report
 from dapple_tf.transformation import FD_DPS
-from models.sources import DataSource
+from models.sources import DataSource, ModelError
 from tools import command
 from tools.machine_facts import machine_facts
 from tools.model_flags import ClusterFlag, ModelFlags, PlanFlags, ProfileFlags
@@ -169,8 +170,9 @@ def prepare() -> Job:
     if _LEARNING_RATE.value is not None:
         set_learning_rate(model, _LEARNING_RATE.value)
     say(f"{model.name}: {model.count_params():,} parameters, on {data.name} ({data.about})")
+    _PLAN.check_layers(model)
     batch = _PLAN.batch_size()
-    x, y, weights = data.example(model, batch)
+    x, y, weights = checked_example(data, model, batch)
     examples = {"x": x, "y": y, "sample_weight": weights}
     if places_operators():
         return with_placed_operators(model, data, cluster, profile, examples)
@@ -187,6 +189,23 @@ def prepare() -> Job:
         lambda replicas: cuts_by_parameters(model, replicas) if known is None else cuts_by_profile(known, replicas)
     )
     return Job(model, data, cluster, plan, profile)
+
+
+def checked_example(data: DataSource, model: keras.Model, samples: int) -> tuple[Any, Any, Any]:
+    """A batch, before anything is measured or written.
+
+    Raises:
+        DataError: it doesn't fit the model.
+        ModelError: there are no data, or they are batched otherwise.
+    """
+    example = data.example(model, samples)
+    found = next(Batches(model, [example])).samples
+    if found != samples:
+        raise ModelError(
+            f"the data {data.name!r} give batches of {found} samples, but the plan's global batch size is {samples}: "
+            f"batch them by {samples}, or give --global_batch_size={found}"
+        )
+    return example
 
 
 def with_placed_operators(
@@ -238,10 +257,8 @@ def train(job: Job, pipelined: dapple.PipelinedModel, folder: pathlib.Path) -> d
     batch = job.plan.global_batch_size
     options: dict[str, Any] = {}
     if job.data.held_out is not None and _VALIDATION_STEPS.value:
-        options |= {
-            "validation_data": job.data.held_out(job.model, batch),
-            "validation_steps": _VALIDATION_STEPS.value,
-        }
+        # The same batches after each epoch; Keras would warn of data that have fewer than validation_steps.
+        options["validation_data"] = job.data.held_out(job.model, batch).take(_VALIDATION_STEPS.value)
     if _CHECKPOINT_DIR.value is not None:
         options["checkpoint"] = dapple.Checkpointing(_CHECKPOINT_DIR.value, _CHECKPOINT_EVERY.value)
         options["resume"] = _RESUME.value

@@ -51,6 +51,7 @@ import dapple_tf as dapple
 from dapple_tf.connection import connected, open_session
 from models.resnet import resnet
 from models.vgg import vgg
+from tools import tables
 from tools.hosts import Hosts, HostsError, unavailable
 
 _MODELS = flags.DEFINE_list("models", ["resnet", "vgg"], "which of resnet and vgg to train")
@@ -377,8 +378,7 @@ def table(result: Mapping[str, Any]) -> str:
                 f"{(compute + all_reduce - typical[name]) / min(compute, all_reduce):.0%}" if trained else "",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+    lines = tables.table(rows).splitlines()
     size = result["gradient_bytes"]
     head = (
         f"{result['model']}: global batch {result['batch']}, {result['chunks']} chunks, {size / 1e6:.1f} MB of "

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dapple_tf.cluster import Cluster
+from dapple_tf.garbage import without_collection
 from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.fd_dps import fd_dps
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement, Topology
-from dapple_tf.operators.operator_shapes import operator_shapes
 from dapple_tf.plan import Plan
 from dapple_tf.progress import Progress
 from graph_passes.flatten import Flatten
@@ -29,6 +29,7 @@ from graph_passes.graph import (
     control_inputs,
     data_inputs,
 )
+from graph_passes.operator_shapes import operator_shapes
 from graph_passes.outline import placeholder
 from graph_passes.pass_manager import Instrument, run_passes
 from graph_passes.place_operators import PlaceOperators
@@ -61,6 +62,7 @@ class FlatStep(NamedTuple):
     shapes: Mapping[Ref, Shape | None]
 
 
+@without_collection
 def flat_step(
     program: Program,
     shapes: Sequence[Sequence[int | None]],

@@ -47,7 +47,10 @@ def _images(request: Request) -> tuple[int, int]:
 def _records(request: Request) -> tuple[int, int]:
     options = request.options(tfrecords.RecordOptions)
     count, most = 0, 0
-    for paths in tfrecords.shards(request.paths[0], request.text).values():
+    shards = tfrecords.shards(request.paths[0], request.text)
+    if not shards:
+        raise ModelError(f"{request.text}: {request.paths[0]} has no files train-00000-of-00001 and so on")
+    for paths in shards.values():
         for path in paths:
             dataset = tf.data.TFRecordDataset(str(path))
 

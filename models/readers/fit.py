@@ -28,9 +28,10 @@ def shapes(data: str, model: keras.Model, inputs: int, outputs: int) -> tuple[tu
     ):
         known = [tuple(tensor.shape) for tensor in tensors]
         if len(known) != 1 or len(known[0]) != rank or None in known[0][1:]:
+            fixed = "give them sizes in keras.Input" if len(known) == 1 and len(known[0]) == rank else "use other data"
             raise ModelError(
                 f"the data {data!r} are for models that {name} one tensor of {rank} axes, of which only the batch is "
-                f"open, but {model.name!r} has {known or 'no declared shapes'}; use other data"
+                f"open, but {model.name!r} has {known or 'no declared shapes'}; {fixed}"
             )
         found.append(known[0])
     return found[0], found[1]

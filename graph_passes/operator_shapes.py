@@ -7,14 +7,12 @@ with an unknown batch size, and what comes out of a list of tensors likewise. He
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from tensorflow.core.framework import types_pb2
 
-from dapple_tf.garbage import without_collection
-from graph_passes.graph import GraphDef, NodeDef, Ref, data_inputs, dtype_attr, make_node, shape_attr
+from graph_passes.graph import AttrValue, GraphDef, NodeDef, Ref, data_inputs, dtype_attr, make_node, shape_attr
 from graph_passes.tensorflow_bridge import (
     FunctionDefLibrary,
     Shape,
@@ -24,8 +22,6 @@ from graph_passes.tensorflow_bridge import (
     output_dtypes,
     takes_functions,
 )
-
-logger = logging.getLogger(__name__)
 
 LOOPS = frozenset({"While", "StatelessWhile"})
 """Every input is an argument of condition and body, and every output what the last round makes of it."""
@@ -40,6 +36,8 @@ _READERS = {
     "TensorListStack": (0, 1),
     "ReadVariableOp": (0, 0),
 }
+# Ops whose first output is the list that they take, with as many elements.
+_KEEPING = frozenset({"Identity", "TensorListSetItem"})
 _ZEROS = "Fill"
 _MOST_ROUNDS = 50
 """How often shapes are inferred again with what has become known of loops: each behind another takes one more."""
@@ -97,14 +95,15 @@ class ShapeInference:
     def __init__(self, library: FunctionDefLibrary) -> None:
         self._library = library
         self._results: dict[tuple[str, CallShapes], CallShapes] = {}
+        self._kept: dict[tuple[str, int], bool] = {}
         self._depth = 0
 
-    @without_collection
     def of(
         self,
         graph: GraphDef,
         placeholders: Mapping[str, Sequence[int | None]],
         elements: Mapping[str, Shape] | None = None,
+        values: Mapping[Ref, int] | None = None,
     ) -> KnownShapes:
         """Shapes of a graph.
 
@@ -112,17 +111,20 @@ class ShapeInference:
             graph: a flat graph.
             placeholders: shapes of placeholders.
             elements: shapes of what is behind placeholders that are handles.
+            values: of placeholders that are int32 scalars.
 
         Raises:
             PassError: the shapes contradict each other.
         """
         asked = [node for node in graph.node if node.op in _READERS or node.op == _ZEROS or takes_functions(node.op)]
+        own = {node.name for node in graph.node}
+        asking = _with_lengths(graph)
         more: dict[Ref, Shape] = {}
         for _ in range(_MOST_ROUNDS):
-            shapes = infer_shapes(_with_shapes(graph, more), placeholders, {})
-            added = {_name(ref) for ref in more}
-            shapes = {ref: more.get(ref, shape) for ref, shape in shapes.items() if ref.node not in added}
-            handles = Handles(self, graph, shapes, elements or {})
+            inferred = infer_shapes(_with_shapes(asking, more), placeholders, values or {})
+            shapes = {ref: more.get(ref, shape) for ref, shape in inferred.items() if ref.node in own}
+            lengths = {name: shape[0] for name in own if (shape := inferred.get(Ref(_length_name(name))))}
+            handles = Handles(self, graph, shapes, elements or {}, lengths)
             found = {
                 ref: refined
                 for node in asked
@@ -184,7 +186,7 @@ class ShapeInference:
                 return None
             # A list that is still empty at first has the elements that the body gives it.
             elements = tuple(
-                before if now is None else now if before is None else _refined(now, before) or _join(before, now)
+                before if now is None else now if before is None else _both(now, before)
                 for before, now in zip(given.elements, after.elements, strict=True)
             )
             joined = CallShapes(_joined(given, after).shapes, elements)
@@ -192,6 +194,18 @@ class ShapeInference:
                 return joined
             given = joined
         return None
+
+    def keeps_length(self, body: str, index: int) -> bool:
+        """Whether a loop's body gives a list back with as many elements as it takes: it only replaces some."""
+        if (body, index) not in self._kept:
+            graph, results = function_graph(self._library, body)
+            nodes = {node.name: node for node in graph.node}
+            ref = results[index]
+            while (node := nodes[ref.node]).op in _KEEPING and not _may_grow(node):
+                ref = data_inputs(node)[0]
+            arguments = [name for name, node in nodes.items() if node.op == "Placeholder"]
+            self._kept[body, index] = ref.node in arguments and arguments.index(ref.node) == index
+        return self._kept[body, index]
 
 
 class Handles:
@@ -202,6 +216,7 @@ class Handles:
         graph: a flat graph.
         shapes: of its tensors, as far as known.
         elements: shapes of what is behind placeholders that are handles.
+        lengths: node that reserves a list -> the number of its elements, as far as known.
     """
 
     def __init__(
@@ -210,8 +225,10 @@ class Handles:
         graph: GraphDef,
         shapes: Mapping[Ref, Shape | None],
         elements: Mapping[str, Shape],
+        lengths: Mapping[str, int | None] | None = None,
     ) -> None:
         self._inference = inference
+        self._lengths = lengths or {}
         self._nodes = {node.name: node for node in graph.node}
         self._shapes = shapes
         self._found: dict[Ref, Shape | None] = {Ref(name): shape for name, shape in elements.items()}
@@ -239,7 +256,10 @@ class Handles:
             if element is None:
                 return {}
             shape = self._shapes.get(ref)
-            return {ref: (*(shape[:before] if shape else (None,) * before), *element)}
+            outer = shape[:before] if shape else (None,) * before
+            if outer == (None,):
+                outer = (self._length(data_inputs(node)[0]),)
+            return {ref: (*outer, *element)}
         called = self._call(node)
         if called is None:
             return {}
@@ -275,8 +295,8 @@ class Handles:
                 shape = self._shapes.get(given[0])
                 return None if shape is None else shape[1:]
             case "TensorListSetItem" | "TensorListPushBack":
-                item = self._shapes.get(given[-1])
-                return self.element(given[0]) if item is None else item
+                item, others = self._shapes.get(given[-1]), self.element(given[0])
+                return others if item is None else item if others is None else _both(item, others)
             case "TensorListReserve" | "EmptyTensorList":
                 return self._declared(given[0])
             case "VarHandleOp":
@@ -285,6 +305,20 @@ class Handles:
         if takes_functions(node.op):
             called = self._call(node)
             return None if called is None else called.elements[ref.output]
+        return None
+
+    def _length(self, ref: Ref) -> int | None:
+        """The number of a list's elements, where none is added after it was made."""
+        node = self._nodes[ref.node]
+        given = data_inputs(node)
+        if node.op == "TensorListReserve":
+            return self._lengths.get(node.name)
+        if node.op == "TensorListFromTensor":
+            shape = self._shapes.get(given[0])
+            return shape[0] if shape else None
+        keeps = node.op in LOOPS and self._inference.keeps_length(node.attr["body"].func.name, ref.output)
+        if keeps or (node.op in _KEEPING and not _may_grow(node)):
+            return self._length(given[ref.output])
         return None
 
     def _declared(self, ref: Ref) -> Shape | None:
@@ -301,6 +335,10 @@ def function_names(node: NodeDef) -> list[str]:
 
 def _may_pass_on_handles(node: NodeDef) -> bool:
     return node.op in ("Identity", "VarHandleOp") or "TensorList" in node.op or takes_functions(node.op)
+
+
+def _may_grow(node: NodeDef) -> bool:
+    return node.attr["resize_if_index_out_of_bounds"].b if "resize_if_index_out_of_bounds" in node.attr else False
 
 
 def _refined(known: Shape | None, more: Shape | None) -> Shape | None:
@@ -321,6 +359,11 @@ def _join(one: Shape | None, other: Shape | None) -> Shape | None:
     return tuple(first if first == second else None for first, second in zip(one, other, strict=True))
 
 
+def _both(one: Shape, other: Shape) -> Shape | None:
+    """The shape of elements of one list: what is known of either, or what both have in common."""
+    return _refined(one, other) or _join(one, other)
+
+
 def _joined(one: CallShapes, other: CallShapes) -> CallShapes:
     return CallShapes(
         tuple(map(_join, one.shapes, other.shapes)),
@@ -330,6 +373,25 @@ def _joined(one: CallShapes, other: CallShapes) -> CallShapes:
 
 def _name(ref: Ref) -> str:
     return f"{ref.node}/shaped{ref.output}"
+
+
+def _length_name(name: str) -> str:
+    return f"{name}/length"
+
+
+def _with_lengths(graph: GraphDef) -> GraphDef:
+    """The graph with vectors that are as long as lists are when they are made."""
+    reserved = [node for node in graph.node if node.op == "TensorListReserve"]
+    if not reserved:
+        return graph
+    found = GraphDef()
+    found.CopyFrom(graph)
+    int32 = {"T": dtype_attr(types_pb2.DT_INT32)}
+    for node in reserved:
+        number, dims = data_inputs(node)[1], f"{_length_name(node.name)}/dims"
+        found.node.append(make_node(dims, "Pack", [number], attrs={**int32, "N": AttrValue(i=1)}))
+        found.node.append(make_node(_length_name(node.name), "Fill", [Ref(dims), number], attrs=int32))
+    return found
 
 
 def _with_shapes(graph: GraphDef, more: Mapping[Ref, Shape]) -> GraphDef:

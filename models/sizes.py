@@ -1,0 +1,45 @@
+"""What the sizes of sequence models have in common: checks, and the attention that they are for."""
+
+from __future__ import annotations
+
+import keras
+
+
+def check_sizes(config: object, *fields: str, least: int = 1) -> None:
+    """Refuses a configuration of a model whose sizes are too small, or whose ``dropout``, if it has one, isn't a rate.
+
+    Raises:
+        ValueError: saying which, and what it must be.
+    """
+    for field in fields:
+        if getattr(config, field) < least:
+            raise ValueError(f"{field} is {getattr(config, field)}; need at least {least}")
+    dropout = getattr(config, "dropout", 0.0)
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout is {dropout}; need 0 <= dropout < 1")
+
+
+def check_heads(width: int | None, heads: int, layer: str = "") -> int:
+    """The width of what a layer takes, which its heads must share out evenly.
+
+    Raises:
+        ValueError: the width isn't known, or isn't a multiple of the heads.
+    """
+    if width is None or width % heads:
+        where = f"layer {layer}: " if layer else ""
+        raise ValueError(f"{where}width {width} isn't a multiple of {heads} heads")
+    return width
+
+
+def self_attention(
+    layer: keras.layers.Layer, width: int, heads: int, dropout: float, initializer: keras.initializers.Initializer
+) -> keras.layers.MultiHeadAttention:
+    """The sublayer ``attention`` of a layer that takes vectors of a width, which must be a multiple of the heads."""
+    return keras.layers.MultiHeadAttention(
+        heads,
+        width // heads,
+        dropout=dropout,
+        kernel_initializer=initializer,
+        name="attention",
+        dtype=layer.dtype_policy,
+    )
