@@ -75,6 +75,21 @@ def _shared_references(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["DAPPLE_TEST_REFERENCES"] = str(folder)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _untuned_data() -> Iterator[None]:
+    """No iterator tunes its dataset: each would wait for its tuning thread, see `models.sources.untuned`."""
+    if (tensorflow := sys.modules.get("tensorflow")) is None:
+        yield
+        return
+    from models.sources import untuned
+
+    dataset = tensorflow.data.Dataset
+    tuned = dataset.__iter__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dataset, "__iter__", lambda self: tuned(untuned(self)))
+        yield
+
+
 @pytest.fixture(scope="session")
 def _running_workers() -> Iterator[LocalWorkers]:
     from workers import running_workers
