@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gc
 import pathlib
-from collections.abc import Iterator
 
 import pytest
 from conftest import first_difference
