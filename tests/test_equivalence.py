@@ -92,7 +92,7 @@ def test_every_structure_trains_as_plain_keras_in_float64(case: Case, monkeypatc
     "model",
     # The example trains a transformer in float32, and verifies it: test_train_gpt.py.
     [
-        name if name in ("cnn", "branches") else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "cnn" else pytest.param(name, marks=pytest.mark.slow)
         for name in ZOO
         if name != "transformer"
     ],

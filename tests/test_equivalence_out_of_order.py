@@ -162,6 +162,7 @@ def test_an_optimizer_that_must_know_all_gradients_carries_nothing_over() -> Non
         dapple.transform(ZOO["cnn"].build(), dapple.Cluster.local(2, kind="cpu"), plan)
 
 
+@pytest.mark.slow
 def test_what_is_carried_over_is_made_up_for_before_anyone_looks() -> None:
     """The learning rate changes, a batch is evaluated, values are read: each time all updates have been made."""
     use_float64()
