@@ -91,11 +91,7 @@ def test_every_structure_trains_as_plain_keras_in_float64(case: Case, monkeypatc
 @pytest.mark.parametrize(
     "model",
     # The example trains a transformer in float32, and verifies it: test_train_gpt.py.
-    [
-        name if name == "cnn" else pytest.param(name, marks=pytest.mark.slow)
-        for name in ZOO
-        if name != "transformer"
-    ],
+    [name if name == "cnn" else pytest.param(name, marks=pytest.mark.slow) for name in ZOO if name != "transformer"],
 )
 def test_every_structure_trains_as_plain_keras_in_float32(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(Case(model, (3, 1), 4, "dapple_a", "none"), monkeypatch)
