@@ -15,7 +15,7 @@ from dapple_tf.example_batch import ExampleBatch
 from models import generated_data, text
 from models.readers import fit, images, pairs, squad, text_files, tfrecords, tokens
 from models.readers.options import Request
-from models.sources import DataSource, ModelError
+from models.sources import DataSource, ModelError, untuned
 
 _POOL_BATCHES = 4
 """Generated data are so many batches, which come again and again: losses fall, as they can be learnt by heart."""
@@ -26,7 +26,8 @@ def pooled(x: Any, y: Any, weights: Any, batch_size: int, seed: int) -> tf.data.
     arrays = tuple(part for part in (x, y, weights) if part is not None)
     count = len(keras.tree.flatten(x)[0])
     dataset = tf.data.Dataset.from_tensor_slices(arrays)
-    return dataset.shuffle(count, seed=seed).repeat().batch(batch_size, drop_remainder=True).prefetch(2)
+    dataset = dataset.shuffle(count, seed=seed).repeat().batch(batch_size, drop_remainder=True)
+    return untuned(dataset.prefetch(2))
 
 
 def _generated(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:

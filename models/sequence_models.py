@@ -35,7 +35,7 @@ SEQUENCE_MODELS = (
     ),
     ModelSource("gnmt:tiny", "2 + 2 layers of LSTMs of 16 units", _of_tokens(gnmt.gnmt_tiny), _PAIRS),
     ModelSource("gnmt:16", "GNMT-16 of the DAPPLE paper: 291 million parameters", _of_tokens(gnmt.gnmt_16), _PAIRS),
-    ModelSource("rnn:tiny", "3 LSTMs of 16 units, 8 bytes per sample", _of_tokens(rnn.rnn_tiny), _TEXT),
+    ModelSource("rnn:tiny", "2 LSTMs of 16 units, 8 bytes per sample", _of_tokens(rnn.rnn_tiny), _TEXT),
     ModelSource("rnn:16", "16 LSTMs of 1024 units, 64 bytes per sample", _of_tokens(rnn.rnn_16), _TEXT),
     ModelSource("ffnn:tiny", "4 fully connected layers of 16 units", _of_tokens(ffnn.ffnn_tiny), GENERATED),
     ModelSource("ffnn:16", "16 fully connected layers of 2048 units", _of_tokens(ffnn.ffnn_16), GENERATED),

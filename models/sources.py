@@ -69,3 +69,14 @@ def compiled_classifier(model: keras.Model, optimizer: keras.optimizers.Optimize
     """The model, compiled for integer labels and outputs that are logits."""
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=list(metrics))
     return model
+
+
+def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The dataset without the thread that tunes how much is done in parallel, where nothing is left to tune.
+
+    On busy cores that thread doesn't see that its iterator is let go of, which waits then until it looks again: for as
+    long as the iterator was there, up to a minute.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)

@@ -13,6 +13,8 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from models.sources import untuned
+
 Bytes = NDArray[np.uint8]
 
 _logger = logging.getLogger(__name__)
@@ -105,7 +107,7 @@ def windows(
     if repeat:
         dataset = dataset.repeat()
     dataset = dataset.batch(batch_size, drop_remainder=repeat)
-    return dataset.map(_inputs_and_targets, num_parallel_calls=1).prefetch(2)
+    return untuned(dataset.map(_inputs_and_targets, num_parallel_calls=1).prefetch(2))
 
 
 def _inputs_and_targets(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

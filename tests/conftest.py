@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import logging
 import os
@@ -53,6 +54,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [*ordered, *short]
 
 
+def pytest_collection_finish() -> None:
+    """All that has been imported stays: no search for garbage looks through it again, of which tests cause many."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _own_settings() -> Iterator[None]:
     """Fixes all seeds before a test; restores what programs set for their process after it: log level, float type."""
@@ -73,6 +80,21 @@ def _shared_references(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "references"
     folder.mkdir(exist_ok=True)
     os.environ["DAPPLE_TEST_REFERENCES"] = str(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _untuned_data() -> Iterator[None]:
+    """No iterator tunes its dataset: each would wait for its tuning thread, see `models.sources.untuned`."""
+    if (tensorflow := sys.modules.get("tensorflow")) is None:
+        yield
+        return
+    from models.sources import untuned
+
+    dataset = tensorflow.data.Dataset
+    tuned = dataset.__iter__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dataset, "__iter__", lambda self: tuned(untuned(self)))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -176,7 +176,10 @@ def check_resumption(
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras says this of data whose size it doesn't know.
-@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("shuffled", "arrays_in_order"))) for kind in DATA],
+)
 def test_data_go_on_where_they_were(tmp_path: pathlib.Path, pair: Pair, kind: str) -> None:
     check_resumption(tmp_path, pair, DATA[kind])
 

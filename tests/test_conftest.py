@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gc
 import pathlib
-from collections.abc import Iterator
 
 import pytest
 from conftest import first_difference
@@ -25,11 +24,10 @@ def test_first_difference(expected: str, actual: str, shown: str) -> None:
 
 
 @pytest.fixture
-def _own_garbage() -> Iterator[None]:
+def _own_garbage() -> None:
     """Each inner run looks for garbage time and again, which takes seconds in what other tests have left in memory."""
+    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("_own_garbage")

@@ -78,7 +78,7 @@ def test_models_train_with_the_gradients_that_they_define(name: str) -> None:
     def build() -> keras.Model:
         features = keras.Input((3, 4))
         x = MODELS[name]()(layers.Dense(4, name="first")(features))
-        x = layers.Dense(4, name="second")(MODELS[name]()(x))
+        x = layers.Dense(4, name="second")(x if "loop" in name else MODELS[name]()(x))  # Loops take long.
         model = keras.Model(features, layers.Dense(2, name="last")(layers.Flatten()(MODELS[name]()(x))))
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
         return model

@@ -80,16 +80,21 @@ def kinds_of(spans: Sequence[Span]) -> dict[str, int]:
     return {kind: sum(span.kind == kind for span in spans) for kind in {span.kind for span in spans}}
 
 
-UNEVEN = (8, 16, [3, 2], 0.3)
-LARGE = [(4, 16, [1], 0.0), (16, 32, [2], 0.1), (4, 16, [2, 1], 0.5), (16, 32, [2], 0.5)]
-# Every schedule with uneven replicas and, in turn, with one of the others.
-SHAPES = [*zip(STRAIGHT, itertools.repeat(UNEVEN)), *zip(STRAIGHT, itertools.cycle(LARGE))]
+# Every family of schedules; both sizes, and a network that is no, little and much of the time.
+LARGE = [
+    ("gpipe", 16, 32, [2], 0.1),
+    ("dapple_a", 8, 16, [3, 2], 0.3),
+    ("dapple_b", 4, 16, [1], 0.0),
+    ("fast_forward", 16, 32, [2], 0.5),
+    ("fast_forward_b", 4, 16, [2, 1], 0.5),
+    ("modulo", 8, 16, [3, 2], 0.3),
+    ("zb_h1", 16, 32, [2], 0.1),
+    ("zero_bubble", 8, 16, [3, 2], 0.3),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "stages", "micro_batches", "replicas", "network"), [(schedule, *shape) for schedule, shape in SHAPES]
-)
+@pytest.mark.parametrize(("schedule", "stages", "micro_batches", "replicas", "network"), LARGE)
 def test_large_pipelines(
     schedule: str, stages: int, micro_batches: int, replicas: Sequence[int], network: float
 ) -> None:

@@ -94,12 +94,13 @@ def check(model: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_turn() -> list[tuple[str, Case]]:
-    """Each policy with both models: its cases take them in turn; an only case takes both, and so do carried updates."""
+    """Each policy with both models: its cases take them in turn; an only case takes both, and so do rare options."""
+    rare = {"carried_updates", "task_seconds", "weight_devices"}
     found = []
     for policy in dict.fromkeys(case.schedule for case in CASES):
         cases = [case for case in CASES if case.schedule == policy]
         for model, case in zip(itertools.cycle(("branches", "tied")), cases):
-            both = len(cases) == 1 or "carried_updates" in case.options
+            both = len(cases) == 1 or rare & case.options.keys()
             found += [(name, case) for name in (("branches", "tied") if both else (model,))]
     return found
 
@@ -112,20 +113,40 @@ def test_every_policy_trains_as_plain_keras(model: str, case: Case, monkeypatch:
 
 
 def others() -> list[tuple[str, Case]]:
-    """Each policy and option with another model in turn, where that isn't refused: two clip gradients by a global norm.
+    """Each policy and option with another model, and each model with each kind of option that it isn't refused.
 
-    Cases of which both have had their turn are left out. The transformer takes several times as long as the others: its
-    turn comes less often.
+    Two of the models clip gradients by a global norm, so that nothing can be carried over. The transformer takes
+    several times as long as the others: it gets a case only where they have had those options.
     """
+    kinds = {key for case in CASES for key in case.options}
+    lacking = {model: set(kinds) for model in ("cnn", "multi_output", "transformer")}
+    for model in ("cnn", "transformer"):
+        lacking[model].remove("carried_updates")
+    count = {"cnn": 0, "multi_output": 0, "transformer": 2}
     met: set[str] = set()
-    wanted = []
-    for case in CASES:
+    found = []
+    for case in sorted(CASES, key=lambda case: -len(case.options)):
         told = {case.schedule, *(f"{key}={value}" for key, value in case.options.items())}
-        if not told <= met:
-            wanted.append(case)
+        if told <= met:
+            continue
         met |= told
-    found = zip(itertools.cycle(("transformer", *("multi_output", "cnn") * 3)), wanted)
-    return [("multi_output" if "carried_updates" in case.options else model, case) for model, case in found]
+        may = ["multi_output"] if "carried_updates" in case.options else list(lacking)
+        model = min(may, key=lambda model: (-len(lacking[model] & case.options.keys()), count[model]))
+        lacking[model] -= case.options.keys()
+        count[model] += 1
+        found.append((model, case))
+    for model, keys in lacking.items():
+        found += [(model, next(case for case in CASES if list(case.options) == [key])) for key in sorted(keys)]
+    return found
+
+
+def test_each_model_meets_each_policy_or_option() -> None:
+    kinds = {key for case in CASES for key in case.options}
+    met = {(model, key) for model, case in (*in_turn(), *others()) for key in case.options}
+    refused = {("cnn", "carried_updates"), ("transformer", "carried_updates")}
+    models = ("branches", "tied", "cnn", "multi_output", "transformer")
+    assert met == set(itertools.product(models, kinds)) - refused
+    assert {case.schedule for _, case in others()} == {case.schedule for case in CASES}
 
 
 @pytest.mark.slow
@@ -141,6 +162,7 @@ def test_an_optimizer_that_must_know_all_gradients_carries_nothing_over() -> Non
         dapple.transform(ZOO["cnn"].build(), dapple.Cluster.local(2, kind="cpu"), plan)
 
 
+@pytest.mark.slow
 def test_what_is_carried_over_is_made_up_for_before_anyone_looks() -> None:
     """The learning rate changes, a batch is evaluated, values are read: each time all updates have been made."""
     use_float64()

@@ -103,6 +103,7 @@ def test_dropout_is_random_in_training_only() -> None:
     np.testing.assert_array_equal(np.asarray(model(TOKENS, training=False)), np.asarray(model(TOKENS, training=False)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_learns(tied: bool) -> None:
     """A tiny model learns one batch by heart, and no parameter is left out."""

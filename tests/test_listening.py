@@ -291,6 +291,7 @@ sys.stdin.readline()
 
 
 @linux_only
+@pytest.mark.slow
 def test_tensorflow_server() -> None:
     port = free_port()
     with subprocess.Popen(

@@ -54,6 +54,12 @@ def test_data_are_endless_full_and_seeded(name: str) -> None:
     assert not all((a == b).all() for a, b in zip(one, other, strict=True))
 
 
+def test_no_iterator_of_generated_data_waits_for_a_tuning_thread() -> None:
+    model = find_model("gpt:tiny").build()
+    for data in (GENERATED, DATASETS["source_text"]):
+        assert data.batches(model, 4, 0).options().autotune.enabled is False
+
+
 def test_generated_data_fit_any_model() -> None:
     inputs = {"a": keras.Input((3,), name="a"), "b": keras.Input((2, 2), name="b")}
     joined = keras.layers.Concatenate()([inputs["a"], keras.layers.Flatten()(inputs["b"])])

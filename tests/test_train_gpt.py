@@ -3,8 +3,6 @@ from __future__ import annotations
 import csv
 import json
 import pathlib
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -15,12 +13,9 @@ import pytest
 import dapple_tf as dapple
 from tools import command, train_gpt
 
-ROOT = pathlib.Path(__file__).parents[1]
 
-
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tools.train_gpt", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+def _run(*arguments: str) -> int:
+    return command.run(train_gpt.main, train_gpt.FLAGS, list(arguments))
 
 
 @pytest.mark.parametrize(("shape", "replicas"), [("3:1", (3, 1)), ("4", (4,)), ("1:10:2", (1, 10, 2))])
@@ -89,16 +84,17 @@ def test_wrong_flags_say_what_is_wrong(tmp_path: pathlib.Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_training_run(tmp_path: pathlib.Path) -> None:
+def test_training_run(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A small run from beginning to end, then one with the plan that it left."""
     small = ["--depth=2", "--width=32", "--heads=2", "--sequence=32", "--validation_steps=2", "--evaluation_steps=8"]
-    result = _run(
+    status = _run(
         *small,
         *("--global_batch_size=16", "--epochs=4", "--steps=40", "--sample_bytes=20", "--verify"),
         f"--output_dir={tmp_path / 'run'}",
     )
-    assert result.returncode == 0, result.stderr
-    assert "What it writes at temperature 0.8:\n\ndef " in result.stdout
+    printed = capsys.readouterr().out
+    assert status == 0
+    assert "What it writes at temperature 0.8:\n\ndef " in printed
 
     folder = tmp_path / "run"
     with (folder / "history.csv").open() as file:
@@ -111,7 +107,7 @@ def test_training_run(tmp_path: pathlib.Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["bytes_trained_on"] == 4 * 40 * 16 * 32
     assert 2 < summary["held_out_bits_per_byte"] < summary["unigram_bits_per_byte"]
-    assert f"Bits per byte on held-out files: {summary['held_out_bits_per_byte']:.3f}" in result.stdout
+    assert f"Bits per byte on held-out files: {summary['held_out_bits_per_byte']:.3f}" in printed
 
     model = keras.saving.load_model(folder / "model.keras")
     assert model.count_params() == summary["parameters"]
@@ -126,12 +122,12 @@ def test_training_run(tmp_path: pathlib.Path) -> None:
     plan = dapple.Plan.load(folder / "plan.json")
     assert plan.cuts == ("block_0",)
     assert plan.replicas == (3, 1)
-    again = _run(
+    status = _run(
         *small,
         *("--epochs=1", "--steps=2", "--sample_bytes=0", f"--plan={folder / 'plan.json'}"),
         f"--output_dir={folder}",
     )
-    assert again.returncode == 0, again.stderr
-    assert str(plan) in again.stdout
+    assert status == 0
+    assert str(plan) in capsys.readouterr().out
     assert dapple.Plan.load(tmp_path / "run-2" / "plan.json") == plan
     assert json.loads((tmp_path / "run-2" / "summary.json").read_text())["bytes_trained_on"] == 2 * 16 * 32
