@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pathlib
 import time
 import warnings
@@ -45,6 +46,7 @@ def dumped(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder
 
 
+@functools.cache
 def graphs(folder: pathlib.Path) -> dict[str, GraphDef]:
     """The graphs that were written as text."""
     return {
@@ -56,8 +58,9 @@ def graphs(folder: pathlib.Path) -> dict[str, GraphDef]:
 def check_import(graph: GraphDef) -> None:
     """TensorFlow takes a graph, with its functions."""
     assert graph.versions.producer > 0
+    own = GraphDef.FromString(graph.SerializeToString())  # It is given default attributes.
     with tf.Graph().as_default() as scope:
-        tf.graph_util.import_graph_def(graph, name="")
+        tf.graph_util.import_graph_def(own, name="")
     assert len(scope.get_operations()) == len(graph.node)
 
 
