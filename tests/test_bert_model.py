@@ -79,6 +79,7 @@ def test_sizes_that_cannot_be(changes: dict[str, object]) -> None:
         bert.bert_tiny(**changes)
 
 
+@pytest.mark.slow
 def test_trains_as_a_pipeline() -> None:
     model = bert.bert_tiny(tied=True)
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))

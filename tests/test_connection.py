@@ -258,6 +258,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_second_process_is_told_who_has_the_workers(cluster: dapple.Cluster) -> None:
     with held(cluster), client(IS_REFUSED, *cluster.addresses) as process:
         said, _ = process.communicate(timeout=PATIENCE)
@@ -479,6 +480,7 @@ print("leaving", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["after", "before"])
 def test_a_process_that_leaves_its_session_open_ends(how: str, cluster: dapple.Cluster, workers: LocalWorkers) -> None:
     """After it has noticed that a worker hangs, or before; nothing is closed, and a step is under way.

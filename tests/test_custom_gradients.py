@@ -68,11 +68,8 @@ MODELS: dict[str, Callable[[], keras.layers.Layer]] = {
 }
 
 
-FAST = ("swish", "own")
-
-
 @pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+    "name", [name if name == "own" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
 def test_models_train_with_the_gradients_that_they_define(name: str) -> None:
     def build() -> keras.Model:
