@@ -334,6 +334,8 @@ def check_samples(leaves: Sequence[Leaf], arrays: Sequence[np.ndarray]) -> int:
 def spec_of(model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None) -> BatchSpec:
     """The spec of a batch. Axes that the model leaves open are open, and axes of labels that are as long as those.
 
+    An axis of labels that is fixed in the model's outputs isn't open, even where an open one happens to be as long.
+
     Raises:
         DataError: an array can't be cut into slices, or x doesn't have the shape that the model declares.
     """
@@ -360,9 +362,19 @@ def spec_of(model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None
             return None
         return dataclasses.replace(leaf, shape=tuple(None if size in open_lengths else size for size in leaf.shape))
 
+    def label(leaf: Leaf | None) -> Leaf | None:
+        found = alike(leaf)
+        outputs = [tensor.shape for tensor in getattr(model, "outputs", None) or ()]
+        if leaf is None or found is None:
+            return None
+        matching = [shape for shape in outputs if len(shape) == len(leaf.shape)]
+        fixed = {axis for axis, sizes in enumerate(zip(*matching, strict=True)) if set(sizes) == {leaf.shape[axis]}}
+        shape = tuple(leaf.shape[axis] if axis in fixed else size for axis, size in enumerate(found.shape))
+        return dataclasses.replace(found, shape=shape)
+
     x_spec = keras.tree.map_structure(opened, given.x)
     return BatchSpec(
-        x_spec, keras.tree.map_structure(alike, given.y), keras.tree.map_structure(alike, given.sample_weight)
+        x_spec, keras.tree.map_structure(label, given.y), keras.tree.map_structure(alike, given.sample_weight)
     )
 
 

@@ -43,7 +43,7 @@ POSITION_ATTR = "_dapple_position"
 _ASSUMED = ((7, 16), (11, 16), (7, 24))
 _COUNTABLE = FLOAT_DTYPES | {types_pb2.DT_COMPLEX64, types_pb2.DT_COMPLEX128}
 _NOT_DIFFERENTIABLE = frozenset({"StopGradient", "Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"})
-_CARRIES_GRADIENTS = FLOAT_DTYPES | {types_pb2.DT_VARIANT}
+_CARRIES_GRADIENTS = _COUNTABLE | {types_pb2.DT_VARIANT}
 _UNSENDABLE = frozenset({types_pb2.DT_VARIANT, types_pb2.DT_RESOURCE})
 
 

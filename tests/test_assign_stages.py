@@ -313,6 +313,18 @@ def test_no_gradient_flows_through_what_no_parameter_has_made_or_what_stops_it()
     ]
 
 
+def test_gradients_flow_through_complex_numbers() -> None:
+    writer = Writer()
+    x, w = writer.input("x", (None, 2)), writer.variable("w", (2,))
+    with writer.layer("a"):
+        scaled = writer.op("scaled", "Mul", x, w)
+        numbers = writer.op("numbers", "Complex", scaled, scaled, Tout=dtype_attr(types_pb2.DT_COMPLEX128))
+    with writer.layer("b"):
+        y = writer.op("size", "ComplexAbs", numbers, dtype=types_pb2.DT_COMPLEX128, Tout=dtype_attr(DOUBLE))
+    program = assign(writer.program(writer.op("loss", "L2Loss", y)), "a")
+    assert only_boundary(program).differentiable
+
+
 @pytest.mark.parametrize("length", [4, None])
 def test_the_batch_behind_a_loop_is_told_without_running_the_model(
     length: int | None, monkeypatch: pytest.MonkeyPatch

@@ -90,6 +90,12 @@ def test_axes_that_the_model_leaves_open_are_open(sequences: keras.Model) -> Non
         spec_of(sequences, floats(2, 5, 4))
 
 
+def test_labels_are_as_wide_as_the_output_also_where_the_data_happen_to_be_as_long(sequences: keras.Model) -> None:
+    """A batch of sequences of 3 steps, and 3 numbers for each: only the sequences' length may change."""
+    spec = spec_of(sequences, floats(2, 3, 3), floats(2, 3))
+    assert str(spec) == "x float32 (?, ?, 3), y float32 (?, 3)"
+
+
 def test_declared_shapes_are_found_by_name() -> None:
     """Inputs of a list may be given as a dict, in another order, with more than the model needs."""
     model = functional((None, 3), (2,), names=("z", "a"))
