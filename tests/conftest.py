@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
 import itertools
@@ -33,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow modules first in what each process begins with, so that none is left alone with a long test in the end.
+    """Modules of many slow tests first in what each process begins with, so that none is left with a long one in the end.
 
     xdist gives each process the same number of consecutive tests, and the last ones of another when it is done. The
     tests of a module stay together: they share fixtures.
@@ -41,9 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if count == 1:
         return
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
     modules = [list(group) for _, group in itertools.groupby(items, lambda item: item.path)]
-    long = [module for module in modules if module[0].path in slow]
+    long = sorted((module for module in modules if module[0].path in slow), key=lambda module: -slow[module[0].path])
     short = [item for module in modules if module[0].path not in slow for item in module]
     ordered: list[pytest.Item] = []
     for number in range(count):

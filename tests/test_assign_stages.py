@@ -79,6 +79,7 @@ def test_a_flat_program_before_and_after(golden: Callable[[str, str], None]) -> 
     )
 
 
+@pytest.mark.slow
 def test_without_cuts_all_nodes_are_in_one_stage_and_nothing_crosses() -> None:
     program = assign(mlp())
     assert layers_by_stage(program) == {0: ["dense_0", "dense_1", "dense_2"]}

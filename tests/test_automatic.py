@@ -77,6 +77,7 @@ def test_a_given_plan_with_a_profile_is_predicted() -> None:
     assert len(pipelined.prediction.steps) == 1
 
 
+@pytest.mark.slow
 def test_overlap_is_planned_as_chunks_which_keep_it() -> None:
     layers = [
         LayerProfile(name, Cost(0.0, 1e-3), Cost(0.0, 2e-3), parameter_bytes=400)

@@ -50,6 +50,7 @@ def test_plans_of_the_memory_benchmark_have_equal_stages() -> None:
         bench_memory.plan_of("gpipe", 3, 4, size)
 
 
+@pytest.mark.slow
 def test_planning_takes_less_than_a_second_and_says_what_it_found() -> None:
     (record,) = bench_planner.records([2], [2], 1, 16, 25)
     assert record["layers"] == 2 and record["of_first"] == 1.0 and record["planner_s"] > 0
@@ -93,6 +94,7 @@ def test_replicas_of_even_plans(kind: str, devices: int, layers: int, replicas: 
     assert rewrite_models.replicas_of(kind, devices, layers) == replicas
 
 
+@pytest.mark.slow
 def test_a_model_is_rewritten_without_values() -> None:
     rows = list(rewrite_models.rows_of("ffnn:tiny", find_model("ffnn:tiny"), [2, 4], ["straight"], "dapple_a"))
     assert [(row["stages"], row["replicas"], row["micro_batches"]) for row in rows] == [(2, 1, 2), (4, 1, 4)]

@@ -73,6 +73,7 @@ def test_flags_are_checked_before_anything_starts(tmp_path: pathlib.Path, capsys
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_models_of_turns_are_equal() -> None:
     size = gpt_size(blocks=1, width=8, sequence=4)
     one, other = (make_model(size).get_weights() for _ in range(2))

@@ -25,6 +25,7 @@ def test_defaults_are_bert_48_of_the_dapple_paper() -> None:
     assert round(bert.BertConfig(head="classes").parameters, -7) == 640_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "head", "shape"),
     [
@@ -47,6 +48,7 @@ def test_layers_shapes_and_parameters(options: dict[str, object], head: list[str
     assert model.count_params() == bert.BertConfig(**{**vars(bert.TINY), **options}).parameters
 
 
+@pytest.mark.slow
 def test_padding_is_not_seen() -> None:
     model = bert.bert_tiny()
     batch = _batch(2)
@@ -58,6 +60,7 @@ def test_padding_is_not_seen() -> None:
     assert np.abs(model.predict_on_batch(batch)[:, 0] - before[:, 0]).max() > 0
 
 
+@pytest.mark.slow
 def test_answers_are_not_in_padding() -> None:
     model = bert.bert_tiny(head="spans")
     batch = _batch(3)
@@ -90,6 +93,7 @@ def test_trains_as_a_pipeline() -> None:
     assert verification.worst[1] < 1e-4, str(verification)
 
 
+@pytest.mark.slow
 def test_layers_have_the_same_names_whenever_a_model_is_built() -> None:
     """Between two layers stands an operation without a name of its own; a plan that named it fitted one model only."""
     first, second = (bert.bert_tiny() for _ in range(2))

@@ -292,6 +292,7 @@ def test_a_loop_costs_its_body_as_often_as_it_runs() -> None:
     assert set(rounds.values()) == {10}
 
 
+@pytest.mark.slow
 def test_a_loop_of_unknown_length_counts_one_round(caplog: pytest.LogCaptureFixture) -> None:
     graph = loop_graph(limit=None)
     with caplog.at_level("INFO", "dapple_tf"):

@@ -93,6 +93,7 @@ def test_a_subclassed_model_is_cut_at_the_layers_that_it_calls(cut: str) -> None
     check(subclassed, [cut], ({"x": X}, {"y": Y}, None))
 
 
+@pytest.mark.slow
 def test_a_sequential_model_is_cut() -> None:
     def build() -> keras.Model:
         model = keras.Sequential(
@@ -104,6 +105,7 @@ def test_a_sequential_model_is_cut() -> None:
     check(build, ["a"], (X, Y, None))
 
 
+@pytest.mark.slow
 def test_a_nested_model_is_cut_inside() -> None:
     def build() -> keras.Model:
         inner_input = keras.Input((4,))
@@ -113,6 +115,7 @@ def test_a_nested_model_is_cut_inside() -> None:
     check(build, ["deep_0"], (X, Y, None))
 
 
+@pytest.mark.slow
 def test_a_skip_connection_jumps_over_two_stages() -> None:
     def build() -> keras.Model:
         features = keras.Input((4,))
@@ -129,6 +132,7 @@ def test_a_skip_connection_jumps_over_two_stages() -> None:
     assert_same_training(pipelined, plain, [(X, Y, None)] * 3)
 
 
+@pytest.mark.slow
 def test_the_batch_size_of_an_early_tensor_is_used_behind_the_cut() -> None:
     class Flattened(layers.Layer):
         def call(self, inputs: Any) -> Any:
@@ -175,6 +179,7 @@ def test_sequences_of_any_length_are_cut_also_where_batch_and_time_are_one_axis(
     assert_same_training(pipelined, plain, batches)
 
 
+@pytest.mark.slow
 def test_a_cut_where_the_data_decide_the_number_of_rows_is_refused() -> None:
     class Positive(layers.Layer):
         def call(self, x: Any) -> Any:
@@ -192,6 +197,7 @@ def test_a_cut_where_the_data_decide_the_number_of_rows_is_refused() -> None:
 # ---- losses
 
 
+@pytest.mark.slow
 def test_regularizers_and_added_losses_count_once() -> None:
     class Penalty(layers.Layer):
         def call(self, x: Any) -> Any:
@@ -218,6 +224,7 @@ def test_every_reduction_is_that_of_the_whole_batch(reduction: str, weighted: bo
     check(lambda: mlp(loss=keras.losses.Huber(reduction=reduction)), ["first"], (X, Y, weights))
 
 
+@pytest.mark.slow
 def test_ignored_classes_divide_by_what_is_left_of_the_whole_batch() -> None:
     def build() -> keras.Model:
         features = keras.Input((4,))
@@ -230,6 +237,7 @@ def test_ignored_classes_divide_by_what_is_left_of_the_whole_batch() -> None:
     check(build, ["first"], (X, LABELS, None))
 
 
+@pytest.mark.slow
 def test_masked_time_steps_divide_by_the_valid_ones_of_the_whole_batch() -> None:
     def build() -> keras.Model:
         tokens = keras.Input((5,), dtype="int32")
@@ -255,6 +263,7 @@ def test_a_mask_that_depends_on_trained_values_is_refused() -> None:
         pipelined.train_on_batch(np.zeros((4, 4, 2)), np.zeros((4, 4, 1)))
 
 
+@pytest.mark.slow
 def test_compute_loss_may_be_overridden() -> None:
     class Custom(keras.Model):
         def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
@@ -272,6 +281,7 @@ def test_compute_loss_may_be_overridden() -> None:
 # ---- state and random draws
 
 
+@pytest.mark.slow
 def test_batch_norm_moves_to_the_mean_of_its_slices() -> None:
     """The honest non-equivalence: each slice normalises by itself; moving averages take the weighted mean of all
     slices.
@@ -291,6 +301,7 @@ def test_batch_norm_moves_to_the_mean_of_its_slices() -> None:
     assert largest_difference(mean, hidden.mean(0)) < TOLERANCE["float64"]
 
 
+@pytest.mark.slow
 def test_batch_norm_is_plain_keras_when_nothing_is_sliced() -> None:
     use_float64()
     model, plain = pair(lambda: mlp(middle=layers.BatchNormalization(name="norm")))
@@ -302,6 +313,7 @@ def test_batch_norm_is_plain_keras_when_nothing_is_sliced() -> None:
     assert_same_variables(model, plain, TOLERANCE["float64"])
 
 
+@pytest.mark.slow
 def test_no_gradient_flows_into_state_that_is_read_after_it_was_assigned() -> None:
     """What TensorFlow reads from a variable has no gradient; here it was taken for the tensor that was assigned."""
     use_float64()
@@ -328,6 +340,7 @@ def dropout() -> keras.Model:
     return model
 
 
+@pytest.mark.slow
 def test_dropout_is_plain_keras_when_nothing_is_sliced() -> None:
     """Seeds, and the state that they are in afterwards, are Keras' own."""
     use_float64()
@@ -361,6 +374,7 @@ def test_draws_depend_neither_on_cuts_nor_schedule_nor_recomputation() -> None:
         assert_same_variables(model, expected, TOLERANCE["float64"])
 
 
+@pytest.mark.slow
 def test_slices_draw_different_numbers() -> None:
     use_float64()
     model = pair(lambda: mlp(middle=layers.Dropout(0.5, name="drop", seed=7)))[0]
@@ -377,6 +391,7 @@ def test_slices_draw_different_numbers() -> None:
 # ---- types
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_mixed_precision_trains_as_plain_keras(policy: str) -> None:
     def build() -> keras.Model:
@@ -394,6 +409,7 @@ def test_mixed_precision_trains_as_plain_keras(policy: str) -> None:
     assert_same_training(pipelined, plain, [(X, Y, None)] * 3, tolerance=TOLERANCE[policy.removeprefix("mixed_")])
 
 
+@pytest.mark.slow
 def test_gradients_that_overflow_in_one_stage_skip_the_step_in_all() -> None:
     def build() -> keras.Model:
         keras.config.set_dtype_policy("mixed_float16")
@@ -415,6 +431,7 @@ def test_gradients_that_overflow_in_one_stage_skip_the_step_in_all() -> None:
     assert_same_variables(model, plain, 0.0)
 
 
+@pytest.mark.slow
 def test_integer_inputs_keep_their_dtype() -> None:
     def build() -> keras.Model:
         tokens = keras.Input((3,), dtype="int64")
@@ -426,6 +443,7 @@ def test_integer_inputs_keep_their_dtype() -> None:
     check(build, ["flat"], (rng.integers(0, 1000, size=(11, 3)), Y, None))
 
 
+@pytest.mark.slow
 def test_xla_compiles_stage_functions() -> None:
     model, plain = pair(mlp)
     pipelined = pipeline(model, ["first"], (2, 1), 2, 8, jit_compile=True)
@@ -453,6 +471,7 @@ def test_a_ratio_over_the_whole_batch_is_refused() -> None:
         pipeline(model, ["first"], (1, 1), 2, 4).train_on_batch(X[:4], Y[:4])
 
 
+@pytest.mark.slow
 def test_results_that_no_metric_keeps_are_warned_of() -> None:
     class Extra(keras.Model):
         def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
@@ -516,6 +535,7 @@ def test_a_variable_that_no_layer_tracks_is_refused() -> None:
         pipelined.train_on_batch(X[:4], Y[:4])
 
 
+@pytest.mark.slow
 def test_constants_that_layers_hold_are_kept() -> None:
     class Scaled(layers.Layer):
         def __init__(self, **options: Any) -> None:

@@ -58,6 +58,7 @@ def pipelined(_shared: tuple[dapple.PipelinedModel, pathlib.Path]) -> dapple.Pip
     return found
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_restored_whatever_the_plan_and_into_the_plain_model(
     tmp_path: pathlib.Path, pipelined: dapple.PipelinedModel
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_checkpoint_is_restored_whatever_the_plan_and_into_the_plain_model(
     assert_same_values(other.sync(), plain)
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_a_snapshot_is_written(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, pipelined: dapple.PipelinedModel
 ) -> None:
@@ -127,6 +129,7 @@ def test_the_newest_are_kept_and_what_crashes_left_is_removed(
         pipelined.save_checkpoint(tmp_path, keep=0)
 
 
+@pytest.mark.slow
 def test_before_the_first_step_the_model_itself_is_saved_and_restored(tmp_path: pathlib.Path) -> None:
     first = transform(adam())
     first.save_checkpoint(tmp_path)
@@ -140,6 +143,7 @@ def test_before_the_first_step_the_model_itself_is_saved_and_restored(tmp_path: 
     assert_identical(second.sync(), values(first.sync()))
 
 
+@pytest.mark.slow
 def test_what_is_assigned_counts_before_it_is_saved_and_after_it_is_restored(
     tmp_path: pathlib.Path, pipelined: dapple.PipelinedModel
 ) -> None:
@@ -179,6 +183,7 @@ def unnamed(units: int = 5, optimizer: str = "adam") -> keras.Model:
     return model
 
 
+@pytest.mark.slow
 def test_layers_without_names_of_their_own_are_matched_by_position(tmp_path: pathlib.Path) -> None:
     first = unnamed()
     own = plan(cuts=[first.layers[0].name])
@@ -191,6 +196,7 @@ def test_layers_without_names_of_their_own_are_matched_by_position(tmp_path: pat
     assert_identical(second, values(pipelined.sync()))
 
 
+@pytest.mark.slow
 def test_another_model_is_refused_and_left_as_it_was(tmp_path: pathlib.Path) -> None:
     pipelined = transform(unnamed(), dapple.Plan.data_parallel([0, 1], 7))
     pipelined.train_on_batch(X, Y)
@@ -210,6 +216,7 @@ def test_another_model_is_refused_and_left_as_it_was(tmp_path: pathlib.Path) -> 
         pipelined.restore_checkpoint(tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["shard-0.index", "shard-0.data-00000-of-00001", "checkpoint.json"])
 def test_damage_is_told_and_nothing_changes(
     tmp_path: pathlib.Path, file: str, pipelined: dapple.PipelinedModel

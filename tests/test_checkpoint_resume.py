@@ -184,6 +184,7 @@ def test_data_go_on_where_they_were(tmp_path: pathlib.Path, pair: Pair, kind: st
     check_resumption(tmp_path, pair, DATA[kind])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "stop_after", "steps_per_execution"),
     [(None, 9, 1), (5, 13, 1), (3, 4, 2), (1, 5, 1)],
@@ -227,6 +228,7 @@ def test_a_run_goes_on_in_another_process(tmp_path: pathlib.Path, pair: Pair) ->
     check_resumption(tmp_path, pair, DATA["shuffled"], stop_after=None)
 
 
+@pytest.mark.slow
 def test_a_list_of_callbacks_may_be_keras_own(tmp_path: pathlib.Path, pair: Pair) -> None:
     pipelined, _, initial = pair
     pipelined.restore_checkpoint(initial)
@@ -266,6 +268,7 @@ def test_updates_carried_into_the_next_step_are_made_first(tmp_path: pathlib.Pat
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_over_has_nothing_left_to_do_and_can_be_prolonged(tmp_path: pathlib.Path, pair: Pair) -> None:
     pipelined, _, initial = pair
     pipelined.restore_checkpoint(initial)

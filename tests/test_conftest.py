@@ -30,6 +30,7 @@ def _own_garbage() -> None:
     gc.freeze()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_own_garbage")
 def test_golden_file_is_blessed_then_compared(pytester: pytest.Pytester) -> None:
     pytester.copy_example(str(pathlib.Path(__file__).with_name("conftest.py")))

@@ -171,6 +171,7 @@ def test_ctrl_c_waits_for_the_step_under_way(cluster: dapple.Cluster, request: p
         assert ended
 
 
+@pytest.mark.slow
 def test_ctrl_c_waits_for_a_step_that_has_just_begun(cluster: dapple.Cluster, request: pytest.FixtureRequest) -> None:
     # Struck while the thread of the call was being started, Ctrl-C left the step to itself.
     here = threading.get_ident()
@@ -190,6 +191,7 @@ def test_ctrl_c_waits_for_a_step_that_has_just_begun(cluster: dapple.Cluster, re
             assert len(ended) == count
 
 
+@pytest.mark.slow
 def test_two_sessions_share_a_connection_and_no_variables(cluster: dapple.Cluster) -> None:
     def variable(name: str) -> Any:
         return tf.compat.v1.get_variable(f"v{name[-1]}{name[-14]}", initializer=1.0, use_resource=True)
@@ -206,6 +208,7 @@ def test_two_sessions_share_a_connection_and_no_variables(cluster: dapple.Cluste
         wait_until(lambda address=address: status(address)["holder"] is None)
 
 
+@pytest.mark.slow
 def test_a_worker_that_this_process_has_in_another_cluster(cluster: dapple.Cluster, workers: LocalWorkers) -> None:
     first, second, third = workers.addresses[:3]
     other = dapple.Cluster.of_servers([third, second], devices_per_server=1)
@@ -218,6 +221,7 @@ def test_a_worker_that_this_process_has_in_another_cluster(cluster: dapple.Clust
         pass
 
 
+@pytest.mark.slow
 def test_whole_seconds_of_patience(cluster: dapple.Cluster) -> None:
     """3 * 10 was sent as 30, which the worker refused for being no float; and a week was too long for it."""
     for seconds in (5, 10, 7 * 86_400):
@@ -225,6 +229,7 @@ def test_whole_seconds_of_patience(cluster: dapple.Cluster) -> None:
             assert connection.call(lambda: True)
 
 
+@pytest.mark.slow
 def test_a_port_that_somebody_has_taken_meanwhile(cluster: dapple.Cluster) -> None:
     """The client is told, the other worker is given back, and the next attempt takes another port."""
     first, second = cluster.addresses
@@ -324,6 +329,7 @@ def test_from_a_resolver(cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatc
         dapple.Cluster.from_resolver(resolver, job="ps")
 
 
+@pytest.mark.slow
 def test_measured_links(cluster: dapple.Cluster) -> None:
     found = measure_links(cluster, repeats=3)
     for name in ("inter_bandwidth", "inter_latency", "reduce_bandwidth", "reduce_latency"):
@@ -344,6 +350,7 @@ def assert_lost(failures: Sequence[tuple[float, BaseException]], address: str, s
     assert when - since < within
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_noticed_at_once(cluster: dapple.Cluster, workers: LocalWorkers) -> None:
     """The run fails with the error that names the worker, closing doesn't wait, and all is well once it is back."""
     graph, made = graph_on(cluster, endless)
@@ -365,6 +372,7 @@ def test_a_killed_worker_is_noticed_at_once(cluster: dapple.Cluster, workers: Lo
     assert works(cluster)
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_noticed_in_time(cluster: dapple.Cluster, workers: LocalWorkers) -> None:
     """Also when nothing runs; once it goes on, it finds out that its client has given it up."""
     graph, made = graph_on(cluster, endless)
@@ -384,6 +392,7 @@ def test_a_stopped_worker_is_noticed_in_time(cluster: dapple.Cluster, workers: L
     assert works(cluster)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_lost_while_nothing_runs(cluster: dapple.Cluster, workers: LocalWorkers) -> None:
     with held(cluster) as connection:
         (child,) = children(workers.processes[1].pid)
@@ -396,6 +405,7 @@ def test_a_worker_that_is_lost_while_nothing_runs(cluster: dapple.Cluster, worke
     assert works(cluster)
 
 
+@pytest.mark.slow
 def test_a_run_that_takes_too_long(cluster: dapple.Cluster) -> None:
     """All workers answer, but the run doesn't end: they are given up all the same."""
     graph, made = graph_on(cluster, endless)
@@ -410,6 +420,7 @@ def test_a_run_that_takes_too_long(cluster: dapple.Cluster) -> None:
     assert works(cluster)
 
 
+@pytest.mark.slow
 def test_forgetting_a_session_waits_for_no_lost_worker(cluster: dapple.Cluster, workers: LocalWorkers) -> None:
     """Python frees it whenever it collects garbage, in whatever thread; TensorFlow waited there."""
     graph, made = graph_on(cluster, endless)
@@ -427,6 +438,7 @@ def test_forgetting_a_session_waits_for_no_lost_worker(cluster: dapple.Cluster, 
     assert works(cluster)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_lost_connection_leaves_the_next_one_alone(cluster: dapple.Cluster, workers: LocalWorkers) -> None:
     """It was forgotten with the lost one, so that the third took the workers from the second, of the same process."""
     lost = acquire(cluster, QUICK)

@@ -85,6 +85,7 @@ def test_models_train_with_the_gradients_that_they_define(name: str) -> None:
     assert_same_training(pipeline(model, ["second"], (2, 1), 2, 7), plain, [(X, Y, None)] * 2)
 
 
+@pytest.mark.slow
 def test_a_step_of_placed_operators_has_them_too() -> None:
     def build() -> keras.Model:
         features = keras.Input((3, 4))

@@ -88,6 +88,7 @@ def own_profile() -> Profile:
 # ---- what is there
 
 
+@pytest.mark.slow
 def test_before_the_first_step_training_is_dumped_as_the_model_declares_it(tmp_path: pathlib.Path) -> None:
     pipelined = transform(classifier())
     pipelined.dump(tmp_path)
@@ -97,6 +98,7 @@ def test_before_the_first_step_training_is_dumped_as_the_model_declares_it(tmp_p
     assert Schedule.parse((tmp_path / "train/schedule.txt").read_text()).orders == plan().order_tasks().orders
 
 
+@pytest.mark.slow
 def test_each_kind_of_step_that_was_run_is_dumped(tmp_path: pathlib.Path) -> None:
     pipelined = transform(classifier())
     pipelined.predict_on_batch(X)
@@ -112,6 +114,7 @@ def test_each_kind_of_step_that_was_run_is_dumped(tmp_path: pathlib.Path) -> Non
     assert "Training, 7 samples" in (tmp_path / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_first_page_names_every_file_and_its_size(tmp_path: pathlib.Path) -> None:
     pipelined = transform(classifier())
     pipelined.dump(tmp_path)
@@ -126,11 +129,13 @@ def test_the_first_page_names_every_file_and_its_size(tmp_path: pathlib.Path) ->
     assert "There is no profile" in text
 
 
+@pytest.mark.slow
 def test_a_schedule_without_replicas_is_there_as_csv(tmp_path: pathlib.Path) -> None:
     dump_model(tmp_path, classifier(), dapple.Cluster.local(2, kind="cpu"), plan(devices=[[0], [1]]))
     assert (tmp_path / "train/schedule.csv").read_text() == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 
+@pytest.mark.slow
 def test_with_a_profile_the_simulated_step_is_beside_the_planned_one(tmp_path: pathlib.Path) -> None:
     cluster = dapple.Cluster.local(3, kind="cpu")
     dump_model(tmp_path, classifier(), cluster, plan(), own_profile())
@@ -139,6 +144,7 @@ def test_with_a_profile_the_simulated_step_is_beside_the_planned_one(tmp_path: p
     assert "simulated" in text
 
 
+@pytest.mark.slow
 def test_a_profile_of_another_model_is_told_of(tmp_path: pathlib.Path) -> None:
     other = own_profile()
     layer = dataclasses.replace(other.layers[0], name="another")
@@ -148,6 +154,7 @@ def test_a_profile_of_another_model_is_told_of(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "train/graph.html").exists()
 
 
+@pytest.mark.slow
 def test_carried_updates_are_in_the_steady_step(tmp_path: pathlib.Path) -> None:
     own = plan(carried_updates=1)
     dump_model(tmp_path, classifier(), dapple.Cluster.local(3, kind="cpu"), own)
@@ -156,6 +163,7 @@ def test_carried_updates_are_in_the_steady_step(tmp_path: pathlib.Path) -> None:
     assert '"gradients"' not in text
 
 
+@pytest.mark.slow
 def test_a_described_cluster_will_do(tmp_path: pathlib.Path) -> None:
     text = '{"format": "dapple_tf.cluster/1", "servers": [{"devices": 2}, {"devices": 1}]}'
     cluster = dapple.Cluster.from_json(text)
@@ -186,6 +194,7 @@ def test_placed_operators_are_told_of_as_they_are_placed(tmp_path: pathlib.Path)
     assert "where each operator runs" in (tmp_path / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_before_the_first_step_operators_are_placed_as_they_would_be(tmp_path: pathlib.Path) -> None:
     own = dapple.Plan.by_operators(2, 7)
     dump_model(tmp_path, classifier(), dapple.Cluster.local(2, kind="cpu"), own)
@@ -228,6 +237,7 @@ def test_training_goes_on_as_without_dumps(tmp_path: pathlib.Path) -> None:
         np.testing.assert_array_equal(own, other)
 
 
+@pytest.mark.slow
 def test_a_model_that_was_compiled_again_is_dumped_as_it_is_now(tmp_path: pathlib.Path) -> None:
     model = classifier()
     pipelined = transform(model)
@@ -241,6 +251,7 @@ def test_a_model_that_was_compiled_again_is_dumped_as_it_is_now(tmp_path: pathli
     pipelined.dump(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_dump_is_replaced_and_what_else_is_there_left(tmp_path: pathlib.Path) -> None:
     pipelined = transform(classifier())
     pipelined.dump(tmp_path)
@@ -280,6 +291,7 @@ def undeclared() -> keras.Model:
     return model
 
 
+@pytest.mark.slow
 def test_without_a_step_a_model_must_declare_its_inputs(tmp_path: pathlib.Path) -> None:
     pipelined = transform(undeclared())
     with pytest.raises(dapple.DataError, match=r"isn't known yet: train a step first, pipelined\.train_on_batch"):
@@ -294,6 +306,7 @@ def test_without_a_step_a_model_must_declare_its_inputs(tmp_path: pathlib.Path) 
     assert (tmp_path / "out/train1/09_update.pbtxt").exists()
 
 
+@pytest.mark.slow
 def test_large_plans_have_no_pictures_but_pages(tmp_path: pathlib.Path) -> None:
     own = plan(micro_batches=70, global_batch_size=140)
     dump_model(tmp_path, classifier(), dapple.Cluster.local(3, kind="cpu"), own)

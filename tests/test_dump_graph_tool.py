@@ -24,6 +24,7 @@ def files(folder: pathlib.Path) -> set[str]:
     return {path.name for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_model_is_dumped_by_a_shape(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "out"
     assert run(MODEL, "--plan=2:1", "--global_batch_size=8", "--cluster=cpu:3", f"--output_dir={folder}") == 0

@@ -113,6 +113,7 @@ def check(case: Case, cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch) 
 # ---- four workers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", marked(CASES, SLOW))
 def test_four_workers_train_as_plain_keras(case: Case, workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     check(case, dapple.Cluster.of_servers(workers.addresses), monkeypatch)

@@ -300,6 +300,7 @@ def dataset(*parts: Any, batch: int = 7) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(parts).batch(batch)
 
 
+@pytest.mark.slow
 def test_batch_size_is_not_the_plans(pipelined: dapple.PipelinedModel) -> None:
     with refused(
         dapple.DataError,
@@ -405,6 +406,7 @@ def test_batches_change_in_mid_epoch(shared: dapple.PipelinedModel, third: Any, 
 # --- in mid-training
 
 
+@pytest.mark.slow
 def test_loss_is_not_finite() -> None:
     """The values go back to the last sync, so that a later one doesn't copy what isn't a number."""
     pipelined = transform(classifier())

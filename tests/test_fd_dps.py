@@ -125,6 +125,7 @@ def test_critical_paths_of_figure_3_are_53_and_35_long() -> None:
 # ---- against other placements
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["layered", "fork_join", "chains", "random"])
 @pytest.mark.parametrize(("devices", "transfer"), [(2, 1.0), (3, 100.0), (4, 0.1), (8, 0.0), (8, 3.0)])
 def test_fd_dps_is_never_slower_than_fast_t_heft_and_one_device(shape: str, devices: int, transfer: float) -> None:
@@ -152,6 +153,7 @@ def test_a_graph_without_operators_takes_no_time() -> None:
     assert fd_dps(Builder(2).graph(), topology(2)) == OpPlacement({}, (), {}, 0.0, (0.0, 0.0))
 
 
+@pytest.mark.slow
 def test_networks_of_cells_gain_much_over_fast_t() -> None:
     """Operators alone, and with splits; progress is told on the way."""
     graph, links = nasnet_like(4, cells=1), topology(4)

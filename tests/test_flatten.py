@@ -139,6 +139,7 @@ def test_gradients_are_accumulated_over_micro_batches_and_for_the_next_step(own:
     assert "dense_0/kernel/gradient/stage0" in kept
 
 
+@pytest.mark.slow
 def test_tasks_stay_in_order() -> None:
     program = complete(PIPELINE)
     flat = apply(program, Flatten(keep_tasks=True))
@@ -283,6 +284,7 @@ def test_the_end_waits_for_effects_of_all_calls_before_it() -> None:
 MODELS: dict[str, Callable[[], keras.Model]] = {"mixed": mixed_model, "recurrent": recurrent_model}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_flat_step_is_the_step_to_the_last_bit(name: str) -> None:
     with in_float64():
@@ -296,6 +298,7 @@ def test_a_flat_step_is_the_step_to_the_last_bit(name: str) -> None:
         assert_same_training(program, flat, [batch] * 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_pipelines_become_flat(seed: int) -> None:
     case = sampled(seed)

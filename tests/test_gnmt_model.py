@@ -35,6 +35,7 @@ def _batch(samples: int = 2, config: gnmt.GnmtConfig = SMALL) -> dict[str, np.nd
     return {key: DRAW.integers(1, config.vocabulary, (samples, size), "int32") for key, size in sizes.items()}
 
 
+@pytest.mark.slow
 def test_layers_in_the_order_of_the_profile_and_parameters(model: keras.Model) -> None:
     names = [layer.name for layer in model.layers if layer.weights]
     halves = [["source_embedding", "encoder_0", "encoder_1"], ["target_embedding", "decoder_0", "decoder_1"]]
@@ -45,6 +46,7 @@ def test_layers_in_the_order_of_the_profile_and_parameters(model: keras.Model) -
     assert gnmt.build(deeper).count_params() == deeper.parameters
 
 
+@pytest.mark.slow
 def test_residual_connections_begin_with_the_third_layer() -> None:
     with dapple.deferred_init():
         deep = gnmt.gnmt_16(depth=4, width=4, vocabulary=5)
@@ -74,6 +76,7 @@ def test_attention_is_normalised_and_additive_loop_by_loop() -> None:
     np.testing.assert_allclose(np.asarray(found), expected, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing(model: keras.Model) -> None:
     """Logits of a padded batch are those of a model for shorter sentences."""
     shorter = gnmt.build(dataclasses.replace(SMALL, source=3, target=2))
@@ -84,6 +87,7 @@ def test_padding_changes_nothing(model: keras.Model) -> None:
     np.testing.assert_allclose(model.predict_on_batch(batch)[:, :2], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_padding_is_left_out_of_the_loss(model: keras.Model) -> None:
     batch = _batch()
     batch["target"][0, 2:] = 0
@@ -120,6 +124,7 @@ def test_the_first_encoder_layer_reads_in_both_directions(model: keras.Model) ->
     assert moved[:, SMALL.width :].any(axis=1).tolist() == [True, True, True, False, False]
 
 
+@pytest.mark.slow
 def test_saved_and_loaded(model: keras.Model, tmp_path: pathlib.Path) -> None:
     batch = _batch()
     batch["source"][0, 2:] = 0

@@ -46,6 +46,7 @@ def test_changes_reach_the_model() -> None:
     assert gpt.gpt(sequence=6, depth=1, width=16, heads=2).output_shape == (None, 6, 256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_attention_is_causal(tied: bool) -> None:
     model = gpt.gpt_tiny(tied=tied)
@@ -58,6 +59,7 @@ def test_attention_is_causal(tied: bool) -> None:
     assert np.all(np.abs(before[:, 20:] - after[:, 20:]).max(axis=-1) > 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_mixed_precision(tied: bool) -> None:
     keras.config.set_dtype_policy("mixed_bfloat16")
@@ -77,6 +79,7 @@ def test_positions_matter() -> None:
     assert np.abs(logits[0, 0] - logits[0, 1]).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_tied_logits_use_the_embedding() -> None:
     model = gpt.gpt_tiny(tied=True)
     randomised(model, 0.3)
@@ -86,6 +89,7 @@ def test_tied_logits_use_the_embedding() -> None:
     assert not model.get_layer("logits").weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_saved_and_loaded_model_predicts_the_same(tied: bool, tmp_path: pathlib.Path) -> None:
     model = gpt.gpt_tiny(tied=tied, dropout=0.1)
@@ -96,6 +100,7 @@ def test_saved_and_loaded_model_predicts_the_same(tied: bool, tmp_path: pathlib.
     assert [layer.get_config() for layer in loaded.layers] == [layer.get_config() for layer in model.layers]
 
 
+@pytest.mark.slow
 def test_dropout_is_random_in_training_only() -> None:
     model = gpt.gpt_tiny(dropout=0.5)
     first, second = (np.asarray(model(TOKENS, training=True)) for _ in range(2))
@@ -134,6 +139,7 @@ def test_impossible_sizes_are_refused(changes: dict[str, float], message: str) -
         gpt.gpt_tiny(**changes)
 
 
+@pytest.mark.slow
 def test_sample_continues_the_prompt() -> None:
     model = gpt.gpt_tiny()
     randomised(model, 0.3)
@@ -143,6 +149,7 @@ def test_sample_continues_the_prompt() -> None:
     assert text != gpt.sample(model, b"def ", 40, seed=4)
 
 
+@pytest.mark.slow
 def test_sample_at_temperature_zero_takes_the_likeliest_byte() -> None:
     model = gpt.gpt_tiny()
     randomised(model, 0.3)

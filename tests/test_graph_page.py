@@ -320,6 +320,7 @@ def test_search_by_name_label_and_layer(show: Show) -> None:
     assert page.ask("select('nothing')") is False
 
 
+@pytest.mark.slow
 def test_link_shows_the_same_again(show: Show) -> None:
     text = page_of(example("zb_h1"))
     page = show(text)
@@ -362,6 +363,7 @@ def test_hostile_names_are_texts(show: Show) -> None:
     assert page.run("return document.querySelectorAll('img, #details script').length") == 0
 
 
+@pytest.mark.slow
 def test_ten_thousand_nodes(show: Show) -> None:
     graph = example(stages=16, micro_batches=312)
     draw = random.Random(0)

@@ -541,6 +541,7 @@ def test_what_runs_code_is_found(source: str, found: list[str]) -> None:
     assert executing(source) == found
 
 
+@pytest.mark.slow
 def test_no_source_runs_code_from_files() -> None:
     assert len(SOURCES) > 80
     by_design = ROOT / "tools" / "run_document.py"  # runs the examples of documents

@@ -64,6 +64,7 @@ def name_of(kind: str, folder: pathlib.Path, records: pathlib.Path, options: str
 kinds = pytest.mark.parametrize("kind", ["images", "tfrecords"])
 
 
+@pytest.mark.slow
 @kinds
 def test_batches_are_endless_full_seeded_and_have_every_image_once_a_pass(
     kind: str, folder: pathlib.Path, records: pathlib.Path
@@ -165,6 +166,7 @@ def test_a_part_is_held_out_when_asked_for(folder: pathlib.Path) -> None:
     assert not any((image == train).all((1, 2, 3)).any() for image in held_out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["images", "tfrecords"])
 def test_the_sample(kind: str) -> None:
     data = find_data(kind)
@@ -305,6 +307,7 @@ def test_requests() -> None:
     assert Request.parse("images?augment=false").paths == ()
 
 
+@pytest.mark.slow
 def test_training_on_the_sample() -> None:
     """Its classes can be told apart."""
     model = image_model(classes=10, side=12)

@@ -114,6 +114,7 @@ def test_initializers_give_what_they_give_otherwise(initializer: Any) -> None:
     np.testing.assert_array_equal(value_of(own), plain.numpy(), strict=True)
 
 
+@pytest.mark.slow
 def test_shared_seed_generators_go_on_as_they_would() -> None:
     """Of two kinds: one that is given, and Keras' own, which is made when it is first needed."""
 
@@ -226,6 +227,7 @@ def test_each_device_computes_for_itself_unless_values_would_differ() -> None:
     assert len(nodes) == 2
 
 
+@pytest.mark.slow
 def test_training_is_that_of_an_ordinary_model(assigned: list[str], largest_feed: Callable[[], int]) -> None:
     keras.utils.set_random_seed(1)
     ordinary = transform(classifier())
@@ -276,6 +278,7 @@ def test_sync_before_anything_ran_gives_the_initial_values() -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_verify_fetches_values_first() -> None:
     pipelined = transform(deferred())
     x, y, _ = samples(7)
@@ -284,6 +287,7 @@ def test_verify_fetches_values_first() -> None:
     assert without_values(pipelined.model) == []
 
 
+@pytest.mark.slow
 def test_closing_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:
     x, y, _ = samples(7)
     pipelined = transform(deferred())
@@ -327,6 +331,7 @@ def widening() -> keras.Model:
     return model
 
 
+@pytest.mark.slow
 def test_trained_values_stay_on_the_devices_when_these_keep_more(assigned: list[str]) -> None:
     x, y, _ = samples(7)
     pipelined, ordinary = transform(deferred(widening)), transform(widening())
@@ -342,6 +347,7 @@ def test_trained_values_stay_on_the_devices_when_these_keep_more(assigned: list[
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_training_after_evaluation_begins_with_initial_values() -> None:
     x, y, _ = samples(7)
     pipelined = transform(deferred())
@@ -363,6 +369,7 @@ def test_some_values_given() -> None:
     assert_close(pipelined.predict(x, verbose=0), plain.predict(x, verbose=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -381,6 +388,7 @@ def test_optimizers(options: dict[str, Callable[[], Any]]) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_lost_step_begins_anew_and_says_so() -> None:
     x, y, _ = samples(7)
     pipelined = transform(deferred())
@@ -390,6 +398,7 @@ def test_a_lost_step_begins_anew_and_says_so() -> None:
     assert pipelined.train_on_batch(x, y)[0] == pytest.approx(first[0], rel=0.2)
 
 
+@pytest.mark.slow
 def test_callbacks_that_read_get_values(tmp_path: Any) -> None:
     x, y, _ = samples(7)
     pipelined = transform(deferred())
@@ -415,6 +424,7 @@ def test_a_deferred_model_can_be_planned() -> None:
     pipelined.train_on_batch(x, y)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_values_that_are_on_devices_only(assigned: list[str], tmp_path: Any) -> None:
     x, y, _ = samples(7)
     pipelined = transform(deferred(widening))

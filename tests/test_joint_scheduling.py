@@ -482,6 +482,7 @@ def small_model() -> keras.Model:
     return model
 
 
+@pytest.mark.slow
 def test_a_model_is_measured_and_planned_on_two_streams() -> None:
     model = small_model()
     before = [np.asarray(variable.value) for variable in model.variables]

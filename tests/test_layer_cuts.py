@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import pytest
 import zoo
 from profiled import captured, mlp
 
@@ -41,6 +42,7 @@ def test_branches_are_laid_out_in_order_and_skips_have_all_their_consumers() -> 
     assert [found[consumer] for consumer in stem.consumers] == ["left_0", "right_0", "long_skip"]
 
 
+@pytest.mark.slow
 def test_calls_of_one_layer_are_told_apart() -> None:
     assert names(zoo.tied()) == ("embedding", "shared#0", "middle", "shared#1", "last", "logits")
 

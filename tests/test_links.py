@@ -13,6 +13,7 @@ from dapple_tf.links import _line_of, _network_cards, _pairs, measure_links
 from dapple_tf.session import session_config
 
 
+@pytest.mark.slow
 def test_links_of_logical_devices() -> None:
     cluster = dapple.Cluster.local(3, kind="cpu")
     found = measure_links(cluster, repeats=3)

@@ -147,6 +147,7 @@ def test_a_name_with_one_public_address(monkeypatch: pytest.MonkeyPatch) -> None
     assert [str(address) for address in check_private("both", allow_public=True)] == ["10.0.0.1", "8.8.8.8"]
 
 
+@pytest.mark.slow
 @linux_only
 @pytest.mark.parametrize(
     "wanted",
@@ -204,6 +205,7 @@ def test_connections_made_before(accept: bool) -> None:
             assert accepted[0].recv(1) == b"x"
 
 
+@pytest.mark.slow
 @linux_only
 def test_kept_closed_until_confined() -> None:
     port = free_port()

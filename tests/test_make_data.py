@@ -37,6 +37,7 @@ def images(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / "images"
 
 
+@pytest.mark.slow
 def test_images_to_records_and_back(
     images: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

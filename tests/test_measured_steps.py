@@ -21,6 +21,7 @@ def values(model: keras.Model) -> list[np.ndarray]:
     return [variable.numpy() for variable in model.variables]
 
 
+@pytest.mark.slow
 def test_plans_take_turns_and_the_model_keeps_its_values() -> None:
     model = mlp()
     before = values(model)

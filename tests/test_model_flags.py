@@ -300,6 +300,7 @@ def test_outputs_are_checked_early(tmp_path: pathlib.Path) -> None:
 # --- shapes ---
 
 
+@pytest.mark.slow
 def test_cuts_by_parameters_share_them_out() -> None:
     model = find_model("vgg:tiny").build()
     # Parameters: conv_0_0 112, conv_1_0 296, dense_0 528, dense_1 272, logits 170.

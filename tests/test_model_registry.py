@@ -25,6 +25,7 @@ def test_every_family_has_a_tiny_variant() -> None:
     assert all(source.data is DATASETS[source.data.name] for source in MODELS.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_models_come_compiled_with_data_that_fit(name: str) -> None:
     source = find_model(name)
@@ -54,6 +55,7 @@ def test_data_are_endless_full_and_seeded(name: str) -> None:
     assert not all((a == b).all() for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.slow
 def test_no_iterator_of_generated_data_waits_for_a_tuning_thread() -> None:
     model = find_model("gpt:tiny").build()
     for data in (GENERATED, DATASETS["source_text"]):
@@ -70,6 +72,7 @@ def test_generated_data_fit_any_model() -> None:
     assert y.shape == (4, 2)
 
 
+@pytest.mark.slow
 def test_text_is_held_out() -> None:
     source = find_model("gpt:tiny")
     assert source.data.held_out is not None
@@ -177,6 +180,7 @@ def test_a_users_mistakes_are_told(own_module: str) -> None:
         find_data(f"{own_module}:empty").example(model, 2)
 
 
+@pytest.mark.slow
 def test_a_saved_model_is_loaded(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "model.keras"
     saved = find_model("gpt:tiny").build()

@@ -150,6 +150,7 @@ class Seen(keras.callbacks.Callback):
         self.epochs.append(dict(logs))
 
 
+@pytest.mark.slow
 def test_all_callbacks_see_the_metrics_whatever_their_order(tmp_path: pathlib.Path) -> None:
     pipelined = transform(classifier(metrics=["accuracy"]))
     x, y, _ = samples(35)
@@ -179,6 +180,7 @@ def test_all_callbacks_see_the_metrics_whatever_their_order(tmp_path: pathlib.Pa
     assert monitor.budget.traces >= 1 and monitor.budget.steps == 10
 
 
+@pytest.mark.slow
 def test_without_it_logs_are_what_they_were() -> None:
     pipelined = transform(classifier(metrics=["accuracy"]))
     x, y, _ = samples(28)
@@ -188,6 +190,7 @@ def test_without_it_logs_are_what_they_were() -> None:
     assert len(pipelined.train_on_batch(x[:7], y[:7])) == 2
 
 
+@pytest.mark.slow
 def test_event_files_are_read_by_tensorboard(tmp_path: pathlib.Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -206,6 +209,7 @@ def test_event_files_are_read_by_tensorboard(tmp_path: pathlib.Path) -> None:
     assert steps[0] == 4 and steps == sorted(steps) and steps[-1] <= 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [28, 31])
 def test_several_steps_in_one_go_short_batches_and_going_on(data: int) -> None:
     pipelined = transform(classifier(steps_per_execution=2))
@@ -220,6 +224,7 @@ def test_several_steps_in_one_go_short_batches_and_going_on(data: int) -> None:
     assert monitor.budget.traces >= traces
 
 
+@pytest.mark.slow
 def test_it_goes_along_with_checkpoints(tmp_path: pathlib.Path) -> None:
     x, y, _ = samples(28)
     for epochs, steps in ((1, 4), (3, 8)):
@@ -231,6 +236,7 @@ def test_it_goes_along_with_checkpoints(tmp_path: pathlib.Path) -> None:
         assert monitor.budget.traces >= 1
 
 
+@pytest.mark.slow
 def test_only_batches_of_short_size_are_never_traced() -> None:
     pipelined = transform(classifier())
     x, y, _ = samples(5)
@@ -240,6 +246,7 @@ def test_only_batches_of_short_size_are_never_traced() -> None:
     assert np.isnan(history["step_ms"]).all() and history["samples_per_second"][-1] > 0
 
 
+@pytest.mark.slow
 def test_traced_steps_train_as_others_do() -> None:
     losses = []
     for callbacks in ([], [PipelineMonitor(budget=1.0)]):
@@ -333,6 +340,7 @@ def test_without_a_prediction_nothing_is_traced() -> None:
         monitor.stepped(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["fit", "train_on_batch"])
 def test_a_stage_off_its_prediction_is_warned_of_during_training(call: str, caplog: pytest.LogCaptureFixture) -> None:
     pipelined = transform(classifier(), profile=PROFILE)  # which promises far more than these layers take
@@ -348,6 +356,7 @@ def test_a_stage_off_its_prediction_is_warned_of_during_training(call: str, capl
         assert f"stage {stage} takes" in told[stage] and f"less than the {predicted} ms" in told[stage]
 
 
+@pytest.mark.slow
 def test_the_callback_compares_too_and_metrics_survive_a_replan() -> None:
     pipelined = transform(classifier(), profile=PROFILE)
     x, y, _ = samples(35)

@@ -109,6 +109,7 @@ def captured(function: Any, spec: tf.TensorSpec, variables: Sequence[tf.Variable
     return found
 
 
+@pytest.mark.slow
 def test_recurrent_layers_and_their_gradients_are_known_to_the_last_matrix_product() -> None:
     graph = recurrent()
     given = {"x0": (32, 10, 6)}

@@ -90,6 +90,7 @@ def test_compiled_settings_update_as_in_plain_keras(name: str) -> None:
     assert len(updates) == 2
 
 
+@pytest.mark.slow
 def test_a_fixed_loss_scale_updates_as_in_plain_keras() -> None:
     """Keras itself can't divide the rows of an embedding's gradient by the scale: the embedding is frozen."""
 
@@ -111,6 +112,7 @@ def test_a_fixed_loss_scale_updates_as_in_plain_keras() -> None:
     assert_same_variables(model, plain, TOLERANCE["float64"])
 
 
+@pytest.mark.slow
 def test_excluded_variables_do_not_decay() -> None:
     def optimizer() -> Any:
         made = optimizers.AdamW(0.01, weight_decay=0.5)
@@ -126,6 +128,7 @@ def test_excluded_variables_do_not_decay() -> None:
     assert_same_variables(model, plain, TOLERANCE["float64"])
 
 
+@pytest.mark.slow
 def test_frozen_layers_and_unused_weights_stay_as_they_are() -> None:
     def build() -> keras.Model:
         model = model_with(lambda: optimizers.Adam(0.01, weight_decay=0.1))

@@ -110,6 +110,7 @@ def test_a_plan_is_named_by_what_is_out_of_order() -> None:
 # ---- choices
 
 
+@pytest.mark.slow
 def test_few_micro_batches_on_equal_stages_gain_much() -> None:
     profile = profile_of()
     before, found = (plan(profile, FOUR, 8, micro_batches=4, schedule=name) for name in (None, "auto"))
@@ -144,6 +145,7 @@ def test_data_parallelism_on_a_slow_network_hides_reductions(k: int | str) -> No
         assert (found.reverse_first_k, found.carried_updates) == (0, 0)
 
 
+@pytest.mark.slow
 def test_light_parameters_gain_nothing_and_it_says_so() -> None:
     found = plan(profile_of(parameters=100), cluster_of(4, intra_bandwidth=1e11), 32, schedule="auto")
     assert (found.schedule, found.num_stages) == ("dapple_a", 1)
@@ -166,6 +168,7 @@ CASES: dict[str, tuple[Profile, Cluster]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_auto_is_never_slower_and_fits_in_memory(case: str) -> None:
     profile, cluster = CASES[case]
@@ -269,6 +272,7 @@ def profile_of_mlp(parameters: int) -> Profile:
     return Profile("mlp", "none", (1, 4), tuple(costs), tuple(tensors))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bandwidth", "parameters", "micro_batches"), [(1e5, 400, 1), (1e9, 10**9, 2)])
 def test_transform_plans_out_of_order_and_trains_as_plain_keras(
     bandwidth: float, parameters: int, micro_batches: int

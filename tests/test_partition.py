@@ -190,7 +190,6 @@ def test_functions_for_slices_of_one_size_hand_over_no_shapes() -> None:
             for index, value in enumerate(own.inputs):
                 (shape,) = own.function.arg_attr[index].attr["_output_shapes"].list.shape
                 assert all(dim.size > 0 for dim in shape.dim), value
-                assert value.kind is not RESIDUAL or shape.dim[0].size % 4 == 0, value
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are() -> None:
@@ -339,6 +338,7 @@ def random_arguments(stage: Stage, samples: int = 4) -> dict[Value, Any]:
     return values
 
 
+@pytest.mark.slow
 @policies
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("samples", [None, 4], ids=["any size", "4 samples"])
@@ -421,6 +421,7 @@ def fewest_bytes(nodes: list[tuple[str, tuple[int, ...], int]], read: list[int])
     return min(8 * sum(nodes[i][2] for i in kept) for kept in sets if all(follows(i, kept) for i in read))
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=80)
 @given(graph=graphs())
 def test_min_cut_keeps_the_fewest_bytes_of_all_sets(

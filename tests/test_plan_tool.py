@@ -22,6 +22,7 @@ def files(tmp_path: pathlib.Path) -> given.Files:
     return given.write(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_planners_plan(files: given.Files, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "found.json"
     batch = ["--global_batch_size=24", f"--output={out}"]
@@ -35,6 +36,7 @@ def test_the_planners_plan(files: given.Files, tmp_path: pathlib.Path, capsys: p
     assert simulate in printed
 
 
+@pytest.mark.slow
 def test_choices(files: given.Files, tmp_path: pathlib.Path) -> None:
     out = tmp_path / "found.json"
     common = [f"--profile={files.profile}", f"--cluster={files.cluster}", "--global_batch_size=24", f"--output={out}"]

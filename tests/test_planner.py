@@ -254,6 +254,7 @@ def test_a_foreign_plan_is_refused_by_the_profile_and_the_cluster() -> None:
         simulate(Plan.manual(["layer_3"], [[0], [7]], 2, 8), profile, cluster_of(2))
 
 
+@pytest.mark.slow
 def test_planning_is_deterministic() -> None:
     cluster = cluster_of(3, 3, intra_bandwidth=1e10, inter_bandwidth=1e9)
     plans = {plan(profile_of(parameters=10**7), cluster, 48).to_json() for _ in range(2)}

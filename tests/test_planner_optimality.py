@@ -90,6 +90,7 @@ def brute_force(profile: Profile, cluster: Cluster, batch: int, micro_batches: i
 SEEDS = [*range(60), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(60, 180))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_plan_is_faster_than_the_planners(seed: int) -> None:
     draw = random.Random(seed)

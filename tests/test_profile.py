@@ -283,6 +283,7 @@ def profiles(draw: st.DrawFn) -> Profile:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(profiles())
 def test_any_profile_comes_back_from_its_json(profile: Profile) -> None:

@@ -285,6 +285,7 @@ def texts(draw: st.DrawFn) -> str:
     return text(order, " ".join(f"{first}-{second}" for first, second in edges))
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(texts(), st.sampled_from([1, 2, 3, 6, 7, 128]))
 def test_what_was_read_is_written_and_read_back_equal(content: str, batch_size: int) -> None:
@@ -294,6 +295,7 @@ def test_what_was_read_is_written_and_read_back_equal(content: str, batch_size: 
     assert to_text(parse_text(again, batch_size=batch_size, model="m")) == again
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.floats(0, 1e20), min_size=3, max_size=3), st.integers(1, 300))
 def test_costs_of_any_digits_come_back_equal(costs: list[float], batch_size: int) -> None:

@@ -145,6 +145,7 @@ def test_labels_follow_the_model(folder: pathlib.Path) -> None:
     assert 0.6 < (changed["tokens"][weights == 1] == 4).mean() < 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outputs", ["spans", "tokens"])
 def test_order_is_seeded_and_resumes(outputs: str, folder: pathlib.Path) -> None:
     model = question_model(outputs)

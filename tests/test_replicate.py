@@ -155,6 +155,7 @@ def test_a_boundary_tensor_that_both_phases_read_is_pending_once() -> None:
     assert argument(program, "1F0", value) == argument(program, "1B0", value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_the_top_level_grows_with_tasks_and_not_with_layers(micro_batches: int) -> None:
     cut = layout([2, 1], 8, micro_batches)

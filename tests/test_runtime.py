@@ -158,6 +158,7 @@ def test_the_step_grows_with_tasks_not_with_depth() -> None:
     assert top_level_nodes(2, 3) < top_level_nodes(2, 6) < 2.2 * top_level_nodes(2, 3)
 
 
+@pytest.mark.slow
 def test_no_stage_function_is_made_twice() -> None:
     """Another epoch reuses the functions; a smaller last batch has its own, as its slices are of another size."""
     pipelined = pipeline(chain(4), ["dense_1"], (2, 1), 3, 12)
@@ -171,6 +172,7 @@ def test_no_stage_function_is_made_twice() -> None:
     assert sorted(stages) == sorted(f"train0_{own}_{phase}" for own in sized for phase in ("backward", "forward"))
 
 
+@pytest.mark.slow
 def test_device_memory_limits_micro_batches_in_flight() -> None:
     """D of P_A and P_B: fewer micro-batches are warmed up when memory holds fewer; none is an error."""
     model = chain(4, width=64)

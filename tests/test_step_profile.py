@@ -44,6 +44,7 @@ def state(pipelined: dapple.PipelinedModel) -> list[np.ndarray]:
     return [*values(pipelined.sync()), *(variable.numpy() for variable in pipelined.model.metrics_variables)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", [0, 2])
 def test_nothing_has_changed_afterwards(trained: int) -> None:
     pipelined = transform(dropping())
@@ -58,6 +59,7 @@ def test_nothing_has_changed_afterwards(trained: int) -> None:
     assert pipelined._runtime.steps == trained
 
 
+@pytest.mark.slow
 def test_the_next_step_is_as_if_nothing_had_been() -> None:
     x, y, _ = samples(7)
     results = []
@@ -72,6 +74,7 @@ def test_the_next_step_is_as_if_nothing_had_been() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_trains_if_told_so() -> None:
     pipelined, other = transform(classifier()), transform(classifier())
     other.model.set_weights(pipelined.model.get_weights())
@@ -85,6 +88,7 @@ def test_it_trains_if_told_so() -> None:
         np.testing.assert_allclose(one, its, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_on_devices_only_must_be_trained_or_synced() -> None:
     with dapple.deferred_init():
         model = classifier()
@@ -102,6 +106,7 @@ def test_a_negative_warm_up_is_an_error() -> None:
         transform(classifier()).profile_step(*samples(7), warm_up=-1)
 
 
+@pytest.mark.slow
 def test_planned_and_simulated_stand_beside_it_where_they_are_known() -> None:
     x, y, _ = samples(7)
     found = transform(classifier()).profile_step(x, y)

@@ -181,6 +181,7 @@ def test_the_gradient_of_a_gather_is_known_as_rows_and_as_a_whole() -> None:
 # ---- shapes
 
 
+@pytest.mark.slow
 def test_a_loop_is_differentiated_again_in_another_stage() -> None:
     """Its functions once got the names of those before, which TensorFlow refuses unless nobody keeps these any more."""
     with tf.Graph().as_default() as scope:

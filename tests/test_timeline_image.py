@@ -135,6 +135,7 @@ def test_steps_without_tasks_time_or_devices(tmp_path: pathlib.Path) -> None:
     draw_timelines([nothing[1]], tmp_path / "none.png")
 
 
+@pytest.mark.slow
 def test_ten_thousand_tasks_are_drawn_as_few_shapes(tmp_path: pathlib.Path) -> None:
     draw_timelines([planned(plan_of([[stage] for stage in range(16)], 320))], tmp_path / "step.svg")
     fills, texts = drawn(tmp_path / "step.svg")

@@ -150,6 +150,7 @@ def test_scripts_that_would_end_their_tag() -> None:
 # ---- what is drawn
 
 
+@pytest.mark.slow
 def test_lanes_have_the_tasks_of_the_timelines(show: Show) -> None:
     timelines = [bert("dapple_a"), bert("zb_h1"), replicated(), in_forwards()]
     timelines += [handmade(name="empty"), handmade(Span("F", 0.0, 0.0, 0, 0), name="instant", devices={0: "only"})]
@@ -243,6 +244,7 @@ def test_filters_combine(show: Show) -> None:
     assert set(counts(page, "matching").values()) == {0}
 
 
+@pytest.mark.slow
 def test_filters_by_mouse_and_keyboard(show: Show) -> None:
     timeline = bert("dapple_a")
     page = show(page_of(timeline))
@@ -400,6 +402,7 @@ def test_search(show: Show) -> None:
 # ---- links and new data
 
 
+@pytest.mark.slow
 def test_link_shows_the_same_again(show: Show) -> None:
     text = page_of(bert("dapple_a"), bert("zb_h1"), in_forwards())
     page = show(text)
@@ -496,6 +499,7 @@ def test_hostile_names_are_texts(show: Show) -> None:
     assert page.driver.title != "broken"
 
 
+@pytest.mark.slow
 def test_ten_thousand_tasks(show: Show) -> None:
     draw = random.Random(0)
     spans: list[Span] = []

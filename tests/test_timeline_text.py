@@ -131,6 +131,7 @@ def test_memory_that_is_needed_for_a_moment_is_seen() -> None:
     assert [level for level, _ in itertools.groupby(rows[0])] == ["▂", "█", "▂", "█"] and rows[0].count("█") == 2
 
 
+@pytest.mark.slow
 def test_the_documents_examples_print_what_it_shows(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     document = (pathlib.Path(__file__).parents[1] / "docs" / "timelines.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)

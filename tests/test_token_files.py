@@ -75,6 +75,7 @@ def test_windows_against_slices(file: str, folder: pathlib.Path) -> None:
     assert [len(xs) for xs, _ in batches] == [4, 2]
 
 
+@pytest.mark.slow
 def test_order_is_seeded_and_resumes(folder: pathlib.Path) -> None:
     data = find_data(f"tokens:{folder}/uint16.bin")
     assert_seeded(functools.partial(data.batches, MODEL, 4), 7)
@@ -132,6 +133,7 @@ def test_text_is_tokenized(folder: pathlib.Path, tmp_path: pathlib.Path) -> None
     assert rows(taken(own.batches(language_model(4, 6), 1, 0), 1)) == [([0, 1, 0, 1, 0, 2], [1, 0, 1, 0, 2, 3])]
 
 
+@pytest.mark.slow
 def test_text_resumes(folder: pathlib.Path) -> None:
     model = language_model(280)
     assert_resumes(lambda: find_data(f"text:{folder}/a.txt?vocabulary=280").batches(model, 4, 0), steps=9, done=4)

@@ -258,6 +258,7 @@ spans_strategy = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(spans_strategy, max_size=12))
 def test_whatever_overlaps_is_drawn_in_boxes_that_nest(spans: list[Span]) -> None:

@@ -52,6 +52,7 @@ def own(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "--model=own_model_to_train:build"
 
 
+@pytest.mark.slow
 def test_a_run(own: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, checkpoints = tmp_path / "run", tmp_path / "checkpoints"
     flags = [own, "--plan=1:1", "--cluster=cpu:2", "--nomeasure", "--steps=8", f"--output_dir={out}"]
@@ -94,6 +95,7 @@ def test_a_run(own: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[s
     assert not (tmp_path / "run-2" / "step").exists()
 
 
+@pytest.mark.slow
 def test_only_steps_are_measured(own: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     flags = [own, "--plan=1:1", "--cluster=cpu:2", "--nomeasure", "--global_batch_size=8", "--micro_batches=2"]

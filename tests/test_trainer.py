@@ -54,6 +54,7 @@ def pair(shared: Pair) -> Pair:
 # --- fit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "arguments"),
     {
@@ -93,6 +94,7 @@ def test_data_that_end_early(pair: Pair) -> None:
         pair.fit(lambda: dataset(X[:14], Y[:14]), steps_per_epoch=5, epochs=2)
 
 
+@pytest.mark.slow
 def test_several_steps_per_execution(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     for model in (pair.plain, pair.model):
         monkeypatch.setattr(model, "steps_per_execution", 3)
@@ -177,6 +179,7 @@ class Watched(layers.Layer):
         return x
 
 
+@pytest.mark.slow
 def test_metrics_of_ones_own() -> None:
     def build() -> keras.Model:
         stack = [
@@ -194,6 +197,7 @@ def test_metrics_of_ones_own() -> None:
     assert {"largest", "total", "size", "r2_score", "val_size"} <= set(history)
 
 
+@pytest.mark.slow
 def test_loss_without_labels() -> None:
     class Bottleneck(layers.Layer):
         def call(self, x: Any) -> Any:
@@ -211,6 +215,7 @@ def test_loss_without_labels() -> None:
 # --- evaluate, predict, batch by batch
 
 
+@pytest.mark.slow
 def test_evaluate_and_predict_equal_keras(pair: Pair) -> None:
     plain, pipelined = pair.plain, pair.pipelined
     for batch_size in (None, 24):
@@ -252,6 +257,7 @@ class Remembering(layers.Layer):
         return shifted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [[[0], [1]], [[0, 1], [2]]])
 def test_state_that_layers_assign_in_evaluation_and_prediction_is_kept(devices: list[list[int]]) -> None:
     """It was computed and thrown away; ``last``, which nothing reads, in training, too."""
@@ -294,6 +300,7 @@ def test_random_numbers_of_predictions_differ_from_call_to_call() -> None:
 # --- callbacks
 
 
+@pytest.mark.slow
 def test_callbacks_see_fresh_values(pair: Pair) -> None:
     """At any time by get_weights, evaluate and predict; after an epoch in every variable."""
     seen: list[list[Any]] = []
@@ -315,6 +322,7 @@ def test_callbacks_see_fresh_values(pair: Pair) -> None:
     assert_close(seen[1], seen[0])
 
 
+@pytest.mark.slow
 def test_model_checkpoint(pair: Pair, tmp_path: pathlib.Path) -> None:
     names = iter(("plain", "pipelined"))
 
@@ -342,6 +350,7 @@ def test_model_checkpoint(pair: Pair, tmp_path: pathlib.Path) -> None:
             assert_close(ours, other.get_weights())
 
 
+@pytest.mark.slow
 def test_early_stopping_restores_the_best_weights(pair: Pair) -> None:
     def stopping() -> list[Any]:
         monitor = keras.callbacks.EarlyStopping("loss", mode="max", patience=1, restore_best_weights=True)
@@ -354,6 +363,7 @@ def test_early_stopping_restores_the_best_weights(pair: Pair) -> None:
     pair.fit(X, Y)
 
 
+@pytest.mark.slow
 def test_learning_rates_that_callbacks_set(pair: Pair, tmp_path: pathlib.Path) -> None:
     class EachBatch(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -393,10 +403,12 @@ class Halve(keras.callbacks.Callback):
             self.model.set_weights([0.5 * weight for weight in self.model.get_weights()])
 
 
+@pytest.mark.slow
 def test_weights_that_callbacks_change(pair: Pair) -> None:
     pair.fit(X, Y, epochs=3, callbacks=lambda: [Halve()])
 
 
+@pytest.mark.slow
 def test_backup_and_restore(pair: Pair, tmp_path: pathlib.Path) -> None:
     class Interrupt(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -429,6 +441,7 @@ def test_callbacks_may_be_a_list_of_kerass_own(pair: Pair) -> None:
     assert own.callbacks == before
 
 
+@pytest.mark.slow
 def test_terminate_on_nan_needs_continue() -> None:
     bad = X.copy()
     bad[10] = np.nan
@@ -475,6 +488,7 @@ def test_the_users_own_values_are_taken_over(pair: Pair) -> None:
     assert_close(pair.pipelined.predict_on_batch(X), pair.plain.predict_on_batch(X))
 
 
+@pytest.mark.slow
 def test_ordinary_use_after_training(pair: Pair, tmp_path: pathlib.Path) -> None:
     """Saving and loading with the optimizer's state, training on with plain Keras, and pipelined again."""
     before = attachments(pair.model)
@@ -493,6 +507,7 @@ def test_ordinary_use_after_training(pair: Pair, tmp_path: pathlib.Path) -> None
     pair.fit(X, Y)
 
 
+@pytest.mark.slow
 def test_compiled_again_or_frozen() -> None:
     pair = Pair(classifier)
     pair.pipelined.train_on_batch(X[:7], Y[:7])
@@ -517,6 +532,7 @@ def test_moving_averages_of_the_weights() -> None:
         pair.fit(X, Y, epochs=3, validation_data=(VAL_X, VAL_Y), callbacks=callbacks)
 
 
+@pytest.mark.slow
 def test_closing_and_going_on(pair: Pair) -> None:
     pair.pipelined.train_on_batch(X[:7], Y[:7])
     pair.plain.train_on_batch(X[:7], Y[:7])
@@ -547,6 +563,7 @@ def trained(**changes: Any) -> list[np.ndarray]:
     return [np.array(history["loss"]), *values(pipelined.model)]
 
 
+@pytest.mark.slow
 def test_random_draws() -> None:
     """Runs with the same seeds repeat bit for bit; where the cuts are and which schedule runs doesn't matter."""
     first = trained()
@@ -557,6 +574,7 @@ def test_random_draws() -> None:
 # --- what is left behind
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc/self/task").exists(), reason="threads are counted in /proc")
 def test_steps_leave_no_threads_behind(pair: Pair) -> None:
     """Such as those that wait for the timeout of a collective."""
@@ -615,6 +633,7 @@ class OverTime(keras.Model):
         return self.logits(keras.ops.mean(self.embedding(tokens), axis=1))
 
 
+@pytest.mark.slow
 def test_lengths_that_vary_without_declared_inputs() -> None:
     """A dataset's shapes say which axes vary; batch by batch, each new length widens what is known."""
     tokens = np.random.default_rng(3).integers(0, 9, size=(21, 6))
@@ -642,6 +661,7 @@ def test_lengths_that_vary_without_declared_inputs() -> None:
 # --- looking inside
 
 
+@pytest.mark.slow
 def test_trace_and_dump(tmp_path: pathlib.Path) -> None:
     pipelined = transform(classifier())
     stats = pipelined.trace_step(X[:7], Y[:7])

@@ -371,6 +371,7 @@ def test_tied_weights_stay_equal_and_get_the_gradient_of_all_their_uses() -> Non
         np.testing.assert_allclose(training.value("w"), expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_moving_averages_are_those_of_the_batch_and_counters_count_steps() -> None:
     rng = np.random.default_rng(0)
     values: dict[str, Any] = {"w": rng.normal(size=(2, 2)), "v": rng.normal(size=(2, 2))}

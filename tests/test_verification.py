@@ -23,6 +23,7 @@ def pipelined() -> dapple.PipelinedModel:
     return transform(classifier(metrics=["accuracy"]))
 
 
+@pytest.mark.slow
 def test_a_right_model_differs_by_rounding(pipelined: dapple.PipelinedModel) -> None:
     for weights in (None, W):
         result = pipelined.verify(X, Y, weights)
@@ -101,6 +102,7 @@ def model_of(*own: layers.Layer) -> keras.Model:
     return model
 
 
+@pytest.mark.slow
 def test_layers_that_a_slice_cannot_repeat_are_compared_in_inference() -> None:
     """Verification changes nothing: values, seeds, moving averages, optimizer and metrics; nor what training does."""
     pair = Pair(lambda: model_of(layers.Dropout(0.5, seed=3, name="drop"), layers.BatchNormalization(name="norm")))
@@ -129,6 +131,7 @@ def test_values_that_are_newer_on_the_devices_are_compared(pipelined: dapple.Pip
     assert not np.array_equal(values(pipelined.model)[0], old[0])  # It syncs.
 
 
+@pytest.mark.slow
 def test_outputs_losses_and_shared_names() -> None:
     """Several outputs, losses that layers add, a frozen layer, and two variables of one path."""
 

@@ -365,6 +365,7 @@ def run(*arguments: str) -> int:
     return command.run(what_if.main, what_if.FLAGS, arguments)
 
 
+@pytest.mark.slow
 def test_the_program_serves(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -510,6 +511,7 @@ def milliseconds(seconds: float) -> str:
     return f"{float(f'{seconds * 1e3:.4g}'):g} ms"
 
 
+@pytest.mark.slow
 def test_more_micro_batches(server: what_if.WhatIfServer, open_page: Callable[..., WhatIfPage]) -> None:
     page = open_page(server)
     assert page.timelines() == ["base"]
@@ -533,6 +535,7 @@ def test_more_micro_batches(server: what_if.WhatIfServer, open_page: Callable[..
     assert page.tasks("base") == computed(given.plan())
 
 
+@pytest.mark.slow
 def test_other_settings(server: what_if.WhatIfServer, open_page: Callable[..., WhatIfPage]) -> None:
     page = open_page(server)
     page.set("schedule", "gpipe")
@@ -554,6 +557,7 @@ def test_other_settings(server: what_if.WhatIfServer, open_page: Callable[..., W
     ]
 
 
+@pytest.mark.slow
 def test_errors_are_shown_and_go_away(server: what_if.WhatIfServer, open_page: Callable[..., WhatIfPage]) -> None:
     page = open_page(server)
     page.set("stages", "block_9: 0-2\n(last): 3")
@@ -594,6 +598,7 @@ def test_a_server_that_has_ended(server: what_if.WhatIfServer, open_page: Callab
     assert page.error() == "The server doesn't answer; is python -m tools.what_if still running?"
 
 
+@pytest.mark.slow
 def test_a_large_pipeline_in_the_picture(
     open_page: Callable[..., WhatIfPage], picture: Callable[[Page, str], None]
 ) -> None:

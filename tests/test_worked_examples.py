@@ -119,6 +119,7 @@ def test_simulated_units(example: Example) -> None:
     assert simulated(example).latency == example.units
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=str)
 def test_emulated_units(example: Example) -> None:
     found = []

@@ -135,6 +135,7 @@ def test_the_address_of_tf_config_is_checked_too(monkeypatch: pytest.MonkeyPatch
         worker_module.main(["worker"])
 
 
+@pytest.mark.slow
 def test_the_program_ends_with_a_word_about_a_taken_port() -> None:
     """And as any program does: with code 1, and without a traceback."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -218,6 +219,7 @@ def test_configurations() -> None:
 # ---- leases
 
 
+@pytest.mark.slow
 def test_a_second_client_is_told_who_has_the_worker(worker: Worker_) -> None:
     """It got the worker, too: starting the server closed a copy of the lease's file, which gave up the lock."""
     with leased(worker[0], "host-a process 17"):
@@ -241,6 +243,7 @@ def test_the_same_client_takes_over_from_a_connection_that_hangs(worker: Worker_
             assert status(address)["holder"] == "somebody"
 
 
+@pytest.mark.slow
 def test_a_client_that_comes_back_gets_its_own_and_leaves_others_alone(worker: Worker_) -> None:
     """The lease's file told of the client before for a moment, whose process was killed to take over: another's."""
     address, process = worker
@@ -279,6 +282,7 @@ def test_the_kernel_knows_who_has_a_lease() -> None:
         os.close(descriptor)
 
 
+@pytest.mark.slow
 def test_a_client_that_says_nothing_for_long_has_gone(worker: Worker_) -> None:
     """It may be on a machine that was switched off: then no packet tells of its end."""
     address, process = worker
@@ -313,6 +317,7 @@ with tf.Graph().as_default() as graph:
 """
 
 
+@pytest.mark.slow
 def test_a_client_that_dies_in_mid_step_leaves_a_clean_worker(worker: Worker_) -> None:
     """Within two seconds: its endless step has ended, and its variable is forgotten."""
     address, process = worker
@@ -333,6 +338,7 @@ def test_a_client_that_dies_in_mid_step_leaves_a_clean_worker(worker: Worker_) -
                 assert not session.run(there)
 
 
+@pytest.mark.slow
 def test_a_worker_s_death_ends_its_clients_servers(workers: LocalWorkers) -> None:
     address, process = workers.addresses[3], workers.processes[3].pid
     with leased(address) as channel:
@@ -449,6 +455,7 @@ def give(address: str, data: bytes) -> None:
             pass
 
 
+@pytest.mark.slow
 def test_nothing_that_is_sent_harms_a_worker(worker: Worker_) -> None:
     address, process = worker
     draw = random.Random(5)
@@ -465,6 +472,7 @@ def test_nothing_that_is_sent_harms_a_worker(worker: Worker_) -> None:
     assert resident_bytes(process) - before < 4 * 2**20
 
 
+@pytest.mark.slow
 def test_a_hundred_connections_at_once_disturb_no_one(worker: Worker_) -> None:
     """Some are closed at once, and none harms the client that was there before."""
     address, process = worker
@@ -512,6 +520,7 @@ def test_a_worker_that_cannot_fork_goes_on(monkeypatch: pytest.MonkeyPatch) -> N
         assert first.recv(10) == b""
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_worker_and_its_clients_servers() -> None:
     script = "import sys; from dapple_tf import worker; from absl import app; app.run(worker.main, sys.argv)"
     with socket.socket() as trial:

@@ -89,6 +89,7 @@ def test_attention_is_that_of_the_papers_loop_by_loop() -> None:
     np.testing.assert_allclose(np.asarray(layer(x, content, other, visible))[0], expected, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_layers_shapes_and_parameters(one: keras.Model, two: keras.Model) -> None:
     for model, two_streams in ((one, False), (two, True)):
         assert [layer.name for layer in model.layers if layer.weights] == ["embedding", "layer_0", "layer_1", "logits"]
@@ -157,6 +158,7 @@ def test_trains_as_a_pipeline_of_two_streams() -> None:
     pipelined.close()
 
 
+@pytest.mark.slow
 def test_saved_and_loaded(two: keras.Model, tmp_path: pathlib.Path) -> None:
     batch = _batch(2, permutation=np.tile(np.arange(6, dtype="int32"), (2, 1)))
     two.save(tmp_path / "model.keras")
