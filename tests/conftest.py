@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules of many slow tests first in what each process begins with, so that none is left with a long one in the end.
+    """Modules of many slow tests first in what each process begins with, so that none has a long one left in the end.
 
     xdist gives each process the same number of consecutive tests, and the last ones of another when it is done. The
     tests of a module stay together: they share fixtures.
