@@ -151,6 +151,6 @@ def test_a_killed_run_goes_on_and_ends_as_if_nothing_had_happened(
     # Not the seeds: Keras' files don't hold them.
     values = ([*model.weights, *model.optimizer.variables] for model in (own, other))
     for one, expected in zip(*values, strict=True):
-        # Not the bits (test_checkpoint_resume.py compares them): how convolutions add up depends on the threads that the
+        # Not the bits (test_checkpoint_resume.py compares them): how convolutions add up depends on the threads the
         # first session of a process has asked for, which here may have been another test's.
         np.testing.assert_allclose(one.value, expected.value, rtol=1e-4, atol=1e-6, err_msg=one.path)
