@@ -143,14 +143,12 @@ def compiled(function: FunctionDef) -> tuple[FunctionDef, FunctionDef]:
     inner.signature.name = f"{function.signature.name}_compiled"
     inner.attr[_XLA].b = True
     del inner.node_def[:]
+    made = [node for node in function.node_def if node.op == "VarHandleOp"]
     handles: dict[bytes, NodeDef] = {}  # one for each variable
-    numbers: dict[bytes, int] = {}
-    given: dict[str, str] = {}
-    for node in function.node_def:
-        if node.op == "VarHandleOp":
-            variable = node.attr["shared_name"].s
-            handles.setdefault(variable, node)
-            given[node.name] = f"v_{numbers.setdefault(variable, len(numbers))}"
+    for node in made:
+        handles.setdefault(node.attr["shared_name"].s, node)
+    arguments = {variable: f"v_{index}" for index, variable in enumerate(handles)}
+    given = {node.name: arguments[node.attr["shared_name"].s] for node in made}
     for node in function.node_def:
         if node.name not in given:
             kept = inner.node_def.add()
@@ -158,8 +156,8 @@ def compiled(function: FunctionDef) -> tuple[FunctionDef, FunctionDef]:
             kept.input[:] = [
                 given.get(name.partition(":")[0], name) for name in node.input if name.removeprefix("^") not in given
             ]
-    for index in range(len(handles)):
-        inner.signature.input_arg.add(name=f"v_{index}", type=types_pb2.DT_RESOURCE)
+    for argument in arguments.values():
+        inner.signature.input_arg.add(name=argument, type=types_pb2.DT_RESOURCE)
     outer = FunctionDef(signature=function.signature, attr=function.attr, arg_attr=function.arg_attr)
     outer.node_def.extend(handles.values())
     inputs = [arg.name for arg in function.signature.input_arg]

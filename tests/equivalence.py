@@ -69,6 +69,17 @@ def assert_same_variables(model: keras.Model, plain: keras.Model, tolerance: flo
         assert difference <= tolerance, f"{own.path} differs by {difference:.3g}"
 
 
+def assert_same_variables_after(
+    steps: int, pipelined: dapple.PipelinedModel, plain: keras.Model, x: Any, y: Any
+) -> None:
+    """All variables are equal, as far as float64 goes, after both have trained on a batch so many times."""
+    for _ in range(steps):
+        pipelined.train_on_batch(x, y)
+        plain.train_on_batch(x, y)
+    pipelined.sync()
+    assert_same_variables(pipelined.model, plain, TOLERANCE["float64"])
+
+
 def assert_same_training(
     pipelined: dapple.PipelinedModel,
     plain: keras.Model,

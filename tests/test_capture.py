@@ -13,6 +13,7 @@ from equivalence import (
     TOLERANCE,
     assert_same_training,
     assert_same_variables,
+    assert_same_variables_after,
     largest_difference,
     pair,
     pipeline,
@@ -306,11 +307,7 @@ def test_batch_norm_is_plain_keras_when_nothing_is_sliced() -> None:
     use_float64()
     model, plain = pair(lambda: mlp(middle=layers.BatchNormalization(name="norm")))
     pipelined = pipeline(model, ["norm"], (1, 1), 1, 11)
-    for _ in range(3):
-        pipelined.train_on_batch(X, Y)
-        plain.train_on_batch(X, Y)
-    pipelined.sync()
-    assert_same_variables(model, plain, TOLERANCE["float64"])
+    assert_same_variables_after(3, pipelined, plain, X, Y)
 
 
 @pytest.mark.slow
@@ -328,11 +325,7 @@ def test_no_gradient_flows_into_state_that_is_read_after_it_was_assigned() -> No
 
     model, plain = pair(lambda: mlp(middle=Centred(name="centred")))
     pipelined = pipeline(model, ["centred"], (1, 1), 1, 11)
-    for _ in range(2):
-        pipelined.train_on_batch(X, Y)
-        plain.train_on_batch(X, Y)
-    pipelined.sync()
-    assert_same_variables(model, plain, TOLERANCE["float64"])
+    assert_same_variables_after(2, pipelined, plain, X, Y)
 
 
 def dropout() -> keras.Model:
@@ -346,11 +339,7 @@ def test_dropout_is_plain_keras_when_nothing_is_sliced() -> None:
     use_float64()
     model, plain = pair(dropout)
     pipelined = pipeline(model, ["first"], (1, 1), 1, 11)
-    for _ in range(3):
-        pipelined.train_on_batch(X, Y)
-        plain.train_on_batch(X, Y)
-    pipelined.sync()
-    assert_same_variables(model, plain, TOLERANCE["float64"])
+    assert_same_variables_after(3, pipelined, plain, X, Y)
 
 
 def trained(cuts: list[str], replicas: tuple[int, ...], **options: Any) -> keras.Model:

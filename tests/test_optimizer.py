@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from equivalence import TOLERANCE, assert_same_variables, pair, pipeline, use_float64
+from equivalence import TOLERANCE, assert_same_variables, assert_same_variables_after, pair, pipeline, use_float64
 
 import dapple_tf as dapple
 
@@ -64,12 +64,8 @@ def test_settings_update_as_in_plain_keras(name: str) -> None:
     use_float64()
     model, plain = pair(lambda: model_with(SETTINGS[name]))
     pipelined = pipeline(model, ["flat"], (2, 1), 2, 7)
-    for _ in range(3):
-        pipelined.train_on_batch(TOKENS, TARGETS)
-        plain.train_on_batch(TOKENS, TARGETS)
-    pipelined.sync()
     # Accumulators and gradients that Keras densifies are compared too: every variable of the optimizer.
-    assert_same_variables(model, plain, TOLERANCE["float64"])
+    assert_same_variables_after(3, pipelined, plain, TOKENS, TARGETS)
 
 
 @pytest.mark.slow
@@ -80,11 +76,7 @@ def test_compiled_settings_update_as_in_plain_keras(name: str) -> None:
     model, plain = pair(lambda: model_with(SETTINGS[name]))
     plan = dapple.Plan.manual(["flat"], [[0, 1], [2]], 2, 7, jit_compile=True)
     pipelined = dapple.transform(model, dapple.Cluster.local(3, kind="cpu"), plan)
-    for _ in range(3):
-        pipelined.train_on_batch(TOKENS, TARGETS)
-        plain.train_on_batch(TOKENS, TARGETS)
-    pipelined.sync()
-    assert_same_variables(model, plain, TOLERANCE["float64"])
+    assert_same_variables_after(3, pipelined, plain, TOKENS, TARGETS)
     library = pipelined._engine._graph.as_graph_def().library.function
     updates = [function.signature.name for function in library if function.signature.name.endswith("apply_compiled")]
     assert len(updates) == 2
