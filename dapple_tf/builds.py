@@ -46,14 +46,14 @@ class Kind(NamedTuple):
         samples: of its batch.
         carries: whether it leaves updates to the next step.
         head: whether it begins with those that the step before has left.
-        gradients: whether it is for fetching gradients, where operators are placed: their order would otherwise make
-            them wait for updates. Other steps give both.
+        apart: for fetching gradients where operators are placed, whose order would otherwise make them wait for
+            updates; for these and for tracing where a step is one function. Other steps serve all purposes.
     """
 
     samples: int
     carries: bool = False
     head: bool = False
-    gradients: bool = False
+    apart: bool = False
 
 
 @dataclasses.dataclass

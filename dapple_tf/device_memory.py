@@ -74,6 +74,8 @@ def _need(costs: CostModel, runs: tuple[int, ...], homes: tuple[int, ...]) -> De
     reducing = [reduction.bytes for reduction in costs.reductions if stages & {*reduction.stages}]
     alone = sum(reducing) + (each + working if costs.overlap else 0.0)
     alone += sum(applying) + sending
+    if not costs.plan.accumulates:
+        alone += sum(buffers[stage].gradients for stage in homes if stage in buffers)
     beside = max(reducing, default=0.0) if len(stages) > 1 else 0.0  # while other stages compute
     beside += max(applying, default=0) if len(stages) > 1 else 0
     return DeviceNeed(_stored(costs, homes), each, working, alone, beside)
@@ -88,14 +90,20 @@ def _working(costs: CostModel, stage: int) -> float:
 
 
 def _stored(costs: CostModel, stages: Sequence[int]) -> float:
-    """What some stages store on one device; parameters that several of them read are there once."""
+    """What some stages store on one device; parameters that several of them read are there once.
+
+    Gradients without accumulators are told of by the buffers of tasks, if the profile has any.
+    """
     total = sum(costs.stages[stage].stored_bytes for stage in stages)
+    kept = costs.plan.accumulates or any(costs.stages[stage].buffers is None for stage in stages)
+    if not kept:
+        total -= sum(costs.stages[stage].parameter_bytes for stage in stages)
     for group in costs.profile.shared:
         readers = sum(
             any(first <= layer < stop for layer in group.layers)
             for first, stop in (costs.stages[stage].layers for stage in stages)
         )
-        total -= max(0, readers - 1) * (2 * group.parameter_bytes + group.slot_bytes)
+        total -= max(0, readers - 1) * ((1 + kept) * group.parameter_bytes + group.slot_bytes)
     return total
 
 

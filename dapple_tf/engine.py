@@ -238,7 +238,7 @@ class Engine:
         if self.placer is None:
             return self.passes.stored_bytes(program, self._holdings(), device)
         kept = [v for holding in self._holdings() if device in holding.devices for v in holding.variables]
-        for stage in program.stages:
+        for stage in program.stages if self.plan.accumulates else ():
             accumulators = (variable for _, variable in accumulated_gradients(program, stage))
             kept += [v for v in accumulators if self._places.get((stage.index, v.place)) == device]
         return bytes_of(kept)
@@ -311,8 +311,10 @@ class Engine:
         carries = mode is Mode.TRAIN and not want_gradients and bool(built.carried)
         if self._left_over != (built.flush if carries else None):
             self.flush()
-        gradients = want_gradients and self.placer is not None
-        prefix, step = self.step(built, Kind(arrays[0].shape[0], carries, self._left_over is not None, gradients))
+        samples = arrays[0].shape[0]
+        joined = self.passes.joins(built, samples)
+        apart = (want_gradients and (joined or self.placer is not None)) or (trace and joined)
+        prefix, step = self.step(built, Kind(samples, carries, self._left_over is not None, apart))
 
         request = StepRequest.of(built, prefix, step, want_gradients)
         running = {} if metrics is None else metrics

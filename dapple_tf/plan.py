@@ -263,6 +263,14 @@ class Plan:
         return len(self.devices)
 
     @property
+    def accumulates(self) -> bool:
+        """Whether full batches need accumulators: gradients of one micro-batch are taken as they are.
+
+        Those that are carried over to the next step have to be kept, however.
+        """
+        return self.micro_batches > 1 or self.carried_updates > 0
+
+    @property
     def working_devices(self) -> tuple[tuple[int, ...], ...]:
         """For each stage the devices that compute its tasks, or single operators of them."""
         return self.operator_devices or self.devices

@@ -145,9 +145,9 @@ class StepMemory:
             yield Life(done.home, *done.weight, own.working_weight())
         elif stage not in self.split or done.device == done.home:
             yield Life(done.device, *done.weight, own.working(samples))
-        rows = own.rows.at(samples)
-        if rows:
-            yield Life(done.home, last, max(last, self._applied(stage, done.home)), rows)
+        awaiting = own.rows.at(samples) + (0 if self.plan.accumulates else own.gradients)
+        if awaiting:
+            yield Life(done.home, last, max(last, self._applied(stage, done.home)), awaiting)
 
     # ---- between stages
 

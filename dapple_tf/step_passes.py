@@ -6,6 +6,7 @@ Nothing here needs a session, so that it serves descriptions of clusters, too.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,13 +21,14 @@ from graph_passes.assign_stages import AssignStages
 from graph_passes.build_backward import BuildBackward
 from graph_passes.build_forward import BuildForward
 from graph_passes.group_update import GroupUpdate, reduction_order
+from graph_passes.join import Join
 from graph_passes.partition import Partition
 from graph_passes.program import Layout, Program, VariableKind
 from graph_passes.replicate import Replicate
 from graph_passes.schedule import OrderTasks
 from graph_passes.split_concat import SplitConcat
 from graph_passes.storage import bytes_of
-from graph_passes.tasks import Schedule
+from graph_passes.tasks import Phase, Schedule
 from graph_passes.update import Update
 
 if TYPE_CHECKING:
@@ -89,7 +91,17 @@ class StepPasses:
         plan = self.plan
         training = mode is Mode.TRAIN
         sizes = self.slice_samples(mode, samples)
-        return Partition(plan.recompute, plan.jit_compile, training, prefix, plan.split_stages, sizes)
+        fuse = self._at_once() if training and plan.jit_compile else frozenset()
+        return Partition(plan.recompute, plan.jit_compile, training, prefix, plan.split_stages, fuse, sizes)
+
+    def _at_once(self) -> frozenset[int]:
+        """The stages that run the B of every micro-batch right after its F."""
+        apart = set()
+        for tasks in self.plan.order_tasks().orders.values():
+            for task, following in itertools.pairwise(tasks):
+                if task.phase is Phase.FORWARD and following != dataclasses.replace(task, phase=Phase.BACKWARD):
+                    apart.add(task.stage)
+        return frozenset(range(len(self.devices))) - apart
 
     def layout(self, samples: int) -> Layout:
         """How a batch of ``samples`` samples is cut. Evaluation may take larger batches than training."""
@@ -107,6 +119,10 @@ class StepPasses:
         keys = [update.stages for update in updates]
         order = reduction_order(keys, self.plan.order_tasks(), self.plan.weight_devices or self.plan.devices)
         return tuple(keys[index] for index in order[-count:] if not updates[index].apply.slices)
+
+    def accumulates(self, layout: Layout) -> bool:
+        """Whether gradients are added up in accumulators, for a batch that is cut like this; see `Plan.accumulates`."""
+        return len(layout.micro_batch_intervals) > 1 or self.plan.carried_updates > 0
 
     def schedule(self, built: Build, layout: Layout, holdings: Sequence[Holding]) -> Schedule:
         """The order of tasks for a batch; ``holdings`` are what devices keep."""
@@ -127,7 +143,9 @@ class StepPasses:
         """Bytes of the variables, optimizer slots and gradient accumulators on a device."""
         stages = [stage for stage in program.stages if device in self.homes[stage.index]]
         kept = [v for holding in holdings if device in holding.devices for v in holding.variables]
-        return bytes_of([*kept, *(v for stage in stages for _, v in accumulated_gradients(program, stage))])
+        if self.plan.accumulates:
+            kept += [v for stage in stages for _, v in accumulated_gradients(program, stage)]
+        return bytes_of(kept)
 
     def stage_passes(self, mode: Mode, prefix: str) -> list[Pass]:
         """Passes 1 to 4: from the captured graph to stage functions for full batches, named ``prefix...``."""
@@ -152,7 +170,8 @@ class StepPasses:
             first_key: the first of the collective keys.
         """
         order = OrderTasks(schedule, self.cluster.device_names)
-        replicate = Replicate(self.layout(kind.samples), self.cluster.host_device, hosts, built.prefix)
+        layout = self.layout(kind.samples)
+        replicate = Replicate(layout, self.cluster.host_device, hosts, built.prefix)
         if built.mode is not Mode.TRAIN and not _assigns(built.program):
             return [replicate, SplitConcat(), order]
         full = self.plan.global_batch_size
@@ -167,12 +186,28 @@ class StepPasses:
             built.prefix,
             self.plan.wait_free,
             want_gradients=built.mode is Mode.TRAIN
-            and (not kind.carries if self.plan.operator_devices is None else kind.gradients),
+            and (kind.apart if self.plan.operator_devices or self.joins(built, kind.samples) else not kind.carries),
             carried=built.carried if kind.carries else (),
             head=kind.head,
             jit_compile=self.plan.jit_compile,
+            accumulated=self.accumulates(layout),
         )
-        return [*again, replicate, SplitConcat(), Accumulate(built.prefix), order, update]
+        accumulate = [Accumulate(built.prefix)] if update.accumulated else []
+        joined = f"{built.prefix}joined_of{kind.samples}"
+        join = [Join(joined, self.plan.jit_compile)] if self.joins(built, kind.samples) and not kind.apart else []
+        return [*again, replicate, SplitConcat(), *accumulate, order, update, *join]
+
+    def joins(self, built: Build, samples: int) -> bool:
+        """Whether training steps of so many samples are one function: on one device, with nothing to accumulate.
+
+        With XLA only if it compiles all stages, F and B together.
+        """
+        layout, plan = self.layout(samples), self.plan
+        devices = {*itertools.chain(*layout.devices, *layout.homes)}
+        if built.mode is not Mode.TRAIN or len(devices) > 1 or self.accumulates(layout):
+            return False
+        compiled = all(stage.fused is not None for stage in built.program.stages)
+        return plan.operator_devices is None and compiled >= plan.jit_compile
 
 
 def _assigns(program: Program) -> bool:

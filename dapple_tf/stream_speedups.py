@@ -387,7 +387,7 @@ class _StreamStep:
         """The slice's own tasks, one after another: they make what the pairs read."""
         order = [Task(stage.index, Phase.FORWARD, 0) for stage in self.program.stages]
         for stage in reversed(self.program.stages):
-            order += [Task(stage.index, phase, 0) for phase, function in stage.phases if function is not None]
+            order += [Task(stage.index, phase, 0) for phase, function in stage.phases[1:] if function is not None]
         for task in order:
             self._calls += {self.step.entry[task], *self.step.exit[task]}
         return [

@@ -11,6 +11,7 @@ from graph_passes.graph import (
     CALL_ATTR,
     MICRO_BATCH_ATTR,
     OWN_ATTRS,
+    PHASE_ATTR,
     STAGE_ATTR,
     Graph,
     GraphDef,
@@ -48,6 +49,8 @@ class Flatten:
         keep_tasks: whether tasks stay units of order: ``<call>/entry`` takes what the call waited for and comes before
             all of the body, ``<call>/exit`` after all of it. Otherwise these stages have no tasks any more, and
             gradients aren't kept in accumulators between B and the update where B's results can be read themselves.
+        kept: phases, by their `PHASE_ATTR`, whose calls aren't inlined.
+        compiled: whether functions for XLA may be inlined, too; what they are inlined in has to be compiled then.
 
     Source: FD-DPS (Mathematics 2022), section 3, definition 1: the computation graph of single operators, which the
     search starts from.
@@ -56,6 +59,8 @@ class Flatten:
     name: ClassVar[str] = "flatten"
     stages: frozenset[int] | None = None
     keep_tasks: bool = False
+    kept: frozenset[str] = frozenset()
+    compiled: bool = False
 
     def run(self, program: Program) -> Program:
         """Complete step program -> the same without the calls.
@@ -97,6 +102,8 @@ class _Flattening:
     def _inlined(self, node: NodeDef) -> bool:
         if node.op not in CALLS or CALL_ATTR in node.attr:
             return False
+        if PHASE_ATTR in node.attr and node.attr[PHASE_ATTR].s.decode() in self.options.kept:
+            return False
         if self.options.stages is None:
             return True
         if STAGE_ATTR not in node.attr:
@@ -108,7 +115,8 @@ class _Flattening:
 
     def _function_of(self, call: NodeDef) -> FunctionDef:
         function = self.functions[call.attr["f"].func.name]
-        if any(_XLA in attrs and attrs[_XLA].b for attrs in (call.attr, function.attr)):
+        compiled = any(_XLA in attrs and attrs[_XLA].b for attrs in (call.attr, function.attr))
+        if compiled and not self.options.compiled:
             raise PassError(
                 f"call {call.name!r} runs {function.signature.name!r}, which XLA compiles as a whole: its operators "
                 f"can't be placed one by one; set jit_compile=False"
@@ -254,11 +262,17 @@ class _Flattening:
         kept = [waited for waited in waits if waited not in self.calls]
         if name in self.calls:
             # Between calls only variables order. Waiting for nothing but other nodes is what a NoOp does for calls.
-            kept = [waited for waited in kept if self.view.nodes[waited].op != "NoOp"]
+            kept = [waited for waited in kept if self._orders(self.view.nodes[waited])]
             for root in self.roots[name] if kept else ():
                 self._add_waits(root, kept)
             return
         self._add_waits(name, [*kept, *self._effects_before(waited for waited in waits if waited in self.calls)])
+
+    def _orders(self, node: NodeDef) -> bool:
+        """Whether to wait for a node, which isn't inlined, means anything."""
+        if node.op == "NoOp":
+            return False
+        return node.op not in CALLS or bool(self.uses.of_function(node.attr["f"].func.name))
 
     def _add_waits(self, name: str, waited: Iterable[str]) -> None:
         node = self.nodes[name]

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import networkx
 
+from graph_passes.drop_no_ops import drop_no_ops
 from graph_passes.fold_shapes import fold_shapes
 from graph_passes.graph import Graph, PassError, Ref, shape_attr
 from graph_passes.outline import dtype_of, outline
@@ -63,6 +64,8 @@ class Partition:
             pass from one compiled function to another.
         training: whether stages have a B; without gradients of its own a stage's B is empty.
         split: the stages that have Bx and Bw in place of B.
+        fuse: the stages whose B follows F at once. With XLA F and B are one function there, if B needs nothing from
+            other stages: residuals stay inside, where XLA computes again what is cheaper than to keep.
         prefix: start of the functions' names: unique in the library.
         samples: samples of each stage's slices where all of them have as many; None where they haven't. What follows
             from shapes is constant then, and B needn't be handed it by F; such functions serve no other slices.
@@ -74,6 +77,7 @@ class Partition:
     training: bool = True
     prefix: str = ""
     split: Container[int] = ()
+    fuse: Container[int] = ()
     samples: Sequence[int | None] = ()
 
     def run(self, program: Program) -> Program:
@@ -130,6 +134,11 @@ class Partition:
                 backward = _function(f"{name}_backward", graph, arguments, gradients, jit_compile)
                 parts = (backward, None)
                 changes["backward"] = backward
+                if jit_compile and stage.index in self.fuse and backward is not None:
+                    given_back = [v for v in backward.inputs if v.kind is ValueKind.GRADIENT]
+                    if all(value.ref == program.roles.loss for value in given_back):
+                        both = {v: ref for v, ref in results.items() if v.kind is not ValueKind.RESIDUAL} | gradients
+                        changes["fused"] = _function(f"{name}_fused", graph, stage.arguments, both, jit_compile)
             read = {value for part in parts if part is not None for value in part.inputs}
             kept = [arguments[value] for value in arguments if value in read and _is_kept(value, received)]
             changes["residual_bytes"], changes["fixed_residual_bytes"] = _growth(kept, sizes)
@@ -147,11 +156,16 @@ def _of_samples(program: Program, stage: Stage, samples: int) -> tuple[Stage, Ma
     assert stage.graph is not None
     wanted = [*stage.results.values(), *stage.metric_results.values()]
     found = fold_shapes(stage.graph, _inferred(program, stage, samples, None), results=wanted)
+    graph, moved = drop_no_ops(found.graph, found.shapes)
+
+    def now(ref: Ref) -> Ref:
+        ref = found.moved.get(ref, ref)
+        return moved.get(ref, ref)
+
     results, metrics = (
-        {value: found.moved.get(ref, ref) for value, ref in results.items()}
-        for results in (stage.results, stage.metric_results)
+        {value: now(ref) for value, ref in results.items()} for results in (stage.results, stage.metric_results)
     )
-    return dataclasses.replace(stage, graph=found.graph, results=results, metric_results=metrics), found.shapes
+    return dataclasses.replace(stage, graph=graph, results=results, metric_results=metrics), found.shapes
 
 
 def _tell_shapes(function: StageFunction, arguments: Mapping[Value, Ref], shapes: Mapping[Ref, Shape | None]) -> None:

@@ -111,8 +111,7 @@ def stage_graphs(program: Program) -> dict[int, GraphDef]:
         if program.step is None and stage.graph is not None:
             found[stage.index] = GraphDef()
             found[stage.index].CopyFrom(stage.graph)
-            parts = (stage.forward, *(function for _, function in stage.phases), stage.metrics)
-            merge_library(found[stage.index], [part.function for part in parts if part is not None])
+            merge_library(found[stage.index], [part.function for part in stage.functions])
     return found
 
 

@@ -219,6 +219,8 @@ class Stage:
         weight_grad: Bw: (variables, residuals, partial results of Bx, gradients of boundary outputs) -> (gradients of
             parameters). None where B isn't split, or the stage has no parameters.
         split: whether Bx and Bw take the place of B.
+        fused: F and B in one function: (variables, batch inputs, boundary inputs, gradient of the loss) -> (results of
+            F, results of B). It is called in their place where it isn't None.
         metrics: (tensors of F, labels, metric values) -> metric values.
         residual_bytes: bytes that a slice keeps from F to B, boundary inputs included, per sample.
         fixed_residual_bytes: bytes that it keeps whatever its size.
@@ -237,6 +239,7 @@ class Stage:
     input_grad: StageFunction | None = None
     weight_grad: StageFunction | None = None
     split: bool = False
+    fused: StageFunction | None = None
     metrics: StageFunction | None = None
     residual_bytes: int = 0
     fixed_residual_bytes: int = 0
@@ -245,10 +248,18 @@ class Stage:
 
     @property
     def phases(self) -> tuple[tuple[Phase, StageFunction | None], ...]:
-        """What a slice runs after its forward, and the function that does it; None for what there is nothing to do."""
+        """What a slice runs, and the function that does it; None for what there is nothing to do."""
+        forward = (Phase.FORWARD, self.forward if self.fused is None else self.fused)
         if self.split:
-            return (Phase.INPUT_GRAD, self.input_grad), (Phase.WEIGHT_GRAD, self.weight_grad)
-        return ((Phase.BACKWARD, self.backward),) if self.backward is not None else ()
+            return forward, (Phase.INPUT_GRAD, self.input_grad), (Phase.WEIGHT_GRAD, self.weight_grad)
+        backward = (Phase.BACKWARD, self.backward if self.fused is None else None)
+        return (forward, backward) if self.backward is not None else (forward,)
+
+    @property
+    def functions(self) -> tuple[StageFunction, ...]:
+        """All its functions, makers of residuals and partial results before their readers."""
+        made = self.forward, self.backward, self.input_grad, self.weight_grad, self.fused, self.metrics
+        return tuple(function for function in made if function is not None)
 
     @property
     def gives_gradients(self) -> Phase:

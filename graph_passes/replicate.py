@@ -42,8 +42,8 @@ class Replicate:
 
         2 stages x 2 micro-batches, 2 replicas of stage 0   becomes   0F0 0F0.r1 0F1 0F1.r1 1F0 1F1 (and as many B)
 
-    Where B is split there are as many Bx and Bw; one that has nothing to compute is a NoOp, so that schedules needn't
-    know.
+    Where B is split there are as many Bx and Bw. A task that has nothing to compute is a NoOp, so that schedules
+    needn't know: a Bx, say, or a B whose work is done in one function with F's.
 
     Every replica of a stage works on each micro-batch, on its own slice of it. Calls of one slice are connected here
     (residuals, variables, batch inputs); what comes from other stages stays pending.
@@ -207,15 +207,6 @@ class _Replication:
         return len(self.layout.micro_batch_intervals)
 
     def _tasks(self, stage: Stage, micro_batch: int, replica: int) -> None:
-        forward = Task(stage.index, Phase.FORWARD, micro_batch, replica)
-        assert stage.forward is not None
-        self._call(stage, forward, stage.forward, "forward")
-        if stage.metrics is not None:
-            metrics = self._call(stage, forward, stage.metrics, "metrics", keep=False)
-            self.exit[forward] = (*self.exit[forward], metrics)
-            for index, value in enumerate(stage.metrics.outputs):
-                variable = self._variable_of_update(value.ref)
-                self.metric_values[variable.name, replica if variable.additive else 0] = Ref(metrics, index)
         for phase, part in stage.phases:
             task = Task(stage.index, phase, micro_batch, replica)
             if part is not None:
@@ -225,6 +216,13 @@ class _Replication:
                 device = self.layout.device_of(task)
                 node = self.builder.add(name, "NoOp", device=device, **task_attrs(task, PHASE_NAMES[phase])).node
                 self.entry[task], self.exit[task] = node, (node,)
+        if stage.metrics is not None:
+            forward = Task(stage.index, Phase.FORWARD, micro_batch, replica)
+            metrics = self._call(stage, forward, stage.metrics, "metrics", keep=False)
+            self.exit[forward] = (*self.exit[forward], metrics)
+            for index, value in enumerate(stage.metrics.outputs):
+                variable = self._variable_of_update(value.ref)
+                self.metric_values[variable.name, replica if variable.additive else 0] = Ref(metrics, index)
 
     def _call(self, stage: Stage, task: Task, function: StageFunction, phase: str, *, keep: bool = True) -> str:
         """Adds the call of a task; returns its node."""
@@ -236,8 +234,14 @@ class _Replication:
         if keep:
             self.entry[task], self.exit[task] = name, (name,)
             for index, value in enumerate(function.outputs):
-                self.values[task, value] = Ref(name, index)
+                self.values[self._maker(stage, task, value), value] = Ref(name, index)
         return name
+
+    def _maker(self, stage: Stage, task: Task, value: Value) -> Task:
+        """The task that a result belongs to: B's are B's, where F gives them, too."""
+        if stage.fused is not None and stage.backward is not None and value in stage.backward.outputs:
+            return dataclasses.replace(task, phase=Phase.BACKWARD)
+        return task
 
     def _argument(self, task: Task, value: Value, function: StageFunction, index: int) -> Ref:
         dtype = function.function.signature.input_arg[index].type

@@ -54,11 +54,11 @@ def unflatten(builder: Builder, vector: Ref, dtype: int, shapes: Sequence[Sequen
     ]
 
 
-def zeros(builder: Builder, dtype: int, shape: Sequence[int]) -> Ref:
+def zeros(builder: Builder, dtype: int, shape: Sequence[int], device: str = "") -> Ref:
     """A tensor of zeros."""
     dims = builder.const(list(shape), types_pb2.DT_INT32)
     kind = {"T": dtype_attr(dtype), "index_type": dtype_attr(types_pb2.DT_INT32)}
-    return builder.add("zeros", "Fill", [dims, builder.const(0, dtype)], **kind)
+    return builder.add("zeros", "Fill", [dims, builder.const(0, dtype)], device=device, **kind)
 
 
 def by_dtype(variables: Iterable[Variable]) -> dict[int, tuple[Variable, ...]]:

@@ -231,6 +231,7 @@ def _gradients(
         def tensor(place: _Place) -> tf.Tensor:
             return scope.get_tensor_by_name(f"n{place[0]}:{place[1]}")
 
+        stopped = _without_stopped(scope)
         gradients = tf.gradients(
             [tensor(output) for output, _ in outputs],
             [tensor(source) for source in sources],
@@ -238,7 +239,30 @@ def _gradients(
             name="gradients",
         )
         found = tuple(None if gradient is None else _gradient(gradient) for gradient in gradients)
-        return scope.as_graph_def(), found
+        extended = scope.as_graph_def()
+    made = GraphDef(versions=extended.versions, library=extended.library)
+    inputs = {node.name: node.input for node in graph.node if node.name in stopped}
+    for node in extended.node:
+        if node.name not in stopped.values():
+            kept = made.node.add()
+            kept.CopyFrom(node)
+            if node.name in inputs:
+                kept.input[:] = inputs[node.name]
+    return made, found
+
+
+def _without_stopped(graph: tf.Graph) -> dict[str, str]:
+    """Gives operators through which no gradient flows a placeholder to read; operator -> placeholder.
+
+    tf.gradients lets what comes before them wait for them, as a tape doesn't: sums of gradients would have another
+    order than in plain Keras, round differently, and be fused differently by XLA, which repeats whole chains of sums.
+    """
+    found = {}
+    for stopped in [each for each in graph.get_operations() if each.type == "StopGradient"]:
+        given = stopped.inputs[0]
+        stopped._update_input(0, tf.compat.v1.placeholder(given.dtype, given.shape, name="stopped"))
+        found[stopped.name] = stopped.inputs[0].op.name
+    return found
 
 
 _differentiations = itertools.count()

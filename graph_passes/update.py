@@ -42,6 +42,8 @@ class Update:
         head: whether a step before this one has carried groups over: this one begins by reducing and updating them, and
             each stage's forward waits for its own groups only.
         jit_compile: compile the optimizer with XLA.
+        accumulated: whether gradients are in accumulators. Without, each replica has made them in one task, and they
+            are taken from there; the optimizer works in their memory then, which is warm. Nothing can be carried over.
 
     Source: DAPPLE (PPoPP'21), section 5.2.3: "AllReduce operation to synchronize gradients among all replicas [...] A
     normal Apply operation updates weights with averaged gradients eventually." Out-Of-Order BackProp (EuroSys'22),
@@ -60,6 +62,7 @@ class Update:
     carried: tuple[tuple[int, ...], ...] = ()
     head: bool = False
     jit_compile: bool = False
+    accumulated: bool = True
 
     def run(self, program: Program) -> Program:
         """Program with ordered tasks -> complete one: nothing pending, ``step.train`` and ``step.gradients`` set."""

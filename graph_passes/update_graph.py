@@ -87,8 +87,8 @@ class UpdateGraph:
         self.contributors = contributors(program)
         self.groups = parameter_groups(program, options.updates, options.hosts)
         self.reduced: dict[tuple[tuple[Variable, ...], str], Ref] = {}
-        self.packs: dict[str, FunctionDef] = {}
         self.computations: dict[str, _Computation] = {}
+        self.zeros: dict[tuple[str, str], Ref] = {}
         self.gathered: dict[tuple[str, str], tuple[Ref, Ref]] = {}
         self.joined: dict[tuple[Value, int, int], Ref | None] = {}
         self.tasks_with: dict[Value, list[Task]] = {}
@@ -201,6 +201,8 @@ class UpdateGraph:
     def _accumulate_nothing(self, applied: _Calls) -> None:
         """A replica that has no samples in this step contributes zeros, once what was carried over has been used."""
         self.empty: dict[tuple[int, int], list[str]] = {}
+        if not self.options.accumulated:
+            return  # `_contribution` gives them.
         for stage, devices in enumerate(self.homes):
             for replica, device in enumerate(devices):
                 if any(task.stage == stage and task.replica == replica for task in self.step.entry):
@@ -226,17 +228,13 @@ class UpdateGraph:
                 continue
             group_key = self.next_key
             packed = buckets(group.variables, self.options.bucket_bytes)
-            calls = {
-                device: self._call(
-                    "pack",
-                    self._pack_function(group, device, packed),
-                    [],
-                    group,
-                    device,
-                    control=[] if at_head else self._complete(group, device),
-                )
-                for device in group.devices
-            }
+            calls = {}
+            for device in group.devices:
+                function, inputs = self._pack(group, device, packed)
+                assert function is not None
+                control = [] if at_head else self._complete(group, device)
+                given = [tensor(device) for tensor in inputs]
+                calls[device] = self._call("pack", function, given, group, device, control=control)
             for index, bucket in enumerate(packed):
                 for device in group.devices:
                     node = self._collective(
@@ -252,38 +250,63 @@ class UpdateGraph:
                     self.reduced[bucket, device] = node
                 self.next_key += 1
 
-    def _own_sum(self, builder: Builder, variable: Variable, stages: Iterable[int]) -> Ref:
-        """What stages of one device have accumulated for a variable, added up; zeros if they contribute nothing."""
-        accumulators = [
-            self.contributors[variable.name][stage] for stage in stages if stage in self.contributors[variable.name]
-        ]
-        if not accumulators:
+    def _own_sum(self, builder: Builder, inputs: _Inputs, variable: Variable, stages: Iterable[int]) -> Ref:
+        """What stages of one device contribute to a variable, added up; zeros if they contribute nothing."""
+        accumulators = self.contributors[variable.name]
+        parts = []
+        for stage in stages:
+            if stage in accumulators and self.options.accumulated:
+                own = accumulators[stage]
+                parts.append(read(builder, own.name, own.dtype, own.shape))
+            elif stage in accumulators:
+                parts.append(builder.append(placeholder(builder.names.fresh("contribution"), variable.dtype)))
+                inputs[parts[-1]] = functools.partial(self._contribution, variable, stage)
+        if not parts:
             return zeros(builder, variable.dtype, variable.shape)
-        parts = [read(builder, own.name, own.dtype, own.shape) for own in accumulators]
         return builder.add_n("sum", parts, variable.dtype)
 
+    def _contribution(self, variable: Variable, stage: int, device: str) -> Ref:
+        """What a stage's only task on a device contributes to a variable; zeros if it has no samples."""
+        if variable.kind is VariableKind.STATE:
+            value, phase = Value(variable.update or Ref("")), Phase.FORWARD
+        else:
+            value = Value(variable.value or Ref(""), ValueKind.GRADIENT)
+            phase, _ = self.program.stages[stage].parameter_gradients
+        task = Task(stage, phase, 0, self.homes[stage].index(device))
+        if (task, value) in self.step.values:
+            return self.step.values[task, value]
+        if (variable.name, device) not in self.zeros:
+            with self.builder.marked({PHASE_ATTR: "accumulate_nothing", STAGE_ATTR: stage}):
+                self.zeros[variable.name, device] = zeros(self.builder, variable.dtype, variable.shape, device=device)
+        return self.zeros[variable.name, device]
+
     def _function_name(self, what: str, group: ParameterGroup, device: str) -> str:
-        """Devices that run different stages of a group have functions of their own."""
+        """Devices that run different stages of a group have functions of their own.
+
+        Other steps, whose batches have more micro-batches, find gradients in accumulators.
+        """
         stages = tuple(self._stages_on(group, device))
         own = "" if stages == group.stages else "_on" + "_".join(map(str, stages))
-        return f"{group.label}_{what}{own}"
+        return f"{group.label}_{what}{own}" + ("" if self.options.accumulated else "_at_once")
 
     def _stages_on(self, group: ParameterGroup, device: str) -> list[int]:
         return [stage for stage, _ in self._places(group.stages, device)]
 
-    def _pack_function(self, group: ParameterGroup, device: str, packed: Sequence[Sequence[Variable]]) -> FunctionDef:
-        name = self.options.prefix + self._function_name("pack", group, device)
-        if name in self.packs:
-            return self.packs[name]
-        stages = self._stages_on(group, device)
-        builder = Builder(empty_graph())
-        vectors = []
-        for bucket in packed:
-            parts = [flatten(builder, self._own_sum(builder, v, stages), v.dtype) for v in bucket]
-            vectors.append(builder.concat("bucket", parts, bucket[0].dtype, 0))
-        self.packs[name] = outline(name, Graph(builder.graph), [], vectors)
-        self.functions.append(self.packs[name])
-        return self.packs[name]
+    def _pack(self, group: ParameterGroup, device: str, packed: Sequence[Sequence[Variable]]) -> _Computation:
+        """What makes vectors of a device's gradients; devices that run the same stages of a group share it."""
+        name = self._function_name("pack", group, device)
+        if name not in self.computations:
+            stages = self._stages_on(group, device)
+            builder = Builder(empty_graph())
+            inputs: _Inputs = {}
+            vectors = []
+            for bucket in packed:
+                parts = [flatten(builder, self._own_sum(builder, inputs, v, stages), v.dtype) for v in bucket]
+                vectors.append(builder.concat("bucket", parts, bucket[0].dtype, 0))
+            function = outline(self.options.prefix + name, Graph(builder.graph), list(inputs), vectors)
+            self.functions.append(function)
+            self.computations[name] = _Computation(function, tuple(inputs.values()))
+        return self.computations[name]
 
     def _collective(
         self,
@@ -426,7 +449,7 @@ class UpdateGraph:
         here = [variable for variable in group.variables if variable.name in wanted]
         if len(group.devices) == 1:
             stages = self._stages_on(group, device)
-            return {variable.name: self._own_sum(builder, variable, stages) for variable in here}
+            return {variable.name: self._own_sum(builder, inputs, variable, stages) for variable in here}
         found: dict[str, Ref] = {}
         for bucket in buckets(group.variables, self.options.bucket_bytes):
             if any(variable in here for variable in bucket):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from graph_passes.graph import Graph, NodeDef, PassError, control_inputs, dtype_name
 from graph_passes.outline import FunctionDef
 from graph_passes.program import Program, Stage, Value, ValueKind
-from graph_passes.tasks import Phase, Task
+from graph_passes.tasks import Task
 from graph_passes.tensorflow_bridge import output_dtypes
 
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
@@ -95,9 +95,7 @@ def _verify_stage(stage: Stage) -> None:
         return output_dtypes(graph.nodes[ref.node])[ref.output]
 
     produced: dict[Value, int] = {}
-    for function in (stage.forward, *(function for _, function in stage.phases), stage.metrics):
-        if function is None:
-            continue
+    for function in stage.functions:
         signature = function.function.signature
         sides = [(function.inputs, signature.input_arg, "argument"), (function.outputs, signature.output_arg, "result")]
         for values, args, side in sides:
@@ -131,7 +129,7 @@ def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
         Task(stage, phase, micro_batch, replica)
         for stage, devices in enumerate(layout.devices)
         if stage not in step.dissolved
-        for phase in (Phase.FORWARD, *(phase for phase, _ in program.stages[stage].phases))
+        for phase, _ in program.stages[stage].phases
         for micro_batch in range(len(layout.micro_batch_intervals))
         for replica in range(len(devices))
         if layout.active(stage, micro_batch, replica)

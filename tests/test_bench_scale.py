@@ -96,7 +96,7 @@ def test_replicas_of_even_plans(kind: str, devices: int, layers: int, replicas: 
 
 @pytest.mark.slow
 def test_a_model_is_rewritten_without_values() -> None:
-    rows = list(rewrite_models.rows_of("ffnn:tiny", find_model("ffnn:tiny"), [2, 4], ["straight"], "dapple_a"))
+    rows = list(rewrite_models.rows_of("bert:tiny", find_model("bert:tiny"), [2, 4], ["straight"], "dapple_a"))
     assert [(row["stages"], row["replicas"], row["micro_batches"]) for row in rows] == [(2, 1, 2), (4, 1, 4)]
     for row in rows:
         assert row["step"]["nodes"] > 0 and row["step"]["function_nodes"] > row["step"]["functions"] > 0

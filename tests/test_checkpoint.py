@@ -337,7 +337,7 @@ def test_processes_that_are_killed_while_they_save_leave_a_good_checkpoint(tmp_p
     draw = random.Random(4)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])}
     command = [sys.executable, "-c", textwrap.dedent(_SAVE_FOREVER)]
-    directories = [tmp_path / str(attempt) for attempt in range(2)]
+    directories = [tmp_path / str(attempt) for attempt in range(4)]
     with contextlib.ExitStack() as stack:
         processes = []
         for directory in directories:  # All at once, as it takes them long to start.

@@ -80,15 +80,18 @@ def kinds_of(spans: Sequence[Span]) -> dict[str, int]:
     return {kind: sum(span.kind == kind for span in spans) for kind in {span.kind for span in spans}}
 
 
-# Every family of schedules; both sizes, and a network that is no, little and much of the time.
+# Every schedule; both sizes, and a network that is no, little and much of the time.
 LARGE = [
     ("gpipe", 16, 32, [2], 0.1),
     ("dapple_a", 8, 16, [3, 2], 0.3),
     ("dapple_b", 4, 16, [1], 0.0),
     ("fast_forward", 16, 32, [2], 0.5),
+    ("fast_forward_a", 8, 16, [3, 2], 0.3),
     ("fast_forward_b", 4, 16, [2, 1], 0.5),
     ("modulo", 8, 16, [3, 2], 0.3),
+    ("interleaved", 4, 16, [2, 1], 0.5),
     ("zb_h1", 16, 32, [2], 0.1),
+    ("zb_h2", 8, 16, [3, 2], 0.3),
     ("zero_bubble", 8, 16, [3, 2], 0.3),
 ]
 

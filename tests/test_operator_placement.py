@@ -96,7 +96,8 @@ def assert_same_values(model: keras.Model, values: list[np.ndarray]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "devices"), [("inception", 4), ("nasnet", 8), ("resnet", 2), ("resnet", 8)])
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("name", sorted(BRANCHING))
 def test_models_with_branches_train_as_keras(name: str, devices: int) -> None:
     model = build(name)
     pipelined = dapple.transform(

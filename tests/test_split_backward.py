@@ -41,7 +41,7 @@ def split(name: str, recompute: str = "none") -> Program:
 
 
 def parts(stage: Stage) -> list[StageFunction]:
-    return [function for _, function in stage.phases if function is not None]
+    return [function for _, function in stage.phases[1:] if function is not None]
 
 
 def operations(function: StageFunction) -> set[str]:

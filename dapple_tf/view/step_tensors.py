@@ -13,7 +13,7 @@ import tensorflow as tf
 from dapple_tf.view.task_graph import TensorText
 from graph_passes.graph import BYTES_ATTR, PHASE_ATTR, Graph, NodeDef, PassError, Ref, dtype_name
 from graph_passes.program import Boundary, Program, Stage, StageFunction, Value, ValueKind
-from graph_passes.tasks import Phase, Task
+from graph_passes.tasks import Task
 from graph_passes.tensorflow_bridge import dtype_size, infer_shapes, output_dtypes
 
 logger = logging.getLogger(__name__)
@@ -73,8 +73,7 @@ class StepTensors:
         return self._known[ref]
 
     def _function(self, task: Task) -> StageFunction | None:
-        stage = self.program.stages[task.stage]
-        return stage.forward if task.phase is Phase.FORWARD else dict(stage.phases)[task.phase]
+        return dict(self.program.stages[task.stage].phases)[task.phase]
 
     def _note_call(self, task: Task, name: str, function: StageFunction | None) -> None:
         if function is None:  # There is nothing to compute.

@@ -1,0 +1,132 @@
+"""Pass 10, for a single device with one micro-batch: the whole step becomes one function."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
+
+from graph_passes.flatten import Flatten
+from graph_passes.graph import CALL_ATTR, PHASE_ATTR, Graph, GraphDef, PassError, Ref, control_inputs, data_inputs
+from graph_passes.outline import call_node, compiled, outline
+from graph_passes.program import Program, Step
+from graph_passes.storage import merge_gradients, merge_library
+
+
+@dataclasses.dataclass(frozen=True)
+class Join:
+    """Makes one call of all calls of a device.
+
+        read -> F -> B -> apply   becomes   step { read/W -> F/MatMul -> B/MatMul -> apply/Descent -> write/W }
+
+    Nothing comes between the calls of a device that has the step for itself. Within one function TensorFlow runs
+    operators as soon as their inputs are there: a parameter is updated while its gradient is still in the cache, and
+    while the layers before it compute theirs. There are no tasks any more.
+
+    Attributes:
+        function: name of the function; unique in the library.
+        jit_compile: compile it with XLA, but for metrics, which have calls of their own then.
+    """
+
+    name: ClassVar[str] = "join"
+    function: str
+    jit_compile: bool = False
+
+    def run(self, program: Program) -> Program:
+        """Complete step of one device -> the same with one call.
+
+        Raises:
+            PassError: the tasks are on several devices, or as `Flatten`.
+        """
+        step = program.step
+        assert step is not None
+        devices = {step.layout.device_of(task) for task in step.entry}
+        if len(devices) != 1:
+            raise PassError(f"a step's tasks are on {len(devices)} devices; only those of one device can be joined")
+        stages = frozenset(range(len(step.layout.devices)))
+        kept = frozenset({"metrics"} if self.jit_compile else ())
+        flat = Flatten(stages, kept=kept, compiled=self.jit_compile).run(program)
+        assert flat.step is not None
+        graph = Graph(flat.graph)
+        inside = _inside(graph)
+        inputs = dict.fromkeys(
+            ref
+            for name in graph.ordered(inside)
+            for ref in graph.inputs(name)
+            if ref.node not in inside and graph.nodes[ref.node].op != "Const"
+        )
+        results = [ref for node in graph if node.name not in inside for ref in data_inputs(node)]
+        outputs = list(dict.fromkeys(ref for ref in (*results, *_fetched(flat.step)) if ref.node in inside))
+        waited = dict.fromkeys(name for node in graph if node.name not in inside for name in control_inputs(node))
+        function = outline(
+            self.function, graph, list(inputs), outputs, effects=[name for name in waited if name in inside]
+        )
+        functions = [*flat.graph.library.function, *(compiled(function) if self.jit_compile else (function,))]
+        before = dict.fromkeys(name for own in inside for name in control_inputs(graph.nodes[own]))
+        (device,) = devices
+        call = call_node(
+            "joined",
+            function,
+            list(inputs),
+            device=device,
+            control=[name for name in before if name not in inside],
+            attrs={PHASE_ATTR: "joined"},
+        )
+        moved = {ref: Ref(call.name, index) for index, ref in enumerate(outputs)}
+        made = GraphDef(versions=flat.graph.versions)
+        read = {ref.node for node in graph if node.name not in inside for ref in data_inputs(node)}
+        for node in graph:
+            if node.name not in inside and (node.op != "Const" or node.name in read):
+                kept = made.node.add()
+                kept.CopyFrom(node)
+                waits = (call.name if name in inside else name for name in control_inputs(node))
+                kept.input[:] = [str(moved.get(ref, ref)) for ref in data_inputs(node)]
+                kept.input.extend(f"^{name}" for name in dict.fromkeys(waits))
+        made.node.append(call)
+        merge_library(made, functions)
+        merge_gradients(made, {g.function_name: g.gradient_func for g in flat.graph.library.gradient})
+        return program.replace(graph=made, step=_joined(flat.step, moved))
+
+
+def _inside(graph: Graph) -> set[str]:
+    """The operators that were in calls, and what stands between them."""
+    called = {node.name for node in graph if CALL_ATTR in node.attr}
+    after, before = set(called), set(called)
+    order = graph.topological()
+    for name in order:
+        if any(source in after for source in _sources(graph, name)):
+            after.add(name)
+    for name in reversed(order):
+        if name in before:
+            before.update(_sources(graph, name))
+    return after & before
+
+
+def _sources(graph: Graph, name: str) -> Iterator[str]:
+    yield from (ref.node for ref in graph.inputs(name))
+    yield from control_inputs(graph.nodes[name])
+
+
+def _fetched(step: Step) -> Iterable[Ref]:
+    """What a session may ask a training step for."""
+    if step.loss is not None:
+        yield step.loss
+    for refs in (*step.metric_results.values(), *step.outputs):
+        yield from refs
+
+
+def _joined(step: Step, moved: Mapping[Ref, Ref]) -> Step:
+    """What there is to tell of a step without tasks."""
+
+    def now(ref: Ref) -> Ref:
+        return moved.get(ref, ref)
+
+    return dataclasses.replace(
+        step,
+        values={},
+        reads={},
+        loss=None if step.loss is None else now(step.loss),
+        metric_results={name: tuple(map(now, refs)) for name, refs in step.metric_results.items()},
+        outputs=tuple(tuple(map(now, refs)) for refs in step.outputs),
+        gradients={},
+    )

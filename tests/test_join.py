@@ -1,0 +1,133 @@
+"""The step of a single device with one micro-batch is one function."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from equivalence import assert_same_training, assert_same_variables, pair, pipeline, use_float64
+from programs import layout, two_stages, unchanged, updated
+from step_programs import of_model
+
+import dapple_tf as dapple
+from graph_passes.graph import NodeDef, PassError
+from graph_passes.join import Join
+from graph_passes.program import Program
+
+BATCH = 6
+
+
+def model(optimizer: keras.optimizers.Optimizer | None = None, dropout: float = 0.2) -> keras.Model:
+    """With all that a step assigns: slots, moving averages, a seed and metrics."""
+    made = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(5, activation="tanh", name="first"),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.Dropout(dropout, seed=2, name="dropout"),
+            keras.layers.Dense(3, name="last"),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    made.compile(optimizer or keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    return made
+
+
+def batch(samples: int = BATCH, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(seed)
+    return draw.normal(size=(samples, 4)), draw.integers(0, 3, samples)
+
+
+def calls(program: Program) -> list[NodeDef]:
+    return [node for node in program.graph.node if node.op.endswith("PartitionedCall")]
+
+
+def joined(cuts: tuple[str, ...] = (), **options: object) -> Program:
+    keras.utils.set_random_seed(1)
+    trained = model()
+    trained(batch()[0])
+    trained.optimizer.build(trained.trainable_variables)
+    plan = dapple.Plan.manual(cuts, [[0]] * (len(cuts) + 1), 1, BATCH, **options)
+    return of_model(trained, plan, dapple.Cluster.local(1, kind="cpu"))
+
+
+@pytest.mark.parametrize("cuts", [(), ("norm",)], ids=["one stage", "two stages on one device"])
+def test_the_only_call_of_a_step(cuts: tuple[str, ...]) -> None:
+    program = joined(cuts)
+    step = program.step
+    assert step is not None
+    (call,) = calls(program)
+    names = {node.name: node for node in program.graph.node}
+    assert not step.entry and step.dissolved == frozenset(range(len(cuts) + 1))
+    assert step.loss is not None and step.loss.node == call.name
+    assert {ref.node for refs in step.metric_results.values() for ref in refs} == {call.name}
+    assert step.train is not None and list(names[step.train].input) == [f"^{call.name}"]
+    (function,) = (f for f in program.graph.library.function if f.signature.name == call.attr["f"].func.name)
+    ops = [node.op for node in function.node_def]
+    # Nothing is accumulated: what is assigned is the optimizer's and the layers' own.
+    resources = {node.attr["shared_name"].s.decode() for node in function.node_def if node.op == "VarHandleOp"}
+    assert resources and not any("/gradient/" in name or "/update/" in name for name in resources)
+    assert "MatMul" in ops and not [op for op in ops if op.endswith("PartitionedCall")]
+
+
+def test_metrics_stay_outside_of_what_xla_compiles() -> None:
+    program = joined(jit_compile=True)
+    found = {node.name: node for node in calls(program)}
+    assert len(found) == 2 and "joined" in found
+    (metrics,) = (name for name in found if name != "joined")
+    assert "metrics" in metrics
+    functions = {f.signature.name: f for f in program.graph.library.function}
+    (compiled,) = (f for f in functions.values() if f.attr["_XlaMustCompile"].b and "joined" in f.signature.name)
+    assert not [node.op for node in compiled.node_def if node.op == "VarHandleOp"]
+
+
+def test_several_devices_are_refused() -> None:
+    program = updated(two_stages(), layout([1, 1], 4))
+    with unchanged(program), pytest.raises(PassError, match=r"a step's tasks are on 2 devices; only those of one"):
+        Join("joined").run(program)
+
+
+OPTIMIZERS = {
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "clipped": lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.1),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0),
+}
+"""Those that need all gradients before they update anything have computations between the backward and the update."""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "cuts", "jit_compile"),
+    [
+        ("adam", (), False),
+        pytest.param("adam", (), True, marks=pytest.mark.slow),
+        pytest.param("clipped", ("norm",), False, marks=pytest.mark.slow),
+        pytest.param("clipped", (), True, marks=pytest.mark.slow),
+        pytest.param("scaled", (), False, marks=pytest.mark.slow),
+        pytest.param("scaled", ("norm",), True, marks=pytest.mark.slow),
+    ],
+)
+def test_it_trains_as_plain_keras(optimizer: str, cuts: tuple[str, ...], jit_compile: bool) -> None:
+    use_float64()
+    # XLA draws other random numbers.
+    own, plain = pair(lambda: model(OPTIMIZERS[optimizer](), dropout=0.0 if jit_compile else 0.2))
+    plan = dapple.Plan.manual(cuts, [[0]] * (len(cuts) + 1), 1, BATCH, jit_compile=jit_compile)
+    pipelined = dapple.transform(own, dapple.Cluster.local(1, kind="cpu"), plan)
+    assert_same_training(pipelined, plain, [(*batch(), None), (*batch(4, 1), None), (*batch(6, 2), None)])
+
+
+def test_traced_steps_run_stage_functions_one_by_one_and_train_as_well() -> None:
+    use_float64()
+    traced, plain = pair(model)
+    pipelined = pipeline(traced, (), (1,), 1, BATCH)
+    for seed in range(3):
+        x, y = batch(seed=seed)
+        plain.train_on_batch(x, y)
+        if seed == 1:
+            pipelined.trace_step(x, y)
+        else:
+            pipelined.train_on_batch(x, y)
+    pipelined.sync()
+    assert_same_variables(traced, plain, 1e-10)
+    step = pipelined.profile_step(*batch()).step
+    assert {str(task) for task in step.tasks} == {"0F0", "0B0"}
+    assert "apply" in {span.kind for span in step.timeline.spans}
