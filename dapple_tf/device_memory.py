@@ -75,7 +75,8 @@ def _need(costs: CostModel, runs: tuple[int, ...], homes: tuple[int, ...]) -> De
     alone = sum(reducing) + (each + working if costs.overlap else 0.0)
     alone += sum(applying) + sending
     if not costs.plan.accumulates:
-        alone += sum(buffers[stage].gradients for stage in homes if stage in buffers)
+        packed = {stage for reduction in costs.reductions for stage in reduction.stages}
+        alone += sum(buffers[stage].gradients for stage in homes if stage in buffers and stage not in packed)
     beside = max(reducing, default=0.0) if len(stages) > 1 else 0.0  # while other stages compute
     beside += max(applying, default=0) if len(stages) > 1 else 0
     return DeviceNeed(_stored(costs, homes), each, working, alone, beside)

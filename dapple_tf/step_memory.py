@@ -145,9 +145,11 @@ class StepMemory:
             yield Life(done.home, *done.weight, own.working_weight())
         elif stage not in self.split or done.device == done.home:
             yield Life(done.device, *done.weight, own.working(samples))
-        awaiting = own.rows.at(samples) + (0 if self.plan.accumulates else own.gradients)
-        if awaiting:
-            yield Life(done.home, last, max(last, self._applied(stage, done.home)), awaiting)
+        rows = own.rows.at(samples)
+        if rows:
+            yield Life(done.home, last, max(last, self._applied(stage, done.home)), rows)
+        if not self.plan.accumulates:
+            yield Life(done.home, last, max(last, self._taken(stage, done.home)), own.gradients)
 
     # ---- between stages
 
@@ -243,6 +245,12 @@ class StepMemory:
     def _applied(self, stage: int, device: int) -> float:
         span = self.applies.get((stage, device))
         return self.end if span is None else span.end
+
+    def _taken(self, stage: int, device: int) -> float:
+        """When the dense gradients of a stage, which no accumulator has, have been packed or used on a device."""
+        reduced = [r.stages for r in self.costs.reductions if stage in r.stages and device in r.devices]
+        ends = [self._complete(stages, device) for stages in reduced]
+        return max(ends) if ends else self._applied(stage, device)
 
     def _complete(self, stages: Iterable[int], device: int) -> float:
         """When the gradients of stages are complete on a device."""

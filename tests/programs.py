@@ -391,16 +391,19 @@ def connected(program: Program, layout: Layout) -> Program:
     return apply(replicated(program, layout), SplitConcat())
 
 
-def ordered(program: Program, layout: Layout, policy: str = "dapple_a") -> Program:
+def ordered(program: Program, layout: Layout, policy: str = "dapple_a", *, accumulated: bool = True) -> Program:
     """A step with accumulation and the order of a policy."""
     names = tuple(itertools.chain.from_iterable(layout.devices))
-    return apply(connected(program, layout), Accumulate(), OrderTasks(schedule_of(layout, policy), names))
+    passes = [Accumulate()] if accumulated else []
+    return apply(connected(program, layout), *passes, OrderTasks(schedule_of(layout, policy), names))
 
 
-def updated(program: Program, layout: Layout, *, bucket_bytes: int = 1 << 20, rate: float = 0.5) -> Program:
+def updated(
+    program: Program, layout: Layout, *, bucket_bytes: int = 1 << 20, rate: float = 0.5, accumulated: bool = True
+) -> Program:
     """A complete step with plain SGD."""
-    update = Update(sgd_updates(program, rate), hosts(program), HOST, bucket_bytes)
-    program = apply(ordered(program, layout), update)
+    update = Update(sgd_updates(program, rate), hosts(program), HOST, bucket_bytes, accumulated=accumulated)
+    program = apply(ordered(program, layout, accumulated=accumulated), update)
     verify(program, complete=True)
     return program
 

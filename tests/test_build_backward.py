@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from programs import (
     DOUBLE,
     GRADIENT,
@@ -308,6 +309,50 @@ def test_gradients_flow_through_tensors_of_every_layout(kind: str) -> None:
     for name, gradient in got.items():
         np.testing.assert_allclose(gradient, expected[name], rtol=1e-13)
         assert np.abs(gradient).min() > 0
+
+
+def test_gradients_are_added_in_the_order_in_which_a_tape_adds_them() -> None:
+    """What stops gradients made others wait for it, so that sums had another order, and XLA repeated them."""
+
+    def normalized(x: tf.Tensor) -> tf.Tensor:
+        mean = tf.reduce_mean(x, -1, keepdims=True)
+        spread = tf.reduce_mean(tf.math.squared_difference(x, tf.stop_gradient(mean)), -1, keepdims=True)
+        scale = tf.math.rsqrt(spread + 1e-3)
+        return tf.tanh(x * scale - mean * scale)
+
+    def sums(graph: tf.Graph) -> list[list[str]]:
+        ops = {op.name: op for op in graph.get_operations()}
+        return [[i.op.type for i in op.inputs] for op in ops.values() if op.type == "AddN" and len(op.inputs) > 2]
+
+    with tf.Graph().as_default() as taped:
+        x = tf.compat.v1.placeholder(tf.float64, (4, 3), name="x")
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = normalized(x)
+        tape.gradient(y, x)
+    with tf.Graph().as_default() as flat:
+        x = tf.compat.v1.placeholder(tf.float64, (4, 3), name="x")
+        y = normalized(x)
+        dy = tf.compat.v1.placeholder(tf.float64, (4, 3), name="dy")
+    extended, (gradient,) = add_gradients(flat.as_graph_def(), [(Ref(y.op.name), Ref(dy.op.name))], [Ref(x.op.name)])
+    assert gradient is not None
+    with tf.Graph().as_default() as imported:
+        tf.graph_util.import_graph_def(extended, name="")
+    assert len(sums(taped)) == 1 and sums(imported) == sums(taped)
+    # What stopped gradients reads what it read.
+    before, after = (
+        [list(each.input) for each in graph.node if each.op == "StopGradient"]
+        for graph in (flat.as_graph_def(), extended)
+    )
+    assert before == after and len(after) == 1
+    assert not [n.name for n in extended.node if n.op == "Placeholder" and n.name not in ("x", "dy")]
+    value, given = np.random.default_rng(0).normal(size=(2, 4, 3))
+    (found,) = run(extended, [gradient.dense], {Ref("x"): value, Ref("dy"): given})
+    with tf.GradientTape() as tape:
+        tensor = tf.constant(value)
+        tape.watch(tensor)
+        y = normalized(tensor)
+    np.testing.assert_allclose(found, tape.gradient(y, tensor, given), rtol=1e-13)
 
 
 def test_a_tied_weights_gradients_of_several_stages_add_up_to_that_of_the_whole() -> None:

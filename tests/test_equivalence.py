@@ -88,6 +88,22 @@ def test_every_structure_trains_as_plain_keras_in_float64(case: Case, monkeypatc
     check(case, monkeypatch)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "jit_compile"),
+    [
+        *((name, False) for name in ("transformer", "lstm", "multi_output")),
+        *((name, True) for name in ("cnn", "branches", "tied")),
+    ],
+)
+def test_every_structure_trains_as_plain_keras_where_a_step_is_one_function(
+    model: str, jit_compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_float64()
+    plan = dapple.Plan.data_parallel(1, SAMPLES, 1, jit_compile=jit_compile)
+    assert_equal_training(ZOO[model], dapple.Cluster.local(1, kind="cpu"), plan, reference(model), monkeypatch)
+
+
 @pytest.mark.parametrize(
     "model",
     # The example trains a transformer in float32, and verifies it: test_train_gpt.py.

@@ -81,10 +81,13 @@ SLOW = [
     Case("branches", [[0, 1], [2]], options={"weight_devices": [[1, 2], [3]]}),
     Case("tied", STRAIGHT, 4, "zb_h2", {"jit_compile": True}),
     Case("multi_output", [[0, 1], [2, 3]], schedule="fast_forward_b", options={"wait_free": False}),
+    Case("transformer", [[0, 1, 2], [3]], schedule="fast_forward", options={"jit_compile": True}),
 ]
 # Two hosts: devices 0 and 1 are on the first, 2 and 3 on the second. The client is on a third one, or on the first.
 ACROSS = [
     Case("cnn", [[0, 2], [1, 3]]),
+    Case("branches", [[0], [1, 2, 3]], schedule="gpipe"),
+    Case("tied", [[1, 2], [0, 3]], 4, "dapple_b"),
     Case("tied", STRAIGHT, 4, "zb_h1", {"recompute": "boundary"}),
     Case("branches", EVERYWHERE, options={"jit_compile": True}),
     Case("multi_output", [[0, 2], [0, 2], [1, 3], [1, 3]], 2, "fast_forward", {"reverse_first_k": 3}),

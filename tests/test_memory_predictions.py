@@ -54,7 +54,19 @@ def peaks(model: Profile, cuts: list[str], devices: list[list[int]], micro_batch
 
 def test_one_stage_keeps_each_buffer_once_and_all_gradients_until_its_end() -> None:
     # Kept: two layers' own and the tensor between. At the first layer's backward its gradient is there, too.
-    assert peaks(profile(2), [], [[0]]) == {0: 2 * KEPT + OUT + max(GRADIENTS + OUT, 2 * GRADIENTS + OUT)}
+    kept = 2 * KEPT + OUT
+    assert peaks(profile(2), [], [[0]], 2) == {0: kept + max(GRADIENTS + OUT, 2 * GRADIENTS + OUT)}
+
+
+def test_gradients_of_one_micro_batch_have_no_accumulators_and_stay_until_the_update() -> None:
+    model = profile(2)
+    one, two = (dapple.Plan.data_parallel(1, 2, count) for count in (1, 2))
+    cluster = dapple.Cluster.local(1, kind="cpu")
+    found, accumulated = (dapple.simulate(plan, model, cluster) for plan in (one, two))
+    assert accumulated.costs.stored_bytes[0] - found.costs.stored_bytes[0] == 2 * GRADIENTS
+    assert peaks(model, [], [[0]]) == {0: 2 * GRADIENTS + 2 * APPLY}
+    needs = found.costs.needed_bytes(0, 1), found.peak_bytes[0]
+    assert needs[0] >= needs[1]
 
 
 def test_a_tensor_that_no_backward_reads_is_gone_when_the_next_stage_has_run() -> None:
@@ -70,27 +82,28 @@ def test_cpus_read_what_they_receive_where_it_was_made() -> None:
 
 def test_stages_of_one_device_share_what_they_hand_on() -> None:
     # The first stage's backward: the second's residuals are gone, its update may be under way.
-    assert peaks(profile(2), ["l0"], [[0], [0]]) == {0: KEPT + OUT + GRADIENTS + APPLY}
+    assert peaks(profile(2), ["l0"], [[0], [0]], 2) == {0: KEPT + OUT + GRADIENTS + APPLY}
+    assert peaks(profile(2), ["l0"], [[0], [0]]) == {0: KEPT + OUT + 2 * GRADIENTS + APPLY}
 
 
 def test_weight_gradients_that_wait_keep_what_they_read() -> None:
     """F0 F1 Bx1 Bw0 Bw1 on one device, where stage 0 has no Bx."""
     model = profile(2)
     found = peaks(model, ["l0"], [[0], [0]], reverse_first_k=2)
-    # In Bw1, beside the update of stage 0: what it reads (its own, what Bx1 made, what F0 made).
-    assert found == {0: LATE + PARTIAL + OUT + GRADIENTS + APPLY}
+    # In Bw1, beside the update of stage 0: what it reads (its own, what Bx1 made, what F0 made), and both gradients.
+    assert found == {0: LATE + PARTIAL + OUT + 2 * GRADIENTS + APPLY}
 
 
 def test_buckets_are_there_from_packing_to_the_update() -> None:
     model = profile(2)
     chunks = [[0, 1], [0, 1]]
-    late, early = (peaks(model, ["l0"], chunks, wait_free=free) for free in (False, True))
+    late, early = (peaks(model, ["l0"], chunks, 2, wait_free=free) for free in (False, True))
     assert late == {0: 2 * GRADIENTS + APPLY, 1: 2 * GRADIENTS + APPLY}
     # The update of stage 1 runs beside the backward of stage 0.
     first = KEPT + OUT + GRADIENTS
     assert early == dict.fromkeys((0, 1), first + GRADIENTS + APPLY)
     # When a step begins, the gradients of the one before are packed.
-    carried = peaks(model, ["l0"], chunks, carried_updates=2)
+    carried = peaks(model, ["l0"], chunks, 2, carried_updates=2)
     assert carried == dict.fromkeys((0, 1), 2 * GRADIENTS + APPLY)
 
 

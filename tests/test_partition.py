@@ -45,6 +45,7 @@ from graph_passes.graph import FLOAT_DTYPES, Graph, PassError, Ref, dtype_attr
 from graph_passes.outline import dtype_of
 from graph_passes.partition import _CHEAP, POLICIES, Partition
 from graph_passes.program import Program, Stage, StageFunction, Value, ValueKind
+from graph_passes.tasks import Phase
 from graph_passes.tensorflow_bridge import is_stateful
 
 policies = pytest.mark.parametrize("policy", POLICIES)
@@ -171,6 +172,21 @@ def test_functions_are_compiled_with_xla_when_that_is_asked_for_and_metrics_neve
     assert metrics is not None and "_XlaMustCompile" not in metrics.function.attr
     for stage in apply(built, Partition()).stages:
         assert all("_XlaMustCompile" not in function.function.attr for function in functions(stage))
+
+
+def test_f_and_b_are_one_function_for_xla_where_nothing_comes_between() -> None:
+    """Residuals that XLA had to put into memory and to read again took a tenth of a GPT's step."""
+    built = apply(mlp(), AssignStages(("dense_0",)), BuildForward(), BuildBackward())
+    first, last = apply(built, Partition(jit_compile=True, fuse={0, 1})).stages
+    assert first.fused is None  # Its B needs the gradient that the last stage's B gives.
+    assert last.fused is not None and last.forward is not None and last.backward is not None
+    assert last.fused.function.attr["_XlaMustCompile"].b
+    forward = [value for value in last.forward.outputs if value.kind is not RESIDUAL]
+    assert list(last.fused.outputs) == [*forward, *last.backward.outputs]
+    assert last.phases == ((Phase.FORWARD, last.fused), (Phase.BACKWARD, None))
+    for options in ({"fuse": {0}}, {"fuse": {1}, "split": {1}}, {"fuse": {1}, "jit_compile": False}):
+        stages = apply(built, Partition(**{"jit_compile": True, **options})).stages
+        assert [stage.fused for stage in stages] == [None, None]
 
 
 def test_functions_for_slices_of_one_size_hand_over_no_shapes() -> None:

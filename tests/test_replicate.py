@@ -40,6 +40,7 @@ from programs import (
 
 from dapple_tf.capture import Mode
 from graph_passes.graph import Graph, NodeDef, Ref, data_inputs, dtype_attr
+from graph_passes.partition import Partition
 from graph_passes.program import Layout, Normalizer, Program, Value
 from graph_passes.replicate import Replicate, top_level
 from graph_passes.tasks import Task
@@ -122,6 +123,24 @@ def test_entry_and_exit_of_a_task_are_its_call_and_its_results_are_known() -> No
         f"1B0 {Value(Ref('a/tanh'), GRADIENT)}": "stage1/replica0/backward0",
         f"1B0 {Value(Ref('v'), GRADIENT)}": "stage1/replica0/backward0:1",
     }
+
+
+def test_one_call_gives_the_results_of_f_and_b_where_they_are_one_function() -> None:
+    stages = apply(two_stages(), Partition(jit_compile=True, fuse={1}))
+    program = replicated(stages, layout([2, 1], 4, 2))
+    step = step_of(program)
+    assert [node(program, step.entry[Task.parse(text)]).op for text in ("1F0", "1B0")] == ["PartitionedCall", "NoOp"]
+    assert {f"{made} {value}": str(ref) for (made, value), ref in step.values.items() if made.stage == 1} == {
+        f"1{phase}{number} {value}": f"stage1/replica0/forward{number}{place}"
+        for number in range(2)
+        for phase, value, place in (
+            ("F", "loss", ""),
+            ("B", Value(Ref("a/tanh"), GRADIENT), ":1"),
+            ("B", Value(Ref("v"), GRADIENT), ":2"),
+        )
+    }
+    names = [f.signature.name for f in program.graph.library.function]
+    assert "stage1_fused" in names and not {"stage1_forward", "stage1_backward"} & set(names)
 
 
 def test_a_backward_call_gets_the_residuals_of_its_own_forward_call() -> None:

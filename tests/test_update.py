@@ -309,6 +309,45 @@ def test_a_replica_without_samples_contributes_zeros() -> None:
     assert waits == ["stage0/replica2/accumulate_nothing"]
 
 
+# ---- one micro-batch
+
+
+def test_gradients_of_one_micro_batch_are_taken_from_the_tasks_that_made_them() -> None:
+    program = updated(two_stages(), layout([2, 1], 2), accumulated=False)
+    library = {function.signature.name: function for function in program.graph.library.function}
+    touched = {each.attr["shared_name"].s.decode() for function in library.values() for each in function.node_def} - {
+        ""
+    }
+    assert touched == {"w", "v"}
+    packs, applies = calls(program, "pack"), calls(program, "apply")
+    assert {name: list(map(str, data_inputs(call))) for name, call in packs.items()} == {
+        "stage0/replica0/pack": ["stage0/replica0/backward0"],
+        "stage0/replica1/pack": ["stage0/replica1/backward0"],
+    }
+    assert list(map(str, data_inputs(applies["stage1/replica0/apply"]))) == ["stage1/replica0/backward0:1"]
+    # Steps with several micro-batches, of other batches, have functions of their own.
+    names = {call.attr["f"].func.name for call in (*packs.values(), *applies.values())}
+    assert all(name.endswith("_at_once") for name in names)
+
+
+def test_a_replica_without_samples_gives_zeros_where_nothing_is_accumulated() -> None:
+    program = updated(two_stages(), layout([3, 1], 2), accumulated=False)
+    (given,) = data_inputs(calls(program, "pack")["stage0/replica2/pack"])
+    zeros = node(program, given.node)
+    assert zeros.op == "Fill" and zeros.device == devices(3)[0][2]
+
+
+def test_stages_on_one_device_add_up_what_they_have_made_themselves() -> None:
+    program = staged(tied_layers(), "layer_0")
+    alone = Layout(((HOST,), (HOST,)), 4, 4, 1)
+    program = apply(program, Replicate(alone, HOST, hosts(program)), SplitConcat())
+    update = Update(sgd_updates(program, RATE), hosts(program), HOST, 1 << 20, accumulated=False)
+    after = apply(program, update)
+    verify(after, complete=True)
+    (call,) = calls(after, "apply").values()
+    assert {ref.node for ref in data_inputs(call)} == {"stage0/replica0/backward0", "stage1/replica0/backward0"}
+
+
 # ---- numbers
 
 
@@ -319,22 +358,36 @@ def plain_step(x: np.ndarray, w: np.ndarray, v: np.ndarray) -> tuple[float, np.n
 
 
 @pytest.mark.parametrize(
-    ("cut", "limit"),
+    ("cut", "limit", "accumulated"),
     [
-        (layout([2, 1], 5, 2), 1 << 20),
-        (layout([2, 1], 5, 2), 1),
-        (layout([1, 2], 7, 3), 1 << 20),
-        (layout([3], 7, 2), 1 << 20),
-        (layout([3, 1], 2), 1 << 20),
-        (layout([2, 1], 3, 4, global_batch_size=8), 1 << 20),
+        (layout([2, 1], 5, 2), 1 << 20, True),
+        (layout([2, 1], 5, 2), 1, True),
+        (layout([1, 2], 7, 3), 1 << 20, True),
+        (layout([3], 7, 2), 1 << 20, True),
+        (layout([3, 1], 2), 1 << 20, True),
+        (layout([2, 1], 3, 4, global_batch_size=8), 1 << 20, True),
+        (layout([2, 1], 5), 1, False),
+        (layout([3], 7), 1 << 20, False),
+        (layout([3, 1], 2), 1 << 20, False),
     ],
-    ids=["2:1", "2:1 in two buckets", "1:2", "3 of one stage", "a replica without samples", "a short batch"],
+    ids=[
+        "2:1",
+        "2:1 in two buckets",
+        "1:2",
+        "3 of one stage",
+        "a replica without samples",
+        "a short batch",
+        "2:1 at once",
+        "3 of one stage at once",
+        "a replica without samples at once",
+    ],
 )
-def test_three_replicas_train_like_one_device(cut: Layout, limit: int) -> None:
+def test_three_replicas_train_like_one_device(cut: Layout, limit: int, accumulated: bool) -> None:
     rng = np.random.default_rng(0)
     w, v = rng.normal(size=(2, 3)), rng.normal(size=(3, 1))
     program = two_stages() if len(cut.devices) == 2 else staged(two_layers())
-    with Training(updated(program, cut, bucket_bytes=limit, rate=0.1), {"w": w, "v": v}) as training:
+    complete = updated(program, cut, bucket_bytes=limit, rate=0.1, accumulated=accumulated)
+    with Training(complete, {"w": w, "v": v}) as training:
         for _ in range(3):
             x = rng.normal(size=(cut.batch, 2))
             expected, dw, dv = plain_step(x, w, v)
