@@ -44,6 +44,7 @@ class TracedStep:
         stored: device -> bytes of its variables and accumulators, which lie there between steps.
         replaced: node -> bytes from the step before that it frees, see `step_nodes.replaced_bytes`.
         samples: in its batch.
+        first: whether its graph ran for the first time, when TensorFlow prepares functions: times mean little.
     """
 
     stats: Any = field(repr=False)
@@ -54,6 +55,7 @@ class TracedStep:
     stored: Mapping[int, int] = field(default_factory=dict)
     replaced: Mapping[str, int] = field(default_factory=dict)
     samples: int | None = None
+    first: bool = False
 
 
 class Place(NamedTuple):

@@ -387,7 +387,8 @@ class PipelinedModel:
     def trace_step(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
         """Trains on one batch and returns TensorFlow's ``StepStats``: start and end of each task, and each allocation.
 
-        Metrics and History know nothing of this step.
+        Metrics and History know nothing of this step. Where a step is one function (one device, one micro-batch), stage
+        functions are called one by one in this one; the first such step also prepares them.
         """
         self._follow()
         traced = self._train(self._one_batch(Mode.TRAIN, (x, y, sample_weight)), trace=True).traced
@@ -438,6 +439,8 @@ class PipelinedModel:
                 run(batch)
             before = untraced()
             traced = run(batch, trace=True).traced
+            if traced is not None and traced.first:
+                traced = run(batch, trace=True).traced
             seconds = (before + untraced()) / 2
         finally:
             if not train:
@@ -570,6 +573,8 @@ class PipelinedModel:
             return
         traced = result.traced
         assert traced is not None
+        if traced.first:  # The next step is due again.
+            return
         self._monitor.sampled(self._engine.measured(traced), self.plan, self._runtime.steps)
 
     def _predict(self, items: Iterable[Any]) -> Any:

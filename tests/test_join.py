@@ -10,6 +10,7 @@ from programs import layout, two_stages, unchanged, updated
 from step_programs import of_model
 
 import dapple_tf as dapple
+from dapple_tf.capture import Mode
 from graph_passes.graph import NodeDef, PassError
 from graph_passes.join import Join
 from graph_passes.program import Program
@@ -131,3 +132,13 @@ def test_traced_steps_run_stage_functions_one_by_one_and_train_as_well() -> None
     step = pipelined.profile_step(*batch()).step
     assert {str(task) for task in step.tasks} == {"0F0", "0B0"}
     assert "apply" in {span.kind for span in step.timeline.spans}
+
+
+def test_times_of_a_step_whose_functions_were_just_prepared_do_not_count() -> None:
+    """They are more than ten times those of the next one, and the monitor would take the stage for too slow."""
+    pipelined = pipeline(model(), (), (1,), 1, BATCH)
+    x, y = batch()
+    pipelined.train_on_batch(x, y)
+    first, second = (pipelined._train(pipelined._one_batch(Mode.TRAIN, (x, y)), trace=True).traced for _ in range(2))
+    assert first is not None and second is not None
+    assert first.first and not second.first
