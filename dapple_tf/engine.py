@@ -116,7 +116,7 @@ class Engine:
         self._library: set[str] = set()
         self._session = open_session(self.cluster, self._graph)
         self._prepared: dict[StepRequest, PreparedRun] = {}
-        self._ran: set[str] = set()  # names of the steps that have been run
+        self._traced_before: set[str] = set()  # names of steps
         self._stored = StoredValues(self.table, self._holdings, self._run, self._import)
         self._snapshots = Snapshots(self._holdings, self._run, self._import)
         self._left_over: str | None = None  # node that makes the updates which the last step has left
@@ -333,8 +333,8 @@ class Engine:
             after = self._clocks()
             clocks = {worker: WorkerClock(offset, after[worker]) for worker, offset in before.items()}
             traced = self._traced(built, prefix, step, metadata.step_stats, times, clocks)
-            traced = dataclasses.replace(traced, first=prefix not in self._ran)
-        self._ran.add(prefix)
+            traced = dataclasses.replace(traced, first=prefix not in self._traced_before)
+            self._traced_before.add(prefix)
         return StepResult(
             loss=float(result["loss"]) if "loss" in result else None,
             metrics={key: merged(parts, running[key][1]) for key, parts in result["metrics"].items()},

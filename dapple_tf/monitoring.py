@@ -89,7 +89,7 @@ class PipelineMonitor(keras.callbacks.Callback):
     * ``peak_mib_stage_0``: the most memory that one of the stage's devices has in use.
 
     All but the first line and ``input_ms`` are those of the step that was traced last, as if it hadn't been traced, and
-    NaN before the first one, the fourth step. Where the model was profiled, each traced step is compared with its
+    NaN before the first one, the fifth step. Where the model was profiled, each traced step is compared with its
     prediction, and stages that are more than 20% off it are warned of in the log.
 
     Attributes:
@@ -303,6 +303,11 @@ class StepMonitor:
         self._steps += 1
         if self._steps > _WARM_UP:
             self._times.append(seconds)
+
+    def prepared(self, seconds: float) -> None:
+        """A full step was traced for the first time, which tells nothing but what it cost; the next one is due again."""
+        if self.callback is not None:
+            self.callback.budget.spent += max(0.0, seconds - statistics.median(self._times))
 
     def sampled(self, step: MeasuredStep, plan: Plan, number: int) -> None:
         """A full step was traced.

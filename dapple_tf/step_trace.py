@@ -44,7 +44,8 @@ class TracedStep:
         stored: device -> bytes of its variables and accumulators, which lie there between steps.
         replaced: node -> bytes from the step before that it frees, see `step_nodes.replaced_bytes`.
         samples: in its batch.
-        first: whether its graph ran for the first time, when TensorFlow prepares functions: times mean little.
+        first: whether it is the first of its kind that was traced. TensorFlow prepares executors and functions of their
+            own for traced steps, so that its times mean little.
     """
 
     stats: Any = field(repr=False)

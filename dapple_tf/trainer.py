@@ -388,7 +388,7 @@ class PipelinedModel:
         """Trains on one batch and returns TensorFlow's ``StepStats``: start and end of each task, and each allocation.
 
         Metrics and History know nothing of this step. Where a step is one function (one device, one micro-batch), stage
-        functions are called one by one in this one; the first such step also prepares them.
+        functions are called one by one in this one. TensorFlow prepares a traced step by itself, the first time.
         """
         self._follow()
         traced = self._train(self._one_batch(Mode.TRAIN, (x, y, sample_weight)), trace=True).traced
@@ -409,7 +409,8 @@ class PipelinedModel:
             y: its labels.
             sample_weight: its weights.
             warm_up: steps that don't count at all. Then come the one that is measured, and one before and after it, by
-                which the time is known that it takes without being traced.
+                which the time is known that it takes without being traced. The first time one more is traced, since
+                TensorFlow prepares traced steps by themselves.
             train: leave the devices trained on this batch by all of these steps, in place of bringing values back: for
                 models that are larger than this process's memory (``deferred_init``).
 
@@ -573,7 +574,8 @@ class PipelinedModel:
             return
         traced = result.traced
         assert traced is not None
-        if traced.first:  # The next step is due again.
+        if traced.first:
+            self._monitor.prepared(self.last_step_seconds)
             return
         self._monitor.sampled(self._engine.measured(traced), self.plan, self._runtime.steps)
 
