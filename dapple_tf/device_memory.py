@@ -15,7 +15,7 @@ class DeviceNeed(NamedTuple):
     """The memory that a device needs.
 
     Attributes:
-        stored: bytes of variables, slots and gradient accumulators.
+        stored: bytes of variables, slots and gradients: accumulators, or what a single micro-batch leaves at its end.
         each: what one micro-batch keeps in all stages of the device.
         working: what a running task needs besides.
         alone: for reductions at the end of the step.
@@ -41,9 +41,10 @@ class DeviceNeed(NamedTuple):
 
 
 def stored_bytes(costs: CostModel) -> Mapping[int, float]:
-    """Device -> bytes of variables, optimizer slots and gradient accumulators of all stages that live there."""
+    """Device -> bytes of variables, optimizer slots and accumulators, if any, of all stages that live there."""
     homes = _hosted(costs.devices, costs.homes)
-    sizes = {stages: _stored(costs, stages) for stages in set(homes.values())}
+    accumulated = costs.plan.accumulates or not costs.profile.has_buffers  # Buffers tell of gradients by themselves.
+    sizes = {stages: _stored(costs, stages, accumulated=accumulated) for stages in set(homes.values())}
     return {device: sizes[homes[device]] for device in costs.devices}
 
 
@@ -74,12 +75,9 @@ def _need(costs: CostModel, runs: tuple[int, ...], homes: tuple[int, ...]) -> De
     reducing = [reduction.bytes for reduction in costs.reductions if stages & {*reduction.stages}]
     alone = sum(reducing) + (each + working if costs.overlap else 0.0)
     alone += sum(applying) + sending
-    if not costs.plan.accumulates:
-        packed = {stage for reduction in costs.reductions for stage in reduction.stages}
-        alone += sum(buffers[stage].gradients for stage in homes if stage in buffers and stage not in packed)
     beside = max(reducing, default=0.0) if len(stages) > 1 else 0.0  # while other stages compute
     beside += max(applying, default=0) if len(stages) > 1 else 0
-    return DeviceNeed(_stored(costs, homes), each, working, alone, beside)
+    return DeviceNeed(_stored(costs, homes, accumulated=True), each, working, alone, beside)
 
 
 def _working(costs: CostModel, stage: int) -> float:
@@ -90,21 +88,19 @@ def _working(costs: CostModel, stage: int) -> float:
     return max(costs.working_bytes(stage, samples, phase) for phase in phases)
 
 
-def _stored(costs: CostModel, stages: Sequence[int]) -> float:
-    """What some stages store on one device; parameters that several of them read are there once.
-
-    Gradients without accumulators are told of by the buffers of tasks, if the profile has any.
-    """
+def _stored(costs: CostModel, stages: Sequence[int], *, accumulated: bool) -> float:
+    """What some stages store on one device; parameters that several of them read are there once."""
     total = sum(costs.stages[stage].stored_bytes for stage in stages)
-    kept = costs.plan.accumulates or any(costs.stages[stage].buffers is None for stage in stages)
-    if not kept:
+    copies = 2  # of parameters: with gradients
+    if not accumulated:
+        copies = 1
         total -= sum(costs.stages[stage].parameter_bytes for stage in stages)
     for group in costs.profile.shared:
         readers = sum(
             any(first <= layer < stop for layer in group.layers)
             for first, stop in (costs.stages[stage].layers for stage in stages)
         )
-        total -= max(0, readers - 1) * ((1 + kept) * group.parameter_bytes + group.slot_bytes)
+        total -= max(0, readers - 1) * (copies * group.parameter_bytes + group.slot_bytes)
     return total
 
 

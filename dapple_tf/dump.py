@@ -215,6 +215,8 @@ class _Writer:
         if source is None:
             source = self._source(program, names, batch, prefix)
         kind = source.kind or Kind(self.passes.plan.global_batch_size, *[bool(source.built.carried)] * 2)
+        if self.passes.joins(source.built, kind.samples):
+            kind = kind._replace(apart=True)  # One function would show nothing.
         layout = self.passes.layout(kind.samples)
         schedule = self.passes.schedule(source.built, layout, source.holdings)
         made = self.passes.step_passes(source.built, kind, schedule, source.hosts)

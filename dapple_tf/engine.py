@@ -136,6 +136,7 @@ class Engine:
         """
         self._connected.enter_context(connected(self.cluster, self.faults))
         self._session = open_session(self.cluster, self._graph)
+        self._traced_before.clear()
         self._left_over = None
 
     @property

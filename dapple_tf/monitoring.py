@@ -39,6 +39,7 @@ class TraceBudget:
         spent: seconds of these that tracing cost.
         steps: how many there were.
         traces: how many of these were traced.
+        prepared: seconds that TensorFlow took to prepare traced steps.
     """
 
     def __init__(self, share: float, first: int = _WARM_UP + 1) -> None:
@@ -53,7 +54,7 @@ class TraceBudget:
                 f"budget is {share}; give the part of the time that tracing may take, above 0 and at most 1"
             )
         self.share, self._first = share, first
-        self.trained = self.spent = 0.0
+        self.trained = self.spent = self.prepared = 0.0
         self.steps = self.traces = 0
 
     def step(self, seconds: float) -> None:
@@ -73,7 +74,7 @@ class TraceBudget:
         if not self.traces:
             return self.steps >= self._first
         expected = self.spent / self.traces
-        return self.spent + expected <= self.share * self.trained
+        return self.prepared + self.spent + expected <= self.share * self.trained
 
 
 class PipelineMonitor(keras.callbacks.Callback):
@@ -305,9 +306,9 @@ class StepMonitor:
             self._times.append(seconds)
 
     def prepared(self, seconds: float) -> None:
-        """A full step was traced for the first time, which tells nothing but what it cost; the next one is due again."""
+        """A full step was traced for the first time, which tells nothing but what that cost."""
         if self.callback is not None:
-            self.callback.budget.spent += max(0.0, seconds - statistics.median(self._times))
+            self.callback.budget.prepared += max(0.0, seconds - statistics.median(self._times))
 
     def sampled(self, step: MeasuredStep, plan: Plan, number: int) -> None:
         """A full step was traced.

@@ -149,7 +149,10 @@ class StepMemory:
         if rows:
             yield Life(done.home, last, max(last, self._applied(stage, done.home)), rows)
         if not self.plan.accumulates:
-            yield Life(done.home, last, max(last, self._taken(stage, done.home)), own.gradients)
+            taken, packed = self._taken(stage, done.home)
+            yield Life(done.home, last, max(last, taken), own.gradients)
+            if packed:  # into vectors that are there at the same time
+                yield Life(done.home, taken, taken, own.gradients)
 
     # ---- between stages
 
@@ -246,11 +249,16 @@ class StepMemory:
         span = self.applies.get((stage, device))
         return self.end if span is None else span.end
 
-    def _taken(self, stage: int, device: int) -> float:
-        """When the dense gradients of a stage, which no accumulator has, have been packed or used on a device."""
+    def _taken(self, stage: int, device: int) -> tuple[float, bool]:
+        """When the dense gradients of a stage, which no accumulator has, are packed or have been used on a device.
+
+        Returns:
+            The time, and whether they are packed then.
+        """
         reduced = [r.stages for r in self.costs.reductions if stage in r.stages and device in r.devices]
-        ends = [self._complete(stages, device) for stages in reduced]
-        return max(ends) if ends else self._applied(stage, device)
+        if reduced:
+            return max(self._complete(stages, device) for stages in reduced), True
+        return self._applied(stage, device), False
 
     def _complete(self, stages: Iterable[int], device: int) -> float:
         """When the gradients of stages are complete on a device."""

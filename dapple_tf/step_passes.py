@@ -6,6 +6,7 @@ Nothing here needs a session, so that it serves descriptions of clusters, too.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -91,10 +92,11 @@ class StepPasses:
         plan = self.plan
         training = mode is Mode.TRAIN
         sizes = self.slice_samples(mode, samples)
-        fuse = self._at_once() if training and plan.jit_compile else frozenset()
+        fuse = self._uninterrupted if training and plan.jit_compile else frozenset()
         return Partition(plan.recompute, plan.jit_compile, training, prefix, plan.split_stages, fuse, sizes)
 
-    def _at_once(self) -> frozenset[int]:
+    @functools.cached_property
+    def _uninterrupted(self) -> frozenset[int]:
         """The stages that run the B of every micro-batch right after its F."""
         apart = set()
         for tasks in self.plan.order_tasks().orders.values():
@@ -135,15 +137,24 @@ class StepPasses:
         """D of each stage, see `residuals_held`."""
 
         def stored(device: str) -> int:
-            return self.stored_bytes(built.program, holdings, device)
+            return self.stored_bytes(built.program, holdings, device, gradients=True)
 
         return residuals_held(self.plan, self.cluster, built.program, layout, stored)
 
-    def stored_bytes(self, program: Program, holdings: Sequence[Holding], device: str) -> int:
-        """Bytes of the variables, optimizer slots and gradient accumulators on a device."""
+    def stored_bytes(
+        self, program: Program, holdings: Sequence[Holding], device: str, *, gradients: bool = False
+    ) -> int:
+        """Bytes of the variables, optimizer slots and gradient accumulators on a device.
+
+        Args:
+            program: the stages.
+            holdings: what devices keep.
+            device: which.
+            gradients: count dense gradients also where they have no accumulators, as a step needs them at its end.
+        """
         stages = [stage for stage in program.stages if device in self.homes[stage.index]]
         kept = [v for holding in holdings if device in holding.devices for v in holding.variables]
-        if self.plan.accumulates:
+        if gradients or self.plan.accumulates:
             kept += [v for stage in stages for _, v in accumulated_gradients(program, stage)]
         return bytes_of(kept)
 
@@ -177,6 +188,7 @@ class StepPasses:
         full = self.plan.global_batch_size
         differs = self.slice_samples(built.mode, kind.samples) != self.slice_samples(built.mode, full)
         again = [self._partition(built.mode, built.prefix, kind.samples)] if differs else []
+        joins = self.joins(built, kind.samples)
         update = Update(
             built.updates,
             hosts,
@@ -186,16 +198,16 @@ class StepPasses:
             built.prefix,
             self.plan.wait_free,
             want_gradients=built.mode is Mode.TRAIN
-            and (kind.apart if self.plan.operator_devices or self.joins(built, kind.samples) else not kind.carries),
+            and (kind.apart if self.plan.operator_devices is not None or joins else not kind.carries),
             carried=built.carried if kind.carries else (),
             head=kind.head,
             jit_compile=self.plan.jit_compile,
             accumulated=self.accumulates(layout),
         )
-        accumulate = [Accumulate(built.prefix)] if update.accumulated else []
+        accumulate = Accumulate(built.prefix, update.accumulated)
         joined = f"{built.prefix}joined_of{kind.samples}"
-        join = [Join(joined, self.plan.jit_compile)] if self.joins(built, kind.samples) and not kind.apart else []
-        return [*again, replicate, SplitConcat(), *accumulate, order, update, *join]
+        join = [Join(joined, self.plan.jit_compile)] if joins and not kind.apart else []
+        return [*again, replicate, SplitConcat(), accumulate, order, update, *join]
 
     def joins(self, built: Build, samples: int) -> bool:
         """Whether training steps of so many samples are one function: on one device, with nothing to accumulate.
@@ -207,7 +219,7 @@ class StepPasses:
         if built.mode is not Mode.TRAIN or len(devices) > 1 or self.accumulates(layout):
             return False
         compiled = all(stage.fused is not None for stage in built.program.stages)
-        return plan.operator_devices is None and compiled >= plan.jit_compile
+        return plan.operator_devices is None and (compiled or not plan.jit_compile)
 
 
 def _assigns(program: Program) -> bool:

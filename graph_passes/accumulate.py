@@ -61,15 +61,19 @@ class Accumulate:
 
     Attributes:
         prefix: start of the functions' names.
+        accumulated: False leaves gradients where tasks have made them, which is enough for one micro-batch.
 
     Source: DAPPLE (PPoPP'21), section 5.2.3: "each device produces and accumulates gradients for all micro-batches."
     """
 
     name: ClassVar[str] = "accumulate"
     prefix: str = ""
+    accumulated: bool = True
 
     def run(self, program: Program) -> Program:
         """Program with connected tasks -> the same with accumulation in the exit of each task."""
+        if not self.accumulated:
+            return program
         step = program.step
         assert step is not None
         graph = top_level(program)

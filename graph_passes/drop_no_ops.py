@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from graph_passes.graph import Graph, GraphDef, NodeDef, Ref, control_inputs
 from graph_passes.tensorflow_bridge import Shape, constant_value
@@ -11,9 +11,7 @@ _SHAPING = frozenset({"BroadcastTo", "Reshape"})
 _REDUCING = frozenset({"Max", "Mean", "Min", "Prod", "Sum"})
 
 
-def drop_no_ops(
-    graph: GraphDef, shapes: Mapping[Ref, Shape | None], kept: Collection[str] = ()
-) -> tuple[GraphDef, dict[Ref, Ref]]:
+def drop_no_ops(graph: GraphDef, shapes: Mapping[Ref, Shape | None]) -> tuple[GraphDef, dict[Ref, Ref]]:
     """A graph without reshapes to the shape that is there, and without reductions over no axes.
 
         x -> Sum(axes=[]) -> Reshape(shape of x) -> y   becomes   x -> y
@@ -24,13 +22,12 @@ def drop_no_ops(
     Args:
         graph: a flat graph; it isn't changed.
         shapes: of its tensors, as far as known.
-        kept: nodes that stay.
 
     Returns:
         The graph, and what has taken the place of each tensor that is gone.
     """
     view = Graph(graph)
-    needed = {name for node in view for name in control_inputs(node)} | set(kept)
+    needed = {name for node in view for name in control_inputs(node)}
     moved: dict[Ref, Ref] = {}
     for name in view.topological():
         node = view.nodes[name]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
-from graph_passes.call_order import CALLS, CallOrder, Resource, Touch
+from graph_passes.call_order import CALLS, CallOrder, Touch
 from graph_passes.graph import (
     CALL_ATTR,
     MICRO_BATCH_ATTR,
@@ -22,9 +22,8 @@ from graph_passes.graph import (
     control_inputs,
 )
 from graph_passes.outline import COLOCATION, FunctionDef
-from graph_passes.parameter_group import contributors
 from graph_passes.program import Program, Step
-from graph_passes.resource_use import ResourceUse, called_functions, resource_name
+from graph_passes.resource_use import ResourceUse, called_functions
 from graph_passes.tasks import Task
 from graph_passes.tensorflow_bridge import makes_resource, output_number
 
@@ -47,8 +46,7 @@ class Flatten:
         stages: the stages whose calls are inlined, and with them all that is done on their devices (reading variables,
             accumulating, updating); None for all calls.
         keep_tasks: whether tasks stay units of order: ``<call>/entry`` takes what the call waited for and comes before
-            all of the body, ``<call>/exit`` after all of it. Otherwise these stages have no tasks any more, and
-            gradients aren't kept in accumulators between B and the update where B's results can be read themselves.
+            all of the body, ``<call>/exit`` after all of it. Otherwise these stages have no tasks any more.
         kept: phases, by their `PHASE_ATTR`, whose calls aren't inlined.
         compiled: whether functions for XLA may be inlined, too; what they are inlined in has to be compiled then.
 
@@ -66,7 +64,7 @@ class Flatten:
         """Complete step program -> the same without the calls.
 
         Raises:
-            PassError: a call is compiled by XLA, which leaves no operators to place.
+            PassError: a call is compiled by XLA, which leaves no operators to place, unless ``compiled``.
         """
         return _Flattening(self, program).result()
 
@@ -94,8 +92,6 @@ class _Flattening:
         self.effects: dict[str, list[str]] = {}  # call -> nodes that must run
         self.entry: dict[str, str] = {}
         self.exit: dict[str, str] = {}
-        self.forwarded: set[Resource] = set()  # accumulators that aren't needed
-        self.accumulated: dict[Resource, Ref] = {}  # what is read in their place
 
     # ---- the calls
 
@@ -129,9 +125,6 @@ class _Flattening:
     # ---- the whole
 
     def result(self) -> Program:
-        touched = self.order.touches(self.uses)
-        if not self.options.keep_tasks:
-            self.forwarded = self._forwarded(touched)
         for name in self.order.topological:
             if name in self.calls:
                 self._inline(name)
@@ -139,9 +132,8 @@ class _Flattening:
                 self._keep(name)
         for name in self.order.topological:
             self._wait(name)
-        for resource, touches in touched.items():
-            if resource not in self.forwarded:
-                self._order_uses(touches)
+        for touches in self.order.touches(self.uses).values():
+            self._order_uses(touches)
         self._keep_library()
         return self.program.replace(graph=self.graph, step=self._new_step())
 
@@ -163,8 +155,7 @@ class _Flattening:
     def _inline(self, call: str) -> None:
         function = self.calls[call]
         body = self._body(call)
-        dropped = self._dropped(call)
-        renamed = {name: self.names.fresh(f"{call}/{name}") for name in body if name not in dropped}
+        renamed = {name: self.names.fresh(f"{call}/{name}") for name in body}
         self.renamed[call] = renamed
         arguments = zip(function.signature.input_arg, self.view.inputs(call), strict=True)
         tensors = {arg.name: self._resolved(ref) for arg, ref in arguments}
@@ -172,21 +163,13 @@ class _Flattening:
         def tensor(text: str) -> Ref:
             if text not in tensors:
                 name, argument, index = text.split(":")
-                if name in dropped:  # reads an accumulator
-                    tensors[text] = self.accumulated[dropped[name]]
-                else:
-                    tensors[text] = Ref(renamed[name], output_number(body[name], argument, int(index)))
+                tensors[text] = Ref(renamed[name], output_number(body[name], argument, int(index)))
             return tensors[text]
 
-        for name, resource in dropped.items():
-            if body[name].op == "AssignVariableOp":
-                self.accumulated[resource] = tensor(body[name].input[1])
         given = self._given(call)
         free = {name for name, node in body.items() if _is_free(node, self.functions)}
         roots = self.roots.setdefault(call, [])
         for name, original in body.items():
-            if name in dropped:
-                continue
             node = self.graph.node.add()
             node.CopyFrom(given)
             node.MergeFrom(original)  # its own attributes go before the call's
@@ -301,31 +284,6 @@ class _Flattening:
                 pending += [text.removeprefix("^").partition(":")[0] for text in node.input]
 
     # ---- variables
-
-    def _forwarded(self, touched: Mapping[Resource, Sequence[Touch]]) -> set[Resource]:
-        """Accumulators that are assigned once and only read after that: what is assigned is read in their place."""
-        accumulators = {own.name for by_stage in contributors(self.program).values() for own in by_stage.values()}
-        found = set()
-        for resource, (first, *later) in touched.items():
-            if resource[1] not in accumulators or any(touch.call not in self.calls for touch in (first, *later)):
-                continue
-            ops = [self._body(first.call)[node].op for node in first.nodes]
-            reads = {self._body(touch.call)[node].op for touch in later for node in touch.nodes}
-            # One that this step doesn't read is for the next step.
-            ordered = later and all(self.order.is_before(first.call, touch.call) for touch in later)
-            if ops == ["AssignVariableOp"] and reads <= {"ReadVariableOp"} and ordered:
-                found.add(resource)
-        return found
-
-    def _dropped(self, call: str) -> dict[str, Resource]:
-        """The nodes of a call's body that only serve forwarded accumulators."""
-        device = self.view.nodes[call].device
-        uses = self.uses.of_function(self.calls[call].signature.name)
-        found = {use.node: (device, use.resource) for use in uses if (device, use.resource) in self.forwarded}
-        for name, node in self._body(call).items() if found else ():
-            if node.op == "VarHandleOp" and (device, resource_name(node)) in self.forwarded:
-                found[name] = (device, resource_name(node))
-        return found
 
     def _order_uses(self, touches: Iterable[Touch]) -> None:
         for earlier, before, later, after in self.order.conflicts(touches):

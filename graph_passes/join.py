@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
+from graph_passes.call_order import CALLS
 from graph_passes.flatten import Flatten
 from graph_passes.graph import CALL_ATTR, PHASE_ATTR, Graph, GraphDef, PassError, Ref, control_inputs, data_inputs
 from graph_passes.outline import call_node, compiled, outline
@@ -36,19 +37,26 @@ class Join:
         """Complete step of one device -> the same with one call.
 
         Raises:
-            PassError: the tasks are on several devices, or as `Flatten`.
+            PassError: the tasks are on several devices, or there are several micro-batches.
         """
         step = program.step
         assert step is not None
-        devices = {step.layout.device_of(task) for task in step.entry}
+        devices = {name for names in (*step.layout.devices, *step.layout.homes) for name in names}
         if len(devices) != 1:
             raise PassError(f"a step's tasks are on {len(devices)} devices; only those of one device can be joined")
+        if (count := len(step.layout.micro_batch_intervals)) != 1:
+            raise PassError(f"a step has {count} micro-batches, whose order would be lost; only one can be joined")
         stages = frozenset(range(len(step.layout.devices)))
         kept = frozenset({"metrics"} if self.jit_compile else ())
         flat = Flatten(stages, kept=kept, compiled=self.jit_compile).run(program)
         assert flat.step is not None
         graph = Graph(flat.graph)
         inside = _inside(graph)
+        waited_for = {name for own in inside for name in control_inputs(graph.nodes[own])} - inside
+        left = {name for name in inside if graph.nodes[name].op in CALLS and CALL_ATTR not in graph.nodes[name].attr}
+        if waited_for or left:
+            # Metrics that use variables or tables of their own: XLA might not compile them.
+            return program
         inputs = dict.fromkeys(
             ref
             for name in graph.ordered(inside)
@@ -62,14 +70,12 @@ class Join:
             self.function, graph, list(inputs), outputs, effects=[name for name in waited if name in inside]
         )
         functions = [*flat.graph.library.function, *(compiled(function) if self.jit_compile else (function,))]
-        before = dict.fromkeys(name for own in inside for name in control_inputs(graph.nodes[own]))
         (device,) = devices
         call = call_node(
             "joined",
             function,
             list(inputs),
             device=device,
-            control=[name for name in before if name not in inside],
             attrs={PHASE_ATTR: "joined"},
         )
         moved = {ref: Ref(call.name, index) for index, ref in enumerate(outputs)}

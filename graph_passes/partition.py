@@ -134,7 +134,8 @@ class Partition:
                 backward = _function(f"{name}_backward", graph, arguments, gradients, jit_compile)
                 parts = (backward, None)
                 changes["backward"] = backward
-                if jit_compile and stage.index in self.fuse and backward is not None:
+                changes["fused"] = None
+                if jit_compile and stage.index in self.fuse:
                     given_back = [v for v in backward.inputs if v.kind is ValueKind.GRADIENT]
                     if all(value.ref == program.roles.loss for value in given_back):
                         both = {v: ref for v, ref in results.items() if v.kind is not ValueKind.RESIDUAL} | gradients

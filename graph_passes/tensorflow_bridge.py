@@ -242,8 +242,9 @@ def _gradients(
         extended = scope.as_graph_def()
     made = GraphDef(versions=extended.versions, library=extended.library)
     inputs = {node.name: node.input for node in graph.node if node.name in stopped}
+    placeholders = set(stopped.values())
     for node in extended.node:
-        if node.name not in stopped.values():
+        if node.name not in placeholders:
             kept = made.node.add()
             kept.CopyFrom(node)
             if node.name in inputs:

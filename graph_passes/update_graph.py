@@ -20,6 +20,7 @@ from graph_passes.graph import (
     Builder,
     Graph,
     GraphDef,
+    PassError,
     Ref,
     dtype_attr,
     integers_attr,
@@ -77,6 +78,8 @@ class UpdateGraph:
 
     def __init__(self, options: Update, program: Program, graph: GraphDef) -> None:
         assert program.step is not None
+        if not options.accumulated and (options.carried or options.head):
+            raise PassError("updates are carried over, but gradients have no accumulators to wait in; accumulate them")
         self.options = options
         self.program = program
         self.step: Step = program.step
@@ -276,7 +279,7 @@ class UpdateGraph:
         if (task, value) in self.step.values:
             return self.step.values[task, value]
         if (variable.name, device) not in self.zeros:
-            with self.builder.marked({PHASE_ATTR: "accumulate_nothing", STAGE_ATTR: stage}):
+            with self.builder.marked({PHASE_ATTR: "zeros", STAGE_ATTR: stage}):
                 self.zeros[variable.name, device] = zeros(self.builder, variable.dtype, variable.shape, device=device)
         return self.zeros[variable.name, device]
 

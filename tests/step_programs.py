@@ -120,8 +120,10 @@ def complete(case: Case) -> Program:
         want_gradients=not carried,
         carried=tuple(carried),
         head=case.head,
+        accumulated=count > 1 or plan.carried_updates > 0,
     )
-    return run_passes(program, [*passes, Accumulate(), OrderTasks(schedule, names), update], first=5, complete=True)
+    passes.append(Accumulate(accumulated=update.accumulated))
+    return run_passes(program, [*passes, OrderTasks(schedule, names), update], first=5, complete=True)
 
 
 def plan(model: str, stages: int, devices: Any, micro_batches: int, batch: int, schedule: str, **options: Any) -> Any:

@@ -82,7 +82,7 @@ def paths(graph: GraphDef) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("keep_tasks", [False, True], ids=["operators", "tasks"])
 def test_what_becomes_of_a_step(golden: Callable[[str, str], None], keep_tasks: bool) -> None:
-    program = updated(staged(stateful_layers()), layout([1], 2))
+    program = updated(staged(stateful_layers()), layout([1], 2), accumulated=False)
     flat = apply(program, Flatten(keep_tasks=keep_tasks))
     golden(f"flatten_{'tasks' if keep_tasks else 'operators'}.txt", f"{show_graph(flat.graph)}\n{show_library(flat)}")
 

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 from equivalence import assert_same_training, assert_same_variables, pair, pipeline, use_float64
-from programs import layout, two_stages, unchanged, updated
+from programs import layout, staged, two_layers, two_stages, unchanged, updated
 from step_programs import of_model
 
 import dapple_tf as dapple
@@ -18,13 +18,17 @@ from graph_passes.program import Program
 BATCH = 6
 
 
-def model(optimizer: keras.optimizers.Optimizer | None = None, dropout: float = 0.2) -> keras.Model:
+def model(
+    optimizer: keras.optimizers.Optimizer | None = None,
+    dropout: float = 0.2,
+    normalization: type[keras.layers.Layer] = keras.layers.BatchNormalization,
+) -> keras.Model:
     """With all that a step assigns: slots, moving averages, a seed and metrics."""
     made = keras.Sequential(
         [
             keras.Input((4,)),
             keras.layers.Dense(5, activation="tanh", name="first"),
-            keras.layers.BatchNormalization(name="norm"),
+            normalization(name="norm"),
             keras.layers.Dropout(dropout, seed=2, name="dropout"),
             keras.layers.Dense(3, name="last"),
         ]
@@ -88,6 +92,12 @@ def test_several_devices_are_refused() -> None:
         Join("joined").run(program)
 
 
+def test_several_micro_batches_are_refused() -> None:
+    program = updated(staged(two_layers()), layout([1], 4, 2))
+    with unchanged(program), pytest.raises(PassError, match=r"a step has 2 micro-batches"):
+        Join("joined").run(program)
+
+
 OPTIMIZERS = {
     "adam": lambda: keras.optimizers.Adam(0.01),
     "clipped": lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.1),
@@ -114,6 +124,27 @@ def test_it_trains_as_plain_keras(optimizer: str, cuts: tuple[str, ...], jit_com
     plan = dapple.Plan.manual(cuts, [[0]] * (len(cuts) + 1), 1, BATCH, jit_compile=jit_compile)
     pipelined = dapple.transform(own, dapple.Cluster.local(1, kind="cpu"), plan)
     assert_same_training(pipelined, plain, [(*batch(), None), (*batch(4, 1), None), (*batch(6, 2), None)])
+
+
+@pytest.mark.parametrize(
+    ("cuts", "devices", "micro_batches"),
+    [
+        ((), [[0]], 2),
+        pytest.param((), [[0, 1]], 3, marks=pytest.mark.slow),
+        pytest.param(("norm",), [[0, 1], [2]], 3, marks=pytest.mark.slow),
+        pytest.param(("norm",), [[0], [1, 2]], 1, marks=pytest.mark.slow),
+    ],
+)
+def test_steps_with_several_micro_batches_and_with_one_take_turns(
+    cuts: tuple[str, ...], devices: list[list[int]], micro_batches: int
+) -> None:
+    """They have functions of their own in one library; the shortest batch leaves replicas without samples."""
+    use_float64()
+    own, plain = pair(lambda: model(OPTIMIZERS["clipped"](), 0.0, keras.layers.LayerNormalization))
+    plan = dapple.Plan.manual(cuts, devices, micro_batches, BATCH)
+    pipelined = dapple.transform(own, dapple.Cluster.local(max(map(max, devices)) + 1, kind="cpu"), plan)
+    batches = [batch(), batch(BATCH // micro_batches, 1), batch(1, 2), batch(seed=3)]
+    assert_same_training(pipelined, plain, [(*each, None) for each in batches])
 
 
 def test_traced_steps_run_stage_functions_one_by_one_and_train_as_well() -> None:

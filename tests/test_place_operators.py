@@ -30,7 +30,7 @@ ZERO, ONE, TWO = device_names(3)
 @functools.cache
 def flat() -> Program:
     """``tanh(x w) v`` with plain SGD, flat."""
-    return Flatten().run(updated(staged(two_layers()), layout([1], 2)))
+    return Flatten().run(updated(staged(two_layers()), layout([1], 2), accumulated=False))
 
 
 def of_graph(graph: GraphDef, loss: Ref) -> Program:

@@ -41,7 +41,7 @@ from tensorflow.core.framework import types_pb2
 
 from dapple_tf.schedules import make_schedule
 from graph_passes.accumulate import Accumulate
-from graph_passes.graph import Builder, Graph, NodeDef, Ref, control_inputs, data_inputs, dtype_attr
+from graph_passes.graph import Builder, Graph, NodeDef, PassError, Ref, control_inputs, data_inputs, dtype_attr
 from graph_passes.group_update import Captured, GroupUpdate
 from graph_passes.outline import outline, placeholder
 from graph_passes.program import Layout, Program, Value
@@ -335,6 +335,13 @@ def test_a_replica_without_samples_gives_zeros_where_nothing_is_accumulated() ->
     (given,) = data_inputs(calls(program, "pack")["stage0/replica2/pack"])
     zeros = node(program, given.node)
     assert zeros.op == "Fill" and zeros.device == devices(3)[0][2]
+
+
+def test_what_is_carried_over_needs_accumulators() -> None:
+    program = ordered(two_stages(), layout([1, 1], 2), accumulated=False)
+    update = Update(sgd_updates(program, RATE), hosts(program), HOST, 1 << 20, accumulated=False, carried=((1,),))
+    with pytest.raises(PassError, match=r"updates are carried over, but gradients have no accumulators"):
+        update.run(program)
 
 
 def test_stages_on_one_device_add_up_what_they_have_made_themselves() -> None:

@@ -53,7 +53,7 @@ _KINDS = {
     "counters": "apply",
 }
 # What merely connects.
-_GLUE = frozenset({"", "sum", "mean", "share", "lengths"})
+_GLUE = frozenset({"", "sum", "mean", "share", "lengths", "zeros"})
 _ON_HOST = frozenset({"slices", "normalizers", "train"})
 _OF_LAYERS = frozenset({"accumulate", "all_reduce", "apply", "read"})
 _LABELS = {"accumulate": "GA", "all_reduce": "AllReduce", "apply": "Apply", "read": "read"}
