@@ -306,7 +306,7 @@ class CostModel:
 
     @functools.cached_property
     def stored_bytes(self) -> Mapping[int, float]:
-        """Device -> bytes of variables, optimizer slots and gradient accumulators of all stages that live there.
+        """Device -> bytes of variables, optimizer slots and accumulators, if any, of all stages that live there.
 
         Parameters that several of its stages read are there once.
         """

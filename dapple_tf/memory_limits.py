@@ -23,7 +23,7 @@ def residuals_held(
         cluster: the devices.
         program: with stage functions.
         layout: how the batch is cut.
-        stored_bytes: bytes of variables, optimizer slots and gradient accumulators on a device, by its name.
+        stored_bytes: bytes of variables, optimizer slots and gradients on a device, by its name.
 
     Raises:
         DappleError: not even one micro-batch fits.

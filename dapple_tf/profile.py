@@ -71,7 +71,7 @@ class LayerBuffers:
         residual: made by F for the layer's own backward.
         delayed: the part of it that Bw reads.
         partial: made by Bx for Bw.
-        gradients: dense gradients of parameters, which B or Bw returns and an accumulator takes over.
+        gradients: dense gradients of parameters, which B or Bw returns for an accumulator or the update.
         rows: gradients that are rows of an embedding, kept until the update, of every slice.
         apply: peak use of the optimizer's update.
     """

@@ -49,7 +49,7 @@ class StageCost:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes on each of the stage's devices throughout: variables, slots and gradient accumulators."""
+        """Bytes on each of the stage's devices: variables, slots and, in accumulators or not, gradients."""
         return 2 * self.parameter_bytes + self.slot_bytes + self.state_bytes
 
 

@@ -171,7 +171,7 @@ class StepPasses:
     def step_passes(
         self, built: Build, kind: Kind, schedule: Schedule, hosts: Mapping[str, Sequence[int]], first_key: int = 1
     ) -> list[Pass]:
-        """Passes 5 to 9: from stage functions to a step; pass 4 before them, if its slices need others.
+        """Passes 5 to 9, or 10: from stage functions to a step; pass 4 before them, if its slices need others.
 
         Args:
             built: the stage functions.

@@ -219,7 +219,7 @@ class Stage:
         weight_grad: Bw: (variables, residuals, partial results of Bx, gradients of boundary outputs) -> (gradients of
             parameters). None where B isn't split, or the stage has no parameters.
         split: whether Bx and Bw take the place of B.
-        fused: F and B in one function: (variables, batch inputs, boundary inputs, gradient of the loss) -> (results of
+        fused: F and B in one function, in whose favour neither of them is called: (variables, batch inputs, boundary inputs, gradient of the loss) -> (results of
             F, results of B). It is called in their place where it isn't None.
         metrics: (tensors of F, labels, metric values) -> metric values.
         residual_bytes: bytes that a slice keeps from F to B, boundary inputs included, per sample.
@@ -338,7 +338,8 @@ class Step:
         outputs: for each of the model's outputs, its slices in the order of samples.
         gradients: parameter -> its reduced gradient, on the first replica of its first stage; for checks.
         train: the node that has run when all variables have been updated.
-        dissolved: stages that have no tasks any more: their operators are ordered one by one.
+        dissolved: stages that have no tasks any more: their operators are ordered one by one, or the step is one function
+            (`Join`). ``entry`` and ``exit`` have none of theirs, though ``schedule`` tells their order as planned.
         placed_on: devices of operators that were placed one by one.
     """
 

@@ -390,7 +390,7 @@ class UpdateGraph:
         return Captured(builder.graph, gradients, {}, slices, outputs=tuple(outputs))
 
     def _on_gradients(self, what: str, group: ParameterGroup, device: str, totals: Ref | None) -> Ref | None:
-        """Calls a computation on a group's reduced gradients, which it takes from the buckets or accumulators.
+        """Calls a computation on a group's reduced gradients, which it takes from buckets, accumulators or tasks.
 
         Args:
             what: ``apply``, which also assigns state; ``carried_apply``, which does so at the head of the next step;
