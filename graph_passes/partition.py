@@ -34,7 +34,7 @@ _CHEAP_NAMES = """
     Tanh Tile Transpose Unpack Xdivy Xlogy ZerosLike
 """
 _CHEAP = frozenset(_CHEAP_NAMES.split()) | _METADATA
-_LOOPS = frozenset({"While", "StatelessWhile"})
+_CONTROL_FLOW = frozenset({"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"})
 # Slice sizes for which bytes are compared, to tell what grows with a slice.
 _SAMPLES = (7, 11)
 # What lengths that the model leaves open are taken for when bytes are counted.
@@ -60,8 +60,8 @@ class Partition:
         recompute: ``none`` keeps every residual; ``boundary`` keeps only what enters the stage and computes the rest
             again (GPipe, section 2.3); ``min_cut`` keeps the set of fewest bytes from which the rest follows by cheap
             elementwise work. Results of stateful ops (random draws without a seed) are always kept.
-        jit_compile: compile F and B with XLA, except in stages with loops (recurrent layers), whose tensor lists can't
-            pass from one compiled function to another.
+        jit_compile: compile F and B with XLA, except in stages with loops (recurrent layers) and branches: the tensor
+            lists and optional values that B needs of them can't pass from one compiled function to another.
         training: whether stages have a B; without gradients of its own a stage's B is empty.
         split: the stages that have Bx and Bw in place of B.
         fuse: the stages whose B follows F at once. With XLA F and B are one function there, if B needs nothing from
@@ -109,10 +109,12 @@ class Partition:
         results = forward | {Value(ref): ref for ref in taps}
         results |= {Value(ref, ValueKind.RESIDUAL): ref for ref in residuals}
         name = f"{self.prefix}stage{stage.index}" + ("" if samples is None else f"_of{samples}")
-        loops = [node.name for node in graph if node.op in _LOOPS]
-        jit_compile = self.jit_compile and not loops
-        if self.jit_compile and loops:
-            logger.warning("stage %d isn't compiled with XLA: it has the loop %s", stage.index, loops[0])
+        control_flow = [node.name for node in graph if node.op in _CONTROL_FLOW]
+        jit_compile = self.jit_compile and not control_flow
+        if self.jit_compile and control_flow:
+            logger.warning(
+                "stage %d isn't compiled with XLA: it has a loop or branch, %s", stage.index, control_flow[0]
+            )
         changes: dict[str, Any] = {
             "forward": _function(f"{name}_forward", graph, stage.arguments, results, jit_compile)
         }

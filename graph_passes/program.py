@@ -219,8 +219,8 @@ class Stage:
         weight_grad: Bw: (variables, residuals, partial results of Bx, gradients of boundary outputs) -> (gradients of
             parameters). None where B isn't split, or the stage has no parameters.
         split: whether Bx and Bw take the place of B.
-        fused: F and B in one function, in whose favour neither of them is called: (variables, batch inputs, boundary inputs, gradient of the loss) -> (results of
-            F, results of B). It is called in their place where it isn't None.
+        fused: F and B in one function, which is called in their place: (variables, batch inputs, boundary inputs,
+            gradient of the loss) -> (results of F, results of B). None where there is no such function.
         metrics: (tensors of F, labels, metric values) -> metric values.
         residual_bytes: bytes that a slice keeps from F to B, boundary inputs included, per sample.
         fixed_residual_bytes: bytes that it keeps whatever its size.

@@ -37,6 +37,7 @@ from programs import (
     two_layers,
 )
 
+import dapple_tf as dapple
 from dapple_tf.capture import Mode
 from graph_passes.assign_stages import AssignStages
 from graph_passes.build_backward import BuildBackward
@@ -464,3 +465,26 @@ def test_what_follows_cheaply_from_arguments_is_not_kept_at_all() -> None:
     nodes = [("given", (), 4), (NEGATION, (0,), 4), (HEAD, (1,), 2)]
     (stage,) = apply(stage_of(nodes, [1, 2]), Partition("min_cut")).stages
     assert residuals(stage) == []
+
+
+def test_a_stage_with_branches_is_not_compiled_and_trains() -> None:
+    """What B needs of a branch are optional values, which XLA doesn't know: the step failed."""
+
+    class Branching(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.w = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+        def call(self, x: Any) -> Any:
+            return tf.cond(tf.reduce_sum(x) > 0, lambda: tf.tanh(self.w * x), lambda: x * self.w)
+
+    x = keras.Input((3,))
+    model = compiled(x, keras.layers.Dense(1, name="last")(Branching(name="branching")(x)))
+    plain = keras.models.clone_model(model)
+    plain.set_weights(model.get_weights())
+    plain.compile(keras.optimizers.SGD(0.1), "mse")
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    plan = dapple.Plan.manual(["branching"], [[0], [1]], 2, 4, jit_compile=True)
+    pipelined = dapple.transform(model, dapple.Cluster.local(2, kind="cpu"), plan)
+    values, labels = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
+    for _ in range(2):
+        assert pipelined.train_on_batch(values, labels) == pytest.approx(plain.train_on_batch(values, labels), rel=1e-5)
