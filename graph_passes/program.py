@@ -338,8 +338,8 @@ class Step:
         outputs: for each of the model's outputs, its slices in the order of samples.
         gradients: parameter -> its reduced gradient, on the first replica of its first stage; for checks.
         train: the node that has run when all variables have been updated.
-        dissolved: stages that have no tasks any more: their operators are ordered one by one, or the step is one function
-            (`Join`). ``entry`` and ``exit`` have none of theirs, though ``schedule`` tells their order as planned.
+        dissolved: stages that have no tasks any more: their operators are ordered one by one, or the step is one
+            function (`Join`). ``entry`` and ``exit`` have none of theirs, though ``schedule`` tells their order as planned.
         placed_on: devices of operators that were placed one by one.
     """
 
