@@ -339,7 +339,7 @@ class Step:
         gradients: parameter -> its reduced gradient, on the first replica of its first stage; for checks.
         train: the node that has run when all variables have been updated.
         dissolved: stages that have no tasks any more: their operators are ordered one by one, or the step is one
-            function (`Join`). ``entry`` and ``exit`` have none of theirs, though ``schedule`` tells their order as planned.
+            function (`Join`). ``entry`` and ``exit`` have none of theirs; ``schedule`` still tells their order.
         placed_on: devices of operators that were placed one by one.
     """
 
