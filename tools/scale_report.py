@@ -25,7 +25,7 @@ _START = """# How it scales
 
 Written by `python -m tools.scale_report` from [scale.json](scale.json), where the benchmarks leave their numbers.
 *Measured* is what ran here; *simulated* is what `dapple.simulate` expects of the same plan. Seconds "of one core" are
-processor time, which changes little when other programs use the machine, as they did: the load tells how many.
+processor time, which changes little when other programs use the machine: the load tells how many did.
 """
 _MEMORY = """## Peak memory against the number of micro-batches
 
