@@ -43,7 +43,7 @@ class DeviceNeed(NamedTuple):
 def stored_bytes(costs: CostModel) -> Mapping[int, float]:
     """Device -> bytes of variables, optimizer slots and accumulators, if any, of all stages that live there."""
     homes = _hosted(costs.devices, costs.homes)
-    accumulated = costs.plan.accumulates or not costs.profile.has_buffers  # Buffers tell of gradients by themselves.
+    accumulated = costs.plan.accumulates() or not costs.profile.has_buffers  # Buffers tell of gradients by themselves.
     sizes = {stages: _stored(costs, stages, accumulated=accumulated) for stages in set(homes.values())}
     return {device: sizes[homes[device]] for device in costs.devices}
 

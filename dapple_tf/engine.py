@@ -240,7 +240,7 @@ class Engine:
         if self.placer is None:
             return self.passes.stored_bytes(program, self._holdings(), device)
         kept = [v for holding in self._holdings() if device in holding.devices for v in holding.variables]
-        for stage in program.stages if self.plan.accumulates else ():
+        for stage in program.stages if self.plan.accumulates() else ():
             accumulators = (variable for _, variable in accumulated_gradients(program, stage))
             kept += [v for v in accumulators if self._places.get((stage.index, v.place)) == device]
         return bytes_of(kept)
@@ -314,8 +314,8 @@ class Engine:
         if self._left_over != (built.flush if carries else None):
             self.flush()
         samples = arrays[0].shape[0]
-        joined = self.passes.joins(built, samples)
-        apart = (want_gradients and (joined or self.placer is not None)) or (trace and joined)
+        apart = want_gradients and self.placer is not None
+        apart = apart or ((want_gradients or trace) and self.passes.joins(built, samples))
         prefix, step = self.step(built, Kind(samples, carries, self._left_over is not None, apart))
 
         request = StepRequest.of(built, prefix, step, want_gradients)
@@ -334,8 +334,6 @@ class Engine:
             after = self._clocks()
             clocks = {worker: WorkerClock(offset, after[worker]) for worker, offset in before.items()}
             traced = self._traced(built, prefix, step, metadata.step_stats, times, clocks)
-            traced = dataclasses.replace(traced, first=prefix not in self._traced_before)
-            self._traced_before.add(prefix)
         return StepResult(
             loss=float(result["loss"]) if "loss" in result else None,
             metrics={key: merged(parts, running[key][1]) for key, parts in result["metrics"].items()},
@@ -377,7 +375,11 @@ class Engine:
         names = self.cluster.device_names
         stored = {index: self._stored_bytes(built.program, name) for index, name in enumerate(names)}
         replaced = replaced_bytes(built.program, step) if built.mode is Mode.TRAIN else {}
-        return TracedStep(stats, built.nodes[prefix], prefix, called, clocks, stored, replaced, step.layout.batch)
+        first = prefix not in self._traced_before
+        self._traced_before.add(prefix)
+        return TracedStep(
+            stats, built.nodes[prefix], prefix, called, clocks, stored, replaced, step.layout.batch, first
+        )
 
     def measured(self, traced: TracedStep) -> MeasuredStep:
         """A traced step as a timeline, and where each device's time went."""

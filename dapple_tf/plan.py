@@ -262,13 +262,16 @@ class Plan:
         """S, the number of stages."""
         return len(self.devices)
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether full batches need accumulators: gradients of one micro-batch are taken as they are.
+    def accumulates(self, micro_batches: int | None = None) -> bool:
+        """Whether gradients are added up in accumulators: those of one micro-batch are taken as they are.
 
         Those that are carried over to the next step have to be kept, however.
+
+        Args:
+            micro_batches: of a step with fewer or more samples than the global batch; None for the plan's.
         """
-        return self.micro_batches > 1 or self.carried_updates > 0
+        count = self.micro_batches if micro_batches is None else micro_batches
+        return count > 1 or self.carried_updates > 0
 
     @property
     def working_devices(self) -> tuple[tuple[int, ...], ...]:

@@ -148,7 +148,7 @@ class StepMemory:
         rows = own.rows.at(samples)
         if rows:
             yield Life(done.home, last, max(last, self._applied(stage, done.home)), rows)
-        if not self.plan.accumulates:
+        if not self.plan.accumulates():
             taken, packed = self._taken(stage, done.home)
             yield Life(done.home, last, max(last, taken), own.gradients)
             if packed:  # into vectors that are there at the same time

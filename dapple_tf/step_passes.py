@@ -122,10 +122,6 @@ class StepPasses:
         order = reduction_order(keys, self.plan.order_tasks(), self.plan.weight_devices or self.plan.devices)
         return tuple(keys[index] for index in order[-count:] if not updates[index].apply.slices)
 
-    def accumulates(self, layout: Layout) -> bool:
-        """Whether gradients are added up in accumulators, for a batch that is cut like this; see `Plan.accumulates`."""
-        return len(layout.micro_batch_intervals) > 1 or self.plan.carried_updates > 0
-
     def schedule(self, built: Build, layout: Layout, holdings: Sequence[Holding]) -> Schedule:
         """The order of tasks for a batch; ``holdings`` are what devices keep."""
         micro_batches = len(layout.micro_batch_intervals)
@@ -154,7 +150,7 @@ class StepPasses:
         """
         stages = [stage for stage in program.stages if device in self.homes[stage.index]]
         kept = [v for holding in holdings if device in holding.devices for v in holding.variables]
-        if gradients or self.plan.accumulates:
+        if gradients or self.plan.accumulates():
             kept += [v for stage in stages for _, v in accumulated_gradients(program, stage)]
         return bytes_of(kept)
 
@@ -202,7 +198,7 @@ class StepPasses:
             carried=built.carried if kind.carries else (),
             head=kind.head,
             jit_compile=self.plan.jit_compile,
-            accumulated=self.accumulates(layout),
+            accumulated=self.plan.accumulates(len(layout.micro_batch_intervals)),
         )
         accumulate = Accumulate(built.prefix, update.accumulated)
         joined = f"{built.prefix}joined_of{kind.samples}"
@@ -216,7 +212,7 @@ class StepPasses:
         """
         layout, plan = self.layout(samples), self.plan
         devices = {*itertools.chain(*layout.devices, *layout.homes)}
-        if built.mode is not Mode.TRAIN or len(devices) > 1 or self.accumulates(layout):
+        if built.mode is not Mode.TRAIN or len(devices) > 1 or plan.accumulates(len(layout.micro_batch_intervals)):
             return False
         compiled = all(stage.fused is not None for stage in built.program.stages)
         return plan.operator_devices is None and (compiled or not plan.jit_compile)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from graph_passes.graph import Graph, GraphDef, NodeDef, Ref, control_inputs
+from graph_passes.graph import Graph, GraphDef, NodeDef, Ref, control_inputs, substitute
 from graph_passes.tensorflow_bridge import Shape, constant_value
 
 _SHAPING = frozenset({"BroadcastTo", "Reshape"})
@@ -41,15 +41,9 @@ def drop_no_ops(graph: GraphDef, shapes: Mapping[Ref, Shape | None]) -> tuple[Gr
             same = _is_empty(view.nodes[operand.node])
         if same:
             moved[Ref(name)] = source
-    gone = {ref.node for ref in moved}
-    made = GraphDef(versions=graph.versions, library=graph.library)
-    for node in view:
-        if node.name not in gone:
-            own = made.node.add()
-            own.CopyFrom(node)
-            for index, text in enumerate(node.input):
-                if not text.startswith("^"):
-                    own.input[index] = str(moved.get(Ref.parse(text), text))
+    made = GraphDef()
+    made.CopyFrom(graph)
+    substitute(made, {ref.node: source for ref, source in moved.items()})
     return made, moved
 
 

@@ -63,26 +63,21 @@ class Join:
             for ref in graph.inputs(name)
             if ref.node not in inside and graph.nodes[ref.node].op != "Const"
         )
-        results = [ref for node in graph if node.name not in inside for ref in data_inputs(node)]
-        outputs = list(dict.fromkeys(ref for ref in (*results, *_fetched(flat.step)) if ref.node in inside))
-        waited = dict.fromkeys(name for node in graph if node.name not in inside for name in control_inputs(node))
-        function = outline(
-            self.function, graph, list(inputs), outputs, effects=[name for name in waited if name in inside]
-        )
+        outside = [node for node in graph if node.name not in inside]
+        read = dict.fromkeys(ref for node in outside for ref in data_inputs(node))
+        outputs = [ref for ref in dict.fromkeys((*read, *_fetched(flat.step))) if ref.node in inside]
+        effects = [
+            name for name in dict.fromkeys(w for node in outside for w in control_inputs(node)) if name in inside
+        ]
+        function = outline(self.function, graph, list(inputs), outputs, effects=effects)
         functions = [*flat.graph.library.function, *(compiled(function) if self.jit_compile else (function,))]
         (device,) = devices
-        call = call_node(
-            "joined",
-            function,
-            list(inputs),
-            device=device,
-            attrs={PHASE_ATTR: "joined"},
-        )
+        call = call_node("joined", function, list(inputs), device=device, attrs={PHASE_ATTR: "joined"})
         moved = {ref: Ref(call.name, index) for index, ref in enumerate(outputs)}
         made = GraphDef(versions=flat.graph.versions)
-        read = {ref.node for node in graph if node.name not in inside for ref in data_inputs(node)}
-        for node in graph:
-            if node.name not in inside and (node.op != "Const" or node.name in read):
+        constants = {ref.node for ref in read}
+        for node in outside:
+            if node.op != "Const" or node.name in constants:
                 kept = made.node.add()
                 kept.CopyFrom(node)
                 waits = (call.name if name in inside else name for name in control_inputs(node))

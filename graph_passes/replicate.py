@@ -233,15 +233,11 @@ class _Replication:
         self.builder.append(call_node(name, function.function, inputs, device=device, attrs=task_attrs(task, phase)))
         if keep:
             self.entry[task], self.exit[task] = name, (name,)
+            backward = dataclasses.replace(task, phase=Phase.BACKWARD)
+            of_backward = set(stage.backward.outputs) if stage.fused is not None and stage.backward is not None else ()
             for index, value in enumerate(function.outputs):
-                self.values[self._maker(stage, task, value), value] = Ref(name, index)
+                self.values[backward if value in of_backward else task, value] = Ref(name, index)
         return name
-
-    def _maker(self, stage: Stage, task: Task, value: Value) -> Task:
-        """The task that a result belongs to: B's are B's, where F gives them, too."""
-        if stage.fused is not None and stage.backward is not None and value in stage.backward.outputs:
-            return dataclasses.replace(task, phase=Phase.BACKWARD)
-        return task
 
     def _argument(self, task: Task, value: Value, function: StageFunction, index: int) -> Ref:
         dtype = function.function.signature.input_arg[index].type

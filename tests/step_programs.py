@@ -120,7 +120,7 @@ def complete(case: Case) -> Program:
         want_gradients=not carried,
         carried=tuple(carried),
         head=case.head,
-        accumulated=count > 1 or plan.carried_updates > 0,
+        accumulated=plan.accumulates(count),
     )
     passes.append(Accumulate(accumulated=update.accumulated))
     return run_passes(program, [*passes, OrderTasks(schedule, names), update], first=5, complete=True)
