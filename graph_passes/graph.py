@@ -61,6 +61,15 @@ def data_inputs(node: NodeDef) -> list[Ref]:
     return [Ref.parse(text) for text in node.input if not text.startswith("^")]
 
 
+def function_names(node: NodeDef) -> list[str]:
+    """The functions that attributes of a node name: loops, branches, calls.
+
+    By the names of the attributes: protobuf gives the keys of a map in an order that differs from node to node.
+    """
+    attrs = [node.attr[key] for key in sorted(node.attr)]
+    return [called.name for attr in attrs for called in (attr.func, *attr.list.func) if called.name]
+
+
 def control_inputs(node: NodeDef) -> list[str]:
     """The names of the nodes that a node waits for without reading them."""
     return [text[1:] for text in node.input if text.startswith("^")]

@@ -12,7 +12,17 @@ from typing import NamedTuple, TypeAlias
 
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.graph import AttrValue, GraphDef, NodeDef, Ref, data_inputs, dtype_attr, make_node, shape_attr
+from graph_passes.graph import (
+    AttrValue,
+    GraphDef,
+    NodeDef,
+    Ref,
+    data_inputs,
+    dtype_attr,
+    function_names,
+    make_node,
+    shape_attr,
+)
 from graph_passes.tensorflow_bridge import (
     FunctionDefLibrary,
     Shape,
@@ -326,11 +336,6 @@ class Handles:
         node = self._nodes[ref.node]
         sizes = constant_value(node) if node.op == "Const" else None
         return None if sizes is None or sizes.ndim != 1 or (sizes < 0).any() else tuple(map(int, sizes))
-
-
-def function_names(node: NodeDef) -> list[str]:
-    """The functions that a node runs."""
-    return [called.name for attr in node.attr.values() for called in (attr.func, *attr.list.func) if called.name]
 
 
 def _may_pass_on_handles(node: NodeDef) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.graph import NodeDef
+from graph_passes.graph import NodeDef, function_names
 from graph_passes.outline import FunctionDef
 from graph_passes.tensorflow_bridge import makes_resource, output_dtypes, takes_functions
 
@@ -120,15 +120,12 @@ class ResourceUse:
 
 
 def called_functions(node: NodeDef, functions: Mapping[str, FunctionDef]) -> list[str]:
-    """Those of these library functions that a node runs."""
+    """Those of these library functions that a node runs, in the same order for nodes with the same attributes."""
     if node.op in functions:
         return [node.op]
     if not takes_functions(node.op):
         return []
-    attrs = node.attr.values()
-    names = [attr.func.name for attr in attrs if attr.HasField("func")]
-    names += [function.name for attr in attrs for function in attr.list.func]
-    return [name for name in names if name in functions]
+    return [name for name in function_names(node) if name in functions]
 
 
 def resource_name(node: NodeDef) -> str:

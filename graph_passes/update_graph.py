@@ -30,6 +30,7 @@ from graph_passes.group_update import Captured
 from graph_passes.outline import FunctionDef, call_node, compiled, outline, placeholder
 from graph_passes.parameter_group import ParameterGroup, contributors, parameter_groups
 from graph_passes.program import Program, Step, Value, ValueKind, Variable, VariableKind
+from graph_passes.row_gradients import RowGradients
 from graph_passes.storage import (
     accumulate_function,
     assign,
@@ -92,9 +93,7 @@ class UpdateGraph:
         self.reduced: dict[tuple[tuple[Variable, ...], str], Ref] = {}
         self.computations: dict[str, _Computation] = {}
         self.zeros: dict[tuple[str, str], Ref] = {}
-        self.gathered: dict[tuple[str, str], tuple[Ref, Ref]] = {}
-        self.joined: dict[tuple[Value, int, int], Ref | None] = {}
-        self.tasks_with: dict[Value, list[Task]] = {}
+        self.rows = RowGradients(program, self.builder)
         self.next_key = options.first_key
         self.previous: dict[str, str] = {}  # device -> the last of its all-reduces so far
 
@@ -381,7 +380,7 @@ class UpdateGraph:
                 gradients[variable.name] = gradient
                 outputs.append(builder.add("result", "Identity", [gradient], T=kind))
                 continue
-            dtype = self._dtype(Value(variable.value or Ref(""), ValueKind.SLICE_INDICES))
+            dtype = self.rows.dtype(Value(variable.value or Ref(""), ValueKind.SLICE_INDICES))
             indices = builder.append(placeholder(builder.names.fresh("indices"), dtype))
             slices[variable.name] = (gradient, indices)
             rows = builder.const(variable.shape[0], types_pb2.DT_INT32)
@@ -468,49 +467,7 @@ class UpdateGraph:
 
     def _rows(self, name: str, index: int, device: str) -> Ref:
         """The values (index 0) or indices of a gradient's rows on a device."""
-        return self._gather(name, device)[index]
-
-    def _gather(self, name: str, device: str) -> tuple[Ref, Ref]:
-        """The rows of a gradient from all slices (by stage, replica, micro-batch), on one device."""
-        if (name, device) not in self.gathered:
-            variable = self.program.variables[name]
-            found = []
-            for kind in (ValueKind.SLICE_VALUES, ValueKind.SLICE_INDICES):
-                value = Value(variable.value or Ref(""), kind)
-                parts = [
-                    self._joined(value, stage, replica)
-                    for stage, devices in enumerate(self.homes)
-                    for replica in range(len(devices))
-                ]
-                present = [part for part in parts if part is not None]
-                with self.builder.marked({PHASE_ATTR: "concat"}):
-                    found.append(self.builder.concat("rows", present, self._dtype(value), 0, device=device))
-            self.gathered[name, device] = (found[0], found[1])
-        return self.gathered[name, device]
-
-    def _joined(self, value: Value, stage: int, replica: int) -> Ref | None:
-        """The rows from one device, joined there before they are sent."""
-        key = (value, stage, replica)
-        if key not in self.joined:
-            own = sorted(task for task in self._tasks_with(value) if (task.stage, task.replica) == key[1:])
-            parts = [self.step.values[task, value] for task in own]
-            device = self.homes[stage][replica]
-            name = f"stage{stage}/replica{replica}/own_rows"
-            with self.builder.marked({PHASE_ATTR: "concat", STAGE_ATTR: stage, REPLICA_ATTR: replica}):
-                joined = self.builder.concat(name, parts, self._dtype(value), 0, device=device) if parts else None
-            self.joined[key] = joined
-        return self.joined[key]
-
-    def _tasks_with(self, value: Value) -> list[Task]:
-        if value not in self.tasks_with:
-            self.tasks_with[value] = [task for task, v in self.step.values if v == value]
-        return self.tasks_with[value]
-
-    def _dtype(self, value: Value) -> int:
-        stage = next(stage for stage in self.program.stages if value in stage.results)
-        _, function = stage.parameter_gradients
-        assert function is not None
-        return function.result_dtype(value)
+        return self.rows.gather(name, device)[index]
 
     def _state_of(self, group: ParameterGroup, what: str) -> list[Variable]:
         """The state of a group that a call assigns: counters have their new value in the step itself."""

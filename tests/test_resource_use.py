@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -124,3 +125,15 @@ def test_functions_that_a_node_runs() -> None:
     assert called_functions(branch, functions) == ["f"]
     assert called_functions(make_node("n", "g"), functions) == ["g"]
     assert called_functions(make_node("n", "Add", attrs={"f": function_attr("f")}), functions) == []
+
+
+def test_the_order_of_functions_does_not_depend_on_how_protobuf_keeps_attributes() -> None:
+    # Protobuf gives a map's keys in an order that differs from node to node: body and condition of the same loop came
+    # in one order here and in the other there, and what had been measured for it was not found again.
+    attrs = {"body": "f", "cond": "g", "else_branch": "h", "then_branch": "i"}
+    functions = {name: FunctionDef() for name in attrs.values()}
+    shuffle = random.Random(0)
+    for _ in range(100):
+        keys = shuffle.sample(sorted(attrs), len(attrs)) + ["parallel_iterations"] * shuffle.randrange(2)
+        made = make_node("n", "While", attrs={key: function_attr(attrs[key]) if key in attrs else 1 for key in keys})
+        assert called_functions(made, functions) == ["f", "g", "h", "i"]
