@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from dapple_tf.example_batch import ExampleBatch
 from models import generated_data, text
-from models.readers import fit, images, pairs, squad, text_files, tfrecords, tokens
+from models.readers import fit, images, pairs, predicted_tokens, squad, text_files, tfrecords, tokens
 from models.readers.options import Request
 from models.sources import DataSource, ModelError, untuned
 
@@ -59,12 +59,15 @@ def _patterns(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset
 
 
 def _sentences(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
-    """Tokens of which some are padding; the labels are the tokens themselves, or the class of the first one."""
+    """Tokens of which some are padding; the labels are the tokens themselves, or the class of the first one.
+
+    Of a model that takes a permutation of them, only those count that it isn't given.
+    """
     inputs = {tensor.name: tensor for tensor in fit.declared(model, "inputs")}
-    if set(inputs) != {"tokens", "segments", "present"}:
+    if set(inputs) - {"permutation"} != {"tokens", "segments", "present"}:
         raise ModelError(
-            f"the data 'sentences' are for bert, but {model.name!r} takes {', '.join(inputs) or 'nothing declared'}; "
-            f"use other data"
+            f"the data 'sentences' are for bert and xlnet, but {model.name!r} takes "
+            f"{', '.join(inputs) or 'nothing declared'}; use other data"
         )
     draw = np.random.default_rng(seed)
     count, sequence = _POOL_BATCHES * batch_size, inputs["tokens"].shape[1]
@@ -74,7 +77,10 @@ def _sentences(model: keras.Model, batch_size: int, seed: int) -> tf.data.Datase
     present = (np.arange(sequence) < lengths).astype("int32")
     x = {"tokens": tokens, "segments": np.zeros_like(tokens), "present": present}
     y = tokens if len(model.output_shape) == 3 else tokens[:, 0] % model.output_shape[-1]
-    return pooled(x, y, None, batch_size, seed)
+    if "permutation" not in inputs:
+        return pooled(x, y, None, batch_size, seed)
+    x["permutation"] = predicted_tokens.permutation(present == 0, tf.constant([seed, 0], tf.int64)).numpy()
+    return pooled(x, y, (x["permutation"] > 0).astype("float32"), batch_size, seed)
 
 
 def _reversed_pairs(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
@@ -89,7 +95,7 @@ _DATASETS = (
     GENERATED,
     DataSource("source_text", "bytes of Python's standard library, for language models", _source_text, _held_out_text),
     DataSource("patterns", "a pattern for each class, in noise, for models of images", _patterns),
-    DataSource("sentences", "random tokens of several lengths, for bert", _sentences),
+    DataSource("sentences", "random tokens of several lengths, for bert and xlnet", _sentences),
     DataSource("reversed_pairs", "sentences, and the same backwards as their translation, for gnmt", _reversed_pairs),
 )
 

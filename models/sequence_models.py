@@ -33,6 +33,15 @@ SEQUENCE_MODELS = (
     ModelSource(
         "xlnet:36", "XLNet-36 of the DAPPLE paper: 524 million parameters", _of_tokens(xlnet.xlnet_36), _SENTENCES
     ),
+    ModelSource(
+        "xlnet_two_streams:tiny",
+        "as it is pretrained: tokens are predicted in the order of a permutation",
+        _of_tokens(xlnet.xlnet_tiny, two_streams=True),
+        _SENTENCES,
+    ),
+    ModelSource(
+        "xlnet_two_streams:36", "XLNet-36 as it is pretrained", _of_tokens(xlnet.xlnet_36, two_streams=True), _SENTENCES
+    ),
     ModelSource("gnmt:tiny", "2 + 2 layers of LSTMs of 16 units", _of_tokens(gnmt.gnmt_tiny), _PAIRS),
     ModelSource("gnmt:16", "GNMT-16 of the DAPPLE paper: 291 million parameters", _of_tokens(gnmt.gnmt_16), _PAIRS),
     ModelSource("rnn:tiny", "2 LSTMs of 16 units, 8 bytes per sample", _of_tokens(rnn.rnn_tiny), _TEXT),

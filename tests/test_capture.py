@@ -436,7 +436,8 @@ def test_integer_inputs_keep_their_dtype() -> None:
 def test_xla_compiles_stage_functions() -> None:
     model, plain = pair(mlp)
     pipelined = pipeline(model, ["first"], (2, 1), 2, 8, jit_compile=True)
-    assert_same_training(pipelined, plain, [(X[:8], Y[:8], None)] * 2)
+    batches = [slice(0, 8), slice(0, 3), slice(3, 4), slice(2, 10)]  # With slices of other sizes, and with none.
+    assert_same_training(pipelined, plain, [(X[part], Y[part], None) for part in batches])
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def test_text_is_held_out() -> None:
     [
         ("source_text", "vgg:tiny", r"'source_text' are for models that take one tensor of 2 axes.*\(None, 8, 8, 3\)"),
         ("patterns", "gpt:tiny", "'patterns' are for models that take one tensor of 4 axes"),
-        ("sentences", "gpt:tiny", "'sentences' are for bert, but 'gpt_tiny' takes tokens; use other data"),
+        ("sentences", "gpt:tiny", "'sentences' are for bert and xlnet, but 'gpt_tiny' takes tokens; use other data"),
     ],
 )
 def test_data_for_other_models_are_refused(data: str, model: str, message: str) -> None:

@@ -23,9 +23,10 @@ WORDS = [f"w{number}" for number in range(20)] + ["who", "what"]
 SEQUENCE = 12
 
 
-def question_model(outputs: str, words: int = 27) -> keras.Model:
+def question_model(outputs: str, words: int = 27, *, ordered: bool = False) -> keras.Model:
     """A model of questions that doesn't answer."""
-    inputs = {name: keras.Input((SEQUENCE,), dtype="int32", name=name) for name in ("tokens", "segments", "present")}
+    names = ("tokens", "segments", "present", *(("permutation",) if ordered else ()))
+    inputs = {name: keras.Input((SEQUENCE,), dtype="int32", name=name) for name in names}
     hidden = keras.layers.Embedding(words, 4)(inputs["tokens"])
     if outputs == "spans":
         logits: Any = keras.layers.Permute((2, 1))(keras.layers.Dense(2)(hidden))
@@ -145,10 +146,24 @@ def test_labels_follow_the_model(folder: pathlib.Path) -> None:
     assert 0.6 < (changed["tokens"][weights == 1] == 4).mean() < 0.95
 
 
+def test_tokens_are_predicted_in_an_order_where_the_model_takes_one(folder: pathlib.Path) -> None:
+    data = find_data(f"squad:{folder}/train.json?tokenizer={folder}/words.json&valid={folder}/train.json")
+    assert data.held_out is not None
+    x, labels, weights = next(data.held_out(question_model("tokens", ordered=True), 999).as_numpy_iterator())
+    plain, _, _ = next(data.held_out(question_model("tokens"), 999).as_numpy_iterator())
+    np.testing.assert_array_equal(x["tokens"], labels)
+    np.testing.assert_array_equal(x["present"], plain["present"])
+    np.testing.assert_array_equal(weights, x["permutation"] > 0)
+    assert weights.sum(1).min() >= 1 and 0.1 < weights[labels > 4].mean() < 0.3
+    assert not weights[labels <= 4].any()  # Padding, and what stands between question and text.
+    for places in x["permutation"]:
+        assert sorted(places[places > 0]) == list(range(1, (places > 0).sum() + 1))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("outputs", ["spans", "tokens"])
-def test_order_is_seeded_and_resumes(outputs: str, folder: pathlib.Path) -> None:
-    model = question_model(outputs)
+@pytest.mark.parametrize(("outputs", "ordered"), [("spans", False), ("tokens", False), ("tokens", True)])
+def test_order_is_seeded_and_resumes(outputs: str, ordered: bool, folder: pathlib.Path) -> None:
+    model = question_model(outputs, ordered=ordered)
     data = find_data(f"squad:{folder}/train.json?tokenizer={folder}/words.json")
     assert_seeded(functools.partial(data.batches, model, 8), 5)
     assert_resumes(lambda: data.batches(model, 8, 0), steps=12, done=5)
@@ -191,6 +206,11 @@ def test_models_that_do_not_fit_are_told(folder: pathlib.Path) -> None:
             name,
             question_model("other"),
             r"for each sample 'answers' gives \[12, 3\]; questions are for logits",
+        ),
+        (
+            name,
+            question_model("spans", ordered=True),
+            r"gives \[2, 12\]; questions are for logits \[12, vocabulary\] \(tokens\)",
         ),
         (name, question_model("spans", 9), "the data have 27 tokens, but 'answers' knows 9"),
         (f"{name}&question=8", SPANS, "of 12 tokens a question takes 8 and 3 are special, which leaves 1 of the text"),

@@ -22,6 +22,7 @@ CONFIGS = {
     "bert:24": bert.LARGE,
     "bert:48": bert.BertConfig(),
     "xlnet:36": xlnet.XlnetConfig(),
+    "xlnet_two_streams:36": xlnet.XlnetConfig(two_streams=True),
     "gnmt:16": gnmt.GnmtConfig(),
     "gpt:medium": gpt.MEDIUM,
     "rnn:16": rnn.RnnConfig(),

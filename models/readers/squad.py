@@ -1,4 +1,4 @@
-"""Questions on texts in SQuAD's JSON format, for ``bert``.
+"""Questions on texts in SQuAD's JSON format, for ``bert`` and ``xlnet``.
 
 A sample is ``[CLS] question [SEP] text [SEP]`` and padding: ``{"tokens", "segments", "present"}``, where segments are 1
 from the text on and present is 0 at padding. Long texts make several samples, which overlap. What the model gives
@@ -7,6 +7,7 @@ decides on its labels:
 * logits [batch, 2, sequence]: where the answer starts and ends, [batch, 2]; both 0 (``[CLS]``) where there is none;
 * logits [batch, classes]: 1 if the text has the answer, else 0;
 * logits [batch, sequence, vocabulary]: the tokens themselves, of which 15% are masked, with weights 0 at all others.
+  For a model that takes ``"permutation"``, too, none are masked: a sixth are to be predicted in a random order.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from models.readers import fit, samples, vocabulary
+from models.readers import fit, predicted_tokens, samples, vocabulary
 from models.readers.options import Request, TokenizedOptions
 from models.readers.order import Samples, by_number, evaluation_batches, parts, seeds_of, training_batches
 from models.readers.ragged import Ragged, padded
 from models.sources import DataSource, ModelError
 
-Task = Literal["spans", "classes", "tokens"]
-"""What a model tells: where the answer is, whether there is one, or which tokens were masked."""
+Task = Literal["spans", "classes", "masked", "ordered"]
+"""What a model tells: where the answer is, whether there is one, or tokens that are masked, or last in an order."""
 
 _INPUTS = ("tokens", "segments", "present")
-_MASKED = 0.15  # As BERT: of these 80% are masked, 10% replaced, 10% left.
+_PERMUTATION = "permutation"
+"""What models of two streams take besides."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +104,10 @@ def open_squad(request: Request) -> DataSource:
         train, held_out = [train[number] for number in kept], [train[number] for number in left]
 
     def part(model: keras.Model, questions: list[Question], seed: int) -> Samples:
-        sequence = fit.named_inputs(request.text, model, _INPUTS)["tokens"][1]
-        task = _task(request.text, model, sequence)
+        ordered = _PERMUTATION in {tensor.name for tensor in fit.declared(model, "inputs")}
+        inputs = (*_INPUTS, _PERMUTATION) if ordered else _INPUTS
+        sequence = fit.named_inputs(request.text, model, inputs)["tokens"][1]
+        task = _task(request.text, model, sequence, ordered)
         tokenizer = _tokenizer(request, options, path, train, model)
         fit.check_vocabulary(request.text, vocabulary.size_of(tokenizer), model, logits=False)
         return _samples(request.text, options, tokenizer, questions, task, sequence, seed)
@@ -209,23 +213,23 @@ def examples(
             yield Example([*head, *part, separator], len(head), *((one + place, last + place) if inside else (0, 0)))
 
 
-def _task(text: str, model: keras.Model, sequence: int) -> Task:
+def _task(text: str, model: keras.Model, sequence: int, ordered: bool) -> Task:
     """What a model is to tell.
 
     Raises:
         ModelError: it is nothing that these data have labels for.
     """
     known = [tuple(output.shape[1:]) for output in fit.declared(model, "outputs")]
-    if known == [(2, sequence)]:
-        return "spans"
-    if len(known) == 1 and len(known[0]) == 1 and known[0][0] >= 2:
-        return "classes"
     if known == [(sequence, fit.vocabulary_of(model, logits=False))]:
-        return "tokens"
+        return "ordered" if ordered else "masked"
+    if known == [(2, sequence)] and not ordered:
+        return "spans"
+    if len(known) == 1 and len(known[0]) == 1 and known[0][0] >= 2 and not ordered:
+        return "classes"
+    others = f"[2, {sequence}] (start and end), [2 or more classes] (has an answer) or "
     raise ModelError(
         f"{text}: for each sample {model.name!r} gives {' and '.join(str(list(shape)) for shape in known)}; questions "
-        f"are for logits [2, {sequence}] (start and end), [2 or more classes] (has an answer) or [{sequence}, "
-        f"vocabulary] (masked tokens)"
+        f"are for logits {'' if ordered else others}[{sequence}, vocabulary] (tokens)"
     )
 
 
@@ -251,7 +255,7 @@ def _samples(
     tokens = Ragged.of(example.tokens for example in found).lookup()
     texts = tf.constant([example.text for example in found], tf.int32)
     answers = tf.constant([(example.start, example.end) for example in found], tf.int32)
-    mask = vocabulary.token(tokenizer, "[MASK]", text) if task == "tokens" else 0
+    mask = vocabulary.token(tokenizer, "[MASK]", text) if task == "masked" else 0
     size = vocabulary.size_of(tokenizer)
 
     def read(draw: tf.Tensor, index: tf.Tensor) -> tuple[Any, ...]:
@@ -269,19 +273,11 @@ def _samples(
             return x, tf.cast(answers[index][1] > 0, tf.int32)
         special = (x["tokens"] == first) | (x["tokens"] == separator) | (places >= count)
         labels = x["tokens"]
-        x["tokens"], chosen = _masked(labels, special, mask, size, seeds_of(draw, seed))
+        if task == "ordered":
+            x[_PERMUTATION] = predicted_tokens.permutation(special, seeds_of(draw, seed))
+            chosen = x[_PERMUTATION] > 0
+        else:
+            x["tokens"], chosen = predicted_tokens.masked(labels, special, mask, size, seeds_of(draw, seed))
         return x, labels, tf.cast(chosen, tf.float32)
 
     return by_number(len(found), read)
-
-
-def _masked(
-    tokens: tf.Tensor, special: tf.Tensor, mask: int, size: int, seeds: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Tokens [sequence] of which some are masked, and which; at least one."""
-    drawn = tf.where(special, 2.0, tf.random.stateless_uniform(tf.shape(tokens), seeds))
-    chosen = (drawn < _MASKED) | (drawn == tf.reduce_min(drawn))
-    way = tf.random.stateless_uniform(tf.shape(tokens), seeds + 1)
-    others = tf.random.stateless_uniform(tf.shape(tokens), seeds + 2, 0, size, tf.int32)
-    changed = tf.where(way < 0.8, mask, tf.where(way < 0.9, others, tokens))
-    return tf.where(chosen, changed, tokens), chosen
