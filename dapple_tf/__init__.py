@@ -1,12 +1,11 @@
 """Pipelined data-parallel training for TensorFlow 2 and Keras 3, by rewriting the training graph."""
 
-from dapple_tf.checkpoint import latest_checkpoint, load_checkpoint
-from dapple_tf.checkpoint_manifest import CheckpointError
-from dapple_tf.checkpointing import Checkpointing
-from dapple_tf.chunks import chunked
-from dapple_tf.cluster import Cluster, ClusterError, Device
-from dapple_tf.emulated_waits import EmulationError
-from dapple_tf.emulator import Emulation, emulate
+from dapple_tf.checkpoints.checkpoint import latest_checkpoint, load_checkpoint
+from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
+from dapple_tf.checkpoints.checkpointing import Checkpointing
+from dapple_tf.clusters.cluster import Cluster, ClusterError, Device
+from dapple_tf.clusters.faults import FaultPolicy
+from dapple_tf.clusters.links import measure_links
 from dapple_tf.errors import (
     CaptureError,
     DappleError,
@@ -15,21 +14,22 @@ from dapple_tf.errors import (
     StepError,
     WorkerLostError,
 )
-from dapple_tf.faults import FaultPolicy
-from dapple_tf.initialization import deferred_init
-from dapple_tf.links import measure_links
-from dapple_tf.measured_steps import tune_reverse_first_k
-from dapple_tf.monitoring import PipelineMonitor
-from dapple_tf.operator_profiler import profile_operators
+from dapple_tf.frontend.initialization import deferred_init
+from dapple_tf.measurement.monitoring import PipelineMonitor
+from dapple_tf.measurement.prediction import Prediction
+from dapple_tf.measurement.step_profile import StepProfile
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.plan import Plan, PlanError
-from dapple_tf.planner import plan
-from dapple_tf.prediction import Prediction
-from dapple_tf.profile import Profile, ProfileError
-from dapple_tf.profiler import profile
-from dapple_tf.simulator import Simulation, simulate
-from dapple_tf.step_profile import StepProfile
-from dapple_tf.stream_speedups import StreamProfile, measure_speedups, plan_streams
+from dapple_tf.operators.operator_profiler import profile_operators
+from dapple_tf.planning.chunks import chunked
+from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.planning.planner import plan
+from dapple_tf.profiling.measured_steps import tune_reverse_first_k
+from dapple_tf.profiling.profile import Profile, ProfileError
+from dapple_tf.profiling.profiler import profile
+from dapple_tf.profiling.stream_speedups import StreamProfile, measure_speedups, plan_streams
+from dapple_tf.simulation.emulated_waits import EmulationError
+from dapple_tf.simulation.emulator import Emulation, emulate
+from dapple_tf.simulation.simulator import Simulation, simulate
 from dapple_tf.trainer import PipelinedModel
 from dapple_tf.transformation import transform
 from dapple_tf.verification import Verification

@@ -15,34 +15,34 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dapple_tf.attachment import Hooks, attached, with_sync
-from dapple_tf.batch import Batch, Batches, BatchSpec, declared_spec
-from dapple_tf.builds import StepResult
-from dapple_tf.capture import Mode, capture, check_model
-from dapple_tf.checkpoint import Checkpoint, Progress
-from dapple_tf.checkpoint_manifest import Manifest
-from dapple_tf.checkpointing import CheckpointedFit, Checkpointing
-from dapple_tf.cluster import Cluster
-from dapple_tf.dump import dump
-from dapple_tf.engine import Engine
+from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress
+from dapple_tf.checkpoints.checkpoint_manifest import Manifest
+from dapple_tf.checkpoints.checkpointing import CheckpointedFit, Checkpointing
+from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.clusters.faults import FaultPolicy
 from dapple_tf.errors import DappleError, DataError, NonFiniteLossError, WorkerLostError
-from dapple_tf.faults import FaultPolicy
-from dapple_tf.functional import cuts_are_safe
-from dapple_tf.initialization import materialize
-from dapple_tf.monitoring import PipelineMonitor, StepMonitor
+from dapple_tf.execution.builds import StepResult
+from dapple_tf.execution.engine import Engine
+from dapple_tf.execution.recovery import FaultRecord
+from dapple_tf.execution.runtime import Runtime
+from dapple_tf.execution.step_passes import StepPasses
+from dapple_tf.frontend.attachment import Hooks, attached, with_sync
+from dapple_tf.frontend.batch import Batch, Batches, BatchSpec, declared_spec
+from dapple_tf.frontend.capture import Mode, capture, check_model
+from dapple_tf.frontend.functional import cuts_are_safe
+from dapple_tf.frontend.initialization import materialize
+from dapple_tf.frontend.optimizer import check_optimizer
+from dapple_tf.measurement.monitoring import PipelineMonitor, StepMonitor
+from dapple_tf.measurement.prediction import Prediction
+from dapple_tf.measurement.step_profile import StepProfile
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement
-from dapple_tf.optimizer import check_optimizer
-from dapple_tf.plan import Plan
-from dapple_tf.prediction import Prediction
-from dapple_tf.profile import Profile
-from dapple_tf.recovery import FaultRecord
-from dapple_tf.runtime import Runtime
-from dapple_tf.simulation import Simulation
-from dapple_tf.simulator import simulate
-from dapple_tf.step_passes import StepPasses
-from dapple_tf.step_profile import StepProfile
+from dapple_tf.planning.plan import Plan
+from dapple_tf.profiling.profile import Profile
+from dapple_tf.simulation.simulation import Simulation
+from dapple_tf.simulation.simulator import simulate
 from dapple_tf.verification import Verification, compare
+from dapple_tf.view.dump import dump
 from dapple_tf.view.planned import planned
 from graph_passes.assign_stages import AssignStages, find_call
 from graph_passes.pass_manager import run_passes

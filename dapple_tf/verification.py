@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.builds import StepResult
-from dapple_tf.variables import VariableTable
+from dapple_tf.execution.builds import StepResult
+from dapple_tf.frontend.variables import VariableTable
 
 
 @dataclasses.dataclass(frozen=True)

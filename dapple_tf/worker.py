@@ -29,10 +29,10 @@ from collections.abc import Mapping
 
 from absl import app, flags, logging
 
-from dapple_tf.cluster import ClusterError, check_addresses
-from dapple_tf.control import Channel, split_address
-from dapple_tf.listening import check_private, listen, resolve
-from dapple_tf.serving import Machine, attend
+from dapple_tf.clusters.cluster import ClusterError, check_addresses
+from dapple_tf.clusters.control import Channel, split_address
+from dapple_tf.clusters.listening import check_private, listen, resolve
+from dapple_tf.clusters.serving import Machine, attend
 
 _ADDRESS = flags.DEFINE_string("address", None, "host:port of this worker; by default what TF_CONFIG says")
 _DEVICES = flags.DEFINE_integer("devices", 0, "logical CPU devices; 0 for the machine's GPUs, or 1 if it has none")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import dapple_tf as dapple
-from dapple_tf.profile import Cost, LayerProfile, Tensor
-from dapple_tf.simulation import Simulation
-from dapple_tf.step_parts import StepParts, part_of, step_parts
-from dapple_tf.step_profile import simulated_tasks
-from dapple_tf.step_trace import MeasuredStep
+from dapple_tf.measurement.step_parts import StepParts, part_of, step_parts
+from dapple_tf.measurement.step_profile import simulated_tasks
+from dapple_tf.measurement.step_trace import MeasuredStep
+from dapple_tf.profiling.profile import Cost, LayerProfile, Tensor
+from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.view.timeline import Timeline
 
 MS = 1e-3

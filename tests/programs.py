@@ -21,10 +21,10 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 
-from dapple_tf.batch import BatchSpec, Leaf
-from dapple_tf.capture import Mode, capture
-from dapple_tf.schedules import make_schedule
-from dapple_tf.variables import VariableTable
+from dapple_tf.frontend.batch import BatchSpec, Leaf
+from dapple_tf.frontend.capture import Mode, capture
+from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.scheduling.schedules import make_schedule
 from graph_passes.accumulate import Accumulate, accumulated_gradients
 from graph_passes.assign_stages import POSITION_ATTR, AssignStages
 from graph_passes.build_backward import BuildBackward

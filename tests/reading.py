@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.data_position import TrainingData
+from dapple_tf.checkpoints.data_position import TrainingData
 
 
 def image_model(classes: int = 3, side: int = 8, channels: int = 3) -> keras.Model:

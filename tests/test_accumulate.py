@@ -28,7 +28,7 @@ from programs import (
     two_stages,
 )
 
-from dapple_tf.capture import Mode
+from dapple_tf.frontend.capture import Mode
 from graph_passes.accumulate import (
     Accumulate,
     accumulated_gradients,

@@ -13,7 +13,7 @@ import tensorflow as tf
 from symbolic_models import parameters, without_values
 from test_image_models import DOCUMENTED, SOURCES
 
-from dapple_tf.profile_text import load_text
+from dapple_tf.profiling.profile_text import load_text
 from models import amoebanet
 from models.grouping import Group
 

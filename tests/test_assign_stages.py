@@ -35,9 +35,9 @@ from programs import (
 )
 from tensorflow.core.framework import types_pb2
 
-from dapple_tf.batch import declared_spec
-from dapple_tf.capture import Mode, capture
-from dapple_tf.variables import VariableTable
+from dapple_tf.frontend.batch import declared_spec
+from dapple_tf.frontend.capture import Mode, capture
+from dapple_tf.frontend.variables import VariableTable
 from graph_passes import assign_stages
 from graph_passes.assign_stages import AssignStages, find_call, layer_of
 from graph_passes.graph import Graph, GraphDef, PassError, Ref, dtype_attr

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.batch import Batches, BatchSpec, Leaf, declared_spec, spec_of
 from dapple_tf.errors import DataError
+from dapple_tf.frontend.batch import Batches, BatchSpec, Leaf, declared_spec, spec_of
 
 layers = keras.layers
 

@@ -26,7 +26,7 @@ from programs import (
     two_layers,
 )
 
-from dapple_tf.capture import Mode
+from dapple_tf.frontend.capture import Mode
 from graph_passes.assign_stages import AssignStages
 from graph_passes.build_forward import BuildForward, extract
 from graph_passes.graph import Graph, PassError, Ref, dtype_attr

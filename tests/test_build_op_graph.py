@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.cluster import Cluster, Device
+from dapple_tf.clusters.cluster import Cluster, Device
 from dapple_tf.operators.build_op_graph import build_op_graph, operator_signatures
 from dapple_tf.operators.function_work import FunctionWork
 from dapple_tf.operators.op_costs import OperatorCosts, OperatorCostsError

@@ -498,9 +498,9 @@ def test_recurrent_outputs_cross_cuts_whatever_their_length(length: int | None) 
 
 def test_nodes_know_their_layer_whatever_they_are_called() -> None:
     """Layers with the names of others' ops: the attribution comes from calls, not from names."""
-    from dapple_tf.batch import declared_spec
-    from dapple_tf.capture import Mode, capture
-    from dapple_tf.variables import VariableTable
+    from dapple_tf.frontend.batch import declared_spec
+    from dapple_tf.frontend.capture import Mode, capture
+    from dapple_tf.frontend.variables import VariableTable
     from graph_passes.graph import LAYER_ATTR
 
     features = keras.Input((4,))

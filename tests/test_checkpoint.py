@@ -20,10 +20,10 @@ import pytest
 from models_for_tests import assert_same_values, classifier, plan, samples, transform, values
 
 import dapple_tf as dapple
-from dapple_tf import checkpoint as checkpoint_module
-from dapple_tf.checkpoint_files import checkpoints
-from dapple_tf.checkpoint_graph import host_of
-from dapple_tf.checkpoint_manifest import CheckpointError
+from dapple_tf.checkpoints import checkpoint as checkpoint_module
+from dapple_tf.checkpoints.checkpoint_files import checkpoints
+from dapple_tf.checkpoints.checkpoint_graph import host_of
+from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
 from tools.hosts import LocalWorkers
 
 X, Y, _ = samples(7)

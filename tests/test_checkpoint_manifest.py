@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.bundle_index import BundleIndexError, Stored, read_index
-from dapple_tf.checkpoint_files import check_bundle, index_file
-from dapple_tf.checkpoint_manifest import FORMAT, CheckpointError, Entry, Manifest, Shard
+from dapple_tf.checkpoints.bundle_index import BundleIndexError, Stored, read_index
+from dapple_tf.checkpoints.checkpoint_files import check_bundle, index_file
+from dapple_tf.checkpoints.checkpoint_manifest import FORMAT, CheckpointError, Entry, Manifest, Shard
 
 MANIFEST = Manifest(
     step=12,

@@ -23,9 +23,9 @@ from equivalence import variables_of
 from models_for_tests import classifier, plan, samples, transform
 
 import dapple_tf as dapple
-from dapple_tf.checkpoint_files import checkpoints
-from dapple_tf.checkpoint_manifest import CheckpointError
-from dapple_tf.data_position import TrainingData
+from dapple_tf.checkpoints.checkpoint_files import checkpoints
+from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
+from dapple_tf.checkpoints.data_position import TrainingData
 
 COUNT = 31  # samples: four batches of 7, and one of 3
 X, Y, _ = samples(COUNT)

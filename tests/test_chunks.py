@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from dapple_tf.chunks import chunked
-from dapple_tf.cluster import Cluster, Device
-from dapple_tf.plan import Plan, PlanError
-from dapple_tf.profile import Cost, LayerProfile, Profile, SharedParameters, Tensor
-from dapple_tf.simulator import simulate
+from dapple_tf.clusters.cluster import Cluster, Device
+from dapple_tf.planning.chunks import chunked
+from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, SharedParameters, Tensor
+from dapple_tf.simulation.simulator import simulate
 
 
 def profile_of(

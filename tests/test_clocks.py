@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dapple_tf.clocks import ClockSample, Contradiction, Offset, Refinement, WorkerClock, estimate, refine
+from dapple_tf.clusters.clocks import ClockSample, Contradiction, Offset, Refinement, WorkerClock, estimate, refine
 
 SECOND = 1_000_000_000
 

@@ -21,14 +21,14 @@ import tensorflow as tf
 from workers import PATIENCE, children, client, expect, status, wait_until
 
 import dapple_tf as dapple
-from dapple_tf import connection as connection_module
-from dapple_tf.cluster import ClusterError
-from dapple_tf.connection import Connection, acquire, connected, open_session, reachable, release
+from dapple_tf.clusters import connection as connection_module
+from dapple_tf.clusters.cluster import ClusterError
+from dapple_tf.clusters.connection import Connection, acquire, connected, open_session, reachable, release
+from dapple_tf.clusters.faults import FaultPolicy
+from dapple_tf.clusters.links import measure_links
+from dapple_tf.clusters.remote_session import RemoteSession
+from dapple_tf.clusters.session import COLLECTIVE_KEYS
 from dapple_tf.errors import WorkerLostError
-from dapple_tf.faults import FaultPolicy
-from dapple_tf.links import measure_links
-from dapple_tf.remote_session import RemoteSession
-from dapple_tf.session import COLLECTIVE_KEYS
 from tools.hosts import LocalWorkers
 
 NOTICE = 2.0
@@ -251,7 +251,7 @@ def test_a_port_that_somebody_has_taken_meanwhile(cluster: dapple.Cluster) -> No
 IS_REFUSED = """
 import sys
 import dapple_tf as dapple
-from dapple_tf.connection import connected, reachable
+from dapple_tf.clusters.connection import connected, reachable
 
 cluster = dapple.Cluster.of_servers(sys.argv[1:])
 print(cluster.num_devices, reachable(cluster.addresses, 60.0))
@@ -460,7 +460,7 @@ LEAVES = """
 import sys, threading
 import tensorflow as tf
 import dapple_tf as dapple
-from dapple_tf.connection import acquire, open_session
+from dapple_tf.clusters.connection import acquire, open_session
 
 how, *addresses = sys.argv[1:]
 cluster = dapple.Cluster.of_servers(addresses)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dapple_tf.cluster import Cluster, Device, Server
-from dapple_tf.cost import CostModel, Piece, all_reduce_seconds, gib, stage_cost
-from dapple_tf.plan import Plan, PlanError
-from dapple_tf.profile import ZERO, Cost, LayerProfile, Profile, SharedParameters, Tensor
+from dapple_tf.clusters.cluster import Cluster, Device, Server
+from dapple_tf.planning.cost import CostModel, Piece, all_reduce_seconds, gib, stage_cost
+from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.profiling.profile import ZERO, Cost, LayerProfile, Profile, SharedParameters, Tensor
 from graph_passes.batching import split_evenly
 from graph_passes.tasks import Phase, Task
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from test_simulator import STRAIGHT, random_case
 
-from dapple_tf import emulated_step, emulator
-from dapple_tf.cluster import Cluster, Device, Server
-from dapple_tf.emulated_waits import EmulationError
-from dapple_tf.emulator import Emulation, emulate
-from dapple_tf.plan import Plan
-from dapple_tf.profile import Cost, LayerProfile, Profile, SharedParameters, Tensor
-from dapple_tf.schedules import make_schedule
-from dapple_tf.simulator import Span
+from dapple_tf.clusters.cluster import Cluster, Device, Server
+from dapple_tf.planning.plan import Plan
+from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, SharedParameters, Tensor
+from dapple_tf.scheduling.schedules import make_schedule
+from dapple_tf.simulation import emulated_step, emulator
+from dapple_tf.simulation.emulated_waits import EmulationError
+from dapple_tf.simulation.emulator import Emulation, emulate
+from dapple_tf.simulation.simulator import Span
 from graph_passes.tasks import Schedule
 from tools import check_simulator, command
 from tools.even_pipeline import pipeline

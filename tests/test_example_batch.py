@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from profiled import mlp
 
-from dapple_tf.example_batch import ExampleBatch
-from dapple_tf.profile import ProfileError
+from dapple_tf.frontend.example_batch import ExampleBatch
+from dapple_tf.profiling.profile import ProfileError
 
 layers = keras.layers
 

@@ -20,7 +20,7 @@ from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
 from dapple_tf.operators.placement_problem import PlacementProblem, compile_problem, tails
 from dapple_tf.operators.simulated_placement import SimulatedPlacement, simulate_placement
 from dapple_tf.operators.split_graph import apply_splits
-from dapple_tf.plan_values import PlanError
+from dapple_tf.planning.plan_values import PlanError
 from graph_passes.split_rules import SplitRule
 
 

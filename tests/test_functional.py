@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.batch import declared_spec
-from dapple_tf.capture import Mode, capture
-from dapple_tf.functional import cuts_are_safe, outputs_as_declared
-from dapple_tf.variables import VariableTable
+from dapple_tf.frontend.batch import declared_spec
+from dapple_tf.frontend.capture import Mode, capture
+from dapple_tf.frontend.functional import cuts_are_safe, outputs_as_declared
+from dapple_tf.frontend.variables import VariableTable
 from graph_passes.assign_stages import AssignStages
 from graph_passes.graph import PassError
 from graph_passes.pass_manager import run_passes

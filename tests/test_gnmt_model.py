@@ -12,9 +12,9 @@ import pytest
 from models_for_tests import randomised
 
 import dapple_tf as dapple
-from dapple_tf.batch import declared_spec
-from dapple_tf.capture import Mode, capture
-from dapple_tf.variables import VariableTable
+from dapple_tf.frontend.batch import declared_spec
+from dapple_tf.frontend.capture import Mode, capture
+from dapple_tf.frontend.variables import VariableTable
 from graph_passes import assign_stages
 from graph_passes.assign_stages import AssignStages
 from models import gnmt

@@ -18,12 +18,20 @@ from typing import Any
 import pytest
 
 from dapple_tf import data_files
-from dapple_tf.cluster import Cluster, ClusterError
-from dapple_tf.plan import Plan, PlanError
-from dapple_tf.plan_report import PlanReport, StageReport
-from dapple_tf.profile import Cost, LayerBuffers, LayerProfile, Profile, ProfileError, SharedParameters, Tensor
-from dapple_tf.profile_cache import read_profile
-from dapple_tf.profile_text import load_text
+from dapple_tf.clusters.cluster import Cluster, ClusterError
+from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.planning.plan_report import PlanReport, StageReport
+from dapple_tf.profiling.profile import (
+    Cost,
+    LayerBuffers,
+    LayerProfile,
+    Profile,
+    ProfileError,
+    SharedParameters,
+    Tensor,
+)
+from dapple_tf.profiling.profile_cache import read_profile
+from dapple_tf.profiling.profile_text import load_text
 
 ROOT = pathlib.Path(__file__).parents[1]
 SECONDS = 5.0
@@ -115,7 +123,7 @@ all_kinds = pytest.mark.parametrize("kind", (*JSON_KINDS, TEXT), ids=lambda kind
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """That a plan was changed after it was planned would be said thousands of times here."""
-    monkeypatch.setattr(logging.getLogger("dapple_tf.plan"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("dapple_tf.planning.plan"), "disabled", True)
 
 
 @pytest.fixture(autouse=True)

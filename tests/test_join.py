@@ -10,7 +10,7 @@ from programs import layout, staged, two_layers, two_stages, unchanged, updated
 from step_programs import of_model
 
 import dapple_tf as dapple
-from dapple_tf.capture import Mode
+from dapple_tf.frontend.capture import Mode
 from graph_passes.graph import NodeDef, PassError
 from graph_passes.join import Join
 from graph_passes.program import Program

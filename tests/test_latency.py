@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from dapple_tf.latency import StageTime, pipeline_latency, pivot_stage
+from dapple_tf.planning.latency import StageTime, pipeline_latency, pivot_stage
 
 
 def test_one_stage_is_the_sum_of_its_micro_batches_and_its_reduction() -> None:

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from dapple_tf import list_scheduling, priorities
-from dapple_tf.list_scheduling import best, free_queues, merged_devices, run
-from dapple_tf.schedule_request import Job, ScheduleError, ScheduleRequest
+from dapple_tf.scheduling import list_scheduling, priorities
+from dapple_tf.scheduling.list_scheduling import best, free_queues, merged_devices, run
+from dapple_tf.scheduling.schedule_request import Job, ScheduleError, ScheduleRequest
 from graph_passes.tasks import Phase
 from tests.schedule_runs import straight, vee
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import dapple_tf as dapple
-from dapple_tf.cost import CostModel
-from dapple_tf.profile import ZERO, Cost, LayerBuffers, LayerProfile, Profile, Tensor
-from dapple_tf.stage_buffers import stage_buffers
+from dapple_tf.planning.cost import CostModel
+from dapple_tf.planning.stage_buffers import stage_buffers
+from dapple_tf.profiling.profile import ZERO, Cost, LayerBuffers, LayerProfile, Profile, Tensor
 from tools import memory_of_steps
 
 OUT, KEPT, LATE, PARTIAL = 100.0, 10.0, 4.0, 7.0

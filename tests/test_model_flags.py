@@ -15,7 +15,7 @@ import pytest
 from absl import app, flags
 
 import dapple_tf as dapple
-from dapple_tf.profile_text import to_text
+from dapple_tf.profiling.profile_text import to_text
 from models.registry import find_model
 from tools import command
 from tools.model_flags import (

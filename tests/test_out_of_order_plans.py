@@ -16,14 +16,21 @@ from equivalence import assert_same_training, pair
 from profiled import mlp
 
 import dapple_tf as dapple
-from dapple_tf.cluster import Cluster, Device
-from dapple_tf.out_of_order_plans import even_plans, least_seconds, more_stages, name, stages_per_device, with_chunks
-from dapple_tf.plan import Plan, PlanError
-from dapple_tf.plan_reasons import shape
-from dapple_tf.plan_request import DAPPLE_POLICIES, PlanRequest
-from dapple_tf.planner import plan
-from dapple_tf.profile import Cost, LayerProfile, Profile, SharedParameters, Tensor
-from dapple_tf.simulator import simulate
+from dapple_tf.clusters.cluster import Cluster, Device
+from dapple_tf.planning.out_of_order_plans import (
+    even_plans,
+    least_seconds,
+    more_stages,
+    name,
+    stages_per_device,
+    with_chunks,
+)
+from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.planning.plan_reasons import shape
+from dapple_tf.planning.plan_request import DAPPLE_POLICIES, PlanRequest
+from dapple_tf.planning.planner import plan
+from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, SharedParameters, Tensor
+from dapple_tf.simulation.simulator import simulate
 
 profile_of = functools.partial(equal_layers.profile_of, parameters=10**8)
 

@@ -38,7 +38,7 @@ from programs import (
 )
 
 import dapple_tf as dapple
-from dapple_tf.capture import Mode
+from dapple_tf.frontend.capture import Mode
 from graph_passes.assign_stages import AssignStages
 from graph_passes.build_backward import BuildBackward
 from graph_passes.build_forward import BuildForward

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dapple_tf import patching
-from dapple_tf.patching import replaced
+from dapple_tf.frontend import patching
+from dapple_tf.frontend.patching import replaced
 
 
 class Owner:

@@ -11,7 +11,7 @@ from equivalence import assert_same_training, pair, use_float64
 
 import dapple_tf as dapple
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.plan import Plan, PlanError
+from dapple_tf.planning.plan import Plan, PlanError
 
 layers = keras.layers
 rng = np.random.default_rng(0)

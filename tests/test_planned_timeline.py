@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from dapple_tf.cluster import Cluster, Device, Server
-from dapple_tf.plan import Plan, PlanError
-from dapple_tf.profile import Cost, LayerProfile, Profile, Tensor
-from dapple_tf.schedules import POLICIES, ScheduleError, make_schedule
-from dapple_tf.simulator import simulate
+from dapple_tf.clusters.cluster import Cluster, Device, Server
+from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.scheduling.schedules import POLICIES, ScheduleError, make_schedule
+from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.planned import planned
 from dapple_tf.view.timeline import Timeline
 from graph_passes.tasks import Schedule

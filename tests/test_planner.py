@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from equal_layers import cluster_of, profile_of
 
-from dapple_tf.cluster import Cluster, Device, Server
-from dapple_tf.plan import Plan, PlanError
-from dapple_tf.plan_reasons import shape, single_device_seconds
-from dapple_tf.planner import plan
-from dapple_tf.profile import Cost, LayerProfile, Profile
-from dapple_tf.profile_text import load_text
-from dapple_tf.simulator import simulate
+from dapple_tf.clusters.cluster import Cluster, Device, Server
+from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.planning.plan_reasons import shape, single_device_seconds
+from dapple_tf.planning.planner import plan
+from dapple_tf.profiling.profile import Cost, LayerProfile, Profile
+from dapple_tf.profiling.profile_text import load_text
+from dapple_tf.simulation.simulator import simulate
 
 PROFILES = Path(__file__).parents[1] / "docs" / "profiles"
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from dapple_tf.cluster import Cluster, Device
-from dapple_tf.plan import Plan, PlanError
-from dapple_tf.planner import plan
-from dapple_tf.profile import Cost, LayerProfile, Profile, Tensor
-from dapple_tf.simulator import simulate
+from dapple_tf.clusters.cluster import Cluster, Device
+from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.planning.planner import plan
+from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.simulation.simulator import simulate
 
 SCHEDULES = ("gpipe", "dapple_a", "dapple_b")
 

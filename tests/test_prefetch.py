@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import dapple_tf as dapple
-from dapple_tf.batch import Batches
 from dapple_tf.errors import DataError
+from dapple_tf.frontend.batch import Batches
 
 
 def small_model() -> keras.Model:

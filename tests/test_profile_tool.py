@@ -13,7 +13,7 @@ import planned_hardware as given
 import pytest
 
 import dapple_tf as dapple
-from dapple_tf.profile_text import load_text
+from dapple_tf.profiling.profile_text import load_text
 from tools import command, profile
 from tools.hosts import ROOT, environment
 

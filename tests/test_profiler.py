@@ -13,8 +13,8 @@ import zoo
 from profiled import captured, mlp
 
 import dapple_tf as dapple
-from dapple_tf.profile import ZERO, Profile, ProfileError
-from dapple_tf.profiler import profile
+from dapple_tf.profiling.profile import ZERO, Profile, ProfileError
+from dapple_tf.profiling.profiler import profile
 from graph_passes.assign_stages import AssignStages
 from graph_passes.program import VariableKind
 
@@ -83,11 +83,11 @@ def test_a_chain() -> None:
 
 
 def test_one_batch_size_has_no_fixed_part_and_two_lines_of_log(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="dapple_tf.profiler"):
+    with caplog.at_level(logging.INFO, logger="dapple_tf.profiling.profiler"):
         found = measured(mlp(), 4)
     assert found.batch_sizes == (4,)
     assert all(layer.forward.fixed == 0 and layer.backward.fixed == 0 for layer in found.layers)
-    before, after = (record.message for record in caplog.records if record.name == "dapple_tf.profiler")
+    before, after = (record.message for record in caplog.records if record.name == "dapple_tf.profiling.profiler")
     assert before.startswith("profiling model 'mlp' on /job:localhost") and before.endswith("slices of (4,) samples")
     assert after.startswith("profiled model 'mlp', 3 layers, in ")
 

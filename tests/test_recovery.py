@@ -17,8 +17,8 @@ from models_for_tests import classifier, values
 from workers import PATIENCE, children, mend, wait_until
 
 import dapple_tf as dapple
-from dapple_tf import connection as connection_module
-from dapple_tf.connection import reachable
+from dapple_tf.clusters import connection as connection_module
+from dapple_tf.clusters.connection import reachable
 from dapple_tf.operators.op_costs import OperatorCosts
 from tools.hosts import LocalWorkers
 

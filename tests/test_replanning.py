@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import dapple_tf as dapple
-from dapple_tf.cluster import Cluster, Device
+from dapple_tf.clusters.cluster import Cluster, Device
 from dapple_tf.errors import DappleError
-from dapple_tf.replanning import shrink, without_servers
+from dapple_tf.planning.replanning import shrink, without_servers
 
 CUTS = ["a", "b", "c"]
 

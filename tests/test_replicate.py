@@ -38,7 +38,7 @@ from programs import (
     two_stages,
 )
 
-from dapple_tf.capture import Mode
+from dapple_tf.frontend.capture import Mode
 from graph_passes.graph import Graph, NodeDef, Ref, data_inputs, dtype_attr
 from graph_passes.partition import Partition
 from graph_passes.program import Layout, Normalizer, Program, Value

@@ -12,7 +12,7 @@ import pytest
 from equivalence import pipeline
 
 import dapple_tf as dapple
-from dapple_tf.capture import Mode
+from dapple_tf.frontend.capture import Mode
 from graph_passes.tasks import Task
 
 layers = keras.layers

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapple_tf import schedule_csv
-from dapple_tf.schedule_check import lockstep
-from dapple_tf.schedule_csv import from_csv, to_csv
-from dapple_tf.schedules import POLICIES, ScheduleError, make_schedule, validate
+from dapple_tf.scheduling import schedule_csv
+from dapple_tf.scheduling.schedule_check import lockstep
+from dapple_tf.scheduling.schedule_csv import from_csv, to_csv
+from dapple_tf.scheduling.schedules import POLICIES, ScheduleError, make_schedule, validate
 from graph_passes.tasks import Schedule, Task
 from tests.schedule_runs import straight, vee
 

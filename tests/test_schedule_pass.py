@@ -21,7 +21,7 @@ from programs import (
     two_stages,
 )
 
-from dapple_tf.capture import Mode
+from dapple_tf.frontend.capture import Mode
 from graph_passes.accumulate import Accumulate
 from graph_passes.graph import Graph, PassError, control_inputs
 from graph_passes.program import Layout, Program

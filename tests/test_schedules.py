@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dapple_tf import schedule_check, schedules
-from dapple_tf.one_forward_one_backward import RULE, one_forward_one_backward
-from dapple_tf.schedules import (
+from dapple_tf.scheduling import schedule_check, schedules
+from dapple_tf.scheduling.one_forward_one_backward import RULE, one_forward_one_backward
+from dapple_tf.scheduling.schedules import (
     POLICIES,
     ScheduleError,
     in_flight,

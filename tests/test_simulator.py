@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from dapple_tf.cluster import Cluster, Device, Server
-from dapple_tf.cost import CostModel
-from dapple_tf.plan import Plan, PlanError
-from dapple_tf.profile import ZERO, Cost, LayerProfile, Profile, SharedParameters, Tensor
-from dapple_tf.schedules import POLICIES, in_flight, make_schedule
-from dapple_tf.simulator import Simulation, Span, last_gradients, run, simulate
+from dapple_tf.clusters.cluster import Cluster, Device, Server
+from dapple_tf.planning.cost import CostModel
+from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.profiling.profile import ZERO, Cost, LayerProfile, Profile, SharedParameters, Tensor
+from dapple_tf.scheduling.schedules import POLICIES, in_flight, make_schedule
+from dapple_tf.simulation.simulator import Simulation, Span, last_gradients, run, simulate
 from graph_passes.batching import split_evenly
 from graph_passes.tasks import Phase, Schedule, Task
 

@@ -14,7 +14,7 @@ from programs import in_float64, step_of
 from step_programs import device_names, of_model
 
 import dapple_tf as dapple
-from dapple_tf.example_batch import ExampleBatch
+from dapple_tf.frontend.example_batch import ExampleBatch
 from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpGraph, Topology

@@ -9,10 +9,10 @@ import pytest
 from programs import mlp, two_layers
 
 import dapple_tf as dapple
-from dapple_tf.batch import BatchSpec
-from dapple_tf.builds import Build
-from dapple_tf.capture import Mode
-from dapple_tf.step_passes import StepPasses
+from dapple_tf.execution.builds import Build
+from dapple_tf.execution.step_passes import StepPasses
+from dapple_tf.frontend.batch import BatchSpec
+from dapple_tf.frontend.capture import Mode
 from graph_passes.partition import Partition
 from graph_passes.pass_manager import run_passes
 from graph_passes.program import Program

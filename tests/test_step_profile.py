@@ -15,8 +15,8 @@ from models_for_tests import classifier, layers, plan, samples, transform, value
 from profiles_for_tests import MS, measured_as, profile_of
 
 import dapple_tf as dapple
-from dapple_tf.simulator import simulate
-from dapple_tf.step_profile import StepProfile, slowdown
+from dapple_tf.measurement.step_profile import StepProfile, slowdown
+from dapple_tf.simulation.simulator import simulate
 from graph_passes.tasks import Phase
 
 CLUSTER = dapple.Cluster.local(3, kind="cpu")

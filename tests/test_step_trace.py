@@ -13,11 +13,11 @@ import pytest
 from models_for_tests import classifier, plan, samples
 
 import dapple_tf as dapple
-from dapple_tf.capture import Mode
-from dapple_tf.clocks import Offset, WorkerClock
-from dapple_tf.simulation import Span
-from dapple_tf.step_parts import StepParts, step_parts
-from dapple_tf.step_trace import MeasuredStep, Place, TracedStep, measured
+from dapple_tf.clusters.clocks import Offset, WorkerClock
+from dapple_tf.frontend.capture import Mode
+from dapple_tf.measurement.step_parts import StepParts, step_parts
+from dapple_tf.measurement.step_trace import MeasuredStep, Place, TracedStep, measured
+from dapple_tf.simulation.simulation import Span
 from dapple_tf.view.timeline import Timeline, device_labels
 from graph_passes.program import Step
 from graph_passes.tasks import Phase, Task

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapple_tf.schedules import POLICIES, STREAM_POLICIES, make_schedule
+from dapple_tf.scheduling.schedules import POLICIES, STREAM_POLICIES, make_schedule
 from graph_passes.tasks import Phase, Schedule, Task
 
 F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD

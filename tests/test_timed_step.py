@@ -7,8 +7,8 @@ import pytest
 from programs import HOST, apply, sgd_updates, staged, tied_layers, two_layers
 
 import dapple_tf as dapple
-from dapple_tf.timed_session import StepRuns, TimedSession
-from dapple_tf.timed_step import MICRO_BATCHES, TimedStep, empty_calls, timed_step
+from dapple_tf.profiling.timed_session import StepRuns, TimedSession
+from dapple_tf.profiling.timed_step import MICRO_BATCHES, TimedStep, empty_calls, timed_step
 from graph_passes.graph import Graph, control_inputs
 from graph_passes.program import Program
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from dapple_tf.cluster import Cluster, Device
-from dapple_tf.plan import Plan
-from dapple_tf.profile import Cost, LayerProfile, Profile, Tensor
-from dapple_tf.simulation import Span
-from dapple_tf.simulator import simulate
+from dapple_tf.clusters.cluster import Cluster, Device
+from dapple_tf.planning.plan import Plan
+from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.simulation.simulation import Span
+from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.timeline import Lane, Timeline, covered, device_labels
 
 DEVICES = {4: "device 4: stage 0", 2: "device 2: stage 1"}

@@ -14,11 +14,11 @@ from typing import Any
 import matplotlib
 import pytest
 
-from dapple_tf.cluster import Cluster, Device
-from dapple_tf.plan import Plan
-from dapple_tf.profile import Cost, LayerProfile, Profile, Tensor
-from dapple_tf.simulation import Span
-from dapple_tf.simulator import simulate
+from dapple_tf.clusters.cluster import Cluster, Device
+from dapple_tf.planning.plan import Plan
+from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.simulation.simulation import Span
+from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.colours import COLOURS
 from dapple_tf.view.image import _coarse, draw_timelines
 from dapple_tf.view.planned import planned

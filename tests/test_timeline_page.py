@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from browser import Page
 
-from dapple_tf.cluster import Cluster, Device
-from dapple_tf.plan import Plan
-from dapple_tf.profile_text import load_text
-from dapple_tf.simulation import Span
-from dapple_tf.simulator import simulate
+from dapple_tf.clusters.cluster import Cluster, Device
+from dapple_tf.planning.plan import Plan
+from dapple_tf.profiling.profile_text import load_text
+from dapple_tf.simulation.simulation import Span
+from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.page import TIMELINE_SCRIPTS, assemble, asset, embedded, timeline_data, timeline_page
 from dapple_tf.view.planned import planned
 from dapple_tf.view.timeline import Lane, Timeline

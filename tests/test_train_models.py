@@ -22,13 +22,13 @@ import numpy as np
 import pytest
 
 import dapple_tf as dapple
-from dapple_tf import automatic
-from dapple_tf.batch import BatchSpec
-from dapple_tf.capture import Mode, build, capture
-from dapple_tf.example_batch import ExampleBatch
-from dapple_tf.layer_cuts import layer_stages
-from dapple_tf.profile import Cost, LayerProfile, Tensor
-from dapple_tf.variables import VariableTable
+from dapple_tf.frontend.batch import BatchSpec
+from dapple_tf.frontend.capture import Mode, build, capture
+from dapple_tf.frontend.example_batch import ExampleBatch
+from dapple_tf.frontend.layer_cuts import layer_stages
+from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.planning import automatic
+from dapple_tf.profiling.profile import Cost, LayerProfile, Tensor
 from models.registry import MODELS, find_model
 from tools import command, train
 from tools.hosts import ROOT, environment

@@ -14,7 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import dapple_tf as dapple
-from dapple_tf.automatic import Planned
+from dapple_tf.planning.automatic import Planned
 from models.registry import find_model
 from tools import command, train
 

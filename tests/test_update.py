@@ -39,7 +39,7 @@ from programs import (
 )
 from tensorflow.core.framework import types_pb2
 
-from dapple_tf.schedules import make_schedule
+from dapple_tf.scheduling.schedules import make_schedule
 from graph_passes.accumulate import Accumulate
 from graph_passes.graph import Builder, Graph, NodeDef, PassError, Ref, control_inputs, data_inputs, dtype_attr
 from graph_passes.group_update import Captured, GroupUpdate

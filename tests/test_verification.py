@@ -12,7 +12,7 @@ import pytest
 from models_for_tests import Pair, classifier, layers, plan, samples, transform, values, variables
 
 import dapple_tf as dapple
-from dapple_tf.engine import Engine
+from dapple_tf.execution.engine import Engine
 from dapple_tf.verification import not_comparable
 
 X, Y, W = samples(7)

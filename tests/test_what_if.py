@@ -21,7 +21,7 @@ from hypothesis import given as property_of
 from hypothesis import strategies as st
 
 import dapple_tf as dapple
-from dapple_tf.schedules import POLICIES
+from dapple_tf.scheduling.schedules import POLICIES
 from tools import command, simulate, what_if
 from tools.questions import MOST_SLICES, Desk, Question, QuestionError, parse_stages, stages_text
 from tools.variants import Hardware

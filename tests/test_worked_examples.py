@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from dapple_tf.cluster import Cluster, Device
-from dapple_tf.cost import CostModel
-from dapple_tf.emulator import emulate
-from dapple_tf.plan import Plan
-from dapple_tf.profile import Cost, LayerProfile, Profile, Tensor
-from dapple_tf.simulator import Simulation, simulate
+from dapple_tf.clusters.cluster import Cluster, Device
+from dapple_tf.planning.cost import CostModel
+from dapple_tf.planning.plan import Plan
+from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.simulation.emulator import emulate
+from dapple_tf.simulation.simulator import Simulation, simulate
 
 
 @dataclasses.dataclass(frozen=True)

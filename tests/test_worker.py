@@ -22,11 +22,11 @@ from workers import PATIENCE, children, client, expect, has_ended, question, res
 
 import dapple_tf as dapple
 from dapple_tf import worker as worker_module
-from dapple_tf.cluster import ClusterError
-from dapple_tf.connection import connected, open_session
-from dapple_tf.control import Channel, ControlError, split_address
-from dapple_tf.serving import Lease, Machine
-from dapple_tf.session import server_config, session_config
+from dapple_tf.clusters.cluster import ClusterError
+from dapple_tf.clusters.connection import connected, open_session
+from dapple_tf.clusters.control import Channel, ControlError, split_address
+from dapple_tf.clusters.serving import Lease, Machine
+from dapple_tf.clusters.session import server_config, session_config
 from dapple_tf.worker import Worker, own_address
 from tools.hosts import LocalWorkers, end, environment, launch
 
@@ -300,7 +300,7 @@ IN_MID_STEP = """
 import sys
 import tensorflow as tf
 import dapple_tf as dapple
-from dapple_tf.connection import connected, open_session
+from dapple_tf.clusters.connection import connected, open_session
 
 cluster = dapple.Cluster.of_servers(sys.argv[1:])
 with tf.Graph().as_default() as graph:

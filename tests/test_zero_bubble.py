@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dapple_tf.schedules import ScheduleError, in_flight, make_schedule, resolve_warm_up, validate
+from dapple_tf.scheduling.schedules import ScheduleError, in_flight, make_schedule, resolve_warm_up, validate
 from graph_passes.tasks import Phase, Schedule
 from tests.schedule_runs import execute, straight, vee
 

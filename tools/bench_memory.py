@@ -24,7 +24,7 @@ import numpy as np
 from absl import flags
 
 import dapple_tf as dapple
-from dapple_tf.profile import Profile
+from dapple_tf.profiling.profile import Profile
 from models.gpt import gpt
 from tools import command
 from tools.bench_report import check_output, markdown, write_results

@@ -19,7 +19,7 @@ from typing import Any
 from absl import flags
 
 import dapple_tf as dapple
-from dapple_tf.planner import plan
+from dapple_tf.planning.planner import plan
 from tools import command
 from tools.bench_memory import numbers
 from tools.bench_report import check_output, markdown, write_results

@@ -28,9 +28,9 @@ import numpy as np
 from absl import app, flags
 
 import dapple_tf as dapple
-from dapple_tf.cluster import Cluster
-from dapple_tf.session import configure_gpus
-from dapple_tf.stream_speedups import even_cuts, measure_speedups, two_stream_plan, with_joint_schedule
+from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.clusters.session import configure_gpus
+from dapple_tf.profiling.stream_speedups import even_cuts, measure_speedups, two_stream_plan, with_joint_schedule
 from models.resnet import resnet
 from models.vgg import vgg
 from tools import command

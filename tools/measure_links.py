@@ -20,9 +20,9 @@ from collections.abc import Mapping
 import tensorflow as tf
 from absl import app, flags
 
-from dapple_tf.cluster import Cluster, Link
-from dapple_tf.connection import connected
-from dapple_tf.links import measure_between_servers, measure_links
+from dapple_tf.clusters.cluster import Cluster, Link
+from dapple_tf.clusters.connection import connected
+from dapple_tf.clusters.links import measure_between_servers, measure_links
 from tools import command
 from tools.hosts import HostsError, LocalWorkers
 from tools.tables import table

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 import dapple_tf as dapple
-from dapple_tf.capture import Mode
+from dapple_tf.frontend.capture import Mode
 from dapple_tf.progress import Progress
 from graph_passes.accumulate import accumulated_gradients
 from graph_passes.program import Program, Step

@@ -17,9 +17,9 @@ from absl import app, flags
 
 import dapple_tf as dapple
 from dapple_tf.data_files import read_text
-from dapple_tf.plan import RECOMPUTE_MODES
-from dapple_tf.profile_text import parse_text
-from dapple_tf.schedules import POLICIES
+from dapple_tf.planning.plan import RECOMPUTE_MODES
+from dapple_tf.profiling.profile_text import parse_text
+from dapple_tf.scheduling.schedules import POLICIES
 from models import registry
 from models.datasets import DATASETS, READERS
 from models.sources import DataSource, ModelSource

@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dapple_tf import plan_reasons, planner
-from dapple_tf.cluster import Cluster
-from dapple_tf.cost import CostModel
-from dapple_tf.plan import Plan, PlanError
-from dapple_tf.profile import Profile
-from dapple_tf.schedules import POLICIES
-from dapple_tf.simulator import Simulation, simulate
+from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.planning import plan_reasons, planner
+from dapple_tf.planning.cost import CostModel
+from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.profiling.profile import Profile
+from dapple_tf.scheduling.schedules import POLICIES
+from dapple_tf.simulation.simulator import Simulation, simulate
 from tools.paper_models import (
     CONFIGS,
     FIGURE_11_MODELS,

@@ -19,10 +19,10 @@ from typing import Any
 from absl import flags
 
 import dapple_tf as dapple
-from dapple_tf.automatic import plan_model, slice_sizes
-from dapple_tf.cost import ALL_REDUCE
-from dapple_tf.plan import RECOMPUTE_MODES
-from dapple_tf.schedules import POLICIES
+from dapple_tf.planning.automatic import plan_model, slice_sizes
+from dapple_tf.planning.cost import ALL_REDUCE
+from dapple_tf.planning.plan import RECOMPUTE_MODES
+from dapple_tf.scheduling.schedules import POLICIES
 from tools import command
 from tools.model_flags import ClusterFlag, ModelFlags, ProfileFlags, check_output
 

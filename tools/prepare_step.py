@@ -24,7 +24,7 @@ import numpy as np
 from absl import app, flags
 
 import dapple_tf as dapple
-from dapple_tf.plan import RECOMPUTE_MODES
+from dapple_tf.planning.plan import RECOMPUTE_MODES
 from models import bert
 from tools import command
 

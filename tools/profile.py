@@ -17,7 +17,7 @@ import sys
 from absl import flags
 
 import dapple_tf as dapple
-from dapple_tf.profile_text import to_text
+from dapple_tf.profiling.profile_text import to_text
 from dapple_tf.view.time_axis import bytes_text
 from tools import command
 from tools.model_flags import ClusterFlag, ModelFlags, check_output

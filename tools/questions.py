@@ -12,8 +12,8 @@ from typing import Any
 
 import dapple_tf as dapple
 from dapple_tf.data_files import short
-from dapple_tf.plan import RECOMPUTE_MODES
-from dapple_tf.schedules import POLICIES, STREAM_POLICIES
+from dapple_tf.planning.plan import RECOMPUTE_MODES
+from dapple_tf.scheduling.schedules import POLICIES, STREAM_POLICIES
 from dapple_tf.view.page import timeline_data
 from dapple_tf.view.timeline import Timeline
 from tools.variants import Hardware, changed

@@ -27,9 +27,9 @@ from collections.abc import Sequence
 from absl import flags
 
 import dapple_tf as dapple
-from dapple_tf.cost import ALL_REDUCE
+from dapple_tf.planning.cost import ALL_REDUCE
 from dapple_tf.progress import Progress
-from dapple_tf.schedules import POLICIES
+from dapple_tf.scheduling.schedules import POLICIES
 from dapple_tf.view.files import save_timelines
 from dapple_tf.view.text import timeline_text
 from dapple_tf.view.time_axis import bytes_text

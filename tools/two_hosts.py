@@ -48,7 +48,7 @@ import tensorflow as tf
 from absl import app, flags
 
 import dapple_tf as dapple
-from dapple_tf.connection import connected, open_session
+from dapple_tf.clusters.connection import connected, open_session
 from models.resnet import resnet
 from models.vgg import vgg
 from tools import tables

@@ -26,7 +26,7 @@ from dapple_tf.operators.placement_candidates import (
 from dapple_tf.operators.placement_problem import tails
 from dapple_tf.operators.simulated_placement import simulate
 from dapple_tf.operators.split_search import Budget, placed, split_candidates
-from dapple_tf.plan_values import PlanError
+from dapple_tf.planning.plan_values import PlanError
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.cluster import Cluster
+from dapple_tf.clusters.cluster import Cluster
 from graph_passes.split_rules import Split, SplitRule
 
 

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from dapple_tf.cluster import Cluster
-from dapple_tf.garbage import without_collection
+from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.execution.garbage import without_collection
 from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.fd_dps import fd_dps
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement, Topology
-from dapple_tf.plan import Plan
+from dapple_tf.planning.plan import Plan
 from dapple_tf.progress import Progress
 from graph_passes.flatten import Flatten
 from graph_passes.fold_shapes import FoldShapes

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapple_tf.simulation import Span
+from dapple_tf.simulation.simulation import Span
 from dapple_tf.view.colours import COLOURS, text_colour
 from dapple_tf.view.time_axis import memory_text, on_one_axis, shown_unit, step_text, ticks
 from dapple_tf.view.timeline import ALL_REDUCE, SEND, TASKS, Lane, MemoryCurve, Timeline

@@ -31,7 +31,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dapple_tf.simulation import Span
+from dapple_tf.simulation.simulation import Span
 from dapple_tf.view.colours import COLOURS, CONTROL, DATA
 from dapple_tf.view.task_graph import TaskGraph, TaskNode
 from dapple_tf.view.timeline import Timeline

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from dapple_tf.cluster import Cluster, Device
-from dapple_tf.cost import CostModel
-from dapple_tf.plan import Plan
-from dapple_tf.profile import Cost, LayerProfile, Profile, Tensor
-from dapple_tf.schedules import validate
-from dapple_tf.simulation import Span
-from dapple_tf.simulator import run
+from dapple_tf.clusters.cluster import Cluster, Device
+from dapple_tf.planning.cost import CostModel
+from dapple_tf.planning.plan import Plan
+from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.scheduling.schedules import validate
+from dapple_tf.simulation.simulation import Span
+from dapple_tf.simulation.simulator import run
 from dapple_tf.view.timeline import ALL_REDUCE, SEND, Timeline
 from graph_passes.tasks import Phase, Schedule, Task
 

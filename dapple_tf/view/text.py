@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from dapple_tf.simulation import Span
+from dapple_tf.simulation.simulation import Span
 from dapple_tf.view.colours import COLOURS, text_colour
 from dapple_tf.view.time_axis import bytes_text, common_unit, memory_text, on_one_axis, shown_unit, step_text, ticks
 from dapple_tf.view.timeline import ALL_REDUCE, SEND, TASKS, Lane, Timeline

@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from dapple_tf.plan import Plan
-from dapple_tf.simulation import Simulation, Span
+from dapple_tf.planning.plan import Plan
+from dapple_tf.simulation.simulation import Simulation, Span
 
 TASKS = ("F", "B", "Bx", "Bw")
 """Kinds of spans that are tasks of a schedule."""

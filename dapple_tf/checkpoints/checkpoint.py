@@ -1,0 +1,444 @@
+"""Checkpoints: saved by the servers while training goes on, and restored whatever the plan and the cluster.
+
+A checkpoint knows variables by their positions in the model and the optimizer, not by devices: it can be restored
+under another plan, on other devices, or into the plain Keras model (`load_checkpoint`). `checkpoint_files.py` describes
+what is on disk. Loading one never executes code: files are JSON and tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import re
+import threading
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from dapple_tf.checkpoints.checkpoint_files import (
+    MANIFEST,
+    Writing,
+    check_shards,
+    checkpoints,
+    read_manifest,
+    remove_old,
+)
+from dapple_tf.checkpoints.checkpoint_manifest import CLIENT, DATA, CheckpointError, Entry, Manifest
+from dapple_tf.checkpoints.snapshots import Snapshot
+from dapple_tf.errors import reason
+from dapple_tf.execution.engine import Engine
+from dapple_tf.frontend.initialization import tensor_of
+
+logger = logging.getLogger(__name__)
+
+Path = str | os.PathLike[str]
+
+
+class Progress(NamedTuple):
+    """How far training is.
+
+    Attributes:
+        epoch: the epoch to go on with, from 0.
+        batch: batches of it that have been trained on.
+        data: position in the training data, as JSON values; None if it isn't known.
+        state: of the training data's iterator: variant tensors, by names.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    data: Mapping[str, Any] | None = None
+    state: Mapping[str, tf.Tensor] = types.MappingProxyType({})
+
+
+def latest_checkpoint(directory: Path) -> pathlib.Path | None:
+    """The newest complete checkpoint of a directory; None if there is none."""
+    found = checkpoints(pathlib.Path(directory))
+    return found[-1] if found else None
+
+
+def load_checkpoint(path: Path, model: keras.Model, *, optimizer: bool = True) -> Manifest:
+    """Loads a checkpoint into a Keras model, and into its optimizer if it is compiled.
+
+    Args:
+        path: a checkpoint, or a directory of checkpoints, of which the newest is taken.
+        model: a built model with the same variables, in whichever process or under whichever names.
+        optimizer: False leaves the optimizer alone.
+
+    Returns:
+        The checkpoint's manifest: ``step``, ``epoch`` and ``batch`` say how far training was.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it doesn't fit the model, which is left as it was.
+    """
+    checkpoint = Checkpoint.open(path)
+    places = variables_of(model)
+    if not optimizer:
+        places = {key: variable for key, variable in places.items() if key.startswith("model/")}
+    checkpoint.assign(checkpoint.match(places))
+    return checkpoint.manifest
+
+
+def variables_of(model: keras.Model) -> dict[str, keras.Variable]:
+    """Keys ("model/12", "optimizer/3") -> variables of a model and its optimizer, metrics apart."""
+    metrics = {id(variable) for variable in model.metrics_variables}
+    found = {
+        f"model/{index}": variable for index, variable in enumerate(v for v in model.variables if id(v) not in metrics)
+    }
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        found |= {f"optimizer/{index}": variable for index, variable in enumerate(optimizer.variables)}
+    return found
+
+
+def metrics_of(model: keras.Model) -> dict[str, keras.Variable]:
+    """Keys ("metrics/0") -> the variables of a model's metrics, its mean loss included."""
+    variables = [variable for metric in model.metrics for variable in metric.variables]
+    return {f"metrics/{index}": variable for index, variable in enumerate(variables)}
+
+
+class Match(NamedTuple):
+    """A variable under its key, and the entry of a checkpoint that it gets."""
+
+    key: str
+    variable: keras.Variable
+    entry: Entry
+
+
+class Checkpoint:
+    """A checkpoint on disk whose manifest and index files have been checked.
+
+    Attributes:
+        path: its directory.
+        manifest: what it holds.
+    """
+
+    def __init__(self, path: pathlib.Path, manifest: Manifest) -> None:
+        """See `open`."""
+        self.path, self.manifest = path, manifest
+
+    @classmethod
+    def open(cls, path: Path) -> Checkpoint:
+        """Opens a checkpoint, or the newest of a directory.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+        """
+        place = pathlib.Path(path).absolute()
+        if not (place / MANIFEST).exists():
+            found = latest_checkpoint(place)
+            if found is None:
+                raise CheckpointError(f"{place} is no checkpoint (it has no {MANIFEST}), and holds none")
+            place = found
+        manifest = read_manifest(place)
+        check_shards(place, manifest)
+        return cls(place, manifest)
+
+    def match(self, variables: Mapping[str, keras.Variable]) -> list[Match]:
+        """What each variable gets.
+
+        In the model and in the optimizer alike: by paths where these are the same; else by position, where dtypes,
+        shapes and names agree but for the numbers that Keras gives to layers without names of their own.
+
+        Args:
+            variables: by their keys; of sections without any variable, entries are left over.
+
+        Raises:
+            CheckpointError: they don't fit; the text has the first differences.
+        """
+        found: list[Match] = []
+        for section in ("model", "optimizer", "metrics"):
+            own = {key: variable for key, variable in variables.items() if key.partition("/")[0] == section}
+            if own:
+                saved = [entry for entry in self.manifest.entries if entry.section == section]
+                saved.sort(key=lambda entry: int(entry.key.partition("/")[2]))
+                entries = self._matched(section, list(own.values()), saved)
+                found += map(Match, own, own.values(), entries)
+        return found
+
+    def _matched(self, section: str, own: Sequence[keras.Variable], saved: Sequence[Entry]) -> list[Entry]:
+        paths = [variable.path for variable in own]
+        by_path = {entry.path: entry for entry in saved}
+        order = [by_path[path] for path in paths] if by_path.keys() == set(paths) else list(saved)
+        if len(order) != len(saved) or len(by_path) < len(order):
+            order = list(saved)
+        faults = [
+            f"{variable.path} {_dtype(variable)} {tuple(variable.shape)}, where the checkpoint has "
+            f"{entry.path} {entry.dtype} {entry.shape}"
+            for variable, entry in zip(own, order, strict=False)
+            if (_dtype(variable), tuple(variable.shape)) != (entry.dtype, entry.shape)
+            or _last_name(variable.path) != _last_name(entry.path)
+        ]
+        if len(own) != len(saved):
+            extra = paths[len(saved) :] or [entry.path for entry in saved[len(own) :]]
+            faults.append(f"{len(own)} variables, where the checkpoint has {len(saved)} (such as {extra[0]})")
+        if faults:
+            more = f", and {len(faults) - 3} more differences" if len(faults) > 3 else ""
+            raise CheckpointError(
+                f"checkpoint {self.path} is of another model: the {section} has {'; '.join(faults[:3])}{more}"
+            )
+        return order
+
+    def assign(self, matches: Iterable[Match]) -> None:
+        """Reads entries in this process and assigns them to Keras' variables, when all have been read.
+
+        Raises:
+            CheckpointError: a file is damaged; nothing is assigned.
+        """
+        matches = list(matches)
+        values = self._read([match.entry for match in matches])
+        for _, variable, entry in matches:
+            variable.assign(values[entry.key])
+
+    def _read(self, entries: Iterable[Entry]) -> dict[str, tf.Tensor]:
+        shards: dict[str, list[Entry]] = {}
+        for entry in entries:
+            shards.setdefault(entry.shard, []).append(entry)
+        found: dict[str, tf.Tensor] = {}
+        for shard, group in shards.items():
+            keys = [entry.key for entry in group]
+            tensors = self._tensors(shard, keys, [tf.dtypes.as_dtype(entry.dtype) for entry in group])
+            found |= dict(zip(keys, tensors, strict=True))
+        return found
+
+    def read_state(self) -> dict[str, tf.Tensor]:
+        """The state of the training data's iterator: variant tensors, by names; none if it hasn't been saved.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        if DATA not in self.manifest.shards:
+            return {}
+        names = ["iterator", "start"]
+        return dict(zip(names, self._tensors(DATA, names, [tf.variant] * len(names)), strict=True))
+
+    def _tensors(self, shard: str, names: list[str], dtypes: list[tf.DType]) -> list[tf.Tensor]:
+        prefix = str(self.path / shard)
+        try:
+            with tf.device("CPU:0"):
+                return list(
+                    tf.raw_ops.RestoreV2(
+                        prefix=prefix, tensor_names=names, shape_and_slices=[""] * len(names), dtypes=dtypes
+                    )
+                )
+        except tf.errors.OpError as error:
+            raise CheckpointError(f"shard {shard} of checkpoint {self.path} is damaged: {reason(error)}") from error
+
+
+class Restoration:
+    """A checkpoint on its way into a model and its devices; what no device keeps is in the model from the beginning.
+
+    Attributes:
+        path: of the checkpoint.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, model: keras.Model, engine: Engine) -> None:
+        """Assigns what this process has saved: the learning rate, say, which may be changed from now on.
+
+        Raises:
+            CheckpointError: the checkpoint doesn't fit the model, or is damaged.
+        """
+        self._checkpoint, self._engine = checkpoint, engine
+        self.path = checkpoint.path
+        matches = checkpoint.match(variables_of(model))
+        checkpoint.assign(match for match in matches if match.entry.shard == CLIENT)
+        self._matches = [match for match in matches if match.entry.shard != CLIENT]
+        self._all = matches
+
+    @property
+    def done(self) -> bool:
+        """Whether all is in the model already: it was saved before the first step."""
+        return not self._matches
+
+    def into_model(self) -> None:
+        """Assigns all variables of the model and the optimizer.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        self._checkpoint.assign(self._matches)
+
+    def onto_devices(self) -> None:
+        """Has the servers read what their devices keep; the rest comes into the model. A step must have been prepared.
+
+        Raises:
+            CheckpointError: a file is damaged, or a server can't read it.
+        """
+        table, kept = self._engine.table, self._engine.stored_names
+        located, others = {}, []
+        for match in self._all:
+            name = table.name_of(match.variable) if table.knows(match.variable) else None
+            if name in kept:
+                located[name] = (match.entry.shard, match.entry.key)
+            elif match.entry.shard != CLIENT:
+                others.append(match)
+        self._engine.restore(self._checkpoint.path, located)
+        self._checkpoint.assign(others)
+
+
+class Saver:
+    """Writes checkpoints in the background, one after the other.
+
+    Attributes:
+        newest: path and step of the last one that is complete; None as long as there is none.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is being saved."""
+        self.newest: tuple[pathlib.Path, int] | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(
+        self,
+        directory: Path,
+        model: keras.Model,
+        engine: Engine | None,
+        *,
+        step: int,
+        progress: Progress,
+        plan: str,
+        keep: int,
+    ) -> pathlib.Path:
+        """Takes a snapshot and begins to write it, when the checkpoint before has been written.
+
+        Args:
+            directory: where checkpoints go.
+            model: the model; what devices don't keep is saved from it.
+            engine: has the devices' values; None if all that count are in the model.
+            step: training steps done.
+            progress: how far training is.
+            plan: the plan's JSON text.
+            keep: how many checkpoints the directory keeps.
+
+        Returns:
+            The path that the checkpoint will have.
+
+        Raises:
+            CheckpointError: the directory can't be written to.
+        """
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
+        self._join()
+        self._error = None
+        place = pathlib.Path(directory).absolute()
+        writing = Writing(place, step)
+        variables = {**variables_of(model), **metrics_of(model)}
+        try:
+            snapshot = None if engine is None else _snapshot(engine, variables)
+        except BaseException:
+            writing.discard()
+            raise
+        shards = {} if snapshot is None else snapshot.shards
+        shard_of = {key: shard for shard, keys in shards.items() for key in keys}
+        entries = tuple(
+            Entry(key, v.path, _dtype(v), tuple(v.shape), shard_of.get(key, CLIENT)) for key, v in variables.items()
+        )
+        # A tensor shares its variable's buffer, until that is assigned.
+        tensors = {key: tensor_of(v) for key, v in variables.items() if key not in shard_of}
+        manifest = Manifest(step, progress.epoch, progress.batch, entries, {}, json.loads(plan), progress.data)
+
+        def write() -> None:
+            try:
+                _write(writing, manifest, snapshot, tensors, progress.state)
+                self.newest = (writing.target, step)
+                remove_old(place, keep)
+            except Exception as error:
+                self._error = error
+                writing.discard()
+                logger.warning("checkpoint %s couldn't be written: %s", writing.target, reason(error))
+
+        self._thread = threading.Thread(target=write, name=f"write {writing.target.name}")
+        self._thread.start()
+        return writing.target
+
+    def wait(self) -> None:
+        """Until the last checkpoint has been written.
+
+        Raises:
+            CheckpointError: it couldn't be; the one before is still there.
+        """
+        self._join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error if isinstance(error, CheckpointError) else CheckpointError(reason(error)) from error
+
+    def finish(self) -> None:
+        """Until the last checkpoint has been written; if it couldn't be, that has been logged."""
+        self._join()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+class _Taken(NamedTuple):
+    """A snapshot, and the keys in its shards."""
+
+    snapshot: Snapshot
+    shards: Mapping[str, tuple[str, ...]]
+
+
+def _snapshot(engine: Engine, variables: Mapping[str, keras.Variable]) -> _Taken:
+    """A snapshot of all that devices keep but the learning rate, of which the model has the value that counts."""
+    table, kept = engine.table, engine.stored_names
+    keys = {
+        table.name_of(variable): key
+        for key, variable in variables.items()
+        if variable is not engine.learning_rate and table.knows(variable) and table.name_of(variable) in kept
+    }
+    snapshot = engine.snapshot(keys)
+    return _Taken(snapshot, {shard: tuple(keys[name] for name in own) for shard, own in snapshot.shards.items()})
+
+
+def _write(
+    writing: Writing,
+    manifest: Manifest,
+    taken: _Taken | None,
+    tensors: Mapping[str, tf.Tensor],
+    state: Mapping[str, tf.Tensor],
+) -> None:
+    """Writes and publishes a checkpoint."""
+    writers: dict[str, str] = {}
+    if taken is not None:
+        taken.snapshot.write(writing.place)
+        writers |= {shard: f"server {host}" for shard, host in taken.snapshot.writers.items()}
+    for shard, own in ((CLIENT, tensors), (DATA, state)):
+        if own:
+            _save_tensors(writing.place / shard, own)
+            writers[shard] = "the training process"
+    shards = {
+        shard: writing.describe(shard, [entry for entry in manifest.entries if entry.shard == shard], writer)
+        for shard, writer in writers.items()
+    }
+    writing.publish(dataclasses.replace(manifest, shards=shards))
+
+
+def _save_tensors(prefix: pathlib.Path, tensors: Mapping[str, tf.Tensor]) -> None:
+    try:
+        with tf.device("CPU:0"):
+            tf.raw_ops.SaveV2(
+                prefix=str(prefix),
+                tensor_names=list(tensors),
+                shape_and_slices=[""] * len(tensors),
+                tensors=list(tensors.values()),
+            )
+    except tf.errors.OpError as error:
+        raise CheckpointError(f"{prefix} can't be written: {reason(error)}") from error
+
+
+def _dtype(variable: keras.Variable) -> str:
+    return str(keras.backend.standardize_dtype(variable.dtype))
+
+
+def _last_name(path: str) -> str:
+    """A variable's own name, without the numbers of layers in it."""
+    return re.sub(r"_\d+(?=_|$)", "", path.rpartition("/")[2])

@@ -1,0 +1,209 @@
+"""Checkpoints on disk: which there are, how one is written so that no crash leaves half of one, and how it is checked.
+
+    <directory>/save-000007-step-1200/    the 7th checkpoint that was written here, after 1200 steps
+        shard-0.index, shard-0.data-00000-of-00001    what server 0 wrote: a TensorFlow tensor bundle
+        shard-1. ...
+        client. ...                                   what no device keeps: learning rate, metrics
+        data. ...                                     the position in a tf.data.Dataset
+        checkpoint.json                               the manifest
+
+A checkpoint is written to ``.partial-<name>-<random>``, the manifest last; when all files are on disk (fsync), the
+directory gets its name, by one rename. So whatever has such a name is complete, and a crash at any time leaves the
+checkpoints before. They are numbered in the order in which they were written, so that the newest one counts even where
+training began anew. Only one process may write to a directory at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pathlib
+import re
+import secrets
+import shutil
+from collections.abc import Iterable
+
+import tensorflow as tf
+
+from dapple_tf.checkpoints.bundle_index import BundleIndexError, read_index
+from dapple_tf.checkpoints.checkpoint_manifest import DATA, CheckpointError, Entry, Manifest, Shard
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "checkpoint.json"
+_COMPLETE = re.compile(r"save-(\d{6,18})-step-(\d{1,18})")
+_PARTIAL = re.compile(r"\.partial-save-\d{6,18}-step-\d{1,18}-[0-9a-f]{16}")
+_MOST_BYTES = 2**30
+"""Of a manifest or index; such a one would tell of some million variables."""
+
+
+def index_file(shard: str) -> str:
+    """Name of a bundle's index file."""
+    return f"{shard}.index"
+
+
+def data_file(shard: str) -> str:
+    """Name of a bundle's data file."""
+    return f"{shard}.data-00000-of-00001"
+
+
+def checkpoints(directory: pathlib.Path) -> list[pathlib.Path]:
+    """The complete checkpoints of a directory, oldest first."""
+    try:
+        names = [entry.name for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{directory} can't be read: {error}") from error
+    return [directory / name for _, name in sorted((int(m[1]), m[0]) for m in map(_COMPLETE.fullmatch, names) if m)]
+
+
+class Writing:
+    """A checkpoint that is being written.
+
+    Attributes:
+        target: the path that it will have.
+        place: where its files go until then.
+    """
+
+    def __init__(self, directory: pathlib.Path, step: int) -> None:
+        """Makes the place.
+
+        Raises:
+            CheckpointError: the directory can't be written to.
+        """
+        number = 1 + max((int(_number(path)) for path in checkpoints(directory)), default=0)
+        self._directory = directory
+        self.target = directory / f"save-{number:06d}-step-{step}"
+        self.place = directory / f".partial-{self.target.name}-{secrets.token_hex(8)}"
+        try:
+            self.place.mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(f"no checkpoint can be written to {directory}: {error}") from error
+
+    def publish(self, manifest: Manifest) -> None:
+        """Writes the manifest, waits until all is on disk, and gives the checkpoint its name."""
+        (self.place / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+        for path in self.place.iterdir():
+            _to_disk(path)
+        _to_disk(self.place)
+        self.place.rename(self.target)
+        _to_disk(self._directory)
+
+    def discard(self) -> None:
+        """Removes what has been written."""
+        shutil.rmtree(self.place, ignore_errors=True)
+
+    def describe(self, shard: str, entries: Iterable[Entry], writer: str) -> Shard:
+        """What has been written of a shard, which is checked.
+
+        Args:
+            shard: its name.
+            entries: what it must hold.
+            writer: stands in errors: who should have written it.
+
+        Raises:
+            CheckpointError: it isn't there, or is something else.
+        """
+        index, data = self.place / index_file(shard), self.place / data_file(shard)
+        try:
+            content = index.read_bytes()
+            found = Shard(len(content), hashlib.sha256(content).hexdigest(), data.stat().st_size)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{writer} has saved its variables, but {error.filename} isn't there: the checkpoint's directory "
+                f"{self._directory} must be on a file system that this process and all servers share"
+            ) from error
+        check_bundle(self.place, shard, found, entries)
+        return found
+
+
+def _number(path: pathlib.Path) -> str:
+    found = _COMPLETE.fullmatch(path.name)
+    assert found is not None
+    return found[1]
+
+
+def remove_old(directory: pathlib.Path, keep: int) -> None:
+    """Removes all but the ``keep`` newest checkpoints, and what crashes have left. Other files aren't touched."""
+    partial = [
+        directory / entry.name
+        for entry in os.scandir(directory)
+        if _PARTIAL.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+    ]
+    for path in [*checkpoints(directory)[:-keep], *partial]:
+        try:
+            if path not in partial:
+                # Half of a checkpoint must not have its name, if this process dies now.
+                path = path.rename(path.with_name(f".partial-{path.name}-{secrets.token_hex(8)}"))
+            shutil.rmtree(path)
+        except OSError as error:
+            logger.warning("the old checkpoint %s can't be removed: %s", path, error)
+
+
+def _to_disk(path: pathlib.Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_manifest(path: pathlib.Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    file = path / MANIFEST
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise CheckpointError(f"{file} has more than {_MOST_BYTES:,} bytes, which no manifest has")
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file} isn't text: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} can't be read: {error}") from error
+    return Manifest.from_json(text, source=str(file))
+
+
+def check_shards(path: pathlib.Path, manifest: Manifest) -> None:
+    """Checks the files of all shards, before TensorFlow reads any of them.
+
+    Raises:
+        CheckpointError: one is missing, damaged, or holds something else than the manifest says.
+    """
+    for name, shard in manifest.shards.items():
+        check_bundle(path, name, shard, [entry for entry in manifest.entries if entry.shard == name])
+
+
+def check_bundle(path: pathlib.Path, name: str, shard: Shard, entries: Iterable[Entry]) -> None:
+    """Checks the files of one shard, as `check_shards`."""
+    index, data = path / index_file(name), path / data_file(name)
+    try:
+        with index.open("rb") as stream:
+            content = stream.read(_MOST_BYTES + 1)
+        size = data.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path} is damaged: {error}") from error
+    if len(content) != shard.index_bytes or hashlib.sha256(content).hexdigest() != shard.index_sha256:
+        raise CheckpointError(f"{index} is damaged: it isn't the file that the manifest describes")
+    if size != shard.data_bytes:
+        raise CheckpointError(f"{data} is damaged: it has {size:,} bytes, the manifest says {shard.data_bytes:,}")
+    try:
+        stored = read_index(content)
+    except BundleIndexError as error:
+        raise CheckpointError(f"{index} is damaged: {error}") from error
+    for key, tensor in stored.items():
+        if tensor.offset + tensor.size > size:
+            raise CheckpointError(f"{index} is damaged: {key} is beyond the end of {data.name}")
+        if name == DATA and (len(tensor.shape) != 1 or tensor.shape[0] > tensor.size):
+            raise CheckpointError(f"{index} is damaged: {key} isn't a dataset's position")
+    for entry in entries:
+        found = stored.get(entry.key)
+        wanted = (tf.dtypes.as_dtype(entry.dtype).as_datatype_enum, entry.shape, entry.size)
+        if found is None or (found.dtype, found.shape, found.size) != wanted:
+            raise CheckpointError(f"{index} doesn't hold {entry.key} as {entry.dtype} {entry.shape}")

@@ -1,0 +1,184 @@
+"""Graphs by which the devices' servers write checkpoints and read them, each its part, straight to and from files.
+
+All of it happens on the CPU of the server whose devices keep the variables; the client only says where the files are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+from tensorflow.core.framework import types_pb2
+
+from dapple_tf.execution.device_values import Holding
+from graph_passes.graph import AttrValue, Builder, Ref, dtype_attr, dtypes_attr
+from graph_passes.outline import FunctionDef, call_node, placeholder
+from graph_passes.program import Variable
+from graph_passes.storage import assign_function, merge_library, read_function
+from graph_passes.tensorflow_bridge import dtype_size, empty_graph
+
+_STRING = types_pb2.DT_STRING
+
+
+def host_of(device: str) -> str:
+    """The name of the CPU of a device's server."""
+    spec = tf.DeviceSpec.from_string(device)
+    return str(spec.replace(device_type="CPU", device_index=0).to_string())
+
+
+class SnapshotGraph:
+    """Nodes that take a snapshot of all variables, and nodes that write it to files.
+
+    A snapshot is a list of tensors in the server's memory (a staging area), not a copy: reading a variable gives its
+    buffer, and TensorFlow's updates, those in place too, leave a buffer alone that someone else holds. So taking it
+    costs no time on CPUs, and memory for those variables that are updated before they are written; from GPUs, variables
+    are copied to their server's memory.
+
+    Attributes:
+        name: the graph's name in the session's; functions' names begin with it.
+        graph: the nodes.
+        take: nodes that take the snapshot, and drop an earlier one that hasn't been written.
+        write: nodes that write the snapshot and drop it.
+        prefixes: shard -> placeholder of the path of its files.
+        writers: shard -> server that writes it.
+        shards: shard -> the variables in it.
+    """
+
+    def __init__(self, name: str, holdings: Sequence[Holding], keys: Mapping[str, str]) -> None:
+        """Shares the variables out: each is written by one of the servers that keep it, the one with least to write.
+
+        Args:
+            name: see above.
+            holdings: what devices keep.
+            keys: variable -> its name in files. Others aren't written.
+        """
+        self.name, self.graph = name, empty_graph()
+        self.take: list[str] = []
+        self.write: list[str] = []
+        self.prefixes: dict[str, str] = {}
+        self.writers: dict[str, str] = {}
+        self.shards: dict[str, tuple[str, ...]] = {}
+        builder = Builder(self.graph)
+        functions: list[FunctionDef] = []
+        for number, (host, devices) in enumerate(_shared_out(holdings, keys).items()):
+            shard = f"shard-{number}"
+            values: list[Ref] = []
+            variables: list[Variable] = []
+            for index, (device, own) in enumerate(devices.items()):
+                read = read_function(f"{name}_{shard}_read{index}", own)
+                functions.append(read)
+                node = builder.append(call_node(f"{shard}/read{index}", read, [], device=device)).node
+                values += [Ref(node, output) for output in range(len(own))]
+                variables += own
+            dtypes = dtypes_attr([variable.dtype for variable in variables])
+            area = {"dtypes": dtypes, "shared_name": f"dapple_{name}_{shard}", "capacity": 0, "memory_limit": 0}
+            clear = builder.add(f"{shard}/clear", "StageClear", device=host, **area)
+            self.take.append(
+                builder.add(f"{shard}/take", "Stage", values, control=[clear.node], device=host, **area).node
+            )
+            staged = builder.add(f"{shard}/taken", "Unstage", device=host, **area)
+            place = builder.append(placeholder(f"{shard}/prefix", _STRING))
+            inputs = [
+                place,
+                _strings(builder, f"{shard}/keys", [keys[variable.name] for variable in variables], host),
+                _strings(builder, f"{shard}/slices", [""] * len(variables), host),
+                *(Ref(staged.node, output) for output in range(len(variables))),
+            ]
+            self.write.append(builder.add(f"{shard}/write", "SaveV2", inputs, device=host, dtypes=dtypes).node)
+            self.prefixes[shard], self.writers[shard] = place.node, host
+            self.shards[shard] = tuple(variable.name for variable in variables)
+        merge_library(self.graph, functions)
+
+
+def _shared_out(holdings: Sequence[Holding], keys: Mapping[str, str]) -> dict[str, dict[str, list[Variable]]]:
+    """Server -> device -> the variables that the server writes, from the devices that it reads them from."""
+    places: dict[str, tuple[Variable, tuple[str, ...]]] = {}
+    for holding in holdings:
+        for variable in holding.variables:
+            if variable.name in keys:
+                places.setdefault(variable.name, (variable, holding.devices))  # Counters: any group's is the same.
+    found: dict[str, dict[str, list[Variable]]] = {}
+    load = {host_of(device): 0 for _, devices in places.values() for device in devices}
+    for variable, devices in sorted(places.values(), key=lambda place: _bytes(place[0]), reverse=True):
+        device = min(devices, key=lambda name: load[host_of(name)])
+        load[host_of(device)] += _bytes(variable)
+        found.setdefault(host_of(device), {}).setdefault(device, []).append(variable)
+    return {host: found[host] for host in load if host in found}
+
+
+def _bytes(variable: Variable) -> int:
+    size = dtype_size(variable.dtype)
+    for length in variable.shape:
+        size *= length
+    return size
+
+
+class RestoreGraph:
+    """Nodes that read variables from files and assign them on every device that keeps them.
+
+    Each server reads what its own devices need. Nothing is assigned before all servers have read everything, so that a
+    damaged file leaves the variables as they were.
+
+    Attributes:
+        name: of the graph.
+        graph: the nodes.
+        nodes: what to run.
+        prefixes: shard -> placeholder of the path of its files.
+    """
+
+    def __init__(self, name: str, holdings: Sequence[Holding], located: Mapping[str, tuple[str, str]]) -> None:
+        """Makes the nodes.
+
+        Args:
+            name: of the graph, which is that of its functions, too.
+            holdings: what devices keep.
+            located: variable -> (shard, its name there). Others are left as they are.
+        """
+        self.name = name
+        self.graph = empty_graph()
+        self.prefixes: dict[str, str] = {}
+        builder = Builder(self.graph)
+        for shard in sorted({shard for shard, _ in located.values()}):
+            self.prefixes[shard] = builder.append(placeholder(f"{shard}/prefix", _STRING)).node
+        read: dict[tuple[str, str], Ref] = {}  # (server, variable) -> its value there
+        needed: dict[str, dict[str, dict[str, Variable]]] = {}
+        for holding in holdings:
+            for server in dict.fromkeys(map(host_of, holding.devices)):
+                for variable in holding.variables:
+                    if variable.name in located:
+                        shard = located[variable.name][0]
+                        needed.setdefault(server, {}).setdefault(shard, {})[variable.name] = variable
+        reads: list[str] = []
+        for index, (server, shards) in enumerate(needed.items()):
+            for shard, variables in shards.items():
+                inputs = [
+                    Ref(self.prefixes[shard]),
+                    _strings(builder, f"server{index}/keys", [located[name][1] for name in variables], server),
+                    _strings(builder, f"server{index}/slices", [""] * len(variables), server),
+                ]
+                dtypes = dtypes_attr([variable.dtype for variable in variables.values()])
+                node = builder.add(f"server{index}/{shard}", "RestoreV2", inputs, device=server, dtypes=dtypes).node
+                reads.append(node)
+                read |= {(server, name): Ref(node, output) for output, name in enumerate(variables)}
+        barrier = builder.add("all_read", "NoOp", control=reads, device=next(iter(needed), "")).node
+        functions: list[FunctionDef] = []
+        self.nodes = [barrier]
+        for holding in holdings:
+            own = [variable for variable in holding.variables if variable.name in located]
+            function = assign_function(f"{holding.label}_{name}", own)
+            functions.append(function)
+            for replica, device in enumerate(holding.devices):
+                values = [read[host_of(device), variable.name] for variable in own]
+                label = f"{holding.label}/replica{replica}"
+                call = call_node(label, function, values, device=device, control=[barrier])
+                self.nodes.append(builder.append(call).node)
+        merge_library(self.graph, functions)
+
+
+def _strings(builder: Builder, name: str, values: Sequence[str], device: str) -> Ref:
+    """A constant vector of texts."""
+    constant = AttrValue()
+    constant.tensor.dtype = _STRING
+    constant.tensor.tensor_shape.dim.add(size=len(values))
+    constant.tensor.string_val.extend(value.encode() for value in values)
+    return builder.add(name, "Const", device=device, dtype=dtype_attr(_STRING), value=constant)

@@ -1,0 +1,212 @@
+"""``fit`` with checkpoints: when they are saved, and how a run goes on from one."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
+from keras.src.trainers.data_adapters.array_slicing import train_validation_split
+
+from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress, latest_checkpoint, metrics_of
+from dapple_tf.checkpoints.data_position import TrainingData
+from dapple_tf.frontend.batch import spec_of
+from dapple_tf.frontend.capture import build
+from dapple_tf.frontend.variables import VariableTable
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpointing:
+    """When ``fit`` saves checkpoints, and where.
+
+    They are written in the background, while training goes on.
+
+    Attributes:
+        directory: where to; for a cluster, on a file system that all servers share.
+        every_steps: steps between two of them; None saves at the end of each epoch.
+        keep: how many the directory keeps; older ones are removed.
+    """
+
+    directory: str | os.PathLike[str]
+    every_steps: int | None = None
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "keep"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} is {value!r}; it must be a whole number from 1 on")
+
+
+class CheckpointedFit:
+    """One call of ``fit`` with checkpoints."""
+
+    def __init__(
+        self,
+        settings: Checkpointing,
+        model: keras.Model,
+        batch_size: int,
+        save: Callable[[Progress], object],
+        steps: Callable[[], int],
+    ) -> None:
+        """Nothing has happened.
+
+        Args:
+            settings: when and where to save.
+            model: the model that is trained.
+            batch_size: of arrays.
+            save: begins to save a checkpoint.
+            steps: training steps done.
+        """
+        self._settings, self._model, self._batch_size = settings, model, batch_size
+        self._save, self._steps = save, steps
+        self._within_epoch: Checkpoint | None = None
+
+    def resumable(self) -> Checkpoint | None:
+        """The checkpoint to go on from, if there is any.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        path = latest_checkpoint(self._settings.directory)
+        if path is None:
+            logger.info("%s has no checkpoint: training starts from the beginning", self._settings.directory)
+            return None
+        return Checkpoint.open(path)
+
+    def arguments(self, source: Checkpoint | None, x: Any, y: Any, **given: Any) -> dict[str, Any]:
+        """The arguments for Keras' ``fit``.
+
+        Args:
+            source: the checkpoint to go on from, whose values have been restored.
+            x: as for ``fit``.
+            y: as for ``fit``.
+            given: what else ``fit`` was given.
+
+        Raises:
+            CheckpointError: the checkpoint isn't one of this training.
+        """
+        weights, split = given.pop("sample_weight", None), given.pop("validation_split", 0.0)
+        if split and given.get("validation_data") is None and can_convert_arrays((x, y, weights)):
+            (x, y, weights), given["validation_data"] = train_validation_split((x, y, weights), validation_split=split)
+        data = TrainingData.of(
+            *(x, y, weights),
+            batch_size=self._batch_size,
+            shuffle=given.pop("shuffle", True),
+            class_weight=given.pop("class_weight", None),
+            steps_per_epoch=given.get("steps_per_epoch"),
+        )
+        if source is not None and source.manifest.data is not None:
+            manifest = source.manifest
+            if manifest.batch:
+                spec = spec_of(self._model, *keras.utils.unpack_x_y_sample_weight(data.example()))
+                build(self._model, VariableTable(self._model), spec)  # Keras makes metrics for the first batch only.
+                self._within_epoch = source
+            data.resume(source.manifest.data, source.read_state(), manifest.batch)
+            given["initial_epoch"] = manifest.epoch
+            logger.info("training goes on at batch %d of epoch %d", manifest.batch, manifest.epoch)
+        given["callbacks"] = self._callbacks(data, given)
+        return {"x": data, **given}
+
+    def _callbacks(self, data: TrainingData, given: Mapping[str, Any]) -> keras.callbacks.CallbackList:
+        callbacks = given.get("callbacks")
+        last = _Save(self._settings, data, self._save, self._steps, self._restore_metrics)
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            return _SeenSteps(data, [*callbacks.callbacks, last], model=self._model)
+        own = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks is not None else []
+        verbose = given.get("verbose", "auto")
+        return _SeenSteps(
+            data,
+            [*own, last],
+            add_history=True,
+            add_progbar=verbose != 0,
+            model=self._model,
+            verbose=verbose,
+            epochs=given.get("epochs", 1),
+            steps=given.get("steps_per_epoch") or data.num_batches,
+        )
+
+    def _restore_metrics(self) -> None:
+        """After Keras has reset them at the beginning of the epoch that is resumed."""
+        source, self._within_epoch = self._within_epoch, None
+        if source is not None:
+            source.assign(source.match(metrics_of(self._model)))
+
+
+class _SeenSteps(keras.callbacks.CallbackList):
+    """Callbacks, which hear nothing of steps that are only counted."""
+
+    def __init__(self, data: TrainingData, callbacks: list[Any], **options: Any) -> None:
+        super().__init__(callbacks, **options)
+        self._data = data
+        self._hidden = False
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Of a step that is really done."""
+        self._hidden = self._data.counting
+        if not self._hidden:
+            super().on_train_batch_begin(batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Likewise."""
+        if not self._hidden:
+            super().on_train_batch_end(batch, logs)
+
+
+class _Save(keras.callbacks.Callback):
+    """Comes after the user's callbacks, so that what they assign is saved, too."""
+
+    def __init__(
+        self,
+        settings: Checkpointing,
+        data: TrainingData,
+        save: Callable[[Progress], object],
+        steps: Callable[[], int],
+        restore_metrics: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self._every, self._data, self._save, self._steps = settings.every_steps, data, save, steps
+        self._restore_metrics = restore_metrics
+        self._saved = 0  # step of the last checkpoint
+        self._epoch = 0
+        self._data.position_due = self._due
+
+    def _due(self) -> bool:
+        """Whether there may be a checkpoint after the next step, but for one at the end of a round."""
+        return self._every is not None and (self._steps() + 1) // self._every > self._saved // self._every
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Nothing has changed since the checkpoint before."""
+        self._saved = self._steps()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Keras has reset the metrics."""
+        self._epoch = epoch
+        self._restore_metrics()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """``batch`` is the number of the last step in the epoch."""
+        if self._every is not None and self._steps() // self._every > self._saved // self._every:
+            self._now(self._epoch, batch + 1, epoch_over=False)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """After validation."""
+        self._epoch = epoch + 1
+        if self._every is None:
+            self._now(self._epoch, 0, epoch_over=True)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """What the last checkpoint hasn't got."""
+        if self._steps() > self._saved:
+            self._now(self._epoch, 0, epoch_over=True)
+
+    def _now(self, epoch: int, batch: int, *, epoch_over: bool) -> None:
+        self._saved = self._steps()
+        data, state = self._data.position(epoch_over=epoch_over)
+        self._save(Progress(epoch, batch, data, state))

@@ -1,0 +1,257 @@
+"""Training data whose position can be saved with a checkpoint, and taken up again.
+
+Keras' ``fit`` reads data through an adapter. `TrainingData` is one that knows how many batches have been trained on,
+and in which order they come:
+
+* arrays: the order of each round is drawn from a seed and the round's number;
+* a ``tf.data.Dataset``: the state of its iterator is saved, as TensorFlow itself saves iterators (with the contents of
+  shuffle buffers). One whose state can't be saved (``from_generator``, random or Python functions, tables) is read
+  again from the beginning of the round, up to the position;
+* a ``keras.utils.PyDataset``: batches are asked for by their numbers, in an order that is drawn as for arrays;
+* a generator: as many batches as had been read are read from the new one, and dropped.
+
+So what a generator, a dataset without seeds, or a PyDataset that shuffles itself gives must be the same in the resumed
+process, if training is to go on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import keras
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+from dapple_tf.checkpoints.checkpoint_manifest import LARGEST, CheckpointError
+from dapple_tf.checkpoints.data_sources import (
+    ArraySource,
+    DatasetSource,
+    GeneratorSource,
+    PyDatasetSource,
+    Source,
+    State,
+)
+from dapple_tf.errors import DataError
+
+
+class Reading(Iterator[Any]):
+    """The batches of one round, for Keras.
+
+    Attributes:
+        element_spec: of a dataset.
+        number: of the round.
+        touched: whether any step has asked for its batch.
+        over: whether there are no more.
+        unseen: steps that Keras still has to count: their batches were trained on before the resumption.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        items: Iterator[Any],
+        may_read_ahead: Callable[[], bool],
+        number: int,
+        taken: int = 0,
+        unseen: int = 0,
+    ) -> None:
+        """``taken`` batches of the round have been trained on by another process."""
+        self._may_read_ahead = may_read_ahead
+        self.element_spec = source.element_spec
+        self.number, self.unseen = number, unseen
+        self.touched = self.over = False
+        self._source, self._items, self._taken = source, items, taken
+        self._marked: tuple[int, State] | None = None
+
+    def __next__(self) -> Any:
+        self.touched = True
+        try:
+            item = next(self._items)
+        except StopIteration:
+            self.over = True
+            raise
+        self._taken += 1
+        return item
+
+    def skip(self) -> bool:
+        """Whether the next step is only counted."""
+        self.touched = True
+        if self.unseen == 0:
+            return False
+        self.unseen -= 1
+        return True
+
+    def may_read_ahead(self) -> bool:
+        """Whether the batch after the next step's may be read before that step is over, by another thread.
+
+        If the position is asked for all the same (training is stopped, say), it has no iterator's state.
+        """
+        if not self._may_read_ahead():
+            return False
+        self._marked = (self._taken, {})
+        return True
+
+    def mark(self) -> None:
+        """Before a batch is read that isn't trained on yet."""
+        self._marked = (self._taken, self._source.state(self._items))
+
+    def unmark(self) -> None:
+        """When it is."""
+        self._marked = None
+
+    def position(self) -> tuple[int, State]:
+        """Batches of the round that have been trained on, and the iterator's state then."""
+        return self._marked or (self._taken, self._source.state(self._items))
+
+
+class TrainingData(DataAdapter):
+    """Training data for ``fit``; see the module.
+
+    Attributes:
+        position_due: whether the position will be asked for after the next step.
+    """
+
+    def __init__(self, source: Source, *, goes_on: bool = False) -> None:
+        """Nothing has been read.
+
+        Args:
+            source: where batches come from.
+            goes_on: whether an epoch goes on where the one before ended, as epochs do that have a number of steps of
+                their own; else each epoch is a round.
+        """
+        self._source = source
+        self._goes_on = goes_on or source.endless
+        self._current: Reading | None = None
+        self.position_due: Callable[[], bool] = lambda: False
+
+    def _may_read_ahead(self) -> bool:
+        return not self.position_due()
+
+    @classmethod
+    def of(
+        cls,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        batch_size: int,
+        shuffle: bool | str = True,
+        class_weight: Any = None,
+        steps_per_epoch: int | None = None,
+    ) -> TrainingData:
+        """The training data that ``fit`` was given.
+
+        Raises:
+            DataError: labels or weights are given beside data that bring their own.
+        """
+        if can_convert_arrays((x, y, sample_weight)):
+            source: Source = ArraySource(x, y, sample_weight, batch_size, shuffle, class_weight)
+        elif y is not None or sample_weight is not None:
+            raise DataError(f"a {type(x).__name__} gives labels and weights itself: leave out y and sample_weight")
+        elif isinstance(x, keras.utils.PyDataset):
+            source = PyDatasetSource(x, bool(shuffle), class_weight)
+        elif isinstance(x, Iterator):
+            if class_weight is not None:
+                raise DataError("class_weight doesn't go with a generator: have it give sample weights")
+            source = GeneratorSource(x)
+        else:
+            adapter = data_adapters.get_data_adapter(x, class_weight=class_weight)
+            source = DatasetSource(adapter.get_tf_dataset())
+        return cls(source, goes_on=steps_per_epoch is not None)
+
+    # ---- positions
+
+    def example(self) -> Any:
+        """A batch to look at, before any is trained on; for its structure, dtypes and ranks only."""
+        return self._source.example()
+
+    @property
+    def counting(self) -> bool:
+        """Whether the next step was done before the resumption, and is only counted."""
+        return self._current is not None and self._current.unseen > 0
+
+    def position(self, *, epoch_over: bool) -> tuple[dict[str, Any], State]:
+        """Where training is: JSON values, and the state of the dataset's iterator.
+
+        Args:
+            epoch_over: whether the next batch is the first of another epoch.
+        """
+        current = iter(self) if self._current is None else self._current
+        if epoch_over and (current.over or not self._goes_on):
+            current = iter(self)
+        done, state = current.position()
+        values = {"kind": self._source.kind, "round": current.number, "done": done}
+        return values | self._source.describe(), state
+
+    def resume(self, saved: Mapping[str, Any], state: State, batch: int) -> None:
+        """Begins at a position.
+
+        Args:
+            saved: what `position` gave.
+            state: the state of the dataset's iterator.
+            batch: batches of the epoch that have been trained on.
+
+        Raises:
+            CheckpointError: it's a position in other data, or no position at all.
+        """
+        kind, number, done = (saved.get(name) for name in ("kind", "round", "done"))
+        if kind != self._source.kind:
+            raise CheckpointError(
+                f"the checkpoint was written while training on a {kind!r:.40}, but now the data are a "
+                f"{self._source.kind!r}: resume with the same data, or restore_checkpoint() and fit() without resume"
+            )
+        for name, value in (("round", number), ("done", done)):
+            if type(value) is not int or not 0 <= value < LARGEST:
+                raise CheckpointError(f"the data's position has {name} {value!r:.40}, which is no number of batches")
+        assert isinstance(number, int) and isinstance(done, int)
+        self._source.resume(saved, started=done > 0)
+        if done > (self._source.num_batches or done):
+            raise CheckpointError(f"the data have {self._source.num_batches} batches, the position is behind {done}")
+        items = self._source.reopen(number, done, state)
+        self._current = Reading(self._source, items, self._may_read_ahead, number, done, batch)
+
+    # ---- for Keras
+
+    def get_tf_dataset(self) -> Iterable[Any]:
+        """What Keras takes iterators of."""
+        return self
+
+    def __iter__(self) -> Reading:
+        """The batches of a round.
+
+        The same as before, if nobody has asked for a batch: Keras takes iterators in advance.
+        """
+        source, current = self._source, self._current
+        if current is None or (current.touched and not source.endless):
+            number = 0 if current is None else current.number + 1
+            self._current = current = Reading(source, source.open(number, 0), self._may_read_ahead, number)
+        return current
+
+    @property
+    def num_batches(self) -> int | None:
+        """Of an epoch; None if that isn't known."""
+        return self._source.num_batches
+
+    @property
+    def batch_size(self) -> None:
+        """Nobody asks."""
+        return None
+
+    @property
+    def has_partial_batch(self) -> None:
+        """Nobody asks."""
+        return None
+
+    @property
+    def partial_batch_size(self) -> None:
+        """Nobody asks."""
+        return None
+
+    def on_epoch_begin(self) -> None:
+        """As Keras' adapters."""
+        self._source.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """As Keras' adapters."""
+        self._source.on_epoch_end()

@@ -1,0 +1,331 @@
+"""Where training data come from: arrays, datasets, generators, read so that one can go on at a position."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.trainers.data_adapters import array_slicing
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+from dapple_tf.checkpoints.checkpoint_manifest import LARGEST, CheckpointError
+from dapple_tf.errors import reason
+
+logger = logging.getLogger(__name__)
+
+_MOST_OPENED = 10**6
+"""Rounds of a dataset; opening one takes some 100 us."""
+
+
+State = Mapping[str, tf.Tensor]
+"""Of a dataset's iterator: variant tensors, by names."""
+
+
+class Source:
+    """Where batches come from, round by round.
+
+    Attributes:
+        kind: name of it in checkpoints.
+        num_batches: of a round; None if that isn't known.
+        endless: whether there is one round only, in which all epochs are.
+        element_spec: of a dataset.
+    """
+
+    kind: ClassVar[str]
+    num_batches: int | None = None
+    endless: bool = False
+    element_spec: Any = None
+
+    def example(self) -> Any:
+        """A batch to look at, before any is trained on; for its structure, dtypes and ranks only."""
+        return next(self.open(0, 0))
+
+    def open(self, number: int, start: int) -> Iterator[Any]:
+        """The batches of round ``number`` from batch ``start`` on."""
+        raise NotImplementedError
+
+    def state(self, items: Iterator[Any]) -> State:
+        """Where the iterator is that it has given last, as far as that can be told."""
+        return {}
+
+    def reopen(self, number: int, start: int, state: State) -> Iterator[Any]:
+        """The batches of a round from ``start`` on, where another process had that state."""
+        return self.open(number, start)
+
+    def describe(self) -> dict[str, Any]:
+        """What must be the same when it's resumed, and what it then needs, as JSON values."""
+        return {}
+
+    def resume(self, saved: Mapping[str, Any], started: bool) -> None:
+        """Takes over what ``describe`` gave in another process.
+
+        Args:
+            saved: that.
+            started: whether the position is within a round.
+
+        Raises:
+            CheckpointError: it's other data.
+        """
+
+    def on_epoch_begin(self) -> None:
+        """As Keras' callbacks."""
+
+    def on_epoch_end(self) -> None:
+        """As Keras' callbacks."""
+
+
+class _Ordered(Source):
+    """Batches that can be had by their numbers, in an order that depends on a seed and the round only."""
+
+    def __init__(self, shuffle: bool | str) -> None:
+        self.shuffle = shuffle
+        self.seed = random.getrandbits(62)  # Python's generator, as for what Keras draws: set_random_seed decides.
+
+    def generator(self, number: int) -> np.random.Generator:
+        """Draws the order of a round."""
+        return np.random.default_rng([self.seed, number])
+
+    def describe(self) -> dict[str, Any]:
+        """As `Source`'s."""
+        return {"batches": self.num_batches, "shuffle": self.shuffle, "seed": self.seed}
+
+    def resume(self, saved: Mapping[str, Any], started: bool) -> None:
+        """As `Source`'s."""
+        own = self.describe()
+        if not own.keys() <= saved.keys():
+            raise CheckpointError(f"the data's position lacks {min(own.keys() - saved.keys())!r}")
+        for name in own.keys() - {"seed"}:
+            if started and saved[name] != own[name]:
+                raise CheckpointError(
+                    f"the checkpoint was written in the middle of an epoch over data with {name} {saved[name]!r:.60}, "
+                    f"but now it is {own[name]!r}: resume with the same data and batch size"
+                )
+        if type(saved["seed"]) is not int or not 0 <= saved["seed"] < LARGEST:
+            raise CheckpointError("the data's seed isn't a whole number from 0 to 2**62")
+        self.seed = saved["seed"]
+
+
+class ArraySource(_Ordered):
+    """Arrays in memory: x, y and sample weights."""
+
+    kind = "arrays"
+
+    def __init__(
+        self, x: Any, y: Any, sample_weight: Any, batch_size: int, shuffle: bool | str, class_weight: Any
+    ) -> None:
+        super().__init__(shuffle)
+        adapter = ArrayDataAdapter(
+            x, y, sample_weight=sample_weight, batch_size=batch_size, shuffle=False, class_weight=class_weight
+        )
+        self._samples, self._batch_size = adapter._num_samples, batch_size
+        self._arrays = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="numpy")
+        self.num_batches = adapter.num_batches
+
+    def open(self, number: int, start: int) -> Iterator[Any]:
+        """As `Source`'s."""
+        draw = self.generator(number)
+        order = draw.permutation(self._samples) if self.shuffle is True else np.arange(self._samples)
+        for first in range(0, self._samples, self._batch_size):
+            indices = order[first : first + self._batch_size]
+            if self.shuffle == "batch":
+                indices = draw.permutation(indices)
+            if first >= start * self._batch_size:
+                yield self._batch(indices)
+
+    def _batch(self, indices: np.ndarray) -> Any:
+        return keras.tree.map_structure(
+            lambda array: None if array is None else array.convert_to_numpy(array[indices]), self._arrays
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """As `Source`'s."""
+        return super().describe() | {"samples": self._samples, "batch_size": self._batch_size}
+
+
+class PyDatasetSource(_Ordered):
+    """A ``keras.utils.PyDataset``, read by Keras' own adapter, with its workers."""
+
+    kind = "py_dataset"
+
+    def __init__(self, dataset: keras.utils.PyDataset, shuffle: bool, class_weight: Any) -> None:
+        super().__init__(shuffle)
+        self._dataset, self._class_weight = dataset, class_weight
+        self.num_batches = dataset.num_batches
+        self.endless = self.num_batches is None
+        self._signature: Any = None
+
+    def open(self, number: int, start: int) -> Iterator[Any]:
+        """As `Source`'s."""
+        count = self.num_batches
+        order: Any = itertools.count(start)
+        if count is not None:
+            order = self.generator(number).permutation(count) if self.shuffle else np.arange(count)
+            order = order[start:]
+            if not len(order):
+                return
+        adapter = PyDatasetAdapter(_Window(self._dataset, start, order), class_weight=self._class_weight)
+        adapter._output_signature = self._signature
+        dataset = adapter.get_tf_dataset()
+        self._signature = adapter._output_signature
+        adapter.on_epoch_begin()
+        try:
+            yield from dataset
+        finally:
+            adapter.on_epoch_end()
+
+    def on_epoch_begin(self) -> None:
+        """As `Source`'s."""
+        self._dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """As `Source`'s."""
+        self._dataset.on_epoch_end()
+
+
+class _Window(keras.utils.PyDataset):
+    """Batches of another PyDataset, in some order."""
+
+    def __init__(self, dataset: keras.utils.PyDataset, start: int, order: Any) -> None:
+        super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
+        self._dataset, self._start = dataset, start
+        self._order = order if isinstance(order, np.ndarray) else None
+
+    @property
+    def num_batches(self) -> int | None:
+        return None if self._order is None else len(self._order)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[self._start + index if self._order is None else int(self._order[index])]
+
+
+class GeneratorSource(Source):
+    """A generator, which can be read once only."""
+
+    kind = "generator"
+    endless = True
+
+    def __init__(self, generator: Iterator[Any]) -> None:
+        self._generator = generator
+        self._seen: list[Any] = []
+
+    def example(self) -> Any:
+        """As `Source`'s."""
+        self._seen = self._seen or [next(self._generator)]
+        return self._seen[0]
+
+    def open(self, number: int, start: int) -> Iterator[Any]:
+        """As `Source`'s."""
+        return itertools.islice(itertools.chain(self._seen, self._generator), start, None)
+
+
+class DatasetSource(Source):
+    """A ``tf.data.Dataset``."""
+
+    kind = "dataset"
+
+    def __init__(self, dataset: tf.data.Dataset) -> None:
+        # A prefetch that TensorFlow adds would be ahead of us by as much as it had time for, into the next round too.
+        options = tf.data.Options()
+        options.experimental_optimization.inject_prefetch = False
+        self._dataset = dataset = dataset.with_options(options)
+        self.element_spec = dataset.element_spec
+        cardinality = int(dataset.cardinality())
+        self.num_batches = cardinality if cardinality >= 0 else None
+        self._opened = self._opened_before = 0
+        self._start: tf.Tensor | None = None
+        self._can_save = True
+
+    def example(self) -> Any:
+        """As `Source`'s; opening the dataset would draw seeds from it."""
+
+        def zeros(spec: tf.TensorSpec) -> np.ndarray:
+            return np.zeros([1 if size is None else size for size in spec.shape], spec.dtype.as_numpy_dtype)
+
+        if all(isinstance(spec, tf.TensorSpec) and spec.shape.rank for spec in keras.tree.flatten(self.element_spec)):
+            return keras.tree.map_structure(zeros, self.element_spec)
+        return next(self.open(0, 0))
+
+    def open(self, number: int, start: int) -> Iterator[Any]:
+        """As `Source`'s."""
+        self._opened += 1
+        items = iter(self._dataset)
+        self._start = self._state_of(items)
+        for _ in range(start):
+            if next(items, None) is None:
+                break
+        return items
+
+    def _state_of(self, items: Any) -> tf.Tensor | None:
+        if not self._can_save:
+            return None
+        fail = tf.data.experimental.ExternalStatePolicy.FAIL.value
+        try:
+            return tf.raw_ops.SerializeIterator(resource_handle=items._iterator_resource, external_state_policy=fail)
+        except tf.errors.OpError as error:
+            self._can_save = False
+            logger.warning(
+                "the position in the dataset can't be saved (%s): a resumed run reads it from the beginning of the "
+                "epoch, which goes on as before only if the dataset gives the same elements again",
+                reason(error),
+            )
+            return None
+
+    def state(self, items: Iterator[Any]) -> State:
+        """As `Source`'s; with the state at the round's start, see `reopen`."""
+        own = self._state_of(items)
+        return {} if own is None or self._start is None else {"iterator": own, "start": self._start}
+
+    def reopen(self, number: int, start: int, state: State) -> Iterator[Any]:
+        """As `Source`'s.
+
+        The iterator has the elements of its own round. Those that shuffle later rounds depend on seeds, which iterators
+        draw from the dataset when they are made, or restored. An iterator's state tells how many have been drawn, and
+        restoring it sets that, unless what shuffles has given its last element and is gone (`prefetch` is ahead of
+        us). The state at the round's beginning always sets it; but it's too old where rounds are repeated within the
+        iterator. So what shuffles is there if seeds don't depend on how many were drawn before the iterator's state
+        was restored; if they do, the state at the beginning is restored at last.
+        """
+        if not state:
+            while self._opened < self._opened_before - 1:  # Each has drawn seeds.
+                self._opened += 1
+                iter(self._dataset)
+            return self.open(number, start)
+        items = self.open(number, 0)
+        self._start = state["start"]
+        seeds = []
+        for more in (0, 1):
+            self._restore(iter(self._dataset), state["start"])
+            for _ in range(more):
+                iter(self._dataset)
+            self._restore(items, state["iterator"])
+            seeds.append(tf.io.serialize_tensor(self._state_of(iter(self._dataset))).numpy())
+        order = ("start", "iterator") if seeds[0] == seeds[1] else ("iterator", "start")
+        for name in order:
+            self._restore(items if name == "iterator" else iter(self._dataset), state[name])
+        return items
+
+    def _restore(self, items: Any, state: tf.Tensor) -> None:
+        try:
+            tf.raw_ops.DeserializeIterator(resource_handle=items._iterator_resource, serialized=state)
+        except (tf.errors.OpError, ValueError) as error:
+            raise CheckpointError(
+                f"the position in the dataset can't be restored: {reason(error)}; resume with the same dataset"
+            ) from error
+
+    def describe(self) -> dict[str, Any]:
+        """As `Source`'s."""
+        return {"opened": self._opened}
+
+    def resume(self, saved: Mapping[str, Any], started: bool) -> None:
+        """As `Source`'s."""
+        opened = saved.get("opened")
+        if type(opened) is not int or not 0 <= opened < _MOST_OPENED:
+            raise CheckpointError("the data's position lacks how often the dataset was opened")
+        self._opened_before = opened

@@ -1,0 +1,111 @@
+"""Snapshots of the devices' variables: taken between two steps, written by the servers while others run."""
+
+from __future__ import annotations
+
+import pathlib
+import threading
+from collections.abc import Callable, Mapping
+
+import tensorflow as tf
+
+from dapple_tf.checkpoints.checkpoint_graph import RestoreGraph, SnapshotGraph
+from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
+from dapple_tf.errors import reason
+from dapple_tf.execution.device_values import Holding
+from dapple_tf.execution.stored_values import Run
+from graph_passes.graph import GraphDef
+
+
+class Snapshot:
+    """A snapshot in the servers' memory.
+
+    Attributes:
+        shards: shard -> the variables in it.
+        writers: shard -> the server that writes it.
+    """
+
+    def __init__(self, graph: SnapshotGraph, run: Run, release: Callable[[], None]) -> None:
+        """It has been taken."""
+        self.shards, self.writers = graph.shards, graph.writers
+        self._graph, self._run, self._release = graph, run, release
+
+    def write(self, place: pathlib.Path) -> None:
+        """Has the servers write it, in whichever thread.
+
+        Args:
+            place: the directory.
+
+        Raises:
+            CheckpointError: a server can't; the text has its reason.
+        """
+        prefix = self._graph.name
+        feed = {f"{prefix}/{node}:0": str(place / shard) for shard, node in self._graph.prefixes.items()}
+        try:
+            self._run([f"{prefix}/{node}" for node in self._graph.write], feed)
+        except tf.errors.OpError as error:
+            raise CheckpointError(f"the servers can't write to {place}: {reason(error)}") from error
+        finally:
+            self._release()
+
+    def discard(self) -> None:
+        """Gives up writing it; the next one drops it."""
+        self._release()
+
+
+class Snapshots:
+    """Takes snapshots of one session's variables, one at a time, and restores variables from files."""
+
+    def __init__(self, holdings: Callable[[], list[Holding]], run: Run, add: Callable[[GraphDef, str], None]) -> None:
+        """See `StoredValues`."""
+        self._holdings, self._run, self._add = holdings, run, add
+        self._busy = threading.Lock()  # from when a snapshot is taken until it has been written
+        self._graph: tuple[dict[str, str], SnapshotGraph] | None = None
+        self._restoring: tuple[dict[str, tuple[str, str]], RestoreGraph] | None = None
+        self._restorations = 0
+        self._arrangements = 0
+
+    def rearrange(self) -> None:
+        """After the holdings have changed, and when the last snapshot has been written."""
+        self.wait()
+        self._graph = self._restoring = None
+        self._arrangements += 1
+
+    def take(self, keys: Mapping[str, str]) -> Snapshot:
+        """Takes a snapshot, when the one before has been written.
+
+        Args:
+            keys: variable -> its name in files.
+        """
+        if self._graph is None:
+            graph = SnapshotGraph(f"snapshot{self._arrangements}", self._holdings(), keys)
+            self._add(graph.graph, graph.name)
+            self._graph = (dict(keys), graph)
+        known, graph = self._graph
+        assert known == keys, "the same variables have other names"
+        self._busy.acquire()
+        try:
+            self._run([f"{graph.name}/{node}" for node in graph.take])
+        except BaseException:
+            self._busy.release()
+            raise
+        return Snapshot(graph, self._run, self._busy.release)
+
+    def restore(self, path: pathlib.Path, located: Mapping[str, tuple[str, str]]) -> None:
+        """Has the servers read variables from files; see `Engine.restore`."""
+        if self._restoring is None or self._restoring[0] != located:
+            self._restorations += 1
+            made = RestoreGraph(f"restore{self._restorations}", self._holdings(), located)
+            self._add(made.graph, made.name)
+            self._restoring = (dict(located), made)
+        _, graph = self._restoring
+        feed = {f"{graph.name}/{node}:0": str(path / shard) for shard, node in graph.prefixes.items()}
+        try:
+            self._run([f"{graph.name}/{node}" for node in graph.nodes], feed)
+        except tf.errors.OpError as error:
+            fault = "is damaged" if isinstance(error, tf.errors.DataLossError) else "can't be read by the servers"
+            raise CheckpointError(f"checkpoint {path} {fault}: {reason(error)}") from error
+
+    def wait(self) -> None:
+        """Until no snapshot waits to be written."""
+        with self._busy:
+            pass

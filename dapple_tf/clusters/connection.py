@@ -1,0 +1,505 @@
+"""The connection of this process to the workers of a cluster: borrows their devices, and watches that they are there.
+
+    this process: client server ◀── feeds, results ──▶ worker 0: server ◀── tensors, all-reduce ──▶ worker 1: server
+         └────────────── leases: pings and answers ──────┴───────────────────────────────────────────────┘
+
+This process has a TensorFlow server of its own, whose master runs the steps, so that batches go from here straight to
+the devices that need them, and no worker is more important than another.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import os
+import reprlib
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from dapple_tf.clusters.clocks import ClockSample
+from dapple_tf.clusters.cluster import Cluster, ClusterError
+from dapple_tf.clusters.control import PROTOCOL, Channel, ControlError, join_address, split_address
+from dapple_tf.clusters.faults import FaultPolicy
+from dapple_tf.clusters.listening import check_private, resolve
+from dapple_tf.clusters.remote_session import Call, RemoteSession, wait_for_calls
+from dapple_tf.clusters.serving import LONGEST_SILENCE, start_server
+from dapple_tf.clusters.session import session_config
+from dapple_tf.errors import WorkerLostError, reason
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_CLIENT = f"{socket.gethostname()} process {os.getpid()} ({uuid.uuid4().hex[:8]})"
+_EXIT_SECONDS = 3.0
+_START_SECONDS = 1.0
+_CLOCK_SAMPLES = 8
+"""Questions for a worker's time, of which the one that is answered fastest counts."""
+
+
+@dataclasses.dataclass
+class _Lease:
+    """One worker's devices.
+
+    Attributes:
+        task: number of the worker.
+        address: its address.
+        channel: the connection to it.
+        port: of its TensorFlow server.
+        host: this process's own address, as that worker sees it.
+        confirmed: time at which the last ping that was answered had been sent.
+        clock: what the worker told when it was last asked for the time, and the number of that request.
+    """
+
+    task: int
+    address: str
+    channel: Channel
+    port: int
+    host: str
+    confirmed: float = 0.0
+    clock: tuple[int, tuple[ClockSample, ...]] = (0, ())
+
+
+class Connection:
+    """Leases on all workers of a cluster.
+
+    Attributes:
+        addresses: of the workers.
+        target: where sessions are opened.
+        notice_seconds: a worker that hasn't answered for so long is lost.
+        step_seconds: a run that takes longer counts as hung.
+        lost: the worker that was lost first; None as long as all are there.
+    """
+
+    def __init__(self, addresses: Sequence[str], faults: FaultPolicy) -> None:
+        """Borrows the devices of all workers.
+
+        Args:
+            addresses: of the workers.
+            faults: how patient to be.
+
+        Raises:
+            ClusterError: a worker isn't there, is in use by another process, or its server doesn't start.
+        """
+        self.addresses = tuple(addresses)
+        self.notice_seconds = faults.notice_seconds
+        self.step_seconds = faults.step_seconds
+        self.lost: WorkerLostError | None = None
+        self.users = 0
+        self._changed = threading.Condition()
+        self._asked = 0.0  # workers are to answer a ping that is sent after this time
+        self._clock_requests = 0  # how often workers were to tell the time
+        self._closed = False
+        leases: list[_Lease] = []
+        try:
+            _for_each(lambda task: leases.append(self._borrow(task)), len(self.addresses))
+            leases.sort(key=lambda lease: lease.task)
+            self.target = self._serve(leases)
+        except BaseException:
+            for lease in leases:
+                lease.channel.close()
+            raise
+        self._leases = leases
+        for lease in leases:
+            lease.confirmed = time.monotonic()
+            threading.Thread(target=self._watch, args=(lease,), name=f"watch-{lease.address}", daemon=True).start()
+        try:
+            self._greet()
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- opening
+
+    def _borrow(self, task: int) -> _Lease:
+        address = self.addresses[task]
+        hello = {"ask": "lease", "client": _CLIENT, "port": _ports.get(address, 0)}
+        channel, answer = _hello(task, address, hello, self.notice_seconds)
+        port = answer.get("port")
+        if type(port) is not int or not 1 <= port <= 65_535:
+            channel.close()
+            raise ClusterError(f"worker {task} ({address}) {_garbled(answer, 'port')}")
+        return _Lease(task, address, channel, port, channel.socket.getsockname()[0])
+
+    def _serve(self, leases: Sequence[_Lease]) -> str:
+        servers = [join_address(split_address(lease.address)[0], lease.port) for lease in leases]
+        port, target = _client_server(tuple(servers), tuple(dict.fromkeys(lease.host for lease in leases)))
+
+        def start(index: int) -> None:
+            lease = leases[index]
+            cluster = {"client": [join_address(lease.host, port)], "worker": servers}
+            order = {
+                "cluster": cluster,
+                "task": index,
+                "leader": 0,
+                "silence": min(max(1.0, 3.0 * self.notice_seconds), LONGEST_SILENCE),
+            }
+            try:
+                _accepted(index, lease.address, lease.channel.ask(order, self.notice_seconds))
+            except ControlError as error:
+                raise ClusterError(f"worker {index} ({lease.address}) {error}") from error
+            except ClusterError:
+                _ports.pop(lease.address, None)  # Somebody else may have taken the port: another one next time.
+                raise
+            _ports[lease.address] = lease.port
+
+        _for_each(start, len(leases))
+        return target
+
+    def _greet(self) -> None:
+        """Runs something on every worker.
+
+        This process's server may have connections to servers that were at the same addresses before; it finds out that
+        they are broken when it first uses them.
+        """
+        with tf.Graph().as_default() as graph:
+            greetings = []
+            for task in range(len(self.addresses)):
+                with tf.device(f"/job:worker/task:{task}/device:CPU:0"):
+                    greetings.append(tf.raw_ops.NoOp())
+        deadline = time.monotonic() + self.notice_seconds
+        while True:
+            session = RemoteSession(self, graph, tf.compat.v1.ConfigProto(isolate_session_state=True), breaks=False)
+            try:
+                session.run(greetings)
+                return
+            except tf.errors.OpError as error:
+                if time.monotonic() > deadline:
+                    raise ClusterError(
+                        f"all workers answer, but nothing can be run on them: {reason(error)}"
+                    ) from error
+                time.sleep(0.05)
+            finally:
+                session.close()
+
+    # ---- watching
+
+    def _watch(self, lease: _Lease) -> None:
+        """Pings a worker until the connection is closed or the worker lost."""
+        number = 0
+        try:
+            while not self._closed and self.lost is None:
+                number += 1
+                sent = time.monotonic()
+                # Noticed within notice_seconds: this much for an answer, and up to one pause before the question.
+                lease.channel.ask({"ping": number}, 0.8 * self.notice_seconds)
+                request = self._clock_requests
+                if lease.clock[0] < request:
+                    lease.clock = request, self._ask_time(lease)
+                with self._changed:
+                    lease.confirmed = sent
+                    self._changed.notify_all()
+                    self._changed.wait_for(
+                        lambda: (
+                            self._closed
+                            or self.lost is not None
+                            or lease.confirmed < self._asked
+                            or lease.clock[0] < self._clock_requests
+                        ),
+                        timeout=0.1 * self.notice_seconds,
+                    )
+        except ControlError as error:
+            if not self._closed:
+                self._lose(
+                    WorkerLostError(f"worker {lease.task} ({lease.address}): {error}", lease.task, lease.address)
+                )
+        finally:
+            lease.channel.close()
+
+    def _ask_time(self, lease: _Lease) -> tuple[ClockSample, ...]:
+        """What a worker's clock says, several times."""
+        found = []
+        for number in range(_CLOCK_SAMPLES):
+            sent = time.time_ns()
+            answer = lease.channel.ask({"time": number}, 0.8 * self.notice_seconds)
+            answered = time.time_ns()
+            if answer.get("time") != number or type(now := answer.get("now")) is not int:
+                raise ControlError(f"was asked for its time and said {reprlib.repr(answer)}")
+            found.append(ClockSample(sent, answered, now))
+        return tuple(found)
+
+    def clocks(self) -> dict[int, tuple[ClockSample, ...]]:
+        """Asks all workers for their time; number of a worker -> what it told, beside this process's clock.
+
+        Raises:
+            WorkerLostError: one was lost.
+        """
+        with self._changed:
+            self._clock_requests += 1
+            request = self._clock_requests
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: (
+                    self._closed or self.lost is not None or all(lease.clock[0] >= request for lease in self._leases)
+                )
+            )
+        if self.lost is not None:
+            raise self.lost
+        return {lease.task: lease.clock[1] for lease in self._leases}
+
+    def _lose(self, error: WorkerLostError) -> None:
+        with self._changed:
+            if self.lost is None:
+                self.lost = error
+                logger.warning("lost %s", error)
+            self._changed.notify_all()
+
+    def _examine(self, failure: tf.errors.OpError) -> None:
+        """Finds out whether a worker is to blame for a failed run: waits until all have answered anew, or one is lost.
+
+        Raises:
+            WorkerLostError: one is.
+        """
+        with self._changed:
+            asked = self._asked = time.monotonic()
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: self.lost is not None or all(lease.confirmed >= asked for lease in self._leases),
+                timeout=2 * self.notice_seconds,
+            )
+        if self.lost is not None:
+            raise self.lost from failure
+
+    # ---- running
+
+    def call(self, function: Callable[[], _T], *, breaks: bool = True, seconds: float | None = None) -> _T:
+        """Calls something that waits for workers, as long as all of them are there.
+
+        Args:
+            function: what to call.
+            breaks: whether a connection between servers that breaks counts as a lost worker.
+            seconds: after how long it counts as hung; None is ``step_seconds``.
+
+        Raises:
+            WorkerLostError: one was lost, or the call took too long. What was called is left to itself.
+            tf.errors.OpError: it failed, with all workers there.
+        """
+        if self.lost is not None:
+            raise self.lost
+        limit = self.step_seconds if seconds is None else min(seconds, self.step_seconds)
+        call = Call(function, self._changed)
+        try:
+            call.start()
+            ended = self._wait_for(call, limit)
+        except BaseException:  # Ctrl-C: what is under way is finished first, as in a session of this process.
+            if call.begun.wait(_START_SECONDS):  # It may have struck before there was a thread.
+                self._wait_for(call, limit)
+            raise
+        if not ended:
+            self._lose(WorkerLostError(f"a run has not ended within {limit:.3g} s, though all workers answer"))
+        if not call.done:
+            assert self.lost is not None
+            raise self.lost
+        if isinstance(call.error, tf.errors.OpError):
+            self._examine(call.error)
+        if breaks and isinstance(call.error, tf.errors.UnavailableError):
+            self._lose(WorkerLostError(f"a connection broke, though all workers answer: {reason(call.error)}"))
+            raise self.lost or call.error
+        if call.error is not None:
+            raise call.error
+        return call.result
+
+    def _wait_for(self, call: Call, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: call.done or self.lost is not None, timeout=seconds)
+
+    def close(self) -> None:
+        """Gives the devices back; the workers' servers end."""
+        self._closed = True
+        if _connections.get(self.addresses) is self:  # not one that was opened since, because this one was lost
+            del _connections[self.addresses]
+        for lease in self._leases:
+            with contextlib.suppress(OSError):
+                lease.channel.socket.shutdown(socket.SHUT_RDWR)  # wakes its watcher, which closes it
+        with self._changed:
+            self._changed.notify_all()
+
+
+# ---- the connections of this process
+
+_lock = threading.RLock()
+_connections: dict[tuple[str, ...], Connection] = {}
+_ports: dict[str, int] = {}
+"""Ports of the workers' servers when they were used last: with the same ones, the client's server can be the same."""
+_client_servers: dict[tuple[str, ...], tuple[int, Any]] = {}
+
+
+def acquire(cluster: Cluster, faults: FaultPolicy) -> Connection:
+    """The connection to a cluster's workers, opened if need be; to be given back by `release`.
+
+    One that is open already keeps the patience that it was opened with.
+
+    Raises:
+        ClusterError: see `Connection`; or this process has some of the workers in another cluster's connection.
+    """
+    with _lock:
+        connection = _connections.get(cluster.addresses)
+        if connection is None or connection.lost is not None:
+            for addresses in _connections:
+                shared = set(addresses) & set(cluster.addresses)
+                if shared and addresses != cluster.addresses:
+                    raise ClusterError(
+                        f"worker {min(shared)} is in use by this process already, in another cluster of "
+                        f"{len(addresses)} workers: close() that model first"
+                    )
+            if connection is not None:
+                connection.close()
+            connection = _connections[cluster.addresses] = Connection(cluster.addresses, faults)
+        connection.users += 1
+        return connection
+
+
+def release(connection: Connection) -> None:
+    """Gives a connection back; when nobody uses it any more, the workers are free for others."""
+    with _lock:
+        connection.users -= 1
+        if connection.users <= 0:
+            connection.close()
+
+
+@contextlib.contextmanager
+def connected(cluster: Cluster, faults: FaultPolicy | None = None) -> Iterator[None]:
+    """Within it, the workers of a cluster stay this process's; nothing is done for local devices.
+
+    Raises:
+        ClusterError: see `acquire`.
+    """
+    if not cluster.addresses:
+        yield
+        return
+    connection = acquire(cluster, faults or FaultPolicy())
+    try:
+        yield
+    finally:
+        release(connection)
+
+
+def open_session(cluster: Cluster, graph: tf.Graph) -> Any:
+    """A session on a cluster's devices: TensorFlow's own, or one that watches the workers.
+
+    Workers are to be `connected` meanwhile.
+    """
+    config = session_config(cluster)
+    if not cluster.addresses:
+        return tf.compat.v1.Session(graph=graph, config=config)
+    with connected(cluster):
+        return RemoteSession(_connections[cluster.addresses], graph, config)
+
+
+def inventory(addresses: Sequence[str]) -> list[list[dict[str, Any]]]:
+    """Kind and memory of each worker's devices, from the live workers.
+
+    Raises:
+        ClusterError: a worker isn't there.
+    """
+    found: dict[int, list[dict[str, Any]]] = {}
+
+    def ask(task: int) -> None:
+        channel, answer = _hello(task, addresses[task], {"ask": "status"}, FaultPolicy().notice_seconds)
+        channel.close()
+        devices = answer.get("devices")
+        if not isinstance(devices, list) or not devices or not all(map(_is_device, devices)):
+            raise ClusterError(f"worker {task} ({addresses[task]}) {_garbled(answer, 'devices')}")
+        found[task] = devices
+
+    _for_each(ask, len(addresses))
+    return [found[task] for task in range(len(addresses))]
+
+
+def _is_device(found: object) -> bool:
+    return (
+        isinstance(found, dict)
+        and found.get("kind") in ("CPU", "GPU")
+        and type(found.get("memory_bytes")) is int
+        and found["memory_bytes"] > 0
+    )
+
+
+def _garbled(answer: Mapping[str, Any], name: str) -> str:
+    return f"answers {reprlib.repr(answer)}, which lacks {name!r} or garbles it; is it a worker of this version?"
+
+
+def reachable(addresses: Sequence[str], seconds: float) -> list[bool]:
+    """Whether each worker answers within so many seconds, and is free for this process."""
+    found: dict[int, bool] = {}
+
+    def ask(task: int) -> None:
+        try:
+            channel, answer = _hello(task, addresses[task], {"ask": "status"}, seconds)
+            channel.close()
+            found[task] = answer.get("holder") in (None, _CLIENT)
+        except ClusterError:
+            found[task] = False
+
+    _for_each(ask, len(addresses))
+    return [found[task] for task in range(len(addresses))]
+
+
+def _hello(task: int, address: str, question: Mapping[str, Any], seconds: float) -> tuple[Channel, dict[str, Any]]:
+    """Connects to a worker and asks it something."""
+    channel = None
+    try:
+        channel = Channel.connect(address, seconds)
+        return channel, _accepted(task, address, channel.ask({"protocol": PROTOCOL, **question}, seconds))
+    except ControlError as error:
+        if channel is not None:
+            channel.close()
+        raise ClusterError(
+            f"worker {task} ({address}) {error}; is `python -m dapple_tf.worker --address={address}` running there?"
+        ) from error
+    except ClusterError:
+        assert channel is not None
+        channel.close()
+        raise
+
+
+def _accepted(task: int, address: str, answer: dict[str, Any]) -> dict[str, Any]:
+    if "error" in answer:
+        raise ClusterError(f"worker {task} ({address}): {answer['error']}")
+    return answer
+
+
+def _for_each(function: Callable[[int], object], count: int) -> None:
+    """Calls a function with 0 ... count - 1, in threads; raises the first one's error when all have ended."""
+    with concurrent.futures.ThreadPoolExecutor(min(64, count)) as threads:
+        waiting = [threads.submit(function, index) for index in range(count)]
+    for future in waiting:
+        future.result()
+
+
+def _client_server(workers: tuple[str, ...], hosts: tuple[str, ...]) -> tuple[int, str]:
+    """Port and target of this process's own server for a cluster; made once, as TensorFlow can't stop one."""
+    key = (*workers, *hosts)
+    if key not in _client_servers:
+        for host in hosts:
+            try:
+                check_private(host, allow_public=bool(os.environ.get("DAPPLE_TF_ALLOW_PUBLIC")), all_interfaces=False)
+            except ClusterError as error:
+                raise ClusterError(
+                    f"this process reaches the workers from {host}, where it would have to listen; use a private "
+                    f"network, or set DAPPLE_TF_ALLOW_PUBLIC=1 if a firewall keeps others out ({error})"
+                ) from error
+        own = [resolve(host)[0] for host in hosts]
+        with socket.socket(socket.AF_INET6 if own[0].version == 6 else socket.AF_INET) as trial:
+            trial.bind((str(own[0]), 0))
+            port = int(trial.getsockname()[1])
+        cluster = {"client": [join_address(hosts[0], port)], "worker": list(workers)}
+        config = tf.compat.v1.ConfigProto(device_count={"CPU": 1})
+        _client_servers[key] = (port, start_server(cluster, "client", 0, config, port, own))
+    port, server = _client_servers[key]
+    return port, server.target
+
+
+@atexit.register
+def _give_all_back() -> None:
+    for connection in list(_connections.values()):
+        connection.close()
+    wait_for_calls(_EXIT_SECONDS)

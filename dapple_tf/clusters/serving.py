@@ -1,0 +1,255 @@
+"""What a worker does for one client: lend it the devices, serve, and answer that it is there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import re
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import tensorflow as tf
+from absl import logging
+
+from dapple_tf.clusters.cluster import ClusterError, check_addresses
+from dapple_tf.clusters.control import PROTOCOL, Channel, ControlError
+from dapple_tf.clusters.listening import Address, confine, keep_closed, resolve
+from dapple_tf.clusters.session import server_config
+
+_T = TypeVar("_T")
+_ANSWER_SECONDS = 10.0
+"""A client that is there says at once what it wants."""
+_GRACE_SECONDS = 1.0
+"""The last client's process may be ending."""
+LONGEST_SILENCE = 86_400.0
+"""Seconds after which a client counts as gone at the latest."""
+_LONGEST_CLIENT = 1000
+"""Characters of a client's name, which stands in messages to others and in the worker's log."""
+_FLOCK = "@hhqqi0q"
+"""The kernel's struct flock: type, whence, start, length and process."""
+
+
+class Lease:
+    """The right to use the worker's devices, which one process at a time has; it ends with the process.
+
+    A lock on a file that all children of a worker have: the kernel gives it back however its owner ends, and also when
+    its owner closes any handle of that file, which is therefore nobody else's business.
+    """
+
+    def __init__(self) -> None:
+        with tempfile.TemporaryFile() as file:
+            self._file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
+
+    def take(self, client: str) -> bool:
+        """Takes it, and says for whom; False if another process has it."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"{os.getpid()} {client}".encode(errors="replace"), 0)
+        return True
+
+    def holder(self) -> tuple[int, str] | None:
+        """The process that has it, as the kernel says, and for whom, once that is written; None if nobody has it."""
+        wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, process = struct.unpack(_FLOCK, fcntl.fcntl(self._file, fcntl.F_GETLK, wanted))
+        if kind == fcntl.F_UNLCK:
+            return None
+        told, _, client = os.pread(self._file, 1 << 16, 0).decode(errors="replace").partition(" ")
+        return process, client if told == str(process) else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What a worker has to lend.
+
+    Attributes:
+        host: by which others reach it.
+        devices: logical CPU devices; 0 for the machine's GPUs, or one CPU device if it has none.
+        memory_bytes: of each device; None is what there is.
+        server_port: of TensorFlow's server; 0 for any.
+        all_interfaces: whether that listens on all of the machine's addresses.
+        lease: who may use it.
+    """
+
+    host: str
+    devices: int = 0
+    memory_bytes: int | None = None
+    server_port: int = 0
+    all_interfaces: bool = False
+    lease: Lease = dataclasses.field(default_factory=Lease)
+
+    def inventory(self) -> list[dict[str, Any]]:
+        """Kind and memory of each device. Looks for GPUs, which a process mustn't do before it forks."""
+        from tensorflow.python.client import device_lib
+
+        if self.devices == 0 and tf.config.list_physical_devices("GPU"):
+            found = [device for device in device_lib.list_local_devices() if device.device_type == "GPU"]
+            return [{"kind": "GPU", "memory_bytes": self.memory_bytes or int(device.memory_limit)} for device in found]
+        count = max(1, self.devices)
+        return [{"kind": "CPU", "memory_bytes": self.memory_bytes or _memory() // count}] * count
+
+
+def _memory() -> int:
+    """Bytes of this machine's memory, or of what this process may have of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+        total = min(total, int(file.read()))
+    return total
+
+
+def attend(channel: Channel, machine: Machine) -> None:
+    """Serves one connection, to its end.
+
+    client: {"protocol": ..., "ask": "status"}                      worker: {"devices": [...], "holder": ...}
+    client: {"protocol": ..., "ask": "lease", "client": ..., "port": 0}     {"devices": [...], "port": 41234}
+    client: {"cluster": {...}, "task": 0, "leader": 0, "silence": 30.0}     {"serving": 4711}
+    client: {"ping": 1}                                                     {"pong": 1}
+    client: {"time": 1}                                                     {"time": 1, "now": 1700000000123456789}
+    """
+    try:
+        hello = channel.receive(_ANSWER_SECONDS)
+        try:
+            _serve(channel, hello, machine)
+        except _RefusedError as error:
+            channel.send({"error": str(error)}, _ANSWER_SECONDS)
+    except ControlError as error:
+        logging.info("a client %s", error)
+
+
+class _RefusedError(Exception):
+    """What a client asks for can't be had; the text is for its user."""
+
+
+def _serve(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None:
+    if hello.get("protocol") != PROTOCOL:
+        raise _RefusedError(
+            f"speaks {hello.get('protocol')!r} and the worker {PROTOCOL!r}; use the same version of dapple_tf on both"
+        )
+    asked = hello.get("ask")
+    if asked == "status":
+        holder = machine.lease.holder()
+        channel.send({"devices": machine.inventory(), "holder": holder and holder[1]}, _ANSWER_SECONDS)
+    elif asked == "lease":
+        client, port = _field(hello, "client", str), _field(hello, "port", int)
+        if not client or len(client) > _LONGEST_CLIENT or not client.isprintable():
+            raise _RefusedError(f"'client' must be one line of 1 to {_LONGEST_CLIENT} printable characters")
+        _take(machine.lease, client)
+        inventory = machine.inventory()
+        port = machine.server_port or port or _free_port(machine.host)
+        channel.send({"devices": inventory, "port": port}, _ANSWER_SECONDS)
+        order = channel.receive(_ANSWER_SECONDS)
+        silence = _start(order, inventory, machine, port)
+        channel.send({"serving": os.getpid()}, _ANSWER_SECONDS)
+        logging.info("serving %s", client)
+        _answer(channel, silence)
+        logging.info("%s has gone", client)
+    else:
+        raise _RefusedError(f"asks for {asked!r}, which no worker knows")
+
+
+def _field(message: Mapping[str, Any], name: str, kind: type[_T]) -> _T:
+    value = message.get(name)
+    if type(value) is not kind:
+        raise _RefusedError(f"{name!r} is {value!r}; it must be of type {kind.__name__}")
+    return value
+
+
+def _take(lease: Lease, client: str) -> None:
+    """Takes the lease, from the same client's older connection if need be, which may hang or be cut off."""
+    started = time.monotonic()
+    while not lease.take(client):
+        waited = time.monotonic() - started
+        if (found := lease.holder()) is not None:
+            process, holder = found
+            if holder == client:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            elif waited > _GRACE_SECONDS:
+                raise _RefusedError(f"in use by {holder}; it will be free when that process ends")
+            if waited > _ANSWER_SECONDS / 2:
+                raise _RefusedError(f"in use by process {process}, an older connection of the same client")
+        time.sleep(0.01)
+
+
+def _free_port(host: str) -> int:
+    own = resolve(host)[0]
+    with socket.socket(socket.AF_INET6 if own.version == 6 else socket.AF_INET) as trial:
+        trial.bind((str(own), 0))
+        return int(trial.getsockname()[1])
+
+
+def _start(order: Mapping[str, Any], inventory: list[dict[str, Any]], machine: Machine, port: int) -> float:
+    """Starts TensorFlow's server; returns after how many seconds of silence the client counts as gone."""
+    cluster, task, leader = (_field(order, *field) for field in (("cluster", dict), ("task", int), ("leader", int)))
+    silence = _field(order, "silence", float)
+    workers = cluster.get("worker")
+    if not isinstance(workers, list) or not 0 <= task < len(workers) or not 0 <= leader < len(workers):
+        raise _RefusedError(f"task {task} and leader {leader} aren't among the workers {workers!r}")
+    for job, addresses in cluster.items():
+        if not re.fullmatch("[a-z]+", job) or not isinstance(addresses, list) or not set(map(type, addresses)) <= {str}:
+            raise _RefusedError(f"job {job!r} has the tasks {addresses!r}; they must be a list of addresses")
+        try:
+            check_addresses(addresses)
+        except ClusterError as error:
+            raise _RefusedError(f"job {job!r}: {error}") from error
+    if not 1 <= silence <= LONGEST_SILENCE:
+        raise _RefusedError(f"'silence' is {silence} s; it must be from 1 s to a day")
+    kinds = [device["kind"] for device in inventory]
+    config = server_config(kinds.count("CPU"), kinds.count("GPU"), leader)
+    try:
+        start_server(cluster, "worker", task, config, port, None if machine.all_interfaces else resolve(machine.host))
+    except ClusterError as error:
+        raise _RefusedError(str(error)) from error
+    return silence
+
+
+def start_server(
+    cluster: Mapping[str, Sequence[str]],
+    job: str,
+    task: int,
+    config: tf.compat.v1.ConfigProto,
+    port: int,
+    addresses: Sequence[Address] | None,
+) -> tf.distribute.Server:
+    """Starts a TensorFlow server that can be reached at these addresses only; None is at all of the machine's.
+
+    Raises:
+        ClusterError: the port is taken, or the server can't be confined to these addresses.
+    """
+    try:
+        with contextlib.nullcontext() if addresses is None else keep_closed(port):
+            server = tf.distribute.Server(cluster, job_name=job, task_index=task, config=config, start=False)
+            if addresses is not None:
+                confine(port, addresses)
+        server.start()
+    except tf.errors.OpError as error:
+        raise ClusterError(f"no server can be started on port {port}: is it taken? ({error.message})") from error
+    return server
+
+
+def _answer(channel: Channel, silence: float) -> None:
+    """Answers the client as long as it is there."""
+    try:
+        while True:
+            message = channel.receive(silence)
+            if "time" in message:
+                channel.send({"time": message["time"], "now": time.time_ns()}, silence)
+            elif "ping" in message:
+                channel.send({"pong": message["ping"]}, silence)
+            else:
+                return
+    except ControlError as error:
+        logging.info("the client %s", error)
+        sys.stderr.flush()

@@ -1,0 +1,182 @@
+"""How sessions are configured."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.protobuf import config_pb2
+
+from dapple_tf.clusters.cluster import Cluster
+from graph_passes.graph import GraphDef
+
+_MAIN_PRIORITY, _SUB_PRIORITY = -1, 0
+"""CUDA stream priorities, of which the lower number is the higher; every GPU that has any has these two."""
+
+
+COLLECTIVE_KEYS = itertools.count(1, 20_000)
+"""First keys of graphs with collective operations, of all in this process: servers remember what each was used for."""
+
+
+def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
+    """A session's configuration: one executor thread per device, and the cores shared out among them.
+
+    Servers have threads and devices of their own, see `server_config`.
+    """
+    config = tf.compat.v1.ConfigProto(allow_soft_placement=False)
+    # A step's top level is calls of functions, which Grappler has nothing to do for but goes through again and again;
+    # it still optimizes each function, when that is first called. What is only timed, it would even drop.
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    if cluster.addresses:
+        config.experimental.collective_group_leader = _worker(0)
+        config.isolate_session_state = True  # Sessions on one server mustn't share variables.
+        return config
+    _share_cores(config, cluster.num_devices, sum("device:CPU" in device.name for device in cluster.devices))
+    config.gpu_options.allow_growth = True
+    if _has_gpu_streams(cluster):
+        _split_gpus(config.gpu_options, cluster)
+    return config
+
+
+class PreparedRun:
+    """``Session.run`` of the same nodes again and again, whose names are looked up once and not in every run.
+
+    For sessions of this process. Errors are TensorFlow's own, without the lines that ``Session.run`` adds to them.
+    """
+
+    def __init__(self, session: Any, fetches: Any, feeds: Sequence[str]) -> None:
+        """Looks the names up.
+
+        Args:
+            session: a ``tf.compat.v1.Session``.
+            fetches: a structure of names, of tensors (``name:0``) and of nodes, which give None.
+            feeds: names of the placeholders.
+        """
+        self._fetches = fetches
+        self._names = list(dict.fromkeys(tf.nest.flatten(fetches)))
+        graph = session.graph
+        self._dtypes = [graph.get_tensor_by_name(name).dtype.as_numpy_dtype for name in feeds]
+        tensors = [name for name in self._names if ":" in name]
+        self._order = {name: index for index, name in enumerate(tensors)}
+        options = config_pb2.CallableOptions(
+            feed=feeds, fetch=tensors, target=[name for name in self._names if ":" not in name]
+        )
+        self._run = session._make_callable_from_options(options)
+
+    def __call__(self, values: Sequence[Any]) -> Any:
+        """What the nodes give, in the structure of the fetches; ``values`` are those of the placeholders."""
+        arrays = [np.asarray(value, dtype) for value, dtype in zip(values, self._dtypes, strict=True)]
+        found = self._run(*arrays)
+        order = self._order
+        return tf.nest.map_structure(lambda name: found[order[name]] if name in order else None, self._fetches)
+
+
+def configure_gpus(cluster: Cluster) -> None:
+    """Makes the two logical devices of each GPU for this process, before anything else uses TensorFlow's GPUs.
+
+    Streams and allocators are made once in a process. Where Keras has used a GPU before the first session, its main
+    stream has the default priority, no higher than the sub-stream's, and its memory isn't shared out; calling this
+    first, before models are built, makes both right. Nothing is done for a cluster without sub-streams on GPUs.
+
+    Raises:
+        RuntimeError: TensorFlow has been initialized already.
+    """
+    if not _has_gpu_streams(cluster):
+        return
+    gpus = tf.config.list_physical_devices("GPU")[: cluster.sub_streams]
+    tf.config.set_visible_devices(gpus, "GPU")
+    for gpu, made in zip(gpus, _logical_gpus(cluster), strict=True):
+        configurations = [
+            tf.config.LogicalDeviceConfiguration(
+                size, experimental_priority=priority, experimental_device_ordinal=ordinal
+            )
+            for size, priority, ordinal in made
+        ]
+        tf.config.set_logical_device_configuration(gpu, configurations)
+
+
+def _has_gpu_streams(cluster: Cluster) -> bool:
+    return cluster.sub_streams > 0 and "device:GPU" in cluster.devices[0].name
+
+
+def _split_gpus(options: tf.compat.v1.GPUOptions, cluster: Cluster) -> None:
+    """Makes two logical devices of each GPU: its main stream and, at a lower priority, its sub-stream.
+
+    GPU 0, GPU 1   become   GPU:0 on 0, GPU:1 on 1 (main), GPU:2 on 0, GPU:3 on 1 (sub)
+    """
+    options.visible_device_list = ",".join(map(str, range(cluster.sub_streams)))
+    for made in _logical_gpus(cluster):
+        sizes, priorities, ordinals = zip(*made, strict=True)
+        options.experimental.virtual_devices.add(memory_limit_mb=sizes, priority=priorities, device_ordinal=ordinals)
+
+
+def _logical_gpus(cluster: Cluster) -> list[list[tuple[float, int, int]]]:
+    """For each GPU (MiB, priority, ordinal) of its main and its sub device.
+
+    Devices are numbered by their ordinals first, so that the main ones keep their GPUs' numbers: TensorFlow refuses a
+    process in which one number means two GPUs, and Keras may have used them by then. Priorities, however, TensorFlow
+    (`GetPriority` in gpu_device.cc) looks up by that number in the lists of all GPUs one after another, so that the
+    first n of these are the main ones'.
+    """
+    count = cluster.sub_streams
+    priorities = [_MAIN_PRIORITY] * count + [_SUB_PRIORITY] * count
+    found = []
+    for gpu in range(count):
+        sizes = [cluster.devices[device].memory_bytes for device in (gpu, gpu + count)]
+        found.append(
+            [
+                ((size or 0) / 2**20, priority, ordinal)
+                for ordinal, (size, priority) in enumerate(zip(sizes, priorities[2 * gpu :], strict=False))
+            ]
+        )
+    return found
+
+
+def server_config(cpus: int, gpus: int, leader: int = 0) -> tf.compat.v1.ConfigProto:
+    """The configuration of a worker's server; threads as in `session_config`.
+
+    Args:
+        cpus: its logical CPU devices.
+        gpus: its GPUs.
+        leader: the worker that gives out the keys of collective operations.
+    """
+    config = tf.compat.v1.ConfigProto()
+    config.experimental.collective_group_leader = _worker(leader)
+    config.gpu_options.allow_growth = True
+    _share_cores(config, cpus + gpus, cpus)
+    return config
+
+
+def _worker(task: int) -> str:
+    return f"/job:worker/replica:0/task:{task}"
+
+
+def _share_cores(config: tf.compat.v1.ConfigProto, devices: int, cpus: int) -> None:
+    cores = _cores()
+    config.device_count["CPU"] = max(1, cpus)
+    config.inter_op_parallelism_threads = max(devices + 1, cores)
+    config.intra_op_parallelism_threads = max(1, cores // max(1, cpus)) if cpus else 0
+
+
+def add_to_graph(target: tf.Graph, library: set[str], graph: GraphDef, name: str) -> None:
+    """Adds nodes under ``name/``, and the functions that ``library`` doesn't name yet; it names them then."""
+    fresh = GraphDef(node=graph.node, versions=graph.versions)
+    for node in fresh.node:
+        if "f" in node.attr:
+            # Nobody asks for the shapes of what a call gives, and TensorFlow would infer them anew for each call.
+            node.attr["_disable_call_shape_inference"].b = True
+    for function in graph.library.function:
+        if function.signature.name not in library:
+            library.add(function.signature.name)
+            fresh.library.function.add().CopyFrom(function)
+    fresh.library.gradient.extend(graph.library.gradient)
+    with target.as_default():
+        tf.graph_util.import_graph_def(fresh, name=name)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

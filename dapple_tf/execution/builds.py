@@ -1,0 +1,144 @@
+"""What an engine has built: stage functions and steps; and what a step gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dapple_tf.execution.device_values import Holding
+from dapple_tf.frontend.batch import BatchSpec
+from dapple_tf.frontend.capture import Mode
+from dapple_tf.measurement.step_nodes import StepNode
+from dapple_tf.measurement.step_trace import TracedStep
+from dapple_tf.operators.op_graph import OpPlacement
+from dapple_tf.operators.step_placer import PlacedStep
+from graph_passes.graph import Ref
+from graph_passes.group_update import GroupUpdate
+from graph_passes.program import Program, Step
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What one step gave.
+
+    Attributes:
+        loss: mean loss over the batch, regularizers and the like included; None for prediction.
+        metrics: metric variable -> its new value.
+        outputs: the model's outputs for the whole batch; empty unless predicting.
+        gradients: parameter -> gradient; empty unless asked for.
+        traced: what tells of its times and memory; None unless asked for.
+    """
+
+    loss: float | None
+    metrics: Mapping[str, np.ndarray]
+    outputs: tuple[np.ndarray, ...]
+    gradients: Mapping[str, np.ndarray]
+    traced: TracedStep | None = None
+
+
+class Kind(NamedTuple):
+    """What a step graph is for.
+
+    Attributes:
+        samples: of its batch.
+        carries: whether it leaves updates to the next step.
+        head: whether it begins with those that the step before has left.
+        apart: for fetching gradients where operators are placed, whose order would otherwise make them wait for
+            updates; for these and for tracing where a step is one function. Other steps serve all purposes.
+    """
+
+    samples: int
+    carries: bool = False
+    head: bool = False
+    apart: bool = False
+
+
+@dataclasses.dataclass
+class Build:
+    """The stage functions of one mode and batch structure, and the steps made of them so far.
+
+    Attributes:
+        carried: the parameter groups whose updates steps leave to the next one, by their stages.
+        flush: node that makes these updates without a step; None as long as there is none.
+        nodes: name of a step -> what the nodes of its graph do.
+        placed: steps whose operators have been placed, and that aren't in the session yet.
+        placements: step -> stage -> where its operators are.
+        requests: name of a step, and whether gradients are wanted -> what it is fed and gives.
+    """
+
+    mode: Mode
+    spec: BatchSpec
+    program: Program
+    updates: tuple[GroupUpdate, ...]
+    prefix: str
+    steps: dict[Kind, tuple[str, Step]] = dataclasses.field(default_factory=dict)
+    carried: tuple[tuple[int, ...], ...] = ()
+    flush: str | None = None
+    nodes: dict[str, Mapping[str, StepNode]] = dataclasses.field(default_factory=dict)
+    placed: dict[Kind, PlacedStep] = dataclasses.field(default_factory=dict)
+    placements: dict[Kind, Mapping[int, OpPlacement]] = dataclasses.field(default_factory=dict)
+    requests: dict[tuple[str, bool], StepRequest] = dataclasses.field(default_factory=dict)
+
+    def input_shapes(self, kind: Kind) -> list[tuple[int | None, ...]]:
+        """The shapes of the batch inputs of a step."""
+        return [(kind.samples, *leaf.shape[1:]) for leaf in self.spec.leaves]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepRequest:
+    """What a step is fed and gives, by names in the session's graph.
+
+    Attributes:
+        feeds: placeholders: of the batch's arrays, then two for each of `Step.metric_feeds`.
+        fetches: tensors for "metrics", "outputs", "gradients" and "loss", and the node "train", as far as there are.
+    """
+
+    feeds: tuple[str, ...]
+    fetches: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, built: Build, prefix: str, step: Step, want_gradients: bool) -> StepRequest:
+        """The request for a step, made once; with gradients it leaves the variables alone."""
+        key = (prefix, want_gradients)
+        if key not in built.requests:
+            built.requests[key] = cls._made(built, prefix, step, want_gradients)
+        return built.requests[key]
+
+    @classmethod
+    def _made(cls, built: Build, prefix: str, step: Step, want_gradients: bool) -> StepRequest:
+        def name(ref: Ref) -> str:
+            return f"{prefix}/{ref.node}:{ref.output}"
+
+        feeds = [step.feeds[ref] for ref in built.program.roles.inputs]
+        feeds += [ref for placeholders in step.metric_feeds.values() for ref in placeholders]
+        fetches: dict[str, Any] = {
+            "metrics": {key: [name(ref) for ref in refs] for key, refs in step.metric_results.items()},
+            "outputs": [[name(ref) for ref in refs] for refs in step.outputs],
+            "gradients": {key: name(ref) for key, ref in step.gradients.items()} if want_gradients else {},
+        }
+        if step.loss is not None:
+            fetches["loss"] = name(step.loss)
+        if step.train is not None and not want_gradients:
+            fetches["train"] = f"{prefix}/{step.train}"
+        return cls(tuple(map(name, feeds)), fetches)
+
+
+class StepSource(NamedTuple):
+    """What a step is made of.
+
+    Attributes:
+        built: the stage functions.
+        training: whether layers behave as in training.
+        kind: the largest step that was made of them; None if there is none yet.
+        hosts: variable -> the stages that keep it.
+        holdings: what devices keep.
+    """
+
+    built: Build
+    training: bool
+    kind: Kind | None
+    hosts: Mapping[str, tuple[int, ...]]
+    holdings: Sequence[Holding]

@@ -1,0 +1,529 @@
+"""The engine: builds step graphs for a model, a cluster and a plan, and runs them in one session."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf.checkpoints.snapshots import Snapshot, Snapshots
+from dapple_tf.clusters.clocks import Offset, WorkerClock, estimate
+from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.clusters.connection import connected, open_session
+from dapple_tf.clusters.faults import FaultPolicy
+from dapple_tf.clusters.remote_session import RemoteSession
+from dapple_tf.clusters.session import COLLECTIVE_KEYS, PreparedRun, add_to_graph
+from dapple_tf.errors import DappleError, WorkerLostError
+from dapple_tf.execution.builds import Build, Kind, StepRequest, StepResult, StepSource
+from dapple_tf.execution.device_values import Holding
+from dapple_tf.execution.garbage import without_collection
+from dapple_tf.execution.step_passes import StepPasses, first_step_pass
+from dapple_tf.execution.stored_values import StoredValues
+from dapple_tf.frontend.batch import BatchSpec
+from dapple_tf.frontend.capture import Mode, build, capture, output_structure
+from dapple_tf.frontend.initialization import any_deferred
+from dapple_tf.frontend.metrics import merged
+from dapple_tf.frontend.optimizer import needs_all_gradients
+from dapple_tf.frontend.parameter_groups import Places, group_updates, holdings, optimizer_variables, readers_of
+from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.measurement.step_nodes import replaced_bytes, step_nodes
+from dapple_tf.measurement.step_trace import MeasuredStep, Place, TracedStep, measured
+from dapple_tf.operators.op_costs import OperatorCosts
+from dapple_tf.operators.op_graph import OpPlacement
+from dapple_tf.operators.step_placer import PlacedStep, StepPlacer
+from dapple_tf.planning.plan import Plan
+from dapple_tf.view.timeline import device_labels
+from graph_passes.accumulate import accumulated_gradients
+from graph_passes.graph import GraphDef
+from graph_passes.pass_manager import Pass, Timing, run_passes
+from graph_passes.program import Layout, Program, Step, Variable
+from graph_passes.storage import bytes_of
+from graph_passes.tasks import Schedule
+from graph_passes.update import Update, flush
+
+logger = logging.getLogger(__name__)
+
+_LEAST_PATIENCE = 60.0
+"""Seconds."""
+
+
+class Engine:
+    """Owns the session, the graph and the devices' variables.
+
+    Attributes:
+        plan: the plan.
+        cluster: the cluster.
+        passes: what they ask for.
+        placer: places single operators; None where stages run as a whole.
+        faults: how patient to be with its workers.
+        table: names of the model's variables.
+        timing: seconds of each pass so far.
+        generation: how often the devices' variables have been dropped; they need ``load`` after each time.
+        ahead: whether the devices have newer values than the Keras model.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        cluster: Cluster,
+        plan: Plan,
+        faults: FaultPolicy,
+        operator_costs: OperatorCosts | None = None,
+    ) -> None:
+        plan.validate_on(cluster)
+        if not cluster.real:
+            raise DappleError(
+                "this cluster is a description without real devices: it can be planned for, not trained on"
+            )
+        if plan.carried_updates and plan.num_stages > 1 and needs_all_gradients(model.optimizer):
+            raise DappleError(
+                f"carried_updates is {plan.carried_updates}, but the optimizer needs all gradients before it updates "
+                f"anything (global_clipnorm, or the loss scale's check for non-finite gradients): set carried_updates=0"
+            )
+        self.model, self.cluster, self.plan, self.faults = model, cluster, plan, faults
+        self.passes = StepPasses(plan, cluster)
+        self.placer: StepPlacer | None = None
+        if plan.operator_devices is not None:
+            self.placer = StepPlacer(plan, cluster, operator_costs or OperatorCosts())
+        self._places: Places = {}
+        self._trained_places = False
+        self.table = VariableTable(model)
+        self.timing = Timing()
+        self._hosts: dict[str, tuple[int, ...]] = {}
+        self._optimizer_variables: dict[tuple[int, ...], tuple[Variable, ...]] = {}
+        self._builds: dict[tuple[Mode, str, bool], Build] = {}
+        self.generation = 0
+        self.ahead = False
+        self._numbers = itertools.count()
+        self._structures: dict[str, Any] = {}
+        self._longest: dict[str, float] = {}  # step graph -> seconds
+        self._connected = contextlib.ExitStack()
+        self._connected.enter_context(connected(cluster, faults))
+        self._open()
+
+    def _open(self) -> None:
+        """A fresh graph and session. The devices' variables are empty until ``load``."""
+        self._graph = tf.Graph()
+        self._library: set[str] = set()
+        self._session = open_session(self.cluster, self._graph)
+        self._prepared: dict[StepRequest, PreparedRun] = {}
+        self._traced_before: set[str] = set()  # names of steps
+        self._stored = StoredValues(self.table, self._holdings, self._run, self._import)
+        self._snapshots = Snapshots(self._holdings, self._run, self._import)
+        self._left_over: str | None = None  # node that makes the updates which the last step has left
+
+    def close(self) -> None:
+        """Frees the devices' memory, and workers for others; a snapshot that is being written is finished first."""
+        self._snapshots.wait()
+        self._prepared.clear()
+        self._session.close()
+        self._connected.close()
+
+    def reopen(self) -> None:
+        """A fresh session on the same graph, after `close`: variables are empty until they are loaded.
+
+        Raises:
+            ClusterError: not all workers are there; it may be tried again.
+        """
+        self._connected.enter_context(connected(self.cluster, self.faults))
+        self._session = open_session(self.cluster, self._graph)
+        self._traced_before.clear()
+        self._left_over = None
+
+    @property
+    def lost(self) -> WorkerLostError | None:
+        """The worker that its session has lost; None if all are there."""
+        return self._session.connection.lost if isinstance(self._session, RemoteSession) else None
+
+    # ---- building
+
+    def prepare(self, mode: Mode, spec: BatchSpec, *, training: bool | None = None) -> Build:
+        """The stage functions for batches of this structure; made once."""
+        flag = mode is Mode.TRAIN if training is None else training
+        key = (mode, spec.key, flag)
+        if key not in self._builds:
+            self._builds[key] = self._build(mode, spec, flag)
+        return self._builds[key]
+
+    @without_collection
+    def _build(self, mode: Mode, spec: BatchSpec, training: bool) -> Build:
+        start = time.perf_counter()
+        if mode is not Mode.PREDICT:
+            with self.timing.part("build losses and metrics"):
+                build(self.model, self.table, spec)
+        with self.timing.part("capture"):
+            program = capture(self.model, self.table, mode, spec, training=training)
+        prefix = f"{mode.value}{next(self._numbers)}_"
+        program = run_passes(program, self.passes.stage_passes(mode, prefix), instruments=[self.timing])
+        with self.timing.part("capture optimizer"):
+            updates = group_updates(self.model, self.table, program) if mode is Mode.TRAIN else ()
+        built = Build(mode, spec, program, updates, prefix, carried=self.passes.carried(updates))
+        reads = readers_of(program)
+        if updates:
+            hosts = {**{name: stages for name, stages in self._hosts.items() if name not in reads}, **reads}
+        else:
+            hosts = {**reads, **self._hosts}
+        places = self._places if self.placer is None else self._placed(built, hosts)
+        self._host(hosts, optimizer_variables(updates), places)
+        logger.info("prepared %s for %s in %.2f s", mode.value, spec.key, time.perf_counter() - start)
+        return built
+
+    def _placed(self, built: Build, hosts: Mapping[str, tuple[int, ...]]) -> Places:
+        """Places the operators of a step of a full batch; where variables are then. Training decides over them."""
+        kind = Kind(self.plan.global_batch_size)
+        decides = built.mode is Mode.TRAIN and not self._trained_places
+        built.placed[kind] = self._place(built, kind, hosts, {} if decides else self._places)
+        self._trained_places |= decides
+        return {**self._places, **built.placed[kind].places}
+
+    def _place(self, built: Build, kind: Kind, hosts: Mapping[str, tuple[int, ...]], places: Places) -> PlacedStep:
+        assert self.placer is not None
+        complete, _ = self._complete(built, kind, hosts)
+        return self.placer.place(complete, built.input_shapes(kind), places, [self.timing])
+
+    def _host(
+        self,
+        hosts: dict[str, tuple[int, ...]],
+        optimizer: dict[tuple[int, ...], tuple[Variable, ...]],
+        places: Places,
+    ) -> None:
+        """Settles which stages keep which variables. Training decides; what was built before it is built again."""
+        if (hosts, optimizer or self._optimizer_variables, places) == (
+            self._hosts,
+            self._optimizer_variables,
+            self._places,
+        ):
+            return
+        before = self._holdings()
+        stays = self.ahead and self.deferred  # The model has no place for the values that devices have.
+        if stays:
+            self.flush()
+            self._builds = {}
+        elif self._stored.used:
+            if self.ahead:
+                self.save()
+            self.close()
+            self._builds = {}
+            self.generation += 1
+            self._open()
+        self._hosts, self._places = hosts, places
+        self._optimizer_variables = optimizer or self._optimizer_variables
+        if stays:
+            self._snapshots.rearrange()
+            self._stored.rearrange(before)
+
+    def step(self, built: Build, kind: Kind) -> tuple[str, Step]:
+        """A step graph; made once. Returns its prefix in the session's graph, too."""
+        if kind not in built.steps:
+            built.steps[kind] = self._make_step(built, kind)
+        return built.steps[kind]
+
+    def layout(self, built: Build, samples: int) -> Layout:
+        """How a batch of ``samples`` samples is cut. Evaluation may take larger batches than training."""
+        return self.passes.layout(samples)
+
+    def schedule(self, built: Build, layout: Layout) -> Schedule:
+        """The order of tasks for a batch."""
+        return self.passes.schedule(built, layout, self._holdings())
+
+    def _stored_bytes(self, program: Program, device: str) -> int:
+        """Bytes of the variables, optimizer slots and gradient accumulators on a device."""
+        if self.placer is None:
+            return self.passes.stored_bytes(program, self._holdings(), device)
+        kept = [v for holding in self._holdings() if device in holding.devices for v in holding.variables]
+        for stage in program.stages if self.plan.accumulates() else ():
+            accumulators = (variable for _, variable in accumulated_gradients(program, stage))
+            kept += [v for v in accumulators if self._places.get((stage.index, v.place)) == device]
+        return bytes_of(kept)
+
+    @without_collection
+    def _make_step(self, built: Build, kind: Kind) -> tuple[str, Step]:
+        if self.placer is not None:
+            placed = built.placed.pop(kind, None) or self._place(built, kind, self._hosts, self._places)
+            program, passes = placed.program, list[Pass]()
+            built.placements[kind] = placed.placements
+        else:
+            program, passes = self._complete(built, kind, self._hosts)
+        name = f"{built.prefix}{kind.samples}" + "".join(f"_{told}" for told in kind._fields[1:] if getattr(kind, told))
+        self._import(program.graph, name)
+        if kind.carries and built.flush is None:
+            update = passes[-1]
+            assert isinstance(update, Update)
+            graph, node = flush(dataclasses.replace(update, first_key=next(COLLECTIVE_KEYS)), program)
+            self._import(graph, f"{built.prefix}flush")
+            built.flush = f"{built.prefix}flush/{node}"
+        assert program.step is not None
+        built.nodes[name] = step_nodes(program)
+        return name, program.step
+
+    def _complete(self, built: Build, kind: Kind, hosts: Mapping[str, tuple[int, ...]]) -> tuple[Program, list[Pass]]:
+        """A complete step of stage functions, and the passes that made it."""
+        schedule = self.schedule(built, self.layout(built, kind.samples))
+        passes = self.passes.step_passes(built, kind, schedule, hosts, next(COLLECTIVE_KEYS))
+        instruments = [self.timing]
+        program = run_passes(
+            built.program, passes, first=first_step_pass(passes), instruments=instruments, complete=True
+        )
+        return program, passes
+
+    def _import(self, graph: GraphDef, name: str) -> None:
+        with self.timing.part("import"):
+            add_to_graph(self._graph, self._library, graph, name)
+
+    def _holdings(self) -> list[Holding]:
+        """The variables that devices keep, by the stages that read them."""
+        return holdings(self.table, self._hosts, self._optimizer_variables, self.passes.homes, self._places)
+
+    # ---- running
+
+    def run(
+        self,
+        mode: Mode,
+        spec: BatchSpec,
+        arrays: Sequence[np.ndarray],
+        *,
+        training: bool | None = None,
+        metrics: Mapping[str, tuple[np.ndarray, np.ndarray]] | None = None,
+        want_gradients: bool = False,
+        trace: bool = False,
+    ) -> StepResult:
+        """Runs one step on a batch.
+
+        Args:
+            mode: TRAIN also updates the variables, unless gradients are wanted.
+            spec: structure of the batch.
+            arrays: its leaves.
+            training: as for :func:`dapple_tf.frontend.capture.capture`.
+            metrics: metric variable -> (value before the step, value after a reset).
+            want_gradients: return reduced gradients and leave the variables alone.
+            trace: collect step stats.
+        """
+        built = self.prepare(mode, spec, training=training)
+        if mode is Mode.TRAIN and not want_gradients:
+            self._push_learning_rate()
+        carries = mode is Mode.TRAIN and not want_gradients and bool(built.carried)
+        if self._left_over != (built.flush if carries else None):
+            self.flush()
+        samples = arrays[0].shape[0]
+        apart = want_gradients and self.placer is not None
+        apart = apart or ((want_gradients or trace) and self.passes.joins(built, samples))
+        prefix, step = self.step(built, Kind(samples, carries, self._left_over is not None, apart))
+
+        request = StepRequest.of(built, prefix, step, want_gradients)
+        running = {} if metrics is None else metrics
+        values = [*arrays, *(value for name in step.metric_feeds for value in running[name])]
+        metadata = tf.compat.v1.RunMetadata() if trace else None
+        before = self._clocks() if trace else {}
+        self.ahead |= "train" in request.fetches
+        if carries:
+            self._left_over = built.flush  # also if Ctrl-C comes in place of the result
+        called = time.time_ns()
+        result = self._timed(prefix, lambda seconds: self._run_step(request, values, metadata, seconds))
+        traced = None
+        if metadata is not None:
+            times = called, time.time_ns()
+            after = self._clocks()
+            clocks = {worker: WorkerClock(offset, after[worker]) for worker, offset in before.items()}
+            traced = self._traced(built, prefix, step, metadata.step_stats, times, clocks)
+        return StepResult(
+            loss=float(result["loss"]) if "loss" in result else None,
+            metrics={key: merged(parts, running[key][1]) for key, parts in result["metrics"].items()},
+            outputs=tuple(
+                np.concatenate(parts) if len(parts) > 1 else parts[0] for parts in result["outputs"] if parts
+            ),
+            gradients=result["gradients"],
+            traced=traced,
+        )
+
+    def _run_step(self, request: StepRequest, values: Sequence[Any], metadata: Any, seconds: float | None) -> Any:
+        """What a step gives for these values of its placeholders."""
+        if metadata is None and not isinstance(self._session, RemoteSession):
+            if request not in self._prepared:
+                self._prepared[request] = PreparedRun(self._session, request.fetches, request.feeds)
+            return self._prepared[request](values)
+        options = self._step_options()
+        if metadata is not None:
+            options.trace_level = tf.compat.v1.RunOptions.FULL_TRACE
+        feed = dict(zip(request.feeds, values, strict=True))
+        return self._run(request.fetches, feed, options, metadata, seconds)
+
+    def _clocks(self) -> dict[int, Offset]:
+        """Worker -> by how much its clock is ahead; empty where devices are this process's."""
+        if not isinstance(self._session, RemoteSession):
+            return {}
+        asked = self._session.connection.clocks()
+        return {worker: estimate(samples) for worker, samples in asked.items()}
+
+    def _traced(
+        self,
+        built: Build,
+        prefix: str,
+        step: Step,
+        stats: Any,
+        called: tuple[int, int],
+        clocks: Mapping[int, WorkerClock],
+    ) -> TracedStep:
+        names = self.cluster.device_names
+        stored = {index: self._stored_bytes(built.program, name) for index, name in enumerate(names)}
+        replaced = replaced_bytes(built.program, step) if built.mode is Mode.TRAIN else {}
+        first = prefix not in self._traced_before
+        self._traced_before.add(prefix)
+        return TracedStep(
+            stats, built.nodes[prefix], prefix, called, clocks, stored, replaced, step.layout.batch, first
+        )
+
+    def measured(self, traced: TracedStep) -> MeasuredStep:
+        """A traced step as a timeline, and where each device's time went."""
+        devices = enumerate(self.cluster.devices)
+        places = {device.name: Place(index, device.server) for index, device in devices}
+        limits = {
+            index: float(device.memory_bytes)
+            for index, device in enumerate(self.cluster.devices)
+            if device.memory_bytes is not None
+        }
+        return measured(traced, places, device_labels(self.plan), limits)
+
+    def output_structure(self, spec: BatchSpec) -> Any:
+        """The structure of the model's outputs for batches of this structure."""
+        if spec.key not in self._structures:
+            self._structures[spec.key] = output_structure(self.model, spec)
+        return self._structures[spec.key]
+
+    def flush(self) -> None:
+        """Makes the updates that the last step has left to the next one."""
+        if self._left_over is not None:
+            node, self._left_over = self._left_over, None
+            self._run(node, options=self._step_options())
+
+    def _step_options(self) -> tf.compat.v1.RunOptions:
+        """For what may have collective operations.
+
+        TensorFlow numbers the runs of such graphs one after the other, each session's from where another's has stopped.
+        A run that was left behind when a worker was lost may still be there: with the same number in a new session, the
+        one's end would cancel the other, or take its tensors. So each session has a sequence of its own.
+        """
+        options = tf.compat.v1.RunOptions()
+        if isinstance(self._session, RemoteSession):
+            options.experimental.collective_graph_key = self._session.sequence
+        return options
+
+    def _run(
+        self,
+        fetches: Any,
+        feed: Mapping[str, Any] | None = None,
+        options: Any = None,
+        metadata: Any = None,
+        seconds: float | None = None,
+    ) -> Any:
+        """What the session gives for nodes of its graph: the one way in which anything is run.
+
+        On workers it counts as hung after so many seconds.
+        """
+        if isinstance(self._session, RemoteSession):
+            return self._session.run(fetches, feed, options, metadata, seconds)
+        return self._session.run(fetches, feed, options=options, run_metadata=metadata)
+
+    def _timed(self, prefix: str, run: Callable[[float | None], Any]) -> Any:
+        """Runs a step that counts as hung after ten times as long as it has ever taken, the first time included."""
+        longest = self._longest.get(prefix)
+        started = time.monotonic()
+        result = run(None if longest is None else max(_LEAST_PATIENCE, 10 * longest))
+        self._longest[prefix] = max(longest or 0.0, time.monotonic() - started)
+        return result
+
+    # ---- variables
+
+    def load(self, given: Mapping[str, tf.Tensor] | None = None) -> None:
+        """Keras values, or others by their names in the table -> devices; updates left to the next step are dropped."""
+        self.ahead = False
+        self._left_over = None
+        with self.timing.part("load variables"):
+            self._stored.load(self.learning_rate, given)
+
+    def save(self) -> None:
+        """Devices -> Keras values, but for the learning rate, which devices get from Keras."""
+        self.flush()
+        self._stored.save(self.learning_rate)
+        self.ahead = False
+
+    @property
+    def deferred(self) -> bool:
+        """Whether the model has no values of its own for some variables, see :func:`dapple_tf.deferred_init`."""
+        return any_deferred(self.table.keras_variables.values())
+
+    @property
+    def has_values(self) -> bool:
+        """Whether devices may have values, as they do from the first step on."""
+        return self._stored.used
+
+    @property
+    def stored_names(self) -> frozenset[str]:
+        """The variables that devices keep, as far as is known from the steps that have been prepared."""
+        return frozenset(variable.name for holding in self._holdings() for variable in holding.variables)
+
+    def snapshot(self, keys: Mapping[str, str]) -> Snapshot:
+        """Takes a snapshot of the devices' variables, to be written while steps go on, when the last one has been.
+
+        Args:
+            keys: variable -> its name in files. Others aren't written.
+        """
+        self.flush()
+        return self._snapshots.take(keys)
+
+    def restore(self, path: pathlib.Path, located: Mapping[str, tuple[str, str]]) -> None:
+        """Files -> devices, but for the learning rate, which the next step brings. A step must have been prepared.
+
+        Args:
+            path: directory of the files.
+            located: variable -> (name of its tensor bundle there, its name in it), for all that devices keep.
+
+        Raises:
+            CheckpointError: a file is damaged, or a server can't read it; the variables are what they were.
+        """
+        self._snapshots.restore(path, located)
+        self._stored.forget_rate()
+        self._left_over = None
+        self.ahead = True
+
+    @property
+    def learning_rate(self) -> keras.Variable | None:
+        """The learning rate where it is a plain variable, which callbacks may assign in mid-training."""
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        rate = getattr(optimizer, "_learning_rate", None)
+        return rate if isinstance(rate, keras.Variable) else None
+
+    def _push_learning_rate(self) -> None:
+        rate = self.learning_rate
+        if rate is not None and self._stored.lacks_rate(rate):
+            self.flush()  # with the rate of its own step
+            self._stored.load_rate(rate)
+
+    # ---- looking inside
+
+    @property
+    def placements(self) -> Mapping[int, OpPlacement]:
+        """Stage -> where the operators of the largest training step are; empty as long as there is none."""
+        found = {
+            kind.samples: placements
+            for built in self._builds.values()
+            if built.mode is Mode.TRAIN
+            for kind, placements in built.placements.items()
+        }
+        return found[max(found)] if found else {}
+
+    @property
+    def sources(self) -> list[StepSource]:
+        """What the steps are made of that have been prepared so far, for each mode and structure of batches."""
+        return [
+            StepSource(built, training, max(built.steps, default=None), self._hosts, self._holdings())
+            for (_, _, training), built in self._builds.items()
+        ]

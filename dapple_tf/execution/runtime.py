@@ -1,0 +1,322 @@
+"""The devices behind a pipelined model: steps on them, their values, and going on when workers are lost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import keras
+import tensorflow as tf
+
+from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress, Restoration, Saver
+from dapple_tf.clusters.cluster import Cluster, ClusterError
+from dapple_tf.clusters.faults import FaultPolicy
+from dapple_tf.errors import StepError, WorkerLostError, reason
+from dapple_tf.execution.builds import StepResult
+from dapple_tf.execution.engine import Engine
+from dapple_tf.execution.recovery import FaultRecord, Recovery, learning_rate
+from dapple_tf.execution.values import Values
+from dapple_tf.frontend.batch import Batch, BatchSpec
+from dapple_tf.frontend.capture import Mode
+from dapple_tf.frontend.metrics import RunningMetrics
+from dapple_tf.operators.op_costs import OperatorCosts
+from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.planning.planner import plan as find_plan
+from dapple_tf.planning.replanning import shrink, without_servers
+from dapple_tf.profiling.profile import Profile
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class Runtime:
+    """Runs steps on a cluster's devices by a plan, both of which may shrink when workers are lost.
+
+    Attributes:
+        model: the user's Keras model.
+        cluster: the devices.
+        plan: the plan.
+        engine: owns the session.
+        values: where the newest values are.
+        metrics: the model's metrics between steps.
+        saver: writes checkpoints.
+        steps: training steps done.
+        faults: those that training went on after.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        cluster: Cluster,
+        plan: Plan,
+        profile: Profile | None,
+        policy: FaultPolicy,
+        operator_costs: OperatorCosts | None = None,
+    ) -> None:
+        """Opens a session.
+
+        Args:
+            model: a compiled model.
+            cluster: the devices.
+            plan: a plan for them.
+            profile: what another plan is made from, when workers are lost; None shrinks the plan.
+            policy: what is done then.
+            operator_costs: what single operators take, for a plan that places them; None estimates it.
+        """
+        self.model, self.cluster, self.plan = model, cluster, plan
+        self.saver = Saver()
+        self.steps = 0
+        self.faults: list[FaultRecord] = []
+        self._profile, self._operator_costs = profile, operator_costs
+        self._recovery = Recovery(policy)
+        self._broken = False  # A worker was lost, and not come back in time.
+        self._spec: BatchSpec | None = None  # of the last training batch
+        self.start()
+
+    def start(self) -> None:
+        """A fresh engine, for the model as it is compiled now."""
+        self.engine = Engine(self.model, self.cluster, self.plan, self._recovery.policy, self._operator_costs)
+        self.values = Values(self.engine, self._recovery)
+        self.metrics = RunningMetrics(self.model, self.engine.table)
+        self._spec = None
+
+    def mend(self) -> None:
+        """Opens a session again after a worker was lost for good, so that the caller was told.
+
+        Raises:
+            ClusterError: it isn't back.
+        """
+        if self._broken:
+            self.engine.close()
+            self.engine.reopen()
+            self._broken = False
+
+    def close(self, *, sync: bool = True) -> None:
+        """Copies trained values into the user's model, unless they aren't wanted, and frees the devices in any case.
+
+        Raises:
+            WorkerLostError: the values are lost.
+        """
+        try:
+            if sync and not self._broken:
+                self._surviving(lambda: self.values.rescue())
+        finally:
+            self.engine.close()
+            self._broken = False
+
+    # ---- values
+
+    def sync(self) -> None:
+        """Devices -> model, if the devices are ahead.
+
+        Raises:
+            WorkerLostError: a worker was lost, and isn't to be waited for or not back in time.
+        """
+        self._surviving(lambda: self.values.sync())
+
+    def agree(self) -> None:
+        """``sync`` before callbacks look at the model, but for a model that has no values of its own."""
+        self._surviving(lambda: self.values.agree())
+
+    def save(self, directory: str | os.PathLike[str], keep: int, progress: Progress) -> pathlib.Path:
+        """Begins to save a checkpoint; see `Saver.save`."""
+        plan = dataclasses.replace(self.plan, report=None).to_json()
+
+        def begin() -> pathlib.Path:
+            engine = self.engine if self.values.settle() else None
+            return self.saver.save(
+                directory, self.model, engine, step=self.steps, progress=progress, plan=plan, keep=keep
+            )
+
+        return self._surviving(begin)
+
+    def restore(self, source: Checkpoint) -> None:
+        """Takes over the values of a checkpoint, and its number of steps.
+
+        Raises:
+            CheckpointError: it doesn't fit the model, or is damaged.
+        """
+        self.saver.finish()
+        self.saver.newest = None  # It may be of a later step, which isn't one of this training any more.
+        self._surviving(lambda: self.values.restore(Restoration(source, self.model, self.engine)))
+        self.steps = source.manifest.step
+
+    # ---- steps
+
+    def train(self, batch: Batch, *, trace: bool = False) -> StepResult:
+        """Trains on a batch; see `run`."""
+        result = self.run(Mode.TRAIN, batch, trace=trace)
+        self.steps += 1
+        self._spec = batch.spec
+        self._recovery.trained(self.steps, batch, self.engine.learning_rate)
+        self._note_checkpoint()
+        return result
+
+    def make_safe(self) -> None:
+        """Has the values synced if there are many batches since they were safe."""
+        if not self._recovery.full:
+            return
+        if not self.engine.deferred:
+            self.sync()
+        elif len(self._recovery.log) % self._recovery.policy.replay_steps == 0:
+            logger.warning(
+                "%d batches are kept in memory, to be trained on again if a worker is lost, as the model's values stay "
+                "on the devices: save checkpoints, fit(checkpoint=dapple.Checkpointing(directory, every_steps=%d))",
+                len(self._recovery.log),
+                self._recovery.policy.replay_steps,
+            )
+
+    def run(self, mode: Mode, batch: Batch, *, training: bool | None = None, **options: Any) -> StepResult:
+        """Runs a step on the devices.
+
+        Raises:
+            StepError: one of them failed. After a training step, the devices' values are lost.
+        """
+
+        def step() -> StepResult:
+            self.values.prepare(mode, batch.spec, training)
+            metrics = self.metrics.feeds() if mode is not Mode.PREDICT else None
+            return self.engine.run(mode, batch.spec, batch.arrays, training=training, metrics=metrics, **options)
+
+        try:
+            return self._surviving(step)
+        except tf.errors.OpError as error:
+            lost = self.engine.ahead
+            if lost:
+                self.values.load()  # Some stages may have been updated and others not.
+            kept = f"; {self.values.kept}" if lost else ""
+            cause = self._cause(batch, loss=mode is not Mode.PREDICT) or reason(error)
+            raise StepError(f"a {mode.value} step failed: {cause}{kept}") from error
+
+    def _surviving(self, function: Callable[[], _T]) -> _T:
+        """Calls something that uses the devices, again if a worker was lost and the faults' policy is to go on."""
+        while True:
+            try:
+                result = function()
+            except WorkerLostError as error:
+                self._recover(error)
+            else:
+                self._recovery.succeeded()
+                return result
+
+    # ---- faults
+
+    def _note_checkpoint(self) -> None:
+        if self.saver.newest is not None:
+            self._recovery.saved(*self.saver.newest)
+
+    def _recover(self, error: WorkerLostError) -> None:
+        """Brings the devices, or those that are left, to where they were after the last step.
+
+        Raises:
+            WorkerLostError: that isn't to be, or can't be done.
+        """
+        started = time.time()
+        first, addresses = error, self.cluster.addresses
+        while True:
+            try:
+                away = self._recovery.wait(error, self.engine)
+                waited = time.time() - started
+            except WorkerLostError as final:
+                self._give_up()
+                raise self._explained(final) from error
+            except BaseException:  # Ctrl-C
+                self._give_up()
+                raise
+            try:
+                if away:
+                    self._replan(away)
+                self._replay()
+            except WorkerLostError as again:
+                error = again
+            except ClusterError as again:  # Other workers went away meanwhile.
+                error = WorkerLostError(str(again))
+            except BaseException:  # a damaged checkpoint, Ctrl-C
+                self._give_up()
+                raise
+            else:
+                without = tuple(own for own in addresses if own not in self.cluster.addresses)
+                seconds = time.time() - started
+                replayed = len(self._recovery.log)
+                self.faults.append(FaultRecord(first, self.steps, started, waited, replayed, seconds, without))
+                logger.warning("went on after step %d, %.1f s after a fault was noticed", self.steps, seconds)
+                return
+
+    def _give_up(self) -> None:
+        self.values.load()
+        self._broken = True
+
+    def _explained(self, error: WorkerLostError) -> WorkerLostError:
+        stages = [
+            str(stage)
+            for stage, replicas in enumerate(self.plan.working_devices)
+            if any(self.cluster.devices[device].server == error.task for device in replicas)
+        ]
+        runs = f"it ran stage{'s' * (len(stages) > 1)} {', '.join(stages)}; " if stages else ""
+        return WorkerLostError(
+            f"{error}; {runs}the last finished step is {self.steps}; {self.values.kept}",
+            error.task,
+            error.address,
+        )
+
+    def _replan(self, away: Sequence[int]) -> None:
+        """Goes on with the workers that are left."""
+        cluster = without_servers(self.cluster, away)
+        plan = shrink(self.plan, self.cluster, away)
+        if self._profile is not None and plan.operator_devices is None:
+            with contextlib.suppress(PlanError):  # Too little memory by the profile, say: what is left of the old one.
+                plan = find_plan(self._profile, cluster, global_batch_size=plan.global_batch_size)
+        logger.warning("going on without workers %s:\n%s", ", ".join(map(str, away)), plan)
+        self.engine.close()
+        self.cluster, self.plan, spec = cluster, plan, self._spec
+        self.start()
+        self._spec = spec
+
+    def _replay(self) -> None:
+        """Restores the newest values that are safe, and trains again on the batches since."""
+        self.saver.finish()
+        self._note_checkpoint()
+        recovery, spec = self._recovery, self._spec
+        base = recovery.base
+        if not recovery.log and not isinstance(base, pathlib.Path):
+            self.values.load()  # The model has them.
+            return
+        with learning_rate(self.engine.learning_rate) as set_rate:
+            if spec is None:  # Nothing was trained on since they were restored.
+                assert isinstance(base, pathlib.Path)
+                self.values.restore(Restoration(Checkpoint.open(base), self.model, self.engine))
+                return
+            self.values.recover(self.model, spec)
+            for entry in recovery.log:
+                set_rate(entry.rate)
+                batch = entry.batch
+                self.engine.run(Mode.TRAIN, batch.spec, batch.arrays, metrics=self.metrics.feeds())
+        logger.info("trained again on %d batches, up to step %d", len(recovery.log), self.steps)
+
+    def _cause(self, batch: Batch, *, loss: bool) -> str:
+        """What plain Keras says of a batch, and of its ``loss``; empty if it finds nothing wrong.
+
+        TensorFlow often reports only that some device was waiting for the one that failed.
+        """
+        if self.engine.deferred:
+            return ""
+        arrays = iter(batch.arrays)
+
+        def given(tree: Any) -> Any:
+            return keras.tree.map_structure(lambda leaf: None if leaf is None else next(arrays), tree)
+
+        x, y, sample_weight = (given(tree) for tree in (batch.spec.x, batch.spec.y, batch.spec.sample_weight))
+        try:
+            with keras.StatelessScope(collect_losses=True):
+                outputs = self.model(x)
+                if loss:
+                    self.model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight)
+        except Exception as error:
+            return reason(error)
+        return ""

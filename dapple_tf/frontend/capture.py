@@ -1,0 +1,454 @@
+"""Capture: an unmodified Keras model becomes a flat Program for one slice of a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import itertools
+import re
+import warnings
+from collections.abc import Container, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dapple_tf.errors import CaptureError, reason
+from dapple_tf.frontend.batch import BatchSpec
+from dapple_tf.frontend.custom_gradients import custom_gradients, write_gradients
+from dapple_tf.frontend.functional import outputs_as_declared
+from dapple_tf.frontend.losses import GlobalNormalizers
+from dapple_tf.frontend.metrics import is_sum, weighted_means
+from dapple_tf.frontend.variables import VariableTable
+from graph_passes.assign_stages import POSITION_ATTR
+from graph_passes.graph import FLOAT_DTYPES, LAYER_ATTR, Graph, GraphDef, Ref
+from graph_passes.program import LayerCall, Program, Roles, Slice, Variable, VariableKind
+from graph_passes.tensorflow_bridge import make_constant
+
+# 2^32 / golden ratio: consecutive slice numbers give seeds far apart.
+_SEED_STRIDE = 2654435769
+
+
+class Mode(enum.Enum):
+    """What a program is for."""
+
+    TRAIN = "train"
+    TEST = "test"
+    PREDICT = "predict"
+
+
+def check_model(model: keras.Model, *, training: bool) -> None:
+    """Refuses what can't be captured, before anything is traced.
+
+    Raises:
+        CaptureError: the model isn't built or compiled, or overrides the training step itself.
+    """
+    if not isinstance(model, keras.Model):
+        raise CaptureError(f"expected a keras.Model, got {type(model).__name__}")
+    inputs = getattr(model, "inputs", None) or ()
+    if not model.built or (not inputs and not model.variables):
+        raise CaptureError(
+            f"model {model.name!r} isn't built: it has no variables yet. Call it on a batch, or build(input_shape), "
+            f"before the transform"
+        )
+    for method in ("train_step", "test_step", "predict_step"):
+        if getattr(type(model), method) is not getattr(keras.Model, method):
+            raise CaptureError(
+                f"model {model.name!r} overrides {method}(), which runs on one device; override compute_loss() or "
+                f"compute_metrics() instead"
+            )
+    if not training:
+        return
+    if not model.compiled or model.optimizer is None:
+        raise CaptureError(f"model {model.name!r} isn't compiled: call compile(optimizer=..., loss=...) first")
+    strategy = getattr(model, "_distribute_strategy", None)
+    if strategy is not None:
+        raise CaptureError(
+            f"model {model.name!r} was made under the scope of a {type(strategy).__name__}; make it outside: the plan "
+            f"says which devices it runs on"
+        )
+    for layer in model._flatten_layers():
+        if getattr(layer, "stateful", False) and isinstance(layer, keras.layers.RNN):
+            raise CaptureError(
+                f"layer {layer.name!r} is a stateful RNN, whose state belongs to one fixed batch; use stateful=False"
+            )
+    for tensor in inputs:
+        if tensor.shape and tensor.shape[0] is not None:
+            raise CaptureError(
+                f"input {tensor.name!r} has the fixed batch size {tensor.shape[0]}, but slices have other sizes; leave "
+                f"batch_size out of keras.Input"
+            )
+
+
+def build(model: keras.Model, table: VariableTable, spec: BatchSpec) -> None:
+    """Creates what Keras creates on its first batch: compiled losses' and metrics' variables, and the optimizer's.
+
+    Raises:
+        CaptureError: the model, its loss or a metric can't be called on such a batch.
+    """
+
+    def symbolic(leaf: Any) -> Any:
+        return None if leaf is None else keras.KerasTensor(leaf.shape, leaf.dtype)
+
+    structures = (spec.x, spec.y, spec.sample_weight)
+    batch = tuple(None if tree is None else keras.tree.map_structure(symbolic, tree) for tree in structures)
+    try:
+        with outputs_as_declared(model):
+            model._symbolic_build(data_batch=batch)
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        capture(model, table, Mode.PREDICT, spec)  # Names the layer, if it is one.
+        raise CaptureError(
+            f"the loss or a metric of model {model.name!r} can't be computed for batches of {spec}: {reason(error)}"
+        ) from error
+
+
+def output_structure(model: keras.Model, spec: BatchSpec) -> Any:
+    """The structure of a model's outputs, with 0 for each array."""
+    x = keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), spec.x)
+    return keras.tree.map_structure(lambda _: 0, model.compute_output_spec(x))
+
+
+def capture(
+    model: keras.Model, table: VariableTable, mode: Mode, spec: BatchSpec, *, training: bool | None = None
+) -> Program:
+    """Traces a model for one slice of a batch of any size.
+
+    Args:
+        model: a built Keras model, compiled unless ``mode`` is PREDICT.
+        table: names of its variables.
+        mode: TRAIN and TEST give the loss and metrics, PREDICT the outputs.
+        spec: structure, dtypes and shapes of batches.
+        training: the ``training`` argument of the model's call; by default as Keras does in this mode.
+
+    Returns:
+        A flat program. Its loss is the slice's contribution to the mean over the global batch; its random draws derive
+        from the model's seeds and the slice's number.
+
+    Raises:
+        CaptureError: the model can't be traced for a slice; the text names the layer.
+    """
+    return _Tracing(model, table, mode, spec, mode is Mode.TRAIN if training is None else training).run()
+
+
+class _Tracing:
+    """One trace."""
+
+    def __init__(self, model: keras.Model, table: VariableTable, mode: Mode, spec: BatchSpec, training: bool) -> None:
+        self.model, self.table, self.mode, self.spec, self.training = model, table, mode, spec, training
+        self.calls: list[LayerCall] = []
+        self.path: list[str] = []
+        self.failed_in: str | None = None
+
+    def run(self) -> Program:
+        function = tf.function(self._trace, autograph=False)
+        try:
+            graph = function.get_concrete_function().graph
+        except (tf.errors.OperatorNotAllowedInGraphError, TypeError, ValueError, RuntimeError) as error:
+            raise self._explained(error) from error
+        return self._program(graph)
+
+    def _explained(self, error: Exception) -> CaptureError:
+        where = f"layer {self.failed_in!r}" if self.failed_in else f"model {self.model.name!r}"
+        if isinstance(error, tf.errors.OperatorNotAllowedInGraphError) or "SymbolicTensor" in str(error):
+            return CaptureError(
+                f"{where} uses the value of a tensor in Python control flow (if, while, for, int()), which a graph "
+                f"can't record: use keras.ops.where, keras.ops.cond or keras.ops.while_loop. TensorFlow says: "
+                + reason(error).partition(". ")[0]
+            )
+        return CaptureError(f"{where} can't be traced: {reason(error)}")
+
+    def _trace(self) -> None:
+        self.graph = tf.compat.v1.get_default_graph()
+        placeholder = tf.compat.v1.placeholder
+        self.inputs = [
+            placeholder(leaf.dtype, leaf.shape, name="batch_" + re.sub(r"\W+", "_", leaf.name).strip("_"))
+            for leaf in self.spec.leaves
+        ]
+        leaves = iter(self.inputs)
+
+        def structure(tree: Any) -> Any:
+            if tree is None:
+                return None
+            flat = [None if leaf is None else next(leaves) for leaf in keras.tree.flatten(tree)]
+            return keras.tree.pack_sequence_as(tree, flat)
+
+        x, y, sample_weight = (structure(tree) for tree in (self.spec.x, self.spec.y, self.spec.sample_weight))
+        self.weight = placeholder("float64", [], name="slice_weight")
+        self.number = placeholder("int32", [], name="slice_number")
+        self.samples = placeholder("int32", [], name="slice_samples")
+        self.values: dict[str, tf.Tensor] = {}
+        normalizers = GlobalNormalizers(self.weight)
+        scope = _Scope(self._mapping(), self._state())
+        with scope, self._recording(), weighted_means(self.weight):
+            takes_training = getattr(self.model, "_call_has_training_arg", True)
+            outputs = self.model(x, training=self.training) if takes_training else self.model(x)
+            self.model_end = len(self.graph.get_operations())
+            self._check_losses()
+            self.loss = None
+            if self.mode is not Mode.PREDICT:
+                with normalizers.recording():
+                    loss = self.model._compute_loss(
+                        x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=self.training
+                    )
+                self.loss = self._contribution(loss)
+                results = self.model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+                self._warn_of_lost(results)
+            self.updates = self._updates(scope)
+        self.normalizers = tuple(normalizers.found)
+        self.outputs = [tf.convert_to_tensor(tensor) for tensor in keras.tree.flatten(outputs)]
+
+    def _warn_of_lost(self, results: dict[str, Any]) -> None:
+        """Logs come from metrics; what an overridden ``compute_metrics`` adds to them has no place to be kept."""
+        lost = sorted(results.keys() - self.model.get_metrics_result().keys())
+        if lost:
+            warnings.warn(
+                f"compute_metrics() of model {self.model.name!r} returns {', '.join(lost)} beside its metrics; logs "
+                f"will lack it: make it a keras.metrics.Metric of the model",
+                stacklevel=2,
+            )
+
+    def _mapping(self) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """A placeholder for each variable; random seeds are shifted by the number of the slice."""
+        seeds = {
+            id(generator.state)
+            for layer in self.model._flatten_layers()
+            for generator in getattr(layer, "_seed_generators", ())
+        }
+        if self.mode is not Mode.PREDICT:
+            for metric in self.model.metrics_variables:
+                self.table.add(metric, VariableKind.METRIC, "metric/")
+        metrics = {id(variable) for variable in self.model.metrics_variables}
+        own = [*self.model.variables, *self.model.metrics_variables]
+        mapping = []
+        self.given: dict[str, tf.Tensor] = {}
+        for variable in {id(variable): variable for variable in own}.values():
+            if id(variable) in metrics and self.mode is Mode.PREDICT:
+                # A layer may update a metric of its own, of which nothing is kept.
+                mapping.append((variable, tf.compat.v1.placeholder(variable.dtype, variable.shape, name="metric")))
+                continue
+            if not self.table.knows(variable):
+                continue
+            name = self.table.name_of(variable)
+            if name in self.values:
+                continue
+            value = tf.compat.v1.placeholder(variable.dtype, variable.shape, name=f"variable/{name}")
+            self.values[name] = value
+            self.given[name] = self._shifted_seed(value) if id(variable) in seeds else value
+            mapping.append((variable, self.given[name]))
+        return mapping
+
+    def _state(self) -> set[int]:
+        """The ids of the floating-point variables that layers assign."""
+        described = {name: self.table.describe(name) for name in self.values}
+        state = [name for name, v in described.items() if v.kind is VariableKind.STATE and v.dtype in FLOAT_DTYPES]
+        return {id(self.table.keras_variables[name]) for name in state}
+
+    def _shifted_seed(self, seed: tf.Tensor) -> tf.Tensor:
+        """A seed of its own for each slice; that of the first is the model's, as in training on one device."""
+        words = tf.cast(seed, tf.int64)
+        shift = tf.stack([tf.cast(self.number, tf.int64) * _SEED_STRIDE, 0])
+        limit = tf.constant(2**32 if seed.dtype == tf.uint32 else 2**31, tf.int64)
+        shifted = tf.cast((words + shift) % limit, seed.dtype)
+        return tf.where(tf.equal(self.number, 0), seed, shifted)
+
+    def _check_losses(self) -> None:
+        for loss in self.model.losses:
+            shape = tf.convert_to_tensor(loss).shape
+            if shape.rank != 0:
+                layers = self.model._flatten_layers()
+                name = next((layer.name for layer in layers if id(loss) in layer._loss_ids), self.model.name)
+                raise CaptureError(
+                    f"layer {name!r} adds a loss of shape {shape}, which Keras would sum over the batch: give "
+                    f"add_loss() one number, the mean over the samples"
+                )
+
+    def _contribution(self, loss: tf.Tensor) -> tf.Tensor:
+        if loss.shape.rank != 0:
+            raise CaptureError(
+                f"the loss has shape {loss.shape}, not a scalar: each loss and add_loss() term must be reduced to one "
+                f"number"
+            )
+        return loss * tf.cast(self.weight, loss.dtype)
+
+    def _updates(self, scope: _Scope) -> dict[str, tf.Tensor]:
+        found = {}
+        for name, value in self.values.items():
+            variable = self.table.keras_variables[name]
+            new = scope.assigned.get(id(variable))
+            kind = self.table.describe(name).kind
+            if new is None or new is self.given[name]:
+                continue
+            new = tf.convert_to_tensor(new, dtype=value.dtype)
+            if kind is VariableKind.PARAMETER:
+                raise CaptureError(
+                    f"trainable variable {variable.path!r} is assigned in the forward pass; make it non-trainable state"
+                )
+            if kind is VariableKind.STATE and value.dtype.is_floating:
+                new = new * tf.cast(self.weight, new.dtype)
+            found[name] = tf.identity(new)
+        return found
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Within it, calls of layers (and of the operations of functional models) are written down."""
+        items: dict[int, Any] = {}
+        for layer in self.model._flatten_layers():
+            for item in (layer, *getattr(layer, "operations", ())):
+                if item is not self.model:
+                    items[id(item)] = item
+        kept = {}
+        for item in items.values():
+            kept[id(item)] = vars(item).get("call")
+            vars(item)["call"] = self._recorded(item, item.call)
+        try:
+            yield
+        finally:
+            for item in items.values():
+                if kept[id(item)] is None:
+                    del vars(item)["call"]
+                else:
+                    vars(item)["call"] = kept[id(item)]
+
+    def _recorded(self, item: Any, original: Any) -> Any:
+        counts = itertools.count()
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if tf.compat.v1.get_default_graph() is not self.graph:  # the inside of a loop or a branch
+                return original(*args, **kwargs)
+            self.path.append(item.name)
+            path = "/".join(self.path)
+            start = len(self.graph.get_operations())
+            try:
+                result = original(*args, **kwargs)
+            except Exception:
+                self.failed_in = self.failed_in or path
+                raise
+            finally:
+                self.path.pop()
+            self.calls.append(LayerCall(path, start, len(self.graph.get_operations()), next(counts)))
+            return result
+
+        return call
+
+    def _program(self, graph: tf.Graph) -> Program:
+        gradients = custom_gradients(graph) if self.mode is Mode.TRAIN else []
+        graph_def = _without_captures(graph, self.table)
+        write_gradients(graph_def, gradients)
+        variables = [self._variable(name) for name in self.table.keras_variables]
+        present = [variable for variable in variables if variable is not None]
+        roles = Roles(
+            inputs=tuple(_ref(tensor) for tensor in self.inputs),
+            variables=tuple(_with_additivity(Graph(graph_def), present)),
+            slice=Slice(_ref(self.weight), _ref(self.number), _ref(self.samples)),
+            normalizers=self.normalizers,
+            outputs=tuple(_ref(tensor) for tensor in self.outputs) if self.mode is Mode.PREDICT else (),
+            loss=None if self.loss is None else _ref(self.loss),
+            calls=tuple(sorted(self.calls, key=lambda call: (call.start, -call.stop))),
+            model_end=self.model_end,
+        )
+        return _pruned(graph_def, roles, self.paths_of_nodes())
+
+    def paths_of_nodes(self) -> dict[int, str]:
+        """Position of a node -> the innermost layer call that made it."""
+        found: dict[int, str] = {}
+        for call in sorted(self.calls, key=lambda call: call.start - call.stop):
+            found |= dict.fromkeys(range(call.start, call.stop), call.path)
+        return found
+
+    def _variable(self, name: str) -> Variable | None:
+        value, update = self.values.get(name), self.updates.get(name)
+        if value is None:
+            return None
+        return self.table.describe(name, _ref(value), None if update is None else _ref(update))
+
+
+class _Scope(keras.StatelessScope):
+    """Keeps what layers assign. A layer that reads what it has assigned gets it without a gradient.
+
+    So it is with TensorFlow's variables, whose values don't tell how they were computed.
+
+    Args:
+        mapping: variables and their values.
+        state: ids of the floating-point variables that layers assign.
+    """
+
+    def __init__(self, mapping: list[tuple[keras.Variable, tf.Tensor]], state: Container[int]) -> None:
+        super().__init__(mapping, collect_losses=True)
+        self.state = state
+        self.assigned: dict[int, tf.Tensor] = {}
+
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        """Called by ``variable.assign``."""
+        super().add_update(update)
+        variable, value = update
+        self.assigned[id(variable)] = value
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        """What a variable's readers get."""
+        value = super().get_current_value(variable)
+        return tf.stop_gradient(value) if id(variable) in self.assigned and id(variable) in self.state else value
+
+
+def _with_additivity(graph: Graph, variables: list[Variable]) -> Iterator[Variable]:
+    metrics = [variable for variable in variables if variable.kind is VariableKind.METRIC]
+    running = {variable.value.node for variable in metrics if variable.value is not None}
+    for variable in variables:
+        if variable.kind is VariableKind.METRIC and variable.update is not None and variable.value is not None:
+            additive = is_sum(graph, variable.update, variable.value, running)
+            yield dataclasses.replace(variable, additive=additive)
+        else:
+            yield variable
+
+
+def _ref(tensor: tf.Tensor) -> Ref:
+    return Ref.parse(tensor.name)
+
+
+def _without_captures(graph: tf.Graph, table: VariableTable) -> GraphDef:
+    """The traced graph, with tensors that the model holds as Python attributes turned into constants.
+
+    Raises:
+        CaptureError: the model reads a variable or a table that it doesn't track.
+    """
+    graph_def: GraphDef = graph.as_graph_def()
+    nodes = {node.name: node for node in graph_def.node}
+    for external, internal in graph.captures:
+        if external.dtype in (tf.resource, tf.variant):
+            readers = [operation.name for operation in internal.consumers()]
+            raise CaptureError(
+                f"the model reads a variable or table that it doesn't track, in {', '.join(readers[:3])}: make it an "
+                f"attribute of a layer (for random draws, a keras.random.SeedGenerator of the layer), or move lookups "
+                f"into the input pipeline"
+            )
+        make_constant(nodes[internal.op.name], external.numpy())
+    return graph_def
+
+
+def _pruned(graph_def: GraphDef, roles: Roles, paths: dict[int, str]) -> Program:
+    """A program without nodes that nothing needs; each node knows its place in the order of creation and its layer."""
+    graph = Graph(graph_def)
+    wanted = [*roles.outputs, *(normalizer.reciprocal for normalizer in roles.normalizers)]
+    wanted += [variable.update for variable in roles.variables if variable.update is not None]
+    wanted += [roles.loss] if roles.loss is not None else []
+    kept = graph.ancestors(wanted, control=False) | {ref.node for ref in (*roles.inputs, *roles.slice)}
+    pruned = GraphDef(versions=graph_def.versions, library=graph_def.library)
+    for node in graph_def.node:
+        if node.name not in kept:
+            continue
+        copy = pruned.node.add()
+        copy.CopyFrom(node)
+        copy.device = ""
+        inputs = [text for text in node.input if not text.startswith("^") or text[1:] in kept]
+        del copy.input[:]
+        copy.input.extend(inputs)
+        position = graph.position[node.name]
+        copy.attr[POSITION_ATTR].i = position
+        if position in paths:
+            copy.attr[LAYER_ATTR].s = paths[position].encode()
+    variables = [
+        dataclasses.replace(variable, value=variable.value if variable.value and variable.value.node in kept else None)
+        for variable in roles.variables
+    ]
+    used = [variable for variable in variables if variable.value is not None or variable.update is not None]
+    return Program(pruned, dataclasses.replace(roles, variables=tuple(used)))

@@ -1,0 +1,158 @@
+"""Metrics: what must be done so that the slices of a batch leave behind what the whole batch would.
+
+Their values live in the user's model, where Keras resets and asks them; each step is given them and gives them back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf.frontend.patching import replaced
+from dapple_tf.frontend.variables import VariableTable, assign_value, read_value
+from graph_passes.graph import Graph, Ref
+
+
+class RunningMetrics:
+    """The metrics of a model, between steps."""
+
+    def __init__(self, model: keras.Model, table: VariableTable) -> None:
+        self._model = model
+        self._table = table
+        self._resets: dict[str, np.ndarray] = {}
+
+    def feeds(self) -> Mapping[str, tuple[np.ndarray, np.ndarray]]:
+        """Each metric variable's running value and its value after a reset; it is read when it is asked for."""
+        return _Feeds(self._feed)
+
+    def _feed(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        variable = self._table.keras_variables[name]
+        if name not in self._resets:
+            (metric,) = (m for m in self._model.metrics if any(own is variable for own in m.variables))
+            self._resets |= self._after_reset(metric)
+        return read_value(variable), self._resets[name]
+
+    def update(self, results: Mapping[str, np.ndarray], loss: float | None, samples: int) -> None:
+        """Takes a step's results over into the model's metrics; the mean loss is one of them."""
+        for name, value in results.items():
+            assign_value(self._table.keras_variables[name], value)
+        tracker = getattr(self._model, "_loss_tracker", None)
+        if tracker is None:
+            return
+        if not _is_plain_mean(tracker):
+            tracker.update_state(loss, sample_weight=samples)
+            return
+        # What `update_state` does, without the dozen operations of Keras' that take longer than a small model's layers.
+        weight = np.float32(samples)
+        _add(tracker.total, np.float32(loss) * weight)
+        _add(tracker.count, weight)
+
+    def results(self) -> dict[str, Any]:
+        """The model's logs: the values of its metrics."""
+        model = self._model
+        if type(model).get_metrics_result is not keras.Model.get_metrics_result:
+            return dict(model.get_metrics_result())
+        found: dict[str, Any] = {}
+        tracker = getattr(model, "_loss_tracker", None)
+        for metric in model.metrics:
+            if tracker is not None and metric is tracker and _is_plain_mean(metric):
+                total, count = read_value(metric.total), read_value(metric.count)
+                result: Any = total / count if count else np.float32(0)
+            else:
+                result = metric.result()
+            found |= result if isinstance(result, dict) else {metric.name: result}
+        return found
+
+    def _after_reset(self, metric: keras.metrics.Metric) -> dict[str, np.ndarray]:
+        kept = [np.asarray(variable.value) for variable in metric.variables]
+        metric.reset_state()
+        table = self._table
+        found = {table.name_of(v): np.asarray(v.value) for v in metric.variables if table.knows(v)}
+        for variable, value in zip(metric.variables, kept, strict=True):
+            variable.assign(value)
+        return found
+
+
+class _Feeds(dict[str, tuple[np.ndarray, np.ndarray]]):
+    """Metric variables' values, each of which is read once, when it is asked for: most steps need few of them."""
+
+    def __init__(self, read: Callable[[str], tuple[np.ndarray, np.ndarray]]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __missing__(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        self[name] = found = self._read(name)
+        return found
+
+
+def _is_plain_mean(metric: keras.metrics.Metric) -> bool:
+    return type(metric) is keras.metrics.Mean and metric.dtype == "float32"
+
+
+def _add(variable: keras.Variable, value: np.float32) -> None:
+    """Adds to a float32 scalar."""
+    tf.raw_ops.AssignAddVariableOp(resource=variable.value.handle, value=tf.constant(value, tf.float32))
+
+
+@contextlib.contextmanager
+def weighted_means(weight: tf.Tensor) -> Iterator[None]:
+    """Within it, a ``keras.metrics.Mean`` of scalars counts each slice by its share of the batch.
+
+    Such a mean (Keras keeps one for each output's loss) is over batches, all of which count the same, whatever their
+    size: the slices of one must count 1 together.
+
+    Args:
+        weight: samples of the slice / samples of the batch (a scalar placeholder).
+    """
+
+    def weighted(original: Callable[..., None]) -> Callable[..., None]:
+        def update_state(metric: keras.metrics.Mean, values: Any, sample_weight: Any = None) -> None:
+            if sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
+                sample_weight = tf.cast(weight, metric.dtype)
+            original(metric, values, sample_weight)
+
+        return update_state
+
+    with replaced(keras.metrics.Mean, "update_state", weighted):
+        yield
+
+
+def is_sum(graph: Graph, update: Ref, value: Ref, running: Container[str]) -> bool:
+    """Whether an update adds to a metric variable's value something that depends on no metric's running value.
+
+    Such sums can be kept by several replicas and added in the end. Others (a maximum, say) must see the values one
+    after the other.
+
+    Args:
+        graph: the flat graph.
+        update: the new value.
+        value: the value before.
+        running: nodes of the values before of all metric variables.
+    """
+    if update == value:
+        return True
+    operands = graph.inputs(update.node)
+    op = str(graph.nodes[update.node].op)
+    if op == "Identity":
+        return is_sum(graph, operands[0], value, running)
+    if op not in ("AddV2", "Add", "Sub"):
+        return False
+    pairs = [(operands[0], operands[1])] if op == "Sub" else [(operands[0], operands[1]), (operands[1], operands[0])]
+    return any(
+        is_sum(graph, one, value, running)
+        and not any(name in running for name in graph.ancestors([other], control=False))
+        for one, other in pairs
+    )
+
+
+def merged(parts: Sequence[np.ndarray], initial: np.ndarray) -> np.ndarray:
+    """A metric's value over all replicas: the first one's running value plus what the others added to a fresh one."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + (part - initial)
+    return np.asarray(total)

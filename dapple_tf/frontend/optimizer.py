@@ -1,0 +1,286 @@
+"""The user's own Keras optimizer as graphs: one Apply for each parameter group, and what these must know of others."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dapple_tf.errors import CaptureError
+from dapple_tf.frontend.initialization import deferred_like
+from dapple_tf.frontend.variables import VariableTable
+from graph_passes.graph import Graph, Ref
+from graph_passes.group_update import Captured, GroupUpdate
+from graph_passes.program import VariableKind
+from graph_passes.tensorflow_bridge import make_constant
+
+
+def check_optimizer(optimizer: Any, parameters: Sequence[keras.Variable]) -> None:
+    """Builds the optimizer and refuses settings that can't be split over stages.
+
+    Raises:
+        CaptureError: names the setting or the variable.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise CaptureError(f"optimizer is a {type(optimizer).__name__}; use a Keras 3 optimizer (keras.optimizers)")
+    if not optimizer.built:
+        with deferred_like(parameters):
+            optimizer.build(list(parameters))
+    for variable in parameters:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise CaptureError(
+                f"variable {variable.path!r} is overwritten with its gradient (quantized float8 training), which "
+                f"can't be accumulated over micro-batches; use another dtype policy"
+            )
+    tracked = {id(variable) for variable in _inner(optimizer)._trainable_variables}
+    unknown = [variable.path for variable in parameters if id(variable) not in tracked]
+    if unknown:
+        raise CaptureError(
+            f"the optimizer was built for other variables: it doesn't know {unknown[0]!r} (and {len(unknown) - 1} "
+            f"more); compile the model again with a new optimizer"
+        )
+
+
+def needs_all_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether an optimizer must know the gradients of all stages before it updates any: clips their norm, say."""
+    return bool(_inner(optimizer).global_clipnorm) or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+def capture_updates(
+    optimizer: keras.optimizers.Optimizer,
+    table: VariableTable,
+    groups: Mapping[tuple[int, ...], Sequence[str]],
+    sliced: Mapping[str, tf.DType],
+    loss_dtype: tf.DType,
+) -> tuple[GroupUpdate, ...]:
+    """Traces the optimizer for each parameter group.
+
+    Within a group the optimizer's own code does everything. What it does across all parameters (global_clipnorm, the
+    check for non-finite gradients of loss scaling) is given to it: each group's statistics add up to totals, from which
+    every group computes the same factor. Counters and hyperparameters that several groups use are kept once for each,
+    as every group steps them for itself.
+
+    Args:
+        optimizer: a built optimizer.
+        table: names of the model's and the optimizer's variables.
+        groups: the stages that read some parameters -> the names of those that have a gradient.
+        sliced: parameters whose gradient is given as rows -> dtype of the rows' indices.
+        loss_dtype: dtype of the loss.
+    """
+    split = len(groups) > 1
+    clip_norm = _inner(optimizer).global_clipnorm if split else None
+    guarded = split and isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None
+    needs = bool(clip_norm) or guarded
+    updates = [
+        GroupUpdate(
+            stages,
+            apply=_capture_apply(optimizer, table, names, sliced, clip_norm, guarded=guarded),
+            statistics=_capture(table, names, sliced, _statistics) if needs else None,
+            loss_scale=_capture_loss_scale(optimizer, table, loss_dtype) if scaled else None,
+        )
+        for stages, names in groups.items()
+    ]
+    uses = Counter(v.name for update in updates for v in update.apply.variables.values())
+    return tuple(_with_own_counters(update, {name for name, count in uses.items() if count > 1}) for update in updates)
+
+
+def _with_own_counters(update: GroupUpdate, shared: Container[str]) -> GroupUpdate:
+    """The update with storage of its own for the variables that other groups use, too."""
+    label = "_".join(map(str, update.stages))
+
+    def of_group(captured: Captured | None) -> Captured | None:
+        if captured is None:
+            return None
+        variables = {
+            ref: dataclasses.replace(v, storage=f"{v.name}/stage{label}") if v.name in shared else v
+            for ref, v in captured.variables.items()
+        }
+        return dataclasses.replace(captured, variables=variables)
+
+    apply = of_group(update.apply)
+    assert apply is not None
+    return dataclasses.replace(
+        update, apply=apply, statistics=of_group(update.statistics), loss_scale=of_group(update.loss_scale)
+    )
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer that has the slots."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+Gradients = list[tf.Tensor | tf.IndexedSlices]
+
+
+def _rows(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+    """The numbers of a gradient; rows of the same index stay apart, as they do in Keras' own norm."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _mapped(gradients: Gradients, function: Callable[[tf.Tensor], tf.Tensor]) -> Gradients:
+    return [
+        tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
+        if isinstance(gradient, tf.IndexedSlices)
+        else function(gradient)
+        for gradient in gradients
+    ]
+
+
+def _statistics(gradients: Gradients, totals: tf.Tensor | None) -> list[tf.Tensor]:
+    """(squared norm, number of non-finite tensors) of a stage's gradients, in float64 so that nothing overflows."""
+    numbers = [_rows(gradient) for gradient in gradients]
+    squares = [tf.reduce_sum(tf.square(tf.cast(number, tf.float64))) for number in numbers]
+    broken = [tf.cast(tf.reduce_any(~tf.math.is_finite(number)), tf.float64) for number in numbers]
+    return [tf.stack([tf.add_n(squares), tf.add_n(broken)])]
+
+
+def _capture_apply(
+    optimizer: Any,
+    table: VariableTable,
+    names: Sequence[str],
+    sliced: Mapping[str, tf.DType],
+    clip_norm: float | None,
+    *,
+    guarded: bool,
+) -> Captured:
+    variables = [table.keras_variables[name] for name in names]
+
+    def apply(gradients: Gradients, totals: tf.Tensor | None) -> list[tf.Tensor]:
+        if clip_norm:
+            assert totals is not None
+            factor = _clip_factor(tf.sqrt(totals[0]) / tf.cast(_loss_scale(optimizer), tf.float64), clip_norm)
+            # As in Keras, which thereby makes rows a whole gradient (IndexedSlices has no product of its own).
+            gradients = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
+        if guarded:
+            # A gradient of another stage isn't finite: this stage's optimizer must see that and skip the step too.
+            assert totals is not None
+            poison = tf.where(totals[1] > 0, tf.constant(float("nan"), tf.float64), tf.zeros([], tf.float64))
+            gradients = _mapped(gradients, lambda gradient: gradient + tf.cast(poison, gradient.dtype))
+        optimizer.apply(gradients, variables)
+        return []
+
+    with _restricted_to(optimizer, variables, clips=clip_norm is None):
+        captured = _capture(table, names, sliced, apply, wants_totals=bool(clip_norm) or guarded)
+    variables_read = captured.variables.values()
+    foreign = [v.name for v in variables_read if v.kind is not VariableKind.OPTIMIZER and v.name not in names]
+    if foreign:
+        raise CaptureError(
+            f"optimizer {type(optimizer).__name__} touches {foreign[0]!r} while it updates {', '.join(names[:2])}: an "
+            f"update that couples variables of several stages isn't supported; put these layers into one stage"
+        )
+    return captured
+
+
+def _clip_factor(norm: tf.Tensor, clip_norm: float) -> tf.Tensor:
+    """The factor of ``keras.optimizers`` for ``global_clipnorm``: NaN for a norm that isn't finite."""
+    return clip_norm * tf.minimum(1.0 / norm, 1.0 / clip_norm) + (norm - norm)
+
+
+def _loss_scale(optimizer: Any) -> tf.Tensor:
+    return tf.convert_to_tensor(optimizer.scale_loss(tf.ones([], tf.float32)))
+
+
+def _capture_loss_scale(optimizer: Any, table: VariableTable, dtype: tf.DType) -> Captured:
+    return _capture(table, [], {}, lambda gradients, totals: [tf.cast(_loss_scale(optimizer), dtype)])
+
+
+@contextlib.contextmanager
+def _restricted_to(optimizer: Any, variables: Sequence[keras.Variable], *, clips: bool) -> Iterator[None]:
+    """Within it, the optimizer knows of no variables but these, so that its sweeps over all of them stay in the stage.
+
+    Keras updates moving averages and resets gradient accumulators for all variables at once, whichever it is given.
+    """
+    inner = _inner(optimizer)
+    kept = {
+        name: vars(inner).get(name)
+        for name in (
+            "_trainable_variables",
+            "_model_variables_moving_average",
+            "_accumulated_gradients",
+            "global_clipnorm",
+        )
+    }
+    index = [position for position, v in enumerate(inner._trainable_variables) if any(v is own for own in variables)]
+    vars(inner)["_trainable_variables"] = [inner._trainable_variables[position] for position in index]
+    if inner.use_ema:
+        vars(inner)["_model_variables_moving_average"] = [inner._model_variables_moving_average[p] for p in index]
+    if inner.gradient_accumulation_steps:
+        vars(inner)["_accumulated_gradients"] = [
+            slot if position in index else None for position, slot in enumerate(inner._accumulated_gradients)
+        ]
+    if not clips:
+        vars(inner)["global_clipnorm"] = None
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            if value is not None:
+                vars(inner)[name] = value
+
+
+def _capture(
+    table: VariableTable,
+    names: Sequence[str],
+    sliced: Mapping[str, tf.DType],
+    computation: Callable[[Gradients, tf.Tensor | None], list[tf.Tensor]],
+    *,
+    wants_totals: bool = False,
+) -> Captured:
+    """Traces a computation on gradients and variables."""
+    specs: list[tf.TensorSpec] = []
+    places: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        variable = table.keras_variables[name]
+        if name in sliced:
+            specs += [tf.TensorSpec((None, *variable.shape[1:]), variable.dtype), tf.TensorSpec([None], sliced[name])]
+            places[name] = (len(specs) - 2, len(specs) - 1)
+        else:
+            specs.append(tf.TensorSpec(variable.shape, variable.dtype))
+            places[name] = (len(specs) - 1,)
+    if wants_totals:
+        specs.append(tf.TensorSpec([2], tf.float64))
+
+    def traced(*arguments: tf.Tensor) -> list[tf.Tensor]:
+        gradients: Gradients = []
+        for name, place in places.items():
+            tensors = [arguments[index] for index in place]
+            shape = tf.constant(tuple(table.keras_variables[name].shape), tf.int64)
+            gradients.append(tf.IndexedSlices(*tensors, shape) if len(tensors) == 2 else tensors[0])
+        return computation(gradients, arguments[-1] if wants_totals else None)
+
+    concrete = tf.function(traced, autograph=False).get_concrete_function(*specs)
+    graph = concrete.graph
+    by_handle = {
+        id(variable.value.handle): name
+        for name, variable in table.keras_variables.items()
+        if hasattr(variable.value, "handle")
+    }
+    graph_def = graph.as_graph_def()
+    nodes = {node.name: node for node in graph_def.node}
+    resources = {}
+    for external, internal in graph.captures:
+        if external.dtype == tf.resource:
+            if id(external) not in by_handle:
+                raise CaptureError(
+                    f"the optimizer uses a variable that it doesn't track, in {internal.consumers()[0].name}"
+                )
+            resources[Ref.parse(internal.name)] = table.describe(by_handle[id(external)])
+        else:
+            make_constant(nodes[internal.op.name], external.numpy())
+    inputs = [Ref.parse(tensor.name) for tensor in graph.inputs[: len(specs)]]
+    present = Graph(graph_def)
+    return Captured(
+        graph_def,
+        gradients={name: inputs[place[0]] for name, place in places.items() if len(place) == 1},
+        variables=resources,
+        slices={name: (inputs[place[0]], inputs[place[1]]) for name, place in places.items() if len(place) == 2},
+        totals=inputs[-1] if wants_totals else None,
+        outputs=tuple(Ref.parse(tensor.name) for tensor in graph.outputs),
+        effects=tuple(op.name for op in graph.control_outputs if op.name in present and op.type != "NoOp"),
+    )

@@ -1,0 +1,88 @@
+"""Names for the variables of a model and its optimizer, and the way back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf.frontend.initialization import value_of
+from graph_passes.graph import Names, Ref
+from graph_passes.program import Variable, VariableKind
+
+
+def read_value(variable: keras.Variable) -> np.ndarray:
+    """The value of a variable that has one, by the one operation that it takes: Keras makes several."""
+    own = variable.value
+    return np.asarray(tf.raw_ops.ReadVariableOp(resource=own.handle, dtype=own.dtype).numpy())
+
+
+def assign_value(variable: keras.Variable, value: np.ndarray) -> None:
+    """Assigns a value of its own shape to a variable that has one, by one operation likewise."""
+    own = variable.value
+    tf.raw_ops.AssignVariableOp(resource=own.handle, value=tf.constant(value, own.dtype))
+
+
+class VariableTable:
+    """The Keras variables of a model and its optimizer under names that are unique and fit for TensorFlow's nodes.
+
+    Attributes:
+        keras_variables: name -> Keras variable.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._names = Names()
+        self.keras_variables: dict[str, keras.Variable] = {}
+        self._kinds: dict[str, VariableKind] = {}
+        self._name_of: dict[int, str] = {}
+        metrics = {id(variable) for variable in model.metrics_variables}
+        trainable = {id(variable) for variable in model.trainable_variables}
+        for variable in model.variables:
+            if id(variable) not in metrics:
+                kind = VariableKind.PARAMETER if id(variable) in trainable else VariableKind.STATE
+                self.add(variable, kind)
+
+    def add(self, variable: keras.Variable, kind: VariableKind, prefix: str = "") -> str:
+        """Adds a variable, once; returns its name."""
+        if id(variable) not in self._name_of:
+            name = self._names.fresh(
+                prefix + (re.sub(r"[^A-Za-z0-9_./-]", "_", variable.path).strip("/_") or "variable")
+            )
+            self._name_of[id(variable)] = name
+            self.keras_variables[name] = variable
+            self._kinds[name] = kind
+        return self._name_of[id(variable)]
+
+    def add_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Adds slots, counters and hyperparameters."""
+        for variable in optimizer.variables:
+            self.add(variable, VariableKind.OPTIMIZER, "optimizer/")
+
+    def knows(self, variable: keras.Variable) -> bool:
+        """Whether the variable is in the table."""
+        return id(variable) in self._name_of
+
+    def name_of(self, variable: keras.Variable) -> str:
+        """The name of a variable.
+
+        Raises:
+            KeyError: it isn't in the table.
+        """
+        return self._name_of[id(variable)]
+
+    def describe(self, name: str, value: Ref | None = None, update: Ref | None = None) -> Variable:
+        """The variable as passes see it."""
+        variable = self.keras_variables[name]
+        dtype = tf.dtypes.as_dtype(keras.backend.standardize_dtype(variable.dtype)).as_datatype_enum
+        return Variable(name, dtype, tuple(variable.shape), self._kinds[name], value, update)
+
+    def value(self, name: str) -> np.ndarray:
+        """The Keras value of a variable; if it has none yet, its first value."""
+        return value_of(self.keras_variables[name])
+
+    def values(self, names: Iterable[str]) -> list[np.ndarray]:
+        """The Keras values of variables; for those that have none yet, their first values."""
+        return [self.value(name) for name in names]

@@ -1,0 +1,62 @@
+"""What a step was expected to take, and what it took."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from dataclasses import dataclass, field
+
+from dapple_tf.simulation.simulation import Simulation
+
+logger = logging.getLogger(__name__)
+
+_WARM_UP = 3
+"""Steps that don't count: the first ones make graphs and allocate memory."""
+_REPORTED_AFTER = 20
+"""Steps that count, until the comparison is logged."""
+_TOLERANCE = 0.2
+"""Relative error from which on it is a warning."""
+
+
+@dataclass
+class Prediction:
+    """The simulated time of a full step beside the measured one.
+
+    Attributes:
+        predicted: seconds, by simulation.
+        steps: seconds of each measured step, the first ones left out; short batches don't count.
+        simulation: the step that was simulated; None if only its time is known.
+    """
+
+    predicted: float
+    steps: list[float] = field(default_factory=list)
+    simulation: Simulation | None = field(default=None, repr=False)
+    _seen: int = 0
+
+    @property
+    def measured(self) -> float | None:
+        """Median of the measured steps, in seconds; None before there are any."""
+        return statistics.median(self.steps) if self.steps else None
+
+    @property
+    def error(self) -> float | None:
+        """(predicted - measured) / measured; None before there are measured steps."""
+        return None if self.measured is None else (self.predicted - self.measured) / self.measured
+
+    def add(self, seconds: float) -> None:
+        """Takes down one full step; logs the comparison once, when there are enough."""
+        self._seen += 1
+        if self._seen <= _WARM_UP or len(self.steps) >= 10 * _REPORTED_AFTER:
+            return
+        self.steps.append(seconds)
+        if len(self.steps) == _REPORTED_AFTER:
+            error = self.error or 0.0
+            level = logging.INFO if abs(error) <= _TOLERANCE else logging.WARNING
+            advice = "" if abs(error) <= _TOLERANCE else "; profile again and make a new plan"
+            logger.log(level, "%s%s", self, advice)
+
+    def __str__(self) -> str:
+        text = f"step predicted {self.predicted * 1e3:.4g} ms"
+        if self.measured is None or self.error is None:
+            return f"{text}, not measured yet"
+        return f"{text}, measured {self.measured * 1e3:.4g} ms ({self.error:+.1%}, median of {len(self.steps)} steps)"

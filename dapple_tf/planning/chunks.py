@@ -1,0 +1,118 @@
+"""Chunks: a replicated stage cut into consecutive stages on the same devices, whose gradients are reduced one by one.
+
+    layers    0 1 2 3 4 5 6 7          0 1 2 | 3 4 | 5 6 7
+    devices   [0, 1]            ->     [0, 1] [0, 1] [0, 1]
+
+While the backward of the first chunks goes on, the gradients of the last ones are all-reduced: wait-free reduction,
+which Poseidon and PipeDream do by layers, and what reverse first-k (Out-Of-Order BackProp, EuroSys'22, section 5.1)
+puts in another order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.planning.plan_values import integer
+from dapple_tf.profiling.profile import Profile
+
+
+def chunked(plan: Plan, profile: Profile, chunks: int = 4) -> Plan:
+    """Cut each replicated stage into chunks of about the same time and parameters, where few bytes cross.
+
+    Args:
+        plan: the plan; whatever it says of a stage holds for each of its chunks, and ``reverse_first_k`` counts the
+            chunks of its first k stages. Its report is dropped.
+        profile: what its layers cost.
+        chunks: the most parts of a stage. There are fewer where the layers don't allow it, since each chunk has
+            parameters.
+
+    Returns:
+        The plan; the same one if there is nothing to cut.
+
+    Raises:
+        PlanError: ``chunks`` is below 1, or the plan cuts after layers that the profile lacks.
+    """
+    chunks = integer("chunks", chunks)
+    if chunks < 1:
+        raise PlanError(f"chunks is {chunks}; it must be at least 1")
+    for cut in plan.cuts:
+        if cut not in profile.index:
+            raise PlanError(f"the plan cuts after {cut!r}, which isn't a layer of the profile of {profile.model!r}")
+    bounds = [0, *(profile.index[cut] + 1 for cut in plan.cuts), len(profile.layers)]
+    parts = [
+        _ends(profile, start, stop, chunks) if len(plan.devices[stage]) > 1 else [stop]
+        for stage, (start, stop) in enumerate(itertools.pairwise(bounds))
+    ]
+    if all(len(ends) == 1 for ends in parts):
+        return plan
+    cuts = [profile.layers[end - 1].name for ends in parts for end in ends][:-1]
+    origin = [stage for stage, ends in enumerate(parts) for _ in ends]  # the stage that each chunk is of
+    ranges = list(itertools.pairwise([0, *(end for ends in parts for end in ends)]))
+    seconds = plan.task_seconds
+    if seconds is not None:
+        whole = [_time(profile, start, stop) or 1.0 for start, stop in itertools.pairwise(bounds)]
+        shares = [_time(profile, *part) / whole[stage] for part, stage in zip(ranges, origin, strict=True)]
+        seconds = tuple(
+            (share * seconds[s][0], share * seconds[s][1], share * seconds[s][2])
+            for share, s in zip(shares, origin, strict=True)
+        )
+    return dataclasses.replace(
+        plan,
+        cuts=tuple(cuts),
+        devices=tuple(plan.devices[stage] for stage in origin),
+        warm_up=None if plan.warm_up is None else tuple(plan.warm_up[stage] for stage in origin),
+        weight_devices=None if plan.weight_devices is None else tuple(plan.weight_devices[stage] for stage in origin),
+        reverse_first_k=sum(stage < plan.reverse_first_k for stage in origin),
+        task_seconds=seconds,
+        report=None,
+    )
+
+
+def _time(profile: Profile, start: int, stop: int) -> float:
+    samples = profile.batch_sizes[-1]
+    return sum(layer.forward.at(samples) + layer.backward.at(samples) for layer in profile.layers[start:stop])
+
+
+def _ends(profile: Profile, start: int, stop: int, chunks: int) -> list[int]:
+    """Where the chunks of a stage end, the last at ``stop``."""
+    sizes = _parameters(profile, start, stop)
+    total_size, total_time = sum(sizes), _time(profile, start, stop)
+    if not total_size:
+        return [stop]
+    passed, at = [], 0.0  # half time and half parameters before each possible cut
+    for index in range(start, stop - 1):
+        at += sizes[index - start] / total_size / 2 + _time(profile, index, index + 1) / (total_time or 1.0) / 2
+        passed.append(at)
+    samples = profile.batch_sizes[-1]
+    ends: list[int] = []
+    for number in range(1, chunks):
+        wanted = number / chunks
+        near = [i for i in range(start, stop - 1) if abs(passed[i - start] - wanted) <= 0.25 / chunks]
+        near = near or sorted(range(start, stop - 1), key=lambda i: (abs(passed[i - start] - wanted), i))[:1]
+        if near:
+            # Of cuts that are about as good, that which the fewest bytes cross.
+            best = min(near, key=lambda i: (_crossing(profile, i, samples), abs(passed[i - start] - wanted), i))
+            ends.append(best + 1)
+    found: list[int] = []
+    for end in sorted(set(ends)):
+        last = found[-1] if found else start
+        if sum(sizes[last - start : end - start]) and sum(sizes[end - start :]):
+            found.append(end)
+    return [*found, stop]
+
+
+def _parameters(profile: Profile, start: int, stop: int) -> list[int]:
+    """Bytes of each layer's parameters; shared ones count for the first of their layers in the stage."""
+    sizes = [layer.parameter_bytes for layer in profile.layers[start:stop]]
+    for group in profile.shared:
+        inside = [layer for layer in group.layers if start <= layer < stop]
+        if inside:
+            sizes[inside[0] - start] += group.parameter_bytes
+    return sizes
+
+
+def _crossing(profile: Profile, layer: int, samples: int) -> float:
+    forward, backward = profile.crossing[layer]
+    return forward.at(samples) + backward.at(samples)

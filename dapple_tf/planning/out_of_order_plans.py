@@ -1,0 +1,178 @@
+"""Out-of-order plans that follow from a plan of DAPPLE's: candidates for the planner, which simulates them.
+
+    what stays                  what changes                                            policies
+    the stages                  the order of tasks                                      fast_forward*, zb_h1, zb_h2, ...
+    the devices of the stages   v stages on each, over and over: 0 1 2 0 1 2            modulo, interleaved
+    the devices of the stages   two stages on each, there and back: 0 1 2 2 1 0         zb_v
+    the stages and their order  replicated stages in chunks, reduced one by one         all but interleaved and zb_v
+
+The last may be combined with the first: Out-Of-Order BackProp (EuroSys'22), section 6.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+from dapple_tf.planning.chunks import chunked
+from dapple_tf.planning.cost import CostModel
+from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.planning.plan_request import DAPPLE_POLICIES, PlanRequest
+from dapple_tf.planning.stage_cuts import by_device, by_time
+from graph_passes.tasks import Phase, Task
+
+SAME_STAGES = (
+    *("zb_h2", "fast_forward_b", "modulo", "zb_h1", "fast_forward_a", "zero_bubble", "fast_forward"),
+    *("dapple_b", "dapple_a", "gpipe"),
+)
+"""Policies for stages on devices of their own, those that are most likely to gain first."""
+
+_BY_TIMES = ("fast_forward", "fast_forward_a", "fast_forward_b", "modulo", "interleaved", "zb_v", "zero_bubble")
+"""Policies that order tasks by `Plan.task_seconds`."""
+_MOST_PER_DEVICE = 4
+"""More stages on a device than this aren't tried by themselves."""
+_DIGITS = 3
+"""Digits of `Plan.task_seconds`: enough to order tasks, few enough to read."""
+
+
+def with_task_seconds(plan: Plan, request: PlanRequest) -> Plan:
+    """The plan with its stages' times, relative to the longest, if its policy orders tasks by them."""
+    plan = dataclasses.replace(plan, task_seconds=None)
+    if plan.schedule not in _BY_TIMES:
+        return plan
+    seconds = CostModel(plan, request.profile, request.cluster).task_seconds
+    longest = max(itertools.chain(*seconds)) or 1.0
+
+    def rounded(number: float) -> float:
+        return float(f"{number / longest:.{_DIGITS}g}")
+
+    return dataclasses.replace(plan, task_seconds=tuple((rounded(f), rounded(x), rounded(w)) for f, x, w in seconds))
+
+
+def even_plans(request: PlanRequest, recompute: str) -> Iterator[Plan]:
+    """Pipelines of stages of the same time and number of devices, on all devices, that fit in memory.
+
+    Under DAPPLE's policies unequal stages may be better, but not where weight gradients fill the bubbles.
+    """
+    devices = request.cluster.num_devices
+    for stages in range(1, min(devices, len(request.profile.layers)) + 1):
+        replicas, rest = divmod(devices, stages)
+        if rest:
+            continue
+        members = [range(i * replicas, (i + 1) * replicas) for i in range(stages)]
+        speeds = [sum(request.cluster.devices[device].speed for device in group) for group in members]
+        cuts = by_time(request.profile, stages, speeds)
+        for count in request.micro_batches:
+            if replicas <= request.batch // count and (count > 1 or stages == 1):
+                plan = request.plan(cuts, members, count, recompute)
+                if min(request.costs(plan).holds or (1,)) > 0:
+                    yield plan
+
+
+def same_stages(base: Plan, request: PlanRequest, policies: Sequence[str] = SAME_STAGES) -> Iterator[Plan]:
+    """The same stages under these policies, as far as they may be chosen."""
+    for policy in policies:
+        if policy in request.schedules:
+            yield from _legal(base, request, schedule=policy)
+
+
+def stages_per_device(base: Plan, request: PlanRequest) -> Iterator[tuple[str, int]]:
+    """(policy, stages on each device) that are possible with the devices of a plan, the most likely to gain first."""
+    most = min(_MOST_PER_DEVICE, len(request.profile.layers) // base.num_stages)
+    if base.num_stages > 1:
+        for count in range(2, most + 1):
+            for policy in ("modulo", "zb_v", "interleaved"):
+                if policy in request.schedules and (policy != "zb_v" or count == 2):
+                    yield policy, count
+
+
+def more_stages(base: Plan, request: PlanRequest, policy: str, count: int) -> Iterator[Plan]:
+    """``count`` stages on each device under a policy, of times that fit the devices."""
+    there = list(base.devices)
+    devices = [*there, *there[::-1]] if policy == "zb_v" else there * count
+    speeds = [sum(request.cluster.devices[device].speed for device in group) for group in devices]
+    cuts = tuple(by_device(request.profile, devices, speeds))
+    yield from _legal(base, request, cuts=cuts, devices=tuple(devices), schedule=policy)
+
+
+def with_chunks(base: Plan, request: PlanRequest, chunks: int) -> Iterator[Plan]:
+    """The plan with its replicated stages cut into chunks, if that is possible and changes anything."""
+    if max(base.replicas) > 1 and _one_group_per_device(base):
+        cut = chunked(base, request.profile, chunks)
+        if cut != base:
+            yield from _legal(cut, request)
+
+
+def groups(plan: Plan) -> list[tuple[range, tuple[int, ...]]]:
+    """The runs of consecutive stages with equal devices, and these devices."""
+    found: list[tuple[range, tuple[int, ...]]] = []
+    for devices, stages in itertools.groupby(range(plan.num_stages), key=lambda stage: plan.devices[stage]):
+        members = list(stages)
+        found.append((range(members[0], members[-1] + 1), devices))
+    return found
+
+
+def has_chunks(plan: Plan) -> bool:
+    """Whether a replicated stage is cut into chunks."""
+    return any(len(stages) > 1 and len(devices) > 1 for stages, devices in groups(plan))
+
+
+def least_seconds(costs: CostModel) -> float:
+    """No order of a plan's tasks makes its step shorter than this.
+
+    What the busiest device computes, and what the busiest port of a device or network card sends or receives.
+    """
+    busy: dict[object, float] = {}
+    plan, cluster = costs.plan, costs.cluster
+    count = len(costs.micro_batches)
+    for stage, devices in enumerate(plan.devices):
+        for replica, device in enumerate(devices):
+            tasks = (Task(stage, phase, count - 1, replica) for phase in (Phase.FORWARD, Phase.BACKWARD))
+            seconds = count * sum(map(costs.seconds, tasks)) + costs.apply_seconds(stage, device)
+            busy[device] = busy.get(device, 0.0) + seconds
+    for (producer, consumer), backward in itertools.product(costs.routes, (False, True)):
+        ends = (consumer, producer) if backward else (producer, consumer)
+        for piece in costs.pieces(producer, consumer, count - 1, backward=backward):
+            source, target = plan.devices[ends[0]][piece.sender], plan.devices[ends[1]][piece.receiver]
+            if source != target:
+                link = cluster.link(source, target)
+                a, b = cluster.devices[source].server, cluster.devices[target].server
+                for port in (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b)):
+                    busy[port] = busy.get(port, 0.0) + count * piece.bytes / link.bandwidth
+    return max(busy.values())
+
+
+def name(plan: Plan) -> str:
+    """What is out of order in a plan, in short: ``zb_h2, stages 0-3 and 4-7 in chunks, k = 2``; empty for nothing."""
+    parts = [plan.schedule] if plan.schedule not in DAPPLE_POLICIES else []
+    found = groups(plan)
+    hosts = [device for _, devices in found for device in devices]
+    most = max(hosts.count(device) for device in set(hosts))
+    if most > 1:
+        parts.append(f"{most} stages on each device")
+    cut = [f"{stages[0]}-{stages[-1]}" for stages, _ in found if len(stages) > 1]
+    if cut and most == 1:
+        parts.append(f"wait-free reduction of chunks (stages {', '.join(cut)})")
+    if plan.reverse_first_k:
+        parts.append(f"reverse first-k with k = {plan.reverse_first_k}")
+    if plan.carried_updates:
+        parts.append(f"{plan.carried_updates} updates during the next step's forward")
+    return ", ".join(parts)
+
+
+def _one_group_per_device(plan: Plan) -> bool:
+    hosts = [device for _, devices in groups(plan) for device in devices]
+    return len(hosts) == len(set(hosts))
+
+
+def _legal(base: Plan, request: PlanRequest, **changes: object) -> Iterator[Plan]:
+    """The plan with changes and its stages' times, if that is a legal plan."""
+    try:
+        plan = dataclasses.replace(base, task_seconds=None, report=None, **changes)  # type: ignore[arg-type]
+        if isinstance(request.reverse_first_k, int):
+            k = min(request.reverse_first_k, plan.num_stages)
+            plan = dataclasses.replace(plan, reverse_first_k=k)
+        yield with_task_seconds(plan, request)
+    except PlanError:
+        return

@@ -1,0 +1,297 @@
+"""Looks for the best out-of-order plan near those of DAPPLE's that the planner found, by simulation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from dapple_tf.planning.choice import Choice
+from dapple_tf.planning.latency import stage_times
+from dapple_tf.planning.local_search import neighbours
+from dapple_tf.planning.out_of_order_plans import (
+    SAME_STAGES,
+    even_plans,
+    has_chunks,
+    least_seconds,
+    more_stages,
+    same_stages,
+    stages_per_device,
+    with_chunks,
+    with_task_seconds,
+)
+from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.planning.plan_request import AUTO, DAPPLE_POLICIES, PlanRequest
+from dapple_tf.scheduling.out_of_order import best_reverse_first_k
+from dapple_tf.scheduling.schedule_request import ScheduleError
+from dapple_tf.simulation.simulator import run
+
+_CHUNKS = (2, 4, 8, 16)
+"""Numbers of chunks of a replicated stage that are tried, as long as more are better."""
+_PARALLEL_CHUNKS = 8
+"""Chunks of data parallelism that are tried first."""
+_PROBED = 8
+"""Of so many of DAPPLE's plans a few variants are tried, from the one on that would be fastest without bubbles."""
+_VARIED = 2
+"""Of so many of DAPPLE's plans all variants are tried, if work is left."""
+_BEST = 4
+"""Of so many plans more is tried, and of so many neighbours are looked at."""
+_LIKELY = 6
+"""Of all policies for the same stages so many are tried."""
+_SORTING = 0.2
+"""Policies whose list scheduling takes a larger part of the work aren't tried, unless they are likely to gain most."""
+_BOUND = 3
+"""What a plan's costs and its bound take for each replica of a stage, relative to simulating a task."""
+_FOR_K = 0.25
+"""The search for k may take so much more work."""
+_HOPEFUL = 1.1
+"""Plans with several stages on a device whose estimate is above the best one's time by this factor aren't simulated."""
+_NEAR = 1.2
+"""Plans that are slower than the best by this factor aren't varied any more."""
+_TIE = 1e-3
+"""Relative difference of latencies below which they count as equal."""
+_SORTED_TASKS = 0.5
+"""What ordering a task by list scheduling costs, relative to simulating it."""
+
+
+class OutOfOrderSearch:
+    """One search.
+
+    Attributes:
+        choices: what has been simulated; None for what doesn't fit in memory.
+        origin: the plan of DAPPLE's from which each was derived.
+        bases: those plans of DAPPLE's that were simulated themselves.
+    """
+
+    def __init__(self, request: PlanRequest, allowed: float, step: Callable[[str], None]) -> None:
+        """Starts with nothing.
+
+        Args:
+            request: what is sought; gradients aren't taken to be reduced during a backward, but chunk by chunk.
+            allowed: how many tasks and transfers to simulate, about.
+            step: is told of progress.
+        """
+        self.request, self.overlapped = dataclasses.replace(request, overlap=False), request.overlap
+        self.allowed, self.step = allowed, step
+        self.work, self.fastest = 0.0, math.inf
+        self.estimates: dict[Plan, float] = {}
+        self.choices: dict[Plan, Choice | None] = {}
+        self.origin: dict[Plan, Plan] = {}
+        self.bases: list[Choice] = []
+
+    def run(self, bases: Sequence[Plan]) -> Choice | None:
+        """The best plan that the request allows and that follows from one of these; None if none fits.
+
+        Args:
+            bases: plans of DAPPLE's, the best first.
+        """
+        self._baseline(bases)
+        found = dict.fromkeys([*bases, *even_plans(self.request, bases[0].recompute)])
+        # The best of DAPPLE's own first, so that it is known what there is to gain.
+        ranked = sorted(found, key=lambda base: (base != bases[0], self._estimate(base)))[:_PROBED]
+        probed = [(self._probe(base), index) for index, base in enumerate(ranked)]
+        self._combine()
+        for _, index in sorted(entry for entry in probed if entry[0] < math.inf)[:_VARIED]:
+            self._vary(ranked[index])
+        self._combine()
+        self._climb()
+        self._order_bw_of_first_stages()
+        return self.best()
+
+    def dapple(self) -> Choice | None:
+        """The best of DAPPLE's own plans, without chunks; None if no base fits."""
+        return min(self.bases, key=lambda choice: choice.latency, default=None)
+
+    def best(self) -> Choice | None:
+        """The fastest; of those within the tie the simplest."""
+        ranked = self.ranked()
+        if not ranked:
+            return None
+        limit = ranked[0].latency * (1 + _TIE)
+        dapple = self.dapple()
+        if dapple is not None and dapple in ranked:
+            limit = min(limit, dapple.latency)
+        close = [choice for choice in ranked if choice.latency <= limit]
+        return min(close, key=_complexity)
+
+    def ranked(self) -> list[Choice]:
+        """What the request allows, the fastest first."""
+        found = [
+            choice for choice in self.choices.values() if choice and choice.plan.schedule in self.request.schedules
+        ]
+        return sorted(found, key=lambda choice: choice.latency)
+
+    # ---- candidates
+
+    def _baseline(self, bases: Sequence[Plan]) -> None:
+        """Simulates DAPPLE's plans without the assumption that reductions overlap with backwards."""
+        known = self.request.reverse_first_k in (0, AUTO)
+        for base in bases[: _BEST if self.overlapped else 1]:
+            choice = self._try(base, base, certainly=True)
+            self.bases += [choice] if choice is not None else []
+            if not known:
+                self.choices[base] = None  # without k it isn't what is sought
+                self.fastest = math.inf
+
+    def _probe(self, base: Plan) -> float:
+        """The least latency of a few plans that follow from one of DAPPLE's; infinite where none is known."""
+        allowed = [policy for policy in SAME_STAGES if policy in self.request.schedules]
+        found = self._all(same_stages(base, self.request, allowed[:1]), base)
+        for policy, count in [*stages_per_device(base, self.request)][:1]:
+            found += self._all(self._worth(more_stages(base, self.request, policy, count)), base)
+        if self.request.chunks and (base.num_stages == 1 or not found):
+            found += self._all(with_chunks(base, self.request, _PARALLEL_CHUNKS), base)
+        return min((choice.latency for choice in found if choice is not None), default=math.inf)
+
+    def _worth(self, plans: Iterable[Plan]) -> Iterator[Plan]:
+        """Those that may be among the best by their estimates."""
+        return (plan for plan in plans if self._estimate(plan) <= self.fastest * _HOPEFUL)
+
+    def _vary(self, base: Plan) -> None:
+        """All that follows directly from a plan."""
+        for policy, count in stages_per_device(base, self.request):
+            if self.work <= self.allowed:
+                self._all(self._worth(more_stages(base, self.request, policy, count)), base)
+        policies = [policy for policy in SAME_STAGES if policy in self.request.schedules]
+        if len(policies) == len(SAME_STAGES):
+            policies = policies[:_LIKELY]  # all are allowed: the others are hardly ever better
+        for plan in same_stages(base, self.request, policies):
+            if self._ordering(plan) <= _SORTING * self.allowed:
+                self._all([plan], base)
+
+    def _combine(self) -> None:
+        """Chunks in the best plans without them (section 6 of Out-Of-Order BackProp)."""
+        if self.request.chunks:
+            for choice in self._near():
+                self._more_chunks(choice.plan, self.origin[choice.plan], choice.latency)
+
+    def _more_chunks(self, plan: Plan, origin: Plan, seconds: float) -> None:
+        """Twice as many chunks of a plan that takes so long, as long as that makes its step shorter."""
+        for chunks in _CHUNKS:
+            found = self._all(with_chunks(plan, self.request, chunks), origin)
+            least = min((choice.latency for choice in found if choice is not None), default=math.inf)
+            if least > seconds * (1 - _TIE) or self.work > self.allowed:
+                return
+            seconds = least
+
+    def _climb(self) -> None:
+        """Moves cuts and devices of the best plans, as long as work is left."""
+        tried: set[Plan] = set()
+        while self.work < self.allowed:
+            start = next((choice.plan for choice in self._near() if choice.plan not in tried), None)
+            if start is None:
+                return
+            tried.add(start)
+            bare = dataclasses.replace(start, task_seconds=None)
+            for plan in neighbours(bare, self.request.profile, self.request.cluster, self.request.micro_batches):
+                if self.work < self.allowed:
+                    self._try(with_task_seconds(plan, self.request), self.origin[start])
+
+    def _order_bw_of_first_stages(self) -> None:
+        """Reverse first-k, with updates carried over, in the best plans that reduce gradients chunk by chunk."""
+        if not self.request.reverse_first_k:
+            return
+        cut = [choice for choice in self.ranked() if has_chunks(choice.plan) and choice.plan.schedule != "interleaved"]
+        parallel = [choice for choice in cut if len(set(choice.plan.devices)) == 1]
+        near = [choice for choice in self._near() if choice in cut]
+        for choice in dict.fromkeys([*near[:1], *parallel[:1], *near[1:2]]):
+            if least_seconds(choice.costs) >= self.fastest * (1 - _TIE):
+                continue  # whatever the order
+            # A stage whose weights others share can't be updated before these have their gradients.
+            own = all(len(reduction.stages) == 1 for reduction in choice.costs.reductions)
+            self._search_k(choice.plan, self.origin[choice.plan], own and self.request.carries)
+
+    def _search_k(self, plan: Plan, origin: Plan, carries: bool) -> None:
+        """The paper's search for k by simulated throughput (section 5.1), and likewise for the updates to carry over.
+
+        What is reduced last are the gradients of the first k stages, of stage 0 first; the next step's forward needs
+        those at the end of this row last.
+        """
+
+        def throughput(k: int, carried: int) -> float:
+            trial = dataclasses.replace(plan, reverse_first_k=k, carried_updates=carried)
+            choice = self._try(trial, origin, share=1 + _FOR_K)
+            return 0.0 if choice is None or not choice.latency else plan.global_batch_size / choice.latency
+
+        def best_throughput(k: int) -> float:
+            return max(throughput(k, carried) for carried in ({0, (k + 1) // 2, k} if carries else {0}))
+
+        k = plan.reverse_first_k
+        if self.request.reverse_first_k == AUTO:
+            k = best_reverse_first_k(plan.num_stages, best_throughput)
+        if carries:
+            best_reverse_first_k(plan.num_stages + 1, lambda carried: throughput(k, carried))
+
+    def _near(self) -> list[Choice]:
+        """The best plans, that aren't much slower than the first; one of those with the same devices and policy."""
+        ranked = self.ranked()
+        found: dict[tuple[object, ...], Choice] = {}
+        for choice in ranked:
+            if choice.latency <= _NEAR * ranked[0].latency:
+                found.setdefault((choice.plan.devices, choice.plan.schedule, choice.plan.micro_batches), choice)
+        return [*found.values()][:_BEST]
+
+    # ---- simulation
+
+    def _all(self, plans: Iterable[Plan], origin: Plan) -> list[Choice | None]:
+        return [self._try(plan, origin) for plan in plans]
+
+    def _try(self, plan: Plan, origin: Plan, *, certainly: bool = False, share: float = 1.0) -> Choice | None:
+        """The simulated plan; None if it doesn't fit in memory, or needn't be known.
+
+        That is when this share of the work is done, or when it takes longer than the fastest, whatever the order.
+        """
+        if plan in self.choices:
+            return self.choices[plan]
+        if self.work > share * self.allowed and self.fastest < math.inf and not certainly:
+            return None
+        choice: Choice | None = None
+        costs = self.request.costs(plan)
+        self.work += _BOUND * plan.num_stages * max(plan.replicas)
+        if certainly or share > 1 or least_seconds(costs) < self.fastest:
+            self.work += self._ordering(plan)
+            try:
+                simulation = run(costs)
+            except (PlanError, ScheduleError):
+                self.work += 20
+            else:
+                self.work += len(simulation.spans)
+                # Memory is added up only where it matters.
+                if simulation.latency > _NEAR * self.fastest or simulation.fits:
+                    choice = Choice(plan, simulation.latency, costs)
+                    if plan.schedule in self.request.schedules:
+                        self.fastest = min(self.fastest, choice.latency)
+        self.choices[plan] = choice
+        self.origin[plan] = origin
+        self.step(f"{len(self.choices)} out-of-order plans simulated")
+        return choice
+
+    def _ordering(self, plan: Plan) -> float:
+        """What it costs to order the tasks of a plan."""
+        runs = {"modulo": 2, "zb_v": 2, "zero_bubble": 2 * plan.num_stages}
+        runs |= dict.fromkeys(("fast_forward", "fast_forward_a", "fast_forward_b"), 1)
+        return _SORTED_TASKS * 3 * plan.num_stages * plan.micro_batches * runs.get(plan.schedule, 0)
+
+    def _estimate(self, plan: Plan) -> float:
+        """About the seconds of a step without other bubbles than those of the first and the last micro-batch.
+
+        Formula 1 of DAPPLE (section 4.1) for orders in which Bw fill bubbles.
+        """
+        if plan not in self.estimates:
+            costs = self.request.costs(plan)
+            times = stage_times(costs)
+            per_device = plan.num_stages / len(set(plan.devices))
+            self.estimates[plan] = (
+                least_seconds(costs)
+                + sum(time.forward for time in times[::2]) / per_device
+                + sum(time.forward + time.backward for time in times[1::2])
+                + max(time.all_reduce for time in times)
+            )
+        return self.estimates[plan]
+
+
+def _complexity(choice: Choice) -> tuple[int, int, int, float]:
+    """The simplest plan is one of DAPPLE's, then that with the fewest stages, micro-batches and bytes."""
+    plan = choice.plan
+    orders = (plan.schedule not in DAPPLE_POLICIES) + (plan.reverse_first_k > 0) + (plan.carried_updates > 0)
+    return orders, plan.num_stages, plan.micro_batches, choice.memory

@@ -1,0 +1,358 @@
+"""Which devices a stage may get: the three placement policies (DAPPLE, PPoPP'21, section 4.2 and figure 5)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.planning.cost import all_reduce_line
+
+POLICIES = ("fresh_first", "append_first", "scatter_first")
+"""Names of the placement policies."""
+
+_MAX_STATES = 1000
+"""How many different occupancies of the cluster are looked at."""
+_FINE = 24
+"""Up to so many devices, all numbers of replicas and all policies are tried in all states."""
+_COARSE = 128
+"""On more devices than this, stages get multiples of a quantum of devices."""
+
+Counts = tuple[int, ...]
+"""Devices per server."""
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+def allocate(policy: str, used: Sequence[int], sizes: Sequence[int], count: int, order: Sequence[int]) -> Counts:
+    """How many devices of each server a stage of ``count`` replicas gets.
+
+    * ``fresh_first``: from fresh servers, so that the stage stays together; then from used ones.
+    * ``append_first``: from servers that are partly used, to reduce fragmentation; then from fresh ones.
+    * ``scatter_first``: equally from all used servers, or from all if all are fresh.
+
+    Args:
+        policy: one of `POLICIES`.
+        used: devices of each server that are taken.
+        sizes: devices of each server.
+        count: how many are wanted; at most as many as are free.
+        order: servers in the order in which they are preferred.
+    """
+    free = [size - taken for size, taken in zip(sizes, used, strict=True)]
+    if count > sum(free):
+        raise ValueError(f"{count} devices are wanted, but {sum(free)} are free")
+    given = [0] * len(sizes)
+    fresh = [server for server in order if not used[server]]
+    begun = [server for server in order if used[server] and free[server]]
+    left = count
+    if policy == "scatter_first":
+        for group in (begun, fresh):
+            left = _scatter(group, free, given, left)
+        return tuple(given)
+    for server in fresh + begun if policy == "fresh_first" else begun + fresh:
+        given[server] = min(free[server], left)
+        left -= given[server]
+    return tuple(given)
+
+
+def _scatter(group: Sequence[int], free: Sequence[int], given: list[int], count: int) -> int:
+    """Takes up to ``count`` devices from a group of servers, equally; returns how many are still wanted."""
+    while count:
+        open_servers = [server for server in group if given[server] < free[server]]
+        if not open_servers:
+            break
+        share = max(1, count // len(open_servers))
+        for server in open_servers:
+            taken = min(share, free[server] - given[server], count)
+            given[server] += taken
+            count -= taken
+    return count
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Giving devices to one stage: from one occupancy of the cluster to another.
+
+    Servers stand in a canonical order here, in which those of a kind are sorted by use, so that occupancies that differ
+    by an exchange of like servers are one state.
+
+    Attributes:
+        source: the state before.
+        target: the state after.
+        counts: devices of each server, in the source's order.
+        order: for each place in the target's order, the place in the source's.
+    """
+
+    source: int
+    target: int
+    counts: Counts
+    order: tuple[int, ...]
+
+
+class Placements:
+    """All ways to hand out a cluster's devices to stages, one after the other, by the three policies.
+
+    Devices of one server that aren't alike are taken for servers of their own here, on the same links.
+
+    Attributes:
+        cluster: the cluster.
+        groups: the devices of each such server.
+        servers: the real server of each.
+        sizes: number of devices of each.
+        states: occupancies; the first is the empty one.
+        steps: see :class:`Step`, sorted by source.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.groups = cluster.device_groups
+        self.servers = tuple(cluster.devices[group[0]].server for group in self.groups)
+        self.sizes = tuple(map(len, self.groups))
+        self.kinds = _kinds(cluster)
+        self.counts = _replica_counts(self.sizes)
+        self.states: list[Counts] = []
+        self.steps: list[Step] = []
+        self._explore()
+
+    def _explore(self) -> None:
+        numbers: dict[Counts, int] = {}
+
+        def number(state: Counts) -> int | None:
+            if state not in numbers:
+                if len(numbers) >= _MAX_STATES:
+                    return None
+                numbers[state] = len(self.states)
+                self.states.append(state)
+            return numbers[state]
+
+        number((0,) * len(self.sizes))
+        orders = list(_orders(self.kinds))
+        for source in itertools.count():
+            if source == len(self.states):
+                return
+            used = self.states[source]
+            seen: set[Counts] = set()
+            for count in self._counts(used):
+                for policy, order in itertools.product(self._policies(count), orders):
+                    given = allocate(policy, used, self.sizes, count, order)
+                    if given in seen:
+                        continue
+                    seen.add(given)
+                    after = [taken + more for taken, more in zip(used, given, strict=True)]
+                    places = self._canonical(after)
+                    target = number(tuple(after[place] for place in places))
+                    if target is not None:
+                        self.steps.append(Step(source, target, given, places))
+
+    def _counts(self, used: Counts) -> list[int]:
+        """The numbers of replicas to try in a state: also what completes a server, and all that is left."""
+        free = sum(self.sizes) - sum(used)
+        partly = sum(size - taken for size, taken in zip(self.sizes, used, strict=True) if taken)
+        return sorted({count for count in (*self.counts, partly, free) if 0 < count <= free})
+
+    def _policies(self, count: int) -> tuple[str, ...]:
+        """On a large cluster scattered or scarcely used servers come in too many ways; small stages stay together."""
+        if sum(self.sizes) <= _FINE:
+            return POLICIES
+        return POLICIES[:2] if count >= max(self.sizes) else POLICIES[1:2]
+
+    def _canonical(self, used: Sequence[int]) -> tuple[int, ...]:
+        """Servers of each kind by falling use; kinds keep their places."""
+        places = list(range(len(used)))
+        for kind in set(self.kinds):
+            slots = [place for place in places if self.kinds[place] == kind]
+            ranked = sorted(slots, key=lambda place: (-used[place], place))
+            for slot, place in zip(slots, ranked, strict=True):
+                places[slot] = place
+        # `places` was read while being written only at slots of the same kind, whose entries are their own numbers.
+        return tuple(places)
+
+    def devices(self, steps: Iterable[Step]) -> list[tuple[int, ...]]:
+        """The devices of each stage of a path from the empty cluster."""
+        servers = list(range(len(self.sizes)))  # the actual server at each place
+        taken = [0] * len(self.sizes)
+        found = []
+        for step in steps:
+            stage: list[int] = []
+            for place, count in enumerate(step.counts):
+                server = servers[place]
+                members = self.groups[server]
+                stage += members[taken[server] : taken[server] + count]
+                taken[server] += count
+            found.append(tuple(sorted(stage)))
+            servers = [servers[place] for place in step.order]
+        return found
+
+
+def _kinds(cluster: Cluster) -> tuple[int, ...]:
+    """A number for each group of like devices; groups of one number are exchangeable."""
+    numbers: dict[object, int] = {}
+    found = []
+    groups = Counter(cluster.devices[group[0]].server for group in cluster.device_groups)
+    for group in cluster.device_groups:
+        device = cluster.devices[group[0]]
+        links, capacity = cluster.server_links[device.server], cluster.capacity(device.server)
+        # Parts of one server aren't exchangeable with those of another: they have neighbours.
+        part = device.server if groups[device.server] > 1 else None
+        key = (len(group), device.memory_bytes, device.speed, links, capacity, part)
+        found.append(numbers.setdefault(key, len(numbers)))
+    return tuple(found)
+
+
+def _orders(kinds: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Servers in order of preference: each kind first in turn."""
+    for first in sorted(set(kinds)):
+        yield tuple(sorted(range(len(kinds)), key=lambda server: (kinds[server] != first, kinds[server], server)))
+
+
+def _replica_counts(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of replicas to try: all on small clusters; on large ones, finely for few and by servers for many."""
+    total, server = sum(sizes), max(sizes)
+    if total <= _FINE or (server == 1 and total <= 64):
+        return tuple(range(1, total + 1))
+    if total > _COARSE:
+        quantum = max(server, total // _COARSE)
+        found = {quantum * times for times in (*range(1, 9), 10, 12, 16, 20, 24, 32, 40, 48, 56, 64)}
+    else:
+        found = {2**power for power in range(server.bit_length())}
+        stride = max(1, total // 16 // server) * server
+        found |= {3, 6, *range(stride, total + 1, stride)}
+    return tuple(sorted(count for count in found if count <= total))
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """What the devices of each of `Placements.steps` mean for time, as arrays.
+
+    Attributes:
+        source: state before each step.
+        target: state after it.
+        replicas: number of devices.
+        speed: that of the slowest.
+        memory: that of the smallest, in bytes; infinite where unknown.
+        reduce_start: seconds of an all-reduce of nothing over them.
+        reduce_rate: seconds per byte of an all-reduce.
+        rest: for each state the step that takes all that is left; -1 for the full cluster.
+        column: position of a step among those that leave its source.
+        row: position of a step among those that lead to its target.
+        base: for each state, where its block of the two arrays below starts: a row for each step into the state, a
+            column for each step out of it.
+        width: for each state, the number of steps out of it.
+        per_byte: seconds per byte from the devices of the first step to those of the second.
+        latency: seconds until the first byte arrives.
+    """
+
+    source: Ints
+    target: Ints
+    replicas: Ints
+    speed: Floats
+    memory: Floats
+    reduce_start: Floats
+    reduce_rate: Floats
+    rest: Ints
+    column: Ints
+    row: Ints
+    base: Ints
+    width: Ints
+    per_byte: Floats
+    latency: Floats
+
+    def pair(self, before: Ints, step: Ints) -> Ints:
+        """Where ``per_byte`` and ``latency`` have the entry of two consecutive steps."""
+        state = self.source[step]
+        return np.asarray(self.base[state] + self.row[before] * self.width[state] + self.column[step])
+
+
+def links_of(placements: Placements, all_reduce: str) -> Links:
+    """Computes `Links`.
+
+    Each byte of a micro-batch goes from its sender to its receiver. The part that finds its receiver in the same server
+    is at most the overlap of the two stages' shares of that server; the rest passes the servers' network cards.
+    """
+    cluster, steps = placements.cluster, placements.steps
+    firsts = [cluster.devices[group[0]] for group in placements.groups]
+    free = [link.bandwidth for link, _ in cluster.server_links]
+    card = np.array([1 / card.bandwidth for _, card in cluster.server_links])
+    port = max(1 / bandwidth for bandwidth in free)
+    speeds = [device.speed for device in firsts]
+    memories = [math.inf if device.memory_bytes is None else device.memory_bytes for device in firsts]
+    # Columns of groups -> columns of real servers.
+    real = np.zeros((len(placements.groups), cluster.num_servers))
+    real[np.arange(len(placements.groups)), placements.servers] = 1
+    given = np.array([step.counts for step in steps])
+    replicas = given.sum(axis=1)
+    has = given > 0
+    lines = {}
+    reduce_lines = []
+    for counts in (step.counts for step in steps):
+        members: Counter[int] = Counter()
+        for group, count in enumerate(counts):
+            if count:
+                members[placements.servers[group]] += count
+        key = tuple(sorted((placements.kinds[group], count) for group, count in enumerate(counts) if count))
+        if key not in lines:
+            lines[key] = all_reduce_line(cluster, members, all_reduce)
+        reduce_lines.append(lines[key])
+    states = len(placements.states)
+    source, target = np.array([step.source for step in steps]), np.array([step.target for step in steps])
+    rest = np.full(states, -1)
+    total = sum(placements.sizes)
+    left = np.array([total - sum(state) for state in placements.states])
+    for last in np.nonzero(replicas == left[source])[0]:
+        rest[source[last]] = last
+    column, row = np.zeros(len(steps), int), np.zeros(len(steps), int)
+    base, width = np.zeros(states, int), np.zeros(states, int)
+    rates: list[Floats] = []
+    latencies: list[Floats] = []
+    outgoing: list[list[int]] = [[] for _ in range(states)]
+    incoming: list[list[int]] = [[] for _ in range(states)]
+    for index, step in enumerate(steps):
+        outgoing[step.source].append(index)
+        incoming[step.target].append(index)
+    share = given / replicas[:, None]
+    # Like servers change places; parts of servers don't, so that places stay on their real servers.
+    arrived = np.array([share[index][list(step.order)] for index, step in enumerate(steps)]) @ real
+    share = share @ real
+    shared = [server for server in range(cluster.num_servers) if len(cluster.devices_of(server)) > 1]
+    inside = max(link.latency for link, _ in cluster.server_links)
+    between = max(link.latency for _, link in cluster.server_links)
+    size = 0
+    for state in range(states):
+        leaving, entering = outgoing[state], incoming[state]
+        column[leaving], row[entering] = np.arange(len(leaving)), np.arange(len(entering))
+        base[state], width[state] = size, len(leaving)
+        if not leaving or not entering:
+            continue
+        out, into = arrived[entering], share[leaving]
+        common = np.zeros((len(entering), len(leaving)))
+        for server in shared:
+            common += np.minimum(out[:, server, None], into[None, :, server])
+        away = 1 - common
+        over_cards = away * np.maximum((out * card).max(axis=1)[:, None], (into * card).max(axis=1)[None, :])
+        over_ports = common * port / np.minimum(replicas[entering][:, None], replicas[leaving][None, :])
+        rates.append(np.maximum(over_cards, over_ports).ravel())
+        latencies.append(np.where(away > 1e-9, between, inside).ravel())
+        size += len(entering) * len(leaving)
+    empty = np.zeros(0)
+    return Links(
+        source=source,
+        target=target,
+        replicas=replicas,
+        speed=np.where(has, speeds, np.inf).min(axis=1),
+        memory=np.where(has, memories, np.inf).min(axis=1),
+        reduce_start=np.array([start for start, _ in reduce_lines]),
+        reduce_rate=np.array([rate for _, rate in reduce_lines]),
+        rest=rest,
+        column=column,
+        row=row,
+        base=base,
+        width=width,
+        per_byte=np.concatenate(rates) if rates else empty,
+        latency=np.concatenate(latencies) if latencies else empty,
+    )

@@ -1,0 +1,242 @@
+"""What the planner says about a plan, and what it says when there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.planning import out_of_order_plans
+from dapple_tf.planning.choice import Choice
+from dapple_tf.planning.cost import CostModel, gib
+from dapple_tf.planning.latency import pipeline_latency, stage_times
+from dapple_tf.planning.plan import Plan
+from dapple_tf.planning.plan_report import PlanReport, StageReport
+from dapple_tf.planning.plan_request import PlanRequest
+from dapple_tf.planning.stage_cuts import by_memory
+from dapple_tf.profiling.profile import Profile
+from dapple_tf.simulation.simulator import Simulation
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """How a plan follows from DAPPLE's.
+
+    Attributes:
+        choice: the plan.
+        origin: the plan that it was made from.
+        dapple: the best plan under DAPPLE's policies, without chunks; None where none fits.
+    """
+
+    choice: Choice
+    origin: Plan
+    dapple: Choice | None
+
+
+def report(
+    request: PlanRequest,
+    best: Simulation,
+    *,
+    runner_up: tuple[Plan, float] | None = None,
+    data_parallel: float | None = None,
+    derived: Derivation | None = None,
+) -> PlanReport:
+    """Says what is expected of a plan, and why it was chosen.
+
+    Args:
+        request: what was sought.
+        best: the plan's simulated step.
+        runner_up: the best plan with other stages or replicas, and its latency; None if there was none.
+        data_parallel: latency of data parallelism on all devices; None if that doesn't fit.
+        derived: what the plan was made from, if plans other than DAPPLE's were sought.
+    """
+    costs, plan = best.costs, best.costs.plan
+    total = sum(best.busy.values()) or 1.0
+    busy = [0.0] * plan.num_stages
+    for span in best.spans:
+        if span.device is not None and span.kind != "send":
+            busy[span.stage] += span.end - span.start
+    stages = []
+    for stage, devices in enumerate(plan.devices):
+        first, stop = costs.stages[stage].layers
+        stages.append(
+            StageReport(
+                layers=stop - first,
+                share=busy[stage] / total,
+                bubble=best.bubbles[stage],
+                warm_up=costs.warm_up[stage],
+                memory_bytes=max(best.peak_bytes[device] for device in devices),
+                memory_limit=costs.memory_limit(stage),
+            )
+        )
+    straight = costs if derived is None else request.costs(derived.origin)
+    formula = pipeline_latency(stage_times(straight), len(straight.micro_batches))
+    pace = _stage_name(formula.pivot)
+    if derived is not None and plan.devices != derived.origin.devices:
+        pace = f"stage {min(range(plan.num_stages), key=lambda stage: best.bubbles[stage])}"
+    single = single_device_seconds(request.profile, request.batch)
+    return PlanReport(
+        latency=best.latency,
+        formula_latency=formula.latency,
+        speedup=single / best.latency if best.latency else 1.0,
+        data_parallel=data_parallel,
+        data_parallel_note="" if data_parallel is not None else _why_not_data_parallel(request),
+        runner_up=None if runner_up is None else runner_up[1],
+        runner_up_text="" if runner_up is None else shape(runner_up[0]),
+        pivot=pace,
+        limited_by=_limit(best),
+        overlap=request.overlap,
+        all_reduce=request.all_reduce,
+        stages=tuple(stages),
+        fingerprint=plan.fingerprint,
+        out_of_order="" if derived is None else out_of_order_plans.name(plan),
+        dapple=None if derived is None or derived.dapple is None else derived.dapple.latency,
+        dapple_text="" if derived is None or derived.dapple is None else _policy_and_shape(derived.dapple.plan),
+    )
+
+
+def _why_not_data_parallel(request: PlanRequest) -> str:
+    devices = request.cluster.num_devices
+    if request.batch < devices:
+        return f"a batch of {request.batch} samples doesn't reach {devices} replicas"
+    reaching = [count for count in request.micro_batches if request.batch // count >= devices]
+    if not reaching:
+        return f"a micro-batch has fewer samples than the {devices} devices"
+    costs = request.costs(request.plan((), [range(devices)], max(reaching)))
+    limit, need = costs.memory_limit(0) or 0, costs.needed_bytes(0, _in_flight(request, max(reaching)))
+    return f"doesn't fit: it needs {gib(need)} on each device, {gib(need - limit)} more than there is"
+
+
+def shortage(request: PlanRequest) -> str:
+    """Why no plan fits, by how much, and what would."""
+    devices = request.cluster.num_devices
+    best = min(attempts(request), key=lambda attempt: attempt[0], default=None)
+    if best is None:
+        smallest = min(request.micro_batches)
+        return (
+            f"no plan is possible: a global batch of {request.batch} samples in {smallest} micro-batches doesn't "
+            f"reach the devices; use a larger batch or fewer micro-batches"
+        )
+    over, costs, stage = best
+    need = costs.needed_bytes(stage, _in_flight(request, costs.plan.micro_batches))
+    text = (
+        f"no plan fits the memory of {devices} device{'s' if devices > 1 else ''}: the one that comes nearest, "
+        f"{shape(costs.plan)}, recompute {costs.plan.recompute!r}: stage {stage} needs {gib(need)} on each device "
+        f"({gib(costs.stages[stage].stored_bytes)} for weights, gradients and optimizer), {gib(over)} more than "
+        f"the {gib(costs.memory_limit(stage) or 0)} there are"
+    )
+    fixes = []
+    given = request.recompute is not None and "boundary" not in request.recompute
+    if given and _fits(dataclasses.replace(request, recompute=("boundary",))):
+        fixes.append("recompute='boundary'")
+    for most in (max(1, request.batch // request.profile.least_samples), request.batch):
+        if most > max(request.micro_batches) and _fits(dataclasses.replace(request, micro_batches=(most,))):
+            fixes.append(f"smaller micro-batches (micro_batches={most})")
+            break
+    for factor in (2, 4, 8, 16):
+        if _fits(dataclasses.replace(request, cluster=_enlarged(request.cluster, factor))):
+            fixes.append(f"{factor} times as many devices ({factor * devices})")
+            break
+    if fixes:
+        return f"{text}. What would fit: {', or '.join(fixes)}"
+    largest = max(layer.parameter_bytes * 2 + layer.slot_bytes for layer in request.profile.layers)
+    return f"{text}. The largest layer alone needs {gib(largest)} for weights, gradients and optimizer"
+
+
+def _in_flight(request: PlanRequest, micro_batches: int) -> int:
+    """The fewest micro-batches that a stage has to hold."""
+    return micro_batches if set(request.schedules) == {"gpipe"} else 1
+
+
+def _fits(request: PlanRequest) -> bool:
+    return any(over <= 0 for over, _, _ in attempts(request))
+
+
+def attempts(request: PlanRequest) -> Iterator[tuple[float, CostModel, int]]:
+    """Pipelines of stages of equal memory: (bytes over the limit, costs, the stage that is most over).
+
+    Devices with most memory are used first; where none's is known, nothing is over.
+    """
+    devices = request.cluster.num_devices
+    limits = [math.inf if device.memory_bytes is None else device.memory_bytes for device in request.cluster.devices]
+    ranked = sorted(range(devices), key=lambda device: -limits[device])
+    most = min(devices, len(request.profile.layers))
+    for mode in request.recompute or ("none", "boundary"):
+        for count in request.micro_batches:
+            for stages in _stage_counts(most):
+                for replicas in {1, min(devices // stages, request.batch // count)} - {0}:
+                    groups = [sorted(ranked[i * replicas : (i + 1) * replicas]) for i in range(stages)]
+                    costs = request.costs(request.plan(by_memory(request.profile, stages), groups, count, mode))
+                    overs = [
+                        (costs.needed_bytes(stage, _in_flight(request, count)) - limit, stage)
+                        for stage in range(stages)
+                        if (limit := costs.memory_limit(stage)) is not None
+                    ]
+                    over, worst = max(overs, default=(-math.inf, 0))
+                    yield over, costs, worst
+
+
+def _stage_counts(most: int) -> list[int]:
+    """Numbers of stages to try: all small ones, larger ones in steps of an eighth."""
+    found = [1]
+    while found[-1] < most:
+        found.append(min(most, max(found[-1] + 1, found[-1] * 9 // 8)))
+    return found
+
+
+def _enlarged(cluster: Cluster, factor: int) -> Cluster:
+    """The cluster several times over."""
+    servers = cluster.num_servers
+    devices = tuple(
+        dataclasses.replace(device, name=f"{device.name}/copy{copy}", server=device.server + copy * servers)
+        for copy in range(factor)
+        for device in cluster.devices
+    )
+    return dataclasses.replace(cluster, devices=devices, servers=cluster.servers * factor, real=False)
+
+
+def single_device_seconds(profile: Profile, batch: int) -> float:
+    """Time to run all micro-batches one after the other on one device (section 6.3), in slices of the profiled size."""
+    size = profile.batch_sizes[-1]
+    cost = profile.total("forward") + profile.total("backward")
+    count = -(-batch // size)
+    least, longer = divmod(batch, count)  # so many slices have a sample more
+    seconds = longer * cost.at(profile.timed_samples(least + 1)) + (count - longer) * cost.at(
+        profile.timed_samples(least)
+    )
+    return seconds + sum(layer.apply_seconds for layer in profile.layers) + profile.step_seconds
+
+
+def shape(plan: Plan) -> str:
+    """A plan in short, as the paper writes it: ``8:8`` with 4 micro-batches, ``data parallel``, ``straight``."""
+    replicas = plan.replicas
+    name = ":".join(map(str, replicas))
+    if plan.num_stages == 1:
+        name = "one device" if replicas == (1,) else f"data parallel on {replicas[0]}"
+    elif set(replicas) == {1}:
+        name = f"straight pipeline of {plan.num_stages} stages"
+    return f"{name}, {plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''}"
+
+
+def _policy_and_shape(plan: Plan) -> str:
+    return shape(plan) if plan.num_stages == 1 else f"{plan.schedule} on {shape(plan)}"
+
+
+def _stage_name(index: int) -> str:
+    return f"stage {index // 2}" if index % 2 == 0 else f"the network between stages {index // 2} and {index // 2 + 1}"
+
+
+def _limit(simulation: Simulation) -> str:
+    """What the step's time is made of, longest part first."""
+    parts: dict[str, float] = {}
+    names = {"send": "transfers", "all_reduce": "all-reduce", "apply": "the optimizer"}
+    for span in simulation.critical_path:
+        name = names.get(span.kind, f"computation of stage {span.stage}")
+        parts[name] = parts.get(name, 0.0) + span.end - span.start
+    if (once := simulation.costs.profile.step_seconds) > 0:
+        parts["what a step takes once"] = once
+    ranked: list[tuple[str, float]] = sorted(parts.items(), key=lambda item: -item[1])[:3]
+    total = simulation.latency or 1.0
+    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in ranked)

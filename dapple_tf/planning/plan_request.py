@@ -1,0 +1,182 @@
+"""What a plan is sought for, and what the search may choose from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.planning.cost import ALL_REDUCE, CostModel
+from dapple_tf.planning.plan import RECOMPUTE_MODES, Plan, PlanError
+from dapple_tf.planning.plan_values import integer
+from dapple_tf.profiling.profile import Profile
+from dapple_tf.scheduling.schedules import POLICIES
+
+DAPPLE_POLICIES = ("gpipe", "dapple_a", "dapple_b")
+"""The policies that are tried unless others are asked for, that with the most micro-batches in flight last."""
+
+AUTO = "auto"
+"""Lets the planner choose."""
+
+_MOST_MICRO_BATCHES = 64
+"""More micro-batches than this aren't tried by themselves."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A model, a cluster and the choices there are.
+
+    Attributes:
+        profile: what the model's layers cost.
+        cluster: what to run on.
+        batch: samples in one step.
+        micro_batches: numbers of micro-batches.
+        schedules: policies that a plan may have; where a stage has no successor the first counts.
+        recompute: modes; None recomputes only where memory demands it.
+        overlap: whether gradients are all-reduced during the stage's last backward.
+        all_reduce: the algorithm.
+        jit_compile: passed on to plans.
+        reverse_first_k: of plans with chunks; ``auto`` looks for the best.
+        chunks: whether to cut replicated stages into chunks, so that gradients are reduced while others are computed.
+        carries: whether plans with reverse first-k may leave updates to the next step's forward.
+
+    Raises:
+        PlanError: a choice that doesn't exist.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    batch: int
+    micro_batches: tuple[int, ...]
+    schedules: tuple[str, ...]
+    recompute: tuple[str, ...] | None
+    overlap: bool
+    all_reduce: str
+    jit_compile: bool
+    reverse_first_k: int | str = 0
+    chunks: bool = False
+    carries: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        cluster: Cluster,
+        batch: int,
+        micro_batches: int | Sequence[int] | None = None,
+        schedule: str | Sequence[str] | None = None,
+        recompute: str | Sequence[str] | None = None,
+        *,
+        overlap: bool = False,
+        all_reduce: str = "hierarchical",
+        jit_compile: bool = False,
+        reverse_first_k: int | str = 0,
+    ) -> PlanRequest:
+        """Fills in what wasn't said, for :func:`dapple_tf.plan`."""
+        batch = integer("global_batch_size", batch)
+        if batch < 1:
+            raise PlanError(f"global_batch_size is {batch}; it must be at least 1")
+        automatic = isinstance(schedule, str) and schedule == AUTO
+        schedules = POLICIES if automatic else _several(schedule, DAPPLE_POLICIES)
+        if reverse_first_k != AUTO:
+            reverse_first_k = _first_k(reverse_first_k)
+        counts = _several(micro_batches, _micro_batch_counts(profile, batch))
+        return cls(
+            profile,
+            cluster,
+            batch,
+            tuple(integer("micro_batches", count) for count in counts),
+            # First one that doesn't hold all micro-batches, if there is a choice.
+            tuple(sorted(schedules, key=lambda policy: policy == "gpipe")),
+            None if recompute is None else _several(recompute, ()),
+            overlap,
+            all_reduce,
+            jit_compile,
+            reverse_first_k,
+            automatic or reverse_first_k != 0,
+        )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.overlap, bool):
+            raise PlanError(f"overlap is {self.overlap!r}; it must be True or False")
+        for count in self.micro_batches:
+            if not 1 <= count <= self.batch:
+                raise PlanError(
+                    f"a global batch of {self.batch} samples can't be cut into {count} micro-batches; use 1 to "
+                    f"{self.batch}"
+                )
+        for name, given, known in (
+            ("schedule", self.schedules, POLICIES),
+            ("recompute", self.recompute or (), RECOMPUTE_MODES),
+            ("all_reduce", (self.all_reduce,), ALL_REDUCE),
+        ):
+            for value in given:
+                if value not in known:
+                    alone = ", or 'auto' alone for all of them" if name == "schedule" else ""
+                    raise PlanError(f"unknown {name} {value!r}; use one of {', '.join(known)}{alone}")
+        if self.schedules == ("interleaved",) and self.reverse_first_k not in (0, AUTO):
+            raise PlanError(
+                f"reverse_first_k is {self.reverse_first_k}, but interleaved doesn't split backwards; leave it out, or "
+                f"use modulo"
+            )
+        choices = {"micro_batches": self.micro_batches, "schedule": self.schedules, "recompute": self.recompute}
+        for name, choice in choices.items():
+            if choice is not None and not choice:
+                raise PlanError(f"{name} is empty; give at least one to choose from, or None for the usual ones")
+
+    @property
+    def searched(self) -> tuple[str, ...]:
+        """The policies of the search proper: DAPPLE's that may be chosen, or two that stand in for others."""
+        return tuple(policy for policy in self.schedules if policy in DAPPLE_POLICIES) or ("dapple_a", "dapple_b")
+
+    @property
+    def out_of_order(self) -> bool:
+        """Whether other plans than DAPPLE's are to be derived from those that the search finds."""
+        return self.chunks or not set(self.schedules) <= set(DAPPLE_POLICIES)
+
+    def plan(
+        self, cuts: Iterable[str], devices: Iterable[Iterable[int]], micro_batches: int, recompute: str = "none"
+    ) -> Plan:
+        """A plan for this request, under the first schedule that is searched."""
+        return Plan.manual(
+            cuts,
+            devices,
+            micro_batches,
+            self.batch,
+            self.searched[0],
+            recompute=recompute,
+            jit_compile=self.jit_compile,
+        )
+
+    def costs(self, plan: Plan) -> CostModel:
+        """What a plan costs, all-reduce as requested."""
+        return CostModel(plan, self.profile, self.cluster, overlap=self.overlap, all_reduce=self.all_reduce)
+
+
+def _first_k(value: Any) -> int:
+    """The number of ``reverse_first_k``."""
+    if isinstance(value, str):
+        raise PlanError(f"reverse_first_k is {value!r}; give a number of stages, or 'auto'")
+    count = integer("reverse_first_k", value)
+    if count < 0:
+        raise PlanError(f"reverse_first_k is {count}; it must be at least 0, or 'auto'")
+    return count
+
+
+def _several(given: Any, default: Iterable[Any]) -> tuple[Any, ...]:
+    if given is None:
+        return tuple(default)
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+
+
+def _micro_batch_counts(profile: Profile, batch: int) -> tuple[int, ...]:
+    """The numbers of micro-batches to try: divisors near powers of two, of slices that aren't smaller than profiled."""
+    most = max(1, min(batch // profile.least_samples, _MOST_MICRO_BATCHES))
+    wanted = [2**power for power in range(most.bit_length())]
+    divisors = [count for count in range(1, most + 1) if batch % count == 0]
+    found = {min(divisors, key=lambda divisor: (abs(math.log(divisor / count)), divisor)) for count in wanted}
+    # A batch with few divisors is cut unevenly rather than hardly at all.
+    found |= {count for count in wanted if all(abs(math.log(count / other)) > 0.5 for other in found)}
+    return tuple(sorted(found))

@@ -1,0 +1,435 @@
+"""Finds the plan: dynamic programming by the paper's formula, then the best candidates by simulation.
+
+The formula (DAPPLE, PPoPP'21, section 4) knows neither the schedule's K nor memory beyond one micro-batch, nor links
+that several transfers share. The search therefore gives many candidates, for several numbers of micro-batches and for
+recomputation where memory is short; each is simulated under each schedule; and the best are improved by moving cuts and
+devices between neighbouring stages as long as that helps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.planning.choice import Choice
+from dapple_tf.planning.latency import pipeline_latency, stage_times
+from dapple_tf.planning.local_search import neighbours
+from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
+from dapple_tf.planning.placement import Placements, links_of
+from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.planning.plan_reasons import Derivation, attempts, report, shortage
+from dapple_tf.planning.plan_report import PlanReport
+from dapple_tf.planning.plan_request import DAPPLE_POLICIES, PlanRequest
+from dapple_tf.planning.search import Candidate, Search, coarsened
+from dapple_tf.planning.stage_cuts import by_time
+from dapple_tf.profiling.profile import Profile
+from dapple_tf.progress import Progress
+from dapple_tf.simulation.simulator import run
+
+logger = logging.getLogger(__name__)
+
+_WORK = 25_000
+"""Tasks and transfers to simulate per plan that is sought, for a small cluster."""
+_GROUPS = 36
+"""Places at which the search considers cuts; the local search that follows moves them layer by layer."""
+_MARGIN = 1.02
+"""Plans that are certainly slower than the best by this factor aren't simulated to their end."""
+_COUNTS = 3
+"""Of so many numbers of micro-batches the search is run, the others are left to the local search."""
+_FEW_DEVICES = 8
+"""On so few devices it is run with all of them."""
+_STRIDE = 4
+"""The second best of a kind of plan is simulated no later than the best so many others."""
+_ALIKE = 2
+"""Of plans with the same replicas and micro-batches so many are simulated; cuts are the local search's affair."""
+_FEW_PLANS = 300
+"""All are simulated if there are so few in all, and work is left."""
+_FIRST = 3
+"""Plans that are simulated before it is decided whether to look at recomputation."""
+_STARTS = 24
+"""Of so many of the best plans the neighbours are looked at, if work is left."""
+_HOPELESS = 1.5
+"""Plans whose L is above that of the best by this factor are simulated last."""
+_BASES = 10
+"""From so many plans out-of-order ones are derived."""
+_DERIVING = 0.8
+"""How much of the work that finding the stages may take deriving these may take."""
+_TIE = 1e-3
+"""Relative difference of latencies below which they count as equal."""
+
+
+def plan(
+    profile: Profile,
+    cluster: Cluster,
+    global_batch_size: int,
+    *,
+    micro_batches: int | Sequence[int] | None = None,
+    schedule: str | Sequence[str] | None = None,
+    recompute: str | Sequence[str] | None = None,
+    overlap: bool = False,
+    all_reduce: str = "hierarchical",
+    jit_compile: bool = False,
+    reverse_first_k: int | str = 0,
+) -> Plan:
+    """Finds stages, replicas, placement, micro-batches, schedule and recomputation together.
+
+        found = plan(profile, cluster, 64, schedule="auto", reverse_first_k="auto")
+
+    Args:
+        profile: what the model's layers cost.
+        cluster: what to run on. Devices without known memory count as large enough, unknown links as free.
+        global_batch_size: samples in one step.
+        micro_batches: M, or several to choose from; None tries the usual ones.
+        schedule: a policy, or several to choose from; None tries DAPPLE's, which are gpipe, dapple_a and dapple_b.
+            ``auto`` tries all, modulo and interleaved with several stages on a device, and cuts replicated stages into
+            chunks (:func:`dapple_tf.chunked`), whose gradients are reduced while others are computed.
+        recompute: a mode, or several; None recomputes only where memory demands it.
+        overlap: whether to assume that gradients are all-reduced during the stage's last backward, bucket by bucket.
+            Where chunks are tried (``auto`` or ``reverse_first_k``), only the search for stages assumes it.
+        all_reduce: ``hierarchical`` or ``flat``.
+        jit_compile: passed on to the plan.
+        reverse_first_k: k of the plan, of which replicated stages are cut into chunks then: of so many stages, or of
+            all if there are fewer, the last weight gradients come last (Out-Of-Order BackProp, EuroSys'22, section
+            5.1). ``auto`` looks for the best k as the paper does, by simulated throughput. The last updates may be left
+            to the next step's forward then (`Plan.carried_updates`).
+
+    Returns:
+        The plan; ``print`` it for a table with the reasons, which are also in ``plan.report``.
+
+    Raises:
+        PlanError: nothing fits the devices' memory: the text says what is short by how much, and what would fit.
+    """
+    request = PlanRequest.of(
+        profile,
+        cluster,
+        global_batch_size,
+        micro_batches,
+        schedule,
+        recompute,
+        overlap=overlap,
+        all_reduce=all_reduce,
+        jit_compile=jit_compile,
+        reverse_first_k=reverse_first_k,
+    )
+    return find(request)
+
+
+def find(request: PlanRequest) -> Plan:
+    """Finds the plan for a request, as :func:`plan`.
+
+    Raises:
+        PlanError: as `plan`.
+    """
+    return _Planner(request).plan()
+
+
+class _Found(NamedTuple):
+    """A plan that the formula thinks well of, with its L.
+
+    Attributes:
+        latency: L.
+        kind: what it is the best of: the search with so many micro-batches and that recomputation, or equal stages.
+        plan: the plan.
+    """
+
+    latency: float
+    kind: tuple[object, ...]
+    plan: Plan
+
+
+class _Planner:
+    """One search."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        self.request = request
+        self.profile, self.cluster = request.profile, request.cluster
+        self.choices: dict[tuple[Any, ...], Choice | None] = {}
+        self.work = 0.0
+        self.fastest = math.inf
+        # Time is allowed to grow with the cluster: 1 s on 16 devices, 5 s on 64, a minute on thousands.
+        self.allowed = _WORK * max(1.0, min(30.0, self.cluster.num_devices / 16))
+        self.bar = Progress("planning")
+        # The schedule with the most micro-batches in flight of those whose memory doesn't grow with M: hardly ever
+        # slower than the others, so that it stands for them until the last few plans are compared.
+        self.quickest = max(request.searched, key=DAPPLE_POLICIES.index)
+
+    def plan(self) -> Plan:
+        started = time.perf_counter()
+        found = self._candidates()
+        self._data_parallel()
+        alike: Counter[tuple[object, ...]] = Counter()
+        for entry in self._interleaved(found):
+            if self.work > 0.5 * self.allowed:
+                break
+            key = (entry.plan.replicas, entry.plan.micro_batches, entry.plan.recompute)
+            alike[key] += 1
+            if alike[key] <= _ALIKE or len(found) <= _FEW_PLANS:
+                self._explore(entry.plan)
+        best = self._improved()
+        if best is None:
+            # Stages of equal memory may fit where those that the formula likes don't.
+            for over, costs, _ in attempts(self.request):
+                if over <= 0:
+                    self._simulate_all(costs.plan)
+            best = self._best()
+        if best is None:
+            raise PlanError(shortage(self.request))
+        derived = self._out_of_order(best) if self._derives() else None
+        self.bar.close()
+        logger.info(
+            "planned %s in %.2f s, %d plans simulated", self.profile.model, time.perf_counter() - started,
+            len(self.choices),
+        )  # fmt: skip
+        if derived is not None:
+            best = derived.choice
+        return dataclasses.replace(best.plan, report=self._report(best, derived))
+
+    # ---- candidates
+
+    def _candidates(self) -> list[_Found]:
+        """Plans that the formula finds good, with their L."""
+        request = self.request
+        placements = Placements(self.cluster)
+        links = links_of(placements, request.all_reduce)
+        ends = coarsened(self.profile, _GROUPS)
+        found: list[_Found] = []
+        modes: tuple[str, ...] = request.recompute or ("none", "min_cut", "boundary")
+        if request.recompute is None and not any(layer.min_cut_residual_bytes for layer in self.profile.layers):
+            modes = ("none", "boundary")
+        bound = math.inf
+        for mode in modes:
+            search = Search(self.profile, placements, links, ends, overlap=request.overlap, recompute=mode)
+            best = self._best()
+            if best is not None and best.latency < search.least_seconds(request.batch):
+                continue  # not even without bubbles and transfers
+            fresh = self._even_plans(mode)
+            for count in self._promising(fresh):
+                self.bar.step(f"{mode}, {count} micro-batches")
+                bound = min([bound, *(entry.latency for entry in fresh)])
+                for item in search.run(count, request.batch, bound=bound):
+                    kind = (count, mode, item.in_flight)
+                    fresh.append(_Found(item.latency, kind, self._plan(placements, item, count, mode)))
+            fresh.sort(key=lambda entry: entry.latency)
+            for entry in itertools.islice(self._interleaved(fresh), _FIRST):
+                self._explore(entry.plan)
+            # L knows nothing of the bubbles that too few micro-batches in flight make.
+            best = self._best()
+            bound = max(bound, best.latency) if best is not None else math.inf
+            found += fresh
+            if not search.memory_bound and request.recompute is None:
+                break
+        return sorted(found, key=lambda entry: entry.latency)
+
+    def _promising(self, even: Sequence[_Found]) -> list[int]:
+        """The numbers of micro-batches to search with, best first: by the plans of equal stages that they allow.
+
+        All of them where the search is small, or where no such plan fits.
+        """
+        best: dict[int, float] = {}
+        for entry in even:
+            count = entry.plan.micro_batches
+            # With one micro-batch stages never overlap.
+            if count > 1 or len(self.request.micro_batches) == 1:
+                best[count] = min(best.get(count, math.inf), entry.latency)
+        ranked = sorted(best, key=lambda count: best[count])
+        if len(ranked) < _COUNTS or self.cluster.num_devices <= _FEW_DEVICES:
+            rest = set(self.request.micro_batches) - set(ranked)
+            return ranked + sorted(rest, reverse=True)
+        return ranked[:_COUNTS]
+
+    def _even_plans(self, recompute: str) -> list[_Found]:
+        """Pipelines of equal stages: data parallelism, straight, and those in between."""
+        devices = self.cluster.num_devices
+        stages = [
+            count
+            for count in range(1, min(devices, len(self.profile.layers)) + 1)
+            if devices % count == 0 and (devices <= 64 or count <= 64)
+        ]
+        return [
+            entry
+            for micro_batches in self.request.micro_batches
+            for count in stages
+            for entry in self._even(count, micro_batches, recompute)
+        ]
+
+    def _even(self, stages: int, micro_batches: int, recompute: str) -> Iterator[_Found]:
+        """A pipeline of stages of the same time and number of replicas, if it fits."""
+        replicas = self.cluster.num_devices // stages
+        if replicas > self.request.batch // micro_batches:
+            return
+        groups = [range(i * replicas, (i + 1) * replicas) for i in range(stages)]
+        plan = self.request.plan(by_time(self.profile, stages), groups, micro_batches, recompute)
+        costs = self.request.costs(plan)
+        holds = costs.holds or (micro_batches,)
+        if min(holds) > 0:
+            latency = pipeline_latency(stage_times(costs), micro_batches).latency
+            yield _Found(latency, ("even", recompute), plan)
+
+    def _plan(self, placements: Placements, item: Candidate, micro_batches: int, recompute: str) -> Plan:
+        cuts = [self.profile.layers[bound - 1].name for bound in item.bounds[:-1]]
+        devices = placements.devices(placements.steps[step] for step in item.steps)
+        return self.request.plan(cuts, devices, micro_batches, recompute)
+
+    def _interleaved(self, found: Sequence[_Found]) -> Iterator[_Found]:
+        """Best first, but the best of every kind early on."""
+        ranks: dict[tuple[object, ...], int] = {}
+        keyed = []
+        for order, entry in enumerate(found):
+            rank = ranks[entry.kind] = ranks.get(entry.kind, -1) + 1
+            hopeless = entry.latency > _HOPELESS * found[0].latency
+            keyed.append((order if hopeless else min(order, rank * _STRIDE) - len(found), order, entry))
+        yield from (entry for _, _, entry in sorted(keyed, key=lambda item: item[:2]))
+
+    def _data_parallel(self) -> None:
+        """Data parallelism on all devices is simulated in any case: users want to know."""
+        devices = range(self.cluster.num_devices)
+        for count in self.request.micro_batches:
+            if self.request.batch // count >= self.cluster.num_devices:
+                for mode in self.request.recompute or ("none",):
+                    self._simulate(self.request.plan((), [devices], count, mode), certainly=True)
+
+    # ---- simulation
+
+    def _simulate_all(self, plan: Plan) -> None:
+        """Simulates a plan under each schedule, where it fits."""
+        for schedule in self.request.searched:
+            self._simulate(dataclasses.replace(plan, schedule=schedule))
+
+    def _explore(self, plan: Plan) -> None:
+        """Simulates a plan under the schedule that is likely to be best."""
+        choice = self._simulate(dataclasses.replace(plan, schedule=self.quickest))
+        # Where memory cuts down K, that of neighbouring stages may be equal, and then they wait for each other; P_A's
+        # is one less from stage to stage.
+        limited = choice is None or choice.costs.warm_up != choice.plan.warm_up_counts()
+        if limited and "dapple_a" in self.request.searched:
+            self._simulate(dataclasses.replace(plan, schedule="dapple_a"))
+
+    def _hopeless(self, plan: Plan) -> bool:
+        """Whether the first micro-batches tell already that a plan won't be the best one.
+
+        The others take at least as long as the busiest device computes on them.
+        """
+        few = 2 * plan.num_stages + 4
+        if self.fastest == math.inf or 2 * few > plan.micro_batches:
+            return False
+        size = plan.global_batch_size // plan.micro_batches
+        short = dataclasses.replace(plan, micro_batches=few, global_batch_size=few * size)
+        try:
+            simulation = run(self.request.costs(short))
+        except PlanError:
+            return False
+        self.work += len(simulation.spans)
+        once = {device: 0.0 for group in plan.devices for device in group}
+        for span in simulation.spans:
+            if span.device is not None and span.kind == "apply":
+                once[span.device] += span.end - span.start
+        each = max(busy - once[device] for device, busy in simulation.busy.items()) / few
+        return simulation.latency + (plan.micro_batches - few) * each > self.fastest * _MARGIN
+
+    def _simulate(self, plan: Plan, *, certainly: bool = False) -> Choice | None:
+        """The simulated plan; None if it doesn't fit in memory, or is hopeless and needn't be known ``certainly``."""
+        if plan.num_stages == 1:
+            plan = dataclasses.replace(plan, schedule=self.request.searched[0])
+        key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, plan.recompute)
+        if key in self.choices:
+            return self.choices[key]
+        costs = self.request.costs(plan)
+        choice: Choice | None = None
+        try:
+            warm_up = costs.warm_up
+        except PlanError:
+            self.work += 20
+        else:
+            # The same K by another name is the same schedule.
+            alias = (*key[:3], warm_up, plan.recompute)
+            known = self.choices.get(alias)
+            if known is not None:
+                choice = dataclasses.replace(known, plan=plan)
+            elif certainly or (alias not in self.choices and not self._hopeless(plan)):
+                simulation = run(costs)
+                choice = Choice(plan, simulation.latency, costs)
+                self.work += len(simulation.spans)
+                self.fastest = min(self.fastest, choice.latency)
+            self.choices.setdefault(alias, choice)
+            self.bar.step(f"{len(self.choices)} plans simulated")
+        self.choices[key] = choice
+        return choice
+
+    def _best(self) -> Choice | None:
+        """The fastest; of those within the tie the simplest, and of these the one that needs the least memory."""
+        ranked = self._ranked()
+        if not ranked:
+            return None
+        close = [choice for choice in ranked if choice.latency <= ranked[0].latency * (1 + _TIE)]
+        return min(close, key=lambda choice: (choice.plan.num_stages, choice.plan.micro_batches, choice.memory))
+
+    def _improved(self) -> Choice | None:
+        """Local search from the best plans: other micro-batches, cuts and devices moved between neighbours."""
+        tried: set[int] = set()
+        while self.work < self.allowed:
+            ranked = self._ranked()
+            near = [choice for choice in ranked[:_STARTS] if choice.latency <= _HOPELESS * ranked[0].latency]
+            start = next((choice for choice in near if id(choice) not in tried), None)
+            if start is None:
+                break
+            tried.add(id(start))
+            for neighbour in neighbours(start.plan, self.profile, self.cluster, self.request.micro_batches):
+                if self.work > self.allowed:
+                    break
+                self._simulate(neighbour)
+        for choice in self._ranked()[:2]:
+            self._simulate_all(choice.plan)
+        return self._best()
+
+    def _derives(self) -> bool:
+        """Whether to look for plans besides DAPPLE's: on one device there is nothing to gain, but it may be asked."""
+        request = self.request
+        asked = isinstance(request.reverse_first_k, int) and request.reverse_first_k > 0
+        asked |= not set(request.schedules) & set(DAPPLE_POLICIES)
+        return request.out_of_order and (asked or self.cluster.num_devices > 1)
+
+    def _out_of_order(self, best: Choice) -> Derivation:
+        """The best plan under the policies that were asked for, derived from the best ones of DAPPLE's."""
+        search = OutOfOrderSearch(self.request, self.allowed * _DERIVING, self.bar.step)
+        kinds: dict[tuple[object, ...], Plan] = {}
+        for choice in self._ranked():
+            kinds.setdefault((choice.plan.replicas, choice.plan.micro_batches), choice.plan)
+        different: dict[tuple[int, ...], Plan] = {}
+        for plan in kinds.values():
+            different.setdefault(plan.replicas, plan)
+        parallel = [plan for replicas, plan in different.items() if replicas == (self.cluster.num_devices,)]
+        bases = dict.fromkeys([best.plan, *parallel, *list(different.values())[: _BASES // 2], *kinds.values()])
+        found = search.run([*bases][:_BASES])
+        if found is None:
+            raise PlanError(
+                f"no plan under {', '.join(self.request.schedules)} fits these devices and their memory, but one under "
+                f"{best.plan.schedule} does: allow that as well, such as with schedule='auto'"
+            )
+        return Derivation(found, search.origin[found.plan], search.dapple())
+
+    def _ranked(self) -> list[Choice]:
+        """What has been simulated, the fastest first."""
+        found = {id(choice): choice for choice in self.choices.values() if choice is not None}
+        return sorted(found.values(), key=lambda choice: choice.latency)
+
+    def _report(self, best: Choice, derived: Derivation | None) -> PlanReport:
+        ranked = self._ranked()
+        request = self.request if derived is None else dataclasses.replace(self.request, overlap=False)
+        replicas = best.plan.replicas if derived is None else derived.origin.replicas
+        runner_up = next((choice for choice in ranked if choice.plan.replicas != replicas), None)
+        everywhere = (self.cluster.num_devices,)
+        parallel = next((choice for choice in ranked if choice.plan.replicas == everywhere), None)
+        return report(
+            request,
+            run(best.costs),
+            runner_up=None if runner_up is None else (runner_up.plan, runner_up.latency),
+            data_parallel=None if parallel is None else parallel.latency,
+            derived=derived,
+        )

@@ -1,0 +1,1 @@
+"""What layers cost, as it is measured on a device."""

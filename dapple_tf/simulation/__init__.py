@@ -1,0 +1,1 @@
+"""Steps without the model: simulated event by event, or emulated on TensorFlow's executor."""

@@ -1,0 +1,153 @@
+"""The order in which gradients are all-reduced, and which reductions may go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dapple_tf.planning.cost import CostModel
+from graph_passes.group_update import reduction_order
+from graph_passes.tasks import Phase, Schedule, Task
+
+_GRADIENTS = (Phase.BACKWARD, Phase.WEIGHT_GRAD)
+
+
+def last_gradients(schedule: Schedule) -> Mapping[tuple[int, int], Task]:
+    """(device, stage) -> the task after which the stage's gradients are complete there; none in a forward schedule."""
+    return {
+        (device, task.stage): task
+        for device, tasks in schedule.orders.items()
+        for task in tasks
+        if task.phase in _GRADIENTS
+    }
+
+
+def gradient_ends(schedule: Schedule, *, wait_free: bool = True) -> Mapping[Task, tuple[int, ...]]:
+    """Task -> the stages whose gradients are handed on at its end: those that it completes on its device.
+
+    Unless ``wait_free``, all of a device's stages wait for the last of its tasks (conventional backpropagation).
+    """
+    found: dict[Task, tuple[int, ...]] = {}
+    for (device, stage), task in last_gradients(schedule).items():
+        end = task if wait_free else schedule.orders[device][-1]
+        found[end] = (*found.get(end, ()), stage)
+    return found
+
+
+def carried_stages(costs: CostModel, schedule: Schedule) -> tuple[int, ...]:
+    """The stages whose parameters are updated during the next step's forward, by ``plan.carried_updates``.
+
+    A stage that shares some of its parameters with another isn't among them: its update is simulated as one.
+    """
+    count = costs.plan.carried_updates
+    shared = {reduction.stages for reduction in costs.reductions if len(reduction.stages) > 1}
+    own = {(stage,) for stage, cost in enumerate(costs.stages) if cost.parameter_bytes}
+    groups = sorted(own | shared)
+    order = reduction_order(groups, schedule, costs.homes)
+    sharing = {stage for stages in shared for stage in stages}
+    last = [groups[index] for index in order[len(order) - min(count, len(order)) :]]
+    return tuple(stages[0] for stages in last if len(stages) == 1 and stages[0] not in sharing)
+
+
+@dataclass
+class Unit:
+    """A reduction, or one bucket of it.
+
+    Attributes:
+        number: of the reduction, in :attr:`CostModel.reductions`.
+        bytes: its size.
+        part: the part of the last backward's time after which its gradients are complete.
+        unready: how many stages on how many devices still compute them.
+        before: how many units are still to be reduced before it.
+        after: positions of the units that wait for it.
+    """
+
+    number: int
+    bytes: float
+    part: float
+    unready: int
+    before: int = 0
+    after: list[int] = field(default_factory=list)
+
+
+class Reductions:
+    """All reductions of a step, in order: each waits for its gradients and for the one before on each of its devices.
+
+    Attributes:
+        units: in the order in which they are reduced.
+        of_stage: stage -> positions of its units.
+        unreduced: stage -> how many of its units aren't over.
+    """
+
+    def __init__(
+        self, costs: CostModel, schedule: Schedule, order: Sequence[int] | None = None, carried: Sequence[int] = ()
+    ) -> None:
+        """Orders the reductions.
+
+        Args:
+            costs: what is reduced.
+            schedule: completes the gradients.
+            order: positions in :attr:`CostModel.reductions`; None for that of a real step, `reduction_order`.
+            carried: stages whose gradients are those of the step before: they are reduced first, and at once.
+
+        Raises:
+            ValueError: ``order`` isn't one of all reductions.
+        """
+        groups = [reduction.stages for reduction in costs.reductions]
+        if order is None:
+            order = reduction_order(groups, schedule, costs.homes)
+        elif sorted(order) != list(range(len(groups))):
+            raise ValueError(
+                f"reduction_order is {list(order)}; there are {len(groups)} reductions, give the order of 0 to "
+                f"{len(groups) - 1}, positions in CostModel.reductions"
+            )
+        left_over = {(stage,) for stage in carried}
+        order = sorted(order, key=lambda number: groups[number] not in left_over)
+        members: dict[int, int] = {}
+        for _, stage in last_gradients(schedule):
+            members[stage] = members.get(stage, 0) + 1
+        self.units: list[Unit] = []
+        self.of_stage: dict[int, list[int]] = {stage: [] for stage in range(costs.plan.num_stages)}
+        previous: dict[int, int] = {}
+        for number in order if members else ():
+            reduction = costs.reductions[number]
+            unready = 0
+            if reduction.stages not in left_over:
+                unready = sum(members.get(stage, 0) for stage in reduction.stages)
+            for part, size in buckets(costs, number):
+                position = len(self.units)
+                self.units.append(Unit(number, size, part, unready))
+                for stage in reduction.stages:
+                    self.of_stage[stage].append(position)
+                for before in {previous[device] for device in reduction.devices if device in previous}:
+                    self.units[before].after.append(position)
+                    self.units[position].before += 1
+                previous.update(dict.fromkeys(reduction.devices, position))
+        self.unreduced = {stage: len(units) for stage, units in self.of_stage.items()}
+
+    def ready(self, position: int) -> bool:
+        """One member has the gradients of a unit; returns whether it can be reduced now."""
+        unit = self.units[position]
+        unit.unready -= 1
+        return not unit.unready and not unit.before
+
+    def over(self, position: int, stages: Sequence[int]) -> Iterator[int]:
+        """A unit of these stages has been reduced; yields those that can be reduced now."""
+        for stage in stages:
+            self.unreduced[stage] -= 1
+        for after in self.units[position].after:
+            unit = self.units[after]
+            unit.before -= 1
+            if not unit.before and not unit.unready:
+                yield after
+
+
+def buckets(costs: CostModel, number: int) -> tuple[tuple[float, float], ...]:
+    """(part of the last backward's time after which it is ready, bytes) of each bucket of a reduction.
+
+    Only with :attr:`CostModel.overlap`, of a stage that has its devices to itself, there are several.
+    """
+    reduction = costs.reductions[number]
+    if costs.overlap and len(reduction.stages) == 1 and costs.alone(reduction.stages[0]):
+        return costs.buckets(reduction.stages[0]) or ((1.0, reduction.bytes),)
+    return ((1.0, reduction.bytes),)

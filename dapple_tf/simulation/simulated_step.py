@@ -1,0 +1,419 @@
+"""A step that is being simulated: what its devices, links and reductions do, event by event."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dapple_tf.planning.cost import CostModel
+from dapple_tf.simulation.simulated_reductions import Reductions, gradient_ends, last_gradients
+from dapple_tf.simulation.simulation import Simulation, Span
+from graph_passes.tasks import Phase, Schedule, Task
+
+
+def device_orders(
+    schedule: Schedule, next_forward: bool = False
+) -> tuple[Mapping[int, tuple[Task, ...]], frozenset[Task]]:
+    """Device -> what it runs in the time that is simulated, and the tasks among these that are the next step's.
+
+    These are, when asked for, the forwards before a device's first backward: they stand at the end then.
+    """
+    orders: dict[int, tuple[Task, ...]] = {}
+    following: set[Task] = set()
+    for device, tasks in schedule.orders.items():
+        moved = [*itertools.takewhile(lambda task: task.phase is Phase.FORWARD, tasks)] if next_forward else []
+        following.update(moved)
+        orders[device] = (*tasks[len(moved) :], *moved)
+    return orders, frozenset(following)
+
+
+_Ports = tuple[tuple[str, int], tuple[str, int]]
+
+
+class SimulatedStep:
+    """The state of a step that is being simulated; `run` does it."""
+
+    def __init__(
+        self,
+        costs: CostModel,
+        schedule: Schedule,
+        reductions: Reductions,
+        next_forward: bool,
+        carried: Sequence[int] = (),
+    ) -> None:
+        self.costs, self.schedule, self.reductions, self.carried = costs, schedule, reductions, carried
+        plan, cluster = costs.plan, costs.cluster
+        orders, self.next = device_orders(schedule, next_forward)
+        self.orders = {device: tasks for device, tasks in orders.items() if tasks}
+        self.position = dict.fromkeys(self.orders, 0)
+        self.free = dict.fromkeys(self.orders, True)
+        self.last: dict[int, int | None] = dict.fromkeys(self.orders, None)
+        self.spans: list[Span] = []
+        self.events: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.numbers = itertools.count()
+        self.now = 0.0
+        self.ports: dict[tuple[str, int], tuple[float, int | None]] = {}
+        self.routes: dict[tuple[int, int], tuple[_Ports, float, float]] = {}
+        self.messages: dict[tuple[int, int, int, str], list[tuple[int, Phase, int, float]]] = {}
+        self.incoming: dict[int, list[int]] = {stage: [] for stage in range(plan.num_stages)}
+        self.outgoing: dict[int, list[int]] = {stage: [] for stage in range(plan.num_stages)}
+        for producer, consumer in costs.routes:
+            self.outgoing[producer].append(consumer)
+            self.incoming[consumer].append(producer)
+        self.split = schedule.split
+        self.home = {task: device for device, tasks in self.orders.items() for task in tasks}
+        self.followers: dict[Task, list[Task]] = {}
+        for task, other in schedule.after.items():
+            self.followers.setdefault(other, []).append(task)
+        self.waiting: dict[Task, int] = dict(self._waits())
+        self.arrived: dict[Task, int | None] = {}
+        # Servers whose devices share their cores: the tasks that run, by device.
+        self.server = [device.server for device in cluster.devices]
+        self.capacity = [cluster.capacity(server) for server in range(cluster.num_servers)]
+        self.shared = [self.capacity[s] < len(cluster.devices_of(s)) for s in range(cluster.num_servers)]
+        self.running: list[list[_Running]] = [[] for _ in range(cluster.num_servers)]
+        self.updated = [0.0] * cluster.num_servers
+        self.version = [0] * cluster.num_servers
+        # Updates: of each stage those who make them, whose gradients are complete, and who waits for a device.
+        self.ends = gradient_ends(schedule, wait_free=plan.wait_free)
+        self.members: dict[int, list[tuple[int, int]]] = {stage: [] for stage in range(plan.num_stages)}
+        for (device, stage), task in last_gradients(schedule).items():
+            self.members[stage].append((device, task.replica))
+        self.complete: dict[tuple[int, int], int | None] = {}
+        self.updates: dict[int, deque[tuple[int, int | None]]] = {device: deque() for device in self.orders}
+        self.next_of_stage: dict[int, list[Task]] = {}
+        if next_forward:
+            self._await_updates()
+        for task in self.home if carried else ():
+            if task.stage in carried and task.phase is Phase.FORWARD:
+                self.waiting[task] += 1
+                self.next_of_stage.setdefault(task.stage, []).append(task)
+
+    def _waits(self) -> Iterator[tuple[Task, int]]:
+        """How many messages and other tasks each task waits for."""
+        costs = self.costs
+        counts: dict[tuple[int, int, bool], list[int]] = {}
+        for task in self.home:
+            number = int(task in self.schedule.after)
+            if task.phase is Phase.WEIGHT_GRAD:
+                yield task, number + 1
+                continue
+            backward = task.phase is not Phase.FORWARD
+            key = (task.stage, costs.micro_batches[task.micro_batch].size, backward)
+            if key not in counts:
+                numbers = [0] * len(costs.plan.devices[task.stage])
+                others = self.outgoing[task.stage] if backward else self.incoming[task.stage]
+                for other in others:
+                    ends = (task.stage, other) if backward else (other, task.stage)
+                    for piece in costs.pieces(*ends, task.micro_batch, backward=backward):
+                        numbers[piece.receiver] += 1
+                counts[key] = numbers
+            yield task, number + counts[key][task.replica]
+
+    def _await_updates(self) -> None:
+        """The next step's forwards wait for their stage's update; what waits for forwards alone has them already."""
+        for task in sorted(self.next):
+            if any(replica == task.replica for _, replica in self.members[task.stage]):
+                self.waiting[task] += 1
+                self.next_of_stage.setdefault(task.stage, []).append(task)
+            for stage, phase, replica, _ in self.sent(task):
+                receiver = Task(stage, phase, task.micro_batch, replica)
+                if receiver not in self.next:
+                    self.waiting[receiver] -= 1
+            for follower in self.followers.get(task, ()):
+                if follower not in self.next:
+                    self.waiting[follower] -= 1
+
+    # ---- events
+
+    def at(self, time: float, action: Callable[..., None], data: tuple[Any, ...], turn: int = 0) -> None:
+        """Lets something happen at a time; of what happens at one time, that of the lowest turn comes first."""
+        heapq.heappush(self.events, (time, turn, next(self.numbers), action, data))
+
+    def run(self) -> Simulation:
+        """Lets everything happen, in order of time."""
+        for stage in self.carried:
+            for device, _ in self.members[stage]:
+                self.complete[device, stage] = None
+            for unit in self.reductions.of_stage[stage]:
+                if not self.reductions.units[unit].before:
+                    self.reduce(unit, None)
+            for device, _ in self.members[stage]:
+                self.updatable(device, stage, None)
+        for device in self.orders:
+            self.start(device)
+        while self.events:
+            self.now, _, _, action, data = heapq.heappop(self.events)
+            action(*data)
+        stuck = [tasks[self.position[d]] for d, tasks in self.orders.items() if self.position[d] < len(tasks)]
+        if stuck:
+            raise ValueError(f"the schedule deadlocks: {', '.join(map(str, stuck[:4]))} wait for ever")
+        end = max((span.end for span in self.spans), default=0.0)
+        return Simulation(end + self.costs.profile.step_seconds, tuple(self.spans), self.costs)
+
+    def start(self, device: int) -> None:
+        """Starts the device's next task if it is free and the task's inputs are there; else an update that waits."""
+        if not self.free[device]:
+            return
+        tasks, position = self.orders[device], self.position[device]
+        if position == len(tasks) or self.waiting[tasks[position]]:
+            if self.updates[device]:
+                self.at(self.now, self.update, (device,), 1)  # unless a task gets ready at this very time
+            return
+        task = tasks[position]
+        self.position[device] += 1
+        self.free[device] = False
+        seconds = self.costs.seconds(task, device)
+        own, came = self.last[device], self.arrived.get(task)
+        cause = own
+        if came is not None and (own is None or self.spans[came].end > self.spans[own].end):
+            cause = came
+        server = self.server[device]
+        end = self.now + seconds
+        span = Span(task.phase.value, self.now, end, device, task.stage, task.micro_batch, task.replica, cause=cause)
+        if self.shared[server]:
+            self.begin(span, task)
+        else:
+            index = self.add(span)
+            self.at(end, self.finished, (device, task, index))  # before its last bucket: messages go first
+            if self.costs.overlap and task in self.ends:
+                self.announce(task, self.now, seconds, index)
+
+    def add(self, span: Span) -> int:
+        """Keeps a span; returns its position."""
+        self.spans.append(span)
+        return len(self.spans) - 1
+
+    def finished(self, device: int, task: Task, index: int) -> None:
+        """A task is over: its results are sent, and its device goes on."""
+        self.last[device] = index
+        self.free[device] = True
+        self.send(task, index)
+        for stage in self.ends.get(task, ()):
+            if stage in self.carried:
+                continue
+            self.complete[device, stage] = index
+            if not self.costs.overlap or self.shared[self.server[device]]:
+                for unit in self.reductions.of_stage[stage]:
+                    self.ready(unit, index)
+            self.updatable(device, stage, index)
+        self.start(device)
+
+    # ---- shared cores
+
+    def begin(self, span: Span, task: Task | None = None) -> None:
+        """Starts what would take the span's time undisturbed."""
+        assert span.device is not None
+        server = self.server[span.device]
+        self.advance(server)
+        self.running[server].append(_Running(span, task, span.end - span.start))
+        self.next_of(server)
+
+    def advance(self, server: int) -> None:
+        """Brings the remaining work of a server's tasks up to date."""
+        running = self.running[server]
+        if running:
+            rate = min(1.0, self.capacity[server] / len(running))
+            for item in running:
+                item.left -= (self.now - self.updated[server]) * rate
+        self.updated[server] = self.now
+
+    def next_of(self, server: int) -> None:
+        """Foresees which task of a server ends next, if nothing else starts or ends before."""
+        self.version[server] += 1
+        running = self.running[server]
+        if running:
+            rate = min(1.0, self.capacity[server] / len(running))
+            left = min(item.left for item in running)
+            self.at(self.now + max(0.0, left) / rate, self.shared_event, (server, self.version[server]))
+
+    def shared_event(self, server: int, version: int) -> None:
+        """The foreseen tasks are over, unless things have changed."""
+        if version != self.version[server]:
+            return
+        self.advance(server)
+        running = self.running[server]
+        least = min(item.left for item in running)
+        for item in [item for item in running if item.left <= least + 1e-9 * (item.span.end - item.span.start)]:
+            running.remove(item)
+            index = self.add(item.span._replace(end=self.now))
+            done, data = (self.finished, (item.task,)) if item.task else (self.is_updated, (item.span.stage,))
+            self.at(self.now, done, (item.span.device, *data, index))
+        self.next_of(server)
+
+    # ---- transfers
+
+    def send(self, task: Task, index: int) -> None:
+        """Sends what a task has made; what waited for the task itself can go on, too."""
+        begun = task in self.next
+        for stage, phase, replica, size in self.sent(task):
+            receiver = Task(stage, phase, task.micro_batch, replica)
+            if not begun or receiver in self.next:
+                self.transfer(task, index, receiver, size)
+        for follower in self.followers.get(task, ()):
+            if not begun or follower in self.next:
+                self.arrive(follower, index)
+
+    def sent(self, task: Task) -> list[tuple[int, Phase, int, float]]:
+        """What a task sends: (stage, phase, replica, bytes)."""
+        phase = task.phase
+        key = (task.stage, task.replica, self.costs.micro_batches[task.micro_batch].size, phase._value_)
+        if key not in self.messages:
+            self.messages[key] = list(self._messages(task, phase is not Phase.FORWARD))
+        return self.messages[key]
+
+    def _messages(self, task: Task, backward: bool) -> Iterator[tuple[int, Phase, int, float]]:
+        if task.phase is Phase.WEIGHT_GRAD:
+            return
+        # The nearest stage first: it is the first to wait.
+        for other in reversed(self.incoming[task.stage]) if backward else self.outgoing[task.stage]:
+            ends = (other, task.stage) if backward else (task.stage, other)
+            phase = Phase.FORWARD
+            if backward:
+                phase = Phase.INPUT_GRAD if other in self.split else Phase.BACKWARD
+            for piece in self.costs.pieces(*ends, task.micro_batch, backward=backward):
+                if piece.sender == task.replica:
+                    yield other, phase, piece.receiver, piece.bytes
+        if task.phase is Phase.INPUT_GRAD:
+            samples = self.costs.slices(task.stage, task.micro_batch)[task.replica].size
+            yield task.stage, Phase.WEIGHT_GRAD, task.replica, self.costs.delayed_bytes(task.stage, samples)
+
+    def route(self, source: int, target: int) -> tuple[_Ports, float, float]:
+        """The ports between two devices, with their bandwidth and latency."""
+        if (source, target) not in self.routes:
+            link = self.costs.cluster.link(source, target)
+            a, b = self.server[source], self.server[target]
+            ports = (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b))
+            self.routes[source, target] = (ports, link.bandwidth, link.latency)
+        return self.routes[source, target]
+
+    def transfer(self, task: Task, index: int, receiver: Task, size: float) -> None:
+        """Takes a message from the device of a task to that of another."""
+        source, target = self.home[task], self.home[receiver]
+        if source == target:
+            self.arrive(receiver, index)
+            return
+        ports, bandwidth, latency = self.route(source, target)
+        start, cause = self.reserve(ports, self.now, index)
+        busy = size / bandwidth
+        end = start + busy + latency
+        span = self.add(
+            Span("send", start, end, source, task.stage, task.micro_batch, task.replica, target, size, cause)
+        )
+        if busy:
+            for port in ports:
+                self.ports[port] = (start + busy, span)
+        self.at(end, self.arrive, (receiver, span))
+
+    def reserve(self, ports: Sequence[tuple[str, int]], ready: float, cause: int | None) -> tuple[float, int | None]:
+        """When all of these ports are free, from ``ready`` on, and what was waited for."""
+        start = ready
+        for port in ports:
+            free, owner = self.ports.get(port, (0.0, None))
+            if free > start:
+                start, cause = free, owner
+        return start, cause
+
+    def arrive(self, task: Task, index: int | None) -> None:
+        """Something that a task waits for is there."""
+        self.waiting[task] -= 1
+        self.arrived[task] = index  # messages come in order of time
+        if not self.waiting[task]:
+            self.start(self.home[task])
+
+    # ---- reductions and updates
+
+    def announce(self, task: Task, start: float, seconds: float, index: int) -> None:
+        """The last backward tells when each bucket will be ready."""
+        for stage in self.ends[task]:
+            for unit in self.reductions.of_stage[stage] if stage not in self.carried else ():
+                self.at(start + self.reductions.units[unit].part * seconds, self.ready, (unit, index))
+
+    def ready(self, unit: int, index: int) -> None:
+        """One member has the gradients of a unit."""
+        if self.reductions.ready(unit):
+            self.reduce(unit, index)
+
+    def reduce(self, unit: int, index: int | None) -> None:
+        """Reduces a unit whose turn it is, once the links of its devices are free."""
+        number, size = self.reductions.units[unit].number, self.reductions.units[unit].bytes
+        reduction = self.costs.reductions[number]
+        servers = {self.server[device] for device in reduction.devices}
+        if len(servers) > 1:
+            ports = [(kind, server) for server in sorted(servers) for kind in ("card out", "card in")]
+        else:
+            ports = [(kind, device) for device in reduction.devices for kind in ("out", "in")]
+        start, cause = self.reserve(ports, self.now, index)
+        end = start + self.costs.reduction_seconds(reduction, size)
+        stage = reduction.stages[0]
+        span = self.add(Span("all_reduce", start, end, None, stage, bytes=size, cause=cause, reduction=number))
+        for port in ports:
+            self.ports[port] = (end, span)
+        self.at(end, self.is_reduced, (unit, span))
+
+    def is_reduced(self, unit: int, index: int) -> None:
+        """A reduction is over: others have their turn, and parameters can be updated."""
+        stages = self.costs.reductions[self.reductions.units[unit].number].stages
+        for following in self.reductions.over(unit, stages):
+            self.reduce(following, index)
+        for stage in stages:
+            for device, _ in self.members[stage]:
+                self.updatable(device, stage, index)
+
+    def updatable(self, device: int, stage: int, index: int | None) -> None:
+        """Puts a stage's update in the queue of its device once its gradients are complete and reduced."""
+        if (device, stage) not in self.complete or self.reductions.unreduced[stage]:
+            return
+        seconds = self.costs.apply_seconds(stage, device)
+        if not seconds:
+            self.release(device, stage, index)
+            return
+        self.updates[device].append((stage, index))
+        if self.free[device]:
+            self.at(self.now, self.update, (device,), 1)
+
+    def update(self, device: int) -> None:
+        """Makes the update that has waited longest, unless the device has something else to do by now."""
+        tasks, position = self.orders[device], self.position[device]
+        if not self.free[device] or not self.updates[device]:
+            return
+        if position < len(tasks) and not self.waiting[tasks[position]]:
+            return
+        stage, cause = self.updates[device].popleft()
+        self.free[device] = False
+        previous = self.last[device]
+        if previous is not None and (cause is None or self.spans[previous].end > self.spans[cause].end):
+            cause = previous
+        replica = next(replica for member, replica in self.members[stage] if member == device)
+        end = self.now + self.costs.apply_seconds(stage, device)
+        span = Span("apply", self.now, end, device, stage, replica=replica, cause=cause)
+        if self.shared[self.server[device]]:
+            self.begin(span)
+        else:
+            self.at(end, self.is_updated, (device, stage, self.add(span)))
+
+    def is_updated(self, device: int, stage: int, index: int) -> None:
+        """An update is over."""
+        self.last[device] = index
+        self.free[device] = True
+        self.release(device, stage, index)
+        self.start(device)
+
+    def release(self, device: int, stage: int, index: int | None) -> None:
+        """The next step's forwards of a stage have what they waited for."""
+        for task in self.next_of_stage.get(stage, ()):
+            if (device, task.replica) in self.members[stage]:
+                self.arrive(task, index)
+
+
+@dataclass(eq=False)
+class _Running:
+    """What runs on a server whose devices share their cores: its span if undisturbed, and the seconds that are left."""
+
+    span: Span
+    task: Task | None
+    left: float

@@ -1,0 +1,274 @@
+"""What a simulated or emulated step took: spans of time, how busy devices were, and their memory over the step."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dapple_tf.planning.cost import CostModel, gib
+from dapple_tf.planning.plan import PlanError
+from dapple_tf.simulation.step_memory import StepMemory
+from graph_passes.tasks import Phase
+
+
+class Span(NamedTuple):
+    """Something that took time.
+
+    Attributes:
+        kind: ``F``, ``B``, ``Bx``, ``Bw``, ``send``, ``all_reduce`` or ``apply``.
+        start: seconds from the start of the step.
+        end: likewise.
+        device: index of the device; of a ``send``, the sender; None for an all-reduce, which has many.
+        stage: the stage whose work it is; of an all-reduce, the first one.
+        micro_batch: its micro-batch; None for what comes once in a step.
+        replica: its replica.
+        target: receiving device of a ``send``.
+        bytes: of a ``send`` or an ``all_reduce``.
+        cause: position of the span whose end this one waited for last; None for the first.
+        reduction: of an ``all_reduce``, its position in :attr:`CostModel.reductions`.
+    """
+
+    kind: str
+    start: float
+    end: float
+    device: int | None
+    stage: int
+    micro_batch: int | None = None
+    replica: int = 0
+    target: int | None = None
+    bytes: float = 0.0
+    cause: int | None = None
+    reduction: int | None = None
+
+    def __str__(self) -> str:
+        number = "" if self.micro_batch is None else str(self.micro_batch)
+        replica = f".r{self.replica}" if self.replica else ""
+        where = f" {self.device}->{self.target}" if self.target is not None else ""
+        return f"{self.stage}{self.kind}{number}{replica}{where} {self.start:.6f}..{self.end:.6f}"
+
+
+_PHASES = {phase.value: phase for phase in Phase}
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a simulated step took.
+
+    Attributes:
+        latency: seconds of the step.
+        spans: everything that took time, in the order in which it began to be known.
+        costs: the costs it was computed from.
+    """
+
+    latency: float
+    spans: tuple[Span, ...] = field(repr=False)
+    costs: CostModel = field(repr=False)
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second."""
+        return self.costs.plan.global_batch_size / self.latency if self.latency else math.inf
+
+    # ---- time
+
+    @functools.cached_property
+    def busy(self) -> Mapping[int, float]:
+        """Device -> seconds in which it computes."""
+        found = dict.fromkeys(self.costs.devices, 0.0)
+        for span in self.spans:
+            if span.device is not None and span.kind != "send":
+                found[span.device] += span.end - span.start
+        return found
+
+    @functools.cached_property
+    def idle(self) -> Mapping[int, float]:
+        """Device -> the part of the step in which it has nothing to do, 0 to 1."""
+        return {device: 1 - busy / self.latency if self.latency else 0.0 for device, busy in self.busy.items()}
+
+    @functools.cached_property
+    def bubbles(self) -> tuple[float, ...]:
+        """For each stage the part of the step in which its devices have nothing to do, 0 to 1.
+
+        Stages that share their devices share their bubbles.
+        """
+        return tuple(sum(self.idle[device] for device in devices) / len(devices) for devices in self.costs.plan.devices)
+
+    @property
+    def critical_path(self) -> tuple[Span, ...]:
+        """Spans that each waited for the one before, up to the last to end: to be faster, shorten these."""
+        if not self.spans:
+            return ()
+        index: int | None = max(range(len(self.spans)), key=lambda i: self.spans[i].end)
+        path = []
+        while index is not None:
+            path.append(self.spans[index])
+            index = self.spans[index].cause
+        return tuple(reversed(path))
+
+    @property
+    def timeline(self) -> Mapping[int, tuple[Span, ...]]:
+        """Device -> what it computes, in order of time."""
+        found: dict[int, list[Span]] = {device: [] for device in self.costs.devices}
+        for span in self.spans:
+            if span.device is not None and span.kind != "send":
+                found[span.device].append(span)
+        return {device: tuple(sorted(spans, key=lambda span: span.start)) for device, spans in found.items()}
+
+    # ---- memory
+
+    @functools.cached_property
+    def memory(self) -> Mapping[int, tuple[tuple[float, float], ...]]:
+        """Device -> (seconds, bytes in use from then on), its curve over the step.
+
+        F adds a slice's residuals, which B takes away at its end. Where B is split, Bx leaves behind what Bw needs,
+        on the device of Bw. A running backward needs its temporaries besides, a reduction its buffers. Where the
+        profile tells of buffers, each lives as long as in a real step (`step_memory.py`).
+        """
+        changes = {device: _Changes(stored) for device, stored in self.costs.stored_bytes.items()}
+        if self.costs.profile.has_buffers:
+            for life in StepMemory(self).lives():
+                changes[life.device].add(life.start, life.end, 0.0, life.bytes, 0.0)
+            return {device: change.curve() for device, change in changes.items()}
+        for device, start, end, before, during, after in self._uses():
+            changes[device].add(start, end, before, during, after)
+        return {device: change.curve() for device, change in changes.items()}
+
+    def _uses(self) -> Iterator[tuple[int, float, float, float, float, float]]:
+        """(device, start, end, bytes added at the start, used in between besides, added at the end) of each span."""
+        costs = self.costs
+        split = {span.stage for span in self.spans if span.kind == "Bx"}
+        begun: set[tuple[int, int | None, int]] = set()  # what F of an earlier step kept is there from the start
+        for span in self.spans:
+            phase = _PHASES.get(span.kind)
+            if phase is None or span.device is None or span.micro_batch is None:
+                continue
+            samples = costs.slices(span.stage, span.micro_batch)[span.replica].size
+            kept = costs.residual_bytes(span.stage, samples)
+            micro_batch = (span.stage, span.micro_batch, span.replica)
+            if phase is Phase.FORWARD:
+                begun.add(micro_batch)
+                yield span.device, span.start, span.end, kept, 0.0, 0.0
+                continue
+            working = costs.working_bytes(span.stage, samples, phase)
+            delayed = costs.delayed_bytes(span.stage, samples) if span.stage in split else 0.0
+            freed = -delayed if phase is Phase.WEIGHT_GRAD else -kept
+            home = costs.homes[span.stage][span.replica]
+            if phase is Phase.INPUT_GRAD and home == span.device:
+                freed += delayed
+            elif phase is Phase.INPUT_GRAD:
+                yield home, span.end, span.end, delayed, 0.0, 0.0
+            yield span.device, span.start, span.end, 0.0, working, freed
+            if phase is not Phase.WEIGHT_GRAD and micro_batch not in begun:
+                yield span.device, 0.0, 0.0, kept, 0.0, 0.0
+        times: dict[int, tuple[float, float]] = {}
+        for span in self.spans:
+            if span.reduction is not None:
+                start, end = times.get(span.reduction, (span.start, span.end))
+                times[span.reduction] = (min(start, span.start), max(end, span.end))
+        for number, (start, end) in times.items():
+            for device in costs.reductions[number].devices:
+                yield device, start, end, 0.0, costs.reductions[number].bytes, 0.0
+
+    @functools.cached_property
+    def peak_bytes(self) -> Mapping[int, float]:
+        """Device -> the most memory that it uses."""
+        return {device: max(level for _, level in curve) for device, curve in self.memory.items()}
+
+    @property
+    def fits(self) -> bool:
+        """Whether no device needs more memory than it has, as far as that is known."""
+        limits = ((device, self.costs.cluster.devices[device].memory_bytes) for device in self.peak_bytes)
+        return all(limit is None or self.peak_bytes[device] <= limit for device, limit in limits)
+
+    def check_memory(self) -> None:
+        """Check that no device needs more memory than it has, whatever the policy.
+
+        Raises:
+            PlanError: naming the device that lacks most, what it needs and what there is.
+        """
+        over = []
+        for device, peak in self.peak_bytes.items():
+            limit = self.costs.cluster.devices[device].memory_bytes
+            if limit is not None and peak > limit:
+                over.append((peak - limit, device))
+        if over:
+            lacking, device = max(over)
+            raise PlanError(
+                f"device {device} needs {gib(self.peak_bytes[device])}, {gib(lacking)} more than it has: use a "
+                f"schedule that holds fewer micro-batches, such as dapple_a, smaller micro-batches, or more devices"
+            )
+
+    # ---- text
+
+    def __str__(self) -> str:
+        lines = [f"step {self.latency * 1e3:.4g} ms, {self.throughput:.4g} samples/s"]
+        rows = [("stage", "devices", "bubble", "busy ms", "peak memory")]
+        for stages, devices in device_rows(self.costs):
+            busy = sum(self.busy[device] for device in devices) / len(devices)
+            idle = sum(self.idle[device] for device in devices) / len(devices)
+            peak = max(self.peak_bytes[device] for device in devices)
+            rows.append((stages, shown(devices), f"{idle:.1%}", f"{busy * 1e3:.4g}", gib(peak)))
+        lines += aligned(rows)
+        shares: dict[str, float] = {}
+        path = self.critical_path
+        for span, after in itertools.zip_longest(path, path[1:]):
+            end = span.end if after is None else min(span.end, after.start)  # overlapped reductions start before
+            shares[span.kind] = shares.get(span.kind, 0.0) + end - span.start
+        if (once := self.costs.profile.step_seconds) > 0:  # feeding, metrics: behind the last span
+            shares["what a step takes once"] = once
+        parts = ", ".join(f"{kind} {seconds * 1e3:.4g} ms" for kind, seconds in shares.items())
+        lines.append(f"critical path: {parts}")
+        return "\n".join(lines)
+
+
+class _Changes:
+    """How the memory of one device rises and falls."""
+
+    def __init__(self, stored: float) -> None:
+        self.stored = stored
+        self.changes: list[tuple[float, float]] = []
+        self.moments: defaultdict[float, float] = defaultdict(float)  # what rises and falls at one time is a peak too
+
+    def add(self, start: float, end: float, before: float, during: float, after: float) -> None:
+        """Something adds bytes at its start, needs some more until its end, and adds or frees others then."""
+        self.changes += [(start, before + during), (end, after - during)]
+        if start == end and (peak := during - min(0.0, after)) > 0:
+            self.moments[start] = max(self.moments[start], peak)
+
+    def curve(self) -> tuple[tuple[float, float], ...]:
+        """(seconds, bytes from then on)."""
+        level = self.stored
+        points = [(0.0, level)]
+        for time, group in itertools.groupby(sorted(self.changes), key=lambda event: event[0]):
+            level += sum(change for _, change in group)
+            if time in self.moments:
+                points.append((time, level + self.moments[time]))
+            points.append((time, level))
+        return tuple(points)
+
+
+def device_rows(costs: CostModel) -> list[tuple[str, tuple[int, ...]]]:
+    """(stages, devices) for reports: a row for each list of devices, with the stages that share it."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for stage, devices in enumerate(costs.plan.devices):
+        found.setdefault(devices, []).append(str(stage))
+    for stage, devices in enumerate(costs.homes):
+        if devices != costs.plan.devices[stage]:
+            found.setdefault(devices, []).append(f"{stage}Bw")
+    return [(shown(stages), devices) for devices, stages in found.items()]
+
+
+def shown(entries: Sequence[object], limit: int = 8) -> str:
+    """The first entries of a list, as text."""
+    return " ".join(map(str, entries[:limit])) + (" ..." if len(entries) > limit else "")
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of a table as lines."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

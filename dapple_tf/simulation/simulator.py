@@ -1,0 +1,79 @@
+"""Simulates one training step: the Schedule itself, task by task, on the devices and links of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.planning.cost import CostModel
+from dapple_tf.planning.plan import Plan
+from dapple_tf.profiling.profile import Profile
+from dapple_tf.simulation.simulated_reductions import Reductions, carried_stages, last_gradients
+from dapple_tf.simulation.simulated_step import SimulatedStep
+from dapple_tf.simulation.simulation import Simulation, Span
+from graph_passes.tasks import Schedule
+
+__all__ = ["Simulation", "Span", "last_gradients", "run", "simulate"]
+
+
+def simulate(
+    plan: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    overlap: bool = False,
+    all_reduce: str = "hierarchical",
+    schedule: Schedule | None = None,
+    reduction_order: Sequence[int] | None = None,
+    next_forward: bool = False,
+) -> Simulation:
+    """Simulates one training step of a plan.
+
+    Each device runs its tasks in the Schedule's order, a task as soon as its inputs have come. Transfers go from
+    replica to replica; between two devices of a server over their own ports, between servers over the servers' network
+    cards, each of which sends one message at a time and receives one, first come, first served. What stays on a device
+    is there at once.
+
+    Gradients of a parameter group are reduced when all replicas of its stages have computed them, whatever tasks are
+    left; with ``plan.wait_free=False`` when all tasks of these devices are over. A device takes part in one reduction
+    at a time, in the order of a real step (:func:`graph_passes.group_update.reduction_order`). A stage's parameters are
+    updated when its gradients are reduced and its device has no task that is ready. A schedule without backwards
+    reduces and updates nothing. With ``plan.carried_updates`` a step begins with what the one before has left: that is
+    reduced and updated first, and the forwards of its stages wait for it.
+
+    On a server whose capacity is below its number of devices, tasks that run at the same time slow each other down.
+
+    Args:
+        plan: the plan.
+        profile: what its layers cost.
+        cluster: the devices and links; links that are unknown are free.
+        overlap: all-reduce each bucket as soon as it is ready in the stage's last backward, of stages that don't share
+            their devices.
+        all_reduce: ``hierarchical`` or ``flat``, see :func:`dapple_tf.planning.cost.all_reduce_seconds`.
+        schedule: run this one instead of the plan's.
+        reduction_order: reduce in this order, given as positions in :attr:`CostModel.reductions`.
+        next_forward: simulate from the first backwards to the end of the next step's first forwards, each of which
+            waits for its stage's update (Out-Of-Order BackProp, EuroSys'22, section 2): the forwards that come before
+            a device's first backward are those of the next step. The time between two steps' ends, where steps follow
+            each other.
+
+    Raises:
+        PlanError: the plan doesn't fit the profile, the cluster, or a device's memory.
+        ValueError: the schedule deadlocks, or ``reduction_order`` isn't one of all reductions.
+    """
+    costs = CostModel(plan, profile, cluster, overlap=overlap, all_reduce=all_reduce)
+    return run(costs, schedule, reduction_order=reduction_order, next_forward=next_forward)
+
+
+def run(
+    costs: CostModel,
+    schedule: Schedule | None = None,
+    *,
+    reduction_order: Sequence[int] | None = None,
+    next_forward: bool = False,
+) -> Simulation:
+    """Simulates the step that ``costs`` describes; see :func:`simulate`."""
+    schedule = costs.schedule if schedule is None else schedule
+    carried = () if next_forward else carried_stages(costs, schedule)
+    reductions = Reductions(costs, schedule, reduction_order, carried)
+    return SimulatedStep(costs, schedule, reductions, next_forward, carried).run()

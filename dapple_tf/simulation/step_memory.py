@@ -1,0 +1,325 @@
+"""How long each buffer of a simulated step lives, and on which device.
+
+A buffer is on the device that makes it until its last reader is over. Devices that share the host's memory (logical CPU
+devices of one server) read it there; others get a copy, which is theirs from its arrival to their last reader's end.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from dapple_tf.simulation.simulated_reductions import carried_stages
+from graph_passes.batching import Interval
+from graph_passes.tasks import Phase
+
+if TYPE_CHECKING:
+    from dapple_tf.planning.stage_buffers import StageBuffers
+    from dapple_tf.profiling.profile import Tensor
+    from dapple_tf.simulation.simulation import Simulation, Span
+
+
+class Life(NamedTuple):
+    """A buffer, or what something uses while it runs.
+
+    Attributes:
+        device: where it is.
+        start: when it comes to be.
+        end: when it is freed.
+        bytes: its size.
+    """
+
+    device: int
+    start: float
+    end: float
+    bytes: float
+
+
+class _Slice(NamedTuple):
+    """What a replica of a stage does for a micro-batch.
+
+    Attributes:
+        samples: how many it has.
+        device: where F and Bx run.
+        home: where Bw runs.
+        forward: start and end of F.
+        backward: start and end of B or Bx; as Bw where Bx has nothing to do.
+        weight: start and end of B or Bw.
+    """
+
+    samples: int
+    device: int
+    home: int
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+    weight: tuple[float, float]
+
+
+class StepMemory:
+    """The lives of all buffers of a simulated step, whose profile tells of buffers."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.costs, self.end = simulation.costs, simulation.latency
+        self.plan = self.costs.plan
+        self.stage_of = self.costs.profile.stage_of_layers(self.plan.cuts)
+        self.spans: dict[tuple[str, int, int | None, int], Span] = {}
+        self.applies: dict[tuple[int, int], Span] = {}  # (stage, device) -> its update
+        self.reduced: dict[int, float] = {}  # reduction -> its end
+        self.sends: dict[tuple[int, int | None, int, int | None], list[Span]] = defaultdict(list)
+        for span in simulation.spans:
+            if span.kind == "apply" and span.device is not None:
+                self.applies[span.stage, span.device] = span
+            elif span.reduction is not None:
+                self.reduced[span.reduction] = max(self.reduced.get(span.reduction, 0.0), span.end)
+            elif span.kind == "send":
+                self.sends[span.stage, span.micro_batch, span.replica, span.target].append(span)
+            else:
+                self.spans[span.kind, span.stage, span.micro_batch, span.replica] = span
+        self.split = {stage for kind, stage, _, _ in self.spans if kind == Phase.INPUT_GRAD.value}
+        self.trains = any(kind != Phase.FORWARD.value for kind, *_ in self.spans)
+        self.carried = frozenset((stage,) for stage in carried_stages(self.costs, self.costs.schedule))
+
+    def lives(self) -> Iterator[Life]:
+        """Each buffer, and what each task uses while it runs."""
+        buffers = [stage.buffers for stage in self.costs.stages]
+        for stage, own in enumerate(buffers):
+            assert own is not None
+            for micro_batch in range(len(self.costs.micro_batches)):
+                for replica in range(len(self.plan.devices[stage])):
+                    done = self.slice(stage, micro_batch, replica)
+                    if done is not None:
+                        yield from self._inside(stage, own, done)
+        for tensor in self.costs.profile.tensors:
+            # What is handed on at once is part of what the task that makes it uses.
+            yield from (life for life in self._between(tensor) if life.end > life.start)
+        if self.trains:
+            yield from self._updates(buffers)
+
+    # ---- a stage's own
+
+    def slice(self, stage: int, micro_batch: int, replica: int) -> _Slice | None:
+        """What a replica does for a micro-batch; None if it has no part in it."""
+        samples = self.costs.slices(stage, micro_batch)[replica].size
+        forward = self._times("F", stage, micro_batch, replica)
+        weight = self._times("Bw" if stage in self.split else "B", stage, micro_batch, replica)
+        if not samples or (forward is None and weight is None):
+            return None
+        if stage in self.split and self.costs.computes(stage, Phase.INPUT_GRAD):
+            backward = self._times("Bx", stage, micro_batch, replica)
+            if not self.costs.computes(stage, Phase.WEIGHT_GRAD):
+                weight = backward
+        else:
+            backward = weight
+        return _Slice(
+            samples,
+            self.plan.devices[stage][replica],
+            self.costs.homes[stage][replica],
+            forward or (0.0, 0.0),
+            backward or (self.end, self.end),
+            weight or (self.end, self.end),
+        )
+
+    def _times(self, kind: str, stage: int, micro_batch: int, replica: int) -> tuple[float, float] | None:
+        span = self.spans.get((kind, stage, micro_batch, replica))
+        return None if span is None else (span.start, span.end)
+
+    def _until(self, start: float, end: float) -> list[tuple[float, float]]:
+        """From a forward to what frees its results; if that comes before, it is of an earlier step."""
+        return [(start, end)] if start <= end else [(0.0, end), (start, self.end)]
+
+    def _inside(self, stage: int, own: StageBuffers, done: _Slice) -> Iterator[Life]:
+        samples, start = done.samples, done.forward[0]
+        if not self.trains:
+            return
+        delayed = own.delayed.at(samples)
+        last = done.weight[1]
+        for low, high in self._until(start, last):
+            yield Life(done.device, low, high, delayed)
+        for low, high in self._until(start, done.backward[1]):
+            yield Life(done.device, low, high, max(0.0, own.residual.at(samples) - delayed))
+        if done.backward != done.weight:
+            yield Life(done.device, done.backward[0], last, own.partial.at(samples))
+            yield Life(done.device, *done.backward, own.working_input(samples))
+            yield Life(done.home, *done.weight, own.working_weight())
+        elif stage not in self.split or done.device == done.home:
+            yield Life(done.device, *done.weight, own.working(samples))
+        rows = own.rows.at(samples)
+        if rows:
+            yield Life(done.home, last, max(last, self._applied(stage, done.home)), rows)
+        if not self.plan.accumulates():
+            taken, packed = self._taken(stage, done.home)
+            yield Life(done.home, last, max(last, taken), own.gradients)
+            if packed:  # into vectors that are there at the same time
+                yield Life(done.home, taken, taken, own.gradients)
+
+    # ---- between stages
+
+    def _stages(self, layers: Iterable[int]) -> set[int]:
+        return {self.stage_of[layer] for layer in layers}
+
+    def _shares(self, first: int, second: int) -> bool:
+        """Whether a device reads what is in the memory of another one where it is."""
+        if first == second:
+            return True
+        devices = self.costs.cluster.devices
+        cpus = all("device:CPU" in devices[device].name for device in (first, second))
+        return cpus and devices[first].server == devices[second].server
+
+    def _last_use(self, tensor: Tensor, stage: int, done: _Slice) -> float:
+        """When a stage's slice has read a tensor for the last time."""
+        if self.trains and stage in self._stages(tensor.kept):
+            late = stage in self._stages(tensor.delayed)
+            return done.weight[1] if late else done.backward[1]
+        return done.forward[1]
+
+    def _between(self, tensor: Tensor) -> Iterator[Life]:
+        """A tensor that crosses from one stage to others, and its gradient."""
+        producer = self.stage_of[tensor.producer]
+        consumers = sorted(self._stages(tensor.consumers) - {producer})
+        readers = sorted(self._stages((*tensor.consumers, *tensor.kept)) - {producer})
+        if not readers:
+            return
+        for micro_batch in range(len(self.costs.micro_batches)):
+            for replica, own in enumerate(self.costs.slices(producer, micro_batch)):
+                made = self.slice(producer, micro_batch, replica)
+                if made is None:
+                    continue
+                ends = [made.forward[1], self._last_use(tensor, producer, made)]
+                for stage in readers:
+                    for other, wanted in enumerate(self.costs.slices(stage, micro_batch)):
+                        common = own.overlap(wanted).size
+                        reader = self.slice(stage, micro_batch, other)
+                        if not common or reader is None:
+                            continue
+                        use = self._last_use(tensor, stage, reader)
+                        joined = common < wanted.size  # pieces of several senders become a tensor of the receiver's
+                        if self._shares(made.device, reader.device) and not joined:
+                            ends.append(use)
+                            continue
+                        arrival = self._arrival(producer, micro_batch, replica, reader.device, made.forward[1])
+                        ends.append(arrival)
+                        if stage in consumers:
+                            for low, high in self._until(arrival, use):
+                                yield Life(reader.device, low, high, tensor.bytes.at(common))
+                latest = max(ends)
+                if made.forward[0] > made.weight[1]:  # The backward is that of an earlier step's forward.
+                    latest = made.weight[1]
+                for low, high in self._until(made.forward[0], latest):
+                    yield Life(made.device, low, high, tensor.bytes.at(own.size))
+                if self.trains and tensor.differentiable:
+                    yield from self._gradient(tensor, micro_batch, made, own, consumers)
+
+    def _gradient(
+        self, tensor: Tensor, micro_batch: int, made: _Slice, own: Interval, consumers: Sequence[int]
+    ) -> Iterator[Life]:
+        """The gradients that come back to one of the slices that made a tensor."""
+        late = tensor.gradient_delayed or made.backward == made.weight
+        use = made.weight[1] if late else made.backward[1]
+        parts: list[tuple[_Slice, float, float]] = []  # from whom, when it is there, bytes
+        for stage in consumers:
+            for other, wanted in enumerate(self.costs.slices(stage, micro_batch)):
+                common = own.overlap(wanted).size
+                sender = self.slice(stage, micro_batch, other)
+                if common and sender is not None:
+                    arrival = self._arrival(stage, micro_batch, other, made.device, sender.backward[1])
+                    parts.append((sender, arrival, tensor.bytes.at(common)))
+        joined = max((arrival for _, arrival, _ in parts), default=0.0)
+        for sender, arrival, size in parts:
+            shared = self._shares(sender.device, made.device)
+            own_end = (use if len(parts) == 1 else joined) if shared else arrival
+            yield Life(sender.device, sender.backward[1], max(own_end, sender.backward[1]), size)
+            if not shared:
+                yield Life(made.device, arrival, max(arrival, use if len(parts) == 1 else joined), size)
+        if len(parts) > 1:
+            yield Life(made.device, joined, max(joined, use), tensor.bytes.at(made.samples))
+
+    def _arrival(self, stage: int, micro_batch: int, replica: int, target: int, after: float) -> float:
+        """When what a slice has made by some time is on another device."""
+        found = [span.end for span in self.sends[stage, micro_batch, replica, target] if span.start >= after]
+        return min(found, default=after)
+
+    # ---- reductions and updates
+
+    def _apply_seconds(self, stage: int, device: int) -> float:
+        return self.costs.apply_seconds(stage, device)
+
+    def _applied(self, stage: int, device: int) -> float:
+        span = self.applies.get((stage, device))
+        return self.end if span is None else span.end
+
+    def _taken(self, stage: int, device: int) -> tuple[float, bool]:
+        """When the dense gradients of a stage, which no accumulator has, are packed or have been used on a device.
+
+        Returns:
+            The time, and whether they are packed then.
+        """
+        reduced = [r.stages for r in self.costs.reductions if stage in r.stages and device in r.devices]
+        if reduced:
+            return max(self._complete(stages, device) for stages in reduced), True
+        return self._applied(stage, device), False
+
+    def _complete(self, stages: Iterable[int], device: int) -> float:
+        """When the gradients of stages are complete on a device."""
+        kinds = ("B", "Bw")
+        if not self.plan.wait_free:
+            ends = [span.end for (kind, *_), span in self.spans.items() if span.device == device]
+        else:
+            ends = [
+                s.end
+                for (kind, stage, *_), s in self.spans.items()
+                if s.device == device and kind in kinds and stage in stages
+            ]
+        return max(ends, default=0.0)
+
+    def _updates(self, buffers: Sequence[StageBuffers | None]) -> Iterator[Life]:
+        """Packed gradients from the last task to the update, and what the updates themselves use.
+
+        An update runs as soon as its gradients are reduced, on a thread of its own beside the device's tasks.
+        """
+        ready: dict[tuple[int, int], float] = {}  # (stage, device) -> when its gradients are reduced
+        for number, reduction in enumerate(self.costs.reductions):
+            for device in reduction.devices:
+                stages = [stage for stage in reduction.stages if device in self.costs.homes[stage]]
+                if reduction.stages in self.carried:
+                    yield Life(device, 0.0, self._head(stages, device), reduction.bytes)
+                    continue
+                start = self._complete(stages, device)
+                reduced = max(start, self.reduced.get(number, start))
+                ready |= {(stage, device): max(reduced, ready.get((stage, device), 0.0)) for stage in stages}
+                yield Life(
+                    device,
+                    start,
+                    reduced + max(self._apply_seconds(stage, device) for stage in stages),
+                    reduction.bytes,
+                )
+        pending: dict[int, list[Life]] = defaultdict(list)
+        for (stage, device), span in self.applies.items():
+            own = buffers[stage]
+            assert own is not None
+            if (stage,) in self.carried:
+                pending[device].append(Life(device, 0.0, self._head([stage], device), own.apply))
+            else:
+                start = min(span.start, ready.get((stage, device), self._complete([stage], device)))
+                pending[device].append(Life(device, start, start + self._apply_seconds(stage, device), own.apply))
+        for lives in pending.values():
+            yield from _one_at_a_time(lives)
+
+    def _head(self, stages: Iterable[int], device: int) -> float:
+        """When the first forward of stages begins on a device."""
+        found = [
+            s.start
+            for (kind, stage, *_), s in self.spans.items()
+            if kind == "F" and stage in stages and s.device == device
+        ]
+        return min(found, default=0.0)
+
+
+def _one_at_a_time(lives: Sequence[Life]) -> Iterator[Life]:
+    """What uses that may come at any time of theirs, but one after the other, need at most."""
+    times = sorted({time for life in lives for time in (life.start, life.end)})
+    for start, end in itertools.pairwise(times):
+        yield Life(
+            lives[0].device, start, end, max((x.bytes for x in lives if x.start <= start and end <= x.end), default=0.0)
+        )

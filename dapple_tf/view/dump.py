@@ -1,0 +1,348 @@
+"""What ``pipelined.dump`` writes: the graph after every pass, the schedule, and drawings of both; nothing is run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+
+import keras
+
+from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.errors import DataError
+from dapple_tf.execution.builds import Build, Kind, StepSource
+from dapple_tf.execution.step_passes import StepPasses, first_step_pass
+from dapple_tf.frontend.batch import BatchSpec
+from dapple_tf.frontend.capture import Mode, build, capture, check_model
+from dapple_tf.frontend.example_batch import ExampleBatch
+from dapple_tf.frontend.optimizer import check_optimizer
+from dapple_tf.frontend.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
+from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.operators.op_costs import OperatorCosts
+from dapple_tf.operators.placement_report import placements_report
+from dapple_tf.operators.step_placer import OPERATOR_PASSES, StepPlacer
+from dapple_tf.output_folder import filled
+from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.profiling.profile import Profile, ProfileError
+from dapple_tf.profiling.profiler import kept_metrics
+from dapple_tf.progress import Progress
+from dapple_tf.scheduling.schedule_csv import to_csv
+from dapple_tf.scheduling.schedule_request import ScheduleError
+from dapple_tf.simulation.simulator import simulate
+from dapple_tf.view.dot import DrawingError, dot_text, draw_graph
+from dapple_tf.view.dump_index import Entry, Section, index_page
+from dapple_tf.view.event_files import together, write_events
+from dapple_tf.view.files import save_timelines
+from dapple_tf.view.page import graph_page
+from dapple_tf.view.planned import planned
+from dapple_tf.view.task_graph import TaskGraph, task_graph
+from dapple_tf.view.timeline import Timeline
+from graph_passes.pass_manager import Dump, Dumped, Pass, run_passes, stage_graphs
+from graph_passes.program import Program
+from graph_passes.tasks import Schedule
+
+logger = logging.getLogger(__name__)
+
+EVENTS_FOLDER = "tensorboard"
+_PASSES = 9
+_MOST_DOT_NODES = 5000
+_TIMELINES = {
+    "timeline.html": "the step over time, for a browser",
+    "timeline.svg": "the step over time, a picture",
+    "timeline.png": "the step over time, a picture",
+    "timeline.txt": "the step over time, as text",
+    "trace.json": "the step over time, for Perfetto (ui.perfetto.dev) and chrome://tracing",
+}
+_TITLES = {Mode.TRAIN: "Training", Mode.TEST: "Evaluation", Mode.PREDICT: "Prediction"}
+
+
+def dump_model(
+    directory: str | os.PathLike[str],
+    model: keras.Model,
+    cluster: Cluster,
+    plan: Plan,
+    profile: Profile | None = None,
+    *,
+    spec: BatchSpec | None = None,
+    operator_costs: OperatorCosts | None = None,
+) -> pathlib.Path:
+    """Writes what training a model by a plan would run; nothing is run, and the devices needn't exist.
+
+    Args:
+        directory: what to fill. Files of an earlier dump there are replaced, others left.
+        model: a compiled model.
+        cluster: the devices, or their description.
+        plan: stages, devices and schedule.
+        profile: what its layers cost, for simulated times; None leaves these out.
+        spec: what batches look like; None for what the model declares and its loss takes.
+        operator_costs: what single operators take, where the plan places them; None estimates it.
+
+    Returns:
+        The directory's first page, ``index.html``.
+
+    Raises:
+        DataError: what batches look like isn't known.
+        FolderError: something else in the directory would be overwritten.
+        CaptureError: the model can't be captured.
+        PassError: the plan doesn't fit the model.
+        PlanError: the plan doesn't fit the cluster.
+    """
+    plan.validate_on(cluster)
+    check_model(model, training=True)
+    check_optimizer(model.optimizer, model.trainable_variables)
+    passes = StepPasses(plan, cluster)
+    return dump(directory, model, passes, [], None, profile, spec=spec, operator_costs=operator_costs)
+
+
+def dump(
+    directory: str | os.PathLike[str],
+    model: keras.Model,
+    passes: StepPasses,
+    sources: Sequence[StepSource],
+    table: VariableTable | None,
+    profile: Profile | None,
+    *,
+    spec: BatchSpec | None = None,
+    operator_costs: OperatorCosts | None = None,
+) -> pathlib.Path:
+    """Writes a dump; the model, its values and seeds stay as they are.
+
+    Args:
+        directory: what to fill.
+        model: a compiled model.
+        passes: those of its plan.
+        sources: what its steps are made of that are there already; training is added if it isn't among them.
+        table: names of the model's variables, for these.
+        profile: what its layers cost; None leaves simulated times out.
+        spec: what training batches look like; None for what the model declares.
+        operator_costs: what single operators take, where the plan places them; None estimates it.
+
+    Returns:
+        The directory's first page.
+
+    Raises:
+        DataError: no step is there, and what batches look like isn't known.
+        FolderError: something else in the directory would be overwritten.
+    """
+    notes = []
+    wanted = [_written(source) for source in sources]
+    if not any(source.built.mode is Mode.TRAIN and source.training for source in sources):
+        try:
+            known = spec or ExampleBatch.of(model).spec
+        except ProfileError as error:
+            if not sources:
+                raise DataError(
+                    f"what the batches of model {model.name!r} look like isn't known yet: train a step first, "
+                    f"pipelined.train_on_batch(x, y), and dump then ({error})"
+                ) from error
+            notes.append("Training isn't here: what its batches look like isn't known before its first step.")
+        else:
+            wanted.insert(0, lambda writer: writer.training(known))
+    started = time.perf_counter()
+    placer = None
+    if passes.plan.operator_devices is not None:
+        placer = StepPlacer(passes.plan, passes.cluster, operator_costs or OperatorCosts())
+    total = len(wanted) * (_PASSES + (0 if placer is None else OPERATOR_PASSES) + 4) + 1
+    with filled(directory) as folder, kept_metrics(model), Progress("writing the dump", total) as bar:
+        writer = _Writer(folder, model, passes, placer, table, profile, bar)
+        passes.plan.save(folder / "plan.json")
+        sections = [Section("Plan", [writer.entry(folder / "plan.json", "the plan, to be loaded by Plan.load")])]
+        sections += [make(writer) for make in wanted]
+        sections[0] = sections[0]._replace(entries=[*sections[0].entries, *(Entry("", note) for note in notes)])
+        page = index_page(f"Dump of model {model.name}", f"{passes.plan}\n\n{passes.cluster}", sections)
+        (folder / "index.html").write_text(page, encoding="utf-8")
+    logger.info("wrote a dump of model %r to %s in %.1f s", model.name, directory, time.perf_counter() - started)
+    return pathlib.Path(directory) / "index.html"
+
+
+def _written(source: StepSource) -> Callable[[_Writer], Section]:
+    """What writes one kind of step."""
+    return lambda writer: writer.step(source.built.prefix, source)
+
+
+class _Writer:
+    """Writes a dump's files.
+
+    Args:
+        folder: where to.
+        model: the model.
+        passes: those of its plan.
+        placer: places single operators; None where stages run as a whole.
+        table: names of the variables of steps that are there already.
+        profile: what its layers cost, if known.
+        bar: is told of each step.
+    """
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        model: keras.Model,
+        passes: StepPasses,
+        placer: StepPlacer | None,
+        table: VariableTable | None,
+        profile: Profile | None,
+        bar: Progress,
+    ) -> None:
+        self.folder, self.model, self.passes, self.placer, self.table = folder, model, passes, placer, table
+        self.profile, self.bar = profile, bar
+
+    def entry(self, path: pathlib.Path, what: str, graph: Dumped | None = None) -> Entry:
+        """A file for the index."""
+        name, size = path.relative_to(self.folder).as_posix(), path.stat().st_size
+        return Entry(name, what, size) if graph is None else Entry(name, what, size, graph.nodes, graph.functions)
+
+    def training(self, spec: BatchSpec) -> Section:
+        """The training step of a model that hasn't been trained."""
+        table = VariableTable(self.model)
+        build(self.model, table, spec)
+        return self.step("train_", None, table, spec)
+
+    def step(
+        self, prefix: str, source: StepSource | None, table: VariableTable | None = None, spec: BatchSpec | None = None
+    ) -> Section:
+        """A step: of what is there (``source``), or a training step for batches of a spec."""
+        mode, training = (Mode.TRAIN, True) if source is None else (source.built.mode, source.training)
+        names, batch = (self.table, source.built.spec) if source is not None else (table, spec)
+        assert names is not None and batch is not None
+        place = self.folder / prefix.removesuffix("_")
+        graphs = _Graphs(place, self.folder / EVENTS_FOLDER / place.name, self.bar)
+        self.bar.step(f"{place.name}: capturing the model")
+        captured = capture(self.model, names, mode, batch, training=training)
+        graphs.captured(captured)
+        program = run_passes(captured, self.passes.stage_passes(mode, prefix), instruments=[graphs])
+        if source is None:
+            source = self._source(program, names, batch, prefix)
+        kind = source.kind or Kind(self.passes.plan.global_batch_size, *[bool(source.built.carried)] * 2)
+        if self.passes.joins(source.built, kind.samples):
+            kind = kind._replace(apart=True)  # One function would show nothing.
+        layout = self.passes.layout(kind.samples)
+        schedule = self.passes.schedule(source.built, layout, source.holdings)
+        made = self.passes.step_passes(source.built, kind, schedule, source.hosts)
+        complete = run_passes(
+            source.built.program, made, first=first_step_pass(made), instruments=[graphs], complete=True
+        )
+        title = f"{_TITLES[mode]}{'' if training == (mode is Mode.TRAIN) else ' of layers in the other mode'}"
+        title += f", {kind.samples} samples ({place.name})"
+        shape = " : ".join(map(str, self.passes.plan.replicas))
+        whole = (
+            f"{self.model.name}: {_TITLES[mode].lower()}, {kind.samples} samples in "
+            f"{len(layout.micro_batch_intervals)} micro-batches, {schedule.name} on {shape}"
+        )
+        entries = self._graph(place, whole, task_graph(complete, self.passes.cluster.device_names))
+        entries += self._schedule(place, schedule)
+        if self.placer is not None:
+            entries += self._operators(place, self.placer, source.built, kind, complete, graphs)
+        if mode is Mode.TRAIN:
+            entries += self._timelines(place, whole, schedule)
+        entries += [self.entry(graph.file, graph.what, graph) for graph in graphs.files.written]
+        runs = f"{EVENTS_FOLDER}/{place.name}"
+        entries.append(Entry("", f"TensorBoard shows the same graphs: tensorboard --logdir {runs}"))
+        picture = place / "graph.svg"
+        shown = picture.relative_to(self.folder).as_posix() if picture.exists() else ""
+        return Section(title, entries, shown)
+
+    def _source(self, program: Program, table: VariableTable, spec: BatchSpec, prefix: str) -> StepSource:
+        updates = group_updates(self.model, table, program)
+        hosts = readers_of(program)
+        kept = holdings(table, hosts, optimizer_variables(updates), self.passes.homes)
+        built = Build(Mode.TRAIN, spec, program, updates, prefix, carried=self.passes.carried(updates))
+        return StepSource(built, True, None, hosts, kept)
+
+    # ---- drawings
+
+    def _graph(self, place: pathlib.Path, title: str, graph: TaskGraph) -> list[Entry]:
+        self.bar.step(f"{place.name}: drawing the task graph")
+        page, text, picture = place / "graph.html", place / "graph.dot", place / "graph.svg"
+        page.write_text(graph_page(graph, title=title), encoding="utf-8")
+        entries = [self.entry(page, f"the task graph, {len(graph.nodes):,} nodes: zoom, filter and click in a browser")]
+        if len(graph.nodes) > _MOST_DOT_NODES:
+            note = f"There is no graph.dot or graph.svg: {len(graph.nodes):,} nodes are more than Graphviz can show."
+            return [*entries, Entry("", note)]
+        text.write_text(dot_text(graph, title=title), encoding="utf-8")
+        entries.append(self.entry(text, "the same for Graphviz"))
+        try:
+            draw_graph(graph, picture, title=title)
+        except DrawingError as error:
+            logger.info("%s", error)
+            return [*entries, Entry("", str(error))]
+        return [*entries, self.entry(picture, "the same, drawn by Graphviz")]
+
+    def _schedule(self, place: pathlib.Path, schedule: Schedule) -> list[Entry]:
+        text, table = place / "schedule.txt", place / "schedule.csv"
+        text.write_text(f"{schedule}\n", encoding="utf-8")
+        entries = [self.entry(text, f"schedule {schedule.name}: the tasks of each device, in order")]
+        try:
+            table.write_text(to_csv(schedule), encoding="utf-8")
+        except ScheduleError as error:
+            return [*entries, Entry("", f"There is no schedule.csv: {error}")]
+        return [*entries, self.entry(table, "the same in the form of torch.distributed.pipelining")]
+
+    def _operators(
+        self, place: pathlib.Path, placer: StepPlacer, built: Build, kind: Kind, complete: Program, graphs: _Graphs
+    ) -> list[Entry]:
+        """Places the operators of a step as they were placed when it was run, or else as they would be."""
+        known = built.placements.get(kind)
+        if known is None and kind in built.placed:
+            known = built.placed[kind].placements
+        self.bar.step(f"{place.name}: placing operators")
+        placed = placer.place(complete, built.input_shapes(kind), {}, [graphs], known)
+        assert placer.plan.operator_devices is not None
+        text = place / "operators.txt"
+        text.write_text(placements_report(placed.placements, placer.plan.operator_devices), encoding="utf-8")
+        return [self.entry(text, "where each operator runs, and in which order")]
+
+    def _timelines(self, place: pathlib.Path, title: str, schedule: Schedule) -> list[Entry]:
+        self.bar.step(f"{place.name}: drawing timelines")
+        try:
+            found = timelines(self.passes.plan, self.profile, self.passes.cluster, schedule)
+        except (PlanError, ScheduleError) as error:
+            logger.warning("timelines are left out of the dump: %s", error)
+            return [Entry("", f"There are no timelines: {error}")]
+        shown = " and ".join(timeline.name for timeline in found)
+        names = save_timelines(found, place, title)
+        entries = [self.entry(place / name, f"{shown}: {_TIMELINES[name]}") for name in names]
+        if "timeline.svg" not in names:
+            entries.append(Entry("", "There are no pictures of timelines: matplotlib isn't installed."))
+        if self.profile is None:
+            entries.append(Entry("", "There is no profile: tasks are taken as equally long, and nothing is simulated."))
+        return entries
+
+
+def timelines(plan: Plan, profile: Profile | None, cluster: Cluster, schedule: Schedule) -> list[Timeline]:
+    """A training step as planned and, with a profile, as simulated.
+
+    Raises:
+        PlanError: the profile is another model's.
+    """
+    found = [planned(plan, profile, cluster, schedule=schedule)]
+    if profile is not None:
+        all_reduce = "hierarchical" if plan.report is None else plan.report.all_reduce
+        found.append(Timeline.simulated(simulate(plan, profile, cluster, all_reduce=all_reduce, schedule=schedule)))
+    return found
+
+
+class _Graphs:
+    """An instrument that writes each pass's graph, as text and for TensorBoard.
+
+    Attributes:
+        files: what it has written as text.
+    """
+
+    def __init__(self, place: pathlib.Path, runs: pathlib.Path, bar: Progress) -> None:
+        self.files = Dump(place)
+        self._runs, self._bar = runs, bar
+
+    def captured(self, program: Program) -> None:
+        """Writes the graph before the first pass."""
+        self.files.graph("00_capture", program.graph, "before the first pass: the model as it was traced")
+        write_events(self._runs / "00_capture", program.graph)
+
+    def __call__(self, number: int, item: Pass, program: Program, seconds: float) -> None:
+        """Writes the graph after a pass; while stages are built, TensorBoard gets their graphs together."""
+        self._bar.step(f"{self.files.directory.name}: {item.name}")
+        self.files(number, item, program, seconds)
+        stages = {f"stage{index}": graph for index, graph in stage_graphs(program).items()}
+        graph = together(stages) if stages else program.graph
+        write_events(self._runs / f"{number:02d}_{item.name}", graph)
