@@ -20,6 +20,7 @@ from dapple_tf.checkpoints.checkpoint_manifest import Manifest
 from dapple_tf.checkpoints.checkpointing import CheckpointedFit, Checkpointing
 from dapple_tf.clusters.cluster import Cluster
 from dapple_tf.clusters.faults import FaultPolicy
+from dapple_tf.dumps.dump import dump
 from dapple_tf.errors import DappleError, DataError, NonFiniteLossError, WorkerLostError
 from dapple_tf.execution.builds import StepResult
 from dapple_tf.execution.engine import Engine
@@ -42,7 +43,6 @@ from dapple_tf.profiling.profile import Profile
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.verification import Verification, compare
-from dapple_tf.view.dump import dump
 from dapple_tf.view.planned import planned
 from graph_passes.assign_stages import AssignStages, find_call
 from graph_passes.pass_manager import run_passes

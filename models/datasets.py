@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.frontend.example_batch import ExampleBatch
+from dapple_tf.profiling.example_batch import ExampleBatch
 from models import generated_data, text
 from models.readers import fit, images, pairs, predicted_tokens, squad, text_files, tfrecords, tokens
 from models.readers.options import Request

@@ -7,8 +7,8 @@ from typing import Any
 import keras
 
 from dapple_tf.frontend.capture import Mode, build, capture
-from dapple_tf.frontend.example_batch import ExampleBatch
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.profiling.example_batch import ExampleBatch
 from graph_passes.program import Program
 
 layers = keras.layers

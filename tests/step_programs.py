@@ -13,11 +13,11 @@ from programs import HOST, attention, hosts, mlp, sgd_updates, stateful_layers, 
 
 import dapple_tf as dapple
 from dapple_tf.execution.builds import Build, Kind
+from dapple_tf.execution.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.capture import Mode, build, capture
-from dapple_tf.frontend.example_batch import ExampleBatch
-from dapple_tf.frontend.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.profiling.example_batch import ExampleBatch
 from graph_passes.accumulate import Accumulate
 from graph_passes.assign_stages import AssignStages
 from graph_passes.build_backward import BuildBackward

@@ -16,7 +16,7 @@ import tensorflow as tf
 from google.protobuf import text_format
 
 import dapple_tf as dapple
-from dapple_tf.view.dump import dump_model
+from dapple_tf.dumps.dump import dump_model
 from graph_passes.graph import GraphDef
 from graph_passes.readable import readable
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from profiled import mlp
 
-from dapple_tf.frontend.example_batch import ExampleBatch
+from dapple_tf.profiling.example_batch import ExampleBatch
 from dapple_tf.profiling.profile import ProfileError
 
 layers = keras.layers

@@ -27,7 +27,7 @@ from programs import (
 from step_programs import Case, complete, of_model, plan, sampled
 
 import dapple_tf as dapple
-from dapple_tf.frontend.example_batch import ExampleBatch
+from dapple_tf.profiling.example_batch import ExampleBatch
 from graph_passes.call_order import CALLS
 from graph_passes.flatten import Flatten
 from graph_passes.graph import (

@@ -16,7 +16,7 @@ from programs import FLOAT, HOST, apply, in_float64, layout, node, staged, step_
 from step_programs import device_names, of_model
 
 import dapple_tf as dapple
-from dapple_tf.frontend.example_batch import ExampleBatch
+from dapple_tf.profiling.example_batch import ExampleBatch
 from graph_passes.flatten import Flatten
 from graph_passes.graph import Builder, Graph, GraphDef, PassError, Ref, control_inputs, data_inputs, dtype_attr
 from graph_passes.place_operators import PlaceOperators

@@ -14,11 +14,11 @@ from programs import in_float64, step_of
 from step_programs import device_names, of_model
 
 import dapple_tf as dapple
-from dapple_tf.frontend.example_batch import ExampleBatch
 from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpGraph, Topology
 from dapple_tf.operators.split_graph import apply_splits
+from dapple_tf.profiling.example_batch import ExampleBatch
 from graph_passes.flatten import Flatten
 from graph_passes.fold_shapes import FoldShapes
 from graph_passes.graph import Graph, Ref

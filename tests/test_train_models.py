@@ -24,10 +24,10 @@ import pytest
 import dapple_tf as dapple
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture
-from dapple_tf.frontend.example_batch import ExampleBatch
 from dapple_tf.frontend.layer_cuts import layer_stages
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.planning import automatic
+from dapple_tf.profiling.example_batch import ExampleBatch
 from dapple_tf.profiling.profile import Cost, LayerProfile, Tensor
 from models.registry import MODELS, find_model
 from tools import command, train

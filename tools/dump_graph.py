@@ -16,8 +16,8 @@ import sys
 
 from absl import flags
 
+from dapple_tf.dumps.dump import dump_model
 from dapple_tf.frontend.batch import spec_of
-from dapple_tf.view.dump import dump_model
 from tools import command
 from tools.model_flags import ClusterFlag, ModelFlags, PlanFlags, ProfileFlags
 from tools.shapes import cuts_by_parameters, cuts_by_profile

@@ -11,10 +11,10 @@ import keras
 import dapple_tf as dapple
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
-from dapple_tf.frontend.example_batch import ExampleBatch
 from dapple_tf.frontend.layer_cuts import LayerStages, layer_stages
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.planning.stage_cuts import balanced, by_time
+from dapple_tf.profiling.example_batch import ExampleBatch
 from dapple_tf.profiling.profiler import kept_metrics
 
 

@@ -15,13 +15,13 @@ from dapple_tf.clusters.links import measure_links
 from dapple_tf.execution.builds import Kind
 from dapple_tf.execution.engine import Engine
 from dapple_tf.frontend.capture import Mode, check_model
-from dapple_tf.frontend.example_batch import ExampleBatch
 from dapple_tf.frontend.metrics import RunningMetrics
 from dapple_tf.frontend.optimizer import check_optimizer
 from dapple_tf.operators.build_op_graph import operator_signatures
 from dapple_tf.operators.measure_operators import add_step_stats
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.profiling.example_batch import ExampleBatch
 from dapple_tf.profiling.profile import ProfileError
 from dapple_tf.profiling.profiler import kept_metrics
 from dapple_tf.progress import Progress

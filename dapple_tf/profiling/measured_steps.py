@@ -11,8 +11,8 @@ from typing import Any
 import keras
 
 from dapple_tf.clusters.cluster import Cluster
-from dapple_tf.frontend.example_batch import ExampleBatch
 from dapple_tf.planning.plan import Plan
+from dapple_tf.profiling.example_batch import ExampleBatch
 from dapple_tf.progress import Progress
 from dapple_tf.scheduling.out_of_order import best_reverse_first_k
 

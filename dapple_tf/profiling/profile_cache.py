@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from dapple_tf.clusters.cluster import Cluster
-from dapple_tf.frontend.example_batch import ExampleBatch
+from dapple_tf.profiling.example_batch import ExampleBatch
 from dapple_tf.profiling.profile import Profile, ProfileError
 from graph_passes.assign_stages import POSITION_ATTR
 from graph_passes.graph import NodeDef

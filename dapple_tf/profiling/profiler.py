@@ -22,16 +22,16 @@ import keras
 import numpy as np
 
 from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.execution.parameter_groups import group_updates
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
-from dapple_tf.frontend.example_batch import ExampleBatch
 from dapple_tf.frontend.layer_cuts import layer_stages, with_functions, with_gradients
 from dapple_tf.frontend.metrics import RunningMetrics
 from dapple_tf.frontend.optimizer import check_optimizer
-from dapple_tf.frontend.parameter_groups import group_updates
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.planning.plan import Plan
 from dapple_tf.profiling.cost_fit import nearest_cost, shares
+from dapple_tf.profiling.example_batch import ExampleBatch
 from dapple_tf.profiling.layer_memory import LayerMemory, StepTrace, layer_memory, variable_bytes
 from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, ProfileError
 from dapple_tf.profiling.profile_cache import cache_directory, profile_key, read_profile, write_profile

@@ -9,9 +9,9 @@ from typing import Any
 import keras
 
 from dapple_tf.clusters.cluster import Cluster, Server
-from dapple_tf.frontend.example_batch import ExampleBatch
 from dapple_tf.planning.cost import CostModel
 from dapple_tf.planning.plan import Plan
+from dapple_tf.profiling.example_batch import ExampleBatch
 from dapple_tf.profiling.measured_steps import measure_steps
 from dapple_tf.profiling.profile import Profile
 

@@ -18,15 +18,15 @@ import keras
 import numpy as np
 
 from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.execution.parameter_groups import readers_of
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
-from dapple_tf.frontend.example_batch import ExampleBatch
 from dapple_tf.frontend.layer_cuts import layer_stages
 from dapple_tf.frontend.metrics import RunningMetrics
-from dapple_tf.frontend.parameter_groups import readers_of
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.planning.plan import Plan, PlanError, PlanOptions
 from dapple_tf.planning.plan_values import integer
+from dapple_tf.profiling.example_batch import ExampleBatch
 from dapple_tf.profiling.profiler import kept_metrics
 from dapple_tf.profiling.timed_session import TimedSession
 from dapple_tf.profiling.timed_step import HOST, Item, ItemKey, chained, time_stamp

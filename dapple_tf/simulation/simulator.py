@@ -49,7 +49,7 @@ def simulate(
         cluster: the devices and links; links that are unknown are free.
         overlap: all-reduce each bucket as soon as it is ready in the stage's last backward, of stages that don't share
             their devices.
-        all_reduce: ``hierarchical`` or ``flat``, see :func:`dapple_tf.planning.cost.all_reduce_seconds`.
+        all_reduce: ``hierarchical`` or ``flat``, see :func:`dapple_tf.planning.all_reduce.all_reduce_seconds`.
         schedule: run this one instead of the plan's.
         reduction_order: reduce in this order, given as positions in :attr:`CostModel.reductions`.
         next_forward: simulate from the first backwards to the end of the next step's first forwards, each of which

@@ -11,20 +11,22 @@ from collections.abc import Callable, Sequence
 import keras
 
 from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.dumps.dump_index import Entry, Section, index_page
+from dapple_tf.dumps.event_files import together, write_events
 from dapple_tf.errors import DataError
 from dapple_tf.execution.builds import Build, Kind, StepSource
+from dapple_tf.execution.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
 from dapple_tf.execution.step_passes import StepPasses, first_step_pass
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
-from dapple_tf.frontend.example_batch import ExampleBatch
 from dapple_tf.frontend.optimizer import check_optimizer
-from dapple_tf.frontend.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.placement_report import placements_report
 from dapple_tf.operators.step_placer import OPERATOR_PASSES, StepPlacer
 from dapple_tf.output_folder import filled
 from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.profiling.example_batch import ExampleBatch
 from dapple_tf.profiling.profile import Profile, ProfileError
 from dapple_tf.profiling.profiler import kept_metrics
 from dapple_tf.progress import Progress
@@ -32,8 +34,6 @@ from dapple_tf.scheduling.schedule_csv import to_csv
 from dapple_tf.scheduling.schedule_request import ScheduleError
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.dot import DrawingError, dot_text, draw_graph
-from dapple_tf.view.dump_index import Entry, Section, index_page
-from dapple_tf.view.event_files import together, write_events
 from dapple_tf.view.files import save_timelines
 from dapple_tf.view.page import graph_page
 from dapple_tf.view.planned import planned
