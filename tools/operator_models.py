@@ -21,12 +21,12 @@ import tensorflow as tf
 import dapple_tf as dapple
 import graph_passes
 from dapple_tf.execution.builds import Build, Kind
-from dapple_tf.execution.garbage import without_collection
 from dapple_tf.execution.parameter_groups import group_updates, readers_of
 from dapple_tf.execution.step_passes import StepPasses, first_step_pass
 from dapple_tf.frontend.batch import spec_of
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.garbage import without_collection
 from dapple_tf.operators import step_placer
 from graph_passes.graph import GraphDef, Ref
 from graph_passes.pass_manager import run_passes

@@ -25,7 +25,6 @@ from dapple_tf.clusters.session import COLLECTIVE_KEYS, PreparedRun, add_to_grap
 from dapple_tf.errors import DappleError, WorkerLostError
 from dapple_tf.execution.builds import Build, Kind, StepRequest, StepResult, StepSource
 from dapple_tf.execution.device_values import Holding
-from dapple_tf.execution.garbage import without_collection
 from dapple_tf.execution.parameter_groups import Places, group_updates, holdings, optimizer_variables, readers_of
 from dapple_tf.execution.step_passes import StepPasses, first_step_pass
 from dapple_tf.execution.stored_values import StoredValues
@@ -35,6 +34,7 @@ from dapple_tf.frontend.initialization import any_deferred
 from dapple_tf.frontend.metrics import merged
 from dapple_tf.frontend.optimizer import needs_all_gradients
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.garbage import without_collection
 from dapple_tf.measurement.step_nodes import replaced_bytes, step_nodes
 from dapple_tf.measurement.step_trace import MeasuredStep, Place, TracedStep, measured
 from dapple_tf.operators.op_costs import OperatorCosts

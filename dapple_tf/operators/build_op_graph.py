@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from dapple_tf.execution.garbage import without_collection
+from dapple_tf.garbage import without_collection
 from dapple_tf.operators.colocation import colocate, pin
 from dapple_tf.operators.function_work import FunctionWork
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dapple_tf.clusters.cluster import Cluster
-from dapple_tf.execution.garbage import without_collection
+from dapple_tf.garbage import without_collection
 from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.fd_dps import fd_dps
 from dapple_tf.operators.op_costs import OperatorCosts
