@@ -19,11 +19,11 @@ from dapple_tf.measurement.monitoring import PipelineMonitor
 from dapple_tf.measurement.prediction import Prediction
 from dapple_tf.measurement.step_profile import StepProfile
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.operators.operator_profiler import profile_operators
 from dapple_tf.planning.chunks import chunked
 from dapple_tf.planning.plan import Plan, PlanError
 from dapple_tf.planning.planner import plan
 from dapple_tf.profiling.measured_steps import tune_reverse_first_k
+from dapple_tf.profiling.operator_profiler import profile_operators
 from dapple_tf.profiling.profile import Profile, ProfileError
 from dapple_tf.profiling.profiler import profile
 from dapple_tf.profiling.stream_speedups import StreamProfile, measure_speedups, plan_streams

@@ -10,10 +10,10 @@ from dapple_tf.clusters.cluster import Cluster
 from dapple_tf.clusters.faults import FaultPolicy
 from dapple_tf.frontend.capture import check_model
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.operators.operator_profiler import EXAMPLE_DATA, measured_operators
 from dapple_tf.planning.automatic import plan_model
 from dapple_tf.planning.plan import Plan, PlanError
 from dapple_tf.planning.plan_values import integer
+from dapple_tf.profiling.operator_profiler import EXAMPLE_DATA, measured_operators
 from dapple_tf.profiling.profile import Profile
 from dapple_tf.trainer import PipelinedModel
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from dapple_tf.profiling.example_batch import ExampleBatch
 from models import generated_data, text
-from models.readers import fit, images, pairs, predicted_tokens, squad, text_files, tfrecords, tokens
+from models.readers import fit, images, order, pairs, predicted_tokens, squad, text_files, tfrecords, tokens
 from models.readers.options import Request
 from models.sources import DataSource, ModelError, untuned
 
@@ -79,7 +79,9 @@ def _sentences(model: keras.Model, batch_size: int, seed: int) -> tf.data.Datase
     y = tokens if len(model.output_shape) == 3 else tokens[:, 0] % model.output_shape[-1]
     if "permutation" not in inputs:
         return pooled(x, y, None, batch_size, seed)
-    x["permutation"] = predicted_tokens.permutation(present == 0, tf.constant([seed, 0], tf.int64)).numpy()
+    x["permutation"] = predicted_tokens.permutation(
+        present == 0, order.seeds_of(tf.constant(0, tf.int64), seed)
+    ).numpy()
     return pooled(x, y, (x["permutation"] > 0).astype("float32"), batch_size, seed)
 
 

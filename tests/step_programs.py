@@ -13,11 +13,11 @@ from programs import HOST, attention, hosts, mlp, sgd_updates, stateful_layers, 
 
 import dapple_tf as dapple
 from dapple_tf.execution.builds import Build, Kind
-from dapple_tf.execution.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.profiling.example_batch import ExampleBatch
+from dapple_tf.values.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
 from graph_passes.accumulate import Accumulate
 from graph_passes.assign_stages import AssignStages
 from graph_passes.build_backward import BuildBackward
@@ -167,14 +167,21 @@ def sampled(seed: int) -> Case:
     return Case(model, made, samples, head=bool(made.carried_updates) and draw.random() < 0.5)
 
 
-def of_model(model: keras.Model, plan: dapple.Plan, cluster: dapple.Cluster) -> Program:
-    """The training step of a compiled Keras model, with its own optimizer."""
-    passes, table, spec = StepPasses(plan, cluster), VariableTable(model), ExampleBatch.of(model).spec
+def built_of_model(model: keras.Model, passes: StepPasses, table: VariableTable) -> Build:
+    """The stage functions and updates of a compiled Keras model, with its own optimizer."""
+    spec = ExampleBatch.of(model).spec
     build(model, table, spec)
     captured = capture(model, table, Mode.TRAIN, spec)
     program = run_passes(captured, passes.stage_passes(Mode.TRAIN, "train_"))
-    updates, hosts = group_updates(model, table, program), readers_of(program)
-    built = Build(Mode.TRAIN, spec, program, updates, "train_", carried=passes.carried(updates))
+    updates = group_updates(model, table, program)
+    return Build(Mode.TRAIN, spec, program, updates, "train_", carried=passes.carried(updates))
+
+
+def of_model(model: keras.Model, plan: dapple.Plan, cluster: dapple.Cluster) -> Program:
+    """The training step of a compiled Keras model, with its own optimizer."""
+    passes, table = StepPasses(plan, cluster), VariableTable(model)
+    built = built_of_model(model, passes, table)
+    program, updates, hosts = built.program, built.updates, readers_of(built.program)
     kept = holdings(table, hosts, optimizer_variables(updates), passes.homes)
     schedule = passes.schedule(built, passes.layout(plan.global_batch_size), kept)
     made = passes.step_passes(built, Kind(plan.global_batch_size), schedule, hosts)

@@ -9,8 +9,12 @@ import keras
 import numpy as np
 import pytest
 from equivalence import TOLERANCE, assert_same_variables, assert_same_variables_after, pair, pipeline, use_float64
+from step_programs import built_of_model
 
 import dapple_tf as dapple
+from dapple_tf.execution.step_passes import StepPasses
+from dapple_tf.frontend.variables import VariableTable
+from graph_passes.graph import Graph
 
 optimizers = keras.optimizers
 rng = np.random.default_rng(0)
@@ -179,3 +183,16 @@ def test_an_optimizer_that_couples_stages_is_refused() -> None:
     pipelined = pipeline(model, ["flat"], (1, 1), 1, 7)
     with pytest.raises(dapple.CaptureError, match="couples variables of several stages"):
         pipelined.train_on_batch(TOKENS, TARGETS)
+
+
+@pytest.mark.parametrize("name", ["adamw", "ema", "loss_scale_optimizer"])
+def test_what_an_update_assigns_is_in_the_order_of_the_graph(name: str) -> None:
+    """TensorFlow keeps it in a set: in each run steps had another order, and operators were placed elsewhere."""
+    model = model_with(SETTINGS[name])
+    plan = dapple.Plan.manual(["flat"], [[0], [1]], 2, 4)
+    passes = StepPasses(plan, dapple.Cluster.local(2, kind="cpu"))
+    updates = built_of_model(model, passes, VariableTable(model)).updates
+    assert len(updates) == 2
+    for update in updates:
+        effects = update.apply.effects
+        assert len(effects) > 1 and list(effects) == Graph(update.apply.graph).ordered(effects)

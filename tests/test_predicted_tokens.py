@@ -32,6 +32,14 @@ def test_at_least_one_token_is_predicted(candidates: int) -> None:
     assert chosen.numpy().any() and not chosen.numpy()[special].any()
 
 
+def test_nothing_is_predicted_of_samples_of_special_tokens_only() -> None:
+    """All of them had the least draw, padding too, and were masked."""
+    special = tf.ones((12,), tf.bool)
+    changed, chosen = masked(tf.range(12), special, 99, 12, SEEDS)
+    assert not chosen.numpy().any() and changed.numpy().tolist() == list(range(12))
+    assert not permutation(special, SEEDS).numpy().any()
+
+
 def test_the_same_seeds_give_the_same() -> None:
     special, tokens = tf.zeros((64,), tf.bool), tf.range(64)
     for make in (

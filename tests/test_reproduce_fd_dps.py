@@ -214,6 +214,15 @@ def test_graphs_are_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
     assert sorted(path.name for path in tmp_path.iterdir()) == ["VGG-16-4-other.json", "VGG-16-4-other.pb"]
 
 
+def test_graphs_are_made_anew_after_changes_of_what_makes_steps_but_not_of_searches() -> None:
+    """Only files directly in the two packages counted, of which most lie deeper."""
+    root = pathlib.Path(operator_models.__file__).parents[1]
+    names = {path.relative_to(root).as_posix() for path in operator_models.sources()}
+    assert {"graph_passes/join.py", "dapple_tf/frontend/capture.py", "dapple_tf/execution/step_passes.py"} <= names
+    assert {"dapple_tf/operators/step_placer.py", "models/resnet.py", "tools/operator_models.py"} <= names
+    assert "dapple_tf/operators/fd_dps.py" not in names
+
+
 # ---- the command
 
 

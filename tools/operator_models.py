@@ -21,13 +21,13 @@ import tensorflow as tf
 import dapple_tf as dapple
 import graph_passes
 from dapple_tf.execution.builds import Build, Kind
-from dapple_tf.execution.parameter_groups import group_updates, readers_of
 from dapple_tf.execution.step_passes import StepPasses, first_step_pass
 from dapple_tf.frontend.batch import spec_of
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.garbage import without_collection
 from dapple_tf.operators import step_placer
+from dapple_tf.values.parameter_groups import group_updates, readers_of
 from graph_passes.graph import GraphDef, Ref
 from graph_passes.pass_manager import run_passes
 from graph_passes.tensorflow_bridge import Shape
@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 CACHE = pathlib.Path(__file__).parents[1] / "build" / "operator_steps"
 """Flat graphs that were made before; the large ones take a minute."""
-_SOURCES = ("graph_passes", "dapple_tf")
 
 
 @dataclass(frozen=True)
@@ -171,8 +170,15 @@ def _load(path: pathlib.Path) -> FlatStep:
 def _digest() -> str:
     """Of what makes a step: TensorFlow, Keras, the passes and what calls them; not of what searches placements."""
     found = hashlib.sha256(f"{tf.__version__} {keras.__version__}".encode())
-    root = pathlib.Path(graph_passes.__file__).parents[1]
-    own = [pathlib.Path(str(path)) for path in (__file__, resnet.__file__, step_placer.__file__)]
-    for path in sorted([*(file for name in _SOURCES for file in (root / name).glob("*.py")), *own]):
+    for path in sources():
         found.update(path.read_bytes())
     return found.hexdigest()[:16]
+
+
+def sources() -> list[pathlib.Path]:
+    """The files of which a change makes steps anew."""
+    root = pathlib.Path(graph_passes.__file__).parents[1]
+    searches = root / "dapple_tf" / "operators"
+    files = [path for name in ("graph_passes", "dapple_tf") for path in (root / name).rglob("*.py")]
+    own = [pathlib.Path(str(path)) for path in (__file__, resnet.__file__, step_placer.__file__)]
+    return sorted([*(path for path in files if searches not in path.parents), *own])

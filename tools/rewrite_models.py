@@ -28,7 +28,6 @@ from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf.execution.builds import Build, Kind
-from dapple_tf.execution.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
 from dapple_tf.execution.step_passes import StepPasses, first_step_pass
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture
@@ -36,6 +35,7 @@ from dapple_tf.frontend.layer_cuts import LayerStages, layer_stages
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.garbage import without_collection
 from dapple_tf.profiling.example_batch import ExampleBatch
+from dapple_tf.values.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
 from graph_passes.graph import GraphDef
 from graph_passes.pass_manager import Pass, run_passes
 from graph_passes.program import Program

@@ -35,9 +35,9 @@ from absl import app, flags
 
 import dapple_tf as dapple
 from dapple_tf.frontend.batch import Batches
-from dapple_tf.operators.operator_profiler import measured_operators
 from dapple_tf.operators.placement_report import placements_report
 from dapple_tf.planning.automatic import measured, plan_model
+from dapple_tf.profiling.operator_profiler import measured_operators
 from dapple_tf.transformation import FD_DPS
 from models.sources import DataSource, ModelError
 from tools import command

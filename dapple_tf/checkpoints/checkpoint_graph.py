@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 
-from dapple_tf.execution.device_values import Holding
+from dapple_tf.values.device_values import Holding
 from graph_passes.graph import AttrValue, Builder, Ref, dtype_attr, dtypes_attr
 from graph_passes.outline import FunctionDef, call_node, placeholder
 from graph_passes.program import Variable

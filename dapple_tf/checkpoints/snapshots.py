@@ -11,8 +11,8 @@ import tensorflow as tf
 from dapple_tf.checkpoints.checkpoint_graph import RestoreGraph, SnapshotGraph
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
 from dapple_tf.errors import reason
-from dapple_tf.execution.device_values import Holding
-from dapple_tf.execution.stored_values import Run
+from dapple_tf.values.device_values import Holding
+from dapple_tf.values.stored_values import Run
 from graph_passes.graph import GraphDef
 
 

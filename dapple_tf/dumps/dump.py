@@ -15,7 +15,6 @@ from dapple_tf.dumps.dump_index import Entry, Section, index_page
 from dapple_tf.dumps.event_files import together, write_events
 from dapple_tf.errors import DataError
 from dapple_tf.execution.builds import Build, Kind, StepSource
-from dapple_tf.execution.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
 from dapple_tf.execution.step_passes import StepPasses, first_step_pass
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
@@ -32,11 +31,12 @@ from dapple_tf.profiling.profiler import kept_metrics
 from dapple_tf.progress import Progress
 from dapple_tf.scheduling.schedule_csv import to_csv
 from dapple_tf.scheduling.schedule_request import ScheduleError
+from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
+from dapple_tf.values.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
 from dapple_tf.view.dot import DrawingError, dot_text, draw_graph
 from dapple_tf.view.files import save_timelines
 from dapple_tf.view.page import graph_page
-from dapple_tf.view.planned import planned
 from dapple_tf.view.task_graph import TaskGraph, task_graph
 from dapple_tf.view.timeline import Timeline
 from graph_passes.pass_manager import Dump, Dumped, Pass, run_passes, stage_graphs

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dapple_tf.execution.device_values import Holding
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.measurement.step_nodes import StepNode
 from dapple_tf.measurement.step_trace import TracedStep
 from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.operators.step_placer import PlacedStep
+from dapple_tf.values.device_values import Holding
 from graph_passes.graph import Ref
 from graph_passes.group_update import GroupUpdate
 from graph_passes.program import Program, Step

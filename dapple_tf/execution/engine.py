@@ -24,10 +24,7 @@ from dapple_tf.clusters.remote_session import RemoteSession
 from dapple_tf.clusters.session import COLLECTIVE_KEYS, PreparedRun, add_to_graph
 from dapple_tf.errors import DappleError, WorkerLostError
 from dapple_tf.execution.builds import Build, Kind, StepRequest, StepResult, StepSource
-from dapple_tf.execution.device_values import Holding
-from dapple_tf.execution.parameter_groups import Places, group_updates, holdings, optimizer_variables, readers_of
 from dapple_tf.execution.step_passes import StepPasses, first_step_pass
-from dapple_tf.execution.stored_values import StoredValues
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, output_structure
 from dapple_tf.frontend.initialization import any_deferred
@@ -41,6 +38,9 @@ from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.operators.step_placer import PlacedStep, StepPlacer
 from dapple_tf.planning.plan import Plan
+from dapple_tf.values.device_values import Holding
+from dapple_tf.values.parameter_groups import Places, group_updates, holdings, optimizer_variables, readers_of
+from dapple_tf.values.stored_values import StoredValues
 from dapple_tf.view.timeline import device_labels
 from graph_passes.accumulate import accumulated_gradients
 from graph_passes.graph import GraphDef

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from dapple_tf.clusters.cluster import Cluster
 from dapple_tf.execution.builds import Build, Kind
-from dapple_tf.execution.device_values import Holding
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.planning.memory_limits import residuals_held
 from dapple_tf.planning.plan import Plan
+from dapple_tf.values.device_values import Holding
 from graph_passes.accumulate import Accumulate, accumulated_gradients
 from graph_passes.assign_stages import AssignStages
 from graph_passes.build_backward import BuildBackward

@@ -275,6 +275,8 @@ def _capture(
             make_constant(nodes[internal.op.name], external.numpy())
     inputs = [Ref.parse(tensor.name) for tensor in graph.inputs[: len(specs)]]
     present = Graph(graph_def)
+    # TensorFlow keeps them in a set, in another order in each run.
+    effects = [op.name for op in graph.control_outputs if op.name in present and op.type != "NoOp"]
     return Captured(
         graph_def,
         gradients={name: inputs[place[0]] for name, place in places.items() if len(place) == 1},
@@ -282,5 +284,5 @@ def _capture(
         slices={name: (inputs[place[0]], inputs[place[1]]) for name, place in places.items() if len(place) == 2},
         totals=inputs[-1] if wants_totals else None,
         outputs=tuple(Ref.parse(tensor.name) for tensor in graph.outputs),
-        effects=tuple(op.name for op in graph.control_outputs if op.name in present and op.type != "NoOp"),
+        effects=tuple(present.ordered(effects)),
     )

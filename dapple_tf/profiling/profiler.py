@@ -22,7 +22,6 @@ import keras
 import numpy as np
 
 from dapple_tf.clusters.cluster import Cluster
-from dapple_tf.execution.parameter_groups import group_updates
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
 from dapple_tf.frontend.layer_cuts import layer_stages, with_functions, with_gradients
@@ -46,6 +45,7 @@ from dapple_tf.profiling.timed_step import (
     timed_step,
 )
 from dapple_tf.progress import Progress
+from dapple_tf.values.parameter_groups import group_updates
 from graph_passes.group_update import GroupUpdate
 from graph_passes.partition import Partition
 from graph_passes.pass_manager import run_passes

@@ -18,7 +18,6 @@ import keras
 import numpy as np
 
 from dapple_tf.clusters.cluster import Cluster
-from dapple_tf.execution.parameter_groups import readers_of
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
 from dapple_tf.frontend.layer_cuts import layer_stages
@@ -34,6 +33,7 @@ from dapple_tf.progress import Progress
 from dapple_tf.scheduling import joint_scheduling
 from dapple_tf.scheduling.joint_scheduling import StreamTimes
 from dapple_tf.scheduling.stream_schedule import JOINT
+from dapple_tf.values.parameter_groups import readers_of
 from graph_passes.assign_stages import AssignStages
 from graph_passes.batching import split_evenly
 from graph_passes.build_backward import BuildBackward

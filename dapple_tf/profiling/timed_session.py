@@ -11,9 +11,9 @@ import tensorflow as tf
 from dapple_tf.clusters.cluster import Cluster
 from dapple_tf.clusters.connection import open_session
 from dapple_tf.clusters.session import add_to_graph
-from dapple_tf.execution.device_values import DeviceValues, Holding
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.profiling.timed_step import LAST, ItemKey, TimedStep
+from dapple_tf.values.device_values import DeviceValues, Holding
 from graph_passes.graph import GraphDef, Ref
 from graph_passes.program import Variable
 from graph_passes.storage import by_dtype

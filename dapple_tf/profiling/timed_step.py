@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 
-from dapple_tf.execution.parameter_groups import readers_of
+from dapple_tf.values.parameter_groups import readers_of
 from graph_passes.accumulate import Accumulate
 from graph_passes.graph import PHASE_ATTR, STAGE_ATTR, Builder, Graph, GraphDef, NodeDef, Ref, dtype_attr, shape_attr
 from graph_passes.group_update import GroupUpdate

@@ -11,7 +11,7 @@ _ORDERED = 1 / 6  # As XLNet: the last 1/K in the order of a permutation, K = 6 
 def masked(
     tokens: tf.Tensor, special: tf.Tensor, mask: int, size: int, seeds: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Some tokens masked out, as for BERT, and at least one.
+    """Some tokens masked out, as for BERT, and at least one where there are any that aren't special.
 
     Args:
         tokens: int32 [sequence].
@@ -24,7 +24,7 @@ def masked(
         The tokens, some of them masked, and bool [sequence], which are to be predicted.
     """
     drawn = tf.where(special, 2.0, tf.random.stateless_uniform(tf.shape(tokens), seeds))
-    chosen = (drawn < _MASKED) | (drawn == tf.reduce_min(drawn))
+    chosen = ~special & ((drawn < _MASKED) | (drawn == tf.reduce_min(drawn)))
     way = tf.random.stateless_uniform(tf.shape(tokens), seeds + 1)
     others = tf.random.stateless_uniform(tf.shape(tokens), seeds + 2, 0, size, tf.int32)
     changed = tf.where(way < 0.8, mask, tf.where(way < 0.9, others, tokens))
@@ -32,12 +32,13 @@ def masked(
 
 
 def permutation(special: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
-    """The order in which some tokens are predicted, as for XLNet of two streams; at least one of each sample.
+    """The order in which some tokens are predicted, as for XLNet of two streams.
 
-    These are drawn one by one, where XLNet draws spans of one to five.
+    They are drawn one by one, where XLNet draws spans of one to five; at least one of a sample that has any that aren't
+    special.
 
     Args:
-        special: bool [..., sequence], tokens that aren't to be predicted, such as padding; not all of them.
+        special: bool [..., sequence], tokens that aren't to be predicted, such as padding.
         seeds: int64 [2]; the same ones give the same.
 
     Returns:
@@ -48,4 +49,4 @@ def permutation(special: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
     place = tf.argsort(tf.argsort(drawn, axis=-1), axis=-1)
     candidates = tf.reduce_sum(tf.cast(~special, tf.float32), axis=-1, keepdims=True)
     count = tf.maximum(1, tf.cast(tf.round(candidates * _ORDERED), tf.int32))
-    return tf.where(place < count, place + 1, 0)
+    return tf.where(~special & (place < count), place + 1, 0)

@@ -226,10 +226,11 @@ def _task(text: str, model: keras.Model, sequence: int, ordered: bool) -> Task:
         return "spans"
     if len(known) == 1 and len(known[0]) == 1 and known[0][0] >= 2 and not ordered:
         return "classes"
-    others = f"[2, {sequence}] (start and end), [2 or more classes] (has an answer) or "
+    tokens = f"[{sequence}, {fit.vocabulary_of(model, logits=False)}] (tokens)"
+    others = f"[2, {sequence}] (start and end), [2 or more classes] (has an answer) or {tokens}"
     raise ModelError(
         f"{text}: for each sample {model.name!r} gives {' and '.join(str(list(shape)) for shape in known)}; questions "
-        f"are for logits {'' if ordered else others}[{sequence}, vocabulary] (tokens)"
+        f"are for logits {others}" + (f", but for a model that takes {_PERMUTATION!r} only the last" if ordered else "")
     )
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from dapple_tf.execution.device_values import Holding
 from dapple_tf.frontend.initialization import Initial
+from dapple_tf.values.device_values import Holding
 from graph_passes.graph import Builder, Graph, GraphDef, Ref, control_inputs, data_inputs, shape_attr
 from graph_passes.outline import FunctionDef, call_node, outline, placeholder
 from graph_passes.program import Variable

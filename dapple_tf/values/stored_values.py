@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 
-from dapple_tf.execution.device_initialization import initialization, reading, rearrangement, removal
-from dapple_tf.execution.device_values import DeviceValues, Holding, load_one
 from dapple_tf.frontend.initialization import Initial, initial_of
 from dapple_tf.frontend.variables import VariableTable, assign_value
+from dapple_tf.values.device_initialization import initialization, reading, rearrangement, removal
+from dapple_tf.values.device_values import DeviceValues, Holding, load_one
 from graph_passes.graph import GraphDef
 from graph_passes.storage import buckets, by_dtype
 

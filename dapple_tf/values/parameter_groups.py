@@ -8,9 +8,9 @@ from typing import TypeAlias
 import keras
 import tensorflow as tf
 
-from dapple_tf.execution.device_values import Holding
 from dapple_tf.frontend.optimizer import capture_updates, check_optimizer
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.values.device_values import Holding
 from graph_passes.accumulate import accumulated_gradients, sliced_gradients
 from graph_passes.graph import Graph
 from graph_passes.group_update import GroupUpdate
