@@ -40,10 +40,10 @@ from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.planning.plan import Plan
 from dapple_tf.profiling.profile import Profile
-from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.verification import Verification, compare
+from dapple_tf.view.planned import planned
 from graph_passes.assign_stages import AssignStages, find_call
 from graph_passes.pass_manager import run_passes
 from graph_passes.program import LayerCall

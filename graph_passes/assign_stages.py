@@ -88,7 +88,8 @@ class AssignStages:
         shapes = _shapes(program) if self.cuts or roles.normalizers else []
         foreign = _shapes_read_later(graph, stage_of) | _shapes_of_normalizers(graph, roles)
         if foreign:
-            sources = [Graph(program.graph).inputs(name)[0] for name in foreign]
+            given = Graph(program.graph)
+            sources = [given.inputs(name)[0] for name in foreign]
             graph_def = _with_known_shapes(program, _inferred(program, shapes, sources), foreign)
             graph = Graph(graph_def)
             stage_of = _node_stages(graph, roles, positions)

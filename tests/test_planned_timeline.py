@@ -13,8 +13,8 @@ from dapple_tf.clusters.cluster import Cluster, Device, Server
 from dapple_tf.planning.plan import Plan, PlanError
 from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.scheduling.schedules import POLICIES, ScheduleError, make_schedule
-from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
+from dapple_tf.view.planned import planned
 from dapple_tf.view.timeline import Timeline
 from graph_passes.tasks import Schedule
 from tests.schedule_runs import execute, vee

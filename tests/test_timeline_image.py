@@ -17,11 +17,11 @@ import pytest
 from dapple_tf.clusters.cluster import Cluster, Device
 from dapple_tf.planning.plan import Plan
 from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
-from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulation import Span
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.colours import COLOURS
 from dapple_tf.view.image import _coarse, draw_timelines
+from dapple_tf.view.planned import planned
 from dapple_tf.view.timeline import Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"

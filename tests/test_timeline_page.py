@@ -18,10 +18,10 @@ from browser import Page
 from dapple_tf.clusters.cluster import Cluster, Device
 from dapple_tf.planning.plan import Plan
 from dapple_tf.profiling.profile_text import load_text
-from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulation import Span
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.page import TIMELINE_SCRIPTS, assemble, asset, embedded, timeline_data, timeline_page
+from dapple_tf.view.planned import planned
 from dapple_tf.view.timeline import Lane, Timeline
 
 Show = Callable[..., Page]

@@ -16,9 +16,9 @@ from dapple_tf.clusters.cluster import Cluster, Device
 from dapple_tf.planning.plan import Plan
 from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.scheduling.schedules import POLICIES
-from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulation import Span
 from dapple_tf.simulation.simulator import simulate
+from dapple_tf.view.planned import planned
 from dapple_tf.view.text import timeline_text
 from dapple_tf.view.time_axis import bytes_text, common_unit, shown_unit, ticks, time_text
 from dapple_tf.view.timeline import Timeline

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from dapple_tf.clusters.cluster import Cluster, Device
 from dapple_tf.planning.plan import Plan
 from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
-from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulation import Span
 from dapple_tf.simulation.simulator import simulate
+from dapple_tf.view.planned import planned
 from dapple_tf.view.timeline import Timeline
 from dapple_tf.view.trace_events import save_trace, trace_events
 from tests import browser

@@ -31,12 +31,12 @@ from dapple_tf.profiling.profiler import kept_metrics
 from dapple_tf.progress import Progress
 from dapple_tf.scheduling.schedule_csv import to_csv
 from dapple_tf.scheduling.schedule_request import ScheduleError
-from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.values.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
 from dapple_tf.view.dot import DrawingError, dot_text, draw_graph
 from dapple_tf.view.files import save_timelines
 from dapple_tf.view.page import graph_page
+from dapple_tf.view.planned import planned
 from dapple_tf.view.task_graph import TaskGraph, task_graph
 from dapple_tf.view.timeline import Timeline
 from graph_passes.pass_manager import Dump, Dumped, Pass, run_passes, stage_graphs

@@ -54,7 +54,7 @@ class StepProfile:
         step: the measured step.
         plan: the plan that it ran by.
         simulation: what was simulated; None without a profile, and for a batch that isn't full.
-        planned: the schedule by itself, see `dapple_tf.simulation.planned.planned`; None for a batch that isn't full.
+        planned: the schedule by itself, see `dapple_tf.view.planned.planned`; None for a batch that isn't full.
         untraced_seconds: the same step without tracing; None if that isn't known.
     """
 

@@ -1,1 +1,1 @@
-"""What layers cost, as it is measured on a device."""
+"""What layers, operators, streams and whole steps cost, as it is measured on devices."""
