@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import graphlib
+import itertools
 from collections.abc import Mapping, Sequence
 
 from graph_passes.graph import Graph, NodeDef, PassError, control_inputs, dtype_name
@@ -171,9 +173,12 @@ def _verify_collectives(graph: Graph) -> None:
     for instance, devices in members.items():
         if len(devices) != sizes[instance]:
             raise PassError(f"all-reduce {instance} has a group of {sizes[instance]} but {len(devices)} members")
-        for other, others in members.items():
-            ranks = {orders[device].index(instance) < orders[device].index(other) for device in devices & others}
-            if len(ranks) > 1:
-                raise PassError(
-                    f"all-reduces {instance} and {other} run in different orders on {sorted(devices & others)}"
-                )
+    before: dict[int, dict[int, str]] = {}  # instance -> each that comes right before it, and on which device
+    for device, order in orders.items():
+        for first, second in itertools.pairwise(order):
+            before.setdefault(second, {}).setdefault(first, device)
+    try:
+        graphlib.TopologicalSorter(before).prepare()
+    except graphlib.CycleError as error:
+        steps = (f"{one} before {two} on {before[two][one]!r}" for one, two in itertools.pairwise(error.args[1]))
+        raise PassError(f"all-reduces wait for each other in a circle: {', '.join(steps)}") from error

@@ -28,11 +28,13 @@ from programs import (
     two_stages,
     updated,
 )
+from tensorflow.core.framework import types_pb2
 
 from graph_passes.batching import Interval
-from graph_passes.graph import GraphDef, NodeDef, PassError, Ref
+from graph_passes.graph import Builder, Graph, GraphDef, NodeDef, PassError, Ref
 from graph_passes.program import Layout, Program, Stage, StageFunction, Value
-from graph_passes.verify import verify
+from graph_passes.tensorflow_bridge import empty_graph
+from graph_passes.verify import _verify_collectives, verify
 
 
 def refused(program: Program, *, complete: bool = False) -> str:
@@ -322,10 +324,29 @@ def test_collectives_run_in_one_order_on_all_members() -> None:
     first, second, *_ = reductions(program, devices[1])
     for place in (0, 3):
         first.input[place], second.input[place] = second.input[place], first.input[place]
-    one, other = (node(program, each.input[3]).attr["value"].tensor.int_val[0] for each in (second, first))
-    assert refused(program) in {
-        f"all-reduces {a} and {b} run in different orders on {sorted(devices)}" for a, b in ((one, other), (other, one))
-    }
+    numbers = [node(program, each.input[3]).attr["value"].tensor.int_val[0] for each in (second, first)]
+    text = refused(program)
+    assert text.startswith("all-reduces wait for each other in a circle: ")
+    for one, other in (numbers, numbers[::-1]):
+        assert any(f"{one} before {other} on {device!r}" in text for device in devices)
+
+
+def test_collectives_of_three_groups_do_not_wait_for_each_other_in_a_circle() -> None:
+    """Any two of them share one device only, so that none is ordered otherwise elsewhere: yet all would wait."""
+    program = collective_program()
+    graph = empty_graph()
+    builder = Builder(graph)
+    value, size, key = (builder.const(number, types_pb2.DT_INT32) for number in (7, 2, 1))
+    made: dict[str, str] = {}
+    for device, instance in (("a", 1), ("a", 3), ("b", 2), ("b", 1), ("c", 3), ("c", 2)):
+        inputs = [value, size, key, builder.const(instance, types_pb2.DT_INT32)]
+        waits = [made[device]] if device in made else []
+        made[device] = builder.add("reduce", "CollectiveReduceV2", inputs, device=device, control=waits).node
+    with pytest.raises(PassError, match="in a circle: ") as error:
+        _verify_collectives(Graph(graph))
+    for step in ("1 before 3 on 'a'", "2 before 1 on 'b'", "3 before 2 on 'c'"):
+        assert step in str(error.value)
+    _verify_collectives(Graph(program.graph))
 
 
 def test_stages_that_share_a_weight_reduce_it_together() -> None:
