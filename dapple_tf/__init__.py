@@ -12,6 +12,7 @@ from dapple_tf.errors import (
     DataError,
     NonFiniteLossError,
     StepError,
+    VerificationError,
     WorkerLostError,
 )
 from dapple_tf.frontend.initialization import deferred_init
@@ -64,6 +65,7 @@ __all__ = [
     "StepProfile",
     "StreamProfile",
     "Verification",
+    "VerificationError",
     "WorkerLostError",
     "chunked",
     "deferred_init",

@@ -38,11 +38,17 @@ class WorkerLostError(DappleError):
         self.task, self.address = task, address
 
 
+class VerificationError(DappleError):
+    """A pipeline differs from plain Keras without a known reason; the text is the table of what differs."""
+
+
 def reason(error: BaseException) -> str:
     """What an error says, in one line, without what Keras and TensorFlow put around it."""
     text = re.sub(r"\x1b\[\d*m", "", str(getattr(error, "message", error)))
     text = re.sub(r"\{\{\w+ \S*\}\} ?|\[\[\{\{.*?\}\}\]\]| ?\[Op:\w+\]( name:)?", "", text)
     lines = [line.strip(" '") for line in text.splitlines()]
+    if lines and lines[0] == "in user code:":  # AutoGraph's frames follow, then what has happened
+        lines = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Warning)\b.*: ", line)] or lines[1:]
     frame = (
         r"(Unable to automatically build|Exception encountered|Graph execution error|Detected at node|Node:"
         r"|\d+ root error|From /job:\S+:$|=+$)"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
 import os
 import pathlib
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -20,6 +22,7 @@ from dapple_tf.checkpoints.checkpoint_manifest import Manifest
 from dapple_tf.checkpoints.checkpointing import CheckpointedFit, Checkpointing
 from dapple_tf.clusters.cluster import Cluster
 from dapple_tf.clusters.faults import FaultPolicy
+from dapple_tf.compared_steps import Outcome, Reasons, Run, compare_steps, pipelined_steps
 from dapple_tf.dumps.dump import dump
 from dapple_tf.errors import DappleError, DataError, NonFiniteLossError, WorkerLostError
 from dapple_tf.execution.builds import StepResult
@@ -27,46 +30,53 @@ from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.recovery import FaultRecord
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.execution.step_passes import StepPasses
+from dapple_tf.execution.terminal import beside_progress_bar
 from dapple_tf.frontend.attachment import Hooks, attached, with_sync
 from dapple_tf.frontend.batch import Batch, Batches, BatchSpec, declared_spec
+from dapple_tf.frontend.batch_sizes import BatchSizes
 from dapple_tf.frontend.capture import Mode, capture, check_model
 from dapple_tf.frontend.functional import cuts_are_safe
 from dapple_tf.frontend.initialization import materialize
 from dapple_tf.frontend.optimizer import check_optimizer
+from dapple_tf.frontend.own_steps import own_steps
+from dapple_tf.frontend.py_functions import check_py_functions, may_have_py_functions
+from dapple_tf.keras_methods import KerasMethods
 from dapple_tf.measurement.monitoring import PipelineMonitor, StepMonitor
 from dapple_tf.measurement.prediction import Prediction
 from dapple_tf.measurement.step_profile import StepProfile
+from dapple_tf.notes import Note, notes_of
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.planning.plan import Plan
 from dapple_tf.profiling.profile import Profile
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.simulation.simulator import simulate
-from dapple_tf.verification import Verification, compare
+from dapple_tf.verification import Verification, compare, not_comparable
 from dapple_tf.view.planned import planned
 from graph_passes.assign_stages import AssignStages, find_call
 from graph_passes.pass_manager import run_passes
 from graph_passes.program import LayerCall
+from graph_passes.slice_shapes import LengthsUnknownError
 
 logger = logging.getLogger(__name__)
 
 
-class PipelinedModel:
+class PipelinedModel(KerasMethods):
     """A Keras model that trains as a pipeline.
 
     ``fit``, ``evaluate``, ``predict`` and the ``*_on_batch`` methods are those of the user's model, whose training,
     test and prediction functions run the pipeline's step graphs meanwhile: callbacks, History, progress bar and
-    validation are Keras' own and see the user's model.
+    validation are Keras' own and see the user's model. ``summary``, ``layers``, ``get_weights``, ``optimizer``,
+    ``compile`` and whatever else the user's model has are attributes of this one, too; assigning one that steps don't
+    follow is an error.
 
-    Values live in two places: on the devices, which train, and in the user's model. ``sync`` copies them to the model;
-    ``fit`` does so when it begins, before validation and at the end of each epoch, before callbacks see the model. What
-    is assigned to the model while both agree (by callbacks then, or by the user after a ``sync`` or ``fit``) is noticed
-    and taken over before the next step; ``load`` makes the model's values count at any time. Within an epoch, callbacks
-    get fresh values by ``get_weights``, ``save`` and ``save_weights``, and may assign them by ``set_weights`` and
-    ``load_weights``; the learning rate counts from the next step.
+    Values live in two places: on the devices, which train, and in the user's model. Who looks doesn't notice: a
+    variable of the model or its optimizer is fetched when it is read, by callbacks, in loops of one's own, by functions
+    that were traced, and what is assigned counts from the next step. ``sync`` fetches all of them at once; ``fit`` does
+    so when it begins, before validation and at the end of each epoch. Models that share variables see each other's.
 
-    An error leaves the model with its values of the last ``sync``. When the model has been compiled again, or layers
-    frozen, the next call makes new step graphs.
+    An error in a step leaves the model with the values of its last ``sync``. When the model has been compiled again, or
+    layers frozen, the next call makes new step graphs.
 
     Attributes:
         model: the user's Keras model.
@@ -75,6 +85,8 @@ class PipelinedModel:
         last_step_seconds: time of the last training step, from feeding the devices to their results; what Keras does
             before and after isn't in it.
     """
+
+    _own = frozenset({"model", "profile", "prediction", "last_step_seconds"})
 
     def __init__(
         self,
@@ -92,6 +104,7 @@ class PipelinedModel:
             raise ValueError(f"on_non_finite_loss={on_non_finite_loss!r} is unknown; use 'stop' or 'continue'")
         self.model, self.profile = model, profile
         self.last_step_seconds = 0.0
+        self._sizes = BatchSizes()
         self.prediction: Prediction | None = None
         simulation: Simulation | None = None
         if profile is not None:
@@ -132,13 +145,21 @@ class PipelinedModel:
         return [*compiled, *model.variables, None, *model.trainable_variables]
 
     def _check_cuts(self) -> None:
-        """Finds errors in cuts before any data is there; of a model without declared inputs only unknown names."""
-        if cuts_are_safe(self.model, self.plan.cuts):
+        """Finds errors in cuts, and code that workers lack, before any data is there.
+
+        Of a model without declared inputs only unknown names. Nothing is assumed of lengths that the model leaves open:
+        what depends on them shows with the first batch.
+        """
+        addresses = self.cluster.addresses
+        asked = bool(addresses) and may_have_py_functions(self.model)
+        if not asked and cuts_are_safe(self.model, self.plan.cuts):
             return
         spec = declared_spec(self.model)
         if spec is not None:
             program = capture(self.model, self._engine.table, Mode.PREDICT, spec)
-            run_passes(program, [AssignStages(self.plan.cuts)])
+            check_py_functions(program.graph, addresses)
+            with contextlib.suppress(LengthsUnknownError):  # The first batch tells them.
+                run_passes(program, [AssignStages(self.plan.cuts)])
             return
         layers = [item for layer in self.model._flatten_layers() for item in (layer, *getattr(layer, "operations", ()))]
         names = {layer.name for layer in layers if layer is not self.model}
@@ -149,75 +170,21 @@ class PipelinedModel:
 
     # ---- Keras' methods
 
-    def fit(
-        self,
-        x: Any = None,
-        y: Any = None,
-        *,
-        batch_size: int | None = None,
-        checkpoint: Checkpointing | None = None,
-        resume: bool = False,
-        **arguments: Any,
-    ) -> Any:
-        """``keras.Model.fit``; ``batch_size`` and ``validation_batch_size`` are by default the plan's.
-
-        Args:
-            x: as for Keras.
-            y: as for Keras.
-            batch_size: of arrays; the plan's global batch size.
-            checkpoint: when and where to save checkpoints, in the background.
-            resume: go on from the newest checkpoint of that directory, if it has any: with the same plan, devices and
-                data, as if training hadn't stopped. Callbacks' own state isn't in it.
-            arguments: as for Keras.
-
-        Raises:
-            DataError: batches don't fit the plan, or change their structure or shape.
-            NonFiniteLossError: the loss isn't finite and the transform was told to stop.
-            CheckpointError: the checkpoint to go on from is damaged, or of another model or other data.
-        """
-        if resume and checkpoint is None:
-            raise ValueError("resume=True goes on from a checkpoint; give checkpoint=Checkpointing(directory), too")
-        planned = self.plan.global_batch_size
-        if batch_size not in (None, planned):
-            raise DataError(
-                f"batch_size={batch_size}, but the plan's global batch size is {planned}: leave batch_size out, or "
-                f"make a plan with global_batch_size={batch_size}"
-            )
-        arguments["validation_batch_size"] = arguments.get("validation_batch_size") or planned
-        if checkpoint is None:
-            return self._call("fit", x, y, batch_size=planned, **arguments)
+    def _fit_with_checkpoints(self, checkpoint: Checkpointing, resume: bool, arguments: dict[str, Any]) -> Any:
+        batch_size = arguments.pop("batch_size")
         save = functools.partial(self._runtime.save, checkpoint.directory, checkpoint.keep)
-        fit = CheckpointedFit(checkpoint, self.model, planned, save, lambda: self._runtime.steps)
+        fit = CheckpointedFit(checkpoint, self.model, batch_size, save, lambda: self._runtime.steps)
         source = fit.resumable() if resume else None
         if source is not None:
             self._follow()
             self._runtime.restore(source)
+        x, y = arguments.pop("x"), arguments.pop("y")
         try:
-            return self._call("fit", batch_size=planned, **fit.arguments(source, x, y, **arguments))
+            return self._call("fit", batch_size=batch_size, **fit.arguments(source, x, y, **arguments))
         finally:
             self._runtime.saver.finish()
 
-    def evaluate(self, x: Any = None, y: Any = None, *, batch_size: int | None = None, **arguments: Any) -> Any:
-        """``keras.Model.evaluate``, forward only; ``batch_size`` is by default the plan's global batch size."""
-        return self._call("evaluate", x, y, batch_size=batch_size or self.plan.global_batch_size, **arguments)
-
-    def predict(self, x: Any, *, batch_size: int | None = None, **arguments: Any) -> Any:
-        """``keras.Model.predict``, forward only; ``batch_size`` is by default the plan's global batch size."""
-        return self._call("predict", x, batch_size=batch_size or self.plan.global_batch_size, **arguments)
-
-    def train_on_batch(self, x: Any, y: Any = None, **arguments: Any) -> Any:
-        """``keras.Model.train_on_batch``, of up to the plan's global batch size."""
-        return self._call("train_on_batch", x, y, **arguments)
-
-    def test_on_batch(self, x: Any, y: Any = None, **arguments: Any) -> Any:
-        """``keras.Model.test_on_batch``."""
-        return self._call("test_on_batch", x, y, **arguments)
-
-    def predict_on_batch(self, x: Any) -> Any:
-        """``keras.Model.predict_on_batch``."""
-        return self._call("predict_on_batch", x)
-
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, method: str, **kwargs: Any) -> Any:
         """Calls a method of the user's model, whose steps run here meanwhile."""
         self._follow()
         hooks = Hooks(
@@ -225,7 +192,6 @@ class PipelinedModel:
             test=self._function(Mode.TEST),
             predict=self._predict,
             sync=self.sync,
-            load=self.load,
             agree=self._runtime.agree,
             steps_left=lambda count: setattr(self, "_steps_left", count),
         )
@@ -237,9 +203,10 @@ class PipelinedModel:
             self._steps_left = 0
             if method == "fit":
                 self._watch_by(kwargs.get("callbacks"), stack)
+                stack.enter_context(beside_progress_bar(kwargs.get("verbose", "auto")))
             if method == "fit" or kwargs.get("callbacks") is not None:
                 kwargs["callbacks"] = stack.enter_context(with_sync(kwargs.get("callbacks"), hooks))
-            return getattr(self.model, method)(*args, **kwargs)
+            return getattr(self.model, method)(**kwargs)
 
     def _watch_by(self, callbacks: Any, stack: contextlib.ExitStack) -> None:
         """Has the user's `PipelineMonitor` told of the steps, if there is one among the callbacks."""
@@ -286,8 +253,11 @@ class PipelinedModel:
         return self.model
 
     def load(self) -> None:
-        """Makes the values of the user's model and optimizer count, over those that the devices have."""
-        self._runtime.values.load()
+        """Has the next step copy all values of the user's model and optimizer to the devices.
+
+        That is done anyway with what is assigned; this is for values that were changed past TensorFlow's variables.
+        """
+        self._runtime.load()
 
     def save(self, path: str | pathlib.Path, **arguments: Any) -> None:
         """``sync``, then ``keras.Model.save``."""
@@ -344,25 +314,74 @@ class PipelinedModel:
         self._compiled = []
         self._runtime.close(sync=sync)
 
+    def __del__(self) -> None:
+        """Leaves trained values in the user's model, unless they are too many for it (`deferred_init`)."""
+        runtime = getattr(self, "_runtime", None)
+        if runtime is not None and not sys.is_finalizing():
+            runtime.leave()
+
     # ---- looking inside
 
-    def verify(self, x: Any, y: Any = None, sample_weight: Any = None) -> Verification:
-        """Compares one step with plain Keras on one device: the loss and every gradient.
+    def verify(
+        self, x: Any, y: Any = None, sample_weight: Any = None, *, steps: int = 3, float64: bool = True
+    ) -> Verification:
+        """Compares training steps on a batch with plain Keras: loss, gradients, then all that some steps change.
 
-        Layers that draw random numbers or normalise by the batch don't give the same on slices as on the whole batch,
-        so that where a plan cuts it, a model with such layers is compared in inference behaviour (``training=False``);
-        the result says so.
+        The steps compare every variable, optimizer slot and metric, in the model's dtype and once more in float64, by
+        which rounding is told from what is different. Layers that draw random numbers or normalise by the batch don't
+        give the same on slices as on the whole batch, so that where a plan cuts it, a model with such layers is also
+        compared in inference behaviour (``training=False``); the result says so.
         Nothing changes, but that the user's model gets the devices' values (``sync``).
+
+        Args:
+            x: one batch of inputs, as for ``train_on_batch``.
+            y: its labels.
+            sample_weight: its weights.
+            steps: how many; 0 compares the loss and the gradients of one step only.
+            float64: make the same steps with a model of the same layers in float64, too, on the same devices, if the
+                model can be made again from its configuration.
+
+        Returns:
+            What differs, as a table; its ``assert_equal()`` raises an error if something differs without a reason.
         """
+        if steps < 0:
+            raise ValueError(f"steps is {steps}; give 0 or more")
         self._follow()
         self.sync()
-        batch = self._one_batch(Mode.TRAIN, (x, y, sample_weight))
+        data = x, y, sample_weight
+        batch = self._one_batch(Mode.TRAIN, data)
 
         def run(training: bool) -> StepResult:
             return self._runtime.run(Mode.TRAIN, batch, training=training, want_gradients=True)
 
-        whole = self.plan.micro_batches == 1 and set(self.plan.replicas) == {1}
-        return compare(run, self.model, self._engine.table, x, y, sample_weight, whole=whole)
+        reasons = Reasons()
+        if self.plan.micro_batches > 1 or set(self.plan.replicas) != {1}:
+            together = len(self._engine.passes.layout(batch.samples).micro_batch_intervals) == 1
+            if steps:
+                reasons = Reasons.of(self._runtime, batch.spec, together=together)
+            else:
+                reasons = Reasons(first=not_comparable(self.model, together=together))
+        found = compare(run, self.model, self._engine.table, *data, reason=reasons.first)
+        if not steps:
+            return found
+        twin = self._twin if float64 else None
+        return dataclasses.replace(
+            found, steps=compare_steps(self.model, self._steps_apart, data, steps, reasons, pipelined=twin)
+        )
+
+    def _steps_apart(self, data: tuple[Any, Any, Any], steps: int, training: bool) -> Outcome:
+        """What some steps on a batch come to, without counting."""
+        return pipelined_steps(self._runtime, self._one_batch(Mode.TRAIN, data), steps, training=training)
+
+    @contextlib.contextmanager
+    def _twin(self, model: keras.Model) -> Iterator[Run]:
+        """The same pipeline of another model."""
+        other = PipelinedModel(model, self.cluster, self.plan)
+        other._engine.quiet = True
+        try:
+            yield other._steps_apart
+        finally:
+            other.close(sync=False)
 
     def dump(self, directory: str | pathlib.Path) -> None:
         """Writes what steps are made of: graphs, plan, schedule, drawings; ``index.html`` there tells what is what.
@@ -445,7 +464,7 @@ class PipelinedModel:
             seconds = (before + untraced()) / 2
         finally:
             if not train:
-                self._runtime.values.load()
+                self._runtime.drop()
         assert traced is not None
         full = batch.samples == self.plan.global_batch_size
         simulation = self.prediction.simulation if self.prediction is not None and full else None
@@ -469,6 +488,22 @@ class PipelinedModel:
         Empty before the first step, and where stages run as a whole.
         """
         return self._engine.placements
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """Where training isn't the same as plain Keras under this plan, why, and the way out.
+
+        Logged when training is prepared for its first batch. Before that, losses and metrics aren't known yet: layers
+        are examined if the model declares its inputs, with all lengths.
+        """
+        notes, spec = self._engine.notes, declared_spec(self.model)
+        if notes is not None:
+            return notes
+        if spec is None or any(None in leaf.shape[1:] for leaf in spec.leaves):
+            return ()
+        program = capture(self.model, self._engine.table, Mode.PREDICT, spec, training=True)
+        program = run_passes(program, [AssignStages(self.plan.cuts)])
+        return notes_of(program, self._engine.passes.slices, self.plan.micro_batches)
 
     @property
     def faults(self) -> Sequence[FaultRecord]:
@@ -508,7 +543,7 @@ class PipelinedModel:
                 self._step(mode, batch)
                 if mode is Mode.TRAIN and self._monitor.callback is not None:
                     self._monitor.callback.stepped(batch.samples, time.perf_counter() - started, waited)
-            logs = self._runtime.metrics.results()
+            logs = self._runtime.metrics.results(mode.value)
             if mode is Mode.TRAIN and self._monitor.callback is not None:
                 logs |= self._monitor.callback.latest
             return logs
@@ -519,15 +554,14 @@ class PipelinedModel:
         """The batches of an iterator; with the same iterator, those that follow."""
         before = self._passes.get(mode)
         if before is None or before.iterator is not iterator:
-            full = self.plan.global_batch_size if mode is Mode.TRAIN else None
-            self._passes[mode] = Batches(self.model, iterator, known=self._specs.get(mode), full=full)
+            self._passes[mode] = Batches(self.model, iterator, known=self._specs.get(mode))
         return self._passes[mode]
 
     def _next(self, mode: Mode, batches: Batches) -> Batch:
         batch = next(batches)
         self._specs[mode] = batch.spec
         model = self.model
-        own_loss = type(model).compute_loss is not keras.Model.compute_loss
+        own_loss = bool(own_steps(model)) or type(model).compute_loss is not keras.Model.compute_loss
         if mode is not Mode.PREDICT and batch.spec.y is None and model._compile_loss is not None and not own_loss:
             raise DataError(
                 f"the batches have no labels, but model {model.name!r} is compiled with a loss: feed (x, y), or "
@@ -536,16 +570,16 @@ class PipelinedModel:
         return batch
 
     def _one_batch(self, mode: Mode, data: Any) -> Batch:
-        full = self.plan.global_batch_size if mode is Mode.TRAIN else None
-        return self._next(mode, Batches(self.model, [data], known=self._specs.get(mode), full=full))
+        return self._next(mode, Batches(self.model, [data], known=self._specs.get(mode)))
 
     def _step(self, mode: Mode, batch: Batch) -> None:
         """One training or test step; metrics have its results then."""
         result = self._train(batch) if mode is Mode.TRAIN else self._runtime.run(mode, batch)
-        self._runtime.metrics.update(result.metrics, result.loss, batch.samples)
+        self._runtime.metrics.update(mode.value, result.metrics, result.loss, batch.samples)
 
     def _train(self, batch: Batch, *, trace: bool = False) -> StepResult:
         full, faults = batch.samples == self.plan.global_batch_size, len(self.faults)
+        self._sizes.trained(batch.samples, self.plan.global_batch_size, self._engine.passes.layout)
         sample = full and not trace and self._monitor.due
         started = time.perf_counter()
         result = self._runtime.train(batch, trace=trace or sample)
@@ -556,7 +590,7 @@ class PipelinedModel:
             self._followed(result, sampled=sample)
         assert result.loss is not None
         if self._on_non_finite_loss == "stop" and not math.isfinite(result.loss):
-            self._runtime.values.load()
+            self._runtime.drop()
             raise NonFiniteLossError(
                 f"the loss of step {self._runtime.steps} is {result.loss}; {self._runtime.values.kept}. "
                 f"Lower the learning rate, clip gradients, or go on regardless with transform(..., "

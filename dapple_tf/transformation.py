@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import keras
 
+from dapple_tf.argument_checks import check_names, check_profile, check_types
 from dapple_tf.clusters.cluster import Cluster
 from dapple_tf.clusters.faults import FaultPolicy
 from dapple_tf.frontend.capture import check_model
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.planning.automatic import plan_model
+from dapple_tf.planning.automatic import EXAMPLES, plan_model
 from dapple_tf.planning.plan import Plan, PlanError
 from dapple_tf.planning.plan_values import integer
 from dapple_tf.profiling.operator_profiler import EXAMPLE_DATA, measured_operators
@@ -55,16 +57,22 @@ def transform(
         faults: what is done when a worker of a cluster is lost; None raises WorkerLostError.
         planning: what the search is to choose from, as for :func:`dapple_tf.plan`, such as ``schedule="auto",
             reverse_first_k="auto"`` for out-of-order backprop wherever it gains, and example data (``x``, ``y``,
-            ``sample_weight``), as for :func:`dapple_tf.profile`. With ``overlap=True`` replicated stages are cut into
-            chunks where that is faster, whose gradients are all-reduced while others are computed.
+            ``sample_weight``, ``length``), as for :func:`dapple_tf.profile`. ``profile_seconds`` is its ``budget``: 20
+            s by default, in which layers of large models are estimated; None measures each of them. With
+            ``overlap=True`` replicated stages are cut into chunks where that is faster, whose gradients are all-reduced
+            while others are computed.
 
     Raises:
         CaptureError: the model isn't built or compiled, or can't be captured.
         PlanError: the plan doesn't fit the cluster, or none fits its memory.
-        ProfileError: the model's inputs or labels can't be guessed, to measure it; give ``x`` and ``y``.
-        TypeError: an argument that means nothing beside the others.
+        ProfileError: the profile is of another model, or the model's inputs or labels can't be guessed, to measure it;
+            give ``x`` and ``y``.
+        TypeError: an argument of another class, that nobody knows or that means nothing beside the others.
         PassError: a cut names no layer, or leaves a stage empty.
     """
+    check_types(cluster=cluster, plan=plan, profile=profile, operator_costs=operator_costs, faults=faults)
+    check_names(planning, [*inspect.signature(transform).parameters], (*EXAMPLES, "profile_seconds"))
+    check_profile(profile, model)
     if placement not in (None, FD_DPS):
         raise PlanError(f"unknown placement {placement!r}; use {FD_DPS!r}, or leave it out")
     if plan is None and global_batch_size is None:

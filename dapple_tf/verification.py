@@ -1,4 +1,4 @@
-"""Comparison of one pipelined step with plain Keras on one device."""
+"""Comparison of pipelined steps with plain Keras on one device: what ``verify`` finds, and the gradients of a step."""
 
 from __future__ import annotations
 
@@ -11,22 +11,82 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dapple_tf.errors import VerificationError
 from dapple_tf.execution.builds import StepResult
+from dapple_tf.frontend.own_steps import own_steps, plain_gradients
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.view.notebook import Table, notebook_html
+
+TOLERANCES = {"float64": 1e-8, "float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
+"""What rounding may make of gradients and logs, by the coarsest type of the model."""
+
+EXACT = 1e-6
+"""What rounding may make of a variable in float64, relative to its change."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How a variable or an optimizer slot differs after some steps, relative to how much these change it.
+
+    Attributes:
+        layer: path of its layer; "optimizer" for what belongs to none.
+        trained: after training steps, in the model's dtype.
+        checked: the same in inference behaviour, where layers behave otherwise on slices than on the whole batch.
+        exact: ``checked`` in float64; None where that wasn't to be had.
+        bound: the largest that rounding explains, of ``exact`` or else of ``checked``.
+    """
+
+    layer: str
+    trained: float
+    checked: float
+    exact: float | None
+    bound: float
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether rounding explains it, but for what is known of layers."""
+        return (self.checked if self.exact is None else self.exact) <= self.bound
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedSteps:
+    """Some steps of a pipeline and of plain Keras.
+
+    Attributes:
+        count: how many.
+        dtype: the coarsest floating-point type of the model.
+        variables: path of a variable or slot -> how it differs.
+        logs: name -> (pipelined, plain) value of a metric over the steps, the mean loss included.
+        float64: why the same steps weren't compared in float64; empty if they were.
+        reasons: why training steps may differ, as far as it is known from model and plan; metrics' own reasons, too.
+        inference: whether they were compared in inference behaviour, too, as some reasons don't hold there.
+        remaining: those that do.
+    """
+
+    count: int
+    dtype: str
+    variables: Mapping[str, Difference]
+    logs: Mapping[str, tuple[float, float]]
+    float64: str = ""
+    reasons: tuple[str, ...] = ()
+    inference: bool = False
+    remaining: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """How a pipelined step compares with plain Keras.
+    """How pipelined steps compare with plain Keras.
 
     Attributes:
-        loss: (pipelined, plain) loss.
-        differences: variable -> largest absolute difference of its gradient, relative to the largest absolute value of
-            the plain gradient (or 1e-3 of the largest of all gradients, if that is more).
+        loss: (pipelined, plain) loss of the first step.
+        differences: variable -> largest absolute difference of its first gradient, relative to the largest absolute
+            value of the plain gradient (or 1e-3 of the largest of all gradients, if that is more).
         largest: variable -> largest absolute value of the plain gradient.
         layers: variable -> path of its layer.
         training: whether the model was called with ``training=True``.
         reason: why not, when not.
+        steps: what some steps make of every variable and slot; None if only gradients were compared.
+        tolerance: what rounding may make of gradients and logs.
     """
 
     loss: tuple[float, float]
@@ -35,6 +95,8 @@ class Verification:
     layers: Mapping[str, str]
     training: bool
     reason: str = ""
+    steps: ComparedSteps | None = None
+    tolerance: float = TOLERANCES["float32"]
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -49,17 +111,119 @@ class Verification:
             found[layer] = max(found.get(layer, 0.0), difference)
         return found
 
+    @property
+    def unexplained(self) -> dict[str, float]:
+        """What differs by more than rounding explains and has no known reason: layers, "loss" and logs -> difference.
+
+        A layer's number is that of its gradients, or of its variables and slots after the steps.
+        """
+        steps = self.steps
+        if steps is not None and steps.remaining:
+            return {}
+        found = {layer: value for layer, value in self.by_layer().items() if not value <= self.tolerance}
+        compared = {"loss": self.loss}
+        if steps is not None:
+            for difference in steps.variables.values():
+                if not difference.is_rounding:
+                    value = difference.checked if difference.exact is None else difference.exact
+                    found[difference.layer] = max(found.get(difference.layer, 0.0), value)
+            compared |= {} if steps.reasons else {f"logs[{name!r}]": both for name, both in steps.logs.items()}
+        for name, (own, plain) in compared.items():
+            value = _relative(own, plain)
+            if not value <= self.tolerance:
+                found[name] = value
+        return found
+
+    @property
+    def equal(self) -> bool:
+        """Whether all differences are rounding, or have a known reason."""
+        return not self.unexplained
+
+    def assert_equal(self) -> None:
+        """Raises a VerificationError if something differs that neither rounding nor a known reason explains."""
+        if not self.equal:
+            what = ", ".join(f"{name} by {value:.2g}" for name, value in self.unexplained.items())
+            raise VerificationError(f"the pipeline differs from plain Keras without a known reason: {what}\n{self}")
+
     def __str__(self) -> str:
         """A table, largest difference first."""
-        rows = sorted(self.by_layer().items(), key=lambda item: -item[1])
-        width = max([5, *(len(layer) for layer, _ in rows)])
+        lines = [self._first_line()]
+        rows = self._rows()
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        for row in rows:
+            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        return "\n".join([*lines, *self._remarks()])
+
+    def _repr_html_(self) -> str:
+        """The table for notebooks."""
+        return notebook_html(self._first_line(), [Table("", self._rows())], (), self._remarks())
+
+    def _first_line(self) -> str:
         behaviour = "training" if self.training else f"inference behaviour: {self.reason}"
+        return f"loss: pipelined {self.loss[0]:.9g}, plain {self.loss[1]:.9g} ({behaviour})"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """A heading, and a row for each layer."""
+        gradients, steps = self.by_layer(), self.steps
+        if steps is None:
+            rows = sorted(gradients.items(), key=lambda item: -item[1])
+            heading = ("layer", "largest relative difference of a gradient")
+            return [heading, *((layer, f"{difference:.2e}") for layer, difference in rows)]
+        apart, exact = steps.inference, not steps.float64
+        layers: dict[str, list[Difference]] = {}
+        for difference in steps.variables.values():
+            layers.setdefault(difference.layer, []).append(difference)
+        unexplained = self.unexplained
+        found = []
+        for layer, own in layers.items():
+            largest = [max(one.trained for one in own), max(one.checked for one in own)]
+            numbers = [gradients.get(layer), *([largest[0]] if apart else []), largest[1]]
+            numbers += [max(one.exact or 0.0 for one in own)] if exact else []
+            if layer in unexplained:
+                verdict = "UNEXPLAINED"
+            elif not all(one.is_rounding for one in own):
+                verdict = "known reason"
+            elif apart and largest[0] > 10 * largest[1] and largest[0] > self.tolerance:
+                verdict = "known reason, and rounding"
+            else:
+                verdict = "rounding" if any(largest) else "equal"
+            shown = ["" if number is None else f"{number:.2e}" for number in numbers]
+            found.append((-max(largest), (layer, *shown, verdict)))
+        columns = ["layer", "gradient", *(["as trained"] if apart else []), f"{steps.count} steps"]
+        columns += ["float64"] if exact else []
+        return [(*columns, ""), *(row for _, row in sorted(found))]
+
+    def _remarks(self) -> list[str]:
+        steps = self.steps
+        if steps is None:
+            return []
         lines = [
-            f"loss: pipelined {self.loss[0]:.9g}, plain {self.loss[1]:.9g} ({behaviour})",
-            f"{'layer':<{width}}  largest relative difference of a gradient",
-            *(f"{layer:<{width}}  {difference:.2e}" for layer, difference in rows),
+            f"Largest differences of a layer's gradients, and of its variables and slots after {steps.count} steps "
+            f"relative to their change."
         ]
-        return "\n".join(lines)
+        if steps.inference:
+            lines.append(
+                f"As trained: with what has a known reason. The {steps.count} steps are those in inference behaviour."
+            )
+        if steps.float64:
+            lines.append(f"Not compared in float64: {steps.float64}.")
+        lines += [f"Known reason: {text}" for text in steps.reasons]
+        unlike = [name for name, both in steps.logs.items() if _relative(*both) > self.tolerance]
+        for name in unlike:
+            verdict = "known reason" if steps.reasons else "UNEXPLAINED"
+            lines.append(f"{name}: pipelined {steps.logs[name][0]:.6g}, plain {steps.logs[name][1]:.6g}: {verdict}")
+        if "loss" in self.unexplained:
+            lines.append("The loss of the first step: UNEXPLAINED")
+        count = len(self.unexplained)
+        lines.append("All differences are explained." if not count else f"{count} differences are UNEXPLAINED.")
+        return lines
+
+
+def _relative(own: float, plain: float) -> float:
+    if own == plain or (math.isnan(own) and math.isnan(plain)):
+        return 0.0
+    value = abs(own - plain) / max(abs(plain), 1e-6)
+    return value if math.isfinite(value) else math.inf
 
 
 def compare(
@@ -70,7 +234,7 @@ def compare(
     y: Any,
     sample_weight: Any,
     *,
-    whole: bool = False,
+    reason: str = "",
 ) -> Verification:
     """Runs a step both ways.
 
@@ -81,9 +245,8 @@ def compare(
         x: inputs of one batch.
         y: labels.
         sample_weight: sample weights or None.
-        whole: whether the step has the batch in one slice, which layers see as plain Keras' do.
+        reason: why layers don't give on slices what they give on the whole batch in training; empty if they do.
     """
-    reason = "" if whole else not_comparable(model)
     training = not reason
     result = run(training)
     loss, gradients = plain_step(model, x, y, sample_weight, training=training)
@@ -104,17 +267,37 @@ def compare(
         differences[name] = error if math.isfinite(error) else math.inf
     assert result.loss is not None
     layers = {name: paths[name].rpartition("/")[0] or paths[name] for name in differences}
-    return Verification((result.loss, loss), differences, largest, layers, training, reason)
+    tolerance = TOLERANCES[coarsest(model)]
+    return Verification((result.loss, loss), differences, largest, layers, training, reason, tolerance=tolerance)
 
 
-def not_comparable(model: keras.Model) -> str:
-    """Why slices don't give what the whole batch gives in training; empty when they do."""
+def coarsest(model: keras.Model) -> str:
+    """The shortest floating-point type that a model's layers compute in or keep."""
+    types = {layer.compute_dtype for layer in model._flatten_layers()}
+    types |= {keras.backend.standardize_dtype(variable.dtype) for variable in model.trainable_variables}
+    return next((name for name in ("bfloat16", "float16", "float32") if name in types), "float64")
+
+
+def not_comparable(model: keras.Model, *, together: bool = False) -> str:
+    """Why slices don't give what the whole batch gives in training; empty when they do. As `layers_of_slices`."""
+    return next(iter(layers_of_slices(model, together=together).values()), "")
+
+
+def layers_of_slices(model: keras.Model, *, together: bool = False) -> dict[str, str]:
+    """Layers that don't give on slices what they give on the whole batch in training -> why not.
+
+    Args:
+        model: the model.
+        together: whether all slices belong to one micro-batch, over which synchronized layers normalise.
+    """
+    found = {}
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
-            return f"layer {layer.name!r} normalises by the batch"
-        if _draws(layer):
-            return f"layer {layer.name!r} draws random numbers"
-    return ""
+            if not (together and layer.synchronized):
+                found[layer.name] = f"layer {layer.name!r} normalises by the batch"
+        elif _draws(layer):
+            found[layer.name] = f"layer {layer.name!r} draws random numbers"
+    return found
 
 
 def _draws(layer: keras.layers.Layer) -> bool:
@@ -146,6 +329,9 @@ def plain_step(
 
     @tf.function(autograph=False)
     def step() -> tuple[tf.Tensor, list[tf.Tensor | None]]:
+        if "train_step" in own_steps(model):
+            loss, gradients = plain_gradients(model, keras.utils.pack_x_y_sample_weight(*tensors))
+            return loss, [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
         with tf.GradientTape() as tape:
             takes_training = getattr(model, "_call_has_training_arg", True)
             outputs = model(tensors[0], training=training) if takes_training else model(tensors[0])
@@ -160,7 +346,7 @@ def plain_step(
     changeable += [g.state for layer in model._flatten_layers() for g in getattr(layer, "_seed_generators", ())]
     kept = [np.asarray(variable.value) for variable in changeable]
     try:
-        loss, gradients = step()
+        loss, gradients = step.get_concrete_function()()
     finally:
         for variable, value in zip(changeable, kept, strict=True):
             variable.assign(value)

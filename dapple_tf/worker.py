@@ -26,6 +26,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from typing import NoReturn
 
 from absl import app, flags, logging
 
@@ -170,5 +171,11 @@ def main(argv: list[str]) -> None:
         worker.serve()
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """The console command."""
     app.run(main)
+    raise AssertionError("app.run doesn't return")
+
+
+if __name__ == "__main__":
+    run()

@@ -30,18 +30,6 @@ def accumulated_gradients(program: Program, stage: Stage) -> list[tuple[Value, V
     return [(value, variable) for value, variable in values if value in stage.results]
 
 
-def sliced_gradients(program: Program, stage: Stage) -> list[tuple[Variable, int]]:
-    """The parameters of which a stage computes the gradient as rows, with the dtype of the rows' indices."""
-    _, function = stage.parameter_gradients
-    found = []
-    for variable in program.roles.variables:
-        if variable.value is not None and function is not None:
-            value = Value(variable.value, ValueKind.SLICE_INDICES)
-            if value in function.outputs:
-                found.append((variable, function.result_dtype(value)))
-    return found
-
-
 def accumulated_state(program: Program, stage: Stage) -> list[tuple[Value, Variable]]:
     """The floating-point state that a stage updates, in the model's order."""
     state = (v for v in program.roles.variables if v.kind is VariableKind.STATE and v.dtype in FLOAT_DTYPES)

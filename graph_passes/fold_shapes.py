@@ -78,7 +78,11 @@ class Folded(NamedTuple):
 
 
 def fold_shapes(
-    graph: GraphDef, shapes: Mapping[Ref, Shape | None], kept: Collection[str] = (), results: Collection[Ref] = ()
+    graph: GraphDef,
+    shapes: Mapping[Ref, Shape | None],
+    kept: Collection[str] = (),
+    results: Collection[Ref] = (),
+    largest: int = _LARGEST,
 ) -> Folded:
     """A graph with constants in place of what follows from known shapes; see `FoldShapes`.
 
@@ -90,16 +94,18 @@ def fold_shapes(
         shapes: of its tensors.
         kept: nodes that stay, under their names, even where nothing reads them.
         results: tensors that stay, or that constants take the place of, even where nothing reads them.
+        largest: elements of a tensor that may become a constant.
     """
-    return _Folding(graph, shapes).result(kept, results)
+    return _Folding(graph, shapes, largest).result(kept, results)
 
 
 class _Folding:
     """A graph while it is being folded."""
 
-    def __init__(self, graph: GraphDef, shapes: Mapping[Ref, Shape | None]) -> None:
+    def __init__(self, graph: GraphDef, shapes: Mapping[Ref, Shape | None], largest: int) -> None:
         self.view = Graph(graph)
         self.shapes = shapes
+        self.largest = largest
         self.outputs = {name: output_dtypes(node) for name, node in self.view.nodes.items()}
         self.constant: set[str] = set()
         self.folded: list[str] = []  # producers first
@@ -154,7 +160,7 @@ class _Folding:
         if not all(ref.node in self.constant for ref in inputs) or takes_functions(node.op) or is_stateful(node.op):
             return False
         # Only lists of axes have no known length here (those of BroadcastGradientArgs).
-        return all((self._size(ref) or 0) <= _LARGEST for ref in refs)
+        return all((self._size(ref) or 0) <= self.largest for ref in refs)
 
     def _refs(self, name: str) -> list[Ref]:
         return [Ref(name, output) for output in range(len(self.outputs[name]))]

@@ -27,6 +27,8 @@ MICRO_BATCH_ATTR = "_dapple_micro_batch"
 REPLICA_ATTR = "_dapple_replica"
 GROUP_ATTR = "_dapple_group"
 """The stages of the parameter group that a node reduces or updates."""
+POSITION_ATTR = "_dapple_position"
+"""A node's place in the order in which the model made it, written by capture."""
 CALL_ATTR = "_dapple_call"
 """The call in place of which a node is at the top level, of one whose call was inlined."""
 BYTES_ATTR = "_dapple_bytes"
@@ -372,3 +374,5 @@ def dtype_name(dtype: int) -> str:
 
 
 FLOAT_DTYPES = frozenset({types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE, types_pb2.DT_HALF, types_pb2.DT_BFLOAT16})
+COUNTABLE_DTYPES = FLOAT_DTYPES | {types_pb2.DT_COMPLEX64, types_pb2.DT_COMPLEX128}
+"""Of what can be averaged over slices; integers and booleans count or choose."""

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from tensorflow.core.framework import types_pb2
 
+from graph_passes.call_order import CALLS
 from graph_passes.graph import (
     AttrValue,
     GraphDef,
@@ -37,7 +38,6 @@ LOOPS = frozenset({"While", "StatelessWhile"})
 """Every input is an argument of condition and body, and every output what the last round makes of it."""
 BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 """The first input chooses a function, the others are its arguments."""
-_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _HANDLES = frozenset({types_pb2.DT_RESOURCE, types_pb2.DT_VARIANT})
 # Op that reads what is behind a handle -> (output that has its shape, dimensions before it).
 _READERS = {
@@ -178,7 +178,7 @@ class ShapeInference:
         """What a loop, branch or call makes of its inputs; None for other nodes that run functions."""
         if node.op in LOOPS:
             return self._loop(node.attr["body"].func.name, given)
-        if node.op in _CALLS:
+        if node.op in CALLS:
             return self.results(node.attr["f"].func.name, given)
         if node.op not in BRANCHES:
             return None

@@ -15,7 +15,9 @@ from graph_passes.fold_shapes import fold_shapes
 from graph_passes.graph import Graph, PassError, Ref, shape_attr
 from graph_passes.outline import dtype_of, outline
 from graph_passes.program import Program, Stage, StageFunction, Value, ValueKind
-from graph_passes.tensorflow_bridge import Shape, dtype_size, infer_shapes, is_stateful
+from graph_passes.replica_sums import key_nodes, order_sums, sums_of, without_sums
+from graph_passes.slice_shapes import SAMPLES, input_shape
+from graph_passes.tensorflow_bridge import Shape, dtype_size, infer_shapes, is_stateful, output_dtypes
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +37,6 @@ _CHEAP_NAMES = """
 """
 _CHEAP = frozenset(_CHEAP_NAMES.split()) | _METADATA
 _CONTROL_FLOW = frozenset({"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"})
-# Slice sizes for which bytes are compared, to tell what grows with a slice.
-_SAMPLES = (7, 11)
-# What lengths that the model leaves open are taken for when bytes are counted.
-_ASSUMED_LENGTH = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +59,8 @@ class Partition:
             again (GPipe, section 2.3); ``min_cut`` keeps the set of fewest bytes from which the rest follows by cheap
             elementwise work. Results of stateful ops (random draws without a seed) are always kept.
         jit_compile: compile F and B with XLA, except in stages with loops (recurrent layers) and branches: the tensor
-            lists and optional values that B needs of them can't pass from one compiled function to another.
+            lists and optional values that B needs of them can't pass from one compiled function to another. Nor are
+            stages compiled that add up over their replicas, which XLA can't.
         training: whether stages have a B; without gradients of its own a stage's B is empty.
         split: the stages that have Bx and Bw in place of B.
         fuse: the stages whose B follows F at once. With XLA F and B are one function there, if B needs nothing from
@@ -69,6 +68,7 @@ class Partition:
         prefix: start of the functions' names: unique in the library.
         samples: samples of each stage's slices where all of them have as many; None where they haven't. What follows
             from shapes is constant then, and B needn't be handed it by F; such functions serve no other slices.
+        replicas: number of each stage's replicas; by default one. A replica that is alone adds nothing up.
     """
 
     name: ClassVar[str] = "partition"
@@ -79,6 +79,7 @@ class Partition:
     split: Container[int] = ()
     fuse: Container[int] = ()
     samples: Sequence[int | None] = ()
+    replicas: Sequence[int] = ()
 
     def run(self, program: Program) -> Program:
         """Program whose stages have graphs -> program whose stages have functions: F, B or Bx and Bw, metrics."""
@@ -89,7 +90,11 @@ class Partition:
     def _stage(self, program: Program, stage: Stage) -> Stage:
         assert stage.graph is not None
         whole, samples = stage, self.samples[stage.index] if self.samples else None
-        sizes = [_tensor_bytes(program, stage, number) for number in _SAMPLES] if self.training else []
+        if not self.replicas or self.replicas[stage.index] == 1:
+            stage = dataclasses.replace(stage, graph=without_sums(stage.graph))
+            assert stage.graph is not None
+        counted = _counted(program, stage) if self.training else {}
+        sizes = list(counted.values())
         shapes: Mapping[Ref, Shape | None] = {}
         if samples is not None:
             stage, shapes = _of_samples(program, stage, samples)
@@ -100,6 +105,10 @@ class Partition:
         gradients = {value: ref for value, ref in stage.results.items() if value.kind is not ValueKind.FORWARD}
 
         first = _with_metadata(graph, graph.ancestors(forward.values(), given, control=False), given)
+        # Whoever adds up has its keys as arguments.
+        peers = program.roles.peers
+        if peers is not None:
+            first -= key_nodes(graph, peers.refs)
         second = graph.ancestors(gradients.values(), given, control=False) - first
         measured = graph.ancestors(stage.metric_results.values(), given, control=False) - first
         taps = _crossing(graph, measured, stage.metric_results.values(), first, given)
@@ -110,11 +119,11 @@ class Partition:
         results |= {Value(ref, ValueKind.RESIDUAL): ref for ref in residuals}
         name = f"{self.prefix}stage{stage.index}" + ("" if samples is None else f"_of{samples}")
         control_flow = [node.name for node in graph if node.op in _CONTROL_FLOW]
-        jit_compile = self.jit_compile and not control_flow
-        if self.jit_compile and control_flow:
-            logger.warning(
-                "stage %d isn't compiled with XLA: it has a loop or branch, %s", stage.index, control_flow[0]
-            )
+        sums = [node.name for node in sums_of(graph)]
+        jit_compile = self.jit_compile and not control_flow and not sums
+        if self.jit_compile and not jit_compile:
+            why, names = ("has a loop or branch", control_flow) if control_flow else ("adds up over its replicas", sums)
+            logger.warning("stage %d isn't compiled with XLA: it %s, %s", stage.index, why, names[0])
         changes: dict[str, Any] = {
             "forward": _function(f"{name}_forward", graph, stage.arguments, results, jit_compile)
         }
@@ -131,7 +140,7 @@ class Partition:
                     for value in (() if parts[1] is None else parts[1].inputs)
                     if value.kind is not ValueKind.FORWARD or _is_kept(value, received)
                 ]
-                changes["delayed_bytes"], changes["fixed_delayed_bytes"] = _growth(delayed, sizes)
+                changes["delayed_bytes"], changes["fixed_delayed_bytes"] = _growth(delayed, counted)
             else:
                 backward = _function(f"{name}_backward", graph, arguments, gradients, jit_compile)
                 parts = (backward, None)
@@ -144,7 +153,7 @@ class Partition:
                         changes["fused"] = _function(f"{name}_fused", graph, stage.arguments, both, jit_compile)
             read = {value for part in parts if part is not None for value in part.inputs}
             kept = [arguments[value] for value in arguments if value in read and _is_kept(value, received)]
-            changes["residual_bytes"], changes["fixed_residual_bytes"] = _growth(kept, sizes)
+            changes["residual_bytes"], changes["fixed_residual_bytes"] = _growth(kept, counted)
         if stage.metric_results:
             arguments = {**stage.arguments, **{Value(ref): ref for ref in taps}}
             changes["metrics"] = _function(f"{name}_metrics", graph, arguments, stage.metric_results, jit_compile=False)
@@ -158,7 +167,7 @@ def _of_samples(program: Program, stage: Stage, samples: int) -> tuple[Stage, Ma
     """A stage for slices of so many samples, in which what follows from their shapes is constant; and these shapes."""
     assert stage.graph is not None
     wanted = [*stage.results.values(), *stage.metric_results.values()]
-    found = fold_shapes(stage.graph, _inferred(program, stage, samples, None), results=wanted)
+    found = fold_shapes(stage.graph, _inferred(program, stage, samples), results=wanted)
     graph, moved = drop_no_ops(found.graph, found.shapes)
 
     def now(ref: Ref) -> Ref:
@@ -179,31 +188,30 @@ def _tell_shapes(function: StageFunction, arguments: Mapping[Value, Ref], shapes
             function.function.arg_attr[index].attr["_output_shapes"].list.shape.add().CopyFrom(shape_attr(shape).shape)
 
 
-def _inferred(program: Program, stage: Stage, samples: int, length: int | None) -> dict[Ref, Shape | None]:
+def _inferred(program: Program, stage: Stage, samples: int, *, example: bool = False) -> dict[Ref, Shape | None]:
     """The shapes of a stage's tensors for slices of so many samples.
 
     Args:
         program: the stage's program.
         stage: a stage with a graph.
         samples: of a slice.
-        length: what lengths that the model leaves open are taken for; None leaves them open.
+        example: take lengths that the model leaves open from the batch at hand, if there is one; else they stay open.
     """
     assert stage.graph is not None
     graph = Graph(stage.graph)
     boundaries = {boundary.ref: boundary for boundary in program.boundaries}
-    assumed: dict[str, list[int | None]] = {}
+    inputs, shapes = program.roles.inputs, program.roles.example_shapes
+    examples = dict(zip(inputs, shapes, strict=True)) if example and shapes else {}
+    assumed: dict[str, Sequence[int | None]] = {}
     for value, ref in stage.arguments.items():
         known = graph.nodes[ref.node].attr["shape"].shape
-        if known.unknown_rank:
-            continue
-        shape: list[int | None] = [length if dim.size < 0 else dim.size for dim in known.dim]
         boundary = boundaries.get(value.ref)
-        if boundary is not None and boundary.batch_axis is not None:
-            rows = boundary.rows_per_sample or length
-            shape[boundary.batch_axis] = None if rows is None else rows * samples
-        elif value.ref in program.roles.inputs:
-            shape[0] = samples
-        assumed[ref.node] = shape
+        if boundary is not None:
+            assumed[ref.node] = boundary.example_slice_shape(samples) if example else boundary.slice_shape(samples)
+        elif value.ref in inputs:
+            assumed[ref.node] = input_shape(graph.nodes[ref.node], samples, examples.get(value.ref))
+        elif not known.unknown_rank:
+            assumed[ref.node] = [None if dim.size < 0 else dim.size for dim in known.dim]
     return infer_shapes(stage.graph, assumed, {program.roles.slice.samples: samples})
 
 
@@ -284,15 +292,29 @@ def _function(
     needed = {ref for node in body for ref in graph.inputs(node)} | set(results.values())
     used = {value: ref for value, ref in arguments.items() if ref in needed}
     function = outline(name, graph, list(used.values()), list(results.values()), jit_compile=jit_compile)
+    order_sums(function)
     return StageFunction(function, tuple(used), tuple(results))
 
 
-def _tensor_bytes(program: Program, stage: Stage, samples: int) -> dict[Ref, int]:
-    """Bytes of each tensor of a stage for a slice of ``samples`` samples; 0 when that isn't known statically."""
+def _counted(program: Program, stage: Stage) -> dict[int, dict[Ref, int]]:
+    """Bytes of each tensor of a stage for slices of few and of many samples; 0 where that isn't known statically.
+
+    Nothing is known of a stage that works on slices of certain sizes only.
+    """
     assert stage.graph is not None
     graph = Graph(stage.graph)
-    shapes = _inferred(program, stage, samples, _ASSUMED_LENGTH)
-    return {ref: _size(shape, dtype_of(graph, ref)) for ref, shape in shapes.items()}
+    for pair in SAMPLES:
+        try:
+            shapes = {samples: _inferred(program, stage, samples, example=True) for samples in pair}
+        except PassError as error:
+            logger.debug("bytes of stage %d can't be counted for %s samples: %s", stage.index, pair, error)
+            continue
+        return {
+            samples: {ref: _size(shape, dtype_of(graph, ref)) for ref, shape in found.items()}
+            for samples, found in shapes.items()
+        }
+    unknown = {Ref(node.name, output): 0 for node in graph for output in range(len(output_dtypes(node)))}
+    return dict.fromkeys(SAMPLES[0], unknown)
 
 
 def _size(shape: Shape | None, dtype: int) -> int:
@@ -301,11 +323,11 @@ def _size(shape: Shape | None, dtype: int) -> int:
     return math.prod(size or 0 for size in shape) * dtype_size(dtype)
 
 
-def _growth(kept: Sequence[Ref], sizes: Sequence[Mapping[Ref, int]]) -> tuple[int, int]:
+def _growth(kept: Sequence[Ref], counted: Mapping[int, Mapping[Ref, int]]) -> tuple[int, int]:
     """Bytes of ``kept`` per sample and whatever the number of samples is."""
-    few, many = (sum(size[ref] for ref in kept) for size in sizes)
-    per_sample = (many - few) // (_SAMPLES[1] - _SAMPLES[0])
-    return per_sample, max(0, few - per_sample * _SAMPLES[0])
+    (few, least), (many, most) = ((samples, sum(size[ref] for ref in kept)) for samples, size in counted.items())
+    per_sample = (most - least) // (many - few)
+    return per_sample, max(0, least - per_sample * few)
 
 
 def _residuals(

@@ -68,7 +68,7 @@ def run_passes(
                 known = program.stages
         except PassError as error:
             ran = f" (after {', '.join(done)})" if done else ""
-            raise PassError(f"pass {item.name}{ran}: {error}") from error
+            raise type(error)(f"pass {item.name}{ran}: {error}") from error
         seconds = time.perf_counter() - start
         logger.debug("pass %02d %s: %.3f s, %d nodes", number, item.name, seconds, len(program.graph.node))
         for instrument in instruments:

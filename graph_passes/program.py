@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from graph_passes.batching import Interval, micro_batch_intervals, slice_intervals
-from graph_passes.graph import GraphDef, Ref
+from graph_passes.graph import COUNTABLE_DTYPES, GraphDef, Ref
 from graph_passes.outline import FunctionDef
+from graph_passes.spreads import Coupling
 from graph_passes.tasks import Phase, Schedule, Task
 
 
@@ -43,6 +44,8 @@ class Variable:
             metric values pass from one micro-batch to the next.
         additive: of a metric: whether an update only adds to the value, so that each replica can keep a sum of its
             own. One value passes through all replicas otherwise, in the order of samples.
+        metric: of a metric: which one, so that all its variables are updated from the same slices; None for one of its
+            own.
         storage: name of its storage on devices; None for the variable's own. Counters that every parameter group steps
             for itself have one for each group.
     """
@@ -54,6 +57,7 @@ class Variable:
     value: Ref | None = None
     update: Ref | None = None
     additive: bool = True
+    metric: str | None = None
     storage: str | None = None
 
     @property
@@ -61,16 +65,22 @@ class Variable:
         """Name of its storage on the devices that keep it."""
         return self.storage or self.name
 
+    @property
+    def is_counter(self) -> bool:
+        """Whether it is integer state: a random seed or a counter, which every reader may step for itself."""
+        return self.kind is VariableKind.STATE and self.dtype not in COUNTABLE_DTYPES
+
 
 @dataclasses.dataclass(frozen=True)
 class Normalizer:
-    """The divisor of one loss term over the whole global batch.
+    """A number of the whole global batch that slices read: the divisor of a loss term, for one.
 
     A masked mean divides by the number of valid entries of the whole batch, which no slice knows by itself. In the flat
     graph ``inverse`` is a placeholder for ``1 / divisor``; ``reciprocal`` computes it when it is given whole batches.
+    Losses that are written as functions read other statistics of batch inputs in the same way (`scale_losses`).
 
     Attributes:
-        inverse: float scalar placeholder that slices read.
+        inverse: placeholder of floating-point numbers, mostly a scalar, that slices read.
         reciprocal: the same value, computed from batch inputs alone.
         loss: name of the loss, for messages.
     """
@@ -106,6 +116,30 @@ class Slice(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Peers:
+    """What tells a stage function with which others it adds up: the replicas that have samples of its micro-batch.
+
+    All are int32 placeholders. Keys are those of TensorFlow's collective operations.
+
+    Attributes:
+        count: number of these replicas, its own included.
+        group: key of their devices.
+        instance: the first of the keys that are this task's own: each sum takes one, its gradient the next.
+        keys: number of keys that one task takes.
+    """
+
+    count: Ref
+    group: Ref
+    instance: Ref
+    keys: int
+
+    @property
+    def refs(self) -> tuple[Ref, ...]:
+        """The placeholders."""
+        return self.count, self.group, self.instance
+
+
+@dataclasses.dataclass(frozen=True)
 class Roles:
     """What the tensors of the flat graph mean.
 
@@ -118,6 +152,9 @@ class Roles:
         loss: the slice's contribution to the mean loss over the global batch (a scalar); None for prediction.
         calls: layer calls in the order in which they began.
         model_end: position after the last node of the model itself; losses and metrics come behind it.
+        example_shapes: shapes of ``inputs`` in a batch at hand, by which lengths are known that the model leaves open,
+            None for the number of samples; empty where no batch is at hand.
+        peers: see :class:`Peers`; None where nothing is added up over replicas.
     """
 
     inputs: tuple[Ref, ...]
@@ -128,6 +165,13 @@ class Roles:
     loss: Ref | None = None
     calls: tuple[LayerCall, ...] = ()
     model_end: int = 0
+    example_shapes: tuple[tuple[int | None, ...], ...] = ()
+    peers: Peers | None = None
+
+    @property
+    def scalars(self) -> tuple[Ref, ...]:
+        """What tells a stage function about its slice, and with whom it adds up."""
+        return *self.slice, *(() if self.peers is None else self.peers.refs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +187,7 @@ class Boundary:
         say). rows_per_sample: length of that axis per sample; None when it is only known at run time.
         shape: static shape; None for axes that grow with the batch or are unknown.
         differentiable: whether a gradient flows back through it.
+        example_shape: its shape for one sample of the batch at hand (see `Roles`); None for what isn't known then.
     """
 
     ref: Ref
@@ -153,6 +198,22 @@ class Boundary:
     rows_per_sample: int | None
     shape: tuple[int | None, ...]
     differentiable: bool
+    example_shape: tuple[int | None, ...]
+
+    def slice_shape(self, samples: int) -> tuple[int | None, ...]:
+        """The shape for a slice of ``samples`` samples, whatever the lengths that the model leaves open."""
+        return self._sliced(self.shape, self.rows_per_sample, samples)
+
+    def example_slice_shape(self, samples: int) -> tuple[int | None, ...]:
+        """The shape for a slice of ``samples`` samples with the lengths of the batch at hand."""
+        rows = None if self.batch_axis is None else self.example_shape[self.batch_axis]
+        return self._sliced(self.example_shape, rows, samples)
+
+    def _sliced(self, shape: tuple[int | None, ...], rows: int | None, samples: int) -> tuple[int | None, ...]:
+        if self.batch_axis is None:
+            return shape
+        length = None if rows is None else rows * samples
+        return (*shape[: self.batch_axis], length, *shape[self.batch_axis + 1 :])
 
 
 class ValueKind(enum.Enum):
@@ -160,10 +221,18 @@ class ValueKind(enum.Enum):
 
     FORWARD = "forward"  # a tensor of the flat graph
     GRADIENT = "gradient"  # the gradient with respect to a tensor of the flat graph
-    SLICE_VALUES = "slice_values"  # rows of the gradient of a parameter that is only gathered from
+    SLICE_VALUES = "slice_values"  # a slice's own rows of the gradient of a parameter that is only gathered from
     SLICE_INDICES = "slice_indices"  # the rows of the parameter that they belong to
+    SHARED_VALUES = "shared_values"  # rows that all slices have in common, with this one's share of their values
+    SHARED_INDICES = "shared_indices"  # the rows of the parameter that they belong to, the same in every slice
     RESIDUAL = "residual"  # a tensor that the stage's forward function keeps for its backward functions
     PARTIAL = "partial"  # a tensor that Bx computes and Bw reads
+
+
+OWN_ROWS = (ValueKind.SLICE_VALUES, ValueKind.SLICE_INDICES)
+SHARED_ROWS = (ValueKind.SHARED_VALUES, ValueKind.SHARED_INDICES)
+ROWS = frozenset((*OWN_ROWS, *SHARED_ROWS))
+"""Of a gradient that isn't a whole tensor."""
 
 
 class Value(NamedTuple):
@@ -224,6 +293,7 @@ class Stage:
         metrics: (tensors of F, labels, metric values) -> metric values.
         residual_bytes: bytes that a slice keeps from F to B, boundary inputs included, per sample.
         fixed_residual_bytes: bytes that it keeps whatever its size.
+        undecided_rows: parameter -> why it can't be told which rows of its gradient slices have in common.
         delayed_bytes: bytes that a slice keeps from Bx to Bw, per sample: residuals, partial results and gradients of
             boundary outputs that Bw reads. fixed_delayed_bytes: those whatever its size.
     """
@@ -241,6 +311,7 @@ class Stage:
     split: bool = False
     fused: StageFunction | None = None
     metrics: StageFunction | None = None
+    undecided_rows: Mapping[str, str] = dataclasses.field(default_factory=dict)
     residual_bytes: int = 0
     fixed_residual_bytes: int = 0
     delayed_bytes: int = 0
@@ -381,6 +452,7 @@ class Program:
         boundaries: tensors that cross cuts, in the order of the graph.
         stages: see :class:`Stage`.
         step: see :class:`Step`.
+        couplings: nodes of the flat graph that make a slice's results differ from the whole batch's, and how.
     """
 
     graph: GraphDef
@@ -390,6 +462,7 @@ class Program:
     boundaries: tuple[Boundary, ...] = ()
     stages: tuple[Stage, ...] = ()
     step: Step | None = None
+    couplings: tuple[tuple[str, Coupling], ...] = ()
 
     def replace(self, **changes: object) -> Program:
         """A copy with some fields changed."""

@@ -21,7 +21,18 @@ from graph_passes.graph import (
     shape_attr,
 )
 from graph_passes.outline import FunctionDef, call_node, dtype_of, outline
-from graph_passes.program import Layout, Program, Stage, StageFunction, Step, Value, ValueKind, Variable, VariableKind
+from graph_passes.program import (
+    Layout,
+    Peers,
+    Program,
+    Stage,
+    StageFunction,
+    Step,
+    Value,
+    ValueKind,
+    Variable,
+    VariableKind,
+)
 from graph_passes.storage import merge_gradients, merge_library, read_function
 from graph_passes.tasks import Phase, Task
 from graph_passes.tensorflow_bridge import empty_graph
@@ -54,6 +65,7 @@ class Replicate:
         hosts: the stages that keep each variable on their devices. A stage that reads a variable without keeping it
             reads it from the first device of the first of them.
         prefix: start of the names of the functions that are made here.
+        first_key: the first of the keys of collective operations inside tasks, see `sum_keys`.
 
     Source: DAPPLE (PPoPP'21), section 5.2.2 and figure 8(a): "we split the micro-batch further into 2 even slices, and
     assign each to a device."
@@ -64,6 +76,7 @@ class Replicate:
     host_device: str
     hosts: Mapping[str, Sequence[int]]
     prefix: str = ""
+    first_key: int = 1
 
     def run(self, program: Program) -> Program:
         """Program with stage functions -> program whose graph is a step's top level, with ``step``."""
@@ -92,6 +105,7 @@ class _Replication:
         self.variables: dict[tuple[str, int, int], Ref] = {}
         self.reads: dict[tuple[int, int], tuple[str, ...]] = {}
         self.functions: list[FunctionDef] = []
+        self.groups: dict[tuple[str, ...], int] = {}
 
     def result(self) -> Program:
         program, graph = self.program, self.builder.graph
@@ -258,7 +272,7 @@ class _Replication:
         if value.ref in self.feeds:
             return self._slices_of(value.ref, task.stage)[task.micro_batch, task.replica]
         samples = self.layout.slice(task.stage, task.micro_batch, task.replica).size
-        scalars = self.program.roles.slice
+        scalars, peers = self.program.roles.slice, self.program.roles.peers
         device = self.layout.device_of(task)
         if value.ref == scalars.weight:
             return self.builder.const(samples / self.layout.batch, dtype, device=device)
@@ -267,9 +281,20 @@ class _Replication:
             return self.builder.const(number, dtype, device=device)
         if value.ref == scalars.samples:
             return self.builder.const(samples, dtype, device=device)
+        if peers is not None and value.ref in peers.refs:
+            return self.builder.const(self._peers(task, peers)[peers.refs.index(value.ref)], dtype, device=device)
         if value.ref in self.inverses:
             return self.inverses[value.ref]
         return self._pending(forward, value, dtype)
+
+    def _peers(self, task: Task, peers: Peers) -> tuple[int, int, int]:
+        """What `Peers` stands for in a task: number of its peers, key of their devices, first key of its own."""
+        replicas = range(len(self.layout.devices[task.stage]))
+        active = [replica for replica in replicas if self.layout.active(task.stage, task.micro_batch, replica)]
+        devices = tuple(self.layout.device_of(dataclasses.replace(task, replica=replica)) for replica in active)
+        group = self.groups.setdefault(devices, self.options.first_key + len(self.groups))
+        number = task.stage * self._micro_batches + task.micro_batch
+        return len(active), group, self.options.first_key + number * peers.keys
 
     def _pending(self, task: Task, value: Value, dtype: int) -> Ref:
         if (task, value) not in self.pending:
@@ -320,6 +345,13 @@ class _Replication:
     def _output(self, ref: Ref) -> tuple[Ref, ...]:
         tasks = sorted((t for t, value in self.values if value == Value(ref)), key=lambda t: (t.micro_batch, t.replica))
         return tuple(self.values[task, Value(ref)] for task in tasks)
+
+
+def sum_keys(program: Program, layout: Layout) -> int:
+    """Number of keys that the collective operations inside the tasks of a step take."""
+    peers, micro_batches = program.roles.peers, len(layout.micro_batch_intervals)
+    # Groups have keys of their own, at most one for each phase of each stage's micro-batches.
+    return 0 if peers is None else len(layout.devices) * micro_batches * max(peers.keys, len(Phase))
 
 
 def task_attrs(task: Task, phase: str) -> dict[str, Any]:

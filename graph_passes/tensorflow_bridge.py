@@ -9,7 +9,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -17,6 +17,7 @@ from tensorflow.core.framework import function_pb2, op_def_pb2, types_pb2
 from tensorflow.python.framework import op_def_registry
 
 from graph_passes.graph import (
+    LAYER_ATTR,
     OWN_ATTRS,
     AttrValue,
     GraphDef,
@@ -30,6 +31,8 @@ from graph_passes.graph import (
     shape_attr,
 )
 
+XLA = "_XlaMustCompile"
+"""Attribute of functions and calls that XLA compiles as a whole."""
 FunctionDefLibrary: TypeAlias = function_pb2.FunctionDefLibrary
 Shape = tuple[int | None, ...]
 _Place = tuple[int, int]
@@ -252,6 +255,46 @@ def _gradients(
     return made, found
 
 
+CALL_GRADIENT = "DappleCall"
+"""Type of the gradient of a call; see `call_gradients.differentiable_calls`, which gives calls these attributes."""
+CALL_GRADIENT_FUNCTION = "_gradient_function"
+"""The function that computes it."""
+CALL_GRADIENT_DTYPES = "_gradient_dtypes"
+"""Of its results."""
+CALL_GRADIENT_READS = "_gradient_reads"
+"""What that reads: numbers of the call's inputs, of its outputs, of outputs whose gradients it reads; -1 between."""
+CALL_GRADIENT_RESULTS = "_gradient_results"
+"""For each of its results twice the number of the input; plus 1 for the values of rows, before their indices."""
+
+
+@tf.RegisterGradient(CALL_GRADIENT)
+def _differentiate_call(operation: tf.Operation, *gradients: tf.Tensor | None) -> list[tf.Tensor | None]:
+    """The gradients of a call's inputs, in whichever graph the gradient of its graph is made."""
+    reads = iter(operation.get_attr(CALL_GRADIENT_READS))
+    of_inputs, of_outputs, of_gradients = (list(itertools.takewhile(lambda number: number >= 0, reads)) for _ in "123")
+    outputs = operation.outputs
+    arguments = [operation.inputs[number] for number in of_inputs] + [outputs[number] for number in of_outputs]
+    for number in of_gradients:
+        gradient = gradients[number]
+        arguments.append(tf.zeros_like(outputs[number]) if gradient is None else tf.convert_to_tensor(gradient))
+    inputs = operation.inputs
+    dtypes = operation.get_attr(CALL_GRADIENT_DTYPES)
+    attrs = {
+        "Tin": AttrValue(list=AttrValue.ListValue(type=[tensor.dtype.as_datatype_enum for tensor in arguments])),
+        "Tout": AttrValue(list=AttrValue.ListValue(type=[dtype.as_datatype_enum for dtype in dtypes])),
+        "f": AttrValue(func=operation.get_attr(CALL_GRADIENT_FUNCTION)),
+    }
+    attrs |= {name: value for name, value in operation.node_def.attr.items() if name == XLA}
+    graph = tf.compat.v1.get_default_graph()  # In the gradient of a loop it isn't the operation's.
+    computed = iter(graph.create_op(operation.type, arguments, dtypes, attrs=attrs, name="gradient_call").outputs)
+    found: dict[int, tf.Tensor | tf.IndexedSlices] = {}
+    for number in operation.get_attr(CALL_GRADIENT_RESULTS):
+        values = next(computed)
+        source = inputs[number // 2]
+        found[number // 2] = tf.IndexedSlices(values, next(computed), tf.shape(source)) if number % 2 else values
+    return [found.get(number) for number in range(len(inputs))]
+
+
 def _without_stopped(graph: tf.Graph) -> dict[str, str]:
     """Gives operators through which no gradient flows a placeholder to read; operator -> placeholder.
 
@@ -312,7 +355,7 @@ def infer_shapes(
         values: values to assume for scalar int32 placeholders.
 
     Raises:
-        PassError: the shapes contradict each other, which they didn't when nothing was known of the batch.
+        PassError: the shapes contradict each other, as they didn't when less was known; the text names the layer.
     """
     constants = {ref.node: value for ref, value in values.items()}
     names = {node.name: f"n{number}" for number, node in enumerate(graph.node)}
@@ -335,16 +378,25 @@ def infer_shapes(
     try:
         found = _shapes_of_outputs(anonymous.SerializeToString(deterministic=True))
     except ValueError as error:
-        raise PassError(
-            f"some tensor's shape doesn't go with any number of samples (is something computed across the samples "
-            f"of a batch, or is an input's length fixed inside a layer?); with {dict(placeholders)} TensorFlow "
-            f"says: {error}"
-        ) from error
+        raise PassError(_contradiction(graph, str(error))) from error
     return {
         Ref(node.name, index): shape
         for node, shapes in zip(graph.node, found, strict=True)
         for index, shape in enumerate(shapes)
     }
+
+
+def _contradiction(graph: GraphDef, text: str) -> str:
+    """Which layer can't be computed from which shapes, of what TensorFlow says of the graph with numbers for names."""
+    said = re.fullmatch(
+        r"(.*?) for '\{\{node n(\d+)\}\}.*? with input shapes: (.*?)\.?", text.partition(" and with ")[0], re.S
+    )
+    if said is None:
+        return f"the shapes of the model's tensors contradict each other: {text}"
+    node = graph.node[int(said[2])]
+    layer = node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else ""
+    where = f"layer {layer!r}" if layer else f"node {node.name!r}"
+    return f"{where} can't compute {node.op} of tensors of shapes {said[3]}: {said[1]}"
 
 
 @functools.lru_cache(maxsize=8)
@@ -454,6 +506,11 @@ def dtype_size(dtype: int) -> int:
     """Bytes per element; 0 for what has no fixed size (variants, resources, strings)."""
     kind = tf.dtypes.as_dtype(dtype)
     return int(kind.size) if kind.is_numpy_compatible and kind != tf.string else 0
+
+
+def numpy_dtype(dtype: int) -> np.dtype[Any]:
+    """The dtype of arrays with values of a dtype (a ``DT_*`` number)."""
+    return np.dtype(tf.dtypes.as_dtype(dtype).as_numpy_dtype)
 
 
 def evaluate(graph: GraphDef, wanted: Sequence[Ref]) -> dict[Ref, np.ndarray]:

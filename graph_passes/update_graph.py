@@ -30,7 +30,7 @@ from graph_passes.group_update import Captured
 from graph_passes.outline import FunctionDef, call_node, compiled, outline, placeholder
 from graph_passes.parameter_group import ParameterGroup, contributors, parameter_groups
 from graph_passes.program import Program, Step, Value, ValueKind, Variable, VariableKind
-from graph_passes.row_gradients import RowGradients
+from graph_passes.row_gradients import RowGradients, index_dtype
 from graph_passes.storage import (
     accumulate_function,
     assign,
@@ -380,7 +380,8 @@ class UpdateGraph:
                 gradients[variable.name] = gradient
                 outputs.append(builder.add("result", "Identity", [gradient], T=kind))
                 continue
-            dtype = self.rows.dtype(Value(variable.value or Ref(""), ValueKind.SLICE_INDICES))
+            dtype = index_dtype(self.program, variable)
+            assert dtype is not None
             indices = builder.append(placeholder(builder.names.fresh("indices"), dtype))
             slices[variable.name] = (gradient, indices)
             rows = builder.const(variable.shape[0], types_pb2.DT_INT32)

@@ -7,13 +7,14 @@ import graphlib
 import itertools
 from collections.abc import Mapping, Sequence
 
-from graph_passes.graph import Graph, NodeDef, PassError, control_inputs, dtype_name
+from graph_passes.call_order import CALLS
+from graph_passes.graph import Graph, NodeDef, PassError, Ref, control_inputs, dtype_name
 from graph_passes.outline import FunctionDef
 from graph_passes.program import Program, Stage, Value, ValueKind
+from graph_passes.replica_sums import SUM_OP, sums_of
 from graph_passes.tasks import Task
 from graph_passes.tensorflow_bridge import output_dtypes
 
-_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 # What one function of a stage gives to another.
 _HANDED_ON = frozenset({ValueKind.RESIDUAL, ValueKind.PARTIAL})
 
@@ -23,8 +24,8 @@ def verify(program: Program, *, complete: bool = False, known: Sequence[Stage] =
 
     Every input is bound to an output that exists; there is no cycle, control edges included; calls agree with their
     functions; stages agree on what they exchange; every device is one of the layout; each micro-batch's forward and
-    backward are there exactly once per replica that has samples of it; and all members of a group run their collectives
-    in one order.
+    backward are there exactly once per replica that has samples of it; all members of a group run their collectives in
+    one order; and replicas that add up inside their tasks meet.
 
     Args:
         program: after any pass.
@@ -43,7 +44,7 @@ def verify(program: Program, *, complete: bool = False, known: Sequence[Stage] =
     dtypes = {node.name: output_dtypes(node) for node in graph}
     for node in graph:
         _verify_inputs(graph, node, dtypes)
-        if node.op in _CALLS:
+        if node.op in CALLS:
             _verify_call(graph, node, library, dtypes)
     graph.topological()
     for stage in program.stages:
@@ -115,6 +116,12 @@ def _verify_stage(stage: Stage) -> None:
             if value.kind is ValueKind.GRADIENT and dtype(value) != dtype(Value(value.ref)):
                 raise PassError(f"function {function.name!r}: {value} and {value.ref} differ in dtype")
         produced |= dict.fromkeys(function.outputs, 0)
+    sums = collections.Counter(
+        node.name for function in stage.functions for node in sums_of(function.function.node_def)
+    )
+    for name, count in sums.items():
+        if count > 1:
+            raise PassError(f"sum over replicas {name!r} is in {count} functions of stage {stage.index}, with one key")
 
 
 def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
@@ -125,7 +132,7 @@ def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
     legal |= step.placed_on
     legal |= {graph.nodes[ref.node].device for ref in step.feeds.values()}  # the host
     for node in graph:
-        if node.op in _CALLS and node.device not in legal:
+        if node.op in CALLS and node.device not in legal:
             raise PassError(f"call {node.name!r} is on {node.device!r}, which is none of the plan's devices")
     wanted = {
         Task(stage, phase, micro_batch, replica)
@@ -152,6 +159,8 @@ def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
         task, value = next(iter(step.pending))
         raise PassError(f"{len(step.pending)} arguments are not connected, among them {value} of task {task}")
     _verify_collectives(graph)
+    if step.schedule is not None:
+        _verify_meetings(program, graph)
 
 
 def _verify_collectives(graph: Graph) -> None:
@@ -161,14 +170,14 @@ def _verify_collectives(graph: Graph) -> None:
     sizes: dict[int, int] = {}
     for name in graph.topological():
         node = graph.nodes[name]
-        if node.op != "CollectiveReduceV2":
+        if node.op != SUM_OP:
             continue
-        instance = graph.nodes[graph.inputs(name)[3].node].attr["value"].tensor.int_val[0]
+        instance = _number(graph, graph.inputs(name)[3])
         orders.setdefault(node.device, []).append(instance)
         members.setdefault(instance, set()).add(node.device)
-        sizes[instance] = graph.nodes[graph.inputs(name)[1].node].attr["value"].tensor.int_val[0]
+        sizes[instance] = _number(graph, graph.inputs(name)[1])
         waits = [graph.nodes[waited].op for waited in control_inputs(node)]
-        if len(orders[node.device]) > 1 and "CollectiveReduceV2" not in waits:
+        if len(orders[node.device]) > 1 and SUM_OP not in waits:
             raise PassError(f"all-reduce {name!r} isn't ordered after the one before it on {node.device}")
     for instance, devices in members.items():
         if len(devices) != sizes[instance]:
@@ -182,3 +191,45 @@ def _verify_collectives(graph: Graph) -> None:
     except graphlib.CycleError as error:
         steps = (f"{one} before {two} on {before[two][one]!r}" for one, two in itertools.pairwise(error.args[1]))
         raise PassError(f"all-reduces wait for each other in a circle: {', '.join(steps)}") from error
+
+
+def _verify_meetings(program: Program, graph: Graph) -> None:
+    """Calls that add up over replicas wait for each other before they end, as if they were one; so do all-reduces."""
+    peers = program.roles.peers
+    if peers is None:
+        return
+    adding = {
+        function.name: [function.inputs.index(Value(ref)) for ref in peers.refs]
+        for stage in program.stages
+        for function in stage.functions
+        if sums_of(function.function.node_def)
+    }
+    meetings: dict[tuple[str, ...], list[NodeDef]] = {}
+    for node in graph:
+        function, inputs = node.attr["f"].func.name if node.op in CALLS else "", graph.inputs(node.name)
+        if function in adding:
+            count, *keys = (_number(graph, inputs[place]) for place in adding[function])
+            meetings.setdefault((function, str(count), *map(str, keys)), []).append(node)
+        elif node.op == SUM_OP:
+            meetings.setdefault((str(_number(graph, inputs[3])),), []).append(node)
+    for key, nodes in meetings.items():
+        if len(key) > 1 and not int(key[1]) == len(nodes) == len({node.device for node in nodes}):
+            names = ", ".join(repr(node.name) for node in nodes)
+            raise PassError(f"{names} add up over {key[1]} replicas, but are {len(nodes)} calls")
+    first = {node.name: nodes[0].name for nodes in meetings.values() for node in nodes}
+    waits: dict[str, set[str]] = {}
+    for node in graph:
+        before = {ref.node for ref in graph.inputs(node.name)} | set(control_inputs(node))
+        waits.setdefault(first.get(node.name, node.name), set()).update(first.get(name, name) for name in before)
+    try:
+        graphlib.TopologicalSorter(waits).prepare()
+    except graphlib.CycleError as error:
+        raise PassError(
+            f"replicas that add up inside their tasks (layers with synchronized=True) never meet, as their devices run "
+            f"tasks in different orders: {' before '.join(error.args[1])}; give all replicas of a stage one order, "
+            f"or set synchronized=False"
+        ) from error
+
+
+def _number(graph: Graph, ref: Ref) -> int:
+    return int(graph.nodes[ref.node].attr["value"].tensor.int_val[0])

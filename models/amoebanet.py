@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from models.grouping import group
+from dapple_tf.models.grouping import group
 
 _BOTTLENECK = 4
 """What the channels between the 1x1 convolutions of an operation are divided by."""

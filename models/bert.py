@@ -13,8 +13,8 @@ from typing import Any
 
 import keras
 
-from models.naming import names_from_start
-from models.sizes import check_heads, check_sizes, self_attention
+from dapple_tf.models.naming import names_from_start
+from dapple_tf.models.sizes import check_heads, check_sizes, self_attention
 
 _logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from models.sources import ModelError
+from dapple_tf.models.sources import ModelError
 
 PADDING, BEGIN, END = 0, 1, 2
 """Tokens that aren't words: what fills up a sentence, and what a translation begins and ends with."""

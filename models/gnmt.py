@@ -19,8 +19,8 @@ from typing import Any
 
 import keras
 
-from models.rnn import RecurrentLayer, lstm_parameters
-from models.sizes import check_sizes
+from dapple_tf.models.rnn import RecurrentLayer, lstm_parameters
+from dapple_tf.models.sizes import check_sizes
 
 _logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from models.sizes import check_heads, check_sizes, self_attention
+from dapple_tf.models.sizes import check_heads, check_sizes, self_attention
 
 _logger = logging.getLogger(__name__)
 

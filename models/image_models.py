@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
-from models import amoebanet, densenet, mobilenet, nasnet, resnet, vgg
-from models.datasets import DATASETS
-from models.sources import ModelSource, compiled_classifier
+from dapple_tf.models import amoebanet, densenet, mobilenet, nasnet, resnet, vgg
+from dapple_tf.models.datasets import DATASETS
+from dapple_tf.models.sources import ModelSource, compiled_classifier
 
 _PATTERNS = DATASETS["patterns"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from models.naming import names_from_start
+from dapple_tf.models.naming import names_from_start
 
 _VARIANTS = {"large": keras.applications.MobileNetV3Large, "small": keras.applications.MobileNetV3Small}
 

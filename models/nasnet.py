@@ -11,8 +11,8 @@ from typing import Any
 
 import keras
 
-from models.grouping import group
-from models.naming import names_from_start
+from dapple_tf.models.grouping import group
+from dapple_tf.models.naming import names_from_start
 
 _REDUCTIONS = 2
 """How often the network doubles its filters and halves its images between cells."""

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import pathlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,11 +23,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from models.datasets import DATASETS, GENERATED, READERS, pooled
-from models.image_models import IMAGE_MODELS
-from models.readers.options import Request
-from models.sequence_models import SEQUENCE_MODELS
-from models.sources import DataSource, ModelError, ModelSource
+from dapple_tf.models.datasets import DATASETS, GENERATED, READERS, pooled
+from dapple_tf.models.image_models import IMAGE_MODELS
+from dapple_tf.models.readers.options import Request
+from dapple_tf.models.sequence_models import SEQUENCE_MODELS
+from dapple_tf.models.sources import DataSource, ModelError, ModelSource
 
 MODELS: Mapping[str, ModelSource] = {source.name: source for source in (*SEQUENCE_MODELS, *IMAGE_MODELS)}
 """Models by name; ``family:variant``, the family alone for its usual size."""
@@ -81,6 +83,8 @@ def _like(name: str, known: Mapping[str, Any]) -> str:
 
 def _function(module: str, function: str, name: str) -> Callable[..., Any]:
     """A user's function."""
+    if "" not in sys.path and (folder := os.getcwd()) not in sys.path:
+        sys.path.append(folder)  # ``python -m`` has it there, a console command hasn't.
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:

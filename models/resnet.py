@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from models.naming import names_from_start
+from dapple_tf.models.naming import names_from_start
 
 _APPLICATIONS = {
     50: keras.applications.ResNet50,

@@ -16,7 +16,7 @@ from typing import Any
 
 import keras
 
-from models.sizes import check_sizes
+from dapple_tf.models.sizes import check_sizes
 
 _logger = logging.getLogger(__name__)
 

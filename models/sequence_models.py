@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
-from models import bert, ffnn, gnmt, gpt, rnn, xlnet
-from models.datasets import DATASETS, GENERATED
-from models.sources import ModelSource, compiled_classifier
+from dapple_tf.models import bert, ffnn, gnmt, gpt, rnn, xlnet
+from dapple_tf.models.datasets import DATASETS, GENERATED
+from dapple_tf.models.sources import ModelSource, compiled_classifier
 
 _TEXT, _SENTENCES, _PAIRS = DATASETS["source_text"], DATASETS["sentences"], DATASETS["reversed_pairs"]
 

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from models.sources import untuned
+from dapple_tf.models.sources import untuned
 
 Bytes = NDArray[np.uint8]
 

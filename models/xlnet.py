@@ -16,8 +16,8 @@ from typing import Any
 
 import keras
 
-from models.bert import Bias, SpanLogits
-from models.sizes import check_heads, check_sizes
+from dapple_tf.models.bert import Bias, SpanLogits
+from dapple_tf.models.sizes import check_heads, check_sizes
 
 _logger = logging.getLogger(__name__)
 

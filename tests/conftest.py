@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from browser import Page
     from selenium.webdriver import Chrome
 
-    from tools.hosts import LocalWorkers
+    from dapple_tf.tools.hosts import LocalWorkers
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -89,7 +89,7 @@ def _untuned_data() -> Iterator[None]:
     if (tensorflow := sys.modules.get("tensorflow")) is None:
         yield
         return
-    from models.sources import untuned
+    from dapple_tf.models.sources import untuned
 
     dataset = tensorflow.data.Dataset
     tuned = dataset.__iter__
@@ -192,7 +192,7 @@ def first_difference(expected: str, actual: str) -> str:
 
 @functools.cache
 def _without_namespaces() -> str | None:
-    from tools.hosts import unavailable  # Few tests need it.
+    from dapple_tf.tools.hosts import unavailable  # Few tests need it.
 
     return unavailable()
 

@@ -16,12 +16,17 @@ def source_of(module: str) -> pathlib.Path:
     return ROOT / pathlib.Path(*module.split(".")).with_suffix(".py")
 
 
+def imported(module: str) -> str:
+    """The name that a program is imported by, of the one that a checkout runs it by."""
+    return f"dapple_tf.{module}" if module.startswith("tools.") else module
+
+
 def flags_of(module: str) -> flags.FlagValues:
     """A program's own flags; those of one that adds to absl's are made anew, as two of these may have the same."""
     path = source_of(module)
     source = path.read_text(encoding="utf-8")
     if "FLAGS = flags.FlagValues()" in source:
-        found: flags.FlagValues = importlib.import_module(module).FLAGS
+        found: flags.FlagValues = importlib.import_module(imported(module)).FLAGS
         return found
     values = flags.FlagValues()
     for node in ast.walk(ast.parse(source)):

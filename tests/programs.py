@@ -26,11 +26,12 @@ from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.scheduling.schedules import make_schedule
 from graph_passes.accumulate import Accumulate, accumulated_gradients
-from graph_passes.assign_stages import POSITION_ATTR, AssignStages
+from graph_passes.assign_stages import AssignStages
 from graph_passes.build_backward import BuildBackward
 from graph_passes.build_forward import BuildForward
 from graph_passes.graph import (
     LAYER_ATTR,
+    POSITION_ATTR,
     STAGE_ATTR,
     Builder,
     Graph,
@@ -95,6 +96,7 @@ class Writer:
         self.graph = empty_graph()
         self.builder = Builder(self.graph)
         self.inputs: list[Ref] = []
+        self.examples: list[tuple[int | None, ...]] = []
         self.variables: list[Variable] = []
         self.calls: list[LayerCall] = []
         self._path: list[str] = []
@@ -109,7 +111,8 @@ class Writer:
         return self.builder.add(name, "Placeholder", dtype=dtype_attr(dtype), shape=shape_attr(shape))
 
     def input(self, name: str, shape: Shape, dtype: int = DOUBLE) -> Ref:
-        """A leaf of the batch."""
+        """A leaf of the batch; axes of open length are 16 long in the batch at hand."""
+        self.examples.append((None, *(16 if size is None else size for size in shape[1:])))
         self.inputs.append(self._placeholder(name, shape, dtype))
         return self.inputs[-1]
 
@@ -153,7 +156,8 @@ class Writer:
                     node.attr[LAYER_ATTR].s = call.path.encode()
         variables = tuple(dataclasses.replace(v, update=(updates or {}).get(v.name)) for v in self.variables)
         calls = tuple(sorted(self.calls, key=lambda call: (call.start, -call.stop)))
-        roles = Roles(tuple(self.inputs), variables, self.slice, (), tuple(outputs), loss, calls, end)
+        examples = tuple(self.examples)
+        roles = Roles(tuple(self.inputs), variables, self.slice, (), tuple(outputs), loss, calls, end, examples)
         return Program(self.graph, roles)
 
 
@@ -258,7 +262,8 @@ def in_float64() -> Iterator[None]:
 def captured(model: keras.Model, x: Any, y: Any = None, mode: Mode = Mode.TRAIN) -> Program:
     """The program of a Keras model; ``x`` and ``y`` are examples of a batch."""
     x_leaf, y_leaf = (
-        None if a is None else Leaf(n, a.dtype.name, (None, *a.shape[1:])) for n, a in (("x", x), ("y", y))
+        None if a is None else Leaf(n, a.dtype.name, (None, *a.shape[1:]), (None, *a.shape[1:]))
+        for n, a in (("x", x), ("y", y))
     )
     if mode is not Mode.PREDICT:
         # Creates the variables of metrics.

@@ -10,7 +10,7 @@ import keras
 import pytest
 from keras.src.backend.common import global_state
 
-from models import image_models
+from dapple_tf.models import image_models
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ from tensorflow.core.framework import types_pb2
 from dapple_tf.frontend.batch import declared_spec
 from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.variables import VariableTable
-from graph_passes import assign_stages
+from graph_passes import slice_shapes
 from graph_passes.assign_stages import AssignStages, find_call, layer_of
 from graph_passes.graph import Graph, GraphDef, PassError, Ref, dtype_attr
 from graph_passes.program import Boundary, LayerCall, Program
@@ -233,6 +233,30 @@ def test_a_random_seed_is_read_where_numbers_are_drawn_and_does_not_cross_the_cu
         assert [boundary.shape for boundary in found.boundaries] == [(None, 3)] * len(cuts)
 
 
+class Draws(keras.layers.Layer):
+    """Draws integers for each sample."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.generator = keras.random.SeedGenerator(3)
+
+    def call(self, x: Any) -> Any:
+        drawn = keras.random.randint((keras.ops.shape(x)[0], 4), 0, 100, seed=self.generator)
+        return x + keras.ops.cast(drawn, x.dtype), drawn
+
+
+def test_integers_that_are_drawn_for_each_sample_are_drawn_in_one_stage() -> None:
+    """Each stage drew its own, which differ where stages have other slices: the mask of an autoencoder, say."""
+    x = keras.Input((4,), name="x", dtype="float64")
+    shifted, drawn = Draws(name="draw", dtype="float64")(x)
+    added = keras.layers.Lambda(lambda pair: pair[0] - keras.ops.cast(pair[1], "float64"), name="back", dtype="float64")
+    model = compiled(x, added([dense("a", 4)(shifted), drawn]))
+    program = assign(captured(model, np.zeros((4, 4)), np.zeros((4, 4))), "a")
+    (integers,) = (boundary for boundary in program.boundaries if boundary.dtype == INT32)
+    assert (integers.shape, integers.producer, integers.consumers) == ((None, 4), 0, (1,))
+    assert stage_of_op(program, "StatelessRandomUniformIntV2") == {0}
+
+
 def test_integer_state_that_nothing_reads_but_its_own_update_is_stepped_in_the_last_stage() -> None:
     program = assign(stateful_layers(), "a")
     assert [stage.reads for stage in program.stages] == [("w", "average"), ("v", "count")]
@@ -331,7 +355,7 @@ def test_the_batch_behind_a_loop_is_told_without_running_the_model(
     length: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 2 LSTMs of 2048 units and 32000 words, three runs on random parameters took 25 s and 1.4 GB."""
-    monkeypatch.setattr(assign_stages, "measure_shapes", lambda *_: pytest.fail("the model was run"))
+    monkeypatch.setattr(slice_shapes, "measure_shapes", lambda *_: pytest.fail("the model was run"))
     x = keras.Input((length,), name="x", dtype="int32")
     h = keras.layers.Embedding(5, 2, mask_zero=True, name="embedding", dtype="float64")(x)
     h = keras.layers.LSTM(3, return_sequences=True, name="first", dtype="float64")(h)
@@ -359,11 +383,9 @@ def test_the_shape_of_what_comes_out_of_a_loop_is_computed_from_the_stages_own_s
     assert [(each.producer, each.consumers) for each in boundaries] == [(0, (1,)), (1, (2,))]
 
 
-@pytest.mark.parametrize(("width", "runs"), [(2, [7, 11]), (None, [7, 11, 7])])
-def test_a_model_is_run_once_for_each_different_input(
-    width: int | None, runs: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only values tell how many rows are positive; without open lengths a third run is one that has been."""
+@pytest.mark.parametrize("width", [2, None])
+def test_a_model_is_run_once_for_each_number_of_samples(width: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only values tell how many rows are positive; lengths aren't made up for another run."""
     writer = Writer()
     x, w = writer.input("x", (None, width)), writer.variable("w", (1,))
     with writer.layer("a"):
@@ -374,25 +396,25 @@ def test_a_model_is_run_once_for_each_different_input(
     with writer.layer("b"):
         y = writer.op("squared", "Square", h)
     found = []
-    measure = assign_stages.measure_shapes
+    measure = slice_shapes.measure_shapes
 
     def counted(graph: GraphDef, inputs: dict[str, list[int]], *rest: Any) -> Any:
         found.append(inputs["x"][0])
         return measure(graph, inputs, *rest)
 
-    monkeypatch.setattr(assign_stages, "measure_shapes", counted)
+    monkeypatch.setattr(slice_shapes, "measure_shapes", counted)
     text = refused(writer.program(writer.op("loss", "L2Loss", y)), "a")
     assert text.endswith("has shape (?, 1): which axis is the batch can't be told; cut elsewhere")
-    assert found == runs
+    assert found == [7, 11]
 
 
 # ---- shapes that are read far behind
 
 
-def reads_shape_later(*, merged: bool = False, explicit: bool = True) -> Program:
+def reads_shape_later(*, merged: bool = False, explicit: bool = True, length: int | None = 3) -> Program:
     """Stage 1 restores the shape that the tensor had before stage 0 flattened it."""
     writer = Writer()
-    x, w, v = writer.input("x", (None, 3)), writer.variable("w", (1,)), writer.variable("v", (1,))
+    x, w, v = writer.input("x", (None, length)), writer.variable("w", (1,)), writer.variable("v", (1,))
     kind = {"Tshape": dtype_attr(INT32)}
     minus_one = writer.builder.const([-1], INT32)
     with writer.layer("a"):
@@ -426,6 +448,27 @@ def test_several_rows_per_sample_are_counted_in_such_a_shape() -> None:
 def test_a_shape_whose_node_leaves_its_type_out_is_rewritten_too() -> None:
     program = assign(reads_shape_later(explicit=False), "a")
     assert [str(boundary.ref) for boundary in program.boundaries] == ["a/flat"]
+
+
+def test_of_an_earlier_stages_shape_only_lengths_cross_that_the_model_leaves_open() -> None:
+    """The batch's axis is of the slice of the stage that reads it; lengths are the same in all slices."""
+    program = assign(reads_shape_later(length=None), "a")
+    crossing = {str(each.ref): (each.batch_axis, each.shape) for each in program.boundaries}
+    assert crossing == {"a/flat": (0, (None,)), "a/shape/lengths": (None, (2,))}
+    text = show_graph(program.graph)
+    assert "a/shape/lengths = Mul(a/shape/own, a/shape/of_lengths) in stage 0\n" in text
+    assert "a/shape = AddV2(a/shape/sum, a/shape/lengths)\n" in text
+    assert "a/shape" not in program.node_stage and program.node_stage["a/shape/own"] == 0
+    feeds = {Ref("x"): np.ones((5, 4)), Ref("w"): np.ones(1), Ref("samples"): 3}
+    assert list(run(program.graph, [Ref("a/shape")], feeds)[0]) == [3, 4]
+
+
+def test_of_rows_that_depend_on_open_lengths_those_of_a_sample_cross() -> None:
+    program = assign(reads_shape_later(merged=True, length=None), "a")
+    assert [str(each.ref) for each in program.boundaries] == ["a/shape/rows", "a/flat"]
+    assert "a/shape/rows = FloorDiv(a/shape/merged, samples) in stage 0\n" in show_graph(program.graph)
+    stage_0 = {Ref("x"): np.ones((5, 4)), Ref("w"): np.ones(1), Ref("samples"): 5}
+    assert list(run(program.graph, [Ref("a/shape")], stage_0)[0]) == [20]
 
 
 def test_a_shape_that_only_its_own_stage_reads_stays() -> None:

@@ -176,3 +176,19 @@ def test_profile_and_training_measure_the_same_part_of_a_step() -> None:
     assert pipelined.prediction is not None
     assert pipelined.prediction.error is not None
     assert abs(pipelined.prediction.error) < 1
+
+
+@pytest.mark.slow
+def test_a_plan_by_estimates_when_time_is_short() -> None:
+    model = mlp()
+    pipelined = dapple.transform(model, dapple.Cluster.local(2, kind="cpu"), global_batch_size=8, profile_seconds=1e-6)
+    assert pipelined.profile is not None and pipelined.profile.estimated
+    assert 1 <= pipelined.cluster.capacity(0) <= 2
+    x, y = data(16)
+    pipelined.fit(x, y, batch_size=8, verbose=0)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "20", True])
+def test_a_budget_that_is_none_is_refused_before_anything_is_measured(seconds: object) -> None:
+    with pytest.raises(dapple.PlanError, match=r"profile_seconds is .*; give seconds above 0, or None"):
+        dapple.transform(mlp(), dapple.Cluster.local(2, kind="cpu"), global_batch_size=8, profile_seconds=seconds)

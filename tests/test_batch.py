@@ -139,49 +139,8 @@ def parts(*lengths: int) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(floats(length, 3), floats(length)) for length in lengths]
 
 
-@pytest.mark.parametrize(
-    "lengths", [(), (4,), (7,), (7, 7, 3), (7, 3, 7, 3), (3, 7, 7), (7, 7, 3, 7, 7, 3, 7)], ids=str
-)
-def test_a_smaller_batch_may_be_the_last_of_the_data(free: keras.Model, lengths: tuple[int, ...]) -> None:
-    """Of data that repeat, too."""
-    assert sizes(Batches(free, parts(*lengths), full=7)) == list(lengths)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "before", "text"),
-    [
-        ((4, 4, 4), 0, "batches 1 and 2 have 4 and 4 samples, but the plan's global batch size is 7"),
-        ((7, 3, 4, 7), 1, "batches 2 and 3 have 3 and 4 samples, but the plan's global batch size is 7"),
-        ((7, 8), 1, "batch 2 has 8 samples, but the plan's global batch size is 7"),
-        ((7, 0), 1, "this batch has no samples; leave it out"),
-    ],
-)
-def test_other_sizes_are_refused_before_they_are_handed_out(
-    free: keras.Model, lengths: tuple[int, ...], before: int, text: str
-) -> None:
-    batches = Batches(free, parts(*lengths), full=7)
-    assert [next(batches).samples for _ in range(before)] == list(lengths[:before])
-    with pytest.raises(DataError, match=text):
-        next(batches)
-
-
-def test_any_sizes_outside_training(free: keras.Model) -> None:
+def test_batches_of_any_sizes(free: keras.Model) -> None:
     assert sizes(Batches(free, parts(4, 9, 1, 1))) == [4, 9, 1, 1]
-
-
-def test_what_is_looked_at_ahead_comes_in_its_turn(free: keras.Model) -> None:
-    """A batch, the end, or an error."""
-
-    def items(error: Exception | None = None) -> Iterator[Any]:
-        yield from parts(7, 3)
-        if error is not None:
-            raise error
-
-    assert sizes(Batches(free, items(), full=7)) == [7, 3]
-    batches = Batches(free, items(OSError("disk")), full=7)
-    assert [next(batches).samples, next(batches).samples] == [7, 3]
-    with pytest.raises(OSError, match="disk"):
-        next(batches)
 
 
 def test_first_batch_takes_an_earlier_spec_if_it_fits(sequences: keras.Model, free: keras.Model) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import dapple_tf as dapple
-from models.registry import MODELS, find_model
-from tools import bench_memory, bench_planner, bench_preparation, command, rewrite_models, scale_report
-from tools.bench_report import read_results
+from dapple_tf.models.registry import MODELS, find_model
+from dapple_tf.tools import bench_memory, bench_planner, bench_preparation, command, rewrite_models, scale_report
+from dapple_tf.tools.bench_report import read_results
 
 RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
 

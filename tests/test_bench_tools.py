@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from tools import bench_cluster, bench_overhead, bench_torch, command
-from tools.bench_gpt import gpt_size, make_data, make_model
-from tools.bench_report import read_results
-from tools.peers import Peers, PeersError
-from tools.ratios import Quartiles
+from dapple_tf.tools import bench_cluster, bench_overhead, bench_torch, command
+from dapple_tf.tools.bench_gpt import gpt_size, make_data, make_model
+from dapple_tf.tools.bench_report import read_results
+from dapple_tf.tools.peers import Peers, PeersError
+from dapple_tf.tools.ratios import Quartiles
 
 
 @pytest.mark.slow

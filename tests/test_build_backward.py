@@ -240,8 +240,11 @@ def test_a_first_stage_without_parameters_takes_and_gives_no_gradient() -> None:
 # ---- rows of embeddings
 
 
-def embedding(*, tied: bool) -> Program:
-    """Rows of a table; with ``tied``, the table is also what the result is multiplied with, in stage 1."""
+def embedding(*, tied: bool, looked_up: str = "tokens") -> Program:
+    """Rows of a table; with ``tied``, the table is also what the result is multiplied with, in stage 1.
+
+    ``looked_up``: tokens of the batch, constants, or both one after the other.
+    """
     writer = Writer()
     tokens, table, v = (
         writer.input("tokens", (None,), INT32),
@@ -250,7 +253,12 @@ def embedding(*, tied: bool) -> Program:
     )
     kind = {"Tparams": dtype_attr(DOUBLE), "Tindices": dtype_attr(INT32), "Taxis": dtype_attr(INT32)}
     with writer.layer("a"):
-        h = writer.builder.add("a/rows", "GatherV2", [table, tokens, writer.builder.const(0, INT32)], **kind)
+        constants = writer.builder.const([1, 1, 3], INT32)
+        both = writer.builder.concat("a/ids", [tokens, constants], INT32, 0)
+        indices = {"tokens": tokens, "constants": constants, "both": both}[looked_up]
+        h = writer.builder.add("a/rows", "GatherV2", [table, indices, writer.builder.const(0, INT32)], **kind)
+        if looked_up == "both":  # What follows has a row for each sample, or for none.
+            h = writer.op("a/sum", "Sum", h, writer.builder.const([0], INT32), Tidx=dtype_attr(INT32), keep_dims=True)
     with writer.layer("b"):
         y = writer.op("logits", "MatMul", h, table if tied else v, transpose_b=tied)
     return writer.program(writer.op("loss", "L2Loss", y))
@@ -261,6 +269,28 @@ def test_a_parameter_that_is_only_gathered_from_keeps_its_gradient_as_rows() -> 
     kinds = [value.kind for value in first.results if value.ref == Ref("table")]
     assert kinds == [ValueKind.SLICE_VALUES, ValueKind.SLICE_INDICES]
     assert gradients_given(last) == ["a/rows", "v"]
+
+
+def rows_of(looked_up: str) -> tuple[Stage, list[ValueKind]]:
+    first, *_ = backward(embedding(tied=False, looked_up=looked_up), "a").stages
+    return first, [value.kind for value in first.results if value.ref == Ref("table")]
+
+
+def test_rows_of_constants_are_the_same_in_all_slices_and_results_of_their_own() -> None:
+    shared = [ValueKind.SHARED_VALUES, ValueKind.SHARED_INDICES]
+    assert rows_of("constants")[1] == shared
+    stage, kinds = rows_of("both")
+    assert kinds == [ValueKind.SLICE_VALUES, ValueKind.SLICE_INDICES, *shared]
+    assert not stage.undecided_rows
+    assert stage.graph is not None
+    tokens, table, v = np.array([2, 0]), np.arange(8.0).reshape(4, 2), np.ones((2, 4))
+    known = {Ref("tokens"): tokens, Ref("table"): table, Ref("v"): v}
+    places = [stage.results[Value(Ref("table"), kind)] for kind in kinds]
+    given = {ref: np.ones((1, 2)) for value, ref in stage.arguments.items() if value.kind is GRADIENT}
+    given |= {stage.arguments[Value(ref)]: value for ref, value in known.items() if Value(ref) in stage.arguments}
+    _, own, _, shared_indices = run(stage.graph, places, given)
+    assert list(own) == [2, 0]
+    assert list(shared_indices) == [1, 1, 3]
 
 
 def test_a_parameter_that_another_stage_uses_whole_has_whole_gradients_everywhere() -> None:

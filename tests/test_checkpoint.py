@@ -24,7 +24,7 @@ from dapple_tf.checkpoints import checkpoint as checkpoint_module
 from dapple_tf.checkpoints.checkpoint_files import checkpoints
 from dapple_tf.checkpoints.checkpoint_graph import host_of
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
-from tools.hosts import LocalWorkers
+from dapple_tf.tools.hosts import LocalWorkers
 
 X, Y, _ = samples(7)
 

@@ -20,12 +20,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import variables_of
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from models_for_tests import classifier, plan, samples, transform
 
 import dapple_tf as dapple
 from dapple_tf.checkpoints.checkpoint_files import checkpoints
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
 from dapple_tf.checkpoints.data_position import TrainingData
+from dapple_tf.checkpoints.data_sources import ArraySource
 
 COUNT = 31  # samples: four batches of 7, and one of 3
 X, Y, _ = samples(COUNT)
@@ -307,6 +309,26 @@ def test_mistakes_are_told(tmp_path: pathlib.Path, pair: Pair) -> None:
         pipelined.fit(X[:30], Y[:30], checkpoint=settings, resume=True)
 
 
+@pytest.mark.parametrize("shuffle", [True, "batch"])
+def test_arrays_come_in_the_order_that_keras_gives_them(shuffle: bool | str) -> None:
+    """``checkpoint=`` changed it. A process that goes on with another global seed keeps the order."""
+
+    def order(data: Any) -> list[int]:
+        return [int(number) for batch in data for number in np.ravel(batch[0])]
+
+    numbers, none = np.arange(10, dtype="int32"), np.zeros(10)
+    keras.utils.set_random_seed(11)
+    expected = order(ArrayDataAdapter(numbers, none, batch_size=4, shuffle=shuffle).get_tf_dataset())
+    source = ArraySource(numbers, none, None, 4, shuffle, None)
+    assert order(source.open(0, 0)) == order(source.open(1, 0)) == expected != sorted(expected)
+    assert order(source.open(0, 1)) == expected[4:]
+    keras.utils.set_random_seed(12)
+    other = ArraySource(numbers, none, None, 4, shuffle, None)
+    assert order(other.open(0, 0)) != expected
+    other.resume(source.describe(), started=True)
+    assert order(other.open(0, 0)) == expected
+
+
 @pytest.mark.parametrize(
     "saved",
     [
@@ -325,6 +347,7 @@ def test_mistakes_are_told(tmp_path: pathlib.Path, pair: Pair) -> None:
             "samples": 31,
             "batch_size": 7,
             "seed": -1,
+            "global_seed": None,
         },
         {
             "kind": "arrays",
@@ -335,6 +358,7 @@ def test_mistakes_are_told(tmp_path: pathlib.Path, pair: Pair) -> None:
             "samples": 31,
             "batch_size": 7,
             "seed": 1,
+            "global_seed": None,
         },
         {"kind": ["arrays"], "round": {}, "done": "9"},
     ],

@@ -27,9 +27,9 @@ from dapple_tf.clusters.connection import Connection, acquire, connected, open_s
 from dapple_tf.clusters.faults import FaultPolicy
 from dapple_tf.clusters.links import measure_links
 from dapple_tf.clusters.remote_session import RemoteSession
-from dapple_tf.clusters.session import COLLECTIVE_KEYS
+from dapple_tf.clusters.session import collective_keys
 from dapple_tf.errors import WorkerLostError
-from tools.hosts import LocalWorkers
+from dapple_tf.tools.hosts import LocalWorkers
 
 NOTICE = 2.0
 QUICK = FaultPolicy(notice_seconds=NOTICE)
@@ -89,7 +89,7 @@ def running(session: RemoteSession, fetches: Any) -> tuple[threading.Thread, lis
 def works(cluster: dapple.Cluster) -> bool:
     """Whether a fresh client can use the workers, all-reduce included."""
     count = cluster.num_devices
-    key = next(COLLECTIVE_KEYS)
+    key = collective_keys()
 
     def reduced(_: str) -> Any:
         return tf.raw_ops.CollectiveReduceV2(

@@ -115,3 +115,52 @@ def test_a_gradient_that_fails_is_named() -> None:
     pipelined = dapple.transform(model, dapple.Cluster.local(1, kind="cpu"), Plan.data_parallel(1, 4))
     with pytest.raises(dapple.CaptureError, match=r"custom gradient of '.*' can't be traced: no gradient today"):
         pipelined.train_on_batch(np.ones((4, 4)), np.ones((4, 4)))
+
+
+class Recomputed(layers.Layer):
+    """A part of it is computed again for its gradient."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.inner = [layers.Dense(4, activation="tanh"), layers.Dense(4)]
+
+    def build(self, shape: Any) -> None:
+        for layer in self.inner:
+            layer.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return tf.recompute_grad(lambda x: self.inner[1](self.inner[0](x)))(x)
+
+
+class Doubled(Recomputed):
+    """A gradient of its own, that of its weights included."""
+
+    def call(self, x: Any) -> Any:
+        @tf.custom_gradient
+        def doubled(x: Any) -> Any:
+            def gradient(arriving: Any, variables: Any = None) -> Any:
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    y = self.inner[0](x)
+                of_x, *of_variables = tape.gradient(y, [x, *variables], output_gradients=2 * arriving)
+                return of_x, of_variables
+
+            return self.inner[0](x), gradient
+
+        return doubled(self.inner[1](x))
+
+
+@pytest.mark.parametrize("layer", [Recomputed, pytest.param(Doubled, marks=pytest.mark.slow)])
+def test_gradients_of_the_weights_that_such_a_function_reads_are_its_own_too(layer: type[Recomputed]) -> None:
+    """They ended in "Cannot convert a Tensor of dtype resource to a NumPy array", or would have been 0."""
+
+    def build() -> keras.Model:
+        features = keras.Input((4,))
+        x = layers.Dense(4, name="second")(layer()(layers.Dense(4, name="first")(features)))
+        model = keras.Model(features, layers.Dense(2, name="last")(layer()(x)))
+        model.compile(keras.optimizers.Adam(1e-2), "mse")
+        return model
+
+    use_float64()
+    model, plain = pair(build)
+    assert_same_training(pipeline(model, ["second"], (2, 1), 2, 7), plain, [(X[:, 0], Y, None)] * 2)

@@ -8,8 +8,8 @@ import keras
 import numpy as np
 import pytest
 
-from models.datasets import DATASETS, READERS
-from tools import command, train
+from dapple_tf.models.datasets import DATASETS, READERS
+from dapple_tf.tools import command, train
 
 DOCUMENT = (pathlib.Path(__file__).parents[1] / "docs" / "data.md").read_text(encoding="utf-8")
 

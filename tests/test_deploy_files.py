@@ -18,7 +18,7 @@ import pytest
 import yaml
 from program_flags import flags_of
 
-from tools.hosts import ROOT, environment, free_ports
+from dapple_tf.tools.hosts import ROOT, environment, free_ports
 
 DEPLOY = ROOT / "docs" / "deploy"
 TEXTS = {path: path.read_text(encoding="utf-8") for path in sorted([*DEPLOY.iterdir(), ROOT / "docs" / "cluster.md"])}

@@ -21,17 +21,17 @@ from unittest import mock
 
 import pytest
 from absl import flags
-from program_flags import ROOT, flags_of, source_of
+from program_flags import ROOT, flags_of, imported, source_of
 
 import dapple_tf as dapple
-from models.registry import find_model
-from tools import command
-from tools.run_document import blocks, run
+from dapple_tf.models.registry import find_model
+from dapple_tf.tools import command
+from dapple_tf.tools.run_document import blocks, run
 
 DOCUMENTS = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
 
 RUN_ELSEWHERE = {
-    "README.md": "test_readme.py",
+    "README.md": "test_install.py",
     "docs/tutorial.md": "test_tutorial.py",
     "docs/operators.md": "test_tutorial.py",
 }
@@ -40,6 +40,10 @@ RUN_ELSEWHERE = {
 SHELLS = {"sh", "bash", "shell", "console"}
 PROGRAMS = {"tensorboard": "tensorboard", "netron": "netron"}
 """Programs of packages that an extra installs."""
+INSTALLED = {name: f"tools.{module}" for module, name in command.CONSOLE.items()} | {
+    "dapple-worker": "dapple_tf.worker"
+}
+"""The modules that this package's own commands run."""
 SYSTEM = {"nft"}
 """Programs of the system, which change it: only their syntax is looked at."""
 
@@ -55,7 +59,7 @@ class Command(NamedTuple):
 
 
 def commands() -> Iterator[Command]:
-    """Those in blocks, and those between backticks that begin with ``python -m``, ``make`` or ``pip``."""
+    """Those in blocks, and those between backticks that begin with ``python -m``, ``make``, ``pip`` or ours."""
     for name, path in DOCUMENTS.items():
         text = path.read_text(encoding="utf-8")
         lines = [
@@ -65,7 +69,7 @@ def commands() -> Iterator[Command]:
             for line in block.text.replace("\\\n", " ").splitlines()
         ]
         words = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
-        lines += [" ".join(line.split()) for line in re.findall(r"`((?:python -m|make|pip) [^`]*)`", words)]
+        lines += [" ".join(line.split()) for line in re.findall(r"`((?:python -m|make|pip|dapple-\w+) [^`]*)`", words)]
         yield from (Command(name, line) for line in lines if line and not line.startswith("#"))
 
 
@@ -105,6 +109,8 @@ def check(line: str) -> None:
             for package in packages:
                 if package not in ("-e", "--editable"):
                     _check_package(package)
+        case [program, *arguments] if program in INSTALLED:
+            _check_module(INSTALLED[program], arguments)
         case [program, *_] if program in PROGRAMS:
             importlib.metadata.version(PROGRAMS[program])
         case [program, *_] if program in SYSTEM:
@@ -204,7 +210,7 @@ TINY = {
 def start(line: str) -> int:
     """Runs a program of this package in this process."""
     _, _, module, *arguments = shlex.split(line, comments=True)
-    program = importlib.import_module(module)
+    program = importlib.import_module(imported(module))
     quick = ["--repeats=1", "--nocache"] if module == "tools.profile" else []
     return command.run(program.main, program.FLAGS, [*(TINY.get(word, word) for word in arguments), *quick])
 

@@ -9,7 +9,7 @@ from models_for_tests import plan
 
 import dapple_tf as dapple
 from dapple_tf.output_folder import LIST
-from tools import command, dump_graph
+from dapple_tf.tools import command, dump_graph
 
 MODEL = "--model=models_for_tests:classifier"
 DESCRIPTION = """{"format": "dapple_tf.cluster/1", "servers": [{"devices": 2, "memory_bytes": 1000000}, {"devices": 2}],

@@ -21,9 +21,9 @@ from dapple_tf.simulation import emulated_step, emulator
 from dapple_tf.simulation.emulated_waits import EmulationError
 from dapple_tf.simulation.emulator import Emulation, emulate
 from dapple_tf.simulation.simulator import Span
+from dapple_tf.tools import check_simulator, command
+from dapple_tf.tools.even_pipeline import pipeline
 from graph_passes.tasks import Schedule
-from tools import check_simulator, command
-from tools.even_pipeline import pipeline
 
 TOLERANCE = 0.1
 NAMES = [f"layer{index}" for index in range(8)]

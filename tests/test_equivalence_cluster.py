@@ -26,7 +26,7 @@ from references import SAMPLES, reference
 from zoo import ZOO
 
 import dapple_tf as dapple
-from tools.hosts import Hosts, LocalWorkers, Namespace, end, join, launch, unavailable
+from dapple_tf.tools.hosts import Hosts, LocalWorkers, Namespace, end, join, launch, unavailable
 
 Devices = Sequence[Sequence[int]]
 

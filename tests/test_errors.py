@@ -53,17 +53,14 @@ def test_model_is_not_compiled() -> None:
         transform(model)
 
 
-@pytest.mark.parametrize("method", ["train_step", "test_step", "predict_step"])
-def test_step_is_overridden(method: str) -> None:
-    def step(self: Any, data: Any) -> Any:
-        return getattr(keras.Model, method)(self, data)
+def test_prediction_step_is_overridden() -> None:
+    class Own(keras.Sequential):
+        def predict_step(self, data: Any) -> Any:
+            return super().predict_step(data)
 
-    own = type("Own", (keras.Sequential,), {method: step})
-    model = own([keras.Input((4,)), layers.Dense(3)], name="own")
+    model = Own([keras.Input((4,)), layers.Dense(3)], name="own")
     model.compile("sgd", "mse")
-    with refused(
-        dapple.CaptureError, f"model 'own' overrides {method}(), which runs on one device; override compute_loss"
-    ):
+    with refused(dapple.CaptureError, "model 'own' overrides predict_step(), which runs on one device: do in call()"):
         transform(model)
 
 
@@ -300,33 +297,9 @@ def dataset(*parts: Any, batch: int = 7) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(parts).batch(batch)
 
 
-@pytest.mark.slow
-def test_batch_size_is_not_the_plans(pipelined: dapple.PipelinedModel) -> None:
-    with refused(
-        dapple.DataError,
-        "batch_size=32, but the plan's global batch size is 7: leave batch_size out, or make a plan with "
-        "global_batch_size=32",
-    ):
-        pipelined.fit(X, Y, batch_size=32, verbose=0)
-
-
-@pytest.mark.parametrize("repeated", [False, True])
-def test_batches_of_a_dataset_are_too_small(pipelined: dapple.PipelinedModel, repeated: bool) -> None:
-    """Nothing is trained on: not even the first of them."""
-    batches = dataset(X, Y, batch=4).repeat() if repeated else dataset(X, Y, batch=4)
-    with refused(
-        dapple.DataError,
-        "batches 1 and 2 have 4 and 4 samples, but the plan's global batch size is 7 (only the last batch of the data "
-        "may be smaller): batch the dataset by 7, or make a plan with global_batch_size=4",
-    ):
-        pipelined.fit(batches, steps_per_epoch=3 if repeated else None, shuffle=False, verbose=0)
-
-
-def test_batches_are_too_large(pipelined: dapple.PipelinedModel) -> None:
-    with refused(dapple.DataError, "batch 1 has 8 samples, but the plan's global batch size is 7"):
-        pipelined.fit(dataset(X, Y, batch=8), shuffle=False, verbose=0)
-    with refused(dapple.DataError, "batch 1 has 24 samples, but the plan's global batch size is 7"):
-        pipelined.train_on_batch(X, Y)
+def test_batch_size_is_no_number(pipelined: dapple.PipelinedModel) -> None:
+    with refused(dapple.DataError, "batch_size is 2.5; give a whole number of samples of at least 1"):
+        pipelined.fit(X, Y, batch_size=2.5, verbose=0)
 
 
 def test_labels_are_missing(pipelined: dapple.PipelinedModel) -> None:
@@ -360,7 +333,7 @@ def test_arrays_that_cannot_be_cut(pipelined: dapple.PipelinedModel) -> None:
         pipelined.train_on_batch(sparse, Y[:2])
     with refused(dapple.DataError, "x is a scalar; each array of a batch needs the batch as its first axis"):
         pipelined.train_on_batch(np.float32(1), Y[:2])
-    with refused(dapple.DataError, "x has dtype str32, which can't be fed to the devices"):
+    with refused(dapple.DataError, "x has dtype string, which can't be fed to the devices"):
         pipelined.predict_on_batch(np.array([["a"] * 4]))
 
 
@@ -398,8 +371,9 @@ def test_batches_change_in_mid_epoch(shared: dapple.PipelinedModel, third: Any, 
     """A generator's; the batches before have been trained on, and that isn't lost."""
     iterations = int(shared.sync().optimizer.iterations.numpy())
     data = batches_of((X[:7], Y[:7]), (X[7:14], Y[7:14]), third)
-    with refused(dapple.DataError, text), nothing_lost(shared):
+    with refused(dapple.DataError, text):
         shared.fit(data, shuffle=False, verbose=0)
+    assert int(shared.model.optimizer.iterations) == iterations + 2
     assert int(shared.sync().optimizer.iterations.numpy()) == iterations + 2
 
 
@@ -429,7 +403,7 @@ def test_loss_is_not_finite() -> None:
 
 
 def test_a_device_fails() -> None:
-    """The cause is told, and the devices go on with the values of the last sync."""
+    """The cause is told, and the devices go on with the values that all of the model had last."""
     model = keras.Sequential([keras.Input((3,), dtype="int32"), layers.Embedding(5, 4, name="table"), layers.Flatten()])
     model.add(layers.Dense(3, name="last"))
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -437,13 +411,14 @@ def test_a_device_fails() -> None:
     good = np.random.default_rng(0).integers(0, 5, size=(7, 3))
     bad = good.copy()
     bad[4, 1] = 77
-    first = pipelined.train_on_batch(good, Y[:7])
+    pipelined.train_on_batch(good, Y[:7])
+    before = pipelined.test_on_batch(good, Y[:7])
     for method in (pipelined.train_on_batch, pipelined.test_on_batch):
         with refused(dapple.StepError, "step failed: indices[4,1] = 77 is not in [0, 5)"), nothing_lost(pipelined):
             method(bad, Y[:7])
         with refused(dapple.StepError, "a label value of 9 which is outside the valid range of [0, 3)"):
             method(good, np.full(7, 9))
-    assert pipelined.train_on_batch(good, Y[:7]) == pytest.approx(first)
+    assert pipelined.test_on_batch(good, Y[:7]) == pytest.approx(before)
 
 
 def test_a_callback_fails(pipelined: dapple.PipelinedModel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import keras
 import numpy as np
@@ -57,6 +58,39 @@ def test_open_lengths(caplog: pytest.LogCaptureFixture) -> None:
     given = ExampleBatch.of(model, np.zeros((1, 7, 3), "float32"))
     assert given.batch(2)[0].shape == (2, 7, 3) and given.spec.leaves[0].shape == (None, None, 3)
     assert not caplog.text
+
+
+def places(number: int) -> keras.Model:
+    """A model with learned vectors for some places, behind a strided layer."""
+
+    class Places(layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.table = self.add_weight(shape=(number, shape[-1]), name="table")
+
+        def call(self, x: Any) -> Any:
+            return x + keras.ops.take(self.table, keras.ops.arange(keras.ops.shape(x)[1]), axis=0)
+
+    x = keras.Input((None, 2))
+    out = layers.Dense(3)(Places(name="places")(layers.Conv1D(4, 3, strides=2, padding="same")(x)))
+    model = keras.Model(x, out, name="m")
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def test_open_lengths_are_some_that_the_model_can_be_computed_for(caplog: pytest.LogCaptureFixture) -> None:
+    """128 was taken whatever the model, and labels were as long as the inputs, also behind strides."""
+    model = places(5)
+    with caplog.at_level(logging.WARNING):
+        x, y = ExampleBatch.of(model).batch(2)
+    assert (x.shape, y.shape) == ((2, 8, 2), (2, 4))
+    assert "model 'm' leaves lengths open; its profile takes them for 8: give example inputs" in caplog.text
+    caplog.clear()
+    x, y = ExampleBatch.of(model, length=5).batch(3)
+    assert (x.shape, y.shape) == ((3, 5, 2), (3, 3)) and not caplog.text
+    x, y = ExampleBatch.of(model, np.zeros((1, 10, 2), "float32")).batch(1)
+    assert (x.shape, y.shape) == ((1, 10, 2), (1, 5)) and not caplog.text
+    with pytest.raises(ProfileError, match=r"can't be computed for length 11: give example inputs .* x=\.\.\. \(11: "):
+        ExampleBatch.of(model, length=11)
 
 
 def test_what_cannot_be_guessed() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from models_for_tests import randomised
 
-from models import gpt
+from dapple_tf.models import gpt
 
 TOKENS = np.random.default_rng(0).integers(0, 256, (3, 32))
 

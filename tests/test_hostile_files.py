@@ -552,10 +552,13 @@ def test_what_runs_code_is_found(source: str, found: list[str]) -> None:
 @pytest.mark.slow
 def test_no_source_runs_code_from_files() -> None:
     assert len(SOURCES) > 80
-    by_design = ROOT / "tools" / "run_document.py"  # runs the examples of documents
+    by_design = {
+        ROOT / "tools" / "run_document.py",  # runs the examples of documents
+        ROOT / "dapple_tf" / "float64_models.py",  # makes a model of what this process tells of one that it has
+    }
     found = {
         str(path.relative_to(ROOT)): executing(path.read_text(encoding="utf-8"))
         for path in SOURCES
-        if path != by_design
+        if path not in by_design
     }
     assert {path: lines for path, lines in found.items() if lines} == {}

@@ -15,7 +15,7 @@ import pytest
 from conftest import require_namespaces
 
 from dapple_tf.clusters.control import PROTOCOL
-from tools.hosts import ROOT, Hosts, HostsError, LocalWorkers, environment, free_ports
+from dapple_tf.tools.hosts import ROOT, Hosts, HostsError, LocalWorkers, environment, free_ports
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +87,7 @@ def test_local_workers_are_killed_stopped_and_started_again() -> None:
 def test_workers_end_with_the_program_that_started_them() -> None:
     program = """
 import os, sys, time
-from tools.hosts import LocalWorkers
+from dapple_tf.tools.hosts import LocalWorkers
 with LocalWorkers(1) as workers:
     print(workers.processes[0].pid, flush=True)
     time.sleep(600)

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from symbolic_models import parameters, without_values
 
-from models import densenet, mobilenet, nasnet, resnet, vgg
-from models.grouping import Group, group
-from models.image_models import IMAGE_MODELS
-from models.naming import names_from_start
-from models.sources import ModelSource
+from dapple_tf.models import densenet, mobilenet, nasnet, resnet, vgg
+from dapple_tf.models.grouping import Group, group
+from dapple_tf.models.image_models import IMAGE_MODELS
+from dapple_tf.models.naming import names_from_start
+from dapple_tf.models.sources import ModelSource
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "models.md"
 IMAGES = PAGE.read_text(encoding="utf-8").partition("\n## Images\n")[2].partition("\n## ")[0]

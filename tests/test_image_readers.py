@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from models.readers import records_writer, tfrecords
-from models.readers.images import listed
-from models.readers.options import Request
-from models.readers.pixels import ImageOptions, evaluation_image
-from models.registry import find_data
-from models.sources import ModelError
+from dapple_tf.models.readers import records_writer, tfrecords
+from dapple_tf.models.readers.images import listed
+from dapple_tf.models.readers.options import Request
+from dapple_tf.models.readers.pixels import ImageOptions, evaluation_image
+from dapple_tf.models.registry import find_data
+from dapple_tf.models.sources import ModelError
 from tests.reading import assert_equal, assert_resumes, assert_seeded, image_model, taken
 
 CLASSES = ("ant", "bee", "cat")
@@ -243,7 +243,9 @@ def test_records_are_found_where_they_are(tmp_path: pathlib.Path) -> None:
 
 def test_wrong_records_are_told(records: pathlib.Path, folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     name = f"tfrecords:{tmp_path}"
-    with pytest.raises(ModelError, match=r"has no files train-00000-of-00001 and so on; python -m tools\.make_data"):
+    with pytest.raises(
+        ModelError, match=r"no files train-00000-of-00001 and so on; python -m dapple_tf.tools.make_data"
+    ):
         find_data(name)
     files = [records / f"train-0000{number}-of-00003" for number in range(3)]
     good = files[0].read_bytes()

@@ -283,7 +283,7 @@ def test_verify_fetches_values_first() -> None:
     pipelined = transform(deferred())
     x, y, _ = samples(7)
     pipelined.predict(x, verbose=0)
-    assert pipelined.verify(x, y).worst[1] < 1e-5
+    assert pipelined.verify(x, y, steps=0).worst[1] < 1e-5
     assert without_values(pipelined.model) == []
 
 

@@ -33,7 +33,7 @@ from dapple_tf.scheduling.joint_scheduling import (
     weight_regions,
 )
 from dapple_tf.scheduling.schedules import ScheduleError, make_schedule, resolve_warm_up, validate
-from tools.ratios import summarize
+from dapple_tf.tools.ratios import summarize
 
 # ---- algorithm 1
 
@@ -505,7 +505,7 @@ def test_a_model_is_measured_and_planned_on_two_streams() -> None:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(12, 8)).astype("float32"), rng.integers(0, 3, 12)
     with_plan = dapple.transform(model, cluster, plan)
-    assert with_plan.verify(x, y).worst[1] < 1e-4
+    assert with_plan.verify(x, y, steps=0).worst[1] < 1e-4
     with_plan.close()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tools.hosts import ROOT, environment, free_ports
+from dapple_tf.tools.hosts import ROOT, environment, free_ports
 
 pytestmark = pytest.mark.slow
 

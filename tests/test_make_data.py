@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 import tokenizers
 
-from models.registry import find_data
+from dapple_tf.models.registry import find_data
+from dapple_tf.tools import command, make_data
 from tests.reading import assert_equal, image_model, taken
-from tools import command, make_data
 
 
 @pytest.fixture(autouse=True)

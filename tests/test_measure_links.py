@@ -9,8 +9,8 @@ import sys
 import pytest
 
 import dapple_tf as dapple
-from tools import command, measure_links
-from tools.hosts import ROOT, environment
+from dapple_tf.tools import command, measure_links
+from dapple_tf.tools.hosts import ROOT, environment
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ import pytest
 from equivalence import TOLERANCE, largest_difference, use_float64, variables_of
 
 import dapple_tf as dapple
-from models.registry import MODELS, find_model
-from models.sources import ModelSource
+from dapple_tf.models.registry import MODELS, find_model
+from dapple_tf.models.sources import ModelSource
 
 TINY = [name for name in MODELS if name.endswith(":tiny")]
 

@@ -15,10 +15,10 @@ import pytest
 from absl import app, flags
 
 import dapple_tf as dapple
+from dapple_tf.models.registry import find_model
 from dapple_tf.profiling.profile_text import to_text
-from models.registry import find_model
-from tools import command
-from tools.model_flags import (
+from dapple_tf.tools import command
+from dapple_tf.tools.model_flags import (
     ClusterFlag,
     ModelFlags,
     PlanFlags,
@@ -27,8 +27,8 @@ from tools.model_flags import (
     load_profile,
     parse_cluster,
 )
-from tools.shapes import cuts_by_parameters, cuts_by_profile, parse_shape
-from tools.variants import Hardware, changed
+from dapple_tf.tools.shapes import cuts_by_parameters, cuts_by_profile, is_shape, parse_shape
+from dapple_tf.tools.variants import Hardware, changed
 
 TOOLS = ("profile", "plan", "simulate", "train", "what_if")
 
@@ -47,7 +47,7 @@ def parsed(*arguments: str, define: Callable[[flags.FlagValues], object]) -> obj
 @pytest.mark.parametrize("name", TOOLS)
 def test_documents_name_flags_that_there_are(name: str) -> None:
     """All tools are imported into one process here, whose flags don't meet."""
-    tool = importlib.import_module(f"tools.{name}")
+    tool = importlib.import_module(f"dapple_tf.tools.{name}")
     mentioned = set(re.findall(r"--(?:no)?(\w+)", tool.__doc__)) - {"logdir"}
     known = {*tool.FLAGS, "measure", "cache"}
     assert {flag for flag in mentioned if flag not in known and f"no{flag}" not in known} == set()
@@ -61,14 +61,14 @@ def test_commands_of_the_document_can_be_parsed() -> None:
     found = re.findall(r"^python -m tools\.(?!launch)(\w+)(.*)", document, flags=re.MULTILINE)
     assert {name for name, _ in found} == {*TOOLS, "dump_graph"}
     for name, arguments in found:
-        tool = importlib.import_module(f"tools.{name}")
+        tool = importlib.import_module(f"dapple_tf.tools.{name}")
         tool.FLAGS.unparse_flags()
         assert tool.FLAGS([name, *shlex.split(arguments)]) == [name]
 
 
 @pytest.mark.parametrize("name", TOOLS)
 def test_mistakes_end_with_a_message(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    tool = importlib.import_module(f"tools.{name}")
+    tool = importlib.import_module(f"dapple_tf.tools.{name}")
     for arguments, message in (
         (["--no_such_flag=1"], "Unknown command line flag 'no_such_flag'"),
         (["something"], "unexpected arguments: something; everything is given by flags, see --help"),
@@ -80,6 +80,14 @@ def test_mistakes_end_with_a_message(name: str, capsys: pytest.CaptureFixture[st
         assert command.run(tool.main, tool.FLAGS, used) == 1
         printed = capsys.readouterr()
         assert message in printed.err and "Traceback" not in printed.err
+
+
+def test_a_shape_with_a_typing_error_is_no_file() -> None:
+    """It was said not to be there."""
+    assert [is_shape(text) for text in ("1:x", ":", "2:", "3:1", "4")] == [True] * 5
+    assert [is_shape(text) for text in ("plan.json", "2:1.json", "auto", "runs/1:2/plan.json")] == [False] * 4
+    with pytest.raises(ValueError, match="--plan=1:x: need replicas per stage with colons between them, such as 3:1"):
+        parse_shape("1:x", "--plan")
 
 
 def test_a_programs_flag_takes_the_place_of_absls() -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from models import registry
-from models.datasets import DATASETS, GENERATED
-from models.registry import MODELS, find_data, find_model
-from models.sources import ModelError, ModelSource
+from dapple_tf.models import registry
+from dapple_tf.models.datasets import DATASETS, GENERATED
+from dapple_tf.models.registry import MODELS, find_data, find_model
+from dapple_tf.models.sources import ModelError, ModelSource
 
 TINY = [name for name in MODELS if name.endswith(":tiny")]
 

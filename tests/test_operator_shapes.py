@@ -179,5 +179,5 @@ def test_loops_cost_as_much_as_their_bodies_do_for_this_batch() -> None:
 
 def test_shapes_that_contradict_each_other_are_refused() -> None:
     graph = traced(lambda x, w: x @ w, (None, None), (8, 8))
-    with pytest.raises(PassError, match="doesn't go with any number of samples"):
+    with pytest.raises(PassError, match="can't compute MatMul of tensors of shapes"):
         operator_shapes(graph, {"x0": (32, 7)})

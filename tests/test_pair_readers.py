@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import tokenizers
 
-from models.readers import vocabulary
-from models.readers.lines import pairs_of
-from models.registry import find_data
-from models.sources import ModelError
+from dapple_tf.models.readers import vocabulary
+from dapple_tf.models.readers.lines import pairs_of
+from dapple_tf.models.registry import find_data
+from dapple_tf.models.sources import ModelError
 from tests.reading import assert_resumes, assert_seeded, taken
 
 WORDS = [f"w{number}" for number in range(20)]

@@ -10,7 +10,7 @@ import pytest
 
 import dapple_tf as dapple
 from dapple_tf.planning.automatic import Planned
-from tools import command, plan
+from dapple_tf.tools import command, plan
 
 
 def run(*arguments: str) -> int:

@@ -331,3 +331,26 @@ def test_overlap_is_part_of_what_is_expected() -> None:
 def test_no_choice_at_all_is_refused(name: str) -> None:
     with pytest.raises(PlanError, match=f"{name} is empty"):
         plan(profile_of(), cluster_of(2), 8, **{name: []})
+
+
+@pytest.mark.parametrize("bandwidth", [2e5, 1e6, 5e6, 1e9])
+def test_every_figure_is_of_one_simulator_and_small_gains_arent_worth_more_devices(bandwidth: float) -> None:
+    """A report said "454 ms, 1.22x one device" and, as the runner-up, "one device: 456 ms"."""
+    profile = profile_of(parameters=10**4, size=1e4)
+    cluster = cluster_of(1, 1, inter_bandwidth=bandwidth)
+    found, fastest = plan(profile, cluster, 16), plan(profile, cluster, 16, least_gain=0)
+    report = found.report
+    assert report is not None and fastest.report is not None and report.one_device is not None
+    assert report.speedup == pytest.approx(report.one_device / report.latency)
+    alone = plan(profile, cluster_of(1), 16).report
+    assert alone is not None and alone.latency == pytest.approx(report.one_device)
+    if report.runner_up_text.startswith("one device"):
+        assert report.runner_up == pytest.approx(report.one_device)
+    if len(found.devices) > 1 or len(found.devices[0]) > 1:
+        assert report.one_device > 1.03 * report.latency
+    assert fastest.report.latency <= report.latency <= 1.03 * fastest.report.latency
+
+
+def test_a_least_gain_that_is_no_part_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"least_gain is 3; give the part of a step's time"):
+        plan(profile_of(), cluster_of(2), 16, least_gain=3)

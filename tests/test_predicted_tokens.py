@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from models.readers.predicted_tokens import masked, permutation
+from dapple_tf.models.readers.predicted_tokens import masked, permutation
 
 SEEDS = tf.constant([3, 5], tf.int64)
 

@@ -33,7 +33,7 @@ def test_a_batch_is_read_in_another_thread_and_handed_out_once() -> None:
             readers.append(threading.current_thread())
             yield pair()
 
-    batches = Batches(small_model(), items(), full=4)
+    batches = Batches(small_model(), items())
     next(batches)
     batches.prefetch()
     batches.prefetch()  # One is under way already.
@@ -50,7 +50,7 @@ def test_an_array_that_is_filled_again_and_again() -> None:
             x.fill(number)
             yield x, y
 
-    batches = Batches(small_model(), items(), full=4)
+    batches = Batches(small_model(), items())
     first = next(batches)
     batches.prefetch()
     second = next(batches)
@@ -58,12 +58,12 @@ def test_an_array_that_is_filled_again_and_again() -> None:
 
 
 def test_the_end_of_the_data_and_mistakes_are_told_when_the_batch_is_asked_for() -> None:
-    batches = Batches(small_model(), iter([pair(), pair(8)]), full=4)
+    batches = Batches(small_model(), iter([pair(), pair(0)]))
     next(batches)
     batches.prefetch()
-    with pytest.raises(DataError, match="batch 2 has 8 samples"):
+    with pytest.raises(DataError, match="this batch has no samples"):
         next(batches)
-    batches = Batches(small_model(), iter([pair()]), full=4)
+    batches = Batches(small_model(), iter([pair()]))
     next(batches)
     batches.prefetch()
     with pytest.raises(StopIteration):
@@ -73,7 +73,7 @@ def test_the_end_of_the_data_and_mistakes_are_told_when_the_batch_is_asked_for()
         yield pair()
         raise RuntimeError("the disk is gone")
 
-    batches = Batches(small_model(), breaks(), full=4)
+    batches = Batches(small_model(), breaks())
     next(batches)
     batches.prefetch()
     with pytest.raises(RuntimeError, match="the disk is gone"):

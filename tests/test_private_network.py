@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 from conftest import require_namespaces
 
-from tools.hosts import Hosts, Namespace, join
+from dapple_tf.tools.hosts import Hosts, Namespace, join
 
 pytestmark = pytest.mark.slow
 

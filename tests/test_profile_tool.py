@@ -14,8 +14,8 @@ import pytest
 
 import dapple_tf as dapple
 from dapple_tf.profiling.profile_text import load_text
-from tools import command, profile
-from tools.hosts import ROOT, environment
+from dapple_tf.tools import command, profile
+from dapple_tf.tools.hosts import ROOT, environment
 
 
 def run(*arguments: str) -> int:
@@ -89,6 +89,7 @@ def test_as_a_program() -> None:
         return subprocess.run(line, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=300)
 
     shown = start("--help")
+    assert shown.returncode == 0
     assert "Measures a model layer by layer" in shown.stdout
     assert "--batch_size: Samples of a slice" in shown.stdout
     assert "--model: The model: one of gpt, gpt:tiny" in shown.stdout

@@ -35,3 +35,12 @@ def test_nothing_is_shown_where_nobody_looks(clock: list[float], capsys: pytest.
             clock[0] += 5.0
             bar.step("first")
     assert capsys.readouterr().err == ""
+
+
+def test_long_work_is_told_from_its_start(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    """Nine seconds of capturing and cutting a model were silent."""
+    with Progress("profiling", shown=True) as bar:
+        bar.step("capturing", now=True)
+        assert capsys.readouterr().err == "\rprofiling: capturing (0 s)"
+        bar.say("the profile is in the cache")
+        assert capsys.readouterr().err.endswith("\rthe profile is in the cache\n")

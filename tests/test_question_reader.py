@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import tokenizers
 
-from models import bert
-from models.readers.squad import Question, examples, read_questions
-from models.registry import find_data
-from models.sources import ModelError
+from dapple_tf.models import bert
+from dapple_tf.models.readers.squad import Question, examples, read_questions
+from dapple_tf.models.registry import find_data
+from dapple_tf.models.sources import ModelError
 from tests.reading import assert_resumes, assert_seeded, taken
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

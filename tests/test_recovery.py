@@ -20,7 +20,7 @@ import dapple_tf as dapple
 from dapple_tf.clusters import connection as connection_module
 from dapple_tf.clusters.connection import reachable
 from dapple_tf.operators.op_costs import OperatorCosts
-from tools.hosts import LocalWorkers
+from dapple_tf.tools.hosts import LocalWorkers
 
 pytestmark = pytest.mark.slow
 
@@ -386,3 +386,25 @@ def test_ctrl_c_while_waiting(workers: LocalWorkers) -> None:
         train(pipelined, range(3, 4))
     timer.join()
     assert_same(ended(pipelined), expected)
+
+
+@pytest.mark.parametrize("plan", [PARALLEL, PIPELINE])
+def test_what_is_assigned_between_batches_is_assigned_again(workers: LocalWorkers, plan: dapple.Plan) -> None:
+    """Weights that are clipped after each batch: read from workers, assigned there, and once more after a fault."""
+
+    def clip(pipelined: dapple.PipelinedModel, fault: bool) -> None:
+        for step in range(4):
+            train(pipelined, range(step, step + 1))
+            kernel = pipelined.model.get_layer("second").kernel
+            kernel.assign(keras.ops.clip(kernel, -0.05, 0.05))
+            assert int(pipelined.optimizer.iterations) == step + 1
+            if fault and step == 2:
+                end_server(workers)
+
+    expected = undisturbed(workers, lambda pipelined: clip(pipelined, fault=False), plan=plan)
+    assert_same(undisturbed(workers, lambda pipelined: clip(pipelined, fault=True), plan=plan), expected)
+    plain = build()
+    for step in range(4):
+        plain.train_on_batch(*batch(step))
+        plain.get_layer("second").kernel.assign(keras.ops.clip(plain.get_layer("second").kernel, -0.05, 0.05))
+    assert_same(expected, values(plain), 1e-4)

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from tools import command, paper_claims, paper_experiments, paper_models, reproduce_dapple
-from tools.paper_claims import Claim, Results
-from tools.paper_experiments import RowResult
-from tools.paper_models import CONFIGS, MODELS, ROWS, TABLE_4, TABLE_6, TABLE_7
+from dapple_tf.tools import command, paper_claims, paper_experiments, paper_models, reproduce_dapple
+from dapple_tf.tools.paper_claims import Claim, Results
+from dapple_tf.tools.paper_experiments import RowResult
+from dapple_tf.tools.paper_models import CONFIGS, MODELS, ROWS, TABLE_4, TABLE_6, TABLE_7
 
 pytestmark = pytest.mark.slow  # plans and simulates rows of the paper
 

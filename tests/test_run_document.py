@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tools.run_document import ExampleError, blocks, pictures, run
+from dapple_tf.tools.run_document import ExampleError, blocks, pictures, run
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCUMENT = """# Example

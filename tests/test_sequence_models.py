@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import dapple_tf as dapple
-from models import bert, ffnn, gnmt, gpt, rnn, xlnet
-from models.rnn import RecurrentLayer
+from dapple_tf.models import bert, ffnn, gnmt, gpt, rnn, xlnet
+from dapple_tf.models.rnn import RecurrentLayer
 
 DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "models.md"
 

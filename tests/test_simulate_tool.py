@@ -9,9 +9,9 @@ import planned_hardware as given
 import pytest
 
 import dapple_tf as dapple
-from tools import command, simulate
-from tools.shapes import cuts_by_profile
-from tools.variants import Hardware
+from dapple_tf.tools import command, simulate
+from dapple_tf.tools.shapes import cuts_by_profile
+from dapple_tf.tools.variants import Hardware
 
 
 def run(*arguments: str) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tools import step_times
-from tools.step_times import StepSummary, StepTimes
+from dapple_tf.tools import step_times
+from dapple_tf.tools.step_times import StepSummary, StepTimes
 
 
 def test_the_time_between_two_ends_counts_but_not_between_epochs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ from dapple_tf.frontend.capture import Mode
 from dapple_tf.measurement.step_parts import StepParts, step_parts
 from dapple_tf.measurement.step_trace import MeasuredStep, Place, TracedStep, measured
 from dapple_tf.simulation.simulation import Span
+from dapple_tf.tools.memory_of_steps import replaced
 from dapple_tf.view.timeline import Timeline, device_labels
 from graph_passes.program import Step
 from graph_passes.tasks import Phase, Task
-from tools.memory_of_steps import replaced
 
 TASKS = {phase.value: phase for phase in Phase}
 

@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from models import text
+from dapple_tf.models import text
 
 DIGITS = np.arange(23, dtype=np.uint8)
 

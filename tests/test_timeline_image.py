@@ -131,7 +131,7 @@ def test_steps_without_tasks_time_or_devices(tmp_path: pathlib.Path) -> None:
     nothing = [Timeline("empty", 2.0, (), {0: "device 0"}), Timeline("none", 0.0, (), {}), tiny]
     draw_timelines(nothing, tmp_path / "step.svg")
     _, texts = drawn(tmp_path / "step.svg")
-    assert "100.0%" in texts and "other" in texts and "d" * 33 + "…" in texts
+    assert "100.0%" in texts and "other" in texts and "d" * 17 + "…" + "d" * 16 in texts
     draw_timelines([nothing[1]], tmp_path / "none.png")
 
 

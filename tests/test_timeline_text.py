@@ -18,12 +18,12 @@ from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.scheduling.schedules import POLICIES
 from dapple_tf.simulation.simulation import Span
 from dapple_tf.simulation.simulator import simulate
+from dapple_tf.tools.run_document import pictures
+from dapple_tf.tools.run_document import run as run_document
 from dapple_tf.view.planned import planned
 from dapple_tf.view.text import timeline_text
 from dapple_tf.view.time_axis import bytes_text, common_unit, shown_unit, ticks, time_text
 from dapple_tf.view.timeline import Timeline
-from tools.run_document import pictures
-from tools.run_document import run as run_document
 
 Golden = Callable[[str, str], None]
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import tokenizers
 
-from models.readers import tokens
-from models.readers.order import evaluation_batches
-from models.registry import find_data
-from models.sources import ModelError
+from dapple_tf.models.readers import tokens
+from dapple_tf.models.readers.order import evaluation_batches
+from dapple_tf.models.registry import find_data
+from dapple_tf.models.sources import ModelError
 from tests.reading import assert_equal, assert_resumes, assert_seeded, taken
 
 COUNT, SEQUENCE = 103, 5

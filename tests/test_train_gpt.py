@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import dapple_tf as dapple
-from tools import command, train_gpt
+from dapple_tf.tools import command, train_gpt
 
 
 def _run(*arguments: str) -> int:

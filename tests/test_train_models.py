@@ -26,12 +26,12 @@ from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.layer_cuts import layer_stages
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.models.registry import MODELS, find_model
 from dapple_tf.planning import automatic
 from dapple_tf.profiling.example_batch import ExampleBatch
 from dapple_tf.profiling.profile import Cost, LayerProfile, Tensor
-from models.registry import MODELS, find_model
-from tools import command, train
-from tools.hosts import ROOT, environment
+from dapple_tf.tools import command, train
+from dapple_tf.tools.hosts import ROOT, environment
 
 MEASURED = ("ffnn:tiny", "vgg:tiny")
 TINY = [name for name in MODELS if name.endswith(":tiny")]
@@ -113,7 +113,7 @@ def test_models_are_planned_trained_and_saved(name: str, folder: pathlib.Path) -
 KILLED = """
     import os, signal, sys, threading
     import dapple_tf as dapple
-    from tools import command, train
+    from dapple_tf.tools import command, train
 
     class Kill(dapple.PipelineMonitor):
         def on_train_batch_end(self, batch, logs=None):

@@ -9,14 +9,16 @@ import textwrap
 from typing import Any
 
 import keras
+import numpy as np
 import planned_hardware as given
 import pytest
+import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import dapple_tf as dapple
+from dapple_tf.models.registry import find_model
 from dapple_tf.planning.automatic import Planned
-from models.registry import find_model
-from tools import command, train
+from dapple_tf.tools import command, train
 
 
 def run(*arguments: str) -> int:
@@ -84,6 +86,11 @@ def test_a_run(own: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[s
     logs = EventAccumulator(str(out / "logs" / "pipeline"))
     logs.Reload()
     assert "throughput/samples_per_second" in logs.Tags()["tensors"] + logs.Tags()["scalars"]
+    epochs_log = EventAccumulator(str(out / "logs" / "train"))
+    epochs_log.Reload()
+    losses = [tf.make_ndarray(event.tensor_proto) for event in epochs_log.Tensors("epoch_loss")]
+    np.testing.assert_allclose(losses, [float(epoch["loss"]) for epoch in epochs], rtol=1e-6)
+    assert "epoch_learning_rate" in epochs_log.Tags()["tensors"]
     assert (out / "step" / "timeline.html").exists()
 
     # The second run goes on after the second epoch, in a folder of its own.
@@ -194,7 +201,7 @@ def test_plans_are_sought_with_what_flags_say(
         (["--resume"], "--resume goes on from a checkpoint: give --checkpoint_dir"),
         (["--checkpoint_every=5"], "--checkpoint_every=5 needs --checkpoint_dir"),
         (["--nomeasure"], "--nomeasure: --plan=auto needs a profile"),
-        (["--plan=1:x"], "--plan=1:x: No such file or directory"),
+        (["--plan=1:x"], "--plan=1:x: need replicas per stage with colons between them"),
         (["--plan=1:"], "--plan=1:: need replicas per stage"),
         (["--model=resnett:tiny"], "'resnett:tiny' (is it "),
         (["--cluster=cpu:1", "--plan=1:1", "--nomeasure", "--model=vgg:tiny"], "plan puts stage 1 on device 1"),

@@ -12,8 +12,9 @@ import pytest
 from models_for_tests import Pair, classifier, layers, plan, samples, transform, values, variables
 
 import dapple_tf as dapple
+from dapple_tf import compared_steps
 from dapple_tf.execution.engine import Engine
-from dapple_tf.verification import not_comparable
+from dapple_tf.verification import ComparedSteps, Difference, not_comparable
 
 X, Y, W = samples(7)
 
@@ -26,7 +27,7 @@ def pipelined() -> dapple.PipelinedModel:
 @pytest.mark.slow
 def test_a_right_model_differs_by_rounding(pipelined: dapple.PipelinedModel) -> None:
     for weights in (None, W):
-        result = pipelined.verify(X, Y, weights)
+        result = pipelined.verify(X, Y, weights, steps=0)
         assert result.training
         assert result.loss[0] == pytest.approx(result.loss[1], rel=1e-6)
         assert set(result.differences) == {f"{layer}/{name}" for layer in LAYERS for name in ("kernel", "bias")}
@@ -88,7 +89,8 @@ def test_a_wrong_gradient_shows(
         return dataclasses.replace(result, gradients=gradients)
 
     monkeypatch.setattr(Engine, "run", run)
-    result = pipelined.verify(X, Y)
+    result = pipelined.verify(X, Y, steps=0)
+    assert "second" in result.unexplained or difference <= result.tolerance
     assert result.worst[0] == "second/kernel"
     assert result.by_layer()["second"] == pytest.approx(difference, rel=0.05)
     assert result.by_layer()["first"] < 1e-5
@@ -114,21 +116,32 @@ def test_layers_that_a_slice_cannot_repeat_are_compared_in_inference() -> None:
     assert not result.training
     assert result.reason == "layer 'drop' draws random numbers"
     assert max(result.differences.values()) < 1e-5
+    assert result.steps is not None
+    assert result.steps.inference
+    assert any("drop" in text for text in result.steps.reasons)
+    assert any("norm" in text for text in result.steps.reasons)
+    trained, exact = (
+        {name: getattr(one, which) for name, one in result.steps.variables.items()} for which in ("trained", "exact")
+    )
+    assert max(trained.values()) > 1e-2
+    assert max(exact.values()) < 1e-9
+    result.assert_equal()
+    assert "known reason, and rounding" in str(result)
     expected = pair.plain.test_on_batch(X, Y)[0]
     assert result.loss == (pytest.approx(expected, rel=1e-5), pytest.approx(expected, rel=1e-5))
     for variable, value in zip(everything, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value, err_msg=variable.path)
     pair.reset()
-    pair.pipelined.verify(X, Y)
+    pair.pipelined.verify(X, Y, float64=False)
     assert pair.pipelined.train_on_batch(X, Y) == first
 
 
 def test_values_that_are_newer_on_the_devices_are_compared(pipelined: dapple.PipelinedModel) -> None:
     pipelined.train_on_batch(X, Y)
     old = values(pipelined.model)
-    result = pipelined.verify(X, Y)
+    result = pipelined.verify(X, Y, steps=0)
     assert result.loss[0] == pytest.approx(result.loss[1], rel=1e-6)
-    assert not np.array_equal(values(pipelined.model)[0], old[0])  # It syncs.
+    np.testing.assert_array_equal(values(pipelined.model)[0], old[0])
 
 
 @pytest.mark.slow
@@ -149,7 +162,7 @@ def test_outputs_losses_and_shared_names() -> None:
     model = keras.Model(features, [layers.Dense(3, name="logits")(x), layers.Dense(1, name="number")(x)])
     losses = [keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"]
     model.compile(keras.optimizers.SGD(0.1), losses, loss_weights=[1.0, 0.5])
-    result = transform(model, plan(cuts=["second"])).verify(X, [Y, W[:, None]])
+    result = transform(model, plan(cuts=["second"])).verify(X, [Y, W[:, None]], steps=0)
     assert result.loss[0] == pytest.approx(result.loss[1], rel=1e-6)
     assert max(result.differences.values()) < 1e-5
     assert set(result.by_layer()) == {"pairs", "second", "logits", "number"}
@@ -163,6 +176,7 @@ def test_outputs_losses_and_shared_names() -> None:
         (layers.Dropout(0.0, name="it"), ""),
         (layers.GaussianNoise(0.1, name="it"), "layer 'it' draws random numbers"),
         (layers.BatchNormalization(name="it"), "layer 'it' normalises by the batch"),
+        (layers.BatchNormalization(name="it", synchronized=True), "layer 'it' normalises by the batch"),
         (layers.BatchNormalization(trainable=False, name="it"), ""),
         (layers.LayerNormalization(name="it"), ""),
     ],
@@ -171,9 +185,162 @@ def test_reasons(layer: layers.Layer, reason: str) -> None:
     assert not_comparable(model_of(layer)) == reason
 
 
+def test_synchronized_layers_are_compared_where_replicas_share_one_micro_batch() -> None:
+    assert not not_comparable(model_of(layers.BatchNormalization(synchronized=True)), together=True)
+    assert not_comparable(model_of(layers.BatchNormalization()), together=True)
+
+
 def test_reasons_of_recurrent_layers() -> None:
     """Their cells have a generator whether they drop anything or not."""
     for dropout, reason in ((0.0, ""), (0.2, "draws random numbers")):
         model = keras.Sequential([keras.Input((3, 2)), layers.LSTM(2, dropout=dropout)])
         assert reason in not_comparable(model)
         assert bool(not_comparable(model)) == bool(reason)
+
+
+# ---- several steps
+
+
+@pytest.mark.slow
+def test_steps_compare_every_variable_and_slot_and_float64_tells_rounding() -> None:
+    pipelined = transform(classifier(optimizer=keras.optimizers.Adam(0.01), metrics=["accuracy"]))
+    everything = [*variables(pipelined.model), *pipelined.model.metrics_variables]
+    before = [variable.numpy() for variable in everything]
+    result = pipelined.verify(X, Y, W)
+    steps = result.steps
+    assert steps is not None
+    assert (steps.count, steps.float64, steps.reasons) == (3, "", ())
+    assert len(steps.variables) == len(variables(pipelined.model))  # 6 parameters, 2 slots each, iterations, rate
+    assert {one.layer for one in steps.variables.values()} == {*LAYERS, "optimizer"}
+    assert max(one.exact or 0.0 for one in steps.variables.values()) < 1e-10
+    assert 1e-9 < max(one.trained for one in steps.variables.values()) < 1e-3
+    assert steps.logs.keys() == {"loss", "accuracy"}
+    result.assert_equal()
+    for variable, value in zip(everything, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value, err_msg=variable.path)
+
+
+class SquaresApart(keras.optimizers.Adam):
+    """Adam to which a gradient's two halves come apart in pipelines, so that it squares them one by one."""
+
+    apart = True
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(gradient, variable, learning_rate)
+        if self.apart:
+            square = (1 - self.beta_2) * keras.ops.square(keras.ops.cast(gradient, variable.dtype))
+            self.assign_sub(self._velocities[self._get_variable_index(variable)], square / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("float64", [True, False])
+def test_an_optimizer_that_gets_rows_apart_shows_though_gradients_are_right(
+    monkeypatch: pytest.MonkeyPatch, float64: bool
+) -> None:
+    """Rows of embeddings that belong to no sample were squared one by one, and `verify` said 1e-6: of gradients."""
+    original = compared_steps.plain_steps
+
+    def plain_steps(*args: Any, **options: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SquaresApart, "apart", False)
+            return original(*args, **options)
+
+    monkeypatch.setattr(compared_steps, "plain_steps", plain_steps)
+    pipelined = transform(classifier(optimizer=SquaresApart(0.01)))
+    result = pipelined.verify(X, Y, float64=float64)
+    assert result.worst[1] < 1e-5
+    assert set(LAYERS) <= set(result.unexplained)
+    assert not result.equal
+    assert "UNEXPLAINED" in str(result)
+    with pytest.raises(dapple.VerificationError, match="differs from plain Keras without a known reason: "):
+        result.assert_equal()
+
+
+class Subclassed(keras.Model):
+    """It can't be made again from its configuration."""
+
+    def __init__(self, width: Any) -> None:
+        super().__init__()
+        self.first = layers.Dense(width[0], "tanh", name="first")
+        self.last = layers.Dense(3, name="last")
+
+    def get_config(self) -> Any:
+        raise NotImplementedError("no configuration")
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.first(x))
+
+
+@pytest.mark.slow
+def test_without_float64_another_order_of_samples_tells_how_much_is_rounding() -> None:
+    model = Subclassed([5])
+    model(X)
+    model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    result = transform(model).verify(X, Y)
+    assert result.steps is not None
+    assert result.steps.float64 == "the model can't be made again in float64: no configuration"
+    assert all(one.exact is None and one.bound < 1e-2 for one in result.steps.variables.values())
+    result.assert_equal()
+
+
+def test_everything_is_as_it_was_after_a_step_has_failed(
+    pipelined: dapple.PipelinedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipelined.sync()
+    before = values(pipelined.model)
+    first = pipelined.test_on_batch(X, Y)
+    original, calls = Engine.run, []
+
+    def run(engine: Engine, *args: Any, **options: Any) -> Any:
+        calls.append(options.get("want_gradients"))
+        if calls.count(None) + calls.count(False) == 2:
+            raise RuntimeError("a device has failed")
+        return original(engine, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "run", run)
+        with pytest.raises(RuntimeError, match="a device has failed"):
+            pipelined.verify(X, Y)
+    for own, value in zip(values(pipelined.model), before, strict=True):
+        np.testing.assert_array_equal(own, value)
+    assert pipelined.test_on_batch(X, Y) == first
+
+
+def test_steps_as_a_table() -> None:
+    """What has no known reason is shown as such: variables, and metrics of single outputs."""
+    compared = ComparedSteps(
+        count=2,
+        dtype="float32",
+        variables={
+            "a/kernel": Difference("a", 2e-5, 2e-5, 3e-12, 1e-6),
+            "a/kernel_velocity": Difference("a", 1e-5, 1e-5, 1e-12, 1e-6),
+            "b/kernel": Difference("b", 3e-5, 3e-5, 2e-3, 1e-6),
+        },
+        logs={"loss": (1.0, 1.0), "d_loss": (0.5, 1.0)},
+    )
+    result = dapple.Verification(
+        (1.0, 1.0), {"a/kernel": 1e-7}, {"a/kernel": 1.0}, {"a/kernel": "a"}, True, steps=compared
+    )
+    assert result.unexplained == {"b": 2e-3, "logs['d_loss']": 0.5}
+    assert str(result) == (
+        "loss: pipelined 1, plain 1 (training)\n"
+        "layer  gradient  2 steps   float64\n"
+        "b                3.00e-05  2.00e-03  UNEXPLAINED\n"
+        "a      1.00e-07  2.00e-05  3.00e-12  rounding\n"
+        "Largest differences of a layer's gradients, and of its variables and slots after 2 steps relative to their "
+        "change.\n"
+        "d_loss: pipelined 0.5, plain 1: UNEXPLAINED\n"
+        "2 differences are UNEXPLAINED."
+    )
+    shown = result._repr_html_()
+    assert "<tr><td>b</td><td></td><td>3.00e-05</td><td>2.00e-03</td><td>UNEXPLAINED</td></tr>" in shown
+    reasons = ("bn: normalises each slice",)
+    known = dataclasses.replace(result, steps=dataclasses.replace(compared, reasons=reasons, remaining=reasons))
+    assert known.equal
+    assert "b                3.00e-05  2.00e-03  known reason\n" in str(known)
+    assert "Known reason: bn: normalises each slice\n" in str(known)
+
+
+def test_steps_that_cannot_be_counted_are_refused(pipelined: dapple.PipelinedModel) -> None:
+    with pytest.raises(ValueError, match="steps is -1; give 0 or more"):
+        pipelined.verify(X, Y, steps=-1)

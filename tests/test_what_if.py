@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 import dapple_tf as dapple
 from dapple_tf.scheduling.schedules import POLICIES
-from tools import command, simulate, what_if
-from tools.questions import MOST_SLICES, Desk, Question, QuestionError, parse_stages, stages_text
-from tools.variants import Hardware
+from dapple_tf.tools import command, simulate, what_if
+from dapple_tf.tools.questions import MOST_SLICES, Desk, Question, QuestionError, parse_stages, stages_text
+from dapple_tf.tools.variants import Hardware
 
 if TYPE_CHECKING:
     from browser import Page
@@ -595,7 +595,7 @@ def test_a_server_that_has_ended(server: what_if.WhatIfServer, open_page: Callab
     page = open_page(server)
     page.page.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'));")
     page.set("micro_batches", "8")
-    assert page.error() == "The server doesn't answer; is python -m tools.what_if still running?"
+    assert page.error() == "The server doesn't answer; is the program that opened this page still running?"
 
 
 @pytest.mark.slow
@@ -603,9 +603,9 @@ def test_a_large_pipeline_in_the_picture(
     open_page: Callable[..., WhatIfPage], picture: Callable[[Page, str], None]
 ) -> None:
     """BERT-48 as the DAPPLE authors measured it, on two servers of eight; what the docs show of the page."""
-    from tools.model_flags import load_profile
-    from tools.paper_models import PROFILES
-    from tools.shapes import cuts_by_profile
+    from dapple_tf.tools.model_flags import load_profile
+    from dapple_tf.tools.paper_models import PROFILES
+    from dapple_tf.tools.shapes import cuts_by_profile
 
     profile = load_profile(PROFILES / "bert-48-pbs-2.txt")
     links = {"intra_bandwidth": 130e9, "inter_bandwidth": 3.125e9, "intra_latency": 5e-6, "inter_latency": 3e-5}

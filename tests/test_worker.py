@@ -27,8 +27,8 @@ from dapple_tf.clusters.connection import connected, open_session
 from dapple_tf.clusters.control import Channel, ControlError, split_address
 from dapple_tf.clusters.serving import Lease, Machine
 from dapple_tf.clusters.session import server_config, session_config
+from dapple_tf.tools.hosts import LocalWorkers, end, environment, launch
 from dapple_tf.worker import Worker, own_address
-from tools.hosts import LocalWorkers, end, environment, launch
 
 Worker_ = tuple[str, int]
 

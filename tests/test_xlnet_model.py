@@ -12,7 +12,7 @@ import pytest
 from models_for_tests import randomised
 
 import dapple_tf as dapple
-from models import xlnet
+from dapple_tf.models import xlnet
 
 DRAW = np.random.default_rng(0)
 SMALL = dataclasses.replace(xlnet.TINY, sequence=6, width=8, inner=8, vocabulary=11)
@@ -152,7 +152,7 @@ def test_trains_as_a_pipeline_of_two_streams() -> None:
     pipelined = dapple.transform(model, dapple.Cluster.local(3, kind="cpu"), plan)
     order = np.argsort(DRAW.random((4, SMALL.sequence)), axis=1).astype("int32")
     batch = _batch(4, permutation=order)
-    checked = pipelined.verify(batch, batch["tokens"], (order > 2).astype("float32"))
+    checked = pipelined.verify(batch, batch["tokens"], (order > 2).astype("float32"), steps=0)
     assert checked.worst[1] < 1e-4, str(checked)
     assert checked.largest["embedding/first_query"] > 1e-6
     pipelined.close()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dapple_tf.clusters.control import PROTOCOL, Channel
-from tools.hosts import LocalWorkers, end, environment, launch
+from dapple_tf.tools.hosts import LocalWorkers, end, environment, launch
 
 TESTS = pathlib.Path(__file__).parent
 COUNT = 4

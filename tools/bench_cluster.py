@@ -32,12 +32,12 @@ import tensorflow as tf
 from absl import flags
 
 import dapple_tf as dapple
-from tools import command
-from tools.bench_gpt import gpt_size, make_data, make_model
-from tools.bench_report import check_output, markdown, write_results
-from tools.hosts import LocalWorkers, free_ports
-from tools.peers import Peers, pinned
-from tools.ratios import quartiles, ratios, take_turns
+from dapple_tf.tools import command
+from dapple_tf.tools.bench_gpt import gpt_size, make_data, make_model
+from dapple_tf.tools.bench_report import check_output, markdown, write_results
+from dapple_tf.tools.hosts import LocalWorkers, free_ports
+from dapple_tf.tools.peers import Peers, pinned
+from dapple_tf.tools.ratios import quartiles, ratios, take_turns
 
 WAYS = ("copies", "keras", "keras_alone", "pipeline", "data_parallel", "mirrored")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 
-from models.gpt import GptConfig, build
+from dapple_tf.models.gpt import GptConfig, build
 
 LEARNING_RATE = 1e-4
 

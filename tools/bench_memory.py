@@ -24,12 +24,12 @@ import numpy as np
 from absl import flags
 
 import dapple_tf as dapple
+from dapple_tf.models.gpt import gpt
 from dapple_tf.profiling.profile import Profile
-from models.gpt import gpt
-from tools import command
-from tools.bench_report import check_output, markdown, write_results
-from tools.memory_of_steps import peaks
-from tools.ratios import quartiles
+from dapple_tf.tools import command
+from dapple_tf.tools.bench_report import check_output, markdown, write_results
+from dapple_tf.tools.memory_of_steps import peaks
+from dapple_tf.tools.ratios import quartiles
 
 FLAGS = flags.FlagValues()
 

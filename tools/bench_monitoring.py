@@ -22,9 +22,9 @@ import numpy as np
 from absl import flags
 
 import dapple_tf as dapple
+from dapple_tf.models.gpt import gpt
 from dapple_tf.progress import Progress
-from models.gpt import gpt
-from tools import command
+from dapple_tf.tools import command
 
 FLAGS = flags.FlagValues()
 

@@ -28,11 +28,11 @@ import numpy as np
 from absl import flags
 
 import dapple_tf as dapple
+from dapple_tf.models.gpt import gpt
 from dapple_tf.progress import Progress
-from models.gpt import gpt
-from tools import command
-from tools.bench_report import check_output, markdown, write_results
-from tools.ratios import Quartiles, quartiles, ratios, take_turns
+from dapple_tf.tools import command
+from dapple_tf.tools.bench_report import check_output, markdown, write_results
+from dapple_tf.tools.ratios import Quartiles, quartiles, ratios, take_turns
 
 FLAGS = flags.FlagValues()
 _MODELS = flags.DEFINE_list("models", ["small", "middle", "large"], "which to train", flag_values=FLAGS)

@@ -20,10 +20,10 @@ from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf.planning.planner import plan
-from tools import command
-from tools.bench_memory import numbers
-from tools.bench_report import check_output, markdown, write_results
-from tools.paper_models import deep_bert, hardware
+from dapple_tf.tools import command
+from dapple_tf.tools.bench_memory import numbers
+from dapple_tf.tools.bench_report import check_output, markdown, write_results
+from dapple_tf.tools.paper_models import deep_bert, hardware
 
 FLAGS = flags.FlagValues()
 
@@ -54,7 +54,7 @@ def planned(layers: int, devices: int, global_batch_size: int, gigabits: float) 
     profile, cluster = deep_bert(layers), cluster_of(devices, gigabits)
     start = time.process_time()
     try:
-        found = plan(profile, cluster, global_batch_size)
+        found = plan(profile, cluster, global_batch_size, least_gain=0.0)
     except dapple.PlanError:
         found = None
     return time.process_time() - start, found

@@ -22,9 +22,9 @@ from typing import Any
 
 from absl import flags
 
-from tools import command
-from tools.bench_memory import numbers
-from tools.bench_report import check_output, markdown, write_results
+from dapple_tf.tools import command
+from dapple_tf.tools.bench_memory import numbers
+from dapple_tf.tools.bench_report import check_output, markdown, write_results
 
 FLAGS = flags.FlagValues()
 

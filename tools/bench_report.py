@@ -29,9 +29,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tools import command
-from tools.machine_facts import machine_facts
-from tools.ratios import Quartiles
+from dapple_tf.tools import command
+from dapple_tf.tools.machine_facts import machine_facts
+from dapple_tf.tools.ratios import Quartiles
 
 KINDS = ("measured", "simulated", "predicted")
 

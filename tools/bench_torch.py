@@ -33,14 +33,14 @@ import numpy as np
 from absl import flags
 
 import dapple_tf as dapple
+from dapple_tf.models.gpt import GptConfig
 from dapple_tf.progress import Progress
-from models.gpt import GptConfig
-from tools import command
-from tools.bench_gpt import LEARNING_RATE, gpt_size, make_data, make_model
-from tools.bench_report import check_output, markdown, write_results
-from tools.hosts import LocalWorkers, free_ports
-from tools.peers import Peers, PeersError, pinned
-from tools.ratios import quartiles, ratios, take_turns
+from dapple_tf.tools import command
+from dapple_tf.tools.bench_gpt import LEARNING_RATE, gpt_size, make_data, make_model
+from dapple_tf.tools.bench_report import check_output, markdown, write_results
+from dapple_tf.tools.hosts import LocalWorkers, free_ports
+from dapple_tf.tools.peers import Peers, PeersError, pinned
+from dapple_tf.tools.ratios import quartiles, ratios, take_turns
 
 FLAGS = flags.FlagValues()
 _PYTHON = flags.DEFINE_string("torch_python", sys.executable, "interpreter that has PyTorch", flag_values=FLAGS)

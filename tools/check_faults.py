@@ -28,8 +28,8 @@ import numpy as np
 from absl import app, flags
 
 import dapple_tf as dapple
-from tools import command
-from tools.hosts import Hosts, HostsError, unavailable
+from dapple_tf.tools import command
+from dapple_tf.tools.hosts import Hosts, HostsError, unavailable
 
 FLAGS = flags.FlagValues()
 

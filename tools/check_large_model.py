@@ -20,8 +20,8 @@ import numpy as np
 from absl import flags
 
 import dapple_tf as dapple
-from tools import command
-from tools.hosts import LocalWorkers
+from dapple_tf.tools import command
+from dapple_tf.tools.hosts import LocalWorkers
 
 FLAGS = flags.FlagValues()
 

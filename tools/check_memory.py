@@ -16,8 +16,8 @@ from typing import Any
 
 from absl import app, flags
 
-from tools import command
-from tools.memory_of_steps import MODELS, POLICIES, check, summary, table
+from dapple_tf.tools import command
+from dapple_tf.tools.memory_of_steps import MODELS, POLICIES, check, summary, table
 
 FLAGS = flags.FlagValues()
 

@@ -21,11 +21,11 @@ import numpy as np
 from absl import app, flags
 
 import dapple_tf as dapple
+from dapple_tf.models.gpt import gpt
 from dapple_tf.planning.automatic import plan_model, slice_sizes
 from dapple_tf.planning.plan_reasons import shape
 from dapple_tf.progress import Progress
-from models.gpt import gpt
-from tools import command, tables
+from dapple_tf.tools import command, tables
 
 FLAGS = flags.FlagValues()
 

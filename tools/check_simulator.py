@@ -24,8 +24,8 @@ from dapple_tf.profiling.profile import Profile
 from dapple_tf.scheduling.schedules import POLICIES
 from dapple_tf.simulation.emulated_waits import EmulationError
 from dapple_tf.simulation.emulator import MAX_DEVICES, Emulation, emulate
-from tools import command
-from tools.even_pipeline import SAMPLES, pipeline
+from dapple_tf.tools import command
+from dapple_tf.tools.even_pipeline import SAMPLES, pipeline
 
 FLAGS = flags.FlagValues()
 

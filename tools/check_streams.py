@@ -30,11 +30,11 @@ from absl import app, flags
 import dapple_tf as dapple
 from dapple_tf.clusters.cluster import Cluster
 from dapple_tf.clusters.session import configure_gpus
+from dapple_tf.models.resnet import resnet
+from dapple_tf.models.vgg import vgg
 from dapple_tf.profiling.stream_speedups import even_cuts, measure_speedups, two_stream_plan, with_joint_schedule
-from models.resnet import resnet
-from models.vgg import vgg
-from tools import command
-from tools.ratios import summarize
+from dapple_tf.tools import command
+from dapple_tf.tools.ratios import summarize
 
 FLAGS = flags.FlagValues()
 

@@ -9,6 +9,7 @@ A program puts its flags into a `flags.FlagValues` of its own and ends with::
 from __future__ import annotations
 
 import contextlib
+import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
@@ -17,7 +18,7 @@ from absl import app, flags, logging
 
 import dapple_tf as dapple
 from dapple_tf.errors import reason
-from models.sources import ModelError
+from dapple_tf.models.sources import ModelError
 
 USER_ERRORS = (
     app.UsageError,
@@ -31,6 +32,21 @@ USER_ERRORS = (
 )
 """What users do wrong, and what fails in ways that a message tells: no traceback is shown."""
 
+INSTALLED = pathlib.Path(__file__).resolve().parents[1] == pathlib.Path(dapple.__file__).resolve().parent
+"""Whether this is an installed package; in a checkout `dapple_tf/tools` is a link to `tools`."""
+
+CONSOLE = {
+    "dump_graph": "dapple-dump",
+    "launch": "dapple-launch",
+    "plan": "dapple-plan",
+    "profile": "dapple-profile",
+    "simulate": "dapple-simulate",
+    "train": "dapple-train",
+    "what_if": "dapple-what-if",
+}
+"""Programs of this package that installing makes console commands of, as setup.py says."""
+
+_HELP = frozenset({"help", "helpshort", "helpfull", "helpxml", "?"})
 _COMMON = frozenset(flags.FlagValues())
 """Flags that every `flags.FlagValues` has: --flagfile and --undefok."""
 
@@ -50,7 +66,12 @@ def start(main: Callable[[], None], values: flags.FlagValues) -> NoReturn:
             logging.set_verbosity(logging.WARNING)
         return _guarded(main, argv)
 
-    app.run(parsed)
+    try:
+        app.run(parsed)
+    except SystemExit as ended:
+        if _HELP & {argument.lstrip("-") for argument in sys.argv[1:] if argument.startswith("-")}:
+            raise SystemExit(0) from ended  # absl ends with 1, as if it were a mistake.
+        raise
     raise AssertionError("app.run doesn't return")
 
 
@@ -65,10 +86,19 @@ def publish(values: flags.FlagValues, into: flags.FlagValues) -> None:
         into.register_flag_by_module(sys.argv[0], flag)
 
 
+def line(program: str) -> list[str]:
+    """The words that start a program of this package: a console command, or a module of a checkout."""
+    if not INSTALLED:
+        return ["python", "-m", f"tools.{program}"]
+    if program in CONSOLE:
+        return [CONSOLE[program]]
+    return ["python", "-m", f"dapple_tf.tools.{program}"]
+
+
 def used(values: flags.FlagValues, program: str) -> str:
-    """The command that runs a program of this package with the flags that were given."""
+    """The command that runs a program of this package, as `line` begins it, with the flags that were given."""
     given = [flag for flag in {id(values[name]): values[name] for name in values}.values() if flag.present]
-    return " ".join([f"python -m tools.{program}", *(flag.serialize() for flag in given)])
+    return " ".join([*line(program), *(flag.serialize() for flag in given)])
 
 
 def run(main: Callable[[], None], values: flags.FlagValues, arguments: Sequence[str]) -> int:

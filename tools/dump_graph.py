@@ -13,14 +13,15 @@ earlier dump there are replaced, others left; one in the way is an error.
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 from absl import flags
 
 from dapple_tf.dumps.dump import dump_model
 from dapple_tf.frontend.batch import spec_of
-from tools import command
-from tools.model_flags import ClusterFlag, ModelFlags, PlanFlags, ProfileFlags
-from tools.shapes import cuts_by_parameters, cuts_by_profile
+from dapple_tf.tools import command
+from dapple_tf.tools.model_flags import ClusterFlag, ModelFlags, PlanFlags, ProfileFlags
+from dapple_tf.tools.shapes import cuts_by_parameters, cuts_by_profile
 
 FLAGS = flags.FlagValues()
 
@@ -48,5 +49,10 @@ def main() -> None:
     sys.stdout.write(f"{plan}\n\nThe dump is in {_OUTPUT_DIR.value}; open {page}\n")
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """The console command."""
     command.start(main, FLAGS)
+
+
+if __name__ == "__main__":
+    run()

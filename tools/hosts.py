@@ -39,7 +39,10 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-ROOT = pathlib.Path(__file__).parents[1]
+import dapple_tf
+
+ROOT = pathlib.Path(dapple_tf.__file__).parents[1]
+"""Where Python finds this package."""
 START_SECONDS = 120.0
 """A worker imports TensorFlow before it serves, which takes a while where many do it on few cores."""
 _PREFIX = "10.77.0."

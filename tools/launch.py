@@ -25,10 +25,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 from absl import app, flags
 
-from tools.hosts import HostsError, LocalWorkers
+from dapple_tf.tools.hosts import HostsError, LocalWorkers
 
 _WORKERS = flags.DEFINE_integer("workers", 2, "How many workers to start.", lower_bound=1, upper_bound=1000)
 _DEVICES = flags.DEFINE_integer(
@@ -158,9 +159,15 @@ def main(argv: list[str]) -> None:
             supervisor = Supervisor(workers, _RESTART.value)
             code = attend(start(command, workers.addresses), supervisor) if command else serve(supervisor)
     except HostsError as error:
-        sys.exit(f"tools.launch: {error}")
+        sys.exit(f"launch: {error}")
     sys.exit(code)
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """The console command."""
     app.run(main)
+    raise AssertionError("app.run doesn't return")
+
+
+if __name__ == "__main__":
+    run()

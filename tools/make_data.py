@@ -26,10 +26,10 @@ import sys
 import numpy as np
 from absl import flags
 
-from models.readers import images, records_writer, samples, vocabulary
-from models.readers.check import check_all
-from models.readers.text_files import pieces, text_files, token_file
-from tools import command
+from dapple_tf.models.readers import images, records_writer, samples, vocabulary
+from dapple_tf.models.readers.check import check_all
+from dapple_tf.models.readers.text_files import pieces, text_files, token_file
+from dapple_tf.tools import command
 
 FLAGS = flags.FlagValues()
 

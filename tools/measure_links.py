@@ -23,9 +23,9 @@ from absl import app, flags
 from dapple_tf.clusters.cluster import Cluster, Link
 from dapple_tf.clusters.connection import connected
 from dapple_tf.clusters.links import measure_between_servers, measure_links
-from tools import command
-from tools.hosts import HostsError, LocalWorkers
-from tools.tables import table
+from dapple_tf.tools import command
+from dapple_tf.tools.hosts import HostsError, LocalWorkers
+from dapple_tf.tools.tables import table
 
 FLAGS = flags.FlagValues()
 

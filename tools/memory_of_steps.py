@@ -13,14 +13,14 @@ import numpy as np
 
 import dapple_tf as dapple
 from dapple_tf.frontend.capture import Mode
+from dapple_tf.models.gpt import gpt
+from dapple_tf.models.resnet import resnet
 from dapple_tf.progress import Progress
+from dapple_tf.tools import tables
 from graph_passes.accumulate import accumulated_gradients
 from graph_passes.program import Program, Step
 from graph_passes.tasks import Task
 from graph_passes.tensorflow_bridge import dtype_size
-from models.gpt import gpt
-from models.resnet import resnet
-from tools import tables
 
 Arrays = tuple[np.ndarray, np.ndarray]
 

@@ -17,14 +17,14 @@ from absl import app, flags
 
 import dapple_tf as dapple
 from dapple_tf.data_files import read_text
+from dapple_tf.models import registry
+from dapple_tf.models.datasets import DATASETS, READERS
+from dapple_tf.models.sources import DataSource, ModelSource
 from dapple_tf.planning.plan import RECOMPUTE_MODES
 from dapple_tf.profiling.profile_text import parse_text
 from dapple_tf.scheduling.schedules import POLICIES
-from models import registry
-from models.datasets import DATASETS, READERS
-from models.sources import DataSource, ModelSource
-from tools.command import blamed, check
-from tools.shapes import devices_of, is_shape, parse_shape
+from dapple_tf.tools.command import blamed, check, line
+from dapple_tf.tools.shapes import devices_of, is_shape, parse_shape
 
 _POLICIES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
 
@@ -226,7 +226,7 @@ class ProfileFlags:
         Raises:
             app.UsageError: it isn't given, or isn't one.
         """
-        check(bool(self._profile.value), "--profile isn't given; python -m tools.profile makes one")
+        check(bool(self._profile.value), f"--profile isn't given; {' '.join(line('profile'))} makes one")
         with blamed(f"--profile={self._profile.value}"):
             return load_profile(self._profile.value, self.batch_size)
 
@@ -415,7 +415,7 @@ class PlanFlags:
 
     def _loaded(self) -> dapple.Plan:
         """The plan of a file, with what the other flags change of it."""
-        from tools.variants import changed
+        from dapple_tf.tools.variants import changed
 
         with blamed(f"--plan={self.text}"):
             return changed(dapple.Plan.load(str(self.text)), **self.changes)

@@ -19,9 +19,9 @@ from dapple_tf.operators.heft import heft
 from dapple_tf.operators.list_placement import fits
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
+from dapple_tf.tools import operator_models
+from dapple_tf.tools.operator_models import MODELS, FlatStep, flat_step
 from graph_passes.split_rules import Split
-from tools import operator_models
-from tools.operator_models import MODELS, FlatStep, flat_step
 
 MEMORY_BYTES = 16 * 10**9
 """Of a Tesla P100."""

@@ -26,16 +26,16 @@ from dapple_tf.frontend.batch import spec_of
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.garbage import without_collection
+from dapple_tf.models import resnet
 from dapple_tf.operators import step_placer
 from dapple_tf.values.parameter_groups import group_updates, readers_of
 from graph_passes.graph import GraphDef, Ref
 from graph_passes.pass_manager import run_passes
 from graph_passes.tensorflow_bridge import Shape
-from models import resnet
 
 logger = logging.getLogger(__name__)
 
-CACHE = pathlib.Path(__file__).parents[1] / "build" / "operator_steps"
+CACHE = pathlib.Path(__file__).resolve().parents[1] / "build" / "operator_steps"
 """Flat graphs that were made before; the large ones take a minute."""
 
 

@@ -7,10 +7,10 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from tools.operator_experiments import MEMORY_BYTES, Operator, Outcome, Row
-from tools.operator_models import MODELS
-from tools.paper_claims import Claim
-from tools.paper_report import Cell, Table
+from dapple_tf.tools.operator_experiments import MEMORY_BYTES, Operator, Outcome, Row
+from dapple_tf.tools.operator_models import MODELS
+from dapple_tf.tools.paper_claims import Claim
+from dapple_tf.tools.paper_report import Cell, Table
 
 SEARCH_SECONDS = 30.0
 """What a search may take on one core."""

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tools.paper_experiments import Hybrid, LargerCluster, Line5, Line7, Policies, RowResult
-from tools.paper_models import FIGURE_11, FIGURE_11_MODELS, RATIO_5, TABLE_3
+from dapple_tf.tools.paper_experiments import Hybrid, LargerCluster, Line5, Line7, Policies, RowResult
+from dapple_tf.tools.paper_models import FIGURE_11, FIGURE_11_MODELS, RATIO_5, TABLE_3
 
 TIE = 1e-3
 """Plans whose steps differ by less count as equally fast: the planner then prefers the one with less memory."""

@@ -15,7 +15,7 @@ from dapple_tf.planning.plan import Plan, PlanError
 from dapple_tf.profiling.profile import Profile
 from dapple_tf.scheduling.schedules import POLICIES
 from dapple_tf.simulation.simulator import Simulation, simulate
-from tools.paper_models import (
+from dapple_tf.tools.paper_models import (
     CONFIGS,
     FIGURE_11_MODELS,
     MODELS,
@@ -243,7 +243,9 @@ def make_plan(
     seconds = []
     for _ in range(3):
         began = time.process_time()
-        plan = planner.plan(profile, cluster, batch, micro_batches=counts, overlap=True, all_reduce=all_reduce)
+        plan = planner.plan(
+            profile, cluster, batch, micro_batches=counts, overlap=True, all_reduce=all_reduce, least_gain=0.0
+        )
         seconds.append(time.process_time() - began)
         if seconds[-1] <= patience:
             break

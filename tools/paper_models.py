@@ -19,7 +19,7 @@ from dapple_tf.clusters.cluster import Cluster, Device
 from dapple_tf.profiling.profile import Cost, Profile, Tensor
 from dapple_tf.profiling.profile_text import load_text
 
-PROFILES = pathlib.Path(__file__).parents[1] / "docs" / "profiles"
+PROFILES = pathlib.Path(__file__).resolve().parents[1] / "docs" / "profiles"
 
 NVLINK = 130e9
 """Bytes/s between two V100s of a server, in each direction. "Up to 130 GB/s", says DAPPLE's arXiv version, which is

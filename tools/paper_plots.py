@@ -9,9 +9,9 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot
 
-from tools.paper_claims import Results, average_speedups
-from tools.paper_experiments import Outcome, RowResult
-from tools.paper_models import FIGURE_11, TABLE_5
+from dapple_tf.tools.paper_claims import Results, average_speedups
+from dapple_tf.tools.paper_experiments import Outcome, RowResult
+from dapple_tf.tools.paper_models import FIGURE_11, TABLE_5
 
 _COLOURS = ("#1b6ca8", "#7fb2dd", "#d1495b", "#edae49", "#8d99ae", "#5b8c5a")
 _SETTINGS: Any = {

@@ -9,9 +9,9 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tools.paper_claims import Claim, Results, average_speedups
-from tools.paper_experiments import Line5, Line7, Outcome, Policies, RowResult, path_text
-from tools.paper_models import FIGURE_11, TABLE_3
+from dapple_tf.tools.paper_claims import Claim, Results, average_speedups
+from dapple_tf.tools.paper_experiments import Line5, Line7, Outcome, Policies, RowResult, path_text
+from dapple_tf.tools.paper_models import FIGURE_11, TABLE_3
 
 Cell = str | float | int | None
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from tools.hosts import end, environment, launch
+from dapple_tf.tools.hosts import end, environment, launch
 
 
 class PeersError(RuntimeError):

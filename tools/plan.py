@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from absl import flags
 
@@ -23,8 +23,8 @@ from dapple_tf.planning.automatic import plan_model, slice_sizes
 from dapple_tf.planning.cost import ALL_REDUCE
 from dapple_tf.planning.plan import RECOMPUTE_MODES
 from dapple_tf.scheduling.schedules import POLICIES
-from tools import command
-from tools.model_flags import ClusterFlag, ModelFlags, ProfileFlags, check_output
+from dapple_tf.tools import command
+from dapple_tf.tools.model_flags import ClusterFlag, ModelFlags, ProfileFlags, check_output
 
 FLAGS = flags.FlagValues()
 
@@ -153,8 +153,13 @@ def simulate_command(plan: str, profile: str) -> str:
     """The command that simulates a plan."""
     cluster = _SAVE_CLUSTER.value or _CLUSTER.text
     arguments = [f"--plan={plan}", f"--profile={profile}", f"--cluster={cluster}"]
-    return shlex.join(["python", "-m", "tools.simulate", *arguments])
+    return shlex.join([*command.line("simulate"), *arguments])
+
+
+def run() -> NoReturn:
+    """The console command."""
+    command.start(main, FLAGS)
 
 
 if __name__ == "__main__":
-    command.start(main, FLAGS)
+    run()

@@ -24,9 +24,9 @@ import numpy as np
 from absl import app, flags
 
 import dapple_tf as dapple
+from dapple_tf.models import bert
 from dapple_tf.planning.plan import RECOMPUTE_MODES
-from models import bert
-from tools import command
+from dapple_tf.tools import command
 
 FLAGS = flags.FlagValues()
 

@@ -13,15 +13,16 @@ What comes out can be given to tools.plan, tools.simulate, tools.what_if and too
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf.profiling.profile_text import to_text
+from dapple_tf.tools import command
+from dapple_tf.tools.model_flags import ClusterFlag, ModelFlags, check_output
+from dapple_tf.tools.tables import ms_text, table
 from dapple_tf.view.time_axis import bytes_text
-from tools import command
-from tools.model_flags import ClusterFlag, ModelFlags, check_output
-from tools.tables import ms_text, table
 
 FLAGS = flags.FlagValues()
 
@@ -129,11 +130,17 @@ def main() -> None:
     sys.stdout.write(layer_table(profile) + "\n")
     if _OUTPUT.value:
         profile.save(_OUTPUT.value)
-        sys.stdout.write(f"\nThe profile is in {_OUTPUT.value}; python -m tools.plan makes a plan of it\n")
+        planner = " ".join(command.line("plan"))
+        sys.stdout.write(f"\nThe profile is in {_OUTPUT.value}; {planner} makes a plan of it\n")
     if _TEXT.value:
         with open(_TEXT.value, "w", encoding="utf-8") as file:
             file.write(to_text(profile, _TEXT_BATCH.value))
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """The console command."""
     command.start(main, FLAGS)
+
+
+if __name__ == "__main__":
+    run()

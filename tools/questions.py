@@ -14,9 +14,10 @@ import dapple_tf as dapple
 from dapple_tf.data_files import short
 from dapple_tf.planning.plan import RECOMPUTE_MODES
 from dapple_tf.scheduling.schedules import POLICIES, STREAM_POLICIES
+from dapple_tf.tools import command
+from dapple_tf.tools.variants import Hardware, changed
 from dapple_tf.view.page import timeline_data
 from dapple_tf.view.timeline import Timeline
-from tools.variants import Hardware, changed
 
 MOST_SLICES = 8192
 """Slices of micro-batches, over all stages and replicas, in a question. Simulating them takes about a second."""
@@ -103,9 +104,10 @@ class Question:
         slices = self.micro_batches * replicas
         most = MOST_SLICES_BY_SCHEDULE.get(self.schedule, MOST_SLICES)
         if slices > most:
+            tool = shlex.join(command.line("simulate"))
             raise QuestionError(
                 f"{self.micro_batches} micro-batches on {replicas} replicas of stages are {slices:,} slices; this page "
-                f"simulates up to {most:,} under {self.schedule}: use fewer micro-batches, or python -m tools.simulate"
+                f"simulates up to {most:,} under {self.schedule}: use fewer micro-batches, or {tool}"
             )
 
     def plan(self, start: dapple.Plan) -> dapple.Plan:
@@ -270,7 +272,7 @@ class Desk:
         for name in _HARDWARE:
             if (value := getattr(question.hardware, name)) != getattr(nothing, name):
                 arguments.append(f"--{name}={value:g}" if float(f"{value:g}") == value else f"--{name}={value!r}")
-        return shlex.join(["python", "-m", "tools.simulate", *arguments])
+        return shlex.join([*command.line("simulate"), *arguments])
 
 
 def numbers_of(step: dapple.Simulation) -> dict[str, Any]:

@@ -27,14 +27,14 @@ from typing import TypeVar
 
 from absl import app, flags
 
-from tools import command
-from tools import paper_experiments as experiments
-from tools.paper_claims import Results, check, check_times, reached
-from tools.paper_models import FIGURE_11_MODELS, ROWS, TABLE_3, TABLE_6, TABLE_7
-from tools.paper_report import write
+from dapple_tf.tools import command
+from dapple_tf.tools import paper_experiments as experiments
+from dapple_tf.tools.paper_claims import Results, check, check_times, reached
+from dapple_tf.tools.paper_models import FIGURE_11_MODELS, ROWS, TABLE_3, TABLE_6, TABLE_7
+from dapple_tf.tools.paper_report import write
 
 _NAMES = tuple(dict.fromkeys(row.model for row in ROWS))
-_DEFAULT = pathlib.Path(__file__).parents[1] / "docs" / "results"
+_DEFAULT = pathlib.Path(__file__).resolve().parents[1] / "docs" / "results"
 _BOUNDS = _DEFAULT / "bounds.json"
 
 FLAGS = flags.FlagValues()
@@ -146,7 +146,7 @@ def main() -> None:
         claims = check(results, _bounds())
     write(results, claims, directory)
     if _PLOTS.value:
-        from tools.paper_plots import draw  # matplotlib is an extra
+        from dapple_tf.tools.paper_plots import draw  # matplotlib is an extra
 
         draw(results, directory)
     slowest = max(results.rows, key=lambda row: row.planner_seconds)

@@ -28,13 +28,13 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tools import command
-from tools.operator_experiments import DEVICES, Row, Setting, prepare, run, settings
-from tools.operator_models import MODELS
-from tools.operator_report import SEARCH_SECONDS, claims_of, write
+from dapple_tf.tools import command
+from dapple_tf.tools.operator_experiments import DEVICES, Row, Setting, prepare, run, settings
+from dapple_tf.tools.operator_models import MODELS
+from dapple_tf.tools.operator_report import SEARCH_SECONDS, claims_of, write
 
 FLAGS = flags.FlagValues()
-_DEFAULT = pathlib.Path(__file__).parents[1] / "docs" / "results"
+_DEFAULT = pathlib.Path(__file__).resolve().parents[1] / "docs" / "results"
 
 _MODELS = flags.DEFINE_list("models", list(MODELS), f"Models to place, of {', '.join(MODELS)}.", flag_values=FLAGS)
 _DEVICES = flags.DEFINE_list("devices", [*map(str, DEVICES)], "Numbers of devices.", flag_values=FLAGS)

@@ -26,10 +26,12 @@ from typing import Any, NamedTuple
 
 from absl import app, flags
 
+import dapple_tf
+
 _WRITE = flags.DEFINE_boolean("write", False, "Rewrite the outputs in the document, and its pictures.")
 _FOLDER = flags.DEFINE_string("folder", None, "Run in this folder and leave everything there; default: a scratch one.")
 
-_ROOT = pathlib.Path(__file__).parents[1]
+_ROOT = pathlib.Path(dapple_tf.__file__).parents[1]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```\n", flags=re.DOTALL | re.MULTILINE)
 _PICTURE = re.compile(r"!\[[^\]]*\]\(pictures/([^)]+)\)")
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from absl import flags
 
-from tools import bench_memory, bench_planner, bench_preparation, command, rewrite_models
-from tools.bench_report import read_results
+from dapple_tf.tools import bench_memory, bench_planner, bench_preparation, command, rewrite_models
+from dapple_tf.tools.bench_report import read_results
 
 FLAGS = flags.FlagValues()
-_FOLDER = pathlib.Path(__file__).parents[1] / "docs" / "results"
+_FOLDER = pathlib.Path(__file__).resolve().parents[1] / "docs" / "results"
 _MODELS = "rewrite_models "
 
 _START = """# How it scales

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 
 import keras
@@ -31,8 +32,8 @@ def parse_shape(shape: str, flag: str = "--plan_shape") -> tuple[int, ...]:
 
 
 def is_shape(text: str) -> bool:
-    """Whether it is meant to be a shape: digits and colons."""
-    return bool(text) and set(text) <= set("0123456789:")
+    """Whether it is meant to be a shape, right or wrong: digits with colons, as ``1:x`` is."""
+    return not text.endswith(".json") and re.match(r"\d+(:|$)|:", text) is not None
 
 
 def devices_of(replicas: Sequence[int]) -> list[list[int]]:

@@ -23,6 +23,7 @@ import pathlib
 import shutil
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from absl import flags
 
@@ -30,15 +31,15 @@ import dapple_tf as dapple
 from dapple_tf.planning.cost import ALL_REDUCE
 from dapple_tf.progress import Progress
 from dapple_tf.scheduling.schedules import POLICIES
+from dapple_tf.tools import command
+from dapple_tf.tools.model_flags import ClusterFlag, PlanFlags, ProfileFlags
+from dapple_tf.tools.shapes import cuts_by_profile
+from dapple_tf.tools.tables import ms_text, table
+from dapple_tf.tools.variants import Hardware, changed
 from dapple_tf.view.files import save_timelines
 from dapple_tf.view.text import timeline_text
 from dapple_tf.view.time_axis import bytes_text
 from dapple_tf.view.timeline import Timeline
-from tools import command
-from tools.model_flags import ClusterFlag, PlanFlags, ProfileFlags
-from tools.shapes import cuts_by_profile
-from tools.tables import ms_text, table
-from tools.variants import Hardware, changed
 
 FLAGS = flags.FlagValues()
 
@@ -205,5 +206,10 @@ def main() -> None:
         steps["simulated"].check_memory()
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """The console command."""
     command.start(main, FLAGS)
+
+
+if __name__ == "__main__":
+    run()

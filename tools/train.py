@@ -28,25 +28,26 @@ import math
 import pathlib
 import sys
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import keras
 from absl import app, flags
 
 import dapple_tf as dapple
 from dapple_tf.frontend.batch import Batches
+from dapple_tf.measurement.scalar_log import EpochLog
+from dapple_tf.models.sources import DataSource, ModelError
 from dapple_tf.operators.placement_report import placements_report
 from dapple_tf.planning.automatic import measured, plan_model
 from dapple_tf.profiling.operator_profiler import measured_operators
+from dapple_tf.tools import command
+from dapple_tf.tools.machine_facts import machine_facts
+from dapple_tf.tools.model_flags import ClusterFlag, ModelFlags, PlanFlags, ProfileFlags
+from dapple_tf.tools.run_folder import fresh_folder
+from dapple_tf.tools.shapes import cuts_by_parameters, cuts_by_profile
+from dapple_tf.tools.step_times import WARM_UP, StepSummary, StepTimes
+from dapple_tf.tools.training_report import closing, described, predicted, summary
 from dapple_tf.transformation import FD_DPS
-from models.sources import DataSource, ModelError
-from tools import command
-from tools.machine_facts import machine_facts
-from tools.model_flags import ClusterFlag, ModelFlags, PlanFlags, ProfileFlags
-from tools.run_folder import fresh_folder
-from tools.shapes import cuts_by_parameters, cuts_by_profile
-from tools.step_times import WARM_UP, StepSummary, StepTimes
-from tools.training_report import closing, described, predicted, summary
 
 FLAGS = flags.FlagValues()
 
@@ -97,7 +98,7 @@ _FAULTS = flags.DEFINE_enum(
     flag_values=FLAGS,
 )
 _VERIFY = flags.DEFINE_boolean(
-    "verify", False, "Before training, compare a step with one of plain Keras.", flag_values=FLAGS
+    "verify", False, "Before training, compare steps with those of plain Keras.", flag_values=FLAGS
 )
 _LOG_DIR = flags.DEFINE_string(
     "log_dir", None, "Folder for TensorBoard; by default logs in --output_dir.", flag_values=FLAGS
@@ -273,7 +274,7 @@ def train(job: Job, pipelined: dapple.PipelinedModel, folder: pathlib.Path) -> d
         steps_per_epoch=_STEPS.value,
         callbacks=[
             dapple.PipelineMonitor(logs / "pipeline"),
-            keras.callbacks.TensorBoard(logs, write_graph=False, update_freq="epoch"),
+            EpochLog(logs),
             keras.callbacks.CSVLogger(folder / "history.csv"),
         ],
         shuffle=False,  # The data are shuffled.
@@ -350,5 +351,10 @@ def main() -> None:
     pipelined.close(sync=False)
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """The console command."""
     command.start(main, FLAGS)
+
+
+if __name__ == "__main__":
+    run()

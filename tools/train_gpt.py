@@ -30,10 +30,10 @@ import keras
 from absl import app, flags
 
 import dapple_tf as dapple
-from models import gpt, text
-from tools import command
-from tools.run_folder import fresh_folder
-from tools.shapes import devices_of, parse_shape
+from dapple_tf.models import gpt, text
+from dapple_tf.tools import command
+from dapple_tf.tools.run_folder import fresh_folder
+from dapple_tf.tools.shapes import devices_of, parse_shape
 
 FLAGS = flags.FlagValues()
 
@@ -82,7 +82,7 @@ _EVALUATION_STEPS = flags.DEFINE_integer(
     "evaluation_steps", 0, "Held-out batches of the final evaluation; 0 for all.", lower_bound=0, flag_values=FLAGS
 )
 _VERIFY = flags.DEFINE_boolean(
-    "verify", False, "Before training, compare a step with one of plain Keras.", flag_values=FLAGS
+    "verify", False, "Before training, compare steps with those of plain Keras.", flag_values=FLAGS
 )
 
 _PROMPT = flags.DEFINE_string("prompt", "def ", "What the sample begins with.", flag_values=FLAGS)

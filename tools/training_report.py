@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 import dapple_tf as dapple
-from models.sources import DataSource
+from dapple_tf.models.sources import DataSource
 
 
 def described(model: keras.Model, data: DataSource, pipelined: dapple.PipelinedModel) -> dict[str, Any]:

@@ -49,10 +49,10 @@ from absl import app, flags
 
 import dapple_tf as dapple
 from dapple_tf.clusters.connection import connected, open_session
-from models.resnet import resnet
-from models.vgg import vgg
-from tools import tables
-from tools.hosts import Hosts, HostsError, unavailable
+from dapple_tf.models.resnet import resnet
+from dapple_tf.models.vgg import vgg
+from dapple_tf.tools import tables
+from dapple_tf.tools.hosts import Hosts, HostsError, unavailable
 
 _MODELS = flags.DEFINE_list("models", ["resnet", "vgg"], "which of resnet and vgg to train")
 _RATE = flags.DEFINE_string(

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 from urllib.parse import urlsplit
 
 from absl import app, flags
@@ -29,11 +29,11 @@ import dapple_tf as dapple
 from dapple_tf.data_files import parse_object
 from dapple_tf.planning.plan import RECOMPUTE_MODES
 from dapple_tf.scheduling.schedules import POLICIES
+from dapple_tf.tools import command
+from dapple_tf.tools.model_flags import ClusterFlag, PlanFlags, ProfileFlags
+from dapple_tf.tools.questions import Desk, Question, QuestionError
+from dapple_tf.tools.shapes import cuts_by_profile
 from dapple_tf.view.page import TIMELINE_SCRIPTS, assemble, asset
-from tools import command
-from tools.model_flags import ClusterFlag, PlanFlags, ProfileFlags
-from tools.questions import Desk, Question, QuestionError
-from tools.shapes import cuts_by_profile
 
 FLAGS = flags.FlagValues()
 
@@ -234,5 +234,10 @@ def main() -> None:
             sys.stdout.write("\n")
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """The console command."""
     command.start(main, FLAGS)
+
+
+if __name__ == "__main__":
+    run()

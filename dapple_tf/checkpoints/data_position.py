@@ -92,12 +92,8 @@ class Reading(Iterator[Any]):
         self._marked = (self._taken, {})
         return True
 
-    def mark(self) -> None:
-        """Before a batch is read that isn't trained on yet."""
-        self._marked = (self._taken, self._source.state(self._items))
-
     def unmark(self) -> None:
-        """When it is."""
+        """When the batch that was read ahead is handed out."""
         self._marked = None
 
     def position(self) -> tuple[int, State]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import random
@@ -14,6 +15,7 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from tensorflow.python.eager import context
 
 from dapple_tf.checkpoints.checkpoint_manifest import LARGEST, CheckpointError
 from dapple_tf.errors import reason
@@ -101,7 +103,7 @@ class _Ordered(Source):
         own = self.describe()
         if not own.keys() <= saved.keys():
             raise CheckpointError(f"the data's position lacks {min(own.keys() - saved.keys())!r}")
-        for name in own.keys() - {"seed"}:
+        for name in own.keys() - {"seed", "global_seed"}:
             if started and saved[name] != own[name]:
                 raise CheckpointError(
                     f"the checkpoint was written in the middle of an epoch over data with {name} {saved[name]!r:.60}, "
@@ -110,6 +112,21 @@ class _Ordered(Source):
         if type(saved["seed"]) is not int or not 0 <= saved["seed"] < LARGEST:
             raise CheckpointError("the data's seed isn't a whole number from 0 to 2**62")
         self.seed = saved["seed"]
+
+
+@contextlib.contextmanager
+def _global_seed(seed: int | None) -> Iterator[None]:
+    """Within it, TensorFlow's global seed is another one, unless it is the same."""
+    own = context.context()
+    if seed == own._seed:
+        yield
+        return
+    kept = own._seed, own._rng
+    own._set_global_seed(seed)
+    try:
+        yield
+    finally:
+        own._seed, own._rng = kept
 
 
 class ArraySource(_Ordered):
@@ -127,17 +144,29 @@ class ArraySource(_Ordered):
         self._samples, self._batch_size = adapter._num_samples, batch_size
         self._arrays = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="numpy")
         self.num_batches = adapter.num_batches
+        seed = context.global_seed() if shuffle else None
+        self._global_seed = None if seed is None else int(seed)
 
     def open(self, number: int, start: int) -> Iterator[Any]:
         """As `Source`'s."""
+        order = self._drawn(number) if self._global_seed is None else self._order_of_keras()
+        for first in range(start * self._batch_size, self._samples, self._batch_size):
+            yield self._batch(order[first : first + self._batch_size])
+
+    def _drawn(self, number: int) -> np.ndarray:
+        """The order of a round, drawn from our own seed: without TensorFlow's global one Keras draws any."""
         draw = self.generator(number)
         order = draw.permutation(self._samples) if self.shuffle is True else np.arange(self._samples)
-        for first in range(0, self._samples, self._batch_size):
-            indices = order[first : first + self._batch_size]
-            if self.shuffle == "batch":
-                indices = draw.permutation(indices)
-            if first >= start * self._batch_size:
-                yield self._batch(indices)
+        if self.shuffle == "batch":
+            firsts = range(0, self._samples, self._batch_size)
+            order = np.concatenate([draw.permutation(order[first : first + self._batch_size]) for first in firsts])
+        return order
+
+    def _order_of_keras(self) -> np.ndarray:
+        """The order that Keras gives arrays in each round, as it follows from TensorFlow's global seed."""
+        with _global_seed(self._global_seed):
+            indices = ArrayDataAdapter(np.arange(self._samples), batch_size=self._batch_size, shuffle=self.shuffle)
+            return np.concatenate([np.asarray(batch) for batch in indices.get_tf_dataset()])
 
     def _batch(self, indices: np.ndarray) -> Any:
         return keras.tree.map_structure(
@@ -146,7 +175,16 @@ class ArraySource(_Ordered):
 
     def describe(self) -> dict[str, Any]:
         """As `Source`'s."""
-        return super().describe() | {"samples": self._samples, "batch_size": self._batch_size}
+        own = {"samples": self._samples, "batch_size": self._batch_size, "global_seed": self._global_seed}
+        return super().describe() | own
+
+    def resume(self, saved: Mapping[str, Any], started: bool) -> None:
+        """As `Source`'s."""
+        super().resume(saved, started)
+        seed = saved["global_seed"]
+        if seed is not None and type(seed) is not int:
+            raise CheckpointError("the data's global seed isn't a whole number")
+        self._global_seed = seed
 
 
 class PyDatasetSource(_Ordered):

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from dapple_tf.clusters.cluster import Cluster, ClusterError, Link, Server
 from dapple_tf.clusters.connection import connected, open_session
-from dapple_tf.clusters.session import COLLECTIVE_KEYS
+from dapple_tf.clusters.session import collective_keys
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ def _reduction(cluster: Cluster, sizes: Sequence[int], repeats: int) -> tuple[fl
     count = len(names)
     found = []
     for size in sizes:
-        key = next(COLLECTIVE_KEYS)
+        key = collective_keys()
         with tf.Graph().as_default() as graph:
             made = []
             for name in names:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +18,24 @@ _MAIN_PRIORITY, _SUB_PRIORITY = -1, 0
 """CUDA stream priorities, of which the lower number is the higher; every GPU that has any has these two."""
 
 
-COLLECTIVE_KEYS = itertools.count(1, 20_000)
-"""First keys of graphs with collective operations, of all in this process: servers remember what each was used for."""
+_KEYS = 20_000
+"""Number of keys of collective operations that a graph has at least: one for each parameter group and bucket."""
+_next_key = 1
+_keys_lock = threading.Lock()
+
+
+def collective_keys(more: int = 0) -> int:
+    """The first key of a graph with collective operations: none in this process has its keys.
+
+    Servers remember what each was used for.
+
+    Args:
+        more: keys that it takes for sums inside tasks.
+    """
+    global _next_key
+    with _keys_lock:
+        first, _next_key = _next_key, _next_key + _KEYS + more
+    return first
 
 
 def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
@@ -48,13 +64,16 @@ class PreparedRun:
     For sessions of this process. Errors are TensorFlow's own, without the lines that ``Session.run`` adds to them.
     """
 
-    def __init__(self, session: Any, fetches: Any, feeds: Sequence[str]) -> None:
+    def __init__(
+        self, session: Any, fetches: Any, feeds: Sequence[str], options: config_pb2.RunOptions | None = None
+    ) -> None:
         """Looks the names up.
 
         Args:
             session: a ``tf.compat.v1.Session``.
             fetches: a structure of names, of tensors (``name:0``) and of nodes, which give None.
             feeds: names of the placeholders.
+            options: of each run.
         """
         self._fetches = fetches
         self._names = list(dict.fromkeys(tf.nest.flatten(fetches)))
@@ -62,10 +81,10 @@ class PreparedRun:
         self._dtypes = [graph.get_tensor_by_name(name).dtype.as_numpy_dtype for name in feeds]
         tensors = [name for name in self._names if ":" in name]
         self._order = {name: index for index, name in enumerate(tensors)}
-        options = config_pb2.CallableOptions(
-            feed=feeds, fetch=tensors, target=[name for name in self._names if ":" not in name]
+        callable_options = config_pb2.CallableOptions(
+            feed=feeds, fetch=tensors, target=[name for name in self._names if ":" not in name], run_options=options
         )
-        self._run = session._make_callable_from_options(options)
+        self._run = session._make_callable_from_options(callable_options)
 
     def __call__(self, values: Sequence[Any]) -> Any:
         """What the nodes give, in the structure of the fetches; ``values`` are those of the placeholders."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode
+from dapple_tf.frontend.host_part import shapes_on_devices
 from dapple_tf.measurement.step_nodes import StepNode
 from dapple_tf.measurement.step_trace import TracedStep
 from dapple_tf.operators.op_graph import OpPlacement
@@ -84,7 +85,7 @@ class Build:
 
     def input_shapes(self, kind: Kind) -> list[tuple[int | None, ...]]:
         """The shapes of the batch inputs of a step."""
-        return [(kind.samples, *leaf.shape[1:]) for leaf in self.spec.leaves]
+        return [(kind.samples, *shape[1:]) for shape in shapes_on_devices(self.program, self.spec)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,10 +95,12 @@ class StepRequest:
     Attributes:
         feeds: placeholders: of the batch's arrays, then two for each of `Step.metric_feeds`.
         fetches: tensors for "metrics", "outputs", "gradients" and "loss", and the node "train", as far as there are.
+        sums: whether tasks add up over replicas.
     """
 
     feeds: tuple[str, ...]
     fetches: Mapping[str, Any]
+    sums: bool = False
 
     @classmethod
     def of(cls, built: Build, prefix: str, step: Step, want_gradients: bool) -> StepRequest:
@@ -123,7 +126,7 @@ class StepRequest:
             fetches["loss"] = name(step.loss)
         if step.train is not None and not want_gradients:
             fetches["train"] = f"{prefix}/{step.train}"
-        return cls(tuple(map(name, feeds)), fetches)
+        return cls(tuple(map(name, feeds)), fetches, built.program.roles.peers is not None)
 
 
 class StepSource(NamedTuple):

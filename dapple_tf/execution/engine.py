@@ -8,7 +8,7 @@ import itertools
 import logging
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -21,19 +21,23 @@ from dapple_tf.clusters.cluster import Cluster
 from dapple_tf.clusters.connection import connected, open_session
 from dapple_tf.clusters.faults import FaultPolicy
 from dapple_tf.clusters.remote_session import RemoteSession
-from dapple_tf.clusters.session import COLLECTIVE_KEYS, PreparedRun, add_to_graph
+from dapple_tf.clusters.session import PreparedRun, add_to_graph, collective_keys
 from dapple_tf.errors import DappleError, WorkerLostError
 from dapple_tf.execution.builds import Build, Kind, StepRequest, StepResult, StepSource
 from dapple_tf.execution.step_passes import StepPasses, first_step_pass
+from dapple_tf.execution.terminal import without_profiler_lines
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, output_structure
+from dapple_tf.frontend.host_part import on_host
 from dapple_tf.frontend.initialization import any_deferred
 from dapple_tf.frontend.metrics import merged
 from dapple_tf.frontend.optimizer import needs_all_gradients
+from dapple_tf.frontend.py_functions import check_py_functions
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.garbage import without_collection
 from dapple_tf.measurement.step_nodes import replaced_bytes, step_nodes
 from dapple_tf.measurement.step_trace import MeasuredStep, Place, TracedStep, measured
+from dapple_tf.notes import Note, notes_of, summary
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.operators.step_placer import PlacedStep, StepPlacer
@@ -46,6 +50,7 @@ from graph_passes.accumulate import accumulated_gradients
 from graph_passes.graph import GraphDef
 from graph_passes.pass_manager import Pass, Timing, run_passes
 from graph_passes.program import Layout, Program, Step, Variable
+from graph_passes.replicate import sum_keys
 from graph_passes.storage import bytes_of
 from graph_passes.tasks import Schedule
 from graph_passes.update import Update, flush
@@ -54,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 _LEAST_PATIENCE = 60.0
 """Seconds."""
+_LOCAL_SEQUENCE = 1
+"""Numbers the steps with collective operations of a session of this process; any number but 0."""
 
 
 class Engine:
@@ -69,6 +76,10 @@ class Engine:
         timing: seconds of each pass so far.
         generation: how often the devices' variables have been dropped; they need ``load`` after each time.
         ahead: whether the devices have newer values than the Keras model.
+        fetched: variables that the model has the devices' values of, or newer ones, although these are ahead.
+        running: whether a step is.
+        notes: where training isn't the same as plain Keras; None until a training step has been captured.
+        quiet: whether notes aren't logged, for steps that only measure or compare.
     """
 
     def __init__(
@@ -103,6 +114,10 @@ class Engine:
         self._builds: dict[tuple[Mode, str, bool], Build] = {}
         self.generation = 0
         self.ahead = False
+        self.notes: tuple[Note, ...] | None = None
+        self.quiet = False
+        self.fetched: set[str] = set()
+        self.running = False
         self._numbers = itertools.count()
         self._structures: dict[str, Any] = {}
         self._longest: dict[str, float] = {}  # step graph -> seconds
@@ -124,6 +139,7 @@ class Engine:
     def close(self) -> None:
         """Frees the devices' memory, and workers for others; a snapshot that is being written is finished first."""
         self._snapshots.wait()
+        self.agreed()
         self._prepared.clear()
         self._session.close()
         self._connected.close()
@@ -162,11 +178,14 @@ class Engine:
                 build(self.model, self.table, spec)
         with self.timing.part("capture"):
             program = capture(self.model, self.table, mode, spec, training=training)
+            check_py_functions(program.graph, self.cluster.addresses)
         prefix = f"{mode.value}{next(self._numbers)}_"
         program = run_passes(program, self.passes.stage_passes(mode, prefix), instruments=[self.timing])
         with self.timing.part("capture optimizer"):
             updates = group_updates(self.model, self.table, program) if mode is Mode.TRAIN else ()
         built = Build(mode, spec, program, updates, prefix, carried=self.passes.carried(updates))
+        if mode is Mode.TRAIN and training:
+            self._tell(notes_of(program, self.passes.slices, self.plan.micro_batches))
         reads = readers_of(program)
         if updates:
             hosts = {**{name: stages for name, stages in self._hosts.items() if name not in reads}, **reads}
@@ -176,6 +195,13 @@ class Engine:
         self._host(hosts, optimizer_variables(updates), places)
         logger.info("prepared %s for %s in %.2f s", mode.value, spec.key, time.perf_counter() - start)
         return built
+
+    def _tell(self, notes: tuple[Note, ...]) -> None:
+        """Logs what is noted of training, once."""
+        if notes and notes != self.notes and not self.quiet:
+            level = logging.INFO if all(note.expected for note in notes) else logging.WARNING
+            logger.log(level, "%s", summary(notes, self.model.name))
+        self.notes = notes
 
     def _placed(self, built: Build, hosts: Mapping[str, tuple[int, ...]]) -> Places:
         """Places the operators of a step of a full batch; where variables are then. Training decides over them."""
@@ -258,7 +284,7 @@ class Engine:
         if kind.carries and built.flush is None:
             update = passes[-1]
             assert isinstance(update, Update)
-            graph, node = flush(dataclasses.replace(update, first_key=next(COLLECTIVE_KEYS)), program)
+            graph, node = flush(dataclasses.replace(update, first_key=collective_keys()), program)
             self._import(graph, f"{built.prefix}flush")
             built.flush = f"{built.prefix}flush/{node}"
         assert program.step is not None
@@ -267,8 +293,9 @@ class Engine:
 
     def _complete(self, built: Build, kind: Kind, hosts: Mapping[str, tuple[int, ...]]) -> tuple[Program, list[Pass]]:
         """A complete step of stage functions, and the passes that made it."""
-        schedule = self.schedule(built, self.layout(built, kind.samples))
-        passes = self.passes.step_passes(built, kind, schedule, hosts, next(COLLECTIVE_KEYS))
+        layout = self.layout(built, kind.samples)
+        keys = collective_keys(sum_keys(built.program, layout))
+        passes = self.passes.step_passes(built, kind, self.schedule(built, layout), hosts, keys)
         instruments = [self.timing]
         program = run_passes(
             built.program, passes, first=first_step_pass(passes), instruments=instruments, complete=True
@@ -313,6 +340,7 @@ class Engine:
         carries = mode is Mode.TRAIN and not want_gradients and bool(built.carried)
         if self._left_over != (built.flush if carries else None):
             self.flush()
+        arrays = on_host(built.program, arrays)
         samples = arrays[0].shape[0]
         apart = want_gradients and self.placer is not None
         apart = apart or ((want_gradients or trace) and self.passes.joins(built, samples))
@@ -327,7 +355,11 @@ class Engine:
         if carries:
             self._left_over = built.flush  # also if Ctrl-C comes in place of the result
         called = time.time_ns()
-        result = self._timed(prefix, lambda seconds: self._run_step(request, values, metadata, seconds))
+        self.running = True
+        try:
+            result = self._timed(prefix, lambda seconds: self._run_step(request, values, metadata, seconds))
+        finally:
+            self.running = False
         traced = None
         if metadata is not None:
             times = called, time.time_ns()
@@ -348,13 +380,24 @@ class Engine:
         """What a step gives for these values of its placeholders."""
         if metadata is None and not isinstance(self._session, RemoteSession):
             if request not in self._prepared:
-                self._prepared[request] = PreparedRun(self._session, request.fetches, request.feeds)
+                options = self._step_options(request.sums)
+                self._prepared[request] = PreparedRun(self._session, request.fetches, request.feeds, options)
             return self._prepared[request](values)
-        options = self._step_options()
-        if metadata is not None:
-            options.trace_level = tf.compat.v1.RunOptions.FULL_TRACE
+        options = self._step_options(request.sums)
         feed = dict(zip(request.feeds, values, strict=True))
-        return self._run(request.fetches, feed, options, metadata, seconds)
+        if metadata is None:
+            return self._run(request.fetches, feed, options, metadata, seconds)
+        options.trace_level = self._trace_level
+        profiled = options.trace_level == options.FULL_TRACE
+        with without_profiler_lines() if profiled else contextlib.nullcontext():
+            return self._run(request.fetches, feed, options, metadata, seconds)
+
+    @property
+    def _trace_level(self) -> Any:
+        """Only GPUs need TensorFlow's profiler, which costs time; a server knows no other level."""
+        levels = tf.compat.v1.RunOptions
+        here = all("device:CPU" in device.name for device in self.cluster.devices)
+        return levels.SOFTWARE_TRACE if here and not isinstance(self._session, RemoteSession) else levels.FULL_TRACE
 
     def _clocks(self) -> dict[int, Offset]:
         """Worker -> by how much its clock is ahead; empty where devices are this process's."""
@@ -404,16 +447,19 @@ class Engine:
             node, self._left_over = self._left_over, None
             self._run(node, options=self._step_options())
 
-    def _step_options(self) -> tf.compat.v1.RunOptions:
-        """For what may have collective operations.
+    def _step_options(self, sums: bool = False) -> tf.compat.v1.RunOptions:
+        """For what may have collective operations; ``sums`` tells of some inside tasks.
 
         TensorFlow numbers the runs of such graphs one after the other, each session's from where another's has stopped.
         A run that was left behind when a worker was lost may still be there: with the same number in a new session, the
-        one's end would cancel the other, or take its tensors. So each session has a sequence of its own.
+        one's end would cancel the other, or take its tensors. So each session has a sequence of its own. On devices of
+        this process TensorFlow looks for collective operations itself, but not inside functions.
         """
         options = tf.compat.v1.RunOptions()
         if isinstance(self._session, RemoteSession):
             options.experimental.collective_graph_key = self._session.sequence
+        elif sums:
+            options.experimental.collective_graph_key = _LOCAL_SEQUENCE
         return options
 
     def _run(
@@ -444,16 +490,32 @@ class Engine:
 
     def load(self, given: Mapping[str, tf.Tensor] | None = None) -> None:
         """Keras values, or others by their names in the table -> devices; updates left to the next step are dropped."""
-        self.ahead = False
+        self.agreed()
         self._left_over = None
         with self.timing.part("load variables"):
             self._stored.load(self.learning_rate, given)
 
     def save(self) -> None:
-        """Devices -> Keras values, but for the learning rate, which devices get from Keras."""
+        """Devices -> Keras values, but for the learning rate, which devices get from Keras, and what was fetched."""
         self.flush()
-        self._stored.save(self.learning_rate)
+        self._stored.save(self.learning_rate, self.fetched)
+        self.agreed()
+
+    def agreed(self) -> None:
+        """The devices have nothing newer than the Keras model now."""
         self.ahead = False
+        self.fetched.clear()
+
+    def fetch(self, names: Collection[str]) -> None:
+        """Devices -> Keras values of some variables, of which devices have the newest."""
+        self.flush()
+        self._stored.save_some(names)
+        self.fetched |= set(names)
+
+    def push(self, values: Mapping[str, tf.Tensor]) -> None:
+        """Values of some variables -> devices, which have values of all."""
+        self.flush()
+        self._stored.load_some({name: value.numpy() for name, value in values.items()})
 
     @property
     def deferred(self) -> bool:
@@ -493,6 +555,7 @@ class Engine:
         self._stored.forget_rate()
         self._left_over = None
         self.ahead = True
+        self.fetched.clear()
 
     @property
     def learning_rate(self) -> keras.Variable | None:

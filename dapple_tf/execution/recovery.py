@@ -37,11 +37,13 @@ class Trained:
         step: the training step's number.
         batch: the batch.
         rate: the learning rate, where it is a variable.
+        assigned: what somebody had assigned to variables before.
     """
 
     step: int
     batch: Batch
     rate: float | None
+    assigned: Mapping[str, tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,24 +75,33 @@ class Recovery:
     Attributes:
         base: values to begin with; None before devices had any.
         log: the batches since, in order. Training on them again gives the same values: nothing else changes what
-            devices have, but for new values from the model, which are a new base.
+            devices have, but for values from the model, which are a new base or noted with the next batch.
+        last: values from the model that devices have got after the last batch.
     """
 
     def __init__(self, policy: FaultPolicy) -> None:
         self.policy = policy
         self.base: Base | None = None
         self.log: list[Trained] = []
+        self.last: dict[str, tf.Tensor] = {}
         self._failures = 0
 
     def agreed(self, values: Mapping[str, tf.Tensor]) -> None:
         """Devices and model have the same values now."""
         self.base = values
         self.log.clear()
+        self.last = {}
+
+    def assigned(self, values: Mapping[str, tf.Tensor]) -> None:
+        """Devices get values of some variables from the model."""
+        if self.policy.action != "raise":
+            self.last |= values
 
     def forget(self) -> None:
         """The model's values count now, whatever devices had."""
         self.base = None
         self.log.clear()
+        self.last = {}
 
     def saved(self, path: Path, step: int) -> None:
         """A checkpoint of the values after a step is complete."""
@@ -103,13 +114,15 @@ class Recovery:
         """Devices have the values of a checkpoint now."""
         self.base = path
         self.log.clear()
+        self.last = {}
 
     def trained(self, step: int, batch: Batch, rate: keras.Variable | None) -> None:
         """Devices have trained on a batch."""
         if self.policy.action != "raise":
             # Whoever has made the arrays may fill them with the next batch.
             batch = dataclasses.replace(batch, arrays=[np.array(array) for array in batch.arrays])
-            self.log.append(Trained(step, batch, None if rate is None else float(rate.numpy())))
+            self.log.append(Trained(step, batch, None if rate is None else float(rate.numpy()), self.last))
+            self.last = {}
 
     def succeeded(self) -> None:
         """A step of the user's has."""

@@ -7,17 +7,19 @@ import dataclasses
 import logging
 import os
 import pathlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress, Restoration, Saver
 from dapple_tf.clusters.cluster import Cluster, ClusterError
 from dapple_tf.clusters.faults import FaultPolicy
-from dapple_tf.errors import StepError, WorkerLostError, reason
+from dapple_tf.errors import DappleError, StepError, WorkerLostError, reason
 from dapple_tf.execution.builds import StepResult
 from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.recovery import FaultRecord, Recovery, learning_rate
@@ -25,6 +27,8 @@ from dapple_tf.execution.values import Values
 from dapple_tf.frontend.batch import Batch, BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.metrics import RunningMetrics
+from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.frontend.watching import Watcher, untold, unwatch, version, watch, watchers_of
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.plan import Plan, PlanError
 from dapple_tf.planning.planner import plan as find_plan
@@ -77,14 +81,23 @@ class Runtime:
         self._recovery = Recovery(policy)
         self._broken = False  # A worker was lost, and not come back in time.
         self._spec: BatchSpec | None = None  # of the last training batch
+        self._watched: dict[int, tuple[tf.Variable, str]] = {}  # TensorFlow's variable -> name
+        self._others: list[tuple[Watcher, list[tf.Variable]]] = []  # who may have newer values of some
+        self._version = 0
+        self._known: VariableTable | None = None  # the table whose variables are watched, and how many it had
+        self._count = 0
+        self._looking = threading.RLock()
+        self._apart = False  # whether it trains values of its own
         self.start()
 
     def start(self) -> None:
         """A fresh engine, for the model as it is compiled now."""
         self.engine = Engine(self.model, self.cluster, self.plan, self._recovery.policy, self._operator_costs)
+        self.engine.quiet = self._apart
         self.values = Values(self.engine, self._recovery)
         self.metrics = RunningMetrics(self.model, self.engine.table)
         self._spec = None
+        self._watch()
 
     def mend(self) -> None:
         """Opens a session again after a worker was lost for good, so that the caller was told.
@@ -107,10 +120,83 @@ class Runtime:
             if sync and not self._broken:
                 self._surviving(lambda: self.values.rescue())
         finally:
+            if not sync:
+                self.drop()
             self.engine.close()
             self._broken = False
+            unwatch([variable for variable, _ in self._watched.values()], self)
+            self._watched, self._known = {}, None
+
+    def leave(self) -> None:
+        """``close``, wherever it may be that nobody has use for the devices any more."""
+        with context.eager_mode():  # What is collected now may be in the midst of a graph that is being made.
+            try:
+                self.close(sync=not self.engine.deferred)
+            except (DappleError, tf.errors.OpError) as error:
+                logger.warning("model %r: %s; %s", self.model.name, error, self.values.kept)
 
     # ---- values
+
+    def set_apart(self) -> None:
+        """Has it train values of its own: they don't become the model's when somebody looks. For measuring only."""
+        self._apart = self.engine.quiet = True
+        unwatch([variable for variable, _ in self._watched.values()], self)
+        self._watched, self._others = {}, []
+
+    def _watch(self) -> None:
+        """Watches all variables whose newest values may be on the devices."""
+        if self._apart:
+            return
+        table = self.engine.table
+        if self._known is not table or self._count != len(table.keras_variables):
+            self._known, self._count = table, len(table.keras_variables)
+            before, held = self._watched, {name: variable._value for name, variable in self.values.watched.items()}
+            self._watched = {id(variable): (variable, name) for name, variable in held.items()}
+            unwatch([variable for key, (variable, _) in before.items() if key not in self._watched], self)
+            watch(held.values(), self)
+        if self._version != version():
+            self._version = version()
+            others: dict[int, tuple[Watcher, list[tf.Variable]]] = {}
+            for variable, _ in self._watched.values():
+                for watcher in watchers_of(variable):
+                    if watcher is not self:
+                        others.setdefault(id(watcher), (watcher, []))[1].append(variable)
+            self._others = list(others.values())
+
+    def looked_at(self, variables: Sequence[tf.Variable]) -> None:
+        """Has the model have the newest values of variables before somebody reads or assigns them.
+
+        Raises:
+            WorkerLostError: a worker was lost that has them, and isn't to be waited for or not back in time.
+        """
+        names = [self._watched[id(variable)][1] for variable in variables]
+        if self.engine.ahead or self.values.restoring:
+            with self._looking:
+                self._surviving(lambda: self.values.look(names))
+        else:
+            self.values.doubt()
+
+    def _others_first(self) -> None:
+        """What other pipelined models have trained of the same variables counts for the next step of this one."""
+        if self._version != version():
+            self._watch()
+        for watcher, variables in self._others:
+            watcher.looked_at(variables)
+            self.values.doubt()
+
+    def load(self) -> None:
+        """Has the next step copy model -> devices, all that the model has; what devices have is synced first.
+
+        A model without values of its own isn't: its devices begin again.
+        """
+        if not self.engine.deferred:
+            self.sync()
+        self.values.load()
+
+    def drop(self) -> None:
+        """Has the next step copy what the model had at the last ``sync`` -> devices, whose values don't count."""
+        with untold(self):
+            self.values.drop()
 
     def sync(self) -> None:
         """Devices -> model, if the devices are ahead.
@@ -144,6 +230,7 @@ class Runtime:
         """
         self.saver.finish()
         self.saver.newest = None  # It may be of a later step, which isn't one of this training any more.
+        self._others_first()
         self._surviving(lambda: self.values.restore(Restoration(source, self.model, self.engine)))
         self.steps = source.manifest.step
 
@@ -180,7 +267,9 @@ class Runtime:
         """
 
         def step() -> StepResult:
+            self._others_first()
             self.values.prepare(mode, batch.spec, training)
+            self._watch()
             metrics = self.metrics.feeds() if mode is not Mode.PREDICT else None
             return self.engine.run(mode, batch.spec, batch.arrays, training=training, metrics=metrics, **options)
 
@@ -189,7 +278,7 @@ class Runtime:
         except tf.errors.OpError as error:
             lost = self.engine.ahead
             if lost:
-                self.values.load()  # Some stages may have been updated and others not.
+                self.drop()  # Some stages may have been updated and others not.
             kept = f"; {self.values.kept}" if lost else ""
             cause = self._cause(batch, loss=mode is not Mode.PREDICT) or reason(error)
             raise StepError(f"a {mode.value} step failed: {cause}{kept}") from error
@@ -198,9 +287,11 @@ class Runtime:
         """Calls something that uses the devices, again if a worker was lost and the faults' policy is to go on."""
         while True:
             try:
-                result = function()
+                with untold(self):
+                    result = function()
             except WorkerLostError as error:
-                self._recover(error)
+                with untold(self):
+                    self._recover(error)
             else:
                 self._recovery.succeeded()
                 return result
@@ -249,7 +340,7 @@ class Runtime:
                 return
 
     def _give_up(self) -> None:
-        self.values.load()
+        self.values.drop()
         self._broken = True
 
     def _explained(self, error: WorkerLostError) -> WorkerLostError:
@@ -274,8 +365,9 @@ class Runtime:
                 plan = find_plan(self._profile, cluster, global_batch_size=plan.global_batch_size)
         logger.warning("going on without workers %s:\n%s", ", ".join(map(str, away)), plan)
         self.engine.close()
-        self.cluster, self.plan, spec = cluster, plan, self._spec
+        self.cluster, self.plan, spec, values = cluster, plan, self._spec, self.values
         self.start()
+        self.values.follow(values)
         self._spec = spec
 
     def _replay(self) -> None:
@@ -296,7 +388,10 @@ class Runtime:
             for entry in recovery.log:
                 set_rate(entry.rate)
                 batch = entry.batch
+                self.engine.push(entry.assigned)
                 self.engine.run(Mode.TRAIN, batch.spec, batch.arrays, metrics=self.metrics.feeds())
+            self.engine.push(recovery.last)
+            self.values.replayed()
         logger.info("trained again on %d batches, up to step %d", len(recovery.log), self.steps)
 
     def _cause(self, batch: Batch, *, loss: bool) -> str:

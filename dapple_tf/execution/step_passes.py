@@ -25,7 +25,7 @@ from graph_passes.group_update import GroupUpdate, reduction_order
 from graph_passes.join import Join
 from graph_passes.partition import Partition
 from graph_passes.program import Layout, Program, VariableKind
-from graph_passes.replicate import Replicate
+from graph_passes.replicate import Replicate, sum_keys
 from graph_passes.schedule import OrderTasks
 from graph_passes.split_concat import SplitConcat
 from graph_passes.storage import bytes_of
@@ -67,6 +67,11 @@ class StepPasses:
         names = self.cluster.device_names
         return tuple(tuple(names[device] for device in replicas) for replicas in devices)
 
+    @property
+    def slices(self) -> tuple[int, ...]:
+        """For each stage the number of slices of a full batch."""
+        return tuple(self.plan.micro_batches * len(replicas) for replicas in self.devices)
+
     def slice_samples(self, mode: Mode, samples: int) -> tuple[int | None, ...]:
         """For each stage the samples of its slices of a batch, where all have as many and functions are made for them.
 
@@ -93,7 +98,8 @@ class StepPasses:
         training = mode is Mode.TRAIN
         sizes = self.slice_samples(mode, samples)
         fuse = self._uninterrupted if training and plan.jit_compile else frozenset()
-        return Partition(plan.recompute, plan.jit_compile, training, prefix, plan.split_stages, fuse, sizes)
+        replicas = [len(devices) for devices in plan.devices]
+        return Partition(plan.recompute, plan.jit_compile, training, prefix, plan.split_stages, fuse, sizes, replicas)
 
     @functools.cached_property
     def _uninterrupted(self) -> frozenset[int]:
@@ -160,7 +166,7 @@ class StepPasses:
         return [
             AssignStages(self.plan.cuts),
             BuildForward(want_outputs=mode is Mode.PREDICT),
-            *([BuildBackward()] if training else []),
+            *([BuildBackward(self.slices)] if training else []),
             self._partition(mode, prefix, self.plan.global_batch_size),
         ]
 
@@ -178,7 +184,7 @@ class StepPasses:
         """
         order = OrderTasks(schedule, self.cluster.device_names)
         layout = self.layout(kind.samples)
-        replicate = Replicate(layout, self.cluster.host_device, hosts, built.prefix)
+        replicate = Replicate(layout, self.cluster.host_device, hosts, built.prefix, first_key)
         if built.mode is not Mode.TRAIN and not _assigns(built.program):
             return [replicate, SplitConcat(), order]
         full = self.plan.global_batch_size
@@ -190,7 +196,7 @@ class StepPasses:
             hosts,
             self.cluster.host_device,
             self.plan.bucket_bytes,
-            first_key,
+            first_key + sum_keys(built.program, layout),
             built.prefix,
             self.plan.wait_free,
             want_gradients=built.mode is Mode.TRAIN

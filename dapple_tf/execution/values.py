@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import keras
@@ -24,9 +25,10 @@ logger = logging.getLogger(__name__)
 class Values:
     """Copies values between the devices and the user's model, as far as either has newer ones.
 
-    Devices are ahead after a training step, until ``sync``. While they aren't, what someone assigns to the model
-    counts: whenever that may have happened (``doubt``), the next step compares the model's values with those that both
-    had.
+    Devices are ahead after a training step, until ``sync``. Meanwhile `look` is told which variables somebody is about
+    to read or assign: the model gets the devices' values of these. What someone assigns to the model counts: whenever
+    that may have happened, the next step compares the model's values with those that both had, and gives devices those
+    that differ.
 
     A model made under ``deferred_init`` has no values of its own before the first ``sync``: only the devices have.
     """
@@ -46,16 +48,23 @@ class Values:
         self._pending: Restoration | None = None  # until a step tells what devices keep
         self._pending_agreed: dict[str, tf.Tensor] | None = None  # what it has brought into the model
         self._told: set[str] = set()
+        self._seen: dict[str, tf.Tensor | None] = {}
+        self._disturbed: set[str] = set()
+        self._misses = 0
+        self._order: list[str] = []
+        self._known = 0
 
     def sync(self) -> None:
         """Devices -> model, if the devices are ahead or the model has no values yet; it has all of them then."""
         deferred = self._engine.deferred
         if deferred:
             self._tell(logging.WARNING, "all values are fetched into the memory of this process")
-        if self._pending is not None and self._pending_agreed is None:
+        if self._pending is not None and self.restoring:
             self._pending.into_model()
             self._pending_agreed = self._in_model()
         elif self._engine.ahead or (deferred and self._loaded):
+            keras_variables = self._engine.table.keras_variables
+            self._engine.fetched -= {name for name in self._seen if initial_of(keras_variables[name]) is not None}
             self._engine.save()
             self._agree()
         if deferred:
@@ -75,6 +84,57 @@ class Values:
             self.sync()
         self.doubt()
 
+    def look(self, names: Sequence[str]) -> None:
+        """Has the model have the newest values of some variables, which somebody is about to read or assign.
+
+        Where they are asked for one by one, as many more are fetched at once as have been before: all variables of a
+        model take few runs, and no more than twice as many variables are fetched as are looked at.
+        """
+        if self.restoring:
+            self.sync()
+        if not self._engine.ahead:
+            self._unsure = True
+            return
+        missing = [name for name in names if name not in self._seen]
+        if not missing:
+            return
+        if len(names) == 1:
+            missing = self._following(missing[0])
+        variables = self._engine.table.keras_variables
+        absent = [name for name in missing if initial_of(variables[name]) is not None]
+        self._fetch([name for name in missing if name not in absent])
+        # Their values are on the devices only, so that they can't be read. But they may be assigned.
+        self._seen |= dict.fromkeys(absent)
+
+    def _following(self, name: str) -> list[str]:
+        """A variable, and those behind it that are to be fetched with it."""
+        variables = self._engine.table.keras_variables
+        behind = self._all[self._all.index(name) + 1 :]
+        others = (own for own in behind if own not in self._seen and initial_of(variables[own]) is None)
+        count, self._misses = 2**self._misses, self._misses + 1
+        return [name, *itertools.islice(others, count - 1)]
+
+    @property
+    def _all(self) -> list[str]:
+        """The names of all variables whose newest values may be on the devices."""
+        if self._known != (known := len(self._engine.table.keras_variables)):
+            self._known, self._order = known, list(self.watched)
+        return self._order
+
+    def _fetch(self, names: Sequence[str]) -> None:
+        if not names:
+            return
+        running = self._engine.running
+        self._engine.fetch(names)
+        self._disturbed |= set(names)
+        if running:  # in another thread, so that the next one who looks is to get newer values
+            self._engine.fetched.difference_update(names)
+            return
+        self._seen |= self._in_model(names)
+        if len(self._seen) == len(self._all) and None not in self._seen.values():
+            self._engine.agreed()
+            self._agree()
+
     def _tell(self, level: int, what: str) -> None:
         if what not in self._told:
             self._told.add(what)
@@ -83,9 +143,22 @@ class Values:
     def load(self) -> None:
         """Has the next step copy model -> devices, whatever these have."""
         self._engine.ahead = False
+        self._engine.fetched.clear()
         self._loaded = False
         self._pending = None
+        self._seen, self._disturbed = {}, set()
         self._recovery.forget()
+
+    def drop(self) -> None:
+        """``load``, where devices have lost their values or have others than they should have.
+
+        The model gets back what it had at its last ``sync``, in case that somebody has looked at single variables
+        since.
+        """
+        variables = self._engine.table.keras_variables
+        for name in self._disturbed & self._agreed.keys():
+            variables[name].assign(self._agreed[name])
+        self.load()
 
     def restore(self, source: Restoration) -> None:
         """Checkpoint -> devices, straight from files; where nobody knows yet what these keep, with the next step.
@@ -99,6 +172,7 @@ class Values:
             source.onto_devices()
             self._recovery.restored(source.path)
             self._loaded, self._pending = True, None
+            self._seen = {}
         else:
             self._recovery.restored(source.path)
             self._pending, self._pending_agreed = source, None
@@ -141,6 +215,8 @@ class Values:
             self._load()
 
     def _resolve_doubt(self) -> None:
+        if self._seen:
+            self._resolve_seen()
         if not self._unsure:
             return
         self._unsure = False
@@ -148,10 +224,33 @@ class Values:
             if not _same(self._pending_agreed, self._in_model()):
                 self.load()
         elif self._loaded and not self._engine.ahead:
-            self._loaded = _same(self._agreed, self._in_model())
+            self._resolve_all()
+
+    def _resolve_seen(self) -> None:
+        """Gives devices, which are ahead, what has been assigned to variables that were looked at."""
+        seen, self._seen, self._misses = self._seen, {}, 0
+        self._engine.fetched.clear()
+        changed = _changed(seen, self._in_model(seen))
+        if changed:
+            self._recovery.assigned(changed)
+            self._disturbed |= changed.keys()
+            self._engine.push(changed)
+
+    def _resolve_all(self) -> None:
+        """Gives devices, which weren't ahead, what has been assigned."""
+        now = self._in_model()
+        if now.keys() != self._agreed.keys():
+            self._loaded = False  # Some have got values that were on devices only.
+            return
+        changed = _changed(self._agreed, now)
+        if changed:
+            self._engine.push(changed)
+            self._agreed, self._disturbed = now, set()
+            self._recovery.agreed(now)
 
     def _load(self) -> None:
         self._engine.load()
+        self._seen = {}
         self._agree()
         self._loaded = True
 
@@ -169,22 +268,52 @@ class Values:
         self._loaded = True
 
     def _agree(self) -> None:
-        self._agreed = self._in_model()
+        """Takes down what devices have, now that the model has it too or, of what somebody has looked at, had it."""
+        seen, self._seen, self._misses = self._seen, {}, 0
+        self._agreed = {name: value for name, value in (self._in_model() | seen).items() if value is not None}
+        self._disturbed = set(seen)
+        self._unsure |= bool(seen)
         self._recovery.agreed(self._agreed)
 
-    def _in_model(self) -> dict[str, tf.Tensor]:
-        """The model's values of what devices have too, but for the learning rate, which each step brings.
+    def follow(self, other: Values) -> None:
+        """Goes on on other devices, that are to have the values that another's had."""
+        self._seen, self._disturbed, self._agreed = other._seen, other._disturbed, other._agreed
+
+    def replayed(self) -> None:
+        """Devices have the values again that they had, and the model what somebody has looked at."""
+        self._engine.fetched = set(self._seen)
+
+    @property
+    def restoring(self) -> bool:
+        """Whether the newest values are those of a checkpoint, which neither devices nor the model have yet."""
+        return self._pending is not None and self._pending_agreed is None
+
+    @property
+    def watched(self) -> dict[str, keras.Variable]:
+        """The variables whose newest values may be on the devices."""
+        table, rate = self._engine.table, self._rate
+        return {
+            name: variable
+            for name, variable in table.keras_variables.items()
+            if name != rate and table.describe(name).kind is not VariableKind.METRIC
+        }
+
+    @property
+    def _rate(self) -> str | None:
+        """The learning rate, where it is a variable, which each step brings."""
+        rate = self._engine.learning_rate
+        return None if rate is None or not self._engine.table.knows(rate) else self._engine.table.name_of(rate)
+
+    def _in_model(self, names: Iterable[str] | None = None) -> dict[str, tf.Tensor]:
+        """The model's values of what devices have too, all or some.
 
         A tensor shares its buffer with the variable that it was read from, until that is assigned.
         """
-        table = self._engine.table
-        rate = self._engine.learning_rate
+        variables = self._engine.table.keras_variables
         return {
-            name: tf.convert_to_tensor(variable.value)
-            for name, variable in table.keras_variables.items()
-            if variable is not rate
-            and table.describe(name).kind is not VariableKind.METRIC
-            and initial_of(variable) is None
+            name: tf.convert_to_tensor(variables[name].value)
+            for name in (self.watched if names is None else names)
+            if initial_of(variables[name]) is None
         }
 
 
@@ -199,7 +328,12 @@ def _averages(model: keras.Model) -> bool:
 
 def _same(ours: Mapping[str, tf.Tensor], theirs: Mapping[str, tf.Tensor]) -> bool:
     """Whether values are the same; what shares a buffer is, and isn't compared."""
-    return ours.keys() == theirs.keys() and all(_equal(ours[name], theirs[name]) for name in ours)
+    return ours.keys() == theirs.keys() and not _changed(ours, theirs)
+
+
+def _changed(before: Mapping[str, tf.Tensor | None], now: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    """Those of the values now that aren't what they were before, or weren't there."""
+    return {name: value for name, value in now.items() if (own := before.get(name)) is None or not _equal(own, value)}
 
 
 def _equal(one: tf.Tensor, other: tf.Tensor) -> bool:

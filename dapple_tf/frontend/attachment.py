@@ -10,9 +10,8 @@ from typing import Any
 
 import keras
 
-# Methods of a model that read its values, and those that assign them.
-_READS = ("get_weights", "save", "save_weights", "export")
-_ASSIGNS = ("set_weights", "load_weights")
+WHOLE = ("get_weights", "save", "save_weights", "export", "set_weights", "load_weights")
+"""Methods of a model that read or assign all of its values, which are fetched at once for them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +23,6 @@ class Hooks:
         test: the same, without training.
         predict: takes a list of batches and returns the outputs for all of them, in the model's structure.
         sync: copies values from the devices into the model, if they have newer ones.
-        load: makes the model's values count.
         agree: ``sync`` for others who may look at the model, and assign to it what the next step is to notice; a model
             that has no values of its own stays without.
         steps_left: is told before each training step how many its epoch has from there on; None if nobody knows.
@@ -34,7 +32,6 @@ class Hooks:
     test: Callable[[Any], dict[str, Any]]
     predict: Callable[[list[Any]], Any]
     sync: Callable[[], object]
-    load: Callable[[], None]
     agree: Callable[[], None]
     steps_left: Callable[[int | None], None]
 
@@ -49,14 +46,11 @@ def attached(model: keras.Model, hooks: Hooks) -> Iterator[None]:
     def nothing(force: bool = False) -> None:
         """The functions are in place already."""
 
-    def synced(method: Callable[..., Any], after: Callable[[], None] | None = None) -> Callable[..., Any]:
+    def synced(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             hooks.sync()
-            result = method(*args, **kwargs)
-            if after is not None:
-                after()
-            return result
+            return method(*args, **kwargs)
 
         return call
 
@@ -65,8 +59,7 @@ def attached(model: keras.Model, hooks: Hooks) -> Iterator[None]:
         "test_function": hooks.test,
         "predict_function": hooks.predict,
         **dict.fromkeys(("make_train_function", "make_test_function", "make_predict_function"), nothing),
-        **{name: synced(getattr(model, name)) for name in _READS},
-        **{name: synced(getattr(model, name), hooks.load) for name in _ASSIGNS},
+        **{name: synced(getattr(model, name)) for name in WHOLE},
     }
     # Not by setattr: Keras would track the values.
     attributes = vars(model)

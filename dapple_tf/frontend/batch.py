@@ -19,11 +19,20 @@ Shape = tuple[int | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """Dtype and shape of one array of a batch; the first axis is the batch, None is any length."""
+    """Dtype and shape of one array of a batch; the first axis is the batch, None is any length.
+
+    Attributes:
+        name: what messages call it.
+        dtype: of its elements.
+        shape: that batches like this one have.
+        sizes: the shape that one of them has, its number of samples left out; None where none is at hand. By it shapes
+            within the model are told, for which others aren't made up; batches with other sizes are the same to it.
+    """
 
     name: str
     dtype: str
     shape: Shape
+    sizes: Shape | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def accepts(self, shape: Shape) -> bool:
         """Whether an array of this shape fits."""
@@ -53,6 +62,12 @@ class BatchSpec:
     def leaves(self) -> list[Leaf]:
         """All arrays in feed order: x, y, sample_weight."""
         return _present((self.x, self.y, self.sample_weight))
+
+    @property
+    def sizes(self) -> tuple[Shape, ...]:
+        """The shapes of all arrays in a batch at hand, see `Leaf`; empty where there is none."""
+        found = tuple(leaf.sizes for leaf in self.leaves if leaf.sizes is not None)
+        return found if len(found) == len(self.leaves) else ()
 
     @functools.cached_property
     def key(self) -> str:
@@ -143,35 +158,27 @@ class Batches(Iterator[Batch]):
     """The batches of one pass over the data, each checked against those before it.
 
     Within a pass only the number of samples may change, and the axes that the model or the dataset (by its
-    ``element_spec``) leaves open. Where ``full`` is given, only the last batch of the data may be smaller, or, of data
-    that repeat, the last one of each round: the batch behind a smaller one must be full again. It is looked at before
-    the smaller one is handed out, so that nothing is trained on in batches of the wrong size. An iterator that knows
-    its position is told: ``mark()`` before, ``unmark()`` when the batch that was looked at is handed out.
+    ``element_spec``) leaves open.
 
     Attributes:
         iterator: what the batches come from: of (x, y, sample_weight) tuples, or x alone.
         spec: what the batches look like so far.
     """
 
-    def __init__(
-        self, model: keras.Model, iterator: Iterable[Any], *, known: BatchSpec | None = None, full: int | None = None
-    ) -> None:
+    def __init__(self, model: keras.Model, iterator: Iterable[Any], *, known: BatchSpec | None = None) -> None:
         """Starts a pass.
 
         Args:
             model: the model that they are for.
             iterator: see above.
             known: spec of an earlier pass, which is taken again if the batches fit it.
-            full: samples of a full batch; None leaves the number of samples free.
         """
         self.iterator = iterator
         self.spec = known
         self._model = model
         self._items = iter(iterator)
         self._open_axes = _element_shapes(iterator)
-        self._full = full
         self._count = 0
-        self._ahead: list[Batch | Exception] = []
         self._coming: _Coming | None = None
 
     def __next__(self) -> Batch:
@@ -181,13 +188,9 @@ class Batches(Iterator[Batch]):
             StopIteration: there is none.
             DataError: it doesn't fit.
         """
-        item = self._take_ahead() if self._ahead else self._read() if self._coming is None else self._arrived()
+        item = self._read() if self._coming is None else self._arrived()
         if isinstance(item, Exception):
             raise item
-        if self._full is not None and item.samples > self._full:
-            raise self._wrong_size(f"batch {self._count} has {item.samples} samples", item.samples)
-        if self._full is not None and item.samples < self._full:
-            self._look_ahead(item)
         return item
 
     def prefetch(self) -> None:
@@ -196,7 +199,7 @@ class Batches(Iterator[Batch]):
         Not where the iterator's position is about to be asked for, which would be one too far.
         """
         may = getattr(self.iterator, "may_read_ahead", None)
-        if not self._ahead and self._coming is None and (may is None or may()):
+        if self._coming is None and (may is None or may()):
             self._coming = _Coming(self._read)
 
     def _arrived(self) -> Batch | Exception:
@@ -211,35 +214,6 @@ class Batches(Iterator[Batch]):
         """Whether the next batch was trained on before a resumption, so that its step is only to be counted."""
         skip = getattr(self.iterator, "skip", None)
         return skip is not None and bool(skip())
-
-    def _take_ahead(self) -> Batch | Exception:
-        if (unmark := getattr(self.iterator, "unmark", None)) is not None:
-            unmark()
-        return self._ahead.pop()
-
-    def _look_ahead(self, item: Batch) -> None:
-        if (mark := getattr(self.iterator, "mark", None)) is not None:
-            mark()
-        try:
-            following = self._read()
-        except StopIteration:
-            # Not the one that was raised, which holds the frames that it came through, and with them the iterator.
-            self._ahead.append(StopIteration())
-            return
-        except Exception as error:  # Its turn is the next step's.
-            self._ahead.append(error)
-            return
-        self._ahead.append(following)
-        if self._full is not None and following.samples < self._full:
-            sizes = f"{item.samples} and {following.samples}"
-            text = f"batches {self._count - 1} and {self._count} have {sizes} samples"
-            raise self._wrong_size(text, max(item.samples, following.samples))
-
-    def _wrong_size(self, what: str, samples: int) -> DataError:
-        return DataError(
-            f"{what}, but the plan's global batch size is {self._full} (only the last batch of the data may be "
-            f"smaller): batch the dataset by {self._full}, or make a plan with global_batch_size={samples}"
-        )
 
     def _read(self) -> Batch:
         try:
@@ -341,11 +315,15 @@ def spec_of(model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None
     """
     given = _leaves(x, y, sample_weight)
     declared = _declared_shapes(model, x)
+    inputs = getattr(model, "inputs", None) or ()
+    takes_strings = not inputs or any(tensor.dtype == "string" for tensor in inputs)
     open_lengths: set[int | None] = set()
 
     def opened(leaf: Leaf | None) -> Leaf | None:
         if leaf is None:
             return None
+        if leaf.dtype == "string" and not takes_strings:
+            raise DataError(_not_numbers(leaf.name, leaf.dtype))
         wanted = declared.get(leaf.name)
         if wanted is None or len(wanted) != len(leaf.shape):
             return leaf
@@ -433,12 +411,16 @@ def _leaf(name: str, value: Any) -> Leaf:
         dtype = tf.dtypes.as_dtype(array.dtype)
     except TypeError:
         dtype = tf.string
-    if not (dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex):
-        raise DataError(
-            f"{name} has dtype {array.dtype.name}, which can't be fed to the devices; turn it into numbers in the "
-            f"input pipeline"
-        )
-    return Leaf(name, dtype.name, (None, *array.shape[1:]))
+    of_inputs = name == "x" or name.startswith("x[")  # what a model does with strings, it does on the client
+    numbers = dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex
+    if not numbers and not (of_inputs and dtype == tf.string):
+        raise DataError(_not_numbers(name, array.dtype.name))
+    shape = (None, *map(int, array.shape[1:]))
+    return Leaf(name, dtype.name, shape, shape)
+
+
+def _not_numbers(name: str, dtype: str) -> str:
+    return f"{name} has dtype {dtype}, which can't be fed to the devices; turn it into numbers in the input pipeline"
 
 
 def _named(kind: str, tree: Any) -> list[tuple[str, Any]]:

@@ -8,7 +8,7 @@ import enum
 import itertools
 import re
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -16,14 +16,21 @@ import tensorflow as tf
 
 from dapple_tf.errors import CaptureError, reason
 from dapple_tf.frontend.batch import BatchSpec
-from dapple_tf.frontend.custom_gradients import custom_gradients, write_gradients
+from dapple_tf.frontend.custom_gradients import custom_gradients, gradients_of_variables, write_gradients
 from dapple_tf.frontend.functional import outputs_as_declared
+from dapple_tf.frontend.functions import functions_traced
+from dapple_tf.frontend.host_part import CapturedProgram, split_host_part, tables_of
 from dapple_tf.frontend.losses import GlobalNormalizers
-from dapple_tf.frontend.metrics import is_sum, weighted_means
+from dapple_tf.frontend.metrics import is_sum, metric_names, weighted_means
+from dapple_tf.frontend.own_steps import OwnStep, own_steps
+from dapple_tf.frontend.py_functions import own_gradients
+from dapple_tf.frontend.replica_sums import ReplicaSums
+from dapple_tf.frontend.step_logs import StepLogs, check_logs, depends_on_batch
+from dapple_tf.frontend.trace_scope import TraceScope
 from dapple_tf.frontend.variables import VariableTable
-from graph_passes.assign_stages import POSITION_ATTR
-from graph_passes.graph import FLOAT_DTYPES, LAYER_ATTR, Graph, GraphDef, Ref
+from graph_passes.graph import FLOAT_DTYPES, LAYER_ATTR, POSITION_ATTR, Graph, GraphDef, Ref
 from graph_passes.program import LayerCall, Program, Roles, Slice, Variable, VariableKind
+from graph_passes.scale_losses import scale_losses
 from graph_passes.tensorflow_bridge import make_constant
 
 # 2^32 / golden ratio: consecutive slice numbers give seeds far apart.
@@ -42,22 +49,20 @@ def check_model(model: keras.Model, *, training: bool) -> None:
     """Refuses what can't be captured, before anything is traced.
 
     Raises:
-        CaptureError: the model isn't built or compiled, or overrides the training step itself.
+        CaptureError: the model isn't built or compiled, or overrides the prediction step.
     """
     if not isinstance(model, keras.Model):
         raise CaptureError(f"expected a keras.Model, got {type(model).__name__}")
     inputs = getattr(model, "inputs", None) or ()
-    if not model.built or (not inputs and not model.variables):
+    # A model with a step of its own needn't be called as a whole.
+    if not (model.built or own_steps(model)) or (not inputs and not model.variables):
         raise CaptureError(
-            f"model {model.name!r} isn't built: it has no variables yet. Call it on a batch, or build(input_shape), "
-            f"before the transform"
+            f"model {model.name!r} isn't built: it has no variables yet. Call it on a batch before the transform"
         )
-    for method in ("train_step", "test_step", "predict_step"):
-        if getattr(type(model), method) is not getattr(keras.Model, method):
-            raise CaptureError(
-                f"model {model.name!r} overrides {method}(), which runs on one device; override compute_loss() or "
-                f"compute_metrics() instead"
-            )
+    if type(model).predict_step is not keras.Model.predict_step:
+        raise CaptureError(
+            f"model {model.name!r} overrides predict_step(), which runs on one device: do in call() what it does"
+        )
     if not training:
         return
     if not model.compiled or model.optimizer is None:
@@ -87,6 +92,10 @@ def build(model: keras.Model, table: VariableTable, spec: BatchSpec) -> None:
     Raises:
         CaptureError: the model, its loss or a metric can't be called on such a batch.
     """
+    if own_steps(model) and (not model.built or (model._compile_loss is None and model._compile_metrics is None)):
+        if model.optimizer is not None and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        return
 
     def symbolic(leaf: Any) -> Any:
         return None if leaf is None else keras.KerasTensor(leaf.shape, leaf.dtype)
@@ -139,6 +148,8 @@ class _Tracing:
         self.calls: list[LayerCall] = []
         self.path: list[str] = []
         self.failed_in: str | None = None
+        self.logs: Any = None
+        self.missing: dict[tuple[str, int], tf.DType] = {}  # logs that need variables
 
     def run(self) -> Program:
         function = tf.function(self._trace, autograph=False)
@@ -146,6 +157,10 @@ class _Tracing:
             graph = function.get_concrete_function().graph
         except (tf.errors.OperatorNotAllowedInGraphError, TypeError, ValueError, RuntimeError) as error:
             raise self._explained(error) from error
+        if self.missing:
+            for place, dtype in self.missing.items():
+                self.table.batch_logs[place] = keras.Variable(0, trainable=False, dtype=dtype.name, name="log")
+            return _Tracing(self.model, self.table, self.mode, self.spec, self.training).run()
         return self._program(graph)
 
     def _explained(self, error: Exception) -> CaptureError:
@@ -178,25 +193,81 @@ class _Tracing:
         self.number = placeholder("int32", [], name="slice_number")
         self.samples = placeholder("int32", [], name="slice_samples")
         self.values: dict[str, tf.Tensor] = {}
-        normalizers = GlobalNormalizers(self.weight)
-        scope = _Scope(self._mapping(), self._state())
-        with scope, self._recording(), weighted_means(self.weight):
-            takes_training = getattr(self.model, "_call_has_training_arg", True)
-            outputs = self.model(x, training=self.training) if takes_training else self.model(x)
-            self.model_end = len(self.graph.get_operations())
-            self._check_losses()
+        normalizers, sums = GlobalNormalizers(self.weight), ReplicaSums(self.graph, self.samples)
+        scope = TraceScope(self._mapping(), self._of_kind(VariableKind.STATE), self._of_kind(VariableKind.PARAMETER))
+        with self._standing_in(scope), sums.recording():
             self.loss = None
-            if self.mode is not Mode.PREDICT:
+            self.more_updates: dict[str, tf.Tensor] = {}
+            outputs = None
+            if self.mode.value + "_step" in own_steps(self.model):
                 with normalizers.recording():
-                    loss = self.model._compute_loss(
-                        x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=self.training
-                    )
-                self.loss = self._contribution(loss)
-                results = self.model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
-                self._warn_of_lost(results)
-            self.updates = self._updates(scope)
-        self.normalizers = tuple(normalizers.found)
-        self.outputs = [tf.convert_to_tensor(tensor) for tensor in keras.tree.flatten(outputs)]
+                    self._trace_own_step(scope, keras.utils.pack_x_y_sample_weight(x, y, sample_weight))
+            else:
+                outputs = self._trace_model(x, y, sample_weight, normalizers)
+            self.updates = self._updates(scope) | self.more_updates
+        self.normalizers, self.peers = tuple(normalizers.found), sums.peers
+        tensors = [] if outputs is None else keras.tree.flatten(outputs)
+        self.outputs = [tf.convert_to_tensor(tensor) for tensor in tensors]
+
+    def _trace_model(self, x: Any, y: Any, sample_weight: Any, normalizers: GlobalNormalizers) -> Any:
+        """What Keras' own steps do of it; the outputs."""
+        takes_training = getattr(self.model, "_call_has_training_arg", True)
+        outputs = self.model(x, training=self.training) if takes_training else self.model(x)
+        self.model_end = len(self.graph.get_operations())
+        self._check_losses()
+        if self.mode is not Mode.PREDICT:
+            with normalizers.recording():
+                loss = self.model._compute_loss(
+                    x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=self.training
+                )
+            self.loss = self._contribution(loss)
+            results = self.model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+            self._warn_of_lost(results)
+        return outputs
+
+    def _trace_own_step(self, scope: TraceScope, data: Any) -> None:
+        """A ``train_step`` or ``test_step`` of the model's own."""
+        name = f"{self.mode.value}_step"
+        own = OwnStep(self.model, scope)
+        with own.recorded() if self.mode is Mode.TRAIN else contextlib.nullcontext():
+            logs = getattr(self.model, name)(data)
+        self.model_end = max((call.stop for call in self.calls), default=len(self.graph.get_operations()))
+        check_logs(self.model, name, logs)
+        if self.mode is Mode.TRAIN:
+            own.check()
+            # Of one number for each sample a tape differentiates the sum, to which those of the slices add up.
+            parts = [
+                tf.reduce_sum(term)
+                if term.shape.rank and term.shape[0] is None
+                else self._contribution(tf.reduce_sum(term))
+                for term in own.terms
+            ]
+            self.loss = parts[0] if len(parts) == 1 else tf.add_n(parts)
+        self._trace_logs(scope, logs)
+
+    def _trace_logs(self, scope: TraceScope, logs: Any) -> None:
+        """Logs that aren't made of metrics alone become means over the slices of a batch."""
+        metrics = {self.table.name_of(v): v for v in self.model.metrics_variables}
+        self.log_sources = {name: scope.get_current_value(variable) for name, variable in metrics.items()}
+        leaves = keras.tree.flatten(logs)
+        for number, leaf in enumerate(leaves):
+            if not tf.is_tensor(leaf) or not depends_on_batch(leaf, list(self.log_sources.values())):
+                continue
+            if leaf.shape.rank != 0 or not leaf.dtype.is_floating:
+                raise CaptureError(
+                    f"{self.mode.value}_step() of model {self.model.name!r} returns a log of shape {leaf.shape} and "
+                    f"dtype {leaf.dtype.name} that is computed from the batch: return one floating-point number, or "
+                    f"the result() of a metric"
+                )
+            variable = self.table.batch_logs.get((self.mode.value, number))
+            if variable is None:
+                self.missing[self.mode.value, number] = leaf.dtype
+                continue
+            name = self.table.add(variable, VariableKind.METRIC, "metric/")
+            self.values[name] = self.given[name] = tf.compat.v1.placeholder(leaf.dtype, [], name=f"variable/{name}")
+            leaves[number] = self.values[name] + leaf * tf.cast(self.weight, leaf.dtype)
+            self.more_updates[name] = self.log_sources[name] = leaves[number]
+        self.logs = keras.tree.pack_sequence_as(logs, leaves)
 
     def _warn_of_lost(self, results: dict[str, Any]) -> None:
         """Logs come from metrics; what an overridden ``compute_metrics`` adds to them has no place to be kept."""
@@ -238,11 +309,22 @@ class _Tracing:
             mapping.append((variable, self.given[name]))
         return mapping
 
-    def _state(self) -> set[int]:
-        """The ids of the floating-point variables that layers assign."""
+    def _of_kind(self, kind: VariableKind) -> set[int]:
+        """The ids of the floating-point variables of a kind: STATE is what layers assign."""
         described = {name: self.table.describe(name) for name in self.values}
-        state = [name for name, v in described.items() if v.kind is VariableKind.STATE and v.dtype in FLOAT_DTYPES]
-        return {id(self.table.keras_variables[name]) for name in state}
+        names = [name for name, v in described.items() if v.kind is kind and v.dtype in FLOAT_DTYPES]
+        return {id(self.table.keras_variables[name]) for name in names}
+
+    @contextlib.contextmanager
+    def _standing_in(self, scope: TraceScope) -> Iterator[None]:
+        """Within it, variables have the values of a scope, and what layers call is recorded and traced."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(scope)
+            stack.enter_context(self._recording())
+            stack.enter_context(functions_traced(scope))
+            stack.enter_context(gradients_of_variables(scope))
+            stack.enter_context(weighted_means(self.weight))
+            yield
 
     def _shifted_seed(self, seed: tf.Tensor) -> tf.Tensor:
         """A seed of its own for each slice; that of the first is the model's, as in training on one device."""
@@ -271,7 +353,7 @@ class _Tracing:
             )
         return loss * tf.cast(self.weight, loss.dtype)
 
-    def _updates(self, scope: _Scope) -> dict[str, tf.Tensor]:
+    def _updates(self, scope: TraceScope) -> dict[str, tf.Tensor]:
         found = {}
         for name, value in self.values.items():
             variable = self.table.keras_variables[name]
@@ -333,21 +415,40 @@ class _Tracing:
 
     def _program(self, graph: tf.Graph) -> Program:
         gradients = custom_gradients(graph) if self.mode is Mode.TRAIN else []
-        graph_def = _without_captures(graph, self.table)
+        tables = tables_of(graph)
+        graph_def = _without_captures(graph, tables)
         write_gradients(graph_def, gradients)
-        variables = [self._variable(name) for name in self.table.keras_variables]
+        own_gradients(graph_def)
+        if self.logs is not None:
+            self.table.logs[self.mode.value] = StepLogs(graph_def, self.logs, self.log_sources)
+        metrics = metric_names(self.model)
+        variables = [self._variable(name, metrics) for name in self.table.keras_variables]
         present = [variable for variable in variables if variable is not None]
+        inputs, example_shapes, host = [_ref(tensor) for tensor in self.inputs], self.spec.sizes, None
+        results = [*self.updates.values(), *self.outputs, *([] if self.loss is None else [self.loss])]
+        paths = self.paths_of_nodes()
+        if tables or any(leaf.dtype == "string" for leaf in self.spec.leaves):
+            wanted = [*map(_ref, results), *(normalizer.reciprocal for normalizer in self.normalizers)]
+            graph_def, inputs, host = split_host_part(
+                graph_def, graph, inputs, tables, wanted, lambda position: paths.get(position, self.model.name)
+            )
         roles = Roles(
-            inputs=tuple(_ref(tensor) for tensor in self.inputs),
+            inputs=tuple(inputs),
             variables=tuple(_with_additivity(Graph(graph_def), present)),
             slice=Slice(_ref(self.weight), _ref(self.number), _ref(self.samples)),
             normalizers=self.normalizers,
+            peers=self.peers,
             outputs=tuple(_ref(tensor) for tensor in self.outputs) if self.mode is Mode.PREDICT else (),
             loss=None if self.loss is None else _ref(self.loss),
             calls=tuple(sorted(self.calls, key=lambda call: (call.start, -call.stop))),
             model_end=self.model_end,
+            example_shapes=example_shapes if host is None else host.device_shapes(example_shapes),
         )
-        return _pruned(graph_def, roles, self.paths_of_nodes())
+        program = _pruned(graph_def, roles, paths)
+        program = program if host is None else CapturedProgram(program.graph, program.roles, host=host)
+        if self.mode is Mode.PREDICT and not self.training and not self.updates:
+            return program
+        return scale_losses(program, [_ref(tensor) for tensor in self.outputs])
 
     def paths_of_nodes(self) -> dict[int, str]:
         """Position of a node -> the innermost layer call that made it."""
@@ -356,38 +457,12 @@ class _Tracing:
             found |= dict.fromkeys(range(call.start, call.stop), call.path)
         return found
 
-    def _variable(self, name: str) -> Variable | None:
+    def _variable(self, name: str, metrics: Mapping[int, str]) -> Variable | None:
         value, update = self.values.get(name), self.updates.get(name)
         if value is None:
             return None
-        return self.table.describe(name, _ref(value), None if update is None else _ref(update))
-
-
-class _Scope(keras.StatelessScope):
-    """Keeps what layers assign. A layer that reads what it has assigned gets it without a gradient.
-
-    So it is with TensorFlow's variables, whose values don't tell how they were computed.
-
-    Args:
-        mapping: variables and their values.
-        state: ids of the floating-point variables that layers assign.
-    """
-
-    def __init__(self, mapping: list[tuple[keras.Variable, tf.Tensor]], state: Container[int]) -> None:
-        super().__init__(mapping, collect_losses=True)
-        self.state = state
-        self.assigned: dict[int, tf.Tensor] = {}
-
-    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
-        """Called by ``variable.assign``."""
-        super().add_update(update)
-        variable, value = update
-        self.assigned[id(variable)] = value
-
-    def get_current_value(self, variable: keras.Variable) -> Any:
-        """What a variable's readers get."""
-        value = super().get_current_value(variable)
-        return tf.stop_gradient(value) if id(variable) in self.assigned and id(variable) in self.state else value
+        described = self.table.describe(name, _ref(value), None if update is None else _ref(update))
+        return dataclasses.replace(described, metric=metrics.get(id(self.table.keras_variables[name])))
 
 
 def _with_additivity(graph: Graph, variables: list[Variable]) -> Iterator[Variable]:
@@ -405,21 +480,26 @@ def _ref(tensor: tf.Tensor) -> Ref:
     return Ref.parse(tensor.name)
 
 
-def _without_captures(graph: tf.Graph, table: VariableTable) -> GraphDef:
+def _without_captures(graph: tf.Graph, tables: Container[str]) -> GraphDef:
     """The traced graph, with tensors that the model holds as Python attributes turned into constants.
 
+    Args:
+        graph: the graph.
+        tables: placeholders of lookup tables, which stay.
+
     Raises:
-        CaptureError: the model reads a variable or a table that it doesn't track.
+        CaptureError: the model reads a variable that it doesn't track.
     """
     graph_def: GraphDef = graph.as_graph_def()
     nodes = {node.name: node for node in graph_def.node}
     for external, internal in graph.captures:
+        if internal.op.name in tables:
+            continue
         if external.dtype in (tf.resource, tf.variant):
             readers = [operation.name for operation in internal.consumers()]
             raise CaptureError(
-                f"the model reads a variable or table that it doesn't track, in {', '.join(readers[:3])}: make it an "
-                f"attribute of a layer (for random draws, a keras.random.SeedGenerator of the layer), or move lookups "
-                f"into the input pipeline"
+                f"the model reads a variable that it doesn't track, in {', '.join(readers[:3])}: make it an attribute "
+                f"of a layer (for random draws, a keras.random.SeedGenerator of the layer)"
             )
         make_constant(nodes[internal.op.name], external.numpy())
     return graph_def
@@ -431,7 +511,7 @@ def _pruned(graph_def: GraphDef, roles: Roles, paths: dict[int, str]) -> Program
     wanted = [*roles.outputs, *(normalizer.reciprocal for normalizer in roles.normalizers)]
     wanted += [variable.update for variable in roles.variables if variable.update is not None]
     wanted += [roles.loss] if roles.loss is not None else []
-    kept = graph.ancestors(wanted, control=False) | {ref.node for ref in (*roles.inputs, *roles.slice)}
+    kept = graph.ancestors(wanted, control=False) | {ref.node for ref in (*roles.inputs, *roles.scalars)}
     pruned = GraphDef(versions=graph_def.versions, library=graph_def.library)
     for node in graph_def.node:
         if node.name not in kept:

@@ -6,14 +6,18 @@ such as a stage's, they would mix tensors of both.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import tensorflow as tf
 from tensorflow.python.framework import ops
+from tensorflow.python.ops import custom_gradient
 
 from dapple_tf.errors import CaptureError, reason
+from dapple_tf.frontend.patching import replaced
 from graph_passes.graph import GraphDef, Ref
 from graph_passes.tensorflow_bridge import function_body_name, make_constant
 
@@ -43,6 +47,55 @@ class CustomGradient:
     captured: tuple[str, ...]
     dtypes: tuple[int, ...]
     graph: GraphDef
+
+
+class Readings(Protocol):
+    """What a trace knows of the variables that layers read."""
+
+    def watching(self) -> contextlib.AbstractContextManager[list[Any]]:
+        """Within it, the values of trainable variables that are read are added to a list, each once."""
+
+    def again(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it, layers read what they would now, whenever that is; what they assign is lost."""
+
+
+@contextlib.contextmanager
+def gradients_of_variables(readings: Readings) -> Iterator[None]:
+    """Within it, functions with gradients of their own also have those of the variables that they read by themselves.
+
+    So TensorFlow does with its variables, for gradients that take ``variables``: those of ``tf.recompute_grad``. While
+    a model is traced tensors stand for them, and go to the gradient in their place.
+    """
+
+    def decorated(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+            if kwargs:
+                return original(function, args, kwargs)
+            args = tf.nest.map_structure(tf.convert_to_tensor, args, expand_composites=True)
+            with readings.watching() as values:
+                result, differentiate = function(*args)
+            again = readings.again()
+            signature = inspect.getfullargspec(differentiate)
+            takes = "variables" in (*signature.args, *signature.kwonlyargs) or signature.varkw is not None
+            if values and not takes:
+                raise TypeError(
+                    "a gradient of tf.custom_gradient must take variables=None and return their gradients, too: the "
+                    "function reads trainable variables by itself"
+                )
+
+            def gradients(*arriving: Any) -> list[Any]:
+                with again:
+                    if not values:
+                        return tf.nest.flatten(differentiate(*arriving))
+                    of_arguments, of_variables = differentiate(*arriving, variables=list(values))
+                return [*tf.nest.flatten(of_arguments), *of_variables]
+
+            return original(lambda *_: (result, gradients), [*args, *values], {})
+
+        return call
+
+    with replaced(custom_gradient, "_graph_mode_decorator", decorated):
+        yield
 
 
 def custom_gradients(graph: Any) -> list[CustomGradient]:

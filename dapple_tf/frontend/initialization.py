@@ -161,7 +161,8 @@ def value_of(variable: keras.Variable) -> np.ndarray:
 
 def _pending(variable: Deferred) -> Initial | None:
     """A variable that has got a value never loses it: it is asked for once more only as long as there is none."""
-    if variable.initial is not None and bool(tf.raw_ops.VarIsInitializedOp(resource=variable.handle)):
+    # By the attribute, as nobody reads anything here who `watching` is to tell of.
+    if variable.initial is not None and bool(tf.raw_ops.VarIsInitializedOp(resource=vars(variable)["_handle"])):
         variable.initial = None
     return variable.initial
 

@@ -32,17 +32,23 @@ class RunningMetrics:
 
     def _feed(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         variable = self._table.keras_variables[name]
+        if any(variable is own for own in self._table.batch_logs.values()):
+            zero = np.zeros((), variable.dtype)
+            return zero, zero
         if name not in self._resets:
-            (metric,) = (m for m in self._model.metrics if any(own is variable for own in m.variables))
+            metric = next(m for m in self._model.metrics if any(own is variable for own in m.variables))
             self._resets |= self._after_reset(metric)
         return read_value(variable), self._resets[name]
 
-    def update(self, results: Mapping[str, np.ndarray], loss: float | None, samples: int) -> None:
-        """Takes a step's results over into the model's metrics; the mean loss is one of them."""
+    def update(self, mode: str, results: Mapping[str, np.ndarray], loss: float | None, samples: int) -> None:
+        """Takes a step's results over into the model's metrics; the mean loss is one of them.
+
+        A step of the model's own ("train" or "test") updates that itself, if it does.
+        """
         for name, value in results.items():
             assign_value(self._table.keras_variables[name], value)
         tracker = getattr(self._model, "_loss_tracker", None)
-        if tracker is None:
+        if tracker is None or mode in self._table.logs:
             return
         if not _is_plain_mean(tracker):
             tracker.update_state(loss, sample_weight=samples)
@@ -52,9 +58,11 @@ class RunningMetrics:
         _add(tracker.total, np.float32(loss) * weight)
         _add(tracker.count, weight)
 
-    def results(self) -> dict[str, Any]:
-        """The model's logs: the values of its metrics."""
-        model = self._model
+    def results(self, mode: str) -> dict[str, Any]:
+        """The model's logs after a step: the values of its metrics, or what a step of its own makes of them."""
+        model, logs = self._model, self._table.logs.get(mode)
+        if logs is not None:
+            return logs({name: read_value(self._table.keras_variables[name]) for name in logs.variables})
         if type(model).get_metrics_result is not keras.Model.get_metrics_result:
             return dict(model.get_metrics_result())
         found: dict[str, Any] = {}
@@ -120,6 +128,22 @@ def weighted_means(weight: tf.Tensor) -> Iterator[None]:
 
     with replaced(keras.metrics.Mean, "update_state", weighted):
         yield
+
+
+def metric_names(model: keras.Model) -> dict[int, str]:
+    """Id of a metric's variable -> a name for the metric, unique in the model.
+
+    Compiled metrics are told apart, as Keras updates each by itself.
+    """
+    compiled = getattr(model, "_compile_metrics", None)
+    single: list[keras.metrics.Metric] = []
+    for metric in model.metrics:
+        single += compiled.metrics if metric is compiled else [metric]
+    names: dict[int, str] = {}
+    for number, metric in enumerate(single):
+        for variable in metric.variables:
+            names.setdefault(id(variable), f"{metric.name}_{number}")
+    return names
 
 
 def is_sum(graph: Graph, update: Ref, value: Ref, running: Container[str]) -> bool:

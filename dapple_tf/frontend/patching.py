@@ -1,10 +1,11 @@
-"""Methods of Keras' classes that do something else while a model is traced."""
+"""Methods of classes, and functions of modules, that do something else while a model is traced."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,12 +14,14 @@ _lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def replaced(owner: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def replaced(
+    owner: type | types.ModuleType, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
     """Within it, and in this thread only, a method is another one; other threads that want one of theirs wait.
 
     Args:
-        owner: the class.
-        name: of the method.
+        owner: the class, or the module of a function.
+        name: of the method or function.
         make: original method -> the one in its place.
     """
     with _lock:

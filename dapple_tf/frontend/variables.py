@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.frontend.initialization import value_of
+from dapple_tf.frontend.step_logs import StepLogs
 from graph_passes.graph import Names, Ref
 from graph_passes.program import Variable, VariableKind
 
@@ -31,10 +32,14 @@ class VariableTable:
 
     Attributes:
         keras_variables: name -> Keras variable.
+        logs: "train" or "test" -> what a step of the model's own returns, see `own_steps.py`.
+        batch_logs: ("train" or "test", number of a log) -> what it adds up to over the slices of one batch.
     """
 
     def __init__(self, model: keras.Model) -> None:
         self._names = Names()
+        self.logs: dict[str, StepLogs] = {}
+        self.batch_logs: dict[tuple[str, int], keras.Variable] = {}
         self.keras_variables: dict[str, keras.Variable] = {}
         self._kinds: dict[str, VariableKind] = {}
         self._name_of: dict[int, str] = {}

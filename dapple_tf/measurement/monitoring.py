@@ -9,9 +9,8 @@ from collections import deque
 from typing import Any
 
 import keras
-import tensorflow as tf
 
-from dapple_tf.errors import reason
+from dapple_tf.measurement.scalar_log import ScalarLog
 from dapple_tf.measurement.stage_drift import StageDrift
 from dapple_tf.measurement.step_parts import NAMES, StepParts, mean
 from dapple_tf.measurement.step_profile import slowdown
@@ -126,7 +125,7 @@ class PipelineMonitor(keras.callbacks.Callback):
         self._waits: deque[float] = deque(maxlen=_RECENT)
         self._untraced: deque[float] = deque(maxlen=_RECENT)
         self._traced = False
-        self._writer: Any = None
+        self._log: ScalarLog | None = None
         self._attached = False
 
     # ---- what the pipelined model tells
@@ -205,28 +204,22 @@ class PipelineMonitor(keras.callbacks.Callback):
                 "PipelineMonitor measures pipelined training: give it to PipelinedModel.fit, not to the model's own"
             )
         if self._log_dir is not None:
-            try:
-                self._writer = tf.summary.create_file_writer(self._log_dir)
-            except tf.errors.OpError as error:
-                raise OSError(f"log_dir {self._log_dir!r} can't be written to: {reason(error)}") from error
+            self._log = ScalarLog(self._log_dir)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Writes what is there."""
-        if self._writer is not None:
-            self._writer.flush()
+        if self._log is not None:
+            self._log.flush()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Closes the event file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
     def _write(self, number: int, found: dict[str, float]) -> None:
-        if self._writer is not None:
-            with self._writer.as_default():
-                for name, value in found.items():
-                    if not math.isnan(value):
-                        tf.summary.scalar(tag(name), value, step=number)
+        if self._log is not None:
+            self._log.write(number, {tag(name): value for name, value in found.items()})
 
 
 _SHOWN = (*(name for name in NAMES if name not in ("before", "after")), "host")

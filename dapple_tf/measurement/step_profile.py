@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -64,10 +65,10 @@ class StepProfile:
     planned: Timeline | None = field(default=None, repr=False)
     untraced_seconds: float | None = None
 
-    @property
+    @functools.cached_property
     def measured(self) -> Timeline:
-        """The step as it was measured."""
-        return self.step.timeline
+        """The step as it was measured; it says what it takes without being traced."""
+        return dataclasses.replace(self.step.timeline, untraced=self.untraced_seconds)
 
     @functools.cached_property
     def simulated(self) -> Timeline | None:
@@ -134,6 +135,18 @@ class StepProfile:
         title = f"A step of {self.plan.num_stages} stages by {self.plan.schedule}"
         (path / "profile.txt").write_text(f"{self}\n", encoding="utf-8")
         save_timelines(self.timelines, path, title)
+
+    def _repr_html_(self) -> str:
+        """The step in a notebook: its tables, and the timelines as a picture."""
+        from dapple_tf.view.notebook import Table, notebook_html  # needed in notebooks alone
+
+        tables = [
+            Table("milliseconds of each device", self._part_rows()),
+            Table("tasks, means in milliseconds", self._phase_rows()),
+            Table("stages", self._stage_rows()),
+        ]
+        remarks = [f"note: {remark}" for remark in self.remarks]
+        return notebook_html(str(self).partition("\n")[0], tables, self.timelines, remarks)
 
     def __str__(self) -> str:
         step = self.measured

@@ -11,16 +11,22 @@ import keras
 
 from dapple_tf.clusters.cluster import Cluster
 from dapple_tf.clusters.links import measure_links
-from dapple_tf.planning.plan import Plan
+from dapple_tf.frontend.capture import check_model
+from dapple_tf.planning.plan import Plan, PlanError
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.plan_values import integer
 from dapple_tf.planning.planner import find
+from dapple_tf.profiling.example_batch import with_length
 from dapple_tf.profiling.profile import Cost, LayerProfile, Profile
 from dapple_tf.profiling.profiler import profile
 from dapple_tf.profiling.shared_cores import measure_capacity
 
 logger = logging.getLogger(__name__)
 
+EXAMPLES = ("x", "y", "sample_weight", "length")
+"""The arguments of :func:`dapple_tf.profile` that tell what batches are like."""
+PROFILE_SECONDS = 20.0
+"""What a profile may cost where nobody says: see `dapple_tf.profile`."""
 _ANY_PROFILE = Profile("any", "none", (1,), (LayerProfile("layer", Cost(), Cost()),), ())
 
 
@@ -49,7 +55,8 @@ def plan_model(
             unknown.
         global_batch_size: samples in one step.
         profiled: a profile to use in place of measuring.
-        options: as for :func:`dapple_tf.plan`; ``x`` and ``y`` as for :func:`dapple_tf.profile`. With
+        options: as for :func:`dapple_tf.plan`; ``x``, ``y`` and ``length`` as for :func:`dapple_tf.profile`, and
+            ``profile_seconds``, its ``budget``: 20 s by default, None to measure layer by layer in any case. With
             ``overlap=True`` replicated stages are cut into chunks where that is faster, whose gradients are all-reduced
             while others are computed; what the report expects doesn't assume more than that.
 
@@ -58,18 +65,27 @@ def plan_model(
         ProfileError: inputs or labels can't be guessed; give ``x`` and ``y``.
         PlanError: a choice that doesn't exist, or nothing fits.
     """
-    examples = {name: options.pop(name) for name in ("x", "y", "sample_weight") if name in options}
+    examples = {name: options.pop(name) for name in EXAMPLES if name in options}
+    budget = options.pop("profile_seconds", PROFILE_SECONDS)
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
+        raise PlanError(f"profile_seconds is {budget!r}; give seconds above 0, or None to measure layer by layer")
     # Mistakes are told before minutes of measuring.
     PlanRequest.of(_ANY_PROFILE if profiled is None else profiled, cluster, global_batch_size, **options)
     global_batch_size = integer("global_batch_size", global_batch_size)
-    profiled, cluster = measured(model, cluster, global_batch_size, profiled, **examples)
+    profiled, cluster = measured(model, cluster, global_batch_size, profiled, budget=budget, **examples)
     found = find(_to_run(PlanRequest.of(profiled, cluster, global_batch_size, **options), model.optimizer))
     logger.info("%s", found)
     return Planned(found, profiled, cluster)
 
 
 def measured(
-    model: keras.Model, cluster: Cluster, global_batch_size: int, profiled: Profile | None = None, **examples: Any
+    model: keras.Model,
+    cluster: Cluster,
+    global_batch_size: int,
+    profiled: Profile | None = None,
+    *,
+    budget: float | None = PROFILE_SECONDS,
+    **examples: Any,
 ) -> tuple[Profile, Cluster]:
     """What a model costs on a real cluster, and the cluster with its links.
 
@@ -78,18 +94,24 @@ def measured(
         cluster: real devices; links that are known aren't measured.
         global_batch_size: samples in one step, by which slices are profiled.
         profiled: a profile to use in place of measuring.
-        examples: ``x``, ``y`` and ``sample_weight`` as for :func:`dapple_tf.profile`.
+        budget: seconds for the profile, as for :func:`dapple_tf.profile`.
+        examples: ``x``, ``y``, ``sample_weight`` and ``length`` as for :func:`dapple_tf.profile`.
 
     Raises:
         CaptureError: the model can't be captured.
         ProfileError: inputs or labels can't be guessed; give ``x`` and ``y``.
     """
     unknown = cluster.real and cluster.num_devices > 1 and cluster.intra_bandwidth is None
-    if unknown:
-        cluster = measure_links(cluster, capacity=False)
+    if unknown or profiled is None:
+        check_model(model, training=True)
+        examples = with_length(model, **examples)
     if profiled is None:
-        profiled = profile(model, slice_sizes(global_batch_size, cluster.num_devices), cluster=cluster, **examples)
+        sizes = slice_sizes(global_batch_size, cluster.num_devices)
+        profiled = profile(model, sizes, cluster=cluster, budget=budget, **examples)
     if unknown:
+        # What devices slow each other down in steps of this model takes as long to find out as the profile.
+        cluster = measure_links(cluster, capacity=profiled.estimated)
+    if unknown and not profiled.estimated:
         cluster = measure_capacity(model, cluster, profiled, **examples)
     return profiled, cluster
 

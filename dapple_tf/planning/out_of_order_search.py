@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from dapple_tf.planning.choice import Choice
+from dapple_tf.planning.choice import Choice, simplest
 from dapple_tf.planning.latency import stage_times
 from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.out_of_order_plans import (
@@ -100,16 +100,19 @@ class OutOfOrderSearch:
 
     def dapple(self) -> Choice | None:
         """The best of DAPPLE's own plans, without chunks; None if no base fits."""
-        return min(self.bases, key=lambda choice: choice.latency, default=None)
+        ranked = sorted(self.bases, key=lambda choice: choice.latency)
+        return simplest(ranked, self.request.least_gain)[0] if ranked else None
 
     def best(self) -> Choice | None:
-        """The fastest; of those within the tie the simplest."""
+        """The fastest; of those within the tie the simplest, and one of DAPPLE's if others gain too little."""
         ranked = self.ranked()
         if not ranked:
             return None
         limit = ranked[0].latency * (1 + _TIE)
         dapple = self.dapple()
         if dapple is not None and dapple in ranked:
+            if dapple.latency <= ranked[0].latency * (1 + self.request.least_gain):
+                return dapple
             limit = min(limit, dapple.latency)
         close = [choice for choice in ranked if choice.latency <= limit]
         return min(close, key=_complexity)

@@ -363,16 +363,34 @@ class Plan:
                     )
 
     def __str__(self) -> str:
-        from dapple_tf.planning.cost import gib  # which imports this module
+        rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([self._header(), *lines, *([] if self.report is None else [str(self.report)])])
 
+    def _repr_html_(self) -> str:
+        """The plan in a notebook: its stages, and the order of tasks if they took F = Bx = Bw = 1."""
+        from dapple_tf.view.notebook import Table, notebook_html  # which imports this module, as `planned` does
+        from dapple_tf.view.planned import planned
+
+        remarks = () if self.report is None else str(self.report).splitlines()
+        return notebook_html(self._header(), [Table("", self._rows())], [planned(self)], remarks)
+
+    def _header(self) -> str:
         sizes = Counter(split_evenly(self.global_batch_size, self.micro_batches))
         batches = " + ".join(f"{count} x {size}" for size, count in sizes.items())
-        header = (
+        return (
             f"Plan: global batch {self.global_batch_size}, {self.micro_batches} "
             f"micro-batch{'es' if self.micro_batches > 1 else ''} ({batches} samples), schedule {self.schedule}, "
             f"recompute {self.recompute}, jit {'on' if self.jit_compile else 'off'}"
             f"{'' if self.operator_devices is None else ', operators placed one by one'}"
         )
+
+    def _rows(self) -> list[list[str]]:
+        """A row for each stage, below a header."""
+        from dapple_tf.planning.cost import gib  # which imports this module
+
+        sizes = Counter(split_evenly(self.global_batch_size, self.micro_batches))
         titles = ["stage", "up to layer", "devices", "replicas", "slice sizes", "warm-up K"]
         report = self.report
         rows = [titles if report is None else [*titles, "layers", "share of time", "bubble", "memory"]]
@@ -388,9 +406,7 @@ class Plan:
                 row[5] = str(found.warm_up)
                 row += [str(found.layers), f"{found.share:.1%}", f"{found.bubble:.1%}", memory]
             rows.append(row)
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([header, *lines, *([] if report is None else [str(report)])])
+        return rows
 
     def _normalise(self) -> None:
         """Turn lists into tuples and number-like things into ints; refuse what is neither."""

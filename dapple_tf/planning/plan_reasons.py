@@ -41,6 +41,7 @@ def report(
     *,
     runner_up: tuple[Plan, float] | None = None,
     data_parallel: float | None = None,
+    one_device: float | None = None,
     derived: Derivation | None = None,
 ) -> PlanReport:
     """Says what is expected of a plan, and why it was chosen.
@@ -50,6 +51,7 @@ def report(
         best: the plan's simulated step.
         runner_up: the best plan with other stages or replicas, and its latency; None if there was none.
         data_parallel: latency of data parallelism on all devices; None if that doesn't fit.
+        one_device: latency on a single device, simulated like the others; None if that doesn't fit.
         derived: what the plan was made from, if plans other than DAPPLE's were sought.
     """
     costs, plan = best.costs, best.costs.plan
@@ -76,11 +78,14 @@ def report(
     pace = _stage_name(formula.pivot)
     if derived is not None and plan.devices != derived.origin.devices:
         pace = f"stage {min(range(plan.num_stages), key=lambda stage: best.bubbles[stage])}"
-    single = single_device_seconds(request.profile, request.batch)
+    single = one_device
+    if single is None:
+        single = single_device_seconds(request.profile, request.batch)
     return PlanReport(
         latency=best.latency,
         formula_latency=formula.latency,
         speedup=single / best.latency if best.latency else 1.0,
+        one_device=one_device,
         data_parallel=data_parallel,
         data_parallel_note="" if data_parallel is not None else _why_not_data_parallel(request),
         runner_up=None if runner_up is None else runner_up[1],

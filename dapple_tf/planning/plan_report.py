@@ -40,7 +40,7 @@ class PlanReport:
     Attributes:
         latency: of the plan.
         formula_latency: L of formula 2 (DAPPLE, section 4.1), which the search went by.
-        speedup: over one device that runs all micro-batches one after the other.
+        speedup: over one device, as fast as it is with any number of micro-batches.
         data_parallel: of data parallelism on all devices; None if that isn't possible.
         data_parallel_note: why not.
         runner_up: of the best plan with other stages or replicas; None if there was none.
@@ -55,6 +55,7 @@ class PlanReport:
         dapple: of the best plan under DAPPLE's policies, without chunks; None where others weren't sought, or it
             doesn't fit.
         dapple_text: that plan, in short.
+        one_device: of one device; None where that hasn't the memory, and the speedup is over the sum of its layers.
     """
 
     latency: float
@@ -73,6 +74,7 @@ class PlanReport:
     out_of_order: str = ""
     dapple: float | None = None
     dapple_text: str = ""
+    one_device: float | None = None
 
     def __str__(self) -> str:
         def factor(other: float) -> str:
@@ -85,8 +87,9 @@ class PlanReport:
         if self.runner_up is not None:
             runner_up = f"{self.runner_up_text}: {_ms(self.runner_up)}, {factor(self.runner_up)}"
         assumed = f" (if {self.all_reduce} all-reduce overlaps with the last backward)" if self.overlap else ""
+        memory = "" if self.one_device is not None else " with enough memory"
         return (
-            f"expected step {_ms(self.latency)}, {self.speedup:.3g}x one device{assumed}\n"
+            f"expected step {_ms(self.latency)}, {self.speedup:.3g}x one device{memory}{assumed}\n"
             f"pace set by {self.pivot} (the pivot stage); critical path: {self.limited_by}\n"
             f"runner-up: {runner_up}\n"
             f"data parallelism on all devices: {parallel}{self._gain()}"

@@ -20,6 +20,8 @@ DAPPLE_POLICIES = ("gpipe", "dapple_a", "dapple_b")
 AUTO = "auto"
 """Lets the planner choose."""
 
+LEAST_GAIN = 0.03
+"""The part of a step's time below which a plan's gain over a simpler one isn't worth it."""
 _MOST_MICRO_BATCHES = 64
 """More micro-batches than this aren't tried by themselves."""
 
@@ -41,6 +43,7 @@ class PlanRequest:
         reverse_first_k: of plans with chunks; ``auto`` looks for the best.
         chunks: whether to cut replicated stages into chunks, so that gradients are reduced while others are computed.
         carries: whether plans with reverse first-k may leave updates to the next step's forward.
+        least_gain: by what part of its time a plan must be better than a simpler one.
 
     Raises:
         PlanError: a choice that doesn't exist.
@@ -58,6 +61,7 @@ class PlanRequest:
     reverse_first_k: int | str = 0
     chunks: bool = False
     carries: bool = True
+    least_gain: float = LEAST_GAIN
 
     @classmethod
     def of(
@@ -73,6 +77,7 @@ class PlanRequest:
         all_reduce: str = "hierarchical",
         jit_compile: bool = False,
         reverse_first_k: int | str = 0,
+        least_gain: float = LEAST_GAIN,
     ) -> PlanRequest:
         """Fills in what wasn't said, for :func:`dapple_tf.plan`."""
         batch = integer("global_batch_size", batch)
@@ -96,11 +101,21 @@ class PlanRequest:
             jit_compile,
             reverse_first_k,
             automatic or reverse_first_k != 0,
+            least_gain=least_gain,
         )
 
     def __post_init__(self) -> None:
         if not isinstance(self.overlap, bool):
             raise PlanError(f"overlap is {self.overlap!r}; it must be True or False")
+        if (
+            isinstance(self.least_gain, bool)
+            or not isinstance(self.least_gain, int | float)
+            or not (0 <= self.least_gain < 1)
+        ):
+            raise PlanError(
+                f"least_gain is {self.least_gain!r}; give the part of a step's time that a plan must gain over simpler "
+                f"ones, from 0 to below 1"
+            )
         for count in self.micro_batches:
             if not 1 <= count <= self.batch:
                 raise PlanError(

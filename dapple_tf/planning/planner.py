@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from dapple_tf.clusters.cluster import Cluster
-from dapple_tf.planning.choice import Choice
+from dapple_tf.planning.choice import Choice, simplest
 from dapple_tf.planning.latency import pipeline_latency, stage_times
 from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
@@ -26,7 +26,7 @@ from dapple_tf.planning.placement import Placements, links_of
 from dapple_tf.planning.plan import Plan, PlanError
 from dapple_tf.planning.plan_reasons import Derivation, attempts, report, shortage
 from dapple_tf.planning.plan_report import PlanReport
-from dapple_tf.planning.plan_request import DAPPLE_POLICIES, PlanRequest
+from dapple_tf.planning.plan_request import DAPPLE_POLICIES, LEAST_GAIN, PlanRequest
 from dapple_tf.planning.search import Candidate, Search, coarsened
 from dapple_tf.planning.stage_cuts import by_time
 from dapple_tf.profiling.profile import Profile
@@ -77,6 +77,7 @@ def plan(
     all_reduce: str = "hierarchical",
     jit_compile: bool = False,
     reverse_first_k: int | str = 0,
+    least_gain: float = LEAST_GAIN,
 ) -> Plan:
     """Finds stages, replicas, placement, micro-batches, schedule and recomputation together.
 
@@ -99,6 +100,9 @@ def plan(
             all if there are fewer, the last weight gradients come last (Out-Of-Order BackProp, EuroSys'22, section
             5.1). ``auto`` looks for the best k as the paper does, by simulated throughput. The last updates may be left
             to the next step's forward then (`Plan.carried_updates`).
+        least_gain: by what part of the step's time a plan must be better than the best of the simpler ones: those with
+            fewer stages, or as many on fewer devices, and those of DAPPLE's policies. Predictions are hardly as exact
+            as that.
 
     Returns:
         The plan; ``print`` it for a table with the reasons, which are also in ``plan.report``.
@@ -117,6 +121,7 @@ def plan(
         all_reduce=all_reduce,
         jit_compile=jit_compile,
         reverse_first_k=reverse_first_k,
+        least_gain=least_gain,
     )
     return find(request)
 
@@ -172,6 +177,7 @@ class _Planner:
             alike[key] += 1
             if alike[key] <= _ALIKE or len(found) <= _FEW_PLANS:
                 self._explore(entry.plan)
+        self._one_device()
         best = self._improved()
         if best is None:
             # Stages of equal memory may fit where those that the formula likes don't.
@@ -181,6 +187,7 @@ class _Planner:
             best = self._best()
         if best is None:
             raise PlanError(shortage(self.request))
+        best = self._simplest()
         derived = self._out_of_order(best) if self._derives() else None
         self.bar.close()
         logger.info(
@@ -295,6 +302,13 @@ class _Planner:
                 for mode in self.request.recompute or ("none",):
                     self._simulate(self.request.plan((), [devices], count, mode), certainly=True)
 
+    def _one_device(self) -> None:
+        """So is one device, the first of the fastest: what others are compared with comes from the same simulator."""
+        device = max(range(self.cluster.num_devices), key=lambda device: self.cluster.devices[device].speed)
+        for count in self.request.micro_batches:
+            for mode in self.request.recompute or ("none",):
+                self._simulate(self.request.plan((), [[device]], count, mode), certainly=True)
+
     # ---- simulation
 
     def _simulate_all(self, plan: Plan) -> None:
@@ -370,6 +384,12 @@ class _Planner:
         close = [choice for choice in ranked if choice.latency <= ranked[0].latency * (1 + _TIE)]
         return min(close, key=lambda choice: (choice.plan.num_stages, choice.plan.micro_batches, choice.memory))
 
+    def _simplest(self) -> Choice:
+        """The plan to choose: of those that all others gain too little over, the simplest kind's best one."""
+        kind = simplest(self._ranked(), self.request.least_gain)
+        close = [choice for choice in kind if choice.latency <= kind[0].latency * (1 + _TIE)]
+        return min(close, key=lambda choice: (choice.plan.micro_batches, choice.memory))
+
     def _improved(self) -> Choice | None:
         """Local search from the best plans: other micro-batches, cuts and devices moved between neighbours."""
         tried: set[int] = set()
@@ -425,11 +445,13 @@ class _Planner:
         replicas = best.plan.replicas if derived is None else derived.origin.replicas
         runner_up = next((choice for choice in ranked if choice.plan.replicas != replicas), None)
         everywhere = (self.cluster.num_devices,)
+        single = next((choice for choice in ranked if choice.plan.replicas == (1,)), None)
         parallel = next((choice for choice in ranked if choice.plan.replicas == everywhere), None)
         return report(
             request,
             run(best.costs),
             runner_up=None if runner_up is None else (runner_up.plan, runner_up.latency),
             data_parallel=None if parallel is None else parallel.latency,
+            one_device=None if single is None else single.latency,
             derived=derived,
         )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -12,12 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.frontend.batch import BatchSpec, Leaf, declared_spec, spec_of
+from dapple_tf.profiling.open_lengths import chosen_length
 from dapple_tf.profiling.profile import ProfileError
-
-logger = logging.getLogger(__name__)
-
-_OPEN_LENGTH = 128
-"""The length that an axis which the model leaves open is given, where no example tells."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +59,9 @@ class ExampleBatch:
     arrays: tuple[ExampleArray, ...]
 
     @classmethod
-    def of(cls, model: keras.Model, x: Any = None, y: Any = None, sample_weight: Any = None) -> ExampleBatch:
+    def of(
+        cls, model: keras.Model, x: Any = None, y: Any = None, sample_weight: Any = None, *, length: int | None = None
+    ) -> ExampleBatch:
         """Batches like the given examples; what isn't given is drawn.
 
         Args:
@@ -72,11 +69,13 @@ class ExampleBatch:
             x: example inputs, any number of samples; None if the model declares its inputs.
             y: example labels; None for such as the loss takes.
             sample_weight: example weights; None for none.
+            length: what all axes are as long as that the model leaves open, where x doesn't tell; None for one that the
+                model can be computed for, which a warning tells.
 
         Raises:
             ProfileError: inputs or labels can't be guessed, or an example has no samples.
         """
-        x_tree = _declared_inputs(model) if x is None else spec_of(model, x).x
+        x_tree = _with_lengths(model, _declared_inputs(model), y, length) if x is None else spec_of(model, x).x
         classes: list[int] | None = None
         if y is None:
             y_tree, classes = guessed_labels(model, x_tree)
@@ -88,15 +87,16 @@ class ExampleBatch:
             leaves = _present(tree)
             given += [None] * len(leaves) if example is None else [np.asarray(array) for array in _present(example)]
         for leaf, array in zip(spec.leaves, given, strict=True):
+            if array is None and leaf.dtype == "string":
+                raise ProfileError(f"{leaf.name} takes strings, which can't be made up: give examples of them, x=...")
             if array is not None and len(array) < 1:
                 raise ProfileError(f"{leaf.name} has no samples; give at least one")
-        length = _length(model, spec.leaves, given)
         first = len(_present(spec.x))
         labels = range(first, first + len(_present(spec.y)))
         arrays = [
             ExampleArray(
                 dtype=np.dtype(tf.dtypes.as_dtype(leaf.dtype).as_numpy_dtype),
-                shape=_sample_shape(leaf, array, length),
+                shape=_sample_shape(leaf, array),
                 given=array,
                 classes=classes[index - first] if classes is not None and index in labels else 2,
                 label=index in labels,
@@ -142,32 +142,48 @@ def _leaves(kind: str, tree: Any) -> Any:
         if array is None:
             return None
         value = np.asarray(array)
-        return Leaf(kind, value.dtype.name, (None, *value.shape[1:]))
+        shape = (None, *value.shape[1:])
+        return Leaf(kind, value.dtype.name, shape, shape)
 
     return keras.tree.map_structure(leaf, tree)
 
 
-def _sample_shape(leaf: Leaf, array: np.ndarray | None, length: int) -> tuple[int, ...]:
+def with_length(model: keras.Model, **examples: Any) -> dict[str, Any]:
+    """Arguments of `ExampleBatch.of` with the length that it would choose, to be chosen and told of once."""
+    x = None if examples.get("x") is not None else declared_spec(model)
+    if x is None or examples.get("length") is not None or all(None not in leaf.shape[1:] for leaf in x.leaves):
+        return examples
+    return {**examples, "length": chosen_length(model, x, likely=_lengths_of(examples.get("y")))}
+
+
+def _lengths_of(y: Any) -> list[int]:
+    return [int(size) for array in _present(y) for size in np.shape(array)[1:]]
+
+
+def _with_lengths(model: keras.Model, x: Any, y: Any, length: int | None) -> Any:
+    """The structure of a model's inputs with lengths for its open axes, which those of example labels may tell."""
+    spec = BatchSpec(x)
+    if all(None not in leaf.shape[1:] for leaf in spec.leaves):
+        return keras.tree.map_structure(lambda leaf: dataclasses.replace(leaf, sizes=leaf.shape), x)
+    chosen = chosen_length(model, spec, length, _lengths_of(y))
+
+    def sized(leaf: Leaf) -> Leaf:
+        sizes = (None, *(chosen if size is None else size for size in leaf.shape[1:]))
+        return dataclasses.replace(leaf, sizes=sizes)
+
+    return keras.tree.map_structure(sized, x)
+
+
+def _sample_shape(leaf: Leaf, array: np.ndarray | None) -> tuple[int, ...]:
     if array is not None:
         return tuple(array.shape[1:])
-    return tuple(length if size is None else size for size in leaf.shape[1:])
-
-
-def _length(model: keras.Model, leaves: Sequence[Leaf], given: Sequence[np.ndarray | None]) -> int:
-    """What open axes are taken for: the length of the first one that an example tells."""
-    for leaf, array in zip(leaves, given, strict=True):
-        if array is not None:
-            for wanted, size in zip(leaf.shape[1:], array.shape[1:], strict=True):
-                if wanted is None:
-                    return int(size)
-    if any(None in leaf.shape[1:] for leaf in leaves):
-        logger.warning(
-            "model %r leaves lengths open; its profile takes them for %d: give example inputs of a typical length "
-            "(x=...) for another",
-            model.name,
-            _OPEN_LENGTH,
+    unknown = [axis for axis, size in enumerate((leaf.sizes or leaf.shape)[1:], start=1) if size is None]
+    if unknown:
+        raise ProfileError(
+            f"{leaf.name} has shape {leaf.shape}, and how long axis {unknown[0]} is can't be told: give an example, "
+            f"profile(model, ..., x=..., y=...)"
         )
-    return _OPEN_LENGTH
+    return tuple(size for size in (leaf.sizes or leaf.shape)[1:] if size is not None)
 
 
 def guessed_labels(model: keras.Model, x: Any) -> tuple[Any, list[int] | None]:
@@ -185,8 +201,12 @@ def guessed_labels(model: keras.Model, x: Any) -> tuple[Any, list[int] | None]:
     own_loss = type(model).compute_loss is not keras.Model.compute_loss
     if model.loss is None or (own_loss and model._compile_loss is None):
         return None, None
-    inputs = keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), x)
-    outputs = model.compute_output_spec(inputs)
+    outputs = model.compute_output_spec(
+        keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), x)
+    )
+    sized = model.compute_output_spec(
+        keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.sizes or leaf.shape, leaf.dtype), x)
+    )
     flat = keras.tree.flatten(outputs)
     losses = _losses(model.loss, outputs)
     if losses is None or own_loss:
@@ -195,14 +215,14 @@ def guessed_labels(model: keras.Model, x: Any) -> tuple[Any, list[int] | None]:
             f"profile(model, ..., x=..., y=...)"
         )
     leaves, classes = [], []
-    for index, (output, loss) in enumerate(zip(flat, losses, strict=True)):
+    for index, (output, real, loss) in enumerate(zip(flat, keras.tree.flatten(sized), losses, strict=True)):
         sparse = "sparse" in _loss_name(loss)
         name = "y" if len(flat) == 1 else f"y[{index}]"
-        shape = tuple(output.shape)
+        shape, sizes = tuple(output.shape), tuple(real.shape)
         if sparse:
-            leaves.append(Leaf(name, "int32", (None, *shape[1:-1])))
+            leaves.append(Leaf(name, "int32", (None, *shape[1:-1]), (None, *sizes[1:-1])))
         else:
-            leaves.append(Leaf(name, keras.config.floatx(), (None, *shape[1:])))
+            leaves.append(Leaf(name, keras.config.floatx(), (None, *shape[1:]), (None, *sizes[1:])))
         classes.append(int(shape[-1] or 2) if sparse else 2)
     return keras.tree.pack_sequence_as(outputs, leaves), classes
 

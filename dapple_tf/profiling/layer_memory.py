@@ -25,7 +25,7 @@ from graph_passes.group_update import GroupUpdate
 from graph_passes.outline import dtype_of
 from graph_passes.program import Boundary, Program, Step, Value, ValueKind, VariableKind
 from graph_passes.tasks import Phase, Task
-from graph_passes.tensorflow_bridge import dtype_size, infer_shapes
+from graph_passes.tensorflow_bridge import Shape, dtype_size, infer_shapes
 
 # ---- tensors
 
@@ -69,7 +69,7 @@ def layer_memory(
     tensors, output = [], [ZERO] * len(stages)
     for boundary in program.boundaries:
         size = cost_through(samples, [trace.size(boundary.producer, boundary.ref) for trace in traces])
-        differentiable = _has_gradient(program, boundary)
+        differentiable = has_gradient(program, boundary)
         tensors.append(Tensor(boundary.producer, boundary.consumers, size, differentiable))
         output[boundary.producer] = output[boundary.producer] + size
     kept = [kept_tensors(program, stage) for stage in stages]
@@ -120,21 +120,10 @@ def static_sizes(program: Program, sample_shapes: Sequence[Sequence[int]], sampl
         samples: how many samples a slice has.
     """
     found: dict[tuple[int, Ref], int] = {}
-    boundaries = {boundary.ref: boundary for boundary in program.boundaries}
-    inputs = dict(zip(program.roles.inputs, sample_shapes, strict=True))
+    known_shapes = stage_shapes(program, sample_shapes, samples)
     for stage in program.stages:
         assert stage.graph is not None
-        assumed: dict[str, list[int | None]] = {}
-        for value, ref in stage.arguments.items():
-            boundary = boundaries.get(value.ref)
-            if value.ref in inputs:
-                assumed[ref.node] = [samples, *inputs[value.ref]]
-            elif boundary is not None:
-                shape = list(boundary.shape)
-                if boundary.batch_axis is not None and boundary.rows_per_sample is not None:
-                    shape[boundary.batch_axis] = boundary.rows_per_sample * samples
-                assumed[ref.node] = shape
-        shapes = infer_shapes(stage.graph, assumed, {program.roles.slice.samples: samples})
+        shapes = known_shapes[stage.index]
         graph = Graph(stage.graph)
         read = {value for _, function in stage.phases if function is not None for value in function.inputs}
         for value in read:
@@ -145,7 +134,28 @@ def static_sizes(program: Program, sample_shapes: Sequence[Sequence[int]], sampl
     return found
 
 
-def _has_gradient(program: Program, boundary: Boundary) -> bool:
+def stage_shapes(
+    program: Program, sample_shapes: Sequence[Sequence[int]], samples: int
+) -> list[dict[Ref, Shape | None]]:
+    """For each stage the shapes of its tensors, for slices of ``samples`` samples; arguments as for `static_sizes`."""
+    found = []
+    boundaries = {boundary.ref: boundary for boundary in program.boundaries}
+    inputs = dict(zip(program.roles.inputs, sample_shapes, strict=True))
+    for stage in program.stages:
+        assert stage.graph is not None
+        assumed: dict[str, list[int | None]] = {}
+        for value, ref in stage.arguments.items():
+            boundary = boundaries.get(value.ref)
+            if value.ref in inputs:
+                assumed[ref.node] = [samples, *inputs[value.ref]]
+            elif boundary is not None:
+                assumed[ref.node] = list(boundary.example_slice_shape(samples))
+        found.append(infer_shapes(stage.graph, assumed, {program.roles.slice.samples: samples}))
+    return found
+
+
+def has_gradient(program: Program, boundary: Boundary) -> bool:
+    """Whether any of the stages that read a tensor gives its gradient back."""
     value = Value(boundary.ref, ValueKind.GRADIENT)
     return any(value in program.stages[stage].results for stage in boundary.consumers)
 

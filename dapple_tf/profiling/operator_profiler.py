@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _WARM_UP = 2
 """Steps that aren't measured: the first allocate, and fill caches."""
 _STEPS = 5
-EXAMPLE_DATA = ("x", "y", "sample_weight")
+EXAMPLE_DATA = ("x", "y", "sample_weight", "length")
 """What may be given to measure with."""
 
 
@@ -45,7 +45,7 @@ def measured_operators(
         cluster: real devices; links that are known aren't measured.
         plan: a plan that places operators.
         costs: what operators take, to use in place of measuring.
-        examples: ``x``, ``y`` and ``sample_weight`` as for `profile_operators`.
+        examples: ``x``, ``y``, ``sample_weight`` and ``length`` as for `profile_operators`.
 
     Raises:
         CaptureError: the model can't be captured.
@@ -76,6 +76,7 @@ def profile_operators(
     x: Any = None,
     y: Any = None,
     sample_weight: Any = None,
+    length: int | None = None,
     steps: int = _STEPS,
     costs: OperatorCosts | None = None,
 ) -> OperatorCosts:
@@ -91,6 +92,7 @@ def profile_operators(
         x: example inputs, any number of samples. Needed for a model that doesn't declare its inputs.
         y: example labels; by default such as the loss takes.
         sample_weight: example weights; by default none.
+        length: of axes that the model leaves open, where x isn't given; see :func:`dapple_tf.profile`.
         steps: how many are averaged.
         costs: costs to add to; None begins with estimates only.
 
@@ -110,7 +112,7 @@ def profile_operators(
     check_model(model, training=True)
     check_optimizer(model.optimizer, model.trainable_variables)
     found = OperatorCosts() if costs is None else costs
-    example = ExampleBatch.of(model, x, y, sample_weight)
+    example = ExampleBatch.of(model, x, y, sample_weight, length=length)
     samples = -(-plan.global_batch_size // plan.micro_batches)
     chosen = {
         (device_kind(cluster.device_names[device]), cluster.devices[device].speed): device

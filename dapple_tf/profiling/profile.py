@@ -196,6 +196,8 @@ class Profile:
         shared: see :class:`SharedParameters`.
         step_seconds: time of a step that no layer accounts for: feeding, metrics, the optimizer's common part.
         task_seconds: time to start one task, beyond its layers.
+        estimated: whether only steps of the whole model were measured, of which layers have the shares that are
+            estimated by their operators; the sum of all layers is as good as measured.
         key: hash of the graph, shapes and device that it was measured for; empty if it was made otherwise.
 
     Raises:
@@ -211,6 +213,7 @@ class Profile:
     step_seconds: float = 0.0
     task_seconds: float = 0.0
     key: str = ""
+    estimated: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch_sizes", "layers", "tensors", "shared"):
@@ -256,6 +259,10 @@ class Profile:
 
     def __hash__(self) -> int:
         return hash((self.model, self.device, self.key, len(self.layers)))
+
+    @property
+    def _how(self) -> str:
+        return "estimated by operator and measured as a whole" if self.estimated else "measured"
 
     # ---- looking things up
 
@@ -348,7 +355,7 @@ class Profile:
         values = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("layers", "tensors", "shared")
+            if field.name not in ("layers", "tensors", "shared") and (field.name != "estimated" or self.estimated)
         }
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in ({"format": _FORMAT} | values).items()]
         for name in ("layers", "tensors", "shared"):
@@ -389,7 +396,7 @@ class Profile:
     def __str__(self) -> str:
         samples = self.batch_sizes[-1]
         header = (
-            f"Profile of {self.model!r} on {self.device}: {len(self.layers)} layers, measured at "
+            f"Profile of {self.model!r} on {self.device}: {len(self.layers)} layers, {self._how} at "
             f"{', '.join(map(str, self.batch_sizes))} samples; below, a slice of {samples}"
         )
         rows = [("layer", "F ms", "B ms", "Bw ms", "output MB", "residual MB", "parameters MB", "apply ms", "spread")]

@@ -19,8 +19,7 @@ import tensorflow as tf
 from dapple_tf.clusters.cluster import Cluster
 from dapple_tf.profiling.example_batch import ExampleBatch
 from dapple_tf.profiling.profile import Profile, ProfileError
-from graph_passes.assign_stages import POSITION_ATTR
-from graph_passes.graph import NodeDef
+from graph_passes.graph import POSITION_ATTR, NodeDef
 from graph_passes.program import Program
 
 logger = logging.getLogger(__name__)

@@ -24,12 +24,14 @@ import numpy as np
 from dapple_tf.clusters.cluster import Cluster
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
+from dapple_tf.frontend.host_part import on_host
 from dapple_tf.frontend.layer_cuts import layer_stages, with_functions, with_gradients
 from dapple_tf.frontend.metrics import RunningMetrics
 from dapple_tf.frontend.optimizer import check_optimizer
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.planning.plan import Plan
 from dapple_tf.profiling.cost_fit import nearest_cost, shares
+from dapple_tf.profiling.estimated_layers import estimated, measuring_seconds, scaled_to
 from dapple_tf.profiling.example_batch import ExampleBatch
 from dapple_tf.profiling.layer_memory import LayerMemory, StepTrace, layer_memory, variable_bytes
 from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, ProfileError
@@ -58,6 +60,8 @@ _WARM_UP = 2
 """Rounds that don't count: TensorFlow optimizes graphs in the first, allocators settle in the second."""
 _LEAST_ROUNDS, _MOST_ROUNDS, _BUDGET_SECONDS = 5, 25, 20.0
 """How many rounds count: as many as fit into the budget, between these numbers."""
+_FEW_SECONDS = 2.0
+"""How long steps of the whole model are measured, where layers are estimated."""
 _EMPTY_CALLS = 20
 """So many in one run: each takes microseconds."""
 _F, _B, _BX = Phase.FORWARD.value, Phase.BACKWARD.value, Phase.INPUT_GRAD.value
@@ -72,9 +76,11 @@ def profile(
     x: Any = None,
     y: Any = None,
     sample_weight: Any = None,
+    length: int | None = None,
     cache: bool | str | os.PathLike[str] = True,
     repeats: int | None = None,
     progress: bool = True,
+    budget: float | None = None,
 ) -> Profile:
     """Measures a model layer by layer.
 
@@ -92,10 +98,15 @@ def profile(
             and useful where random numbers (of integers: 0 and 1) aren't typical.
         y: example labels; by default such as the loss takes.
         sample_weight: example weights; by default none.
+        length: what axes that the model leaves open are taken to be as long as, where x isn't given; by default 128, or
+            another length if the model can't be computed for that: a warning tells which.
         cache: whether to keep profiles on disk and look there first; or the directory in place of ``$DAPPLE_CACHE``
             (``~/.cache/dapple_tf/profiles``).
         repeats: how often each time is measured; by default as often as fits into some 20 s, 5 to 25 times.
-        progress: whether to tell on a terminal how far measuring has got, if it takes more than a second.
+        progress: whether to tell on a terminal how far measuring has got.
+        budget: seconds that it may take, about. Where measuring layer by layer would take longer, steps of the whole
+            model are measured, and the layers' shares of them estimated by operator (`Profile.estimated`). None
+            measures layers in any case.
 
     Returns:
         The profile. Layers are named as plans cut: ``block_1``, ``encoder/block_1`` within a nested model,
@@ -117,21 +128,31 @@ def profile(
     check_model(model, training=True)
     check_optimizer(model.optimizer, model.trainable_variables)
     with kept_metrics(model), Progress("profiling", shown=None if progress else False) as bar:
-        bar.step("capturing the model")
-        example = ExampleBatch.of(model, x, y, sample_weight)
+        bar.step("capturing the model", now=True)
+        example = ExampleBatch.of(model, x, y, sample_weight, length=length)
         table = VariableTable(model)
         build(model, table, example.spec)
         program = capture(model, table, Mode.TRAIN, example.spec)
         key = profile_key(model, program, example, sizes, cluster, device, repeats)
+        whole = measuring_seconds(program)
+        estimates = budget is not None and whole > budget
+        if estimates:
+            key += "-estimated"
         directory = cache_directory(cache)
         path = None if directory is None else directory / f"{key}.json"
         known = None if path is None else read_profile(path)
         if known is not None:
+            bar.say(f"the profile of model {model.name!r} is in the cache: {path}")
             logger.info("the profile of model %r is in the cache: %s", model.name, path)
             return known
         logger.info("profiling model %r on %s in slices of %s samples", model.name, cluster.device_names[device], sizes)
         start = time.perf_counter()
-        found = _Profiler(model, table, program, example, sizes, cluster, device, repeats, bar).run(key)
+        expected = min(whole, budget or whole)
+        bar.say(
+            f"profiling model {model.name!r}, some {expected:.0f} s or more: "
+            f"{'steps of the whole model, layers by estimates' if estimates else 'layer by layer'}"
+        )
+        found = _Profiler(model, table, program, example, sizes, cluster, device, repeats, bar).run(key, estimates)
         logger.info(
             "profiled model %r, %d layers, in %.1f s", model.name, len(found.layers), time.perf_counter() - start
         )
@@ -196,18 +217,20 @@ class _Profiler:
         self.sizes, self.cluster, self.device, self.repeats, self.bar = sizes, cluster, device, repeats, bar
         self.device_name = cluster.device_names[device]
 
-    def run(self, key: str) -> Profile:
-        """The profile, under its key."""
-        self.bar.step("cutting the model")
+    def run(self, key: str, estimates: bool = False) -> Profile:
+        """The profile, under its key; layers are measured, or estimated."""
+        self.bar.step("cutting the model", now=True)
         inference = capture(self.model, self.table, Mode.PREDICT, BatchSpec(self.example.spec.x))
         stages = layer_stages(self.model, self.flat, inference)
         self.names, self.differentiated = stages.names, stages.program
         self.program = with_functions(stages.program, "layers_")
-        whole = with_functions(with_gradients(self.flat, ()), "whole_")
-        self.bar.step("tracing the optimizer")
+        self.bar.step("tracing the optimizer", now=True)
         self.updates = group_updates(self.model, self.table, self.program)
+        if estimates:
+            return self._estimated(key)
+        whole = with_functions(with_gradients(self.flat, ()), "whole_")
         whole_updates = group_updates(self.model, self.table, whole)
-        self.bar.step("building steps")
+        self.bar.step("building steps", now=True)
         metrics = RunningMetrics(self.model, self.table).feeds()
         with TimedSession(self.cluster, self.device_name, metrics) as session:
             self._load(session, [*self.updates, *whole_updates])
@@ -225,6 +248,25 @@ class _Profiler:
             memory = self._memory()
         return self._result(walls, memory, key)
 
+    def _estimated(self, key: str) -> Profile:
+        """Estimates of layers, scaled to a step of the whole model."""
+        self.bar.step("estimating operators", now=True)
+        empty = LayerProfile("any", Cost(), Cost())
+        start = Profile(self.model.name, self.device_name, self.sizes, (empty,), (), key=key)
+        shapes = self._sample_shapes()
+        found = estimated(self.program, self.names, self.updates, self.table, shapes, self.sizes, start)
+        samples = self.sizes[len(self.sizes) // 2]
+        self.bar.step("preparing a step of the whole model", now=True)
+        with self._engine_step(samples) as engine_step:
+            for _ in range(_WARM_UP):
+                cost = engine_step()
+            rounds = self.repeats or int(min(_MOST_ROUNDS, max(_LEAST_ROUNDS, _FEW_SECONDS / cost)))
+            walls = []
+            for number in range(rounds):
+                self.bar.step(f"measuring, step {number + 1} of {rounds}")
+                walls.append(engine_step())
+        return scaled_to(found, samples, MICRO_BATCHES, float(np.median(walls)))
+
     def _load(self, session: TimedSession, updates: Sequence[GroupUpdate]) -> None:
         read = {name for stage in self.program.stages for name in stage.reads}
         variables = {name: self.table.describe(name) for name in sorted(read)}
@@ -234,7 +276,7 @@ class _Profiler:
     def _feed(self, samples: int) -> None:
         arrays = self.example.batch(samples * MICRO_BATCHES)
         for step in (self.steps.layered, self.steps.whole):
-            step.feed(samples, dict(zip(self.flat.roles.inputs, arrays, strict=True)))
+            step.feed(samples, dict(zip(self.flat.roles.inputs, on_host(self.flat, arrays), strict=True)))
 
     # ---- measuring
 
@@ -275,6 +317,7 @@ class _Profiler:
         batch = samples * MICRO_BATCHES
         plan = Plan.data_parallel([self.device], batch, micro_batches=MICRO_BATCHES)
         pipelined = PipelinedModel(self.model, self.cluster, plan, on_non_finite_loss="continue")
+        pipelined._runtime.set_apart()
         x, y, weights = self.example.trees(batch)
 
         def step() -> float:
@@ -284,7 +327,7 @@ class _Profiler:
         try:
             yield step
         finally:
-            pipelined._engine.close()  # Its own close would bring the trained values back.
+            pipelined.close(sync=False)  # The model keeps its values.
 
     def _memory(self) -> LayerMemory:
         least, most = self.sizes[0], self.sizes[-1]
@@ -301,7 +344,11 @@ class _Profiler:
             traces.append(StepTrace(stats, self.program, step, self.device_name, layered.name, samples, updates))
         fewest = with_functions(self.differentiated, "min_cut_", "min_cut")
         split = run_passes(self.differentiated, [Partition(prefix="split_", split=range(len(self.names)))], first=4)
-        return layer_memory(self.program, fewest, split, [array.shape for array in self.example.arrays], traces)
+        return layer_memory(self.program, fewest, split, self._sample_shapes(), traces)
+
+    def _sample_shapes(self) -> list[tuple[int, ...]]:
+        """The shape of one sample of each of the program's inputs: what devices get of strings are numbers."""
+        return [array.shape[1:] for array in on_host(self.flat, self.example.batch(1))]
 
     # ---- attributing
 

@@ -27,7 +27,14 @@ def shares_cores(cluster: Cluster, server: int) -> bool:
 
 
 def measure_capacity(
-    model: keras.Model, cluster: Cluster, profile: Profile, *, x: Any = None, y: Any = None, sample_weight: Any = None
+    model: keras.Model,
+    cluster: Cluster,
+    profile: Profile,
+    *,
+    x: Any = None,
+    y: Any = None,
+    sample_weight: Any = None,
+    length: int | None = None,
 ) -> Cluster:
     """Returns the cluster with the `capacity` that servers with shared cores have for this model.
 
@@ -42,11 +49,13 @@ def measure_capacity(
         x: example inputs, as for :func:`dapple_tf.profile`.
         y: example labels.
         sample_weight: example weights.
+        length: of axes that the model leaves open, where x isn't given.
     """
     servers = list(cluster.servers or (Server(),) * cluster.num_servers)
     for server in range(cluster.num_servers):
         if shares_cores(cluster, server):
-            capacity = _capacity(model, cluster, profile, server, ExampleBatch.of(model, x, y, sample_weight))
+            example = ExampleBatch.of(model, x, y, sample_weight, length=length)
+            capacity = _capacity(model, cluster, profile, server, example)
             servers[server] = dataclasses.replace(servers[server], capacity=capacity)
             logger.info(
                 "%d devices of server %d train model %r as fast as %.2f by themselves",

@@ -20,6 +20,7 @@ import numpy as np
 from dapple_tf.clusters.cluster import Cluster
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
+from dapple_tf.frontend.host_part import on_host
 from dapple_tf.frontend.layer_cuts import layer_stages
 from dapple_tf.frontend.metrics import RunningMetrics
 from dapple_tf.frontend.variables import VariableTable
@@ -131,7 +132,9 @@ def measure_speedups(
         with TimedSession(cluster, sub, RunningMetrics(model, table).feeds()) as session:
             session.load(table, [table.describe(name) for name in sorted(read)])
             session.add(step.graph, _STEP)
-            feeds = step.feeds(session, dict(zip(program.roles.inputs, example.batch(samples), strict=True)))
+            feeds = step.feeds(
+                session, dict(zip(program.roles.inputs, on_host(program, example.batch(samples)), strict=True))
+            )
             rounds = []
             for number in range(-_WARM_UP, repeats):
                 bar.step(f"run {number + 1} of {repeats}" if number >= 0 else "warming up")

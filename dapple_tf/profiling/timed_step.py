@@ -21,6 +21,7 @@ from graph_passes.group_update import GroupUpdate
 from graph_passes.outline import FunctionDef, call_node, outline, placeholder
 from graph_passes.pass_manager import Pass, run_passes
 from graph_passes.program import Layout, Program, Stage, Step, Value, ValueKind
+from graph_passes.replica_sums import without_sums
 from graph_passes.replicate import Replicate
 from graph_passes.split_concat import SplitConcat
 from graph_passes.storage import merge_library
@@ -159,7 +160,7 @@ def _add_input_gradients(program: Program, graph: GraphDef, step: Step, device: 
         if not results or not has_weight_gradients(program, stage):
             continue
         assert stage.graph is not None and stage.backward is not None
-        source = Graph(stage.graph)
+        source = Graph(without_sums(stage.graph))
         places = {value: stage.arguments.get(value, value.ref) for value in stage.backward.inputs}
         wanted = [stage.results[value] for value in results]
         body = source.ancestors(wanted, places.values(), control=False)

@@ -206,14 +206,31 @@ class Simulation:
     # ---- text
 
     def __str__(self) -> str:
-        lines = [f"step {self.latency * 1e3:.4g} ms, {self.throughput:.4g} samples/s"]
-        rows = [("stage", "devices", "bubble", "busy ms", "peak memory")]
+        return "\n".join([self._summary(), *aligned(self._rows()), self._shares()])
+
+    def _repr_html_(self) -> str:
+        """The simulation in a notebook: what each stage does, and the step as a picture."""
+        from dapple_tf.view.notebook import Table, notebook_html  # which imports this module
+        from dapple_tf.view.timeline import Timeline
+
+        tables = [Table("", self._rows())]
+        return notebook_html(self._summary(), tables, [Timeline.simulated(self)], [self._shares()])
+
+    def _summary(self) -> str:
+        return f"step {self.latency * 1e3:.4g} ms, {self.throughput:.4g} samples/s"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """A row for each stage (or those that share devices), below a header."""
+        rows: list[tuple[str, ...]] = [("stage", "devices", "bubble", "busy ms", "peak memory")]
         for stages, devices in device_rows(self.costs):
             busy = sum(self.busy[device] for device in devices) / len(devices)
             idle = sum(self.idle[device] for device in devices) / len(devices)
             peak = max(self.peak_bytes[device] for device in devices)
             rows.append((stages, shown(devices), f"{idle:.1%}", f"{busy * 1e3:.4g}", gib(peak)))
-        lines += aligned(rows)
+        return rows
+
+    def _shares(self) -> str:
+        """What the critical path consists of."""
         shares: dict[str, float] = {}
         path = self.critical_path
         for span, after in itertools.zip_longest(path, path[1:]):
@@ -222,8 +239,7 @@ class Simulation:
         if (once := self.costs.profile.step_seconds) > 0:  # feeding, metrics: behind the last span
             shares["what a step takes once"] = once
         parts = ", ".join(f"{kind} {seconds * 1e3:.4g} ms" for kind, seconds in shares.items())
-        lines.append(f"critical path: {parts}")
-        return "\n".join(lines)
+        return f"critical path: {parts}"
 
 
 class _Changes:

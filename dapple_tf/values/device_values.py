@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from graph_passes.graph import Builder, GraphDef, Ref
@@ -50,7 +50,6 @@ class DeviceValues:
         self.feeds: list[list[str]] = []
         self.loads: list[list[str]] = []
         self.saves: list[list[Ref]] = []
-        self.rate: tuple[str, list[str]] | None = None
         builder = Builder(self.graph)
         functions: list[FunctionDef] = []
         for holding in holdings:
@@ -73,27 +72,55 @@ class DeviceValues:
         merge_library(self.graph, functions)
 
 
-def load_one(name: str, holdings: Sequence[Holding], prefix: str) -> tuple[GraphDef, str, list[str]]:
-    """Nodes that assign one scalar variable wherever it is kept; names of their functions begin with ``prefix``.
+def load_each(
+    names: Collection[str], holdings: Sequence[Holding], prefix: str
+) -> tuple[GraphDef, dict[str, tuple[str, list[str]]]]:
+    """Nodes that assign single variables wherever they are kept; names of their functions begin with ``prefix``.
 
     Returns:
-        The graph, the placeholder of the value, and the nodes that assign it.
+        The graph, and for each variable the placeholder of its value (a vector) and the nodes that assign it.
     """
     graph = empty_graph()
     builder = Builder(graph)
     functions: list[FunctionDef] = []
-    feeds: list[Ref] = []
-    nodes = []
+    feeds: dict[str, Ref] = {}
+    nodes: dict[str, list[str]] = {}
+    for holding, variable in _each(names, holdings):
+        number = len(functions)
+        function = load_function(f"{prefix}_{number}_load", [variable])
+        functions.append(function)
+        if variable.name not in feeds:
+            feeds[variable.name] = builder.append(placeholder(f"{number}/value", variable.dtype))
+        for replica, device in enumerate(holding.devices):
+            node = call_node(f"{number}/replica{replica}/load", function, [feeds[variable.name]], device=device)
+            nodes.setdefault(variable.name, []).append(builder.append(node).node)
+    merge_library(graph, functions)
+    return graph, {name: (feeds[name].node, nodes[name]) for name in feeds}
+
+
+def save_each(names: Collection[str], holdings: Sequence[Holding], prefix: str) -> tuple[GraphDef, dict[str, str]]:
+    """Nodes that read single variables, each from the first device that keeps it; ``prefix`` as for `load_each`.
+
+    Returns:
+        The graph, and for each variable the node whose first output is its value (a vector).
+    """
+    graph = empty_graph()
+    builder = Builder(graph)
+    functions: list[FunctionDef] = []
+    nodes: dict[str, str] = {}
+    for holding, variable in _each(names, holdings):
+        if variable.name not in nodes:
+            number = len(functions)
+            function = save_function(f"{prefix}_{number}_save", [variable])
+            functions.append(function)
+            node = call_node(f"{number}/save", function, [], device=holding.devices[0])
+            nodes[variable.name] = builder.append(node).node
+    merge_library(graph, functions)
+    return graph, nodes
+
+
+def _each(names: Collection[str], holdings: Sequence[Holding]) -> Iterator[tuple[Holding, Variable]]:
     for holding in holdings:
         for variable in holding.variables:
-            if variable.name != name:
-                continue
-            function = load_function(f"{prefix}_{holding.label}_load_one", [variable])
-            functions.append(function)
-            feeds = feeds or [builder.append(placeholder("value", variable.dtype))]
-            nodes += [
-                builder.append(call_node(f"{holding.label}/replica{replica}/load", function, feeds, device=device)).node
-                for replica, device in enumerate(holding.devices)
-            ]
-    merge_library(graph, functions)
-    return graph, feeds[0].node if feeds else "", nodes
+            if variable.name in names:
+                yield holding, variable

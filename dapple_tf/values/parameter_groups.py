@@ -11,11 +11,12 @@ import tensorflow as tf
 from dapple_tf.frontend.optimizer import capture_updates, check_optimizer
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.values.device_values import Holding
-from graph_passes.accumulate import accumulated_gradients, sliced_gradients
+from graph_passes.accumulate import accumulated_gradients
 from graph_passes.graph import Graph
 from graph_passes.group_update import GroupUpdate
 from graph_passes.outline import dtype_of
 from graph_passes.program import Program, Variable, VariableKind
+from graph_passes.row_gradients import index_dtype
 
 Places: TypeAlias = Mapping[tuple[int, str], str]
 """(Stage, name of a variable's storage) -> name of the device that keeps it for that stage."""
@@ -30,9 +31,8 @@ def group_updates(model: keras.Model, table: VariableTable, program: Program) ->
     optimizer = model.optimizer
     check_optimizer(optimizer, model.trainable_variables)
     table.add_optimizer(optimizer)
-    sliced = {
-        v.name: tf.dtypes.as_dtype(dtype) for stage in program.stages for v, dtype in sliced_gradients(program, stage)
-    }
+    dtypes = {variable.name: index_dtype(program, variable) for variable in program.roles.variables}
+    sliced = {name: tf.dtypes.as_dtype(dtype) for name, dtype in dtypes.items() if dtype is not None}
     trained = sliced.keys() | {v.name for stage in program.stages for _, v in accumulated_gradients(program, stage)}
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, stages in readers_of(program).items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -14,7 +14,7 @@ import numpy as np
 from dapple_tf.frontend.initialization import Initial, initial_of
 from dapple_tf.frontend.variables import VariableTable, assign_value
 from dapple_tf.values.device_initialization import initialization, reading, rearrangement, removal
-from dapple_tf.values.device_values import DeviceValues, Holding, load_one
+from dapple_tf.values.device_values import DeviceValues, Holding, load_each, save_each
 from graph_passes.graph import GraphDef
 from graph_passes.storage import buckets, by_dtype
 
@@ -55,6 +55,8 @@ class StoredValues:
         self._nodes: DeviceValues | None = None
         self._numbers = itertools.count()  # of graphs that have been added
         self._rate: float | None = None  # that the devices have
+        self._loaders: dict[str, tuple[str, list[str]]] = {}  # variable -> placeholder, nodes
+        self._savers: dict[str, str] = {}  # variable -> its value
 
     @property
     def used(self) -> bool:
@@ -112,6 +114,7 @@ class StoredValues:
             before: what the devices have values of.
         """
         self._nodes = None
+        self._loaders, self._savers = {}, {}
         after = self._made().holdings
         missing = self._added(rearrangement, before, after)
         if missing:
@@ -130,15 +133,17 @@ class StoredValues:
     def _prefix(self) -> str:
         return f"{DeviceValues.PREFIX}{next(self._numbers)}"
 
-    def save(self, rate: keras.Variable | None) -> None:
+    def save(self, rate: keras.Variable | None, others: Collection[str] = ()) -> None:
         """Devices -> Keras values, each variable from the first device that keeps it.
 
         Args:
             rate: the learning rate, where it is a variable; it isn't saved: devices get it from Keras, and what a
                 callback has assigned last may not be there yet.
+            others: variables that aren't to be saved either.
         """
         nodes = self._made()
         seen = {self._table.name_of(rate)} if rate is not None and self._table.knows(rate) else set()
+        seen |= set(others)
         if self.deferred:
             self._save_in_parts(nodes.holdings, seen)
             return
@@ -166,6 +171,35 @@ class StoredValues:
                 for variable, value in zip(bucket, values, strict=True):
                     self._table.keras_variables[variable.name].assign(value)
 
+    def save_some(self, names: Collection[str]) -> None:
+        """Devices -> Keras values of these variables, which have values there, as far as devices keep them."""
+        holdings = self._made().holdings
+        missing = [name for name in names if name not in self._savers]
+        if missing:
+            prefix = self._prefix()
+            graph, nodes = save_each(missing, holdings, prefix)
+            self._add(graph, prefix)
+            self._savers |= {name: f"{prefix}/{nodes[name]}:0" if name in nodes else "" for name in missing}
+        held = [name for name in names if self._savers[name]]
+        for name, value in zip(held, self._run([self._savers[name] for name in held]) if held else (), strict=True):
+            variable = self._table.keras_variables[name]
+            assign_value(variable, value.reshape(variable.shape))
+
+    def load_some(self, values: Mapping[str, Any]) -> None:
+        """Values of variables -> the devices that keep them, if any do."""
+        holdings = self._made().holdings
+        missing = [name for name in values if name not in self._loaders]
+        if missing:
+            prefix = self._prefix()
+            graph, loaders = load_each(missing, holdings, prefix)
+            self._add(graph, prefix)
+            for name in missing:
+                feed, nodes = loaders.get(name, ("", []))
+                self._loaders[name] = f"{prefix}/{feed}:0", [f"{prefix}/{node}" for node in nodes]
+        held = {self._loaders[name][0]: np.ravel(value) for name, value in values.items() if self._loaders[name][1]}
+        if held:
+            self._run([node for name in values for node in self._loaders[name][1]], held)
+
     def forget_rate(self) -> None:
         """After devices have got a learning rate from elsewhere, so that the model's is loaded again."""
         self._rate = None
@@ -176,16 +210,8 @@ class StoredValues:
 
     def load_rate(self, rate: keras.Variable) -> None:
         """The learning rate -> devices."""
-        value = self._rate = float(rate.numpy())
-        nodes = self._made()
-        if nodes.rate is None:
-            prefix = f"{nodes.prefix}_rate"
-            graph, feed, loads = load_one(self._table.name_of(rate), nodes.holdings, prefix)
-            self._add(graph, prefix)
-            nodes.rate = (f"{prefix}/{feed}:0", [f"{prefix}/{node}" for node in loads])
-        feed, loads = nodes.rate
-        if loads:
-            self._run(loads, {feed: [value]})
+        self._rate = float(rate.numpy())
+        self.load_some({self._table.name_of(rate): self._rate})
 
     def _made(self) -> DeviceValues:
         if self._nodes is None:

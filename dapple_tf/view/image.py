@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapple_tf.simulation.simulation import Span
 from dapple_tf.view.colours import COLOURS, text_colour
-from dapple_tf.view.time_axis import memory_text, on_one_axis, shown_unit, step_text, ticks
+from dapple_tf.view.time_axis import memory_text, on_one_axis, short_label, shown_unit, step_text, ticks
 from dapple_tf.view.timeline import ALL_REDUCE, SEND, TASKS, Lane, MemoryCurve, Timeline
 
 if TYPE_CHECKING:
@@ -63,6 +64,23 @@ def draw_timelines(timelines: Sequence[Timeline], path: str | os.PathLike[str], 
     kind = path.suffix.lower()
     if kind not in (".svg", ".png"):
         raise ValueError(f"timelines are drawn as .svg or .png, but the path is {os.fspath(path)!r}; change its suffix")
+    _draw(timelines, title, path, kind[1:])
+
+
+def timelines_svg(timelines: Sequence[Timeline], *, title: str | None = None) -> str:
+    """The same drawing as an SVG element, to stand in a page of HTML.
+
+    Raises:
+        ModuleNotFoundError: matplotlib isn't installed.
+        ValueError: no timelines.
+    """
+    drawing = io.StringIO()
+    _draw(timelines, title, drawing, "svg")
+    text = drawing.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _draw(timelines: Sequence[Timeline], title: str | None, target: Path | io.StringIO, kind: str) -> None:
     if not timelines:
         raise ValueError("there are no timelines to draw; give at least one")
     try:
@@ -77,8 +95,8 @@ def draw_timelines(timelines: Sequence[Timeline], path: str | os.PathLike[str], 
         matplotlib.rc("svg", hashsalt="dapple_tf", fonttype="none")
         matplotlib.rc("text", parse_math=False)  # a dollar in a title is one
         figure = _figure(timelines, title)
-        metadata = {"Date": None, "Creator": None} if kind == ".svg" else {"Software": None}
-        figure.savefig(path, format=kind[1:], dpi=150, metadata=metadata)
+        metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
+        figure.savefig(target, format=kind, dpi=150, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,7 +324,7 @@ def _pale(colour: str, part: float) -> str:
 
 
 def _short(label: str) -> str:
-    return label if len(label) <= _LONGEST_LABEL else f"{label[: _LONGEST_LABEL - 1]}…"
+    return short_label(label, _LONGEST_LABEL)
 
 
 def _kinds(timelines: Sequence[Timeline]) -> Iterator[str]:

@@ -112,6 +112,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
         "unit": timeline.unit,
         "latency": timeline.latency,
         "samples": timeline.samples,
+        "untraced": timeline.untraced,
         "throughput": throughput if throughput is not None and math.isfinite(throughput) else None,
         "devices": [
             {

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from dapple_tf.view.step_tensors import StepTensors, phase_of
 from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode, longest_paths
-from graph_passes.assign_stages import POSITION_ATTR
 from graph_passes.graph import (
     GROUP_ATTR,
     MICRO_BATCH_ATTR,
+    POSITION_ATTR,
     REPLICA_ATTR,
     STAGE_ATTR,
     Graph,

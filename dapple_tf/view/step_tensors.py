@@ -151,7 +151,7 @@ class StepTensors:
             return variable.shape
         stage, samples = self.program.stages[task.stage], self.step.layout.slice(*_place(task)).size
         if value.kind in (ValueKind.FORWARD, ValueKind.GRADIENT) and value.ref in self._boundaries:
-            shape = _sliced(self._boundaries[value.ref], samples)
+            shape = self._boundaries[value.ref].slice_shape(samples)
             if None not in shape:  # Within a stage a loop hides the batch axis.
                 return shape
         shapes = self._stage_shapes(stage, samples)
@@ -184,7 +184,7 @@ class StepTensors:
         for value, ref in stage.arguments.items():
             boundary = self._boundaries.get(value.ref)
             if boundary is not None:
-                found[ref.node] = _sliced(boundary, samples)
+                found[ref.node] = boundary.slice_shape(samples)
             elif value.ref in self.program.roles.inputs:
                 dims = placeholders[ref.node].attr["shape"].shape.dim
                 found[ref.node] = (samples, *(None if dim.size < 0 else dim.size for dim in dims[1:]))
@@ -193,14 +193,6 @@ class StepTensors:
     @functools.cached_property
     def _boundaries(self) -> Mapping[Ref, Boundary]:
         return {boundary.ref: boundary for boundary in self.program.boundaries}
-
-
-def _sliced(boundary: Boundary, samples: int) -> Shape:
-    """The shape of what crosses a cut, for a slice of so many samples."""
-    shape = list(boundary.shape)
-    if boundary.batch_axis is not None and boundary.rows_per_sample is not None:
-        shape[boundary.batch_axis] = boundary.rows_per_sample * samples
-    return tuple(shape)
 
 
 def _place(task: Task) -> tuple[int, int, int]:

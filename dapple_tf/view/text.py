@@ -9,7 +9,16 @@ from collections.abc import Mapping, Sequence
 
 from dapple_tf.simulation.simulation import Span
 from dapple_tf.view.colours import COLOURS, text_colour
-from dapple_tf.view.time_axis import bytes_text, common_unit, memory_text, on_one_axis, shown_unit, step_text, ticks
+from dapple_tf.view.time_axis import (
+    bytes_text,
+    common_unit,
+    memory_text,
+    on_one_axis,
+    short_label,
+    shown_unit,
+    step_text,
+    ticks,
+)
 from dapple_tf.view.timeline import ALL_REDUCE, SEND, TASKS, Lane, Timeline
 
 _NARROWEST = 60
@@ -135,7 +144,7 @@ class _Block:
     def line(self, timeline: Timeline, label: str, cells: Sequence[str], tail: str = "") -> str:
         """A label, a cell for each column between the start and the end of the step, and what is said of them."""
         end = min(self.grid.columns, round(self.grid.position(timeline.latency)))
-        label = label if len(label) <= self.label else label[: self.label - 1] + "…"
+        label = short_label(label, self.label)
         row = f"{label:{self.label}} {_END}{''.join(cells[:end])}{_END}{' ' * (self.grid.columns - end)}"
         return f"{row} {tail}".rstrip()
 

@@ -47,6 +47,7 @@ class Timeline:
         limits: device -> bytes that it has; those without a limit are missing.
         reduced_on: number of a reduction -> its devices.
         samples: of the step; None if that isn't known.
+        untraced: seconds of the same step without being traced, which slows it; None where it wasn't traced.
         unit: ``s``; or ``F`` where nothing is known of times, and one means the time of a forward task.
 
     Raises:
@@ -63,6 +64,7 @@ class Timeline:
     reduced_on: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False)
     samples: int | None = None
     unit: str = "s"
+    untraced: float | None = None
 
     def __post_init__(self) -> None:
         numbers = [self.latency, *(number for span in self.spans for number in (span.start, span.end, span.bytes))]

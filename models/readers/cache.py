@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 
-from models.sources import ModelError
+from dapple_tf.models.sources import ModelError
 
 _logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from dapple_tf.errors import reason
-from models.readers import images, tfrecords
-from models.readers.options import Request
-from models.sources import ModelError
+from dapple_tf.models.readers import images, tfrecords
+from dapple_tf.models.readers.options import Request
+from dapple_tf.models.sources import ModelError
 
 
 def check_all(text: str) -> str:

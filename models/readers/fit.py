@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from models.sources import ModelError
+from dapple_tf.models.sources import ModelError
 
 
 def declared(model: keras.Model, which: str) -> Sequence[Any]:

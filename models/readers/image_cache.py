@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from models.readers.cache import digest, kept
-from models.readers.mapping import mapped
-from models.readers.order import Samples, by_number, in_parallel, plain
-from models.readers.pixels import ImageOptions, Shape, stored_image, stored_shape
+from dapple_tf.models.readers.cache import digest, kept
+from dapple_tf.models.readers.mapping import mapped
+from dapple_tf.models.readers.order import Samples, by_number, in_parallel, plain
+from dapple_tf.models.readers.pixels import ImageOptions, Shape, stored_image, stored_shape
 
 _VERSION = 1
 

@@ -13,13 +13,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from models.readers import fit, samples
-from models.readers.cache import digest_of_times
-from models.readers.image_cache import Image, images_of
-from models.readers.options import Request
-from models.readers.order import Samples, by_number, evaluation_batches, parts, training_batches
-from models.readers.pixels import SUFFIXES, ImageOptions, Shape, checked, evaluation_image, training_image
-from models.sources import DataSource, ModelError
+from dapple_tf.models.readers import fit, samples
+from dapple_tf.models.readers.cache import digest_of_times
+from dapple_tf.models.readers.image_cache import Image, images_of
+from dapple_tf.models.readers.options import Request
+from dapple_tf.models.readers.order import Samples, by_number, evaluation_batches, parts, training_batches
+from dapple_tf.models.readers.pixels import SUFFIXES, ImageOptions, Shape, checked, evaluation_image, training_image
+from dapple_tf.models.sources import DataSource, ModelError
 
 VALIDATION = ("val", "validation")
 """What the folder of the images to evaluate on may be called."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Iterable, Iterator
 
-from models.sources import ModelError
+from dapple_tf.models.sources import ModelError
 
 
 def lines_of(path: pathlib.Path, text: str) -> Iterator[str]:

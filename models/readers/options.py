@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from models.sources import ModelError
+from dapple_tf.models.sources import ModelError
 
 _Options = TypeVar("_Options")
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}

@@ -16,13 +16,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from models.readers import fit, samples, vocabulary
-from models.readers.cache import digest, digest_of_files, kept
-from models.readers.lines import pairs_of
-from models.readers.options import Request, TokenizedOptions
-from models.readers.order import Samples, by_number, chosen, evaluation_batches, parts, training_batches
-from models.readers.ragged import Ragged, padded
-from models.sources import DataSource, ModelError
+from dapple_tf.models.readers import fit, samples, vocabulary
+from dapple_tf.models.readers.cache import digest, digest_of_files, kept
+from dapple_tf.models.readers.lines import pairs_of
+from dapple_tf.models.readers.options import Request, TokenizedOptions
+from dapple_tf.models.readers.order import Samples, by_number, chosen, evaluation_batches, parts, training_batches
+from dapple_tf.models.readers.ragged import Ragged, padded
+from dapple_tf.models.sources import DataSource, ModelError
 
 _logger = logging.getLogger(__name__)
 _VERSION = 1

@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 import tensorflow as tf
 
-from models.readers.options import check_fraction
-from models.readers.order import seeds_of
+from dapple_tf.models.readers.options import check_fraction
+from dapple_tf.models.readers.order import seeds_of
 
 SUFFIXES = frozenset({".jpeg", ".jpg", ".png", ".gif", ".bmp"})
 """Files that are images."""

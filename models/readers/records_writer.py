@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 import tensorflow as tf
 
-from models.readers.images import Folder, listed
+from dapple_tf.models.readers.images import Folder, listed
 
 FIRST_LABEL = 1
 """The label of the first class, as in ImageNet's records."""

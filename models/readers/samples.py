@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from models.readers.cache import kept
+from dapple_tf.models.readers.cache import kept
 
 _PYTHON = f"{sys.version_info[0]}_{sys.version_info[1]}_{sys.version_info[2]}_1"
 """What is taken from Python is another text in another version."""
@@ -46,7 +46,7 @@ def _write_images(folder: pathlib.Path) -> None:
 
 def records() -> pathlib.Path:
     """The same images in TFRecord files."""
-    from models.readers import records_writer  # it reads folders of images, and these are some
+    from dapple_tf.models.readers import records_writer  # it reads folders of images, and these are some
 
     def make(folder: pathlib.Path) -> None:
         source = images()

@@ -22,11 +22,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from models.readers import fit, predicted_tokens, samples, vocabulary
-from models.readers.options import Request, TokenizedOptions
-from models.readers.order import Samples, by_number, evaluation_batches, parts, seeds_of, training_batches
-from models.readers.ragged import Ragged, padded
-from models.sources import DataSource, ModelError
+from dapple_tf.models.readers import fit, predicted_tokens, samples, vocabulary
+from dapple_tf.models.readers.options import Request, TokenizedOptions
+from dapple_tf.models.readers.order import Samples, by_number, evaluation_batches, parts, seeds_of, training_batches
+from dapple_tf.models.readers.ragged import Ragged, padded
+from dapple_tf.models.sources import DataSource, ModelError
 
 Task = Literal["spans", "classes", "masked", "ordered"]
 """What a model tells: where the answer is, whether there is one, or tokens that are masked, or last in an order."""

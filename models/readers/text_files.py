@@ -10,11 +10,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from models.readers import fit, samples, vocabulary
-from models.readers.cache import digest, digest_of_files, kept
-from models.readers.options import Request, TokenizedOptions
-from models.readers.tokens import TokenFile, source
-from models.sources import DataSource, ModelError
+from dapple_tf.models.readers import fit, samples, vocabulary
+from dapple_tf.models.readers.cache import digest, digest_of_files, kept
+from dapple_tf.models.readers.options import Request, TokenizedOptions
+from dapple_tf.models.readers.tokens import TokenFile, source
+from dapple_tf.models.sources import DataSource, ModelError
 
 _VERSION = 1
 _AT_ONCE = 2**16

@@ -22,14 +22,22 @@ import numpy as np
 import tensorflow as tf
 from google.protobuf.message import DecodeError
 
-from models.readers import fit, samples
-from models.readers.cache import digest, digest_of_times, kept
-from models.readers.image_cache import Image, images_of
-from models.readers.images import image_shape
-from models.readers.options import Request
-from models.readers.order import Samples, chosen, evaluation_batches, in_parallel, parts, plain, training_batches
-from models.readers.pixels import ImageOptions, Shape, checked, evaluation_image, training_image
-from models.sources import DataSource, ModelError
+from dapple_tf.models.readers import fit, samples
+from dapple_tf.models.readers.cache import digest, digest_of_times, kept
+from dapple_tf.models.readers.image_cache import Image, images_of
+from dapple_tf.models.readers.images import image_shape
+from dapple_tf.models.readers.options import Request
+from dapple_tf.models.readers.order import (
+    Samples,
+    chosen,
+    evaluation_batches,
+    in_parallel,
+    parts,
+    plain,
+    training_batches,
+)
+from dapple_tf.models.readers.pixels import ImageOptions, Shape, checked, evaluation_image, training_image
+from dapple_tf.models.sources import DataSource, ModelError
 
 _SHARD = re.compile(r"(?P<part>[\w.]+)-(?P<number>\d+)-of-(?P<count>\d+)(\.\w+)?")
 _TRAIN, _VALIDATION = "train", ("validation", "val")
@@ -88,8 +96,8 @@ def open_records(request: Request) -> DataSource:
     files = shards(root, request.text)
     if _TRAIN not in files:
         raise ModelError(
-            f"{request.text}: {root} has no files {_TRAIN}-00000-of-00001 and so on; python -m tools.make_data writes "
-            f"them from a folder of images"
+            f"{request.text}: {root} has no files {_TRAIN}-00000-of-00001 and so on; "
+            f"python -m dapple_tf.tools.make_data writes them from a folder of images"
         )
     train = indexed(files[_TRAIN], request.text)
     held_out = None

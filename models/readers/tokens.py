@@ -13,11 +13,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from models.readers import fit, samples
-from models.readers.mapping import mapped
-from models.readers.options import Request, check_fraction
-from models.readers.order import Samples, by_number, evaluation_batches, training_batches
-from models.sources import DataSource, ModelError
+from dapple_tf.models.readers import fit, samples
+from dapple_tf.models.readers.mapping import mapped
+from dapple_tf.models.readers.options import Request, check_fraction
+from dapple_tf.models.readers.order import Samples, by_number, evaluation_batches, training_batches
+from dapple_tf.models.sources import DataSource, ModelError
 
 _LOOKED_AT = 2**24
 """Tokens that are looked at before training, spread over the file, to find those that a model doesn't know."""

@@ -8,8 +8,8 @@ import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from models.readers.cache import digest, digest_of_files, kept
-from models.sources import ModelError
+from dapple_tf.models.readers.cache import digest, digest_of_files, kept
+from dapple_tf.models.sources import ModelError
 
 Kind = Literal["byte_bpe", "bpe", "wordpiece"]
 

@@ -127,7 +127,15 @@ Object.assign(
         this.redraw();
       }
 
+      /** The first drawing, when all is there to be drawn: pages that aren't in sight get no frames. */
+      begin() {
+        this.resize();
+        this.drawNow();
+      }
+
+      /** Setting a canvas' size empties it: it is drawn at once, not with the next frame, which may come after a picture. */
       resize() {
+        if (this.frames && this.fits) return;
         this.width = this.host.clientWidth;
         this.height = this.host.clientHeight;
         this.scale = window.devicePixelRatio || 1;
@@ -136,6 +144,13 @@ Object.assign(
         this.canvas.style.width = `${this.width}px`;
         this.canvas.style.height = `${this.height}px`;
         this.layout();
+        if (this.frames) this.drawNow();
+      }
+
+      /** Whether the canvas has the size of its place. */
+      get fits() {
+        const { host, width, height, scale } = this;
+        return width === host.clientWidth && height === host.clientHeight && scale === (window.devicePixelRatio || 1);
       }
 
       listen() {
@@ -265,6 +280,26 @@ Object.assign(
       return length ? context.fillText(`${text.slice(0, length)}\u2026`, x, y) : undefined;
     }
 
+    /** What a device is called in fewer words, the longest first; each still tells it from the others. */
+    function labelForms(text) {
+      const bare = text.replace(/^device (?=\d)/, "");
+      return [text, bare, bare.replace(/: stages? /, ": ")];
+    }
+
+    /** Draws a device's label in the longest form for which there is room; at last without its middle. */
+    function fillLabel(context, text, x, y, width) {
+      const fits = (form) => context.measureText(form).width <= width;
+      const forms = labelForms(text);
+      let shown = forms.find(fits);
+      const last = forms[forms.length - 1];
+      for (let length = last.length - 1; shown === undefined && length > 1; length--) {
+        const end = Math.floor(length / 2);
+        const cut = `${last.slice(0, length - end)}\u2026${last.slice(last.length - end)}`;
+        if (fits(cut)) shown = cut;
+      }
+      if (shown !== undefined) context.fillText(shown, x, y);
+    }
+
     const inks = new Map();
 
     /** Dark or light, whichever is easier to read on a colour of the form #rrggbb. */
@@ -278,6 +313,6 @@ Object.assign(
 
     const FONT = 'system-ui, "Segoe UI", "DejaVu Sans", sans-serif';
 
-    return { Axis, Chart, ticks, fillText, inkOn, FONT };
+    return { Axis, Chart, ticks, fillText, fillLabel, labelForms, inkOn, FONT };
   })(),
 );

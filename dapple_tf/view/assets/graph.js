@@ -349,4 +349,5 @@
     },
     frame: () => ({ frames: view.chart.frames, ms: view.chart.frameMs }),
   });
+  view.chart.begin();
 })();

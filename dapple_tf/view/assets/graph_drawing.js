@@ -3,7 +3,7 @@
 Object.assign(
   window.dappleLib,
   (() => {
-    const { theme, kindColour, fillText, inkOn, FONT } = window.dappleLib;
+    const { theme, kindColour, fillText, fillLabel, inkOn, FONT } = window.dappleLib;
     const { ROW, BOX, PAD } = window.dappleLib.graphSizes;
 
     const EDGE_BUDGET = 2500; // Edges that are drawn at most; beyond that, those that would cover each other are left out.
@@ -38,7 +38,7 @@ Object.assign(
         context.fillStyle = theme().fg;
         context.textAlign = "left";
         context.font = `600 12px ${FONT}`;
-        fillText(context, lane.label, 8, middle, view.chart.left - 16);
+        fillLabel(context, lane.label, 8, middle, view.chart.left - 16);
         context.fillStyle = theme().muted;
         context.font = `10px ${FONT}`;
         fillText(context, `${lane.matching} of ${lane.indices.length} nodes`, 8, middle + 15, view.chart.left - 16);

@@ -360,4 +360,5 @@
     },
     frame: () => ({ frames: view.chart.frames, ms: view.chart.frameMs }),
   });
+  view.chart.begin();
 })();

@@ -4,7 +4,7 @@ Object.assign(
   window.dappleLib,
   (() => {
     const lib = window.dappleLib;
-    const { element, theme, kindColour, fillText, inkOn, FONT } = lib;
+    const { element, theme, kindColour, fillText, fillLabel, inkOn, FONT } = lib;
     const { timeText, laneText, meanBubble, HEADER } = lib.timelineTexts;
 
     /** Gives the function that draws a view (see timelineLayout). */
@@ -70,7 +70,7 @@ Object.assign(
         if (!first) return;
         context.fillStyle = theme().fg;
         context.font = `600 12px ${FONT}`;
-        fillText(context, device.label, 8, middle, view.chart.left - shareWidth - 24);
+        fillLabel(context, device.label, 8, middle, view.chart.left - shareWidth - 24);
       }
 
       /** Bubbles: hatched, with their length where there is room. */
@@ -250,9 +250,16 @@ Object.assign(
         drawTicks(context, model, top + 32);
       }
 
+      /** How much tracing slows a measured step. */
+      function tracedText({ data }) {
+        if (!data.untraced) return "";
+        const factor = lib.number(data.latency / data.untraced, 3);
+        return ` traced, ${factor}x the ${lib.time(data.untraced, data.unit)} without tracing`;
+      }
+
       function headerText(model) {
         const { latency, throughput } = model.data;
-        const parts = [`step ${timeText(latency, model)}`];
+        const parts = [`step ${timeText(latency, model)}${tracedText(model)}`];
         if (throughput !== null) parts.push(`${lib.number(throughput)} samples/s`);
         parts.push(`mean bubble ${lib.percent(meanBubble(model))}`);
         if (model.unit === "F") parts.push("1 F: the time of a forward task");

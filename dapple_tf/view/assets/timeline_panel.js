@@ -126,7 +126,7 @@ Object.assign(
         const of = (model, device) => model.devices.find((one) => one.device === device);
         const cell = (text, over = false) => element("td", { class: over ? "number over" : "number" }, text);
         const row = (name, make) =>
-          element("tr", {}, element("th", { scope: "row", title: name }, name), ...view.models.map(make));
+          element("tr", {}, element("th", { scope: "row", title: name }, lib.labelForms(name)[1]), ...view.models.map(make));
         const group = (name) =>
           element(
             "tr",
@@ -134,6 +134,10 @@ Object.assign(
             element("th", { scope: "rowgroup", colspan: view.models.length + 1 }, name),
           );
         const rows = [row("step time", (model) => cell(timeText(model.data.latency, model)))];
+        if (view.models.some(({ data }) => data.untraced)) {
+          const untraced = ({ data }) => cell(data.untraced ? lib.time(data.untraced, data.unit) : "");
+          rows.push(row("without tracing", untraced));
+        }
         if (view.models.some(({ data }) => data.throughput !== null)) {
           rows.push(row("samples/s", ({ data }) => cell(data.throughput === null ? "" : lib.number(data.throughput))));
         }

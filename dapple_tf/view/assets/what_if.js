@@ -186,7 +186,7 @@
       status.textContent = `simulated in ${lib.time(found.seconds, "s", 2)}`;
     } catch (problem) {
       const away = problem instanceof TypeError; // What fetch throws when nobody is there.
-      error.textContent = away ? "The server doesn't answer; is python -m tools.what_if still running?" : problem.message;
+      error.textContent = away ? "The server doesn't answer; is the program that opened this page still running?" : problem.message;
     } finally {
       open = false;
       if (again) {

@@ -1,0 +1,372 @@
+"""Some training steps by a pipeline and by plain Keras, from the same values, which both get back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf.checkpoints.checkpoint import variables_of
+from dapple_tf.errors import DappleError, reason
+from dapple_tf.execution.runtime import Runtime
+from dapple_tf.float64_models import FLOATS, doubled, in_float64
+from dapple_tf.frontend.batch import Batch, BatchSpec
+from dapple_tf.frontend.capture import Mode
+from dapple_tf.frontend.own_steps import own_steps
+from dapple_tf.notes import Note, NoteKind, notes_of
+from dapple_tf.verification import EXACT, TOLERANCES, ComparedSteps, Difference, coarsest, layers_of_slices
+
+_FEW = 1e-3
+"""Smallest change of a variable that counts by itself, relative to the largest of its kind."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What some steps left behind.
+
+    Attributes:
+        values: key of a variable or slot (``model/0``, ``optimizer/3``) -> its value.
+        logs: what the metrics say of the steps.
+    """
+
+    values: Mapping[str, np.ndarray]
+    logs: Mapping[str, float]
+
+    @classmethod
+    def of(cls, model: keras.Model, *, logs: bool) -> Outcome:
+        """What a model holds now."""
+        results = model.get_metrics_result() if logs else {}
+        return cls(_values(model), {name: float(np.mean(np.asarray(value))) for name, value in results.items()})
+
+
+def _values(model: keras.Model) -> dict[str, np.ndarray]:
+    return {key: np.asarray(variable.value) for key, variable in variables_of(model).items()}
+
+
+@contextlib.contextmanager
+def restored(model: keras.Model) -> Iterator[None]:
+    """Within it a model's metrics are reset; weights, state, seeds, optimizer and metrics come back at its end.
+
+    They do so after an error, too.
+    """
+    changeable = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
+    changeable += [variable for metric in model.metrics for variable in metric.variables]
+    changeable += [g.state for layer in model._flatten_layers() for g in getattr(layer, "_seed_generators", ())]
+    own = list({id(variable): variable for variable in changeable}.values())
+    before = [np.asarray(variable.value) for variable in own]
+    try:
+        for metric in model.metrics:
+            metric.reset_state()
+        yield
+    finally:
+        for variable, value in zip(own, before, strict=True):
+            variable.assign(value)
+
+
+def plain_steps(model: keras.Model, data: tuple[Any, Any, Any], steps: int, *, training: bool) -> Outcome:
+    """What plain Keras makes of a batch in some steps; the model is unchanged afterwards.
+
+    Args:
+        model: a compiled model, its optimizer and its metrics built.
+        data: inputs, labels and sample weights of a batch.
+        steps: how many.
+        training: Keras' own training step; False calls the model in inference behaviour, and leaves metrics out.
+    """
+    x, y, sample_weight = tensors(data)
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        if training or "train_step" in own_steps(model):  # One of its own says itself how layers behave.
+            model.train_step(keras.utils.pack_x_y_sample_weight(x, y, sample_weight))
+            return
+        with tf.GradientTape() as tape:
+            takes_training = getattr(model, "_call_has_training_arg", True)
+            outputs = model(x, training=False) if takes_training else model(x)
+            loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=False)
+            loss = model.optimizer.scale_loss(loss)
+        weights = model.trainable_weights
+        model.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+
+    with restored(model):
+        traced = step.get_concrete_function()
+        for _ in range(steps):
+            traced()
+        return Outcome.of(model, logs=training)
+
+
+def tensors(trees: tuple[Any, Any, Any]) -> list[Any]:
+    """Structures of arrays as structures of tensors."""
+
+    def tensor(leaf: Any) -> Any:
+        return None if leaf is None else tf.convert_to_tensor(leaf)
+
+    return [keras.tree.map_structure(tensor, tree) for tree in trees]
+
+
+def of_arrays(trees: tuple[Any, Any, Any], function: Callable[[np.ndarray], np.ndarray]) -> tuple[Any, Any, Any]:
+    """Structures of arrays with a function applied to each."""
+
+    def applied(leaf: Any) -> Any:
+        return None if leaf is None else function(np.asarray(leaf))
+
+    x, y, sample_weight = (keras.tree.map_structure(applied, tree) for tree in trees)
+    return x, y, sample_weight
+
+
+# ---- the pipeline's side
+
+
+def pipelined_steps(runtime: Runtime, batch: Batch, steps: int, *, training: bool) -> Outcome:
+    """What the devices make of a batch in some steps, from the model's values, which both have again afterwards."""
+    model = runtime.model
+    with restored(model):
+        try:
+            for _ in range(steps):
+                result = runtime.run(Mode.TRAIN, batch, training=training)
+                runtime.metrics.update(Mode.TRAIN.value, result.metrics, result.loss, batch.samples)
+            runtime.sync()
+            return Outcome.of(model, logs=training)
+        finally:
+            runtime.drop()
+
+
+@dataclasses.dataclass(frozen=True)
+class Reasons:
+    """Why training steps differ from plain Keras', as far as it is known from model and plan.
+
+    Attributes:
+        known: one line for each; those of metrics, too.
+        inference: whether some of them don't hold in inference behaviour.
+        remaining: those that do.
+        first: the first of them that concerns more than metrics; empty if there is none.
+    """
+
+    known: tuple[str, ...] = ()
+    inference: bool = False
+    remaining: tuple[str, ...] = ()
+    first: str = ""
+
+    @classmethod
+    def of(cls, runtime: Runtime, spec: BatchSpec, *, together: bool = False) -> Reasons:
+        """Asks the notes of the step that slices make, and the model's layers, as `layers_of_slices`."""
+        layers = layers_of_slices(runtime.model, together=together)
+        notes = cls._notes(runtime, spec, training=True)
+        known = [note for note in notes if note.kind is not NoteKind.METRIC]
+        told = {note.layer.rpartition("/")[2] for note in known}
+        texts = [text for name, text in layers.items() if name not in told] + [str(note) for note in known]
+        remaining = []
+        if texts:
+            behind = cls._notes(runtime, spec, training=False)
+            remaining = [str(note) for note in behind if note.kind is not NoteKind.METRIC]
+        inference = bool(layers) or len(remaining) < len(known)
+        metrics = [str(note) for note in notes if note.kind is NoteKind.METRIC]
+        first = next(iter([*layers.values(), *texts])) if inference else ""
+        return cls((*texts, *metrics), inference, tuple(remaining), first)
+
+    @staticmethod
+    def _notes(runtime: Runtime, spec: BatchSpec, *, training: bool) -> tuple[Note, ...]:
+        runtime.values.prepare(Mode.TRAIN, spec, training)
+        built = runtime.engine.prepare(Mode.TRAIN, spec, training=training)
+        return notes_of(built.program, runtime.engine.passes.slices, runtime.plan.micro_batches)
+
+
+# ---- differences
+
+
+@dataclasses.dataclass(frozen=True)
+class Unlike:
+    """How a variable differs between two outcomes.
+
+    Attributes:
+        difference: the largest, relative to the largest change of the variable (or to 1e-3 of the largest change of any
+            of its kind, if that is more); infinite where something isn't a number.
+        unit: what the last bit of the variable's largest value is, relative to the same.
+    """
+
+    difference: float
+    unit: float
+
+
+def unlike(
+    own: Mapping[str, np.ndarray],
+    plain: Mapping[str, np.ndarray],
+    before: Mapping[str, np.ndarray],
+    kinds: Mapping[str, str],
+) -> dict[str, Unlike]:
+    """Compares values after some steps.
+
+    Args:
+        own: one outcome.
+        plain: the one that counts as right.
+        before: values that both began with.
+        kinds: key -> what is of about the same size: parameters, or one kind of slots.
+    """
+    changes = {key: _largest(_wide(value) - _wide(before[key])) for key, value in plain.items()}
+    floors: dict[str, float] = {}
+    for key, change in changes.items():
+        floors[kinds[key]] = max(floors.get(kinds[key], 0.0), _FEW * change)
+    found = {}
+    for key, value in plain.items():
+        difference = _largest(_wide(own[key]) - _wide(value))
+        scale = max(changes[key], floors[kinds[key]])
+        last = _epsilon(value) * _largest(_wide(value))
+        if difference == 0:
+            found[key] = Unlike(0.0, 0.0)
+        elif scale == 0:
+            found[key] = Unlike(np.inf, 0.0)
+        else:
+            found[key] = Unlike(difference / scale if np.isfinite(difference) else np.inf, last / scale)
+    return found
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    return np.asarray(array).astype("float64")
+
+
+def _largest(array: np.ndarray) -> float:
+    # Not a number counts as infinitely wrong; max() would pass over it.
+    largest = float(np.max(np.abs(array), initial=0.0))
+    return largest if np.isfinite(largest) else float("inf")
+
+
+def _epsilon(array: np.ndarray) -> float:
+    name = keras.backend.standardize_dtype(array.dtype)
+    return float(tf.experimental.numpy.finfo(name).eps) if name in FLOATS else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What a variable is.
+
+    Attributes:
+        label: its path.
+        layer: path of its layer; "optimizer" for what has none.
+        kind: what it shares with others whose values are of about the same size.
+    """
+
+    label: str
+    layer: str
+    kind: str
+
+
+def places_of(model: keras.Model) -> dict[str, Place]:
+    """Key of each variable and slot -> what it is."""
+    variables = variables_of(model)
+    trained = {id(variable) for variable in model.trainable_variables}
+    slots = _slots(model.optimizer)
+    taken: set[str] = set()
+    places = {}
+    for key, variable in variables.items():
+        owner, kind = slots.get(id(variable), (variable, "trained" if id(variable) in trained else variable.path))
+        path = owner.path.rpartition("/")[0] or owner.path
+        label = variable.path if variable.path not in taken else f"{variable.path} ({key})"
+        taken.add(label)
+        of_none = key.startswith("optimizer/") and id(variable) not in slots
+        places[key] = Place(label, "optimizer" if of_none else path, kind)
+    return places
+
+
+def _slots(optimizer: Any) -> dict[int, tuple[keras.Variable, str]]:
+    """Id of an optimizer's slot -> the parameter that it belongs to, and the list of slots that it is in."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    parameters = inner._trainable_variables
+    found = {}
+    for name, own in vars(inner).items():
+        if isinstance(own, list) and len(own) == len(parameters) and own is not parameters:
+            for slot, parameter in zip(own, parameters, strict=True):
+                if isinstance(slot, keras.Variable) and slot is not parameter:
+                    found[id(slot)] = (parameter, name)
+    return found
+
+
+# ---- all together
+
+Run: TypeAlias = Callable[[tuple[Any, Any, Any], int, bool], Outcome]
+"""(data, how many steps, as in training) -> what the pipeline makes of the model's values, which come back."""
+
+
+def compare_steps(
+    model: keras.Model,
+    run: Run,
+    data: tuple[Any, Any, Any],
+    count: int,
+    reasons: Reasons,
+    *,
+    pipelined: Callable[[keras.Model], contextlib.AbstractContextManager[Run]] | None = None,
+) -> ComparedSteps:
+    """Compares some steps on a batch with those of plain Keras, in the model's dtype and in float64.
+
+    Where the same can't be done in float64, plain Keras takes the samples in another order as well: what that changes
+    is rounding, and tells how much of it there is.
+
+    Args:
+        model: the model, with the values that the devices have; it has them afterwards, too.
+        run: runs the pipeline's steps.
+        data: inputs, labels and sample weights of a batch.
+        count: how many steps.
+        reasons: why training steps may differ. Where some don't hold in inference behaviour, steps are compared in that
+            as well.
+        pipelined: makes the same pipeline of another model, for as long as its context lasts; None leaves float64 out.
+    """
+    before, places, dtype = _values(model), places_of(model), coarsest(model)
+    kinds = {key: place.kind for key, place in places.items()}
+    own, plain = run(data, count, True), plain_steps(model, data, count, training=True)
+    logs = {name: (own.logs[name], value) for name, value in plain.logs.items() if name in own.logs}
+    inference = reasons.inference
+    trained = unlike(own.values, plain.values, before, kinds)
+    checked = trained
+    if inference:
+        plain = plain_steps(model, data, count, training=False)
+        checked = unlike(run(data, count, False).values, plain.values, before, kinds)
+    exact, missing = None, "it wasn't asked for"
+    if dtype == "float64":
+        exact, missing = checked, ""
+    elif pipelined is not None:
+        exact, missing = _exactly(model, data, count, pipelined, training=not inference)
+    bounds = dict.fromkeys(checked, EXACT)
+    if exact is None:
+        turned = plain_steps(model, of_arrays(data, lambda array: array[::-1]), count, training=not inference)
+        noise = unlike(turned.values, plain.values, before, kinds)
+        bounds = {
+            key: 0.1 * TOLERANCES[dtype] + 10 * noise[key].difference + 16 * one.unit for key, one in checked.items()
+        }
+    variables = {
+        place.label: Difference(
+            place.layer,
+            trained[key].difference,
+            checked[key].difference,
+            None if exact is None else exact[key].difference,
+            bounds[key],
+        )
+        for key, place in places.items()
+    }
+    return ComparedSteps(count, dtype, variables, logs, missing, reasons.known, inference, reasons.remaining)
+
+
+def _exactly(
+    model: keras.Model,
+    data: tuple[Any, Any, Any],
+    count: int,
+    pipelined: Callable[[keras.Model], contextlib.AbstractContextManager[Run]],
+    *,
+    training: bool,
+) -> tuple[dict[str, Unlike] | None, str]:
+    """Differences of the same steps in float64; or why there are none."""
+    twin = in_float64(model)
+    if isinstance(twin, str):
+        return None, f"the model can't be made again in float64: {twin}"
+    wide = of_arrays(data, doubled)
+    kinds = {key: place.kind for key, place in places_of(twin).items()}
+    before = _values(twin)
+    try:
+        plain = plain_steps(twin, wide, count, training=training)
+        with pipelined(twin) as run:
+            own = run(wide, count, training)
+    except (DappleError, tf.errors.OpError, TypeError, ValueError) as error:
+        return None, f"steps in float64 failed: {reason(error)}"
+    return unlike(own.values, plain.values, before, kinds), ""

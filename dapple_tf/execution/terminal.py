@@ -1,0 +1,70 @@
+"""What else is written beside Keras' progress bar: warnings get lines of their own, TensorFlow's profiler none."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+
+_PROFILER = re.compile(rb"^[IW]\d{4} .*\b(?:profiler_session|xplane_to_step_stats)\.cc:\d+\]")
+_STDERR = 2
+_redirected = threading.Lock()
+
+
+@contextlib.contextmanager
+def without_profiler_lines() -> Iterator[None]:
+    """What TensorFlow's profiler says of each traced step isn't shown; all else that is written to stderr comes after.
+
+    It is written in C++ without a way to turn it off after TensorFlow has been imported.
+    """
+    with _redirected:
+        try:
+            terminal = os.dup(_STDERR)
+        except OSError:  # There is no stderr.
+            yield
+            return
+        with tempfile.TemporaryFile() as file:
+            os.dup2(file.fileno(), _STDERR)
+            try:
+                yield
+            finally:
+                os.dup2(terminal, _STDERR)
+                file.seek(0)
+                with os.fdopen(terminal, "wb") as shown:
+                    shown.writelines(line for line in file if not _PROFILER.match(line))
+
+
+@contextlib.contextmanager
+def beside_progress_bar(verbose: object) -> Iterator[None]:
+    """Log messages that go to the terminal begin on a new line, if Keras' progress bar stands in the current one.
+
+    Args:
+        verbose: as for ``fit``; ``auto`` and 1 show the bar.
+    """
+    if verbose not in ("auto", 1):
+        yield
+        return
+
+    def on_a_new_line(_: logging.LogRecord) -> bool:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        return True
+
+    known = [*logging.getLogger().handlers, *logging.getLogger("dapple_tf").handlers, logging.lastResort]
+    shown = [
+        handler
+        for handler in known
+        if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stdout, sys.stderr)
+    ]
+    for handler in shown:
+        handler.addFilter(on_a_new_line)
+    try:
+        yield
+    finally:
+        for handler in shown:
+            handler.removeFilter(on_a_new_line)

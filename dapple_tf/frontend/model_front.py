@@ -1,0 +1,94 @@
+"""What a pipelined model has of Keras' own: the user's model's attributes and methods, on current values."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import keras
+
+from dapple_tf.frontend.attachment import WHOLE
+
+_NOT_HERE = {
+    **dict.fromkeys(("make_train_function", "train_function", "train_step"), "train_on_batch() or fit()"),
+    **dict.fromkeys(("make_test_function", "test_function", "test_step"), "test_on_batch() or evaluate()"),
+    **dict.fromkeys(("make_predict_function", "predict_function", "predict_step"), "predict_on_batch() or predict()"),
+}
+"""Attributes that are about plain Keras' steps -> what runs a pipelined one."""
+_ASSIGNED = frozenset({"stop_training", "trainable", "optimizer", "steps_per_execution"})
+"""Attributes of a model that mean the same to its pipelined steps."""
+_ONCE = frozenset({"model", "profile"})
+"""Attributes of its own that steps are made by, so that another value would do nothing."""
+
+
+class ModelFront:
+    """Attributes of a Keras model, for a class that has one.
+
+    Variables are live and steps follow the model, so that whatever the model has works: ``summary``, ``layers``,
+    ``weights``, ``optimizer``, ``compile`` and the others.
+
+    Attributes:
+        model: the Keras model.
+    """
+
+    model: keras.Model
+    _own: ClassVar[frozenset[str]] = frozenset({"model"})
+    """Public attributes that may be assigned."""
+
+    def sync(self) -> keras.Model:
+        """Has the model have all of its newest values, at once; returns it."""
+        raise NotImplementedError
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's model itself, called on this host with current values; ``predict_on_batch`` runs on devices."""
+        return self.model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the user's model.
+
+        Raises:
+            AttributeError: it has no such attribute, or it is about steps that aren't pipelined.
+        """
+        model = vars(self).get("model")
+        if model is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in _NOT_HERE:
+            raise AttributeError(
+                f"{name} is plain Keras' step, on this host; call {_NOT_HERE[name]} of the pipelined model, or "
+                f"pipelined.model.{name}"
+            )
+        if not hasattr(model, name):
+            names = {own for own in (*dir(type(self)), *dir(model)) if not own.startswith("_")}
+            raise AttributeError(
+                f"neither the pipelined model nor model {model.name!r} has an attribute {name!r}{meant(name, names)}"
+            )
+        if name in WHOLE:
+            self.sync()
+        return getattr(model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assigns an attribute of its own, or one of the user's model that steps follow.
+
+        Raises:
+            AttributeError: it would do nothing.
+        """
+        once = name in _ONCE and name in vars(self)
+        if name.startswith("_") or (name in self._own and not once):
+            super().__setattr__(name, value)
+        elif name in _ASSIGNED:
+            setattr(self.model, name, value)
+        elif once or name in ("plan", "cluster"):
+            raise AttributeError(f"a pipelined model keeps its {name}; call dapple_tf.transform() again for another")
+        else:
+            names = {*_ASSIGNED, *self._own} - _ONCE
+            raise AttributeError(
+                f"setting {name!r} of a pipelined model does nothing{meant(name, names)}; attributes of the user's "
+                f"model are those of pipelined.model, options those of dapple_tf.transform()"
+            )
+
+
+def meant(name: str, names: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` if one of the names is close to a wrong one, else nothing."""
+    close = difflib.get_close_matches(name, sorted(names), 1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,89 @@
+"""What a model's own ``train_step`` or ``test_step`` returns: computed on the host, from its metrics' values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf.errors import CaptureError
+from graph_passes.build_forward import extract
+from graph_passes.graph import Graph, GraphDef, Ref
+
+
+class StepLogs:
+    """Logs as functions of metric variables.
+
+    Args:
+        graph: the traced step.
+        logs: structure of the logs, with tensors of the graph or Python values.
+        sources: metric variable -> the tensor of its value after the step.
+    """
+
+    def __init__(self, graph: GraphDef, logs: Any, sources: Mapping[str, tf.Tensor]) -> None:
+        leaves = keras.tree.flatten(logs)
+        self._structure = keras.tree.map_structure(lambda _: 0, logs)
+        self._leaves = [None if tf.is_tensor(leaf) else leaf for leaf in leaves]
+        self._places = [index for index, leaf in enumerate(leaves) if tf.is_tensor(leaf)]
+        wanted = [Ref.parse(leaves[index].name) for index in self._places]
+        arguments = {Ref.parse(tensor.name): name for name, tensor in sources.items()}
+        shapes = {Ref.parse(tensor.name): tuple(tensor.shape) for tensor in sources.values()}
+        part, placed = extract(Graph(graph), wanted, arguments, shapes)
+        self._graph = part
+        self._inputs = {arguments[ref]: str(place) for ref, place in placed.items()}
+        self._wanted = [str(placed.get(ref, ref)) for ref in wanted]
+
+    @property
+    def variables(self) -> Sequence[str]:
+        """The metric variables that logs are computed from."""
+        return tuple(self._inputs)
+
+    @functools.cached_property
+    def _function(self) -> Callable[..., Any]:
+        @tf.function(autograph=False)
+        def computed(*values: tf.Tensor) -> Any:
+            inputs = dict(zip(self._inputs.values(), values, strict=True))
+            wanted = [name if ":" in name else f"{name}:0" for name in self._wanted]
+            return tf.graph_util.import_graph_def(self._graph, inputs, wanted, name="logs")
+
+        return computed
+
+    def __call__(self, values: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """The logs for these values of metric variables."""
+        leaves = list(self._leaves)
+        results = self._function(*(tf.constant(values[name]) for name in self._inputs)) if self._wanted else []
+        for index, result in zip(self._places, results, strict=True):
+            leaves[index] = result
+        return dict(keras.tree.pack_sequence_as(self._structure, leaves))
+
+
+def depends_on_batch(tensor: tf.Tensor, sources: Sequence[tf.Tensor]) -> bool:
+    """Whether a tensor depends on a batch or on weights otherwise than by these tensors."""
+    ends = {id(source) for source in sources}
+    pending, seen = [tensor], set[int]()
+    while pending:
+        each = pending.pop()
+        if id(each) in ends or id(each.op) in seen:
+            continue
+        seen.add(id(each.op))
+        if each.op.type == "Placeholder":
+            return True
+        pending += each.op.inputs
+    return False
+
+
+def check_logs(model: keras.Model, step: str, logs: Any) -> None:
+    """Refuses logs that Keras couldn't take.
+
+    Raises:
+        CaptureError: they aren't a dict.
+    """
+    if not isinstance(logs, dict):
+        raise CaptureError(
+            f"{step}() of model {model.name!r} returns a {type(logs).__name__}; return a dict of logs, as Keras' own "
+            f"does"
+        )

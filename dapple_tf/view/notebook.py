@@ -1,0 +1,57 @@
+"""What plans, simulations and measured steps show of themselves in a notebook: tables, and a timeline as a picture."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dapple_tf.view.image import timelines_svg
+from dapple_tf.view.text import timeline_text
+from dapple_tf.view.timeline import Timeline
+
+
+class Table(NamedTuple):
+    """A table to show.
+
+    Attributes:
+        caption: stands above it; may be empty.
+        rows: the first row is the header.
+    """
+
+    caption: str
+    rows: Sequence[Sequence[str]]
+
+
+def notebook_html(
+    summary: str, tables: Sequence[Table], timelines: Sequence[Timeline], remarks: Sequence[str] = ()
+) -> str:
+    """A fragment of HTML for ``_repr_html_``.
+
+    Args:
+        summary: a line, above everything.
+        tables: one above another.
+        timelines: drawn one above another on one axis, as an image, or as text where matplotlib isn't installed.
+        remarks: lines between tables and picture.
+    """
+    parts = [f"<p>{html.escape(summary)}</p>", *map(_table, tables)]
+    parts += [f"<p>{html.escape(remark)}</p>" for remark in remarks]
+    return f'<div class="dapple_tf">{"".join(parts)}{_picture(timelines) if timelines else ""}</div>'
+
+
+def _table(table: Table) -> str:
+    head, *body = table.rows
+    caption = f"<caption>{html.escape(table.caption)}</caption>" if table.caption else ""
+    rows = "".join(_row("td", row) for row in body)
+    return f"<table>{caption}<thead>{_row('th', head)}</thead><tbody>{rows}</tbody></table>"
+
+
+def _row(tag: str, cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+def _picture(timelines: Sequence[Timeline]) -> str:
+    try:
+        return timelines_svg(timelines)
+    except ModuleNotFoundError:  # matplotlib is an extra
+        return f"<pre>{html.escape(timeline_text(timelines))}</pre>"

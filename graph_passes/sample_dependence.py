@@ -1,0 +1,69 @@
+"""How every tensor of a captured graph depends on the samples of a slice, by abstract interpretation."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import NamedTuple
+
+from graph_passes.graph import Graph, PassError, Ref
+from graph_passes.program import Program
+from graph_passes.sample_interpreter import Interpreter, Whole
+from graph_passes.sample_rules import RULES
+from graph_passes.slice_shapes import Dependence, SliceShapes
+from graph_passes.spreads import TRAINED, Coupling, Spread
+from graph_passes.tensorflow_bridge import Shape
+
+
+class SampleDependence(NamedTuple):
+    """What the interpretation has found out.
+
+    Attributes:
+        spreads: tensor -> how it relates to that of the whole batch.
+        couplings: (node, what it does), in the order of the graph.
+        wholes: see `Whole`.
+        shapes: those of tensors without batch axes, and of others for some number of samples.
+    """
+
+    spreads: Mapping[Ref, Spread]
+    couplings: Sequence[tuple[str, Coupling]]
+    wholes: Sequence[Whole]
+    shapes: Mapping[Ref, Shape | None]
+
+
+def sample_dependence(program: Program, loss_nodes: Container[str]) -> SampleDependence | None:
+    """Interprets a captured graph.
+
+    Args:
+        program: a flat program, producers first.
+        loss_nodes: the nodes that serve the loss alone, which may read statistics of the whole batch.
+
+    Returns:
+        What is known; None where shapes contradict each other whatever the number of samples, which is an error of
+        what needs them.
+    """
+    try:
+        shapes = SliceShapes.of(program)
+    except PassError:
+        return None
+    if shapes.samples is None:
+        return None
+    roles = program.roles
+    spreads: dict[Ref, Spread] = {ref: Spread(axis=0, varies=True) for ref in roles.inputs}
+    for variable in roles.variables:
+        if variable.value is not None:
+            spreads[variable.value] = TRAINED
+    spreads |= {normalizer.inverse: TRAINED for normalizer in roles.normalizers}
+    spreads[roles.slice.weight] = Spread(degree=1, known=False)
+    spreads[roles.slice.number] = TRAINED
+    spreads[roles.slice.samples] = Spread(degree=1)
+    scalars = [{roles.slice.weight: float(few), roles.slice.samples: float(few)} for few in shapes.samples]
+    graph = Graph(program.graph)
+    told = (Dependence.FIXED, Dependence.BATCH)
+    sources = {node.name: shapes.axes(graph.inputs(node.name)[0]) for node in graph if node.op == "Shape"}
+    open_shapes = {
+        name for name, axes in sources.items() if axes is None or any(axis.dependence not in told for axis in axes)
+    }
+    interpreter = Interpreter(graph, RULES, shapes.samples, shapes.found[:2], scalars, loss_nodes, open_shapes)
+    interpreter.run(spreads)
+    couplings = list(dict.fromkeys(interpreter.couplings))
+    return SampleDependence(interpreter.spreads, couplings, interpreter.wholes, shapes.found[0])

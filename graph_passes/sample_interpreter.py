@@ -1,0 +1,325 @@
+"""Walks through a graph and asks of each node what it makes of the samples of a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from tensorflow.core.framework import types_pb2
+
+from graph_passes.call_order import CALLS
+from graph_passes.graph import COUNTABLE_DTYPES, Graph, GraphDef, NodeDef, PassError, Ref
+from graph_passes.operator_traits import draws
+from graph_passes.shape_values import shape_values
+from graph_passes.spreads import CONSTANT, Coupling, Spread, all_shared, degree_of
+from graph_passes.tensorflow_bridge import Shape, function_graph, infer_shapes, is_stateful, output_dtypes
+
+Rule: TypeAlias = "Callable[[Interpreter, NodeDef], Spread | Sequence[Spread] | None]"
+_ASKING = frozenset({"Shape", "Size", "Rank"})
+_DEEPEST = 8
+"""Calls within calls that are looked into."""
+
+
+class Whole(NamedTuple):
+    """A tensor that a node of the loss must read of the whole batch, for being neither a sum nor a mean to it.
+
+    Attributes:
+        node: the reader.
+        argument: which of its inputs.
+        ref: what it reads; computed from batch inputs alone.
+    """
+
+    node: str
+    argument: int
+    ref: Ref
+
+
+class Interpreter:
+    """Finds the spreads of one graph's tensors.
+
+    Args:
+        graph: a flat graph, producers first.
+        rules: op -> what it makes of its inputs; None where it does something with each sample by itself.
+        samples: two numbers of samples of a slice.
+        shapes: of its tensors, for each of them.
+        scalars: values of some placeholders, for each of them.
+        loss_nodes: the nodes that serve the loss alone, which may read statistics of the whole batch.
+        open_shapes: ``Shape`` nodes that can only be computed where their tensor is.
+        depth: of calls.
+
+    Attributes:
+        spreads: those found so far.
+        couplings: (node, what it does), in the order of the graph.
+        wholes: see `Whole`.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        rules: Mapping[str, Rule],
+        samples: tuple[int, int],
+        shapes: Sequence[Mapping[Ref, Shape | None]],
+        scalars: Sequence[Mapping[Ref, float]],
+        loss_nodes: Container[str] = (),
+        open_shapes: Container[str] = (),
+        depth: int = 0,
+    ) -> None:
+        self.graph, self._rules, self._samples, self._shapes = graph, rules, samples, shapes
+        self._loss_nodes, self._open_shapes, self._depth = loss_nodes, open_shapes, depth
+        self._values = [shape_values(graph, known, given) for known, given in zip(shapes, scalars, strict=True)]
+        self._dtypes: dict[str, list[int]] = {}
+        self.spreads: dict[Ref, Spread] = {}
+        self.couplings: list[tuple[str, Coupling]] = []
+        self.wholes: list[Whole] = []
+
+    def run(self, given: Mapping[Ref, Spread]) -> None:
+        """Interprets all nodes; ``given`` are the spreads of placeholders."""
+        self.spreads |= given
+        for node in self.graph:
+            if Ref(node.name) in given:
+                continue
+            for output, spread in enumerate(self._outputs(node)):
+                self.spreads[Ref(node.name, output)] = spread
+
+    def _outputs(self, node: NodeDef) -> list[Spread]:
+        count = len(self.dtypes(node.name))
+        if node.op in ("Const", "Placeholder"):
+            return [CONSTANT] * count
+        numbers = self.numbers(Ref(node.name))
+        if numbers is not None and count == 1 and numbers[0].shape == numbers[1].shape:
+            known = all(self.of(ref).known for ref in self.graph.inputs(node.name))
+            known |= node.op == "Shape" and not np.isnan(numbers[0]).any()
+            if np.isnan(numbers[0]).any() and any(spread.partial for spread in self.inputs(node)):
+                return [Spread(varies=True, degree=1, known=known)]  # the number of rows that a mask leaves
+            if not np.isnan(numbers[0]).any() or node.op in _ASKING:
+                return [Spread(degree=degree_of(*numbers, self._samples[1] / self._samples[0]), known=known)]
+        if node.op in CALLS and self._depth < _DEEPEST:
+            return self._called(node)
+        rule = self._rules.get(node.op)
+        if rule is not None:
+            found = rule(self, node)
+            if found is not None:
+                return [found] * count if isinstance(found, Spread) else list(found)
+        return self.generic(node)
+
+    def _called(self, node: NodeDef) -> list[Spread]:
+        """What a function makes of its arguments."""
+        body, results = function_graph(self.graph.graph.library, node.attr["f"].func.name)
+        arguments = [Ref(inner.name) for inner in body.node if inner.op == "Placeholder"]
+        refs = self.graph.inputs(node.name)
+        try:
+            shapes = [
+                infer_shapes(
+                    body,
+                    {
+                        inner.node: shape
+                        for inner, ref in zip(arguments, refs, strict=True)
+                        if (shape := known.get(ref)) is not None
+                    },
+                    {},
+                )
+                for known in self._shapes
+            ]
+        except PassError:
+            return self.generic(node)
+        scalars = [
+            {
+                inner: float(own[ref])
+                for inner, ref in zip(arguments, refs, strict=True)
+                if ref in own and own[ref].ndim == 0
+            }
+            for own in self._values
+        ]
+        inside = Interpreter(_sorted(body), self._rules, self._samples, shapes, scalars, depth=self._depth + 1)
+        inside.run({inner: self.of(ref) for inner, ref in zip(arguments, refs, strict=True)})
+        self.couplings += [(node.name, coupling) for _, coupling in inside.couplings]
+        return [inside.of(ref) for ref in results]
+
+    # ---- what rules ask
+
+    def of(self, ref: Ref) -> Spread:
+        """A tensor's spread."""
+        return self.spreads.get(ref, CONSTANT)
+
+    def inputs(self, node: NodeDef) -> list[Spread]:
+        """The spreads of a node's inputs."""
+        return [self.of(ref) for ref in self.graph.inputs(node.name)]
+
+    def dtypes(self, name: str) -> list[int]:
+        """The dtypes of a node's outputs."""
+        if name not in self._dtypes:
+            self._dtypes[name] = output_dtypes(self.graph.nodes[name])
+        return self._dtypes[name]
+
+    def is_float(self, ref: Ref) -> bool:
+        """Whether a tensor is of floating-point numbers."""
+        return self.dtypes(ref.node)[ref.output] in COUNTABLE_DTYPES
+
+    def is_handle(self, ref: Ref) -> bool:
+        """Whether a tensor is a list of tensors, say."""
+        return self.dtypes(ref.node)[ref.output] in (types_pb2.DT_VARIANT, types_pb2.DT_RESOURCE)
+
+    def shape(self, ref: Ref) -> Shape | None:
+        """A tensor's shape for the smaller number of samples."""
+        return self._shapes[0].get(ref)
+
+    def numbers(self, ref: Ref) -> tuple[np.ndarray, np.ndarray] | None:
+        """What follows from shapes: the value for both numbers of samples."""
+        few, many = (values.get(ref) for values in self._values)
+        return None if few is None or many is None else (few, many)
+
+    def integers(self, ref: Ref) -> list[int] | None:
+        """The value of a small tensor that is the same for all slices."""
+        numbers = self.numbers(ref)
+        if numbers is None or numbers[0].shape != numbers[1].shape or not np.array_equal(*numbers):
+            return None
+        return [int(number) for number in numbers[0].ravel()]
+
+    def axes_of(self, ref: Ref, rank: int) -> list[int] | None:
+        """Axes that a constant input names, counted from the first."""
+        axes = self.integers(ref)
+        return None if axes is None else [axis % rank if rank else 0 for axis in axes]
+
+    def growing(self, ref: Ref) -> list[int]:
+        """The axes of a tensor whose lengths are proportional to the number of samples."""
+        few, many = (shapes.get(ref) for shapes in self._shapes)
+        if few is None or many is None or len(few) != len(many):
+            return []
+        return [
+            axis
+            for axis, (one, other) in enumerate(zip(few, many, strict=True))
+            if one and other and one * self._samples[1] == other * self._samples[0]
+        ]
+
+    def differing(self, ref: Ref) -> list[int]:
+        """The axes of a tensor whose lengths depend on the number of samples, in whatever way."""
+        few, many = (shapes.get(ref) for shapes in self._shapes)
+        if few is None or many is None or len(few) != len(many):
+            return []
+        return [axis for axis, (one, other) in enumerate(zip(few, many, strict=True)) if one != other]
+
+    def batch_axis(self, node: NodeDef, output: int, inputs: Sequence[tuple[Ref, Spread]]) -> int | None:
+        """The axis with the samples of an output that is computed from others; two such axes are a coupling."""
+        ref = Ref(node.name, output)
+        axes = self.growing(ref)
+        rows = [
+            (source, spread.axis)
+            for source, spread in inputs
+            if spread.axis is not None and not self.is_handle(source)  # the axis of a list is that of its elements
+        ]
+        if len(axes) > 1:
+            same = [axis for axis in axes if any(axis == own for _, own in rows)]
+            if self.is_float(ref) and any(spread.varies for _, spread in inputs):
+                self.couple(node, Coupling.TOGETHER)
+            return (same or axes)[0]
+        if axes:
+            return axes[0]
+        shape = self.shape(ref)
+        for source, axis in rows:
+            before = self.shape(source)
+            if shape is None or before is None:
+                return axis
+            if len(shape) == len(before) and shape[axis] is None:
+                return axis
+            open_axes = [number for number, size in enumerate(shape) if size is None]
+            if before[axis] is None and len(open_axes) == 1:
+                return open_axes[0]
+        return None
+
+    def lead(self, ref: Ref) -> int | None:
+        """Number of places before the samples' own in the order of a tensor's elements."""
+        spread, shape = self.of(ref), self.shape(ref)
+        if spread.axis is None or shape is None:
+            return None
+        lead = spread.outer
+        for size in shape[: spread.axis]:
+            if size is None:
+                return None
+            lead *= size
+        return lead
+
+    def couple(self, node: NodeDef, coupling: Coupling) -> None:
+        """Notes what a node does."""
+        self.couplings.append((node.name, coupling))
+
+    def couple_size(self, node: NodeDef) -> None:
+        """Notes that samples depend on the size of their slice, of the node where they begin to."""
+        before: str | None = node.name
+        while before is not None:
+            name = before
+            sized = (ref for ref in self.graph.inputs(name) if self.of(ref).axis is not None and self.of(ref).degree)
+            before = next((ref.node for ref in sized), None)
+        self.couple(self.graph.nodes[name], Coupling.BATCH_SIZE)
+
+    def in_loss(self, node: NodeDef) -> bool:
+        """Whether a node serves the loss alone."""
+        return node.name in self._loss_nodes
+
+    def _asks_open_shapes(self, ref: Ref) -> bool:
+        """Whether a tensor is computed from the shape of one that must be there for that."""
+        asked = [Ref(node.name) for node in self.graph if node.op == "Shape"]
+        body = self.graph.ancestors([ref], asked, control=False)
+        return any(own.node in self._open_shapes for name in body for own in self.graph.inputs(name))
+
+    def fixed(self, node: NodeDef, index: int, *, rows: bool) -> Spread:
+        """The spread of an input that isn't used linearly: that of the whole batch, if it can be known before.
+
+        Args:
+            node: the reader.
+            index: which input.
+            rows: whether the reader combines it with samples.
+        """
+        ref = self.graph.inputs(node.name)[index]
+        spread = self.of(ref)
+        if spread.axis is not None or spread.constant or not self.is_float(ref):
+            return spread
+        if spread.known and self.in_loss(node) and not self._asks_open_shapes(ref):
+            self.wholes.append(Whole(node.name, index, ref))
+            return CONSTANT
+        if spread.varies or not spread.linear:
+            together = Coupling.MICRO_BATCH if spread.shared else Coupling.TOGETHER
+            self.couple(node, together if rows or not self.in_loss(node) else Coupling.NOT_LINEAR)
+        else:
+            self.couple(node, Coupling.BATCH_SIZE)
+        return spread._replace(degree=0, linear=False)
+
+    def generic(self, node: NodeDef) -> list[Spread]:
+        """What an operation is taken to do of which nothing else is known: something with each sample by itself."""
+        refs = self.graph.inputs(node.name)
+        spreads = self.inputs(node)
+        has_rows = any(spread.axis is not None and spread.varies for spread in spreads)
+        used = [(ref, self.fixed(node, index, rows=has_rows)) for index, ref in enumerate(refs)]
+        if any(s.axis is not None and s.degree != 0 and self.is_float(ref) for ref, s in used):
+            self.couple_size(node)
+        known = all(spread.known for _, spread in used) and not _draws(node)
+        varies = any(spread.varies for _, spread in used) or _draws(node)
+        found = []
+        for output in range(len(self.dtypes(node.name))):
+            ref = Ref(node.name, output)
+            axis = self.batch_axis(node, output, used)
+            place = any(spread.place for _, spread in used)
+            if place and self.is_float(ref):
+                self.couple(node, Coupling.PLACE)
+                place = False
+            outers = {s.outer for _, s in used if s.axis is not None}
+            outer = outers.pop() if len(outers) == 1 and axis is not None else 1
+            collapsed = axis is None and has_rows
+            linear = not collapsed and (axis is not None or not varies)
+            partial = axis is not None and any(spread.partial for _, spread in used)
+            shared = axis is None and all_shared(spread for _, spread in used)
+            found.append(Spread(axis, outer, varies, 0, linear, known, place, partial, shared))
+        return found
+
+
+def _draws(node: NodeDef) -> bool:
+    """Whether a node draws random numbers, also by an operator that only its seeds tell of."""
+    return draws(node.op) or (is_stateful(node.op) and {"seed", "seed2"} <= set(node.attr))
+
+
+def _sorted(graph: GraphDef) -> Graph:
+    """A function's body, producers first."""
+    view = Graph(graph)
+    ordered = GraphDef(versions=graph.versions, library=graph.library)
+    ordered.node.extend(view.nodes[name] for name in view.topological())
+    return Graph(ordered)

@@ -1,0 +1,109 @@
+"""Spreads: how a slice's tensor relates to the same tensor of the whole batch.
+
+What layers compute of a slice of a batch is, of most tensors, the slice's part of what they would compute of the batch:
+the batch axis is cut. Of what has no batch axis the whole batch's value may be the sum of the slices' values, their
+mean, or the same in all of them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Coupling(enum.Enum):
+    """What makes a slice's tensor other than the slice of the whole batch's."""
+
+    TOGETHER = "together"
+    """Something is computed across the samples of a slice."""
+    MICRO_BATCH = "micro-batch"
+    """Something is computed across the samples of a micro-batch, of all its slices."""
+    BATCH_SIZE = "batch size"
+    """Something depends on the number of a slice's samples."""
+    PLACE = "place"
+    """Something depends on a sample's place in the slice."""
+    NOT_LINEAR = "not linear"
+    """Something of a loss isn't linear in a sum or a mean over samples."""
+    STATE = "state"
+    """State becomes something else than a sum or a mean over slices."""
+    METRIC = "metric"
+    """A metric isn't a sum over samples."""
+
+
+class Spread(NamedTuple):
+    """How a tensor relates to that of the whole batch.
+
+    With n samples in the slice and N in the batch, a tensor without a batch axis is n ** degree times something that is
+    the same for all slices, or, where it ``varies``, something whose mean over slices (weighted by n / N) is that of
+    the batch. A sum over samples varies and has degree 1, their mean degree 0, their number doesn't vary and has
+    degree 1.
+
+    Attributes:
+        axis: the axis with the samples; None where there is none.
+        outer: number of parts of that axis each of which has all samples: 2 where two batches are concatenated.
+        varies: whether it depends on the samples' values.
+        degree: see above; None where it isn't a power of n: a sum of such terms with different degrees, for one.
+        linear: whether the slices' values tell that of the batch as above. A maximum over samples doesn't.
+        known: whether it is computed from batch inputs alone, so that it can be known before the step.
+        place: whether it says at which places of the batch samples are: numbers 0 to n - 1.
+        shared: whether all slices of a micro-batch have the same value, being that of the micro-batch.
+        partial: whether the number of rows that a sample has depends on values: those that a mask leaves, say.
+    """
+
+    axis: int | None = None
+    outer: int = 1
+    varies: bool = False
+    degree: int | None = 0
+    linear: bool = True
+    known: bool = True
+    place: bool = False
+    partial: bool = False
+    shared: bool = False
+
+    @property
+    def constant(self) -> bool:
+        """Whether it is the same for all slices, whatever their sizes."""
+        return self.axis is None and not self.varies and self.degree == 0
+
+
+CONSTANT = Spread()
+TRAINED = Spread(known=False)
+"""Of variables."""
+
+
+def degree_of(few: np.ndarray, many: np.ndarray, ratio: float) -> int | None:
+    """The power of the number of samples that a value grows with; None if it isn't one.
+
+    Args:
+        few: the value for a number of samples; not a number where it isn't known.
+        many: the value for a larger one.
+        ratio: of the larger to the smaller number.
+    """
+    few, many = few[~np.isnan(few)], many[~np.isnan(many)]
+    for degree in (0, 1, -1, 2, -2):
+        if few.shape == many.shape and np.allclose(few * ratio**degree, many, rtol=1e-9, atol=0):
+            return degree
+    return None
+
+
+def together(spreads: Iterable[Spread]) -> Spread:
+    """That of a linear combination of tensors without batch axes."""
+    several = list(spreads)
+    degrees = {spread.degree for spread in several}
+    return Spread(
+        varies=any(spread.varies for spread in several),
+        degree=degrees.pop() if len(degrees) == 1 else None,
+        linear=all(spread.linear for spread in several),
+        known=all(spread.known for spread in several),
+        place=any(spread.place for spread in several),
+        shared=all_shared(several),
+    )
+
+
+def all_shared(spreads: Iterable[Spread]) -> bool:
+    """Whether slices of one micro-batch have the same of all that depends on samples, without a batch axis."""
+    varying = [spread.shared for spread in spreads if spread.varies and spread.axis is None]
+    return bool(varying) and all(varying)

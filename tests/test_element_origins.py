@@ -1,0 +1,262 @@
+"""What indices belong to is told by data flow; what is told of random computations holds for their values."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from programs import INT32, PARAMETER
+
+from graph_passes.element_origins import ElementOrigins, Origin, Parts
+from graph_passes.graph import GraphDef, Ref
+from graph_passes.program import Program, Roles, Slice, Stage, Value, Variable
+
+LENGTH = 4
+Made = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]
+
+
+def traced(made: Made) -> tuple[Program, GraphDef, Ref]:
+    """A flat program of one stage that computes indices of batch ids, a variable and the size of the slice."""
+    with tf.Graph().as_default() as scope:
+        ids = tf.compat.v1.placeholder(tf.int32, [None, LENGTH], name="ids")
+        fixed = tf.compat.v1.placeholder(tf.int32, [3], name="fixed")
+        samples = tf.compat.v1.placeholder(tf.int32, [], name="samples")
+        tf.compat.v1.placeholder(tf.int32, [], name="number")
+        tf.compat.v1.placeholder(tf.float64, [], name="weight")
+        found = tf.identity(made(ids, fixed, samples), name="found")
+        graph = scope.as_graph_def()
+    variable = Variable("fixed", INT32, (3,), PARAMETER, value=Ref("fixed"))
+    scalars = Slice(Ref("weight"), Ref("number"), Ref("samples"))
+    return Program(graph, Roles((Ref("ids"),), (variable,), scalars)), graph, Ref(found.op.name)
+
+
+def parts_of(made: Made) -> Parts:
+    program, graph, ref = traced(made)
+    arguments = {Value(Ref(name)): Ref(name) for name in ("ids", "fixed", "samples", "number", "weight")}
+    return ElementOrigins(program, Stage(0, (), graph=graph, arguments=arguments), graph, [ref]).of(ref)
+
+
+def origins_of(made: Made) -> list[Origin]:
+    return [part.origin for part in parts_of(made)]
+
+
+def values_of(made: Made, ids: np.ndarray, *more: Ref) -> list[np.ndarray]:
+    """What a slice computes: the indices, and other tensors."""
+    _, graph, ref = traced(made)
+    with tf.Graph().as_default() as scope:
+        tf.graph_util.import_graph_def(graph, name="")
+        feeds = {"ids:0": ids, "fixed:0": np.array([2, 0, 2]), "samples:0": len(ids)}
+        with tf.compat.v1.Session(graph=scope) as session:
+            found: list[np.ndarray] = session.run([f"{each.node}:{each.output}" for each in (ref, *more)], feeds)
+    return found
+
+
+def larger(array: np.ndarray) -> np.ndarray:
+    """TensorFlow finds it as long as something holds it."""
+    return array + np.int32(1)
+
+
+def flat(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(tensor, [-1])
+
+
+CONSTANT: dict[str, Made] = {
+    "constants": lambda ids, fixed, samples: tf.constant([1, 1, 2]),
+    "positions": lambda ids, fixed, samples: tf.range(tf.shape(ids)[1]),
+    "distances": lambda ids, fixed, samples: flat(tf.range(5)[:, None] - tf.range(5)),
+    "a variable": lambda ids, fixed, samples: fixed + tf.gather(fixed, [0, 1, 1]),
+    "random numbers of a fixed seed": lambda ids, fixed, samples: (
+        tf.random.stateless_uniform([4], [1, 2], maxval=9, dtype=tf.int32) * fixed[0]
+    ),
+    "unique constants": lambda ids, fixed, samples: tf.unique(fixed)[0],
+}
+SAMPLES: dict[str, Made] = {
+    "ids": lambda ids, fixed, samples: flat(ids + 1),
+    "keras.ops.take": lambda ids, fixed, samples: tf.where(ids < 0, ids + 9, ids),
+    "a column": lambda ids, fixed, samples: ids[:, 1],
+    "transposed": lambda ids, fixed, samples: flat(tf.transpose(ids)),
+    "ids and places": lambda ids, fixed, samples: ids * 4 + tf.range(4),
+    "broadcast constants": lambda ids, fixed, samples: tf.broadcast_to(tf.range(3), [samples, 3]),
+    "a broadcast variable": lambda ids, fixed, samples: tf.tile(fixed[None], [tf.shape(ids)[0], 1]),
+    "a token before all": lambda ids, fixed, samples: tf.concat([tf.fill([samples, 1], 5), ids], 1),
+    "two lookups": lambda ids, fixed, samples: tf.concat([flat(ids), ids[:, 0]], 0),
+    "a mask": lambda ids, fixed, samples: tf.boolean_mask(ids, ids > 2) + 1,
+    "places in a sample": lambda ids, fixed, samples: tf.where(ids > 2)[:, 1],
+    "by places in the batch": lambda ids, fixed, samples: tf.gather(flat(ids), tf.range(samples) * 4 + ids[:, 0] % 4),
+    "a vocabulary": lambda ids, fixed, samples: tf.gather(fixed, ids % 3),
+    "by the largest logit": lambda ids, fixed, samples: tf.argmax(tf.one_hot(ids, 5) * 2.0, -1),
+    "running sums of a sample": lambda ids, fixed, samples: tf.cumsum(ids, axis=1),
+    "a loop": lambda ids, fixed, samples: tf.map_fn(lambda row: row[:2], ids),
+    "python": lambda ids, fixed, samples: tf.numpy_function(larger, [ids], tf.int32),
+    "parts by data": lambda ids, fixed, samples: tf.dynamic_partition(flat(ids), flat(ids) % 2, 2)[1],
+}
+OTHERS: dict[str, tuple[Made, Origin]] = {
+    "unique": (lambda ids, fixed, samples: tf.unique(flat(ids))[0], Origin.DISTINCT),
+    "unique with constants": (
+        lambda ids, fixed, samples: tf.unique(tf.concat([fixed, flat(ids)], 0))[0] + 1,
+        Origin.DISTINCT,
+    ),
+    "up to the largest": (lambda ids, fixed, samples: tf.range(tf.reduce_max(ids) + 1), Origin.DISTINCT),
+    "largest of the batch": (lambda ids, fixed, samples: tf.reduce_max(ids, 0), Origin.COUPLED),
+    "unique, without equals": (lambda ids, fixed, samples: tf.unique(tf.unique(flat(ids))[0] // 2)[0], Origin.DISTINCT),
+    "unique, gathered": (lambda ids, fixed, samples: tf.gather(fixed, tf.unique(flat(ids))[0] % 3), Origin.COUPLED),
+    "some samples": (lambda ids, fixed, samples: ids[:2], Origin.COUPLED),
+    "pairs of samples": (lambda ids, fixed, samples: ids[:, :1] - tf.transpose(ids[:, :1]), Origin.COUPLED),
+    "places of samples": (lambda ids, fixed, samples: tf.range(samples), Origin.PLACES),
+    "ids by place": (lambda ids, fixed, samples: ids + tf.range(samples)[:, None], Origin.PLACES),
+    "places of a mask": (lambda ids, fixed, samples: tf.where(ids > 2)[:, 0], Origin.PLACES),
+    "running sums of the batch": (lambda ids, fixed, samples: tf.cumsum(ids, axis=0), Origin.PLACES),
+    "the size": (lambda ids, fixed, samples: tf.stack([samples, samples // 2]), Origin.SIZE),
+}
+
+
+def called(made: Made) -> Made:
+    """The same in a function that stays a call, within another one."""
+
+    @tf.function(autograph=False)
+    def inner(ids: tf.Tensor, fixed: tf.Tensor, samples: tf.Tensor) -> tf.Tensor:
+        return made(ids, fixed, samples)
+
+    @tf.function(autograph=False)
+    def outer(ids: tf.Tensor, fixed: tf.Tensor, samples: tf.Tensor) -> tf.Tensor:
+        return inner(ids, fixed, samples) + 1
+
+    return outer
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_what_needs_no_data_is_the_same_in_all_slices(name: str) -> None:
+    assert origins_of(CONSTANT[name]) == [Origin.CONSTANT]
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_what_is_computed_sample_by_sample_belongs_to_samples(name: str) -> None:
+    assert set(origins_of(SAMPLES[name])) == {Origin.SAMPLES}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_couples_samples_is_told(name: str) -> None:
+    made, origin = OTHERS[name]
+    assert origins_of(made) == [origin]
+
+
+def test_calls_are_looked_into() -> None:
+    assert origins_of(called(CONSTANT["distances"])) == [Origin.CONSTANT]
+    assert origins_of(called(SAMPLES["transposed"])) == [Origin.SAMPLES]
+    assert origins_of(called(OTHERS["largest of the batch"][0])) == [Origin.COUPLED]
+
+
+def test_what_only_a_call_knows_the_sizes_of_is_not_told_apart() -> None:
+    both = called(lambda ids, fixed, samples: tf.concat([fixed, flat(ids)], 0))
+    assert origins_of(both) == [Origin.COUPLED]
+
+
+def test_gradients_of_sparse_segments_have_a_row_for_each_different_index() -> None:
+    def made(ids: tf.Tensor, fixed: tf.Tensor, samples: tf.Tensor) -> tf.Tensor:
+        sparse = tf.sparse.from_dense(ids)
+        table = tf.ones((9, 2), tf.float64) * tf.cast(fixed[0], tf.float64)
+        found = tf.nn.safe_embedding_lookup_sparse(table, sparse, None, combiner="sum")
+        (gradient,) = tf.gradients([found], [table])
+        return gradient.indices
+
+    assert origins_of(made) == [Origin.DISTINCT]
+
+
+def test_parts_of_a_concatenation_are_told_apart_through_maps_and_shapes() -> None:
+    def made(ids: tf.Tensor, fixed: tf.Tensor, samples: tf.Tensor) -> tf.Tensor:
+        joined = tf.concat([tf.constant([[1, 2, 3, 4]] * 2), ids, tf.range(4)[None]], 0)
+        return flat(tf.where(joined < 0, joined + 9, joined))
+
+    assert origins_of(made) == [Origin.CONSTANT, Origin.SAMPLES, Origin.CONSTANT]
+    ids = np.arange(12).reshape(3, 4)
+    found, *parts = values_of(made, ids, *(part.tensor for part in parts_of(made)))
+    assert [part.size for part in parts] == [8, 12, 4] and found.size == 24
+
+
+# ---- random computations
+
+
+def drawn(seed: int) -> Made:
+    """Some operators, one after the other, on indices of several kinds."""
+    choose = random.Random(seed)
+
+    def start(ids: tf.Tensor, fixed: tf.Tensor, samples: tf.Tensor) -> tf.Tensor:
+        kinds = [
+            lambda: ids,
+            lambda: ids[:, : choose.randint(1, 3)],
+            lambda: flat(ids),
+            lambda: fixed,
+            lambda: tf.range(choose.randint(1, 5)),
+            lambda: tf.tile(tf.range(3)[None], [samples, 1]),
+            lambda: tf.repeat(tf.range(2), samples),
+            lambda: tf.range(samples),
+            lambda: tf.boolean_mask(ids, ids > choose.randint(0, 5)),
+            lambda: tf.reduce_max(ids, choose.choice([0, 1])),
+        ]
+        return choose.choice(kinds)()
+
+    def changed(tensor: tf.Tensor, ids: tf.Tensor, fixed: tf.Tensor, samples: tf.Tensor) -> tf.Tensor:
+        def joined() -> tf.Tensor:
+            other = start(ids, fixed, samples)
+            rows = tensor.shape.rank == 2 and other.shape.rank == 2 and tensor.shape[1] == other.shape[1]
+            if rows and choose.random() < 0.5:
+                return tf.concat([tensor, other], 0)
+            return tf.concat([flat(other), flat(tensor)], 0)
+
+        kinds = [
+            lambda: tensor % choose.randint(2, 7),
+            lambda: tf.where(tensor > 2, tensor - 1, tensor),
+            lambda: flat(tensor),
+            lambda: tf.transpose(tensor),
+            lambda: tf.unique(flat(tensor))[0],
+            lambda: tf.gather(*reversed(tf.unique(flat(tensor))[::-1])),
+            lambda: tf.gather(tf.constant([3, 1, 4, 1, 5, 9, 2, 6]), tensor % 8),
+            lambda: tf.expand_dims(tensor, -1) + tf.range(2),
+            lambda: tf.cast(tf.cast(tensor, tf.int64) * 3, tf.int32),
+            lambda: tf.reduce_max(tensor, -1) if tensor.shape.rank == 2 else tensor + 1,
+            lambda: tf.boolean_mask(flat(tensor), flat(tensor) % 2 < 1),
+            lambda: tf.reverse(tensor, [0]),
+            lambda: tensor + start(ids, fixed, samples) if tensor.shape.rank == 0 else tensor,
+            lambda: tf.range(tf.reduce_max(tensor) % 7 + 1),
+            joined,
+            joined,
+        ]
+        return choose.choice(kinds)()
+
+    def made(ids: tf.Tensor, fixed: tf.Tensor, samples: tf.Tensor) -> tf.Tensor:
+        choose.seed(seed)
+        tensor = start(ids, fixed, samples)
+        for _ in range(choose.randint(1, 4)):
+            tensor = changed(tensor, ids, fixed, samples)
+        return flat(tensor)
+
+    return made
+
+
+def assert_holds(made: Made, seed: int) -> set[Origin]:
+    """What is told of indices holds for the values that a batch has, and its two slices."""
+    parts = parts_of(made)
+    ids = np.random.default_rng(seed).integers(0, 8, (5, LENGTH))
+    whole, first, second = (
+        np.split(found[0], np.cumsum([part.size for part in found[1:]])[:-1])
+        for found in (values_of(made, part, *(part.tensor for part in parts)) for part in (ids, ids[:2], ids[2:]))
+    )
+    for part, batch, one, other in zip(parts, whole, first, second, strict=True):
+        both = np.concatenate([one, other])
+        if part.origin is Origin.CONSTANT:
+            np.testing.assert_array_equal(one, batch)
+            np.testing.assert_array_equal(other, batch)
+        elif part.origin is Origin.SAMPLES:
+            np.testing.assert_array_equal(np.sort(both), np.sort(batch))
+        elif part.origin is Origin.DISTINCT and part.tensor == part.root:
+            assert len(np.unique(batch)) == len(batch)
+    return {part.origin for part in parts}
+
+
+@pytest.mark.slow
+def test_what_is_told_of_random_computations_holds_for_their_values() -> None:
+    told = [assert_holds(drawn(seed), seed) for seed in range(20)]
+    assert sum(found <= {Origin.CONSTANT, Origin.SAMPLES, Origin.DISTINCT} for found in told) >= 8

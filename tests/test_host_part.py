@@ -1,0 +1,121 @@
+"""What a model does with strings and tables runs on the client, as a whole, before the first stage."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import TOLERANCE, assert_same_training, assert_same_variables, pair, pipeline, use_float64
+
+import dapple_tf as dapple
+from dapple_tf.frontend.batch import declared_spec
+from dapple_tf.frontend.capture import Mode, capture
+from dapple_tf.frontend.host_part import CapturedProgram
+from dapple_tf.frontend.variables import VariableTable
+
+layers = keras.layers
+rng = np.random.default_rng(0)
+WORDS = ["a pipeline of stages", "stages of a model", "words", "a b", "unknown here", "of of of", "model words stages"]
+TEXTS = tf.constant(WORDS)
+Y = rng.normal(size=(7, 2))
+NUMBERS = rng.normal(size=(7, 3))
+IDS = rng.integers(0, 9, size=(7, 2))
+
+
+def compiled(inputs: Any, x: Any) -> keras.Model:
+    x = layers.Dense(4, activation="tanh", name="second")(x)
+    model = keras.Model(inputs, layers.Dense(2, name="last")(x))
+    model.compile(keras.optimizers.Adam(1e-2), "mse")
+    return model
+
+
+def vectorized(length: int | None = 4) -> keras.Model:
+    """Token ids that are looked up, and a mask of them."""
+    vectorize = layers.TextVectorization(output_sequence_length=length, vocabulary=["stages", "of", "a", "model"])
+    texts = keras.Input((), dtype="string", name="texts")
+    x = layers.Embedding(8, 4, mask_zero=True, name="first")(vectorize(texts))
+    return compiled(texts, layers.GlobalAveragePooling1D()(x))
+
+
+def features() -> keras.Model:
+    """Several kinds of inputs, among them numbers for which tables and hashes stand."""
+    text, numbers, ids = keras.Input((1,), dtype="string"), keras.Input((3,)), keras.Input((2,), dtype="int64")
+    lookup = layers.StringLookup(vocabulary=["words", "a b"], output_mode="multi_hot")(text)
+    hashed = layers.CategoryEncoding(5, output_mode="multi_hot")(layers.Hashing(5)(text))
+    counted = layers.Embedding(4, 2)(layers.IntegerLookup(vocabulary=[3, 5, 7])(ids))
+    parts = [layers.Dense(3)(numbers), lookup, hashed, layers.Flatten()(counted)]
+    return compiled([text, numbers, ids], layers.Dense(4, name="first")(layers.Concatenate()(parts)))
+
+
+CASES: dict[str, tuple[Callable[[], keras.Model], Any]] = {
+    "vectorized": (vectorized, TEXTS),
+    "as long as the longest": (lambda: vectorized(None), TEXTS),
+    "features": (features, [TEXTS[:, None], NUMBERS, IDS]),
+}
+
+
+@pytest.mark.parametrize("case", ["vectorized", *(pytest.param(c, marks=pytest.mark.slow) for c in list(CASES)[1:])])
+def test_models_that_take_strings_train_as_in_plain_keras(case: str) -> None:
+    """They were refused: strings can't be fed to the devices."""
+    use_float64()
+    build, x = CASES[case]
+    model, plain = pair(build)
+    cut = "second" if case == "as long as the longest" else "first"
+    pipelined = pipeline(model, [cut], (2, 1), 2, 7)
+    assert_same_training(pipelined, plain, [(x, Y, None)] * 2)
+    assert np.allclose(pipelined.predict_on_batch(x), plain.predict_on_batch(x))
+
+
+def test_strings_of_a_dataset_are_fitted_evaluated_predicted_and_saved(tmp_path: pathlib.Path) -> None:
+    use_float64()
+    model, plain = pair(vectorized)
+    pipelined = pipeline(model, ["first"], (1, 1), 2, 4)
+    data = tf.data.Dataset.from_tensor_slices((WORDS, Y)).batch(4)
+    own, other = (each.fit(data, epochs=2, verbose=0).history["loss"] for each in (pipelined, plain))
+    np.testing.assert_allclose(own, other, rtol=2e-5)
+    pipelined.sync()
+    assert_same_variables(model, plain, TOLERANCE["float64"])
+    np.testing.assert_allclose(pipelined.evaluate(data, verbose=0), plain.evaluate(data, verbose=0), rtol=2e-5)
+    pipelined.save(tmp_path / "model.keras")
+    saved = keras.models.load_model(tmp_path / "model.keras")
+    assert np.allclose(saved.predict(TEXTS, verbose=0), pipelined.predict(TEXTS, verbose=0))
+
+
+def test_devices_get_numbers_for_all_that_follows_from_strings_alone() -> None:
+    model = vectorized()
+    program = capture(model, VariableTable(model), Mode.PREDICT, declared_spec(model))
+    assert isinstance(program, CapturedProgram) and program.host is not None
+    assert (None, 4) in program.host.shapes  # ids; others are of the mask
+    assert not [node.op for node in program.graph.node if "Table" in node.op or "String" in node.op]
+    ids = program.host([np.array(["of of a", "model nothing"], object)])[0]
+    assert ids.tolist() == [[3, 3, 4, 0], [5, 1, 0, 0]]
+
+
+@pytest.mark.slow
+def test_a_model_that_takes_strings_is_profiled_with_examples_of_them() -> None:
+    with pytest.raises(dapple.ProfileError, match=r"x takes strings, which can't be made up: give examples"):
+        dapple.profile(vectorized(), 4, cache=False, progress=False)
+    options = {"cache": False, "progress": False, "repeats": 1}
+    profile = dapple.profile(vectorized(), 4, x=TEXTS, y=Y, **options)
+    assert "first" in [layer.name for layer in profile.layers]
+
+
+def test_strings_that_depend_on_weights_are_refused() -> None:
+    class Shown(layers.Layer):
+        def call(self, x: Any) -> Any:
+            return tf.cast(tf.strings.length(tf.strings.as_string(x)), "float32")
+
+    class Told(layers.Layer):
+        def call(self, x: Any) -> Any:
+            return tf.cast(tf.strings.length(x), "float32")[:, None]
+
+    text, numbers = keras.Input((), dtype="string"), keras.Input((3,))
+    x = layers.Concatenate()([Told()(text), Shown(name="shown")(layers.Dense(3, name="first")(numbers))])
+    pipelined = pipeline(compiled([text, numbers], x), ["second"], (1, 1), 1, 7)
+    with pytest.raises(dapple.CaptureError, match=r"layer 'shown' .* works on strings or by a table with what isn't"):
+        pipelined.train_on_batch([TEXTS, NUMBERS], Y)

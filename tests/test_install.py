@@ -1,0 +1,168 @@
+"""What `pip install .` installs, and README top to bottom with it, in a folder where others are in the way.
+
+The environment has what the package requires and nothing that only its development does. README's examples run in one
+process; of its commands each is run that isn't `--help` or `make`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from packaging.requirements import Requirement
+
+from dapple_tf.tools import command
+from dapple_tf.tools.run_document import blocks
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+COMMANDS = {
+    f"dapple-{name}" for name in ("dump", "launch", "plan", "profile", "simulate", "train", "what-if", "worker")
+}
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An environment with the package.
+
+    Attributes:
+        packages: its ``site-packages``.
+        programs: its ``bin``.
+        folder: where programs run; has folders ``models`` and ``tools`` of somebody else.
+    """
+
+    packages: pathlib.Path
+    programs: pathlib.Path
+    folder: pathlib.Path
+
+    def run(self, *words: str) -> str:
+        """Runs a program of the environment; returns what it printed."""
+        own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        own |= {
+            "PATH": f"{self.programs}{os.pathsep}{own['PATH']}",
+            "PYTHONNOUSERSITE": "1",
+            "DAPPLE_CACHE": str(self.folder / "cache"),
+        }
+        result = subprocess.run(
+            [str(self.programs / words[0]), *words[1:]],
+            cwd=self.folder,
+            env=own,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert result.returncode == 0, f"{shlex.join(words)}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+        return result.stdout
+
+
+def required(name: str, known: set[str]) -> Iterator[importlib.metadata.Distribution]:
+    """A distribution and all that it requires, without extras."""
+    if name.lower() in known:
+        return
+    known.add(name.lower())
+    found = importlib.metadata.distribution(name)
+    yield found
+    for text in found.requires or []:
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield from required(requirement.name, known)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    base = tmp_path_factory.mktemp("installed")
+    source = base / "source"
+    for name in ("dapple_tf", "graph_passes", "models", "tools"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    environment = base / "environment"
+    venv.create(environment, symlinks=True)
+    places = {"base": str(environment), "platbase": str(environment)}
+    packages = pathlib.Path(sysconfig.get_path("purelib", "venv", vars=places))
+    programs = pathlib.Path(sysconfig.get_path("scripts", "venv", vars=places))
+    requirements = re.search(r"install_requires=\[(.*?)\]", (ROOT / "setup.py").read_text(encoding="utf-8"))
+    assert requirements is not None
+    known: set[str] = set()
+    for text in re.findall(r'"(.*?)"', requirements.group(1)):
+        for distribution in required(Requirement(text).name, known):
+            for name in {path.parts[0] for path in distribution.files or []} - {"..", "__pycache__"}:
+                if not (packages / name).exists():
+                    (packages / name).symlink_to(pathlib.Path(str(distribution.locate_file(name))))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    wheels = base / "wheels"
+    alone = ["--no-deps", "--no-index"]
+    subprocess.run([*pip, "wheel", *alone, "--no-build-isolation", f"--wheel-dir={wheels}", str(source)], check=True)
+    (wheel,) = wheels.iterdir()
+    subprocess.run([*pip, f"--python={programs / 'python'}", "install", *alone, str(wheel)], check=True)
+    folder = base / "folder"
+    for name in ("models", "tools"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text(f"raise ImportError('somebody else has a folder {name}')\n")
+    shutil.copytree(ROOT / "docs" / "examples", folder / "docs" / "examples")
+    return Installed(packages, programs, folder)
+
+
+def test_nothing_is_called_tools_or_models(installed: Installed) -> None:
+    files = importlib.metadata.Distribution.at(next(installed.packages.glob("dapple_tf-*.dist-info"))).files or []
+    tops = {path.parts[0] for path in files} - {".."}
+    assert {name for name in tops if not name.endswith(".dist-info")} == {"dapple_tf", "graph_passes"}
+    names = {path.as_posix() for path in files}
+    assert {
+        "dapple_tf/tools/train.py",
+        "dapple_tf/models/readers/options.py",
+        "dapple_tf/view/assets/what_if.js",
+    } <= names
+    assert {path.name for path in installed.programs.glob("dapple-*")} == COMMANDS
+    assert set(command.CONSOLE.values()) == COMMANDS - {"dapple-worker"}
+
+
+def test_the_examples_run_one_after_the_other(installed: Installed) -> None:
+    """The parts in the language ``py`` that need no cluster go on from the whole examples."""
+    whole = [block.text for block in blocks(README) if block.language == "python"]
+    parts = [block.text for block in blocks(README) if block.language == "py"]
+    wanted = [part for part in parts if "profile_step" in part or "fd_dps" in part]
+    assert len(whole) == 3 and len(wanted) == 2
+    after = "import tensorflow as tf\ndataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(64)\n"
+    (installed.folder / "example.py").write_text("\n".join([*whole, after, *wanted]), encoding="utf-8")
+    printed = installed.run("python", "example.py")
+    assert "operators" in printed
+    for name in ("model.keras", "profile.json", "plan.json", "profile/timeline.html", "dump/index.html"):
+        assert (installed.folder / name).is_file(), name
+    assert any((installed.folder / "logs").iterdir())
+
+
+def test_the_commands_run(installed: Installed) -> None:
+    """The first one ended after 37 s with nothing saved: TensorBoard wasn't there, which only development requires."""
+    lines = [
+        line.partition("#")[0].strip()
+        for block in blocks(README)
+        if block.language == "sh"
+        for line in block.text.splitlines()
+    ]
+    known = [line for line in lines if line.startswith("dapple-")]
+    assert {line.split()[0] for line in known} <= COMMANDS
+    runs = [line for line in known if not line.endswith("--help")]
+    assert len(runs) == 3
+    for line in runs:
+        installed.run(*shlex.split(line))
+    assert (installed.folder / "runs" / "train" / "model.keras").is_file()
+    assert any((installed.folder / "runs" / "train" / "logs" / "train").iterdir())
+    help_text = subprocess.run([str(installed.programs / "dapple-train"), "--help"], capture_output=True, text=True)
+    assert "--global_batch_size" in help_text.stdout + help_text.stderr

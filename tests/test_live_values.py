@@ -1,0 +1,344 @@
+"""Values are live: who reads a variable sees what devices have, what is assigned counts from the next step."""
+
+from __future__ import annotations
+
+import gc
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from models_for_tests import (
+    Pair,
+    assert_close,
+    assert_same_values,
+    classifier,
+    layers,
+    plan,
+    samples,
+    transform,
+    values,
+)
+
+import dapple_tf as dapple
+from dapple_tf.frontend.watching import watchers_of
+
+X, Y, W = samples(21)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Pair:
+    return Pair(lambda: classifier(optimizer=keras.optimizers.Adam(0.02, epsilon=1e-3), metrics=["accuracy"]))
+
+
+@pytest.fixture
+def pair(shared: Pair) -> Pair:
+    shared.reset()
+    return shared
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> list[Any]:
+    """What the devices were asked for beside steps."""
+    engine, asked = pair.pipelined._engine, list[Any]()
+    own = engine._stored._run
+    monkeypatch.setattr(engine._stored, "_run", lambda fetches, *rest: asked.append(fetches) or own(fetches, *rest))
+    return asked
+
+
+# --- callbacks
+
+
+def each(function: Callable[[keras.Model], Any], when: str = "on_train_batch_end") -> Callable[[], list[Any]]:
+    """A callback that calls a function with its model at each batch."""
+
+    class Own(keras.callbacks.Callback):
+        pass
+
+    setattr(Own, when, lambda self, batch, logs=None: function(self.model))
+    return lambda: [Own()]
+
+
+def clip(model: keras.Model) -> None:
+    for variable in model.get_layer("second").trainable_variables:
+        variable.assign(keras.ops.clip(variable, -0.05, 0.05))
+
+
+def test_weights_that_are_clipped_after_each_batch(pair: Pair) -> None:
+    """WGAN: what ``on_train_batch_end`` assigned was lost, and the largest weight 0.55 where 0.05 was the limit."""
+    pair.fit(X, Y, epochs=2, callbacks=each(clip))
+    assert np.abs(pair.model.get_layer("second").kernel.numpy()).max() == np.float32(0.05)
+
+
+@pytest.mark.slow
+def test_weights_that_are_clipped_before_each_batch(pair: Pair) -> None:
+    pair.fit(X, Y, epochs=2, callbacks=each(clip, "on_train_batch_begin"))
+
+
+def test_counters_rates_and_outputs_within_an_epoch() -> None:
+    """They stood still until the epoch's end."""
+    rate = lambda: keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)  # noqa: E731
+    pair = Pair(lambda: classifier(optimizer=keras.optimizers.SGD(rate(), momentum=0.9)))
+    seen: dict[int, list[Any]] = {}
+
+    def note(model: keras.Model) -> None:
+        now = int(model.optimizer.iterations), float(model.optimizer.learning_rate), model(X[:2]).numpy()
+        seen.setdefault(id(model), []).append(now)
+
+    pair.fit(X, Y, epochs=2, callbacks=each(note))
+    ours, theirs = seen[id(pair.model)], seen[id(pair.plain)]
+    assert [step for step, *_ in ours] == [1, 2, 3, 4, 5, 6]
+    assert_close(ours, theirs)
+
+
+@pytest.mark.slow
+def test_moving_averages_by_hand(pair: Pair) -> None:
+    """Reads everything at each batch; swaps it in at the end of the epoch, as tutorials do."""
+
+    class Average(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.average = [variable.numpy() for variable in self.model.trainable_variables]
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            for mean, variable in zip(self.average, self.model.trainable_variables, strict=True):
+                mean += 0.3 * (variable.numpy() - mean)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            for mean, variable in zip(self.average, self.model.trainable_variables, strict=True):
+                variable.assign(mean)
+
+    pair.fit(X, Y, epochs=2, callbacks=lambda: [Average()])
+
+
+@pytest.mark.slow
+def test_kerass_callbacks_that_judge_save_and_restore(pair: Pair, tmp_path: pathlib.Path) -> None:
+    folders = iter((tmp_path / "plain", tmp_path / "pipelined"))
+
+    def callbacks() -> list[Any]:
+        path = next(folders) / "{epoch}-{batch}.weights.h5"
+        return [
+            keras.callbacks.ModelCheckpoint(path, save_weights_only=True, save_freq=2),
+            keras.callbacks.ReduceLROnPlateau(monitor="val_loss", factor=0.5, patience=1, min_delta=10.0),
+            keras.callbacks.EarlyStopping(patience=2, min_delta=10.0, restore_best_weights=True),
+        ]
+
+    pair.fit(X, Y, epochs=5, validation_data=(X, Y), callbacks=callbacks)
+    saved = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("plain", "pipelined")]
+    assert saved[0] == saved[1]
+    for name in saved[0]:
+        pair.plain.load_weights(tmp_path / "plain" / name)
+        pair.model.load_weights(tmp_path / "pipelined" / name)
+        assert_close(pair.pipelined.get_weights(), pair.plain.get_weights())
+
+
+# --- loops of one's own
+
+
+def test_train_on_batch_and_look(pair: Pair, tmp_path: pathlib.Path) -> None:
+    """Whatever reads the user's model between steps, by whatever way; a held variable of TensorFlow's, too."""
+    plain, model = pair.plain, pair.model
+    raw = model.get_layer("first").kernel.value
+
+    def looks(model: keras.Model) -> list[Any]:
+        traced = tf.function(model)
+        checkpoint = tf.train.Checkpoint(model=model)
+        return [
+            *([] if model is plain else [raw.numpy()]),
+            traced(X).numpy(),
+            model(X).numpy(),
+            keras.ops.convert_to_numpy(model.get_layer("second").bias),
+            model.predict(X, verbose=0),
+            np.array(
+                tf.train.load_variable(checkpoint.save(tmp_path / "check"), "save_counter/.ATTRIBUTES/VARIABLE_VALUE")
+            ),
+        ]
+
+    for way in range(5):
+        for each_model in (plain, pair.pipelined):
+            each_model.train_on_batch(X[:7], Y[:7])
+        ours, theirs = looks(model)[1:], looks(plain)
+        assert_close(ours[way], theirs[way])
+        assert_close(raw.numpy(), plain.get_layer("first").kernel.numpy())
+    model.save(tmp_path / "model.keras")
+    assert_same_values(keras.saving.load_model(tmp_path / "model.keras"), plain)
+
+
+def test_functions_that_were_traced_before(pair: Pair) -> None:
+    """They have the variables' handles already: nothing of Python's is asked for when they run."""
+    model = classifier()
+    function = tf.function(lambda x: tf.cond(x[0, 0] > 100, lambda: 0 * model(x), lambda: model(x)))
+
+    @tf.function
+    def decay() -> None:
+        for variable in model.trainable_variables:
+            variable.assign(0.9 * variable.value)
+
+    model.set_weights(pair.plain.get_weights())
+    function(X), decay()
+    pipelined = transform(model)
+    plain = classifier()
+    plain.set_weights(model.get_weights())
+    for _ in range(2):
+        pipelined.train_on_batch(X[:7], Y[:7])
+        plain.train_on_batch(X[:7], Y[:7])
+        assert_close(function(X), plain(X))
+        decay()
+        for variable in plain.trainable_variables:
+            variable.assign(0.9 * variable.value)
+    assert_same_values(pipelined.sync(), plain)
+
+
+def test_what_is_assigned_between_batches_counts(pair: Pair) -> None:
+    """One variable, all, a slot, a counter; the others keep what devices have."""
+    for step in range(6):
+        for model in (pair.plain, pair.pipelined):
+            model.train_on_batch(X[:7], Y[:7])
+        for model in (pair.plain, pair.model):
+            if step == 0:
+                model.get_layer("first").kernel.assign_add(np.ones((4, 6)))
+            if step == 1:
+                model.set_weights([0.5 * weight for weight in model.get_weights()])
+            if step == 2:
+                model.optimizer.iterations.assign(1)
+                model.optimizer.variables[-1].assign(model.optimizer.variables[-1] * 0.3)
+            if step == 3:
+                model.get_layer("second").kernel.value[1:3].assign(np.zeros((2, 5), "float32"))
+        if step == 4:
+            pair.pipelined.evaluate(X, Y, verbose=0)
+            pair.pipelined.sync()
+    assert_same_values(pair.model, pair.plain)
+
+
+def test_plain_keras_and_pipelined_in_turns(pair: Pair) -> None:
+    """Plain Keras' training function is traced once, and reads and assigns by handles afterwards."""
+    for _ in range(3):
+        for model in (pair.plain, pair.pipelined):
+            model.train_on_batch(X[:7], Y[:7])
+        for model in (pair.plain, pair.model):
+            model.train_on_batch(X[7:14], Y[7:14])
+    assert_same_values(pair.model, pair.plain)
+
+
+# --- what it costs
+
+
+def test_nothing_is_fetched_where_nobody_looks(pair: Pair, runs: list[Any]) -> None:
+    for _ in range(3):
+        pair.pipelined.train_on_batch(X[:7], Y[:7])
+    assert len(runs) == 1 + len(pair.pipelined._engine._holdings()[0].devices)  # The first step's values.
+
+
+def test_only_what_is_touched_is_fetched_and_loaded(pair: Pair, runs: list[Any]) -> None:
+    pipelined, model = pair.pipelined, pair.model
+    pipelined.train_on_batch(X[:7], Y[:7])
+    runs.clear()
+    for _ in range(2):
+        int(model.optimizer.iterations)
+        pipelined.train_on_batch(X[:7], Y[:7])
+    assert [len(fetches) for fetches in runs] == [1, 1]
+    runs.clear()
+    kernel = model.get_layer("second").kernel
+    kernel.assign(0.5 * kernel)
+    pipelined.train_on_batch(X[:7], Y[:7])
+    assert [len(fetches) for fetches in runs] == [1, 2]  # One is read from a device, and assigned on both that keep it.
+    runs.clear()
+    model(X)
+    assert [len(fetches) for fetches in runs] == [1, 2, 4]
+    model(X)
+    assert len(runs) == 3
+
+
+# --- models that share layers
+
+
+def networks() -> tuple[keras.Model, keras.Model, keras.Model]:
+    """(generator, discriminator, generator and discriminator)."""
+    keras.utils.set_random_seed(3)
+    stack = [keras.Input((3,)), layers.Dense(5, "tanh", name="grow"), layers.Dense(4, name="sample")]
+    generator = keras.Sequential(stack)
+    stack = [keras.Input((4,)), layers.Dense(6, "tanh", name="judge"), layers.Dense(1, name="verdict")]
+    discriminator = keras.Sequential(stack, name="discriminator")
+    noise = keras.Input((3,))
+    both = keras.Model(noise, discriminator(generator(noise)))
+    loss = keras.losses.BinaryCrossentropy(from_logits=True)
+    discriminator.compile(keras.optimizers.Adam(0.05, epsilon=1e-3), loss)
+    both.compile(keras.optimizers.SGD(0.05, momentum=0.5), loss)
+    return generator, discriminator, both
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipelined", [(True, True), (True, False)])
+def test_two_models_that_share_layers_in_turns(pipelined: tuple[bool, bool]) -> None:
+    """A GAN trained on copies of the discriminator that were as old as the last epoch. Both train what they share."""
+    noise = np.random.default_rng(0).normal(size=(7, 3)).astype("float32")
+    real, ones, zeros = X[:7], np.ones((7, 1)), np.zeros((7, 1))
+    final = []
+    for own in ((False, False), pipelined):
+        generator, discriminator, both = networks()
+        judge, fool = discriminator, both
+        if own[0]:
+            judge = transform(discriminator, plan(cuts=["judge"]))
+        if own[1]:
+            fool = transform(both, plan(cuts=["grow"], devices=[[0, 1], [2]]))
+        losses = []
+        for step in range(4):
+            for _ in range(1 + step % 2):
+                losses.append(judge.train_on_batch(real, ones))
+                losses.append(judge.train_on_batch(generator(noise), zeros))
+            losses.append(fool.train_on_batch(noise, ones))
+        final.append([losses, values(discriminator), values(both)])
+    assert_close(final[1], final[0])
+
+
+# --- what is left behind
+
+
+def test_variables_are_what_they_were_when_devices_are_freed(pair: Pair) -> None:
+    model = classifier()
+    kinds = [type(variable.value) for variable in model.variables]
+    pipelined = transform(model)
+    pipelined.train_on_batch(X[:7], Y[:7])
+    assert all(watchers_of(variable.value) for variable in model.variables if "seed" not in variable.path)
+    expected = model.get_weights()
+    pipelined.close()
+    assert [type(variable.value) for variable in model.variables] == kinds
+    assert not any(watchers_of(variable.value) for variable in [*model.variables, *model.optimizer.variables])
+    assert_close(model.get_weights(), expected)
+
+
+def test_a_pipelined_model_that_is_dropped_leaves_its_values() -> None:
+    """They were lost with it."""
+    model, plain = classifier(), classifier()
+    plain.set_weights(model.get_weights())
+    pipelined = transform(model)
+    pipelined.train_on_batch(X[:7], Y[:7])
+    plain.train_on_batch(X[:7], Y[:7])
+    del pipelined
+    gc.collect()
+    assert not watchers_of(model.variables[0].value)
+    assert_same_values(model, plain)
+
+
+def test_a_step_that_fails_leaves_no_mixture(pair: Pair) -> None:
+    """The model has what all of it had at the last sync, also what somebody has looked at since."""
+    pair.pipelined.train_on_batch(X[:7], Y[:7])
+    before = values(pair.pipelined.sync())
+    pair.pipelined.train_on_batch(X[:7], Y[:7])
+    assert int(pair.model.optimizer.iterations) == 2
+    with pytest.raises(dapple.NonFiniteLossError, match="the model keeps the values of its last sync"):
+        pair.pipelined.train_on_batch(X[:7] * np.nan, Y[:7])
+    assert int(pair.model.optimizer.iterations) == 1
+    assert_close(values(pair.model), before)
+
+
+def test_a_restored_checkpoint_is_read_at_once(pair: Pair, tmp_path: pathlib.Path) -> None:
+    """Before a step was prepared the model had its first values until then."""
+    pair.pipelined.train_on_batch(X[:7], Y[:7])
+    expected = values(pair.model)
+    pair.pipelined.save_checkpoint(tmp_path)
+    fresh = transform(classifier(optimizer=keras.optimizers.Adam(0.02, epsilon=1e-3), metrics=["accuracy"]))
+    fresh.restore_checkpoint(tmp_path)
+    assert_close(values(fresh.model), expected)

@@ -1,0 +1,71 @@
+"""What objects show of themselves in notebooks: tables that are escaped, a picture, and text in place of it."""
+
+from __future__ import annotations
+
+import io
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+import dapple_tf as dapple
+from dapple_tf.progress import Progress
+from dapple_tf.view.notebook import Table, notebook_html
+from dapple_tf.view.planned import planned
+
+PLAN = dapple.Plan.manual(["a<b>"], [[0, 1], [2]], micro_batches=2, global_batch_size=8)
+
+
+class _Tags(HTMLParser):
+    """Checks that tags are closed in the order in which they were opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def tags(text: str) -> set[str]:
+    parser = _Tags()
+    parser.feed(text)
+    assert not parser.open
+    return parser.seen
+
+
+def test_a_plan_is_a_table_of_its_stages_and_a_picture() -> None:
+    pytest.importorskip("matplotlib")
+    text = PLAN._repr_html_()
+    assert {"table", "th", "td", "svg"} <= tags(text)
+    assert "a&lt;b&gt;" in text and "a<b>" not in text
+    assert "schedule dapple_a" in text
+
+
+def test_without_matplotlib_the_timeline_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    text = notebook_html("a step", [Table("numbers", [("x", "y"), ("1", "2")])], [planned(PLAN)], ["a remark"])
+    assert "svg" not in tags(text) and "pre" in tags(text)
+    assert "<caption>numbers</caption>" in text and "<td>2</td>" in text and "<p>a remark</p>" in text
+
+
+def test_progress_is_shown_below_a_notebooks_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook's standard error isn't a terminal, but somebody watches it."""
+
+    class Stream(io.StringIO):
+        __module__ = "ipykernel.iostream"
+
+    for stream, shown in ((Stream(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr("dapple_tf.progress._PATIENCE", 0.0)
+        with Progress("measuring", total=2) as bar:
+            bar.step("first")
+        assert ("measuring 1/2: first" in stream.getvalue()) == shown

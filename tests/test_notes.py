@@ -1,0 +1,174 @@
+"""What is told of a model that slices don't train as plain Keras does, and that nothing is told of others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from models_for_tests import classifier, plan, samples, transform
+from zoo import ZOO
+
+from dapple_tf.frontend.batch import spec_of
+from dapple_tf.frontend.capture import Mode, build, capture
+from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.notes import Note, NoteKind, notes_of, summary
+from graph_passes.assign_stages import AssignStages
+from graph_passes.pass_manager import run_passes
+
+layers = keras.layers
+RANDOM, COUPLED, PLACE, SIZE = NoteKind.RANDOM, NoteKind.COUPLED, NoteKind.PLACE, NoteKind.BATCH_SIZE
+
+
+class Layer(layers.Layer):
+    """Computes a function."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__(name="odd")
+        self.function = function
+
+    def call(self, x: Any) -> Any:
+        """The function of its input."""
+        return self.function(x)
+
+
+def model_with(layer: layers.Layer, metrics: Sequence[Any] = ()) -> keras.Model:
+    """4 features -> first -> layer -> logits of 3 classes."""
+    features = keras.Input((4,))
+    x = layers.Dense(6, name="first")(features)
+    model = keras.Model(features, layers.Dense(3, name="logits")(layer(x)))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, metrics=list(metrics))
+    return model
+
+
+def noted(model: keras.Model, x: Any, y: Any, slices: int = 2) -> tuple[Note, ...]:
+    """The notes of a training step whose only stage has several slices."""
+    table, spec = VariableTable(model), spec_of(model, x, y)
+    build(model, table, spec)
+    program = capture(model, table, Mode.TRAIN, spec)
+    return notes_of(run_passes(program, [AssignStages(())]), [slices])
+
+
+def noted_of(layer: layers.Layer, metrics: Sequence[Any] = (), slices: int = 2) -> list[tuple[NoteKind, str]]:
+    """Kinds and layers of the notes of a model with this layer."""
+    notes = noted(model_with(layer, metrics), *samples(7)[:2], slices)
+    assert all(note.text and note.way_out for note in notes)
+    return [(note.kind, note.layer) for note in notes]
+
+
+def test_layers_that_draw_are_noted_where_their_stage_has_slices(caplog: pytest.LogCaptureFixture) -> None:
+    def dropout() -> keras.Model:
+        return model_with(layers.Dropout(0.5, name="noise"))
+
+    pipelined = transform(dropout())
+    assert [(note.kind, note.layer) for note in pipelined.notes] == [(RANDOM, "noise")]  # of its declared inputs
+    with caplog.at_level(logging.INFO, "dapple_tf"):
+        for _ in range(2):
+            pipelined.train_on_batch(*samples(7)[:2])
+    (record,) = (record for record in caplog.records if "draws other random numbers" in record.message)
+    assert record.levelno == logging.INFO  # Results are as good as plain Keras'.
+    assert [(note.kind, note.layer) for note in pipelined.notes] == [(RANDOM, "noise")]
+    whole = transform(dropout(), plan(devices=[[0], [1]], micro_batches=1))
+    assert whole.notes == ()
+
+
+def test_batch_normalization_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    pipelined = transform(model_with(layers.BatchNormalization(name="norm")))
+    for _ in range(2):
+        pipelined.train_on_batch(*samples(7)[:2])
+    (record,) = (record for record in caplog.records if "across the samples" in record.message)
+    assert record.levelno == logging.WARNING
+    assert [(note.kind, note.layer) for note in pipelined.notes] == [(COUPLED, "norm")]
+
+
+MIXING: dict[str, tuple[Callable[[Any], Any], NoteKind]] = {
+    "a mean over the batch": (lambda x: x - tf.reduce_mean(x, 0, keepdims=True), COUPLED),
+    "the largest of the batch": (lambda x: x / tf.reduce_max(x), COUPLED),
+    "softmax over the batch": (lambda x: tf.nn.softmax(x, 0), COUPLED),
+    "attention over the batch": (lambda x: tf.matmul(tf.nn.softmax(tf.matmul(x, x, transpose_b=True)), x), COUPLED),
+    "sorted": (lambda x: tf.sort(x, 0), COUPLED),
+    "rolled": (lambda x: tf.roll(x, 1, 0), COUPLED),
+    "reversed": (lambda x: x[::-1], PLACE),
+    "the first sample": (lambda x: x + x[:1], PLACE),
+    "moved by one": (lambda x: tf.concat([x[1:], x[:1]], 0), PLACE),
+    "counted up": (lambda x: tf.cumsum(x, 0), PLACE),
+    "looked up by place": (lambda x: x + tf.gather(tf.ones((64, 6)), tf.range(tf.shape(x)[0])), PLACE),
+    "divided by the batch's size": (lambda x: x / tf.cast(tf.shape(x)[0], x.dtype), SIZE),
+}
+
+
+@pytest.mark.parametrize("function", MIXING)
+def test_what_mixes_samples_is_noted(function: str) -> None:
+    layer = Layer(MIXING[function][0])
+    assert noted_of(layer) == [(MIXING[function][1], "odd")]
+    assert noted_of(layer, slices=1) == []
+
+
+def own_class(x: Any) -> Any:
+    """Each sample's largest feature, looked up by pairs of places and columns."""
+    places = tf.stack([tf.range(tf.shape(x)[0]), tf.argmax(x, -1, output_type=tf.int32)], 1)
+    return x + tf.gather_nd(x, places)[:, None]
+
+
+HARMLESS: dict[str, Callable[[Any], Any]] = {
+    "flattened and back": lambda x: tf.reshape(tf.reshape(x, (-1,)), (-1, 6)),
+    "transposed and back": lambda x: tf.transpose(tf.tanh(tf.transpose(x))),
+    "two batches in one": lambda x: tf.add_n(tf.split(tf.tanh(tf.concat([x, 2 * x], 0)), 2)),
+    "each its own class": own_class,
+    "normalised by itself": lambda x: tf.nn.l2_normalize(x, -1),
+    "sorted by itself": lambda x: tf.sort(x, -1),
+    "a table of its length": lambda x: x + tf.gather(tf.ones((64,)), tf.range(tf.shape(x)[1])),
+    "tiled and averaged": lambda x: tf.reduce_mean(tf.reshape(tf.tile(x, (1, 3)), (-1, 3, 6)), 1),
+}
+
+
+@pytest.mark.parametrize("function", HARMLESS)
+def test_what_treats_each_sample_by_itself_is_not_noted(function: str) -> None:
+    assert noted_of(Layer(HARMLESS[function])) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_ordinary_models_have_no_notes(name: str) -> None:
+    x, y, _ = ZOO[name].batch(np.random.default_rng(0), 8)
+    assert noted(ZOO[name].build(), x, y) == ()
+
+
+def test_a_metric_that_is_no_sum_over_samples_is_noted() -> None:
+    class Last(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="last")
+            self.kept = self.add_weight(shape=(), initializer="zeros", name="kept")
+
+        def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+            self.kept.assign(keras.ops.mean(p))
+
+        def result(self) -> Any:
+            return self.kept
+
+    same = layers.Activation("tanh")
+    assert [kind for kind, _ in noted_of(same, [Last()])] == [NoteKind.METRIC]
+    assert noted_of(same, ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]) == []
+
+
+def test_the_summary_has_a_line_for_each_kind() -> None:
+    notes = [Note(COUPLED, f"norm_{index}", "mixes", "don't") for index in range(5)] + [
+        Note(RANDOM, "a", "draws", "so")
+    ]
+    assert summary(notes, "net").splitlines() == [
+        "model 'net' under this plan differs from plain Keras (pipelined.notes tells it layer by layer):",
+        "  norm_0, norm_1, norm_2, ...: mixes; don't",
+        "  a: draws; so",
+    ]
+
+
+def test_nothing_is_noted_of_a_model_that_is_equal() -> None:
+    pipelined = transform(classifier())
+    assert pipelined.notes == ()
+    pipelined.train_on_batch(*samples(7)[:2])
+    assert pipelined.notes == ()

@@ -1,0 +1,172 @@
+"""Axes that a model leaves open: sequences and images of any size, cut behind strided layers, equal plain Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from equivalence import TOLERANCE, assert_same_variables, pair, pipeline, use_float64
+
+from graph_passes.graph import PassError
+
+layers, ops = keras.layers, keras.ops
+
+
+def compiled(inputs: Any, outputs: Any) -> keras.Model:
+    model = keras.Model(inputs, outputs, name="m")
+    model.compile("adam", "mse")
+    return model
+
+
+def strided() -> keras.Model:
+    x = keras.Input((None, 8))
+    h = layers.Dense(8, "gelu", name="d")(layers.Conv1D(8, 3, strides=2, name="conv")(x))
+    return compiled(x, layers.Dense(1)(layers.GlobalAveragePooling1D()(h)))
+
+
+def image() -> keras.Model:
+    x = keras.Input((None, None, 3))
+    h = layers.MaxPooling2D(name="pool")(layers.Conv2D(4, 3, strides=2)(x))
+    h = layers.UpSampling2D(name="up")(layers.Conv2DTranspose(4, 3, strides=2)(h))
+    return compiled(x, layers.Dense(1)(layers.GlobalAveragePooling2D()(h)))
+
+
+class Positions(layers.Layer):
+    """Adds one of 6 learned vectors to each place."""
+
+    supports_masking = True
+
+    def build(self, shape: Any) -> None:
+        self.table = self.add_weight(shape=(6, shape[-1]), name="table")
+
+    def call(self, x: Any) -> Any:
+        return x + self.table[: ops.shape(x)[1]]
+
+
+def attention() -> keras.Model:
+    """An encoder behind a strided layer, of one open length, and a decoder of another: labels are as long as that."""
+    source, target = keras.Input((None, 4), name="source"), keras.Input((None,), dtype="int32", name="target")
+    h = Positions(name="positions")(layers.Conv1D(4, 3, strides=2, padding="same")(source))
+    memory = layers.MultiHeadAttention(2, 2, name="encoder")(h, h)
+    queries = Positions(name="places")(layers.Embedding(5, 4, mask_zero=True, name="words")(target))
+    queries = layers.MultiHeadAttention(2, 2, name="self")(queries, queries, use_causal_mask=True)
+    out = layers.MultiHeadAttention(2, 2, name="cross")(queries, memory)
+    return compiled({"source": source, "target": target}, layers.Dense(3)(out))
+
+
+class Flat(layers.Layer):
+    """Merges samples and places."""
+
+    def call(self, x: Any) -> Any:
+        return ops.reshape(x, (-1, 4))
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return (None, 4)
+
+
+class Back(layers.Layer):
+    """Takes them apart again."""
+
+    def call(self, inputs: Any) -> Any:
+        flat, like = inputs
+        return ops.reshape(flat, (-1, ops.shape(like)[1], 4))
+
+    def compute_output_shape(self, shapes: Any) -> Any:
+        return shapes[1]
+
+
+def merged() -> keras.Model:
+    x = keras.Input((None, 4))
+    h = layers.Dense(4, "tanh", name="before")(layers.Conv1D(4, 3, strides=2)(x))
+    flat = layers.Dense(4, "tanh", name="flat_dense")(Flat(name="flat")(h))
+    like = layers.AveragePooling1D(3, 2, name="like")(x)
+    return compiled(x, layers.Dense(1)(layers.GlobalMaxPooling1D()(Back(name="back")([flat, like]))))
+
+
+class Told(layers.Layer):
+    """Merges samples and places; ``Restored`` takes them apart by the shape before, behind other layers."""
+
+    def call(self, x: Any) -> Any:
+        self.shape = ops.shape(x)
+        return ops.reshape(x, (-1, 4))
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return (None, 4)
+
+
+class Restored(layers.Layer):
+    def __init__(self, told: Told, **options: Any) -> None:
+        super().__init__(**options)
+        self.told = told
+
+    def call(self, x: Any) -> Any:
+        return ops.reshape(x, self.told.shape)
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return (None, None, 4)
+
+
+def restored() -> keras.Model:
+    x, told = keras.Input((None, 4)), Told(name="told")
+    h = told(layers.Dense(4, "tanh")(layers.Conv1D(4, 3, strides=2)(x)))
+    h = Restored(told, name="restored")(layers.Dense(4, "tanh", name="flat_dense")(h))
+    return compiled(x, layers.Dense(1)(layers.GlobalAveragePooling1D()(h)))
+
+
+def batch(model: keras.Model, sizes: Sequence[int]) -> tuple[Any, Any]:
+    """A random batch: samples, then the lengths."""
+    rng = np.random.default_rng(sum(sizes))
+    if not isinstance(model.input, dict):
+        return rng.normal(size=(*sizes, model.input.shape[-1])), rng.normal(size=(sizes[0], 1))
+    samples, places, words = sizes
+    target = rng.integers(1, 5, size=(samples, words))
+    target[0, -1] = 0  # padding
+    x = {"source": rng.normal(size=(samples, places, 4)), "target": target.astype("int32")}
+    return x, rng.normal(size=(samples, words, 3))
+
+
+@pytest.mark.parametrize(
+    ("build", "cut", "sizes"),
+    [
+        # A length that equals the batch, then others, and a smaller last batch.
+        (strided, "d", [(4, 4), (4, 33), (3, 5)]),
+        pytest.param(strided, "conv", [(5, 3), (5, 20)], marks=pytest.mark.slow),
+        pytest.param(image, "pool", [(4, 12, 14), (4, 16, 9)], marks=pytest.mark.slow),
+        pytest.param(image, "up", [(4, 12, 14), (4, 16, 9)], marks=pytest.mark.slow),
+        pytest.param(attention, "positions", [(4, 12, 3), (4, 7, 6)], marks=pytest.mark.slow),
+        pytest.param(attention, "encoder", [(4, 7, 4), (4, 3, 2)], marks=pytest.mark.slow),
+        pytest.param(attention, "self", [(4, 12, 4), (4, 5, 5), (2, 5, 5)], marks=pytest.mark.slow),
+        pytest.param(merged, "before", [(4, 9), (4, 20)], marks=pytest.mark.slow),
+        pytest.param(merged, "flat", [(4, 9), (4, 20)], marks=pytest.mark.slow),
+        pytest.param(restored, "flat_dense", [(4, 9), (3, 20)], marks=pytest.mark.slow),
+        pytest.param(merged, "flat_dense", [(5, 20), (5, 9)], marks=pytest.mark.slow),
+    ],
+)
+def test_batches_of_any_lengths_train_as_in_plain_keras(
+    build: Callable[[], keras.Model], cut: str, sizes: list[tuple[int, ...]]
+) -> None:
+    """Open axes were taken for 16 and 128, of each tensor for itself, also of those behind strides."""
+    use_float64()
+    own, plain = pair(build)
+    pipelined = pipeline(own, [cut], (2, 1), 2, sizes[0][0])
+    for each in sizes:
+        x, y = batch(own, each)
+        pipelined.train_on_batch(x, y)
+        plain.train_on_batch(x, y)
+    pipelined.close()
+    assert_same_variables(own, plain, TOLERANCE["float64"])
+
+
+def test_a_length_that_a_model_has_no_positions_for_is_told_with_the_layer() -> None:
+    model = attention()
+    pipelined = pipeline(model, ["encoder"], (1, 1), 1, 2)
+    with pytest.raises(PassError) as caught:
+        pipelined.train_on_batch(*batch(model, (2, 20, 3)))
+    assert str(caught.value) == (
+        "pass assign_stages: layer 'positions' can't compute AddV2 of tensors of shapes [?,10,4], [6,4]: Dimensions "
+        "must be equal, but are 10 and 6, for batch_x_source of shape (?, 20, 4), batch_x_target of shape (?, 3), "
+        "batch_y of shape (?, 3, 3)"
+    )

@@ -1,0 +1,93 @@
+"""How tensors of a slice relate to those of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from graph_passes.graph import Ref
+from graph_passes.program import Program, Roles, Slice, Variable, VariableKind
+from graph_passes.sample_dependence import SampleDependence, sample_dependence
+from graph_passes.spreads import Coupling, Spread
+
+LOSS = frozenset({"result", "part"})
+
+
+def interpreted(function: Callable[[Any, Any], Any], loss_nodes: frozenset[str] = frozenset()) -> SampleDependence:
+    """Interprets a function of 5 features of each sample and a variable of 5; the result is called ``result``."""
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, [None, 5], name="x")
+        w = tf.compat.v1.placeholder(tf.float32, [5], name="w")
+        scalars = [
+            tf.compat.v1.placeholder(dtype, [], name=name)
+            for name, dtype in Slice.__annotations__.items()
+            for dtype in [tf.float64 if name == "weight" else tf.int32]
+        ]
+        tf.identity(function(x, w), name="result")
+    variable = Variable("w", tf.float32.as_datatype_enum, (5,), VariableKind.PARAMETER, Ref("w"))
+    roles = Roles((Ref("x"),), (variable,), Slice(*(Ref(scalar.op.name) for scalar in scalars)))
+    found = sample_dependence(Program(graph.as_graph_def(), roles), loss_nodes)
+    assert found is not None
+    return found
+
+
+SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
+    "samples": (lambda x, w: tf.tanh(x) * w, Spread(0, varies=True, known=False)),
+    "of inputs alone": (lambda x, w: x + 1, Spread(0, varies=True)),
+    "transposed": (lambda x, w: tf.transpose(x), Spread(1, varies=True)),
+    "two batches in one axis": (lambda x, w: tf.concat([x, x], 0), Spread(0, outer=2, varies=True)),
+    "a sum": (lambda x, w: tf.reduce_sum(x), Spread(varies=True, degree=1)),
+    "a mean": (lambda x, w: tf.reduce_mean(x * w), Spread(varies=True, known=False)),
+    "a mean of each": (lambda x, w: tf.reduce_mean(x, 1), Spread(0, varies=True)),
+    "a number of samples": (lambda x, w: tf.cast(tf.shape(x)[0], tf.float32), Spread(degree=1)),
+    "a number of elements": (lambda x, w: tf.cast(tf.size(x), tf.float32), Spread(degree=1)),
+    "ones for samples": (lambda x, w: tf.reduce_sum(tf.ones_like(x)), Spread(degree=1)),
+    "a sum over a number": (
+        lambda x, w: tf.reduce_sum(x) / tf.cast(tf.size(x), tf.float32),
+        Spread(varies=True),
+    ),
+    "a sum of both": (lambda x, w: tf.reduce_sum(x) + tf.reduce_mean(x), Spread(varies=True, degree=None)),
+    "a regularizer": (lambda x, w: tf.nn.l2_loss(w), Spread(known=False)),
+    "places": (lambda x, w: tf.range(tf.shape(x)[0]), Spread(0, place=True)),
+    "a mask's number": (lambda x, w: tf.reduce_sum(tf.cast(x > 0, tf.float32)), Spread(varies=True, degree=1)),
+    "the largest": (lambda x, w: tf.reduce_max(x), Spread(varies=True, linear=False)),
+}
+
+
+@pytest.mark.parametrize("case", SPREADS)
+def test_spreads_follow_from_data_flow(case: str) -> None:
+    function, expected = SPREADS[case]
+    assert interpreted(function).spreads[Ref("result")] == expected
+
+
+def test_a_loss_reads_statistics_of_inputs_of_the_whole_batch() -> None:
+    def masked_mean(x: Any, w: Any) -> Any:
+        return tf.divide(tf.reduce_sum(x * w), tf.reduce_sum(x), name="part")
+
+    in_loss = interpreted(masked_mean, LOSS)
+    assert [(whole.node, whole.argument) for whole in in_loss.wholes] == [("part", 1)]
+    assert in_loss.spreads[Ref("result")] == Spread(varies=True, degree=1, known=False)
+    assert not in_loss.couplings
+    in_model = interpreted(masked_mean)
+    assert not in_model.wholes
+    assert list(in_model.couplings) == [("part", Coupling.TOGETHER)]
+
+
+def test_a_loss_that_needs_a_statistic_of_trained_values_is_a_coupling() -> None:
+    def root(x: Any, w: Any) -> Any:
+        return tf.sqrt(tf.reduce_mean(tf.square(x * w)), name="part")
+
+    assert list(interpreted(root, LOSS).couplings) == [("part", Coupling.NOT_LINEAR)]
+
+
+def test_a_branch_with_a_sum_over_samples_is_a_coupling() -> None:
+    """It was taken for a constant, and the sum in it for a mean, without a word."""
+
+    def guarded(x: Any, w: Any) -> Any:
+        total = tf.reduce_sum(x * w)
+        return tf.cond(total > 0, lambda: tf.sqrt(total), lambda: 0 * total, name="part")
+
+    assert ("part", Coupling.NOT_LINEAR) in interpreted(guarded, LOSS).couplings

@@ -1,0 +1,152 @@
+"""Losses that are written as functions: sums, means and ratios of sums of the whole batch, however it is sliced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import TOLERANCE, assert_same_variables, pair, pipeline, use_float64
+
+from dapple_tf.notes import NoteKind
+
+layers = keras.layers
+
+
+def mask(y: Any, dtype: Any) -> Any:
+    """The positive labels."""
+    return tf.cast(y > 0, dtype)
+
+
+def masked_mean(y: Any, p: Any) -> Any:
+    """Of the errors at positive labels, of which each slice has another number."""
+    return tf.reduce_sum(mask(y, p.dtype) * tf.square(y - p)) / tf.reduce_sum(mask(y, p.dtype))
+
+
+EXACT: dict[str, Callable[[Any, Any], Any]] = {
+    "a sum": lambda y, p: tf.reduce_sum(tf.square(y - p)),
+    "a sum over a constant": lambda y, p: tf.reduce_sum(tf.square(y - p)) / 40.0,
+    "a sum over the number of samples": lambda y, p: tf.reduce_sum(tf.abs(y - p)) / tf.cast(tf.shape(y)[0], p.dtype),
+    "half of the squares": lambda y, p: tf.nn.l2_loss(y - p),
+    "einsum": lambda y, p: tf.einsum("ij,ij->", y - p, y - p),
+    "tensordot": lambda y, p: tf.tensordot(y - p, y - p, 2),
+    "a product that contracts the batch": lambda y, p: tf.linalg.trace(tf.matmul(y - p, y - p, transpose_a=True)),
+    "a mean and a tenth of a sum": lambda y, p: tf.reduce_mean(tf.abs(y - p)) + 0.1 * tf.reduce_sum(tf.square(y - p)),
+    "a masked mean": masked_mean,
+    "a masked mean, safe without valid entries": lambda y, p: tf.math.divide_no_nan(
+        tf.reduce_sum(mask(y, p.dtype) * tf.square(y - p)), tf.maximum(tf.reduce_sum(mask(y, p.dtype)), 1.0) + 1e-6
+    ),
+    "a sum over chosen entries": lambda y, p: tf.reduce_sum(tf.boolean_mask(tf.square(y - p), y > 0)),
+    "errors by the labels' deviation": lambda y, p: tf.reduce_mean(tf.square((y - p) / tf.math.reduce_std(y))),
+    "root mean squares of samples": lambda y, p: tf.reduce_mean(tf.sqrt(tf.reduce_mean(tf.square(y - p), -1))),
+}
+TOLD: dict[str, tuple[Callable[[Any, Any], Any], NoteKind]] = {
+    "the root of the mean": (lambda y, p: tf.sqrt(tf.reduce_mean(tf.square(y - p))), NoteKind.LOSS),
+    "a divisor of trained values": (
+        lambda y, p: tf.reduce_sum(tf.square(y - p)) / tf.reduce_sum(tf.abs(p)),
+        NoteKind.LOSS,
+    ),
+    "contrastive": (
+        lambda y, p: tf.reduce_mean(
+            tf.nn.sparse_softmax_cross_entropy_with_logits(
+                tf.range(tf.shape(p)[0]), tf.matmul(p, tf.cast(y, p.dtype), transpose_b=True)
+            )
+        ),
+        NoteKind.COUPLED,
+    ),
+}
+
+
+class Adds(layers.Layer):
+    """Adds a loss: a tenth of the sum of the squares."""
+
+    def call(self, x: Any) -> Any:
+        """Returns its input."""
+        self.add_loss(0.1 * keras.ops.sum(keras.ops.square(x)))
+        return x
+
+
+class Counts(layers.Layer):
+    """Counts samples, and keeps a moving mean."""
+
+    def build(self, _: Any) -> None:
+        """Makes both."""
+        self.samples = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.mean = self.add_weight(shape=(5,), initializer="zeros", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        """Returns its input."""
+        self.samples.assign(self.samples + keras.ops.cast(keras.ops.shape(x)[0], self.samples.dtype))
+        self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x, axis=0))
+        return x
+
+
+def model_of(loss: Any, *middle: layers.Layer, metrics: Any = ()) -> keras.Model:
+    """4 features -> dense -> ... -> 3 outputs, with a regularizer, which is no sum over samples."""
+    features = keras.Input((4,))
+    x = layers.Dense(5, activation="tanh", name="first")(features)
+    for layer in middle:
+        x = layer(x)
+    model = keras.Model(features, layers.Dense(3, kernel_regularizer="l2", name="last")(x))
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=list(metrics))
+    return model
+
+
+def check(build: Callable[[], keras.Model], cut: str = "first", replicas: tuple[int, int] = (2, 1)) -> None:
+    """Three steps of two micro-batches, replicated first stage, one of the batches smaller; then an evaluation."""
+    own, plain = pair(build)
+    pipelined = pipeline(own, [cut], replicas, 2, 7)
+    rng = np.random.default_rng(0)
+    for count in (7, 5, 7):
+        x, y = rng.normal(size=(count, 4)), rng.normal(size=(count, 3))
+        logs = pipelined.train_on_batch(x, y), plain.train_on_batch(x, y)
+        assert np.allclose(*logs, rtol=1e-5)
+        assert np.allclose(pipelined.test_on_batch(x, y), plain.test_on_batch(x, y), rtol=1e-5)
+    pipelined.sync()
+    assert_same_variables(own, plain, TOLERANCE["float64"])
+    assert pipelined.notes == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", EXACT)
+def test_a_loss_of_the_whole_batch_is_that_of_plain_keras(loss: str) -> None:
+    use_float64()
+    check(lambda: model_of(EXACT[loss]))
+
+
+@pytest.mark.slow
+def test_a_layer_may_add_a_sum_over_samples() -> None:
+    use_float64()
+    check(lambda: model_of("mse", Adds(name="adds")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [(1, 2), (2, 1), (2, 3)])
+@pytest.mark.parametrize("loss", ["mse", EXACT["a sum"]], ids=["mean", "sum"])
+def test_a_sum_of_an_earlier_stage_counts_once(loss: Any, replicas: tuple[int, int]) -> None:
+    """It crosses the cut as the mean over the slices of its stage, and each slice of the last one adds it up."""
+    use_float64()
+    check(lambda: model_of(loss, Adds(name="adds")), "adds", replicas)
+
+
+@pytest.mark.slow
+def test_state_that_counts_samples_counts_those_of_all_slices() -> None:
+    use_float64()
+    check(lambda: model_of("mse", Counts(name="counts")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", TOLD)
+def test_a_loss_that_slices_cannot_add_up_is_told(loss: str) -> None:
+    function, kind = TOLD[loss]
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(7, 4)), rng.normal(size=(7, 3))
+    pipelined = pipeline(model_of(function), ["first"], (2, 1), 2, 7)
+    pipelined.train_on_batch(x, y)
+    assert [(note.kind, note.layer) for note in pipelined.notes] == [(kind, "loss")]
+    whole = pipeline(model_of(function), ["first"], (1, 1), 1, 7)
+    whole.train_on_batch(x, y)
+    assert whole.notes == ()

@@ -1,0 +1,209 @@
+"""Models that nobody here wrote, and random ones, train as plain Keras does: the smallest of `make zoo`."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from equivalence import use_float64
+
+import dapple_tf as dapple
+from dapple_tf.tools import command, zoo
+from dapple_tf.tools.random_models import BETWEEN, compare_draw, draw
+from dapple_tf.tools.training_comparison import Comparison, compare_training
+from dapple_tf.tools.zoo_models import ARCHITECTURES, find_architecture, narrowest, normalizes_batches
+
+DRAWS = range(30)
+
+SMALLEST = ("Albert", "Bert", "CLIP", "FNet", "GPT2", "Llama", "MiT", "Mixtral", "ResNet (hub)", "T5", "ViT", "Whisper")
+
+# keras_hub's models say this of themselves.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Layer .* was passed an input with a mask:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The structure of `inputs` doesn't match:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", DRAWS)
+def test_random_models_train_as_plain_keras(seed: int) -> None:
+    use_float64()
+    about, comparison = compare_draw(seed)
+    assert comparison.verdict == "equal", f"{about}: {comparison}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALLEST)
+def test_models_of_others_train_as_plain_keras(name: str) -> None:
+    """Two stages, two replicas and one, two micro-batches."""
+    (row,) = zoo.rows_of(name, [2], ["adamw"])
+    assert row["verdict"] == "equal", row
+
+
+def test_random_models_are_of_all_forms() -> None:
+    forms = {draw(seed).about.partition(":")[0] for seed in DRAWS}
+    assert forms == {"vector", "sequence", "tokens", "image"}
+    assert {draw(seed).between for seed in DRAWS} == set(BETWEEN)
+
+
+def test_a_seed_gives_the_same_model_and_data_again() -> None:
+    one, other = draw(5), draw(5)
+    assert (one.about, one.plan) == (other.about, other.plan)
+    for first, second in zip(keras.tree.flatten(one.batches), keras.tree.flatten(other.batches), strict=True):
+        np.testing.assert_array_equal(first, second)
+    values = [[variable.numpy() for variable in each.build().variables] for each in (one, other)]
+    for first, second in zip(*values, strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+# ---- what a comparison finds
+
+
+def _model() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "tanh", name="a"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(1e-2), "mse")
+    return model
+
+
+def _batches(count: int) -> list[tuple[Any, Any, Any]]:
+    rng = np.random.default_rng(0)
+    return [(rng.normal(size=(4, 2)), rng.normal(size=(4, 1)), None) for _ in range(count)]
+
+
+def _pipeline(model: keras.Model, cut: str = "a") -> dapple.PipelinedModel:
+    plan = dapple.Plan.manual([cut], [[0], [1]], 2, 4)
+    return dapple.transform(model, dapple.Cluster.local(2, kind="cpu"), plan)
+
+
+def _forgetful(trainer: Any, batch: tuple[Any, Any, Any]) -> None:
+    """A training whose slots lose a little, but only where it is pipelined."""
+    x, y, _ = batch
+    trainer.train_on_batch(x, y)
+    if isinstance(trainer, dapple.PipelinedModel):
+        trainer.sync()
+        slot = trainer.model.optimizer.variables[2]
+        slot.assign(slot.numpy() * (1 + 1e-6))
+        trainer.load()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("transform", "train", "verdict", "where"),
+    [
+        (_pipeline, None, "equal", ""),
+        (functools.partial(_pipeline, cut="nowhere"), None, "refused", "nowhere"),
+        (_pipeline, _forgetful, "differs", "momentum"),
+    ],
+    ids=["equal", "refused", "differs"],
+)
+def test_verdicts(
+    transform: Callable[[keras.Model], dapple.PipelinedModel], train: Any, verdict: str, where: str
+) -> None:
+    use_float64()
+    options = {} if train is None else {"train": train}
+    comparison = compare_training(_model, transform, _batches(2), **options)
+    assert comparison.verdict == verdict, comparison
+    assert where in comparison.where
+    assert comparison.passed == (verdict != "differs")
+
+
+def test_what_fails_is_told_and_passes_nothing() -> None:
+    def broken(model: keras.Model) -> dapple.PipelinedModel:
+        raise ZeroDivisionError("no reason")
+
+    comparison = compare_training(_model, broken, _batches(1), dtype="float32")
+    assert comparison == Comparison("failed", None, "ZeroDivisionError: no reason")
+    assert not comparison.passed
+
+
+# ---- architectures
+
+
+def test_slices_of_models_that_normalise_batches_have_the_same_samples() -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+    assert normalizes_batches(model)
+    architecture = ARCHITECTURES["ViT"]
+    batches = zoo.batches(architecture, _with_batch_norm(architecture), 3)
+    x, _, _ = batches[0]
+    assert len(x) == 2 * 3 * 2
+    slices = [{sample.tobytes() for sample in part} for part in np.split(x, 6)]
+    assert len(slices[0]) == 2 and all(part == slices[0] for part in slices)
+
+
+def _with_batch_norm(architecture: Any) -> keras.Model:
+    images = keras.Input((8, 8, 3), name="images")
+    x = keras.layers.GlobalAveragePooling2D()(keras.layers.BatchNormalization()(images))
+    return keras.Model(images, keras.layers.Dense(3)(x))
+
+
+def test_rounding_is_that_of_the_narrowest_type_inside() -> None:
+    use_float64()
+    inputs = keras.Input((2,))
+    plain = keras.Model(inputs, keras.layers.Dense(2)(inputs))
+    casting = keras.Model(inputs, keras.layers.Dense(2)(keras.ops.cast(keras.ops.cast(inputs, "float32"), "float64")))
+    x = np.ones((2, 2))
+    assert [narrowest(model, x, "float64") for model in (plain, casting)] == ["float64", "float32"]
+
+
+def test_every_architecture_of_keras_applications_is_there() -> None:
+    """In its smallest size: names differ in numbers and sizes behind the architecture's own."""
+    named = [name for name in dir(keras.applications) if name[0].isupper()]
+    families = {name.rstrip("0123456789") for name in ARCHITECTURES if ARCHITECTURES[name].family == "applications"}
+    sizes = ("XLarge", "Base", "Large", "Small", "Tiny")
+    for name in named:
+        stem = name.removesuffix("V2").rstrip("0123456789")
+        for size in sizes:
+            stem = stem.removesuffix(size)
+        assert any(family.startswith(stem[:9]) for family in families), name
+    assert sum(each.family == "keras_hub" for each in ARCHITECTURES.values()) >= 20
+
+
+def test_the_document_tells_what_differs() -> None:
+    row = {"model": "Bert", "family": "keras_hub", "cut": "layer", "micro_batches": 2, "dtype": "float64", "seconds": 1}
+    verdicts = [("equal", 1e-15, "kernel"), ("listed", 0.5, "a mean"), ("refused", None, "an error")]
+    records = [
+        row | {"optimizer": "sgd", "verdict": verdict, "difference": difference, "where": where}
+        for verdict, difference, where in verdicts
+    ]
+    drawn = {"seed": 7, "about": "vector", "verdict": "differs", "difference": 0.25, "where": "bias", "seconds": 1}
+    text = zoo.document({"zoo Bert": {"records": records}, "draws": {"records": [drawn]}})
+    assert "| Bert | layer | float64 | 1 equal, 1 listed, 1 refused | 5e-01 | a mean; an error |" in text
+    assert "1 of 3 trainings are equal" in text and "0 of 1 are equal" in text
+    assert "| 7 | vector | differs | 2e-01 | bias |" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--models=Nothing"], "unknown architecture 'Nothing'"),
+        (["--micro_batches=x"], "--micro_batches"),
+        (["--optimizers=best"], "best unknown"),
+        (["--document=zoo.md"], "give both"),
+        (["--json=missing/zoo.json"], "no folder missing"),
+    ],
+)
+def test_wrong_flags_are_told_before_anything_runs(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.run(zoo.main, zoo.FLAGS, arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_child_writes_a_row_for_each_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"seed": 3}, {"seed": 4}]
+    monkeypatch.setattr(zoo, "drawn_rows", lambda first, count: rows if (first, count) == (3, 2) else [])
+    assert command.run(zoo.main, zoo.FLAGS, ["--child=3+2"]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
+
+
+def test_names_of_architectures_are_checked() -> None:
+    assert find_architecture("VGG16").family == "applications"
