@@ -58,7 +58,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "costs that aren't any": (
         {"plan": PLACED, "operator_costs": {}},
         TypeError,
-        "operator_costs is a dict; give an OperatorCosts",
+        r"operator_costs is \{\}; give dapple_tf\.OperatorCosts",
     ),
     "XLA": (
         {"plan": Plan.data_parallel(2, 8, jit_compile=True), "placement": "fd_dps"},
