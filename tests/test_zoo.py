@@ -15,7 +15,7 @@ from equivalence import use_float64
 import dapple_tf as dapple
 from dapple_tf.tools import command, zoo
 from dapple_tf.tools.random_models import BETWEEN, compare_draw, draw
-from dapple_tf.tools.training_comparison import Comparison, compare_training
+from dapple_tf.tools.training_comparison import Comparison, compare_training, largest_difference
 from dapple_tf.tools.zoo_models import ARCHITECTURES, find_architecture, narrowest, normalizes_batches
 
 DRAWS = range(30)
@@ -112,6 +112,31 @@ def test_verdicts(
     assert comparison.verdict == verdict, comparison
     assert where in comparison.where
     assert comparison.passed == (verdict != "differs")
+
+
+def test_differences_are_relative_to_what_training_has_changed() -> None:
+    """A weight of 1 that should have moved by 0.1 and is 0.002 off: that is 2 %, not 0.2."""
+    own, plain = _model(), _model()
+    before = [variable.numpy() for variable in own.variables]
+    for model, value in ((own, 1.102), (plain, 1.1)):
+        model.variables[0].assign(np.full((2, 3), value))
+    before[0] = np.ones((2, 3))
+    difference, where = largest_difference(own, plain, before, "float32")
+    assert difference == pytest.approx(0.02, rel=1e-3) and where.endswith("a/kernel")
+
+
+def test_random_draws_excuse_nothing() -> None:
+    """Those of a layer that drops nothing are noted, but make no difference."""
+    use_float64()
+
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        dropout = keras.layers.Dropout(0.5)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, name="a"), dropout, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(1e-2), "mse")
+        return model
+
+    assert compare_training(build, _pipeline, _batches(1)).verdict == "differs"
 
 
 def test_what_fails_is_told_and_passes_nothing() -> None:

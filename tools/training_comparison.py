@@ -14,9 +14,14 @@ from dapple_tf.errors import reason
 from dapple_tf.notes import NoteKind
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-4}
-"""Float type -> largest difference that rounding explains, relative to an array's largest value or `FLOOR`."""
-FLOOR = {"float64": 1e-6, "float32": 1.0}
+"""Float type -> largest difference that rounding explains, relative to what training has changed (see `_scale`)."""
+FLOOR = {"float64": 1e-6, "float32": 1e-2}
 """Float type -> the least that differences are relative to: gradients that cancel to nothing consist of rounding."""
+_ROUNDED = 1e-2
+"""The least that differences are relative to, as a part of an array's largest value: that is what is rounded."""
+
+_NO_EXCUSE = (NoteKind.METRIC, NoteKind.RANDOM)
+"""What is noted of metrics alone changes no variable; the models that are compared draw nothing that counts."""
 
 Batch = tuple[Any, Any, Any]
 """x, y and sample weights (or None)."""
@@ -31,7 +36,7 @@ class Comparison:
     Attributes:
         verdict: "equal"; "listed", where `transform` has told why it differs; "refused", with an error that says why;
             "differs" and "failed" otherwise.
-        difference: the largest of a variable, slot or log, see `TOLERANCE`; None where there is nothing to compare.
+        difference: the largest of a variable or slot, see `TOLERANCE`; None where there is nothing to compare.
         where: the variable that differs most, what was listed, or the error.
     """
 
@@ -69,46 +74,62 @@ def compare_training(
         dtype: names the tolerance.
     """
     plain, own = build(), build()
-    before = [variable.numpy() for variable in own.trainable_variables]
+    before = [variable.numpy() for variable in own.variables]
     try:
         pipelined = transform(own)
-        for batch in batches:
-            train(pipelined, batch)
-        pipelined.sync()
+        try:
+            for batch in batches:
+                train(pipelined, batch)
+            pipelined.sync()
+            told = [note for note in pipelined.notes if note.kind not in _NO_EXCUSE]
+        finally:
+            pipelined.close(sync=False)
     except (dapple.DappleError, dapple.PassError, dapple.PlanError) as error:
         return Comparison("refused", None, reason(error))
     except Exception as error:  # Whatever it is, the others are compared, and this one is told.
         return Comparison("failed", None, f"{type(error).__name__}: {reason(error)}")
-    # What is noted of metrics alone changes no variable.
-    listed = "; ".join(str(note) for note in pipelined.notes if note.kind is not NoteKind.METRIC)
-    pipelined.close()
     plain.run_eagerly = True  # A few steps take less time than a trace.
     for batch in batches:
         train(plain, batch)
-    difference, where = largest_difference(own, plain, dtype)
-    if all(
-        np.array_equal(old, variable.numpy()) for old, variable in zip(before, own.trainable_variables, strict=True)
-    ):
+    difference, where = largest_difference(own, plain, before, dtype)
+    moved = zip(before, own.variables, strict=True)
+    if all(np.array_equal(old, variable.numpy()) for old, variable in moved if variable.trainable):
         return Comparison("failed", difference, "training changed nothing")
     if difference <= TOLERANCE[dtype]:
         return Comparison("equal", difference, where)
-    return Comparison("listed" if listed else "differs", difference, listed or where)
+    if told:
+        return Comparison("listed", difference, "; ".join(map(str, told)))
+    return Comparison("differs", difference, where)
 
 
-def largest_difference(own: keras.Model, plain: keras.Model, dtype: str) -> tuple[float, str]:
-    """That of all variables of two models and of their optimizers, and the variable it is of."""
+def largest_difference(
+    own: keras.Model, plain: keras.Model, before: Sequence[np.ndarray], dtype: str
+) -> tuple[float, str]:
+    """That of all variables of two models and of their optimizers, and the variable it is of.
+
+    Args:
+        own: a model.
+        plain: the same one, trained otherwise.
+        before: what the models' variables were before training; the optimizers' were zeros.
+        dtype: names the least that differences are relative to.
+    """
     worst, where = 0.0, "(no variable)"
-    pairs = zip(_variables(own), _variables(plain), strict=True)
-    for one, other in pairs:
+    pairs = list(zip(_variables(own), _variables(plain), strict=True))
+    starts = [*before, *[np.zeros(())] * (len(pairs) - len(before))]
+    for (one, other), old in zip(pairs, starts, strict=True):
         first, second = one.numpy().astype("float64"), other.numpy().astype("float64")
         if first.size == 0:
             continue
-        scale = max(FLOOR[dtype], float(np.max(np.abs(second))))
-        difference = float(np.max(np.abs(first - second))) / scale
+        difference = float(np.max(np.abs(first - second))) / _scale(old, second, dtype)
         difference = difference if np.isfinite(difference) else float("inf")
         if difference > worst:
             worst, where = difference, one.path
     return worst, where
+
+
+def _scale(old: np.ndarray, new: np.ndarray, dtype: str) -> float:
+    """What differences of an array are relative to: how far training has moved it."""
+    return max(FLOOR[dtype], float(np.max(np.abs(new - old))), _ROUNDED * float(np.max(np.abs(new))))
 
 
 def _variables(model: keras.Model) -> list[keras.Variable]:

@@ -206,7 +206,8 @@ machine. Each architecture trains for three steps, pipelined and by plain Keras 
 where half of its parameters are reached, with two replicas and one, 2 and 3 micro-batches, by Adam, AdamW with
 `global_clipnorm`, and SGD. Compared are all variables and all slots of the optimizer.
 
-* *equal*: no value differs by more than 1e-8 (float32: 1e-4) of the largest of its array.
+* *equal*: no value differs by more than 1e-8 (float32: 1e-4) of the largest change that training made to its array, or
+  of a hundredth of the array's largest value, which rounding is relative to, if that is more.
 * *listed*: it differs, and `transform` has said why.
 * *refused*: by an error that says why.
 * *differs*, *failed*: defects.
