@@ -1,0 +1,268 @@
+"""Looking inside a pipelined model: verified, dumped, traced, measured; what it runs on, and how."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.compared_steps import Outcome, Reasons, Run, compare_steps, pipelined_steps
+from dapple_tf.dumps.dump import dump
+from dapple_tf.errors import DappleError, WorkerLostError
+from dapple_tf.execution.builds import StepResult
+from dapple_tf.execution.engine import Engine
+from dapple_tf.execution.recovery import FaultRecord
+from dapple_tf.execution.runtime import Runtime
+from dapple_tf.execution.step_passes import StepPasses
+from dapple_tf.frontend.batch import Batch, BatchSpec, declared_spec
+from dapple_tf.frontend.capture import Mode, capture
+from dapple_tf.measurement.prediction import Prediction
+from dapple_tf.measurement.step_profile import StepProfile
+from dapple_tf.notes import Note, notes_of
+from dapple_tf.operators.op_graph import OpPlacement
+from dapple_tf.planning.plan import Plan
+from dapple_tf.profiling.profile import Profile
+from dapple_tf.verification import Verification, compare, not_comparable
+from dapple_tf.view.planned import planned
+from graph_passes.assign_stages import AssignStages
+from graph_passes.pass_manager import run_passes
+
+
+class Inspection(abc.ABC):
+    """What can be asked of a model and its steps, for a class that runs them.
+
+    Attributes:
+        model: the user's Keras model.
+        profile: the profile that the plan was made from; None if there was none.
+        prediction: the simulated time of a step, and the measured one; None without a profile, and after a fault.
+    """
+
+    model: keras.Model
+    profile: Profile | None
+    prediction: Prediction | None
+    _runtime: Runtime
+    _specs: dict[Mode, BatchSpec]
+
+    @abc.abstractmethod
+    def sync(self) -> keras.Model:
+        """Copies the devices' values into the user's model; returns it."""
+
+    @abc.abstractmethod
+    def _follow(self) -> None:
+        """Makes a new engine if the model has been compiled, frozen or extended since."""
+
+    @abc.abstractmethod
+    def _changed(self) -> bool:
+        """Whether the model has been compiled, frozen or extended since its step graphs were made."""
+
+    @abc.abstractmethod
+    def _one_batch(self, mode: Mode, data: Any) -> Batch:
+        """One batch as Keras takes it."""
+
+    @abc.abstractmethod
+    def _train(self, batch: Batch, *, trace: bool = False) -> StepResult:
+        """Trains on a batch."""
+
+    @abc.abstractmethod
+    def _twin(self, model: keras.Model) -> contextlib.AbstractContextManager[Run]:
+        """The same pipeline of another model."""
+
+    @property
+    def _engine(self) -> Engine:
+        return self._runtime.engine
+
+    def verify(
+        self, x: Any, y: Any = None, sample_weight: Any = None, *, steps: int = 3, float64: bool = True
+    ) -> Verification:
+        """Compares training steps on a batch with plain Keras: loss, gradients, then all that some steps change.
+
+        The steps compare every variable, optimizer slot and metric, in the model's dtype and once more in float64, by
+        which rounding is told from what is different. Layers that draw random numbers or normalise by the batch don't
+        give the same on slices as on the whole batch, so that where a plan cuts it, a model with such layers is also
+        compared in inference behaviour (``training=False``); the result says so.
+        Nothing changes, but that the user's model gets the devices' values (``sync``).
+
+        Args:
+            x: one batch of inputs, as for ``train_on_batch``.
+            y: its labels.
+            sample_weight: its weights.
+            steps: how many; 0 compares the loss and the gradients of one step only.
+            float64: make the same steps with a model of the same layers in float64, too, on the same devices, if the
+                model can be made again from its configuration.
+
+        Returns:
+            What differs, as a table; its ``assert_equal()`` raises an error if something differs without a reason.
+        """
+        if steps < 0:
+            raise ValueError(f"steps is {steps}; give 0 or more")
+        self._follow()
+        self.sync()
+        data = x, y, sample_weight
+        batch = self._one_batch(Mode.TRAIN, data)
+
+        def run(training: bool) -> StepResult:
+            return self._runtime.run(Mode.TRAIN, batch, training=training, want_gradients=True)
+
+        reasons = Reasons()
+        if self.plan.micro_batches > 1 or set(self.plan.replicas) != {1}:
+            together = len(self._engine.passes.layout(batch.samples).micro_batch_intervals) == 1
+            if steps:
+                reasons = Reasons.of(self._runtime, batch.spec, together=together)
+            else:
+                reasons = Reasons(first=not_comparable(self.model, together=together))
+        found = compare(run, self.model, self._engine.table, *data, reason=reasons.first)
+        if not steps:
+            return found
+        twin = self._twin if float64 else None
+        return dataclasses.replace(
+            found, steps=compare_steps(self.model, self._steps_apart, data, steps, reasons, pipelined=twin)
+        )
+
+    def _steps_apart(self, data: tuple[Any, Any, Any], steps: int, training: bool) -> Outcome:
+        """What some steps on a batch come to, without counting."""
+        return pipelined_steps(self._runtime, self._one_batch(Mode.TRAIN, data), steps, training=training)
+
+    def dump(self, directory: str | pathlib.Path) -> None:
+        """Writes what steps are made of: graphs, plan, schedule, drawings; ``index.html`` there tells what is what.
+
+        The graph before and after every pass (``NN_pass.pbtxt``) of each kind of step that has been run, and of
+        training if it hasn't: nothing is run, and nothing that training depends on changes.
+
+        Args:
+            directory: what to fill. Files of an earlier dump there are replaced, others left.
+
+        Raises:
+            DataError: no step has been run, and the model doesn't tell what batches look like.
+            FolderError: something else in the directory would be overwritten.
+        """
+        engine = self._engine
+        sources = [] if self._changed() else engine.sources
+        passes = StepPasses(self.plan, self.cluster)
+        spec = self._specs.get(Mode.TRAIN)
+        costs = None if engine.placer is None else engine.placer.costs
+        dump(directory, self.model, passes, sources, engine.table, self.profile, spec=spec, operator_costs=costs)
+
+    def trace_step(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
+        """Trains on one batch and returns TensorFlow's ``StepStats``: start and end of each task, and each allocation.
+
+        Metrics and History know nothing of this step. Where a step is one function (one device, one micro-batch), stage
+        functions are called one by one in this one. TensorFlow prepares a traced step by itself, the first time.
+        """
+        self._follow()
+        traced = self._train(self._one_batch(Mode.TRAIN, (x, y, sample_weight)), trace=True).traced
+        assert traced is not None
+        return traced.stats
+
+    def profile_step(
+        self, x: Any, y: Any = None, sample_weight: Any = None, *, warm_up: int = 2, train: bool = False
+    ) -> StepProfile:
+        """Measures one training step, task by task and device by device, beside what was planned and simulated.
+
+        The step is a real one, but doesn't count: afterwards weights, optimizer, random seeds, metrics and the number
+        of steps are what they were. For that the user's model gets the devices' values first (``sync``), and the
+        devices get them back with the next step.
+
+        Args:
+            x: one batch of inputs, as for ``train_on_batch``.
+            y: its labels.
+            sample_weight: its weights.
+            warm_up: steps that don't count at all. Then come the one that is measured, and one before and after it, by
+                which the time is known that it takes without being traced. The first time one more is traced, since
+                TensorFlow prepares traced steps by themselves.
+            train: leave the devices trained on this batch by all of these steps, in place of bringing values back: for
+                models that are larger than this process's memory (``deferred_init``).
+
+        Raises:
+            DappleError: the model's values are only on the devices, and ``train`` is False.
+        """
+        if warm_up < 0:
+            raise ValueError(f"warm_up is {warm_up}; give 0 or more steps")
+        self._follow()
+        if not train and self._engine.deferred:
+            raise DappleError(
+                f"profile_step() would fetch all values of model {self.model.name!r} into this process, to bring them "
+                f"back afterwards: call sync() first if they fit, or give train=True to train on this batch"
+            )
+        batch = self._one_batch(Mode.TRAIN, (x, y, sample_weight))
+        if not train:
+            self.sync()
+        run = self._runtime.train if train else functools.partial(self._runtime.run, Mode.TRAIN)
+
+        def untraced() -> float:
+            started = time.perf_counter()
+            run(batch)
+            return time.perf_counter() - started
+
+        try:
+            for _ in range(warm_up):
+                run(batch)
+            before = untraced()
+            traced = run(batch, trace=True).traced
+            if traced is not None and traced.first:
+                traced = run(batch, trace=True).traced
+            seconds = (before + untraced()) / 2
+        finally:
+            if not train:
+                self._runtime.drop()
+        assert traced is not None
+        full = batch.samples == self.plan.global_batch_size
+        simulation = self.prediction.simulation if self.prediction is not None and full else None
+        ideal = planned(self.plan, self.profile, self.cluster) if full else None
+        return StepProfile(self._engine.measured(traced), self.plan, simulation, ideal, seconds)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices; fewer when it was gone on without a worker."""
+        return self._runtime.cluster
+
+    @property
+    def plan(self) -> Plan:
+        """The plan; another one when it was gone on without a worker."""
+        return self._runtime.plan
+
+    @property
+    def placement(self) -> Mapping[int, OpPlacement]:
+        """Stage -> where the single operators of the largest training step so far are.
+
+        Empty before the first step, and where stages run as a whole.
+        """
+        return self._engine.placements
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """Where training isn't the same as plain Keras under this plan, why, and the way out.
+
+        Logged when training is prepared for its first batch. Before that, losses and metrics aren't known yet: layers
+        are examined if the model declares its inputs, with all lengths.
+        """
+        notes, spec = self._engine.notes, declared_spec(self.model)
+        if notes is not None:
+            return notes
+        if spec is None or any(None in leaf.shape[1:] for leaf in spec.leaves):
+            return ()
+        program = capture(self.model, self._engine.table, Mode.PREDICT, spec, training=True)
+        program = run_passes(program, [AssignStages(self.plan.cuts)])
+        return notes_of(program, self._engine.passes.slices, self.plan.micro_batches)
+
+    @property
+    def faults(self) -> Sequence[FaultRecord]:
+        """Those that training went on after."""
+        return tuple(self._runtime.faults)
+
+    @property
+    def lost(self) -> WorkerLostError | None:
+        """The worker that is missing now; None if all are there, or devices are this process's."""
+        return self._engine.lost
+
+    @property
+    def preparation_seconds(self) -> dict[str, float]:
+        """Seconds that each pass has taken so far."""
+        return dict(self._engine.timing.seconds)
