@@ -80,7 +80,7 @@ def test_a_checkpoint_is_restored_whatever_the_plan_and_into_the_plain_model(
         model.train_on_batch(X, Y)
     assert_same_values(other.sync(), plain)
     other.restore_checkpoint(path)  # once more, when its devices have values already
-    assert other._engine.ahead
+    assert other._engine.state.ahead
     other.train_on_batch(X, Y)
     assert_same_values(other.sync(), plain)
 
@@ -109,7 +109,7 @@ def test_training_goes_on_while_a_snapshot_is_written(
     # At most one at a time, and a session that is closed waits for the one that is being written.
     pipelined.save_checkpoint(tmp_path, wait=False)
     pipelined.save_checkpoint(tmp_path, wait=False)
-    pipelined._engine._snapshots.wait()
+    pipelined._engine.state._snapshots.wait()
     pipelined.wait_for_checkpoint()
     assert len(checkpoints(tmp_path)) == 3
 
@@ -254,14 +254,14 @@ def test_a_save_that_fails_is_logged_and_raised_when_someone_waits(
 ) -> None:
     good = pipelined.save_checkpoint(tmp_path)
     pipelined.train_on_batch(X, Y)
-    write = pipelined._engine._snapshots._run
+    write = pipelined._engine.state._snapshots._run
 
     def broken(fetches: Any, feed: Any = None) -> Any:
         if feed is not None:
             feed = {key: "/proc/no/such/place" for key in feed}
         return write(fetches, feed)
 
-    pipelined._engine._snapshots._run = broken
+    pipelined._engine.state._snapshots._run = broken
     with caplog.at_level(logging.WARNING):
         pipelined.save_checkpoint(tmp_path, wait=False)
         with pytest.raises(CheckpointError, match="the servers can't write to"):
@@ -269,7 +269,7 @@ def test_a_save_that_fails_is_logged_and_raised_when_someone_waits(
     assert "save-000002-step-3 couldn't be written: the servers can't write to" in caplog.text
     assert names(tmp_path) == [good.name]
     pipelined.wait_for_checkpoint()
-    pipelined._engine._snapshots._run = write
+    pipelined._engine.state._snapshots._run = write
     assert pipelined.save_checkpoint(tmp_path).name == "save-000002-step-3"
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="Not a directory"):
@@ -279,14 +279,14 @@ def test_a_save_that_fails_is_logged_and_raised_when_someone_waits(
 def test_a_directory_that_servers_do_not_share_is_told(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, pipelined: dapple.PipelinedModel
 ) -> None:
-    write = pipelined._engine._snapshots._run
+    write = pipelined._engine.state._snapshots._run
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
 
     def on_another_machine(fetches: Any, feed: Any = None) -> Any:
         return write(fetches, feed and {key: str(elsewhere / "x") for key in feed})
 
-    monkeypatch.setattr(pipelined._engine._snapshots, "_run", on_another_machine)
+    monkeypatch.setattr(pipelined._engine.state._snapshots, "_run", on_another_machine)
     with pytest.raises(CheckpointError) as error:
         pipelined.save_checkpoint(tmp_path / "here")
     assert "server /job:localhost/replica:0/task:0/device:CPU:0 has saved its variables, but " in str(error.value)

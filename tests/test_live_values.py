@@ -44,8 +44,10 @@ def pair(shared: Pair) -> Pair:
 def runs(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> list[Any]:
     """What the devices were asked for beside steps."""
     engine, asked = pair.pipelined._engine, list[Any]()
-    own = engine._stored._run
-    monkeypatch.setattr(engine._stored, "_run", lambda fetches, *rest: asked.append(fetches) or own(fetches, *rest))
+    own = engine.state._stored._run
+    monkeypatch.setattr(
+        engine.state._stored, "_run", lambda fetches, *rest: asked.append(fetches) or own(fetches, *rest)
+    )
     return asked
 
 

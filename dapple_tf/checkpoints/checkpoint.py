@@ -271,7 +271,7 @@ class Restoration:
         Raises:
             CheckpointError: a file is damaged, or a server can't read it.
         """
-        table, kept = self._engine.table, self._engine.stored_names
+        table, kept = self._engine.table, self._engine.state.names
         located, others = {}, []
         for match in self._all:
             name = table.name_of(match.variable) if table.knows(match.variable) else None
@@ -279,7 +279,7 @@ class Restoration:
                 located[name] = (match.entry.shard, match.entry.key)
             elif match.entry.shard != CLIENT:
                 others.append(match)
-        self._engine.restore(self._checkpoint.path, located)
+        self._engine.state.restore(self._checkpoint.path, located)
         self._checkpoint.assign(others)
 
 
@@ -389,13 +389,13 @@ class _Taken(NamedTuple):
 
 def _snapshot(engine: Engine, variables: Mapping[str, keras.Variable]) -> _Taken:
     """A snapshot of all that devices keep but the learning rate, of which the model has the value that counts."""
-    table, kept = engine.table, engine.stored_names
+    table, kept = engine.table, engine.state.names
     keys = {
         table.name_of(variable): key
         for key, variable in variables.items()
-        if variable is not engine.learning_rate and table.knows(variable) and table.name_of(variable) in kept
+        if variable is not engine.state.learning_rate and table.knows(variable) and table.name_of(variable) in kept
     }
-    snapshot = engine.snapshot(keys)
+    snapshot = engine.state.snapshot(keys)
     return _Taken(snapshot, {shard: tuple(keys[name] for name in own) for shard, own in snapshot.shards.items()})
 
 

@@ -6,16 +6,14 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import pathlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.checkpoints.snapshots import Snapshot, Snapshots
 from dapple_tf.clusters.clocks import Offset, WorkerClock, estimate
 from dapple_tf.clusters.cluster import Cluster
 from dapple_tf.clusters.connection import connected, open_session
@@ -24,12 +22,12 @@ from dapple_tf.clusters.remote_session import RemoteSession
 from dapple_tf.clusters.session import PreparedRun, add_to_graph, collective_keys
 from dapple_tf.errors import DappleError, WorkerLostError
 from dapple_tf.execution.builds import Build, Kind, StepRequest, StepResult, StepSource
+from dapple_tf.execution.device_state import DeviceState
 from dapple_tf.execution.step_passes import StepPasses, first_step_pass
 from dapple_tf.execution.terminal import without_profiler_lines
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, output_structure
 from dapple_tf.frontend.host_part import on_host
-from dapple_tf.frontend.initialization import any_deferred
 from dapple_tf.frontend.metrics import merged
 from dapple_tf.frontend.optimizer import needs_all_gradients
 from dapple_tf.frontend.py_functions import check_py_functions
@@ -44,7 +42,6 @@ from dapple_tf.operators.step_placer import PlacedStep, StepPlacer
 from dapple_tf.planning.plan import Plan
 from dapple_tf.values.device_values import Holding
 from dapple_tf.values.parameter_groups import Places, group_updates, holdings, optimizer_variables, readers_of
-from dapple_tf.values.stored_values import StoredValues
 from dapple_tf.view.timeline import device_labels
 from graph_passes.accumulate import accumulated_gradients
 from graph_passes.graph import GraphDef
@@ -74,9 +71,7 @@ class Engine:
         faults: how patient to be with its workers.
         table: names of the model's variables.
         timing: seconds of each pass so far.
-        generation: how often the devices' variables have been dropped; they need ``load`` after each time.
-        ahead: whether the devices have newer values than the Keras model.
-        fetched: variables that the model has the devices' values of, or newer ones, although these are ahead.
+        state: the values that devices have.
         running: whether a step is.
         notes: where training isn't the same as plain Keras; None until a training step has been captured.
         quiet: whether notes aren't logged, for steps that only measure or compare.
@@ -112,11 +107,8 @@ class Engine:
         self._hosts: dict[str, tuple[int, ...]] = {}
         self._optimizer_variables: dict[tuple[int, ...], tuple[Variable, ...]] = {}
         self._builds: dict[tuple[Mode, str, bool], Build] = {}
-        self.generation = 0
-        self.ahead = False
         self.notes: tuple[Note, ...] | None = None
         self.quiet = False
-        self.fetched: set[str] = set()
         self.running = False
         self._numbers = itertools.count()
         self._structures: dict[str, Any] = {}
@@ -124,22 +116,21 @@ class Engine:
         self._connected = contextlib.ExitStack()
         self._connected.enter_context(connected(cluster, faults))
         self._open()
+        self.state = DeviceState(
+            model, self.table, self.timing, self._holdings, self._run, self._import, self._run_update
+        )
 
     def _open(self) -> None:
-        """A fresh graph and session. The devices' variables are empty until ``load``."""
+        """A fresh graph and session."""
         self._graph = tf.Graph()
         self._library: set[str] = set()
         self._session = open_session(self.cluster, self._graph)
         self._prepared: dict[StepRequest, PreparedRun] = {}
         self._traced_before: set[str] = set()  # names of steps
-        self._stored = StoredValues(self.table, self._holdings, self._run, self._import)
-        self._snapshots = Snapshots(self._holdings, self._run, self._import)
-        self._left_over: str | None = None  # node that makes the updates which the last step has left
 
     def close(self) -> None:
         """Frees the devices' memory, and workers for others; a snapshot that is being written is finished first."""
-        self._snapshots.wait()
-        self.agreed()
+        self.state.close()
         self._prepared.clear()
         self._session.close()
         self._connected.close()
@@ -153,7 +144,7 @@ class Engine:
         self._connected.enter_context(connected(self.cluster, self.faults))
         self._session = open_session(self.cluster, self._graph)
         self._traced_before.clear()
-        self._left_over = None
+        self.state.left_over = None
 
     @property
     def lost(self) -> WorkerLostError | None:
@@ -230,22 +221,21 @@ class Engine:
         ):
             return
         before = self._holdings()
-        stays = self.ahead and self.deferred  # The model has no place for the values that devices have.
+        stays = self.state.ahead and self.state.deferred  # The model has no place for the values that devices have.
         if stays:
-            self.flush()
+            self.state.flush()
             self._builds = {}
-        elif self._stored.used:
-            if self.ahead:
-                self.save()
+        elif self.state.has_values:
+            if self.state.ahead:
+                self.state.save()
             self.close()
             self._builds = {}
-            self.generation += 1
             self._open()
+            self.state.reset()
         self._hosts, self._places = hosts, places
         self._optimizer_variables = optimizer or self._optimizer_variables
         if stays:
-            self._snapshots.rearrange()
-            self._stored.rearrange(before)
+            self.state.rearrange(before)
 
     def step(self, built: Build, kind: Kind) -> tuple[str, Step]:
         """A step graph; made once. Returns its prefix in the session's graph, too."""
@@ -336,24 +326,24 @@ class Engine:
         """
         built = self.prepare(mode, spec, training=training)
         if mode is Mode.TRAIN and not want_gradients:
-            self._push_learning_rate()
+            self.state.push_learning_rate()
         carries = mode is Mode.TRAIN and not want_gradients and bool(built.carried)
-        if self._left_over != (built.flush if carries else None):
-            self.flush()
+        if self.state.left_over != (built.flush if carries else None):
+            self.state.flush()
         arrays = on_host(built.program, arrays)
         samples = arrays[0].shape[0]
         apart = want_gradients and self.placer is not None
         apart = apart or ((want_gradients or trace) and self.passes.joins(built, samples))
-        prefix, step = self.step(built, Kind(samples, carries, self._left_over is not None, apart))
+        prefix, step = self.step(built, Kind(samples, carries, self.state.left_over is not None, apart))
 
         request = StepRequest.of(built, prefix, step, want_gradients)
         running = {} if metrics is None else metrics
         values = [*arrays, *(value for name in step.metric_feeds for value in running[name])]
         metadata = tf.compat.v1.RunMetadata() if trace else None
         before = self._clocks() if trace else {}
-        self.ahead |= "train" in request.fetches
+        self.state.ahead |= "train" in request.fetches
         if carries:
-            self._left_over = built.flush  # also if Ctrl-C comes in place of the result
+            self.state.left_over = built.flush  # also if Ctrl-C comes in place of the result
         called = time.time_ns()
         self.running = True
         try:
@@ -441,11 +431,8 @@ class Engine:
             self._structures[spec.key] = output_structure(self.model, spec)
         return self._structures[spec.key]
 
-    def flush(self) -> None:
-        """Makes the updates that the last step has left to the next one."""
-        if self._left_over is not None:
-            node, self._left_over = self._left_over, None
-            self._run(node, options=self._step_options())
+    def _run_update(self, node: str) -> None:
+        self._run(node, options=self._step_options())
 
     def _step_options(self, sums: bool = False) -> tf.compat.v1.RunOptions:
         """For what may have collective operations; ``sums`` tells of some inside tasks.
@@ -485,90 +472,6 @@ class Engine:
         result = run(None if longest is None else max(_LEAST_PATIENCE, 10 * longest))
         self._longest[prefix] = max(longest or 0.0, time.monotonic() - started)
         return result
-
-    # ---- variables
-
-    def load(self, given: Mapping[str, tf.Tensor] | None = None) -> None:
-        """Keras values, or others by their names in the table -> devices; updates left to the next step are dropped."""
-        self.agreed()
-        self._left_over = None
-        with self.timing.part("load variables"):
-            self._stored.load(self.learning_rate, given)
-
-    def save(self) -> None:
-        """Devices -> Keras values, but for the learning rate, which devices get from Keras, and what was fetched."""
-        self.flush()
-        self._stored.save(self.learning_rate, self.fetched)
-        self.agreed()
-
-    def agreed(self) -> None:
-        """The devices have nothing newer than the Keras model now."""
-        self.ahead = False
-        self.fetched.clear()
-
-    def fetch(self, names: Collection[str]) -> None:
-        """Devices -> Keras values of some variables, of which devices have the newest."""
-        self.flush()
-        self._stored.save_some(names)
-        self.fetched |= set(names)
-
-    def push(self, values: Mapping[str, tf.Tensor]) -> None:
-        """Values of some variables -> devices, which have values of all."""
-        self.flush()
-        self._stored.load_some({name: value.numpy() for name, value in values.items()})
-
-    @property
-    def deferred(self) -> bool:
-        """Whether the model has no values of its own for some variables, see :func:`dapple_tf.deferred_init`."""
-        return any_deferred(self.table.keras_variables.values())
-
-    @property
-    def has_values(self) -> bool:
-        """Whether devices may have values, as they do from the first step on."""
-        return self._stored.used
-
-    @property
-    def stored_names(self) -> frozenset[str]:
-        """The variables that devices keep, as far as is known from the steps that have been prepared."""
-        return frozenset(variable.name for holding in self._holdings() for variable in holding.variables)
-
-    def snapshot(self, keys: Mapping[str, str]) -> Snapshot:
-        """Takes a snapshot of the devices' variables, to be written while steps go on, when the last one has been.
-
-        Args:
-            keys: variable -> its name in files. Others aren't written.
-        """
-        self.flush()
-        return self._snapshots.take(keys)
-
-    def restore(self, path: pathlib.Path, located: Mapping[str, tuple[str, str]]) -> None:
-        """Files -> devices, but for the learning rate, which the next step brings. A step must have been prepared.
-
-        Args:
-            path: directory of the files.
-            located: variable -> (name of its tensor bundle there, its name in it), for all that devices keep.
-
-        Raises:
-            CheckpointError: a file is damaged, or a server can't read it; the variables are what they were.
-        """
-        self._snapshots.restore(path, located)
-        self._stored.forget_rate()
-        self._left_over = None
-        self.ahead = True
-        self.fetched.clear()
-
-    @property
-    def learning_rate(self) -> keras.Variable | None:
-        """The learning rate where it is a plain variable, which callbacks may assign in mid-training."""
-        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        rate = getattr(optimizer, "_learning_rate", None)
-        return rate if isinstance(rate, keras.Variable) else None
-
-    def _push_learning_rate(self) -> None:
-        rate = self.learning_rate
-        if rate is not None and self._stored.lacks_rate(rate):
-            self.flush()  # with the rate of its own step
-            self._stored.load_rate(rate)
 
     # ---- looking inside
 

@@ -131,7 +131,7 @@ class Runtime:
         """``close``, wherever it may be that nobody has use for the devices any more."""
         with context.eager_mode():  # What is collected now may be in the midst of a graph that is being made.
             try:
-                self.close(sync=not self.engine.deferred)
+                self.close(sync=not self.engine.state.deferred)
             except (DappleError, tf.errors.OpError) as error:
                 logger.warning("model %r: %s; %s", self.model.name, error, self.values.kept)
 
@@ -170,7 +170,7 @@ class Runtime:
             WorkerLostError: a worker was lost that has them, and isn't to be waited for or not back in time.
         """
         names = [self._watched[id(variable)][1] for variable in variables]
-        if self.engine.ahead or self.values.restoring:
+        if self.engine.state.ahead or self.values.restoring:
             with self._looking:
                 self._surviving(lambda: self.values.look(names))
         else:
@@ -189,7 +189,7 @@ class Runtime:
 
         A model without values of its own isn't: its devices begin again.
         """
-        if not self.engine.deferred:
+        if not self.engine.state.deferred:
             self.sync()
         self.values.load()
 
@@ -241,7 +241,7 @@ class Runtime:
         result = self.run(Mode.TRAIN, batch, trace=trace)
         self.steps += 1
         self._spec = batch.spec
-        self._recovery.trained(self.steps, batch, self.engine.learning_rate)
+        self._recovery.trained(self.steps, batch, self.engine.state.learning_rate)
         self._note_checkpoint()
         return result
 
@@ -249,7 +249,7 @@ class Runtime:
         """Has the values synced if there are many batches since they were safe."""
         if not self._recovery.full:
             return
-        if not self.engine.deferred:
+        if not self.engine.state.deferred:
             self.sync()
         elif len(self._recovery.log) % self._recovery.policy.replay_steps == 0:
             logger.warning(
@@ -276,7 +276,7 @@ class Runtime:
         try:
             return self._surviving(step)
         except tf.errors.OpError as error:
-            lost = self.engine.ahead
+            lost = self.engine.state.ahead
             if lost:
                 self.drop()  # Some stages may have been updated and others not.
             kept = f"; {self.values.kept}" if lost else ""
@@ -379,7 +379,7 @@ class Runtime:
         if not recovery.log and not isinstance(base, pathlib.Path):
             self.values.load()  # The model has them.
             return
-        with learning_rate(self.engine.learning_rate) as set_rate:
+        with learning_rate(self.engine.state.learning_rate) as set_rate:
             if spec is None:  # Nothing was trained on since they were restored.
                 assert isinstance(base, pathlib.Path)
                 self.values.restore(Restoration(Checkpoint.open(base), self.model, self.engine))
@@ -388,9 +388,9 @@ class Runtime:
             for entry in recovery.log:
                 set_rate(entry.rate)
                 batch = entry.batch
-                self.engine.push(entry.assigned)
+                self.engine.state.push(entry.assigned)
                 self.engine.run(Mode.TRAIN, batch.spec, batch.arrays, metrics=self.metrics.feeds())
-            self.engine.push(recovery.last)
+            self.engine.state.push(recovery.last)
             self.values.replayed()
         logger.info("trained again on %d batches, up to step %d", len(recovery.log), self.steps)
 
@@ -399,7 +399,7 @@ class Runtime:
 
         TensorFlow often reports only that some device was waiting for the one that failed.
         """
-        if self.engine.deferred:
+        if self.engine.state.deferred:
             return ""
         arrays = iter(batch.arrays)
 

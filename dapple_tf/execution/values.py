@@ -56,16 +56,16 @@ class Values:
 
     def sync(self) -> None:
         """Devices -> model, if the devices are ahead or the model has no values yet; it has all of them then."""
-        deferred = self._engine.deferred
+        deferred = self._engine.state.deferred
         if deferred:
             self._tell(logging.WARNING, "all values are fetched into the memory of this process")
         if self._pending is not None and self.restoring:
             self._pending.into_model()
             self._pending_agreed = self._in_model()
-        elif self._engine.ahead or (deferred and self._loaded):
+        elif self._engine.state.ahead or (deferred and self._loaded):
             keras_variables = self._engine.table.keras_variables
-            self._engine.fetched -= {name for name in self._seen if initial_of(keras_variables[name]) is not None}
-            self._engine.save()
+            self._engine.state.fetched -= {name for name in self._seen if initial_of(keras_variables[name]) is not None}
+            self._engine.state.save()
             self._agree()
         if deferred:
             materialize(_variables(self._engine.model))  # what no device keeps
@@ -73,12 +73,12 @@ class Values:
 
     def rescue(self) -> None:
         """``sync`` if the devices have what would be lost with them."""
-        if self._engine.ahead or self._pending is not None:
+        if self._engine.state.ahead or self._pending is not None:
             self.sync()
 
     def agree(self) -> None:
         """Before others look at the model and perhaps assign to it: ``sync``, but for a model without values."""
-        if self._engine.deferred and not _averages(self._engine.model):
+        if self._engine.state.deferred and not _averages(self._engine.model):
             self._tell(logging.INFO, "its values stay on the devices until sync(), save() or get_weights()")
         else:
             self.sync()
@@ -92,7 +92,7 @@ class Values:
         """
         if self.restoring:
             self.sync()
-        if not self._engine.ahead:
+        if not self._engine.state.ahead:
             self._unsure = True
             return
         missing = [name for name in names if name not in self._seen]
@@ -125,14 +125,14 @@ class Values:
         if not names:
             return
         running = self._engine.running
-        self._engine.fetch(names)
+        self._engine.state.fetch(names)
         self._disturbed |= set(names)
         if running:  # in another thread, so that the next one who looks is to get newer values
-            self._engine.fetched.difference_update(names)
+            self._engine.state.fetched.difference_update(names)
             return
         self._seen |= self._in_model(names)
         if len(self._seen) == len(self._all) and None not in self._seen.values():
-            self._engine.agreed()
+            self._engine.state.agreed()
             self._agree()
 
     def _tell(self, level: int, what: str) -> None:
@@ -142,8 +142,8 @@ class Values:
 
     def load(self) -> None:
         """Has the next step copy model -> devices, whatever these have."""
-        self._engine.ahead = False
-        self._engine.fetched.clear()
+        self._engine.state.ahead = False
+        self._engine.state.fetched.clear()
         self._loaded = False
         self._pending = None
         self._seen, self._disturbed = {}, set()
@@ -168,7 +168,7 @@ class Values:
         """
         if source.done:
             self.load()
-        elif self._engine.has_values:
+        elif self._engine.state.has_values:
             source.onto_devices()
             self._recovery.restored(source.path)
             self._loaded, self._pending = True, None
@@ -183,7 +183,7 @@ class Values:
         Returns:
             False as long as no step has been prepared: all values are in the model then.
         """
-        if not self._engine.has_values:
+        if not self._engine.state.has_values:
             self.sync()
             return False
         self._resolve_doubt()
@@ -198,20 +198,20 @@ class Values:
     @property
     def kept(self) -> str:
         """What is left when the devices' values are gone, for messages."""
-        if self._engine.deferred:
+        if self._engine.state.deferred:
             return "the devices begin again with the model's initial values"
         return "the model keeps the values of its last sync()"
 
     def prepare(self, mode: Mode, spec: BatchSpec, training: bool | None = None) -> None:
         """Prepares a step, and copies model -> devices unless these have its values or newer ones."""
         self._resolve_doubt()
-        generation = self._engine.generation
+        generation = self._engine.state.generation
         self._engine.prepare(mode, spec, training=training)
         if self._pending is not None:
             source, self._pending = self._pending, None
             source.onto_devices()
             self._loaded = True
-        elif not self._loaded or self._engine.generation != generation:
+        elif not self._loaded or self._engine.state.generation != generation:
             self._load()
 
     def _resolve_doubt(self) -> None:
@@ -223,18 +223,18 @@ class Values:
         if self._pending is not None and self._pending_agreed is not None:
             if not _same(self._pending_agreed, self._in_model()):
                 self.load()
-        elif self._loaded and not self._engine.ahead:
+        elif self._loaded and not self._engine.state.ahead:
             self._resolve_all()
 
     def _resolve_seen(self) -> None:
         """Gives devices, which are ahead, what has been assigned to variables that were looked at."""
         seen, self._seen, self._misses = self._seen, {}, 0
-        self._engine.fetched.clear()
+        self._engine.state.fetched.clear()
         changed = _changed(seen, self._in_model(seen))
         if changed:
             self._recovery.assigned(changed)
             self._disturbed |= changed.keys()
-            self._engine.push(changed)
+            self._engine.state.push(changed)
 
     def _resolve_all(self) -> None:
         """Gives devices, which weren't ahead, what has been assigned."""
@@ -244,12 +244,12 @@ class Values:
             return
         changed = _changed(self._agreed, now)
         if changed:
-            self._engine.push(changed)
+            self._engine.state.push(changed)
             self._agreed, self._disturbed = now, set()
             self._recovery.agreed(now)
 
     def _load(self) -> None:
-        self._engine.load()
+        self._engine.state.load()
         self._seen = {}
         self._agree()
         self._loaded = True
@@ -263,7 +263,7 @@ class Values:
         if isinstance(base, Path):
             Restoration(Checkpoint.open(base), model, self._engine).onto_devices()
         else:
-            self._engine.load(base)
+            self._engine.state.load(base)
             self._agreed = dict(base)
         self._loaded = True
 
@@ -281,7 +281,7 @@ class Values:
 
     def replayed(self) -> None:
         """Devices have the values again that they had, and the model what somebody has looked at."""
-        self._engine.fetched = set(self._seen)
+        self._engine.state.fetched = set(self._seen)
 
     @property
     def restoring(self) -> bool:
@@ -301,7 +301,7 @@ class Values:
     @property
     def _rate(self) -> str | None:
         """The learning rate, where it is a variable, which each step brings."""
-        rate = self._engine.learning_rate
+        rate = self._engine.state.learning_rate
         return None if rate is None or not self._engine.table.knows(rate) else self._engine.table.name_of(rate)
 
     def _in_model(self, names: Iterable[str] | None = None) -> dict[str, tf.Tensor]:

@@ -149,7 +149,7 @@ def _measure(
         step = built.placed[Kind(samples)]
         signatures = operator_signatures(step.flat.program.graph, step.flat.shapes)
         metrics = RunningMetrics(model, engine.table).feeds()
-        engine.load()
+        engine.state.load()
         speeds = {cluster.device_names[device]: cluster.devices[device].speed for device in devices}
         found = []
         for number in range(_WARM_UP + steps):

@@ -1,0 +1,170 @@
+"""What an engine's devices keep: variables, and how their values come from the Keras model and go back to it."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dapple_tf.checkpoints.snapshots import Snapshot, Snapshots
+from dapple_tf.frontend.initialization import any_deferred
+from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.values.device_values import Holding
+from dapple_tf.values.stored_values import Run, StoredValues
+from graph_passes.graph import GraphDef
+from graph_passes.pass_manager import Timing
+
+
+class DeviceState:
+    """The devices' variables, in one session after the other.
+
+    Attributes:
+        ahead: whether the devices have newer values than the Keras model.
+        fetched: variables that the model has the devices' values of, or newer ones, although these are ahead.
+        generation: how often the devices' variables have been dropped; they need ``load`` after each time.
+        left_over: the node that makes the updates which the last step has left to the next one.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        table: VariableTable,
+        timing: Timing,
+        holdings: Callable[[], list[Holding]],
+        run: Run,
+        add: Callable[[GraphDef, str], None],
+        update: Callable[[str], Any],
+    ) -> None:
+        """Nothing is on the devices yet.
+
+        Args:
+            model: the Keras model.
+            table: names of its variables.
+            timing: is told what loading takes.
+            holdings: tells what devices keep.
+            run: runs nodes of the session's graph.
+            add: adds a graph to the session's, under a name.
+            update: runs a node that makes updates which were left over.
+        """
+        self._model, self._table, self._timing = model, table, timing
+        self._holdings, self._run, self._add, self._update = holdings, run, add, update
+        self.ahead = False
+        self.fetched: set[str] = set()
+        self.generation = 0
+        self._open()
+
+    def _open(self) -> None:
+        self.left_over: str | None = None
+        self._stored = StoredValues(self._table, self._holdings, self._run, self._add)
+        self._snapshots = Snapshots(self._holdings, self._run, self._add)
+
+    def reset(self) -> None:
+        """The session has a fresh graph, whose variables are empty."""
+        self.generation += 1
+        self._open()
+
+    def close(self) -> None:
+        """The session is about to end; a snapshot that is being written is finished first."""
+        self._snapshots.wait()
+        self.agreed()
+
+    def load(self, given: Mapping[str, tf.Tensor] | None = None) -> None:
+        """Keras values, or others by their names in the table -> devices; updates left to the next step are dropped."""
+        self.agreed()
+        self.left_over = None
+        with self._timing.part("load variables"):
+            self._stored.load(self.learning_rate, given)
+
+    def save(self) -> None:
+        """Devices -> Keras values, but for the learning rate, which devices get from Keras, and what was fetched."""
+        self.flush()
+        self._stored.save(self.learning_rate, self.fetched)
+        self.agreed()
+
+    def agreed(self) -> None:
+        """The devices have nothing newer than the Keras model now."""
+        self.ahead = False
+        self.fetched.clear()
+
+    def flush(self) -> None:
+        """Makes the updates that the last step has left to the next one."""
+        if self.left_over is not None:
+            node, self.left_over = self.left_over, None
+            self._update(node)
+
+    def fetch(self, names: Collection[str]) -> None:
+        """Devices -> Keras values of some variables, of which devices have the newest."""
+        self.flush()
+        self._stored.save_some(names)
+        self.fetched |= set(names)
+
+    def push(self, values: Mapping[str, tf.Tensor]) -> None:
+        """Values of some variables -> devices, which have values of all."""
+        self.flush()
+        self._stored.load_some({name: value.numpy() for name, value in values.items()})
+
+    def rearrange(self, before: list[Holding]) -> None:
+        """Other devices keep the variables from now on; values go from device to device.
+
+        Args:
+            before: what devices kept until now.
+        """
+        self._snapshots.rearrange()
+        self._stored.rearrange(before)
+
+    @property
+    def deferred(self) -> bool:
+        """Whether the model has no values of its own for some variables, see :func:`dapple_tf.deferred_init`."""
+        return any_deferred(self._table.keras_variables.values())
+
+    @property
+    def has_values(self) -> bool:
+        """Whether devices may have values, as they do from the first step on."""
+        return self._stored.used
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The variables that devices keep, as far as is known from the steps that have been prepared."""
+        return frozenset(variable.name for holding in self._holdings() for variable in holding.variables)
+
+    def snapshot(self, keys: Mapping[str, str]) -> Snapshot:
+        """Takes a snapshot of the devices' variables, to be written while steps go on, when the last one has been.
+
+        Args:
+            keys: variable -> its name in files. Others aren't written.
+        """
+        self.flush()
+        return self._snapshots.take(keys)
+
+    def restore(self, path: pathlib.Path, located: Mapping[str, tuple[str, str]]) -> None:
+        """Files -> devices, but for the learning rate, which the next step brings. A step must have been prepared.
+
+        Args:
+            path: directory of the files.
+            located: variable -> (name of its tensor bundle there, its name in it), for all that devices keep.
+
+        Raises:
+            CheckpointError: a file is damaged, or a server can't read it; the variables are what they were.
+        """
+        self._snapshots.restore(path, located)
+        self._stored.forget_rate()
+        self.left_over = None
+        self.ahead = True
+        self.fetched.clear()
+
+    @property
+    def learning_rate(self) -> keras.Variable | None:
+        """The learning rate where it is a plain variable, which callbacks may assign in mid-training."""
+        optimizer = getattr(self._model.optimizer, "inner_optimizer", self._model.optimizer)
+        rate = getattr(optimizer, "_learning_rate", None)
+        return rate if isinstance(rate, keras.Variable) else None
+
+    def push_learning_rate(self) -> None:
+        """The learning rate -> devices, if they have another one."""
+        rate = self.learning_rate
+        if rate is not None and self._stored.lacks_rate(rate):
+            self.flush()  # with the rate of its own step
+            self._stored.load_rate(rate)
