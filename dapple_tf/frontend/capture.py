@@ -8,7 +8,7 @@ import enum
 import itertools
 import re
 import warnings
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -16,22 +16,22 @@ import tensorflow as tf
 
 from dapple_tf.errors import CaptureError, reason
 from dapple_tf.frontend.batch import BatchSpec
+from dapple_tf.frontend.captured_graph import pruned, without_captures
 from dapple_tf.frontend.custom_gradients import custom_gradients, gradients_of_variables, write_gradients
 from dapple_tf.frontend.functional import outputs_as_declared
 from dapple_tf.frontend.functions import functions_traced
 from dapple_tf.frontend.host_part import CapturedProgram, split_host_part, tables_of
 from dapple_tf.frontend.losses import GlobalNormalizers
 from dapple_tf.frontend.metrics import is_sum, metric_names, weighted_means
-from dapple_tf.frontend.own_steps import OwnStep, own_steps
+from dapple_tf.frontend.own_steps import TracedLogs, own_steps, run_own_step
 from dapple_tf.frontend.py_functions import own_gradients
 from dapple_tf.frontend.replica_sums import ReplicaSums
-from dapple_tf.frontend.step_logs import StepLogs, check_logs, depends_on_batch
+from dapple_tf.frontend.step_logs import StepLogs
 from dapple_tf.frontend.trace_scope import TraceScope
 from dapple_tf.frontend.variables import VariableTable
-from graph_passes.graph import FLOAT_DTYPES, LAYER_ATTR, POSITION_ATTR, Graph, GraphDef, Ref
+from graph_passes.graph import FLOAT_DTYPES, Graph, Ref
 from graph_passes.program import LayerCall, Program, Roles, Slice, Variable, VariableKind
 from graph_passes.scale_losses import scale_losses
-from graph_passes.tensorflow_bridge import make_constant
 
 # 2^32 / golden ratio: consecutive slice numbers give seeds far apart.
 _SEED_STRIDE = 2654435769
@@ -148,8 +148,7 @@ class _Tracing:
         self.calls: list[LayerCall] = []
         self.path: list[str] = []
         self.failed_in: str | None = None
-        self.logs: Any = None
-        self.missing: dict[tuple[str, int], tf.DType] = {}  # logs that need variables
+        self.logs: TracedLogs | None = None
 
     def run(self) -> Program:
         function = tf.function(self._trace, autograph=False)
@@ -157,8 +156,8 @@ class _Tracing:
             graph = function.get_concrete_function().graph
         except (tf.errors.OperatorNotAllowedInGraphError, TypeError, ValueError, RuntimeError) as error:
             raise self._explained(error) from error
-        if self.missing:
-            for place, dtype in self.missing.items():
+        if self.logs is not None and self.logs.missing:
+            for place, dtype in self.logs.missing.items():
                 self.table.batch_logs[place] = keras.Variable(0, trainable=False, dtype=dtype.name, name="log")
             return _Tracing(self.model, self.table, self.mode, self.spec, self.training).run()
         return self._program(graph)
@@ -227,47 +226,21 @@ class _Tracing:
 
     def _trace_own_step(self, scope: TraceScope, data: Any) -> None:
         """A ``train_step`` or ``test_step`` of the model's own."""
-        name = f"{self.mode.value}_step"
-        own = OwnStep(self.model, scope)
-        with own.recorded() if self.mode is Mode.TRAIN else contextlib.nullcontext():
-            logs = getattr(self.model, name)(data)
+        logs, terms = run_own_step(self.model, f"{self.mode.value}_step", scope, data)
         self.model_end = max((call.stop for call in self.calls), default=len(self.graph.get_operations()))
-        check_logs(self.model, name, logs)
         if self.mode is Mode.TRAIN:
-            own.check()
             # Of one number for each sample a tape differentiates the sum, to which those of the slices add up.
             parts = [
                 tf.reduce_sum(term)
                 if term.shape.rank and term.shape[0] is None
                 else self._contribution(tf.reduce_sum(term))
-                for term in own.terms
+                for term in terms
             ]
             self.loss = parts[0] if len(parts) == 1 else tf.add_n(parts)
-        self._trace_logs(scope, logs)
-
-    def _trace_logs(self, scope: TraceScope, logs: Any) -> None:
-        """Logs that aren't made of metrics alone become means over the slices of a batch."""
-        metrics = {self.table.name_of(v): v for v in self.model.metrics_variables}
-        self.log_sources = {name: scope.get_current_value(variable) for name, variable in metrics.items()}
-        leaves = keras.tree.flatten(logs)
-        for number, leaf in enumerate(leaves):
-            if not tf.is_tensor(leaf) or not depends_on_batch(leaf, list(self.log_sources.values())):
-                continue
-            if leaf.shape.rank != 0 or not leaf.dtype.is_floating:
-                raise CaptureError(
-                    f"{self.mode.value}_step() of model {self.model.name!r} returns a log of shape {leaf.shape} and "
-                    f"dtype {leaf.dtype.name} that is computed from the batch: return one floating-point number, or "
-                    f"the result() of a metric"
-                )
-            variable = self.table.batch_logs.get((self.mode.value, number))
-            if variable is None:
-                self.missing[self.mode.value, number] = leaf.dtype
-                continue
-            name = self.table.add(variable, VariableKind.METRIC, "metric/")
-            self.values[name] = self.given[name] = tf.compat.v1.placeholder(leaf.dtype, [], name=f"variable/{name}")
-            leaves[number] = self.values[name] + leaf * tf.cast(self.weight, leaf.dtype)
-            self.more_updates[name] = self.log_sources[name] = leaves[number]
-        self.logs = keras.tree.pack_sequence_as(logs, leaves)
+        self.logs = TracedLogs(self.model, self.table, self.mode.value, self.weight, scope, logs)
+        self.values |= self.logs.values
+        self.given |= self.logs.values
+        self.more_updates = self.logs.updates
 
     def _warn_of_lost(self, results: dict[str, Any]) -> None:
         """Logs come from metrics; what an overridden ``compute_metrics`` adds to them has no place to be kept."""
@@ -416,11 +389,11 @@ class _Tracing:
     def _program(self, graph: tf.Graph) -> Program:
         gradients = custom_gradients(graph) if self.mode is Mode.TRAIN else []
         tables = tables_of(graph)
-        graph_def = _without_captures(graph, tables)
+        graph_def = without_captures(graph, tables)
         write_gradients(graph_def, gradients)
         own_gradients(graph_def)
         if self.logs is not None:
-            self.table.logs[self.mode.value] = StepLogs(graph_def, self.logs, self.log_sources)
+            self.table.logs[self.mode.value] = StepLogs(graph_def, self.logs.logs, self.logs.sources)
         metrics = metric_names(self.model)
         variables = [self._variable(name, metrics) for name in self.table.keras_variables]
         present = [variable for variable in variables if variable is not None]
@@ -444,7 +417,7 @@ class _Tracing:
             model_end=self.model_end,
             example_shapes=example_shapes if host is None else host.device_shapes(example_shapes),
         )
-        program = _pruned(graph_def, roles, paths)
+        program = pruned(graph_def, roles, paths)
         program = program if host is None else CapturedProgram(program.graph, program.roles, host=host)
         if self.mode is Mode.PREDICT and not self.training and not self.updates:
             return program
@@ -478,57 +451,3 @@ def _with_additivity(graph: Graph, variables: list[Variable]) -> Iterator[Variab
 
 def _ref(tensor: tf.Tensor) -> Ref:
     return Ref.parse(tensor.name)
-
-
-def _without_captures(graph: tf.Graph, tables: Container[str]) -> GraphDef:
-    """The traced graph, with tensors that the model holds as Python attributes turned into constants.
-
-    Args:
-        graph: the graph.
-        tables: placeholders of lookup tables, which stay.
-
-    Raises:
-        CaptureError: the model reads a variable that it doesn't track.
-    """
-    graph_def: GraphDef = graph.as_graph_def()
-    nodes = {node.name: node for node in graph_def.node}
-    for external, internal in graph.captures:
-        if internal.op.name in tables:
-            continue
-        if external.dtype in (tf.resource, tf.variant):
-            readers = [operation.name for operation in internal.consumers()]
-            raise CaptureError(
-                f"the model reads a variable that it doesn't track, in {', '.join(readers[:3])}: make it an attribute "
-                f"of a layer (for random draws, a keras.random.SeedGenerator of the layer)"
-            )
-        make_constant(nodes[internal.op.name], external.numpy())
-    return graph_def
-
-
-def _pruned(graph_def: GraphDef, roles: Roles, paths: dict[int, str]) -> Program:
-    """A program without nodes that nothing needs; each node knows its place in the order of creation and its layer."""
-    graph = Graph(graph_def)
-    wanted = [*roles.outputs, *(normalizer.reciprocal for normalizer in roles.normalizers)]
-    wanted += [variable.update for variable in roles.variables if variable.update is not None]
-    wanted += [roles.loss] if roles.loss is not None else []
-    kept = graph.ancestors(wanted, control=False) | {ref.node for ref in (*roles.inputs, *roles.scalars)}
-    pruned = GraphDef(versions=graph_def.versions, library=graph_def.library)
-    for node in graph_def.node:
-        if node.name not in kept:
-            continue
-        copy = pruned.node.add()
-        copy.CopyFrom(node)
-        copy.device = ""
-        inputs = [text for text in node.input if not text.startswith("^") or text[1:] in kept]
-        del copy.input[:]
-        copy.input.extend(inputs)
-        position = graph.position[node.name]
-        copy.attr[POSITION_ATTR].i = position
-        if position in paths:
-            copy.attr[LAYER_ATTR].s = paths[position].encode()
-    variables = [
-        dataclasses.replace(variable, value=variable.value if variable.value and variable.value.node in kept else None)
-        for variable in roles.variables
-    ]
-    used = [variable for variable in variables if variable.value is not None or variable.update is not None]
-    return Program(pruned, dataclasses.replace(roles, variables=tuple(used)))

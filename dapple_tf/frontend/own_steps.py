@@ -16,7 +16,10 @@ import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.patching import replaced
+from dapple_tf.frontend.step_logs import check_logs, depends_on_batch
 from dapple_tf.frontend.trace_scope import TraceScope
+from dapple_tf.frontend.variables import VariableTable
+from graph_passes.program import VariableKind
 
 _STEPS = ("train_step", "test_step")
 
@@ -142,6 +145,84 @@ class OwnStep:
             return loss
 
         return scale_loss
+
+
+def run_own_step(model: keras.Model, name: str, scope: TraceScope, data: Any) -> tuple[Any, list[tf.Tensor]]:
+    """Runs a step of a model's own while it is traced.
+
+    Args:
+        model: the model.
+        name: ``"train_step"`` or ``"test_step"``.
+        scope: has the values of its variables.
+        data: what the step takes.
+
+    Returns:
+        The logs that it returns; of a ``train_step`` also what it has differentiated, see `OwnStep`.
+
+    Raises:
+        CaptureError: it isn't of the form that a pipeline can do.
+    """
+    own = OwnStep(model, scope)
+    trains = name == "train_step"
+    with own.recorded() if trains else contextlib.nullcontext():
+        logs = getattr(model, name)(data)
+    check_logs(model, name, logs)
+    if trains:
+        own.check()
+    return logs, own.terms
+
+
+class TracedLogs:
+    """What a step returns while it is traced. Logs that aren't made of metrics alone become means over slices.
+
+    Attributes:
+        logs: structure of the logs, with tensors of the graph or Python values.
+        sources: metric variable -> the tensor of its value after the step.
+        values: variable of such a mean -> its value before the step.
+        updates: variable of such a mean -> its value after the step.
+        missing: (step, number of a log) -> dtype of the variable that it needs first.
+    """
+
+    def __init__(
+        self, model: keras.Model, table: VariableTable, mode: str, weight: tf.Tensor, scope: TraceScope, logs: Any
+    ) -> None:
+        """Finds out what logs are made of.
+
+        Args:
+            model: the model.
+            table: names of its variables.
+            mode: ``"train"`` or ``"test"``.
+            weight: samples of the slice / samples of the batch.
+            scope: knows what the step has assigned.
+            logs: what it has returned.
+
+        Raises:
+            CaptureError: a log is computed from the batch and isn't one number.
+        """
+        self.values: dict[str, tf.Tensor] = {}
+        self.updates: dict[str, tf.Tensor] = {}
+        self.missing: dict[tuple[str, int], tf.DType] = {}
+        self.sources = {table.name_of(v): scope.get_current_value(v) for v in model.metrics_variables}
+        metrics = list(self.sources.values())
+        leaves = keras.tree.flatten(logs)
+        for number, leaf in enumerate(leaves):
+            if not tf.is_tensor(leaf) or not depends_on_batch(leaf, metrics):
+                continue
+            if leaf.shape.rank != 0 or not leaf.dtype.is_floating:
+                raise CaptureError(
+                    f"{mode}_step() of model {model.name!r} returns a log of shape {leaf.shape} and dtype "
+                    f"{leaf.dtype.name} that is computed from the batch: return one floating-point number, or the "
+                    f"result() of a metric"
+                )
+            variable = table.batch_logs.get((mode, number))
+            if variable is None:
+                self.missing[mode, number] = leaf.dtype
+                continue
+            name = table.add(variable, VariableKind.METRIC, "metric/")
+            self.values[name] = tf.compat.v1.placeholder(leaf.dtype, [], name=f"variable/{name}")
+            leaves[number] = self.values[name] + leaf * tf.cast(weight, leaf.dtype)
+            self.updates[name] = self.sources[name] = leaves[number]
+        self.logs = keras.tree.pack_sequence_as(logs, leaves)
 
 
 def plain_gradients(model: keras.Model, data: Any) -> tuple[tf.Tensor, list[tf.Tensor | None]]:

@@ -1,0 +1,67 @@
+"""The graph that a trace has left, made a GraphDef of its own: nothing that nobody needs, nothing from outside."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container
+
+import tensorflow as tf
+
+from dapple_tf.errors import CaptureError
+from graph_passes.graph import LAYER_ATTR, POSITION_ATTR, Graph, GraphDef
+from graph_passes.program import Program, Roles
+from graph_passes.tensorflow_bridge import make_constant
+
+
+def without_captures(graph: tf.Graph, tables: Container[str]) -> GraphDef:
+    """The traced graph, with tensors that the model holds as Python attributes turned into constants.
+
+    Args:
+        graph: the graph.
+        tables: placeholders of lookup tables, which stay.
+
+    Raises:
+        CaptureError: the model reads a variable that it doesn't track.
+    """
+    graph_def: GraphDef = graph.as_graph_def()
+    nodes = {node.name: node for node in graph_def.node}
+    for external, internal in graph.captures:
+        if internal.op.name in tables:
+            continue
+        if external.dtype in (tf.resource, tf.variant):
+            readers = [operation.name for operation in internal.consumers()]
+            raise CaptureError(
+                f"the model reads a variable that it doesn't track, in {', '.join(readers[:3])}: make it an attribute "
+                f"of a layer (for random draws, a keras.random.SeedGenerator of the layer)"
+            )
+        make_constant(nodes[internal.op.name], external.numpy())
+    return graph_def
+
+
+def pruned(graph_def: GraphDef, roles: Roles, paths: dict[int, str]) -> Program:
+    """A program without nodes that nothing needs; each node knows its place in the order of creation and its layer."""
+    graph = Graph(graph_def)
+    wanted = [*roles.outputs, *(normalizer.reciprocal for normalizer in roles.normalizers)]
+    wanted += [variable.update for variable in roles.variables if variable.update is not None]
+    wanted += [roles.loss] if roles.loss is not None else []
+    kept = graph.ancestors(wanted, control=False) | {ref.node for ref in (*roles.inputs, *roles.scalars)}
+    needed = GraphDef(versions=graph_def.versions, library=graph_def.library)
+    for node in graph_def.node:
+        if node.name not in kept:
+            continue
+        copy = needed.node.add()
+        copy.CopyFrom(node)
+        copy.device = ""
+        inputs = [text for text in node.input if not text.startswith("^") or text[1:] in kept]
+        del copy.input[:]
+        copy.input.extend(inputs)
+        position = graph.position[node.name]
+        copy.attr[POSITION_ATTR].i = position
+        if position in paths:
+            copy.attr[LAYER_ATTR].s = paths[position].encode()
+    variables = [
+        dataclasses.replace(variable, value=variable.value if variable.value and variable.value.node in kept else None)
+        for variable in roles.variables
+    ]
+    used = [variable for variable in variables if variable.value is not None or variable.update is not None]
+    return Program(needed, dataclasses.replace(roles, variables=tuple(used)))
