@@ -22,18 +22,16 @@ from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.recovery import FaultRecord
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.execution.step_passes import StepPasses
-from dapple_tf.frontend.batch import Batch, BatchSpec, declared_spec
-from dapple_tf.frontend.capture import Mode, capture
+from dapple_tf.frontend.batch import Batch, BatchSpec
+from dapple_tf.frontend.capture import Mode
 from dapple_tf.measurement.prediction import Prediction
 from dapple_tf.measurement.step_profile import StepProfile
-from dapple_tf.notes import Note, notes_of
+from dapple_tf.notes import Note
 from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.planning.plan import Plan
 from dapple_tf.profiling.profile import Profile
 from dapple_tf.verification import Verification, compare, not_comparable
 from dapple_tf.view.planned import planned
-from graph_passes.assign_stages import AssignStages
-from graph_passes.pass_manager import run_passes
 
 
 class Inspection(abc.ABC):
@@ -240,17 +238,11 @@ class Inspection(abc.ABC):
     def notes(self) -> tuple[Note, ...]:
         """Where training isn't the same as plain Keras under this plan, why, and the way out.
 
-        Logged when training is prepared for its first batch. Before that, losses and metrics aren't known yet: layers
-        are examined if the model declares its inputs, with all lengths.
+        The log tells it, too, when the model is transformed: what can be told of the inputs that it declares and of
+        labels as its outputs suggest them. Metrics, and all of a model that declares no inputs or has a ``train_step``
+        of its own, follow when training is prepared for its first batch.
         """
-        notes, spec = self._engine.notes, declared_spec(self.model)
-        if notes is not None:
-            return notes
-        if spec is None or any(None in leaf.shape[1:] for leaf in spec.leaves):
-            return ()
-        program = capture(self.model, self._engine.table, Mode.PREDICT, spec, training=True)
-        program = run_passes(program, [AssignStages(self.plan.cuts)])
-        return notes_of(program, self._engine.passes.slices, self.plan.micro_batches)
+        return self._engine.notes.latest or ()
 
     @property
     def faults(self) -> Sequence[FaultRecord]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import logging
 from collections.abc import Mapping, Sequence
 
 from graph_passes.graph import FLOAT_DTYPES, LAYER_ATTR, Graph
 from graph_passes.program import Program, VariableKind
 from graph_passes.spreads import Coupling
 from graph_passes.tensorflow_bridge import output_dtypes
+
+logger = logging.getLogger(__name__)
 
 
 class NoteKind(enum.Enum):
@@ -160,3 +163,28 @@ def summary(notes: Sequence[Note], model: str) -> str:
         layers = ", ".join(dict.fromkeys(note.layer for note in own[:3])) + (", ..." if len(own) > 3 else "")
         lines.append(f"  {layers}: {own[0].text}; {own[0].way_out}")
     return "\n".join(lines)
+
+
+class NoteLog:
+    """What has been noted of a model's training under its plan; the log tells each note once.
+
+    Attributes:
+        latest: the notes of the training step that was looked at last; None if none was.
+        quiet: whether nothing is logged, for steps that only measure or compare.
+    """
+
+    def __init__(self, model: str) -> None:
+        """Args: model: its name."""
+        self._model = model
+        self.latest: tuple[Note, ...] | None = None
+        self.quiet = False
+        self._told: set[tuple[NoteKind, str]] = set()
+
+    def take(self, notes: tuple[Note, ...]) -> None:
+        """Takes down the notes of a training step, and logs those that are new."""
+        new = [note for note in notes if (note.kind, note.layer) not in self._told]
+        self.latest = notes
+        if new and not self.quiet:
+            self._told |= {(note.kind, note.layer) for note in new}
+            level = logging.INFO if all(note.expected for note in new) else logging.WARNING
+            logger.log(level, "%s", summary(new, self._model))

@@ -23,18 +23,17 @@ from dapple_tf.clusters.cluster import Cluster
 from dapple_tf.clusters.faults import FaultPolicy
 from dapple_tf.compared_steps import Run
 from dapple_tf.errors import DataError, NonFiniteLossError
+from dapple_tf.examination import check_cuts, examine
 from dapple_tf.execution.builds import StepResult
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.execution.terminal import beside_progress_bar
 from dapple_tf.frontend.attachment import Hooks, attached, with_sync
-from dapple_tf.frontend.batch import Batch, Batches, BatchSpec, declared_spec
+from dapple_tf.frontend.batch import Batch, Batches, BatchSpec
 from dapple_tf.frontend.batch_sizes import BatchSizes
-from dapple_tf.frontend.capture import Mode, capture, check_model
-from dapple_tf.frontend.functional import cuts_are_safe
+from dapple_tf.frontend.capture import Mode, check_model
 from dapple_tf.frontend.initialization import materialize
 from dapple_tf.frontend.optimizer import check_optimizer
 from dapple_tf.frontend.own_steps import own_steps
-from dapple_tf.frontend.py_functions import check_py_functions, may_have_py_functions
 from dapple_tf.inspection import Inspection
 from dapple_tf.keras_methods import KerasMethods
 from dapple_tf.measurement.monitoring import PipelineMonitor, StepMonitor
@@ -44,10 +43,6 @@ from dapple_tf.planning.plan import Plan
 from dapple_tf.profiling.profile import Profile
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.simulation.simulator import simulate
-from graph_passes.assign_stages import AssignStages, find_call
-from graph_passes.pass_manager import run_passes
-from graph_passes.program import LayerCall
-from graph_passes.slice_shapes import LengthsUnknownError
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +84,9 @@ class PipelinedModel(Inspection, KerasMethods):
         on_non_finite_loss: str = "stop",
         faults: FaultPolicy | None = None,
         operator_costs: OperatorCosts | None = None,
+        quiet: bool = False,
     ) -> None:
-        """See :func:`dapple_tf.transform`."""
+        """See :func:`dapple_tf.transform`; ``quiet`` is for steps that only measure or compare: nothing is noted."""
         if on_non_finite_loss not in ("stop", "continue"):
             raise ValueError(f"on_non_finite_loss={on_non_finite_loss!r} is unknown; use 'stop' or 'continue'")
         self.model, self.profile = model, profile
@@ -105,19 +101,25 @@ class PipelinedModel(Inspection, KerasMethods):
         self._monitor = StepMonitor(simulation)
         self._on_non_finite_loss = on_non_finite_loss
         self._check()
-        self._runtime = Runtime(model, cluster, plan, profile, faults or FaultPolicy(), operator_costs)
-        self._start()
+        self._runtime = Runtime(model, cluster, plan, profile, faults or FaultPolicy(), operator_costs, quiet=quiet)
+        self._start(examined=not quiet)
         if model.run_eagerly:
             logger.warning("model %r is compiled with run_eagerly=True, which pipelined steps ignore", model.name)
 
-    def _start(self) -> None:
-        """What steps of the model as it is compiled now need."""
+    def _start(self, *, examined: bool = False) -> None:
+        """What steps of the model as it is compiled now need; the plan's notes, too, where no step follows at once."""
         materialize(self.model.metrics_variables)  # Keras asks them after every step.
         self._compiled = self._settings()
         self._passes: dict[Mode, Batches] = {}
         self._specs: dict[Mode, BatchSpec] = {}
         self._steps_left: int | None = 0  # of the epoch, from the one that was begun last; None if nobody knows
-        self._check_cuts()
+        passes = self._engine.passes
+        if not examined or max(passes.slices) == 1:
+            check_cuts(self.model, self.plan, self.cluster.addresses)
+            return
+        notes = examine(self.model, passes)
+        if notes is not None:
+            self._engine.notes.take(notes)
 
     def _check(self) -> None:
         check_model(self.model, training=True)
@@ -130,30 +132,6 @@ class PipelinedModel(Inspection, KerasMethods):
         rate = getattr(inner, "_learning_rate", None)
         compiled = [model.optimizer, rate, model._compile_loss, model._compile_metrics]
         return [*compiled, *model.variables, None, *model.trainable_variables]
-
-    def _check_cuts(self) -> None:
-        """Finds errors in cuts, and code that workers lack, before any data is there.
-
-        Of a model without declared inputs only unknown names. Nothing is assumed of lengths that the model leaves open:
-        what depends on them shows with the first batch.
-        """
-        addresses = self.cluster.addresses
-        asked = bool(addresses) and may_have_py_functions(self.model)
-        if not asked and cuts_are_safe(self.model, self.plan.cuts):
-            return
-        spec = declared_spec(self.model)
-        if spec is not None:
-            program = capture(self.model, self._engine.table, Mode.PREDICT, spec)
-            check_py_functions(program.graph, addresses)
-            with contextlib.suppress(LengthsUnknownError):  # The first batch tells them.
-                run_passes(program, [AssignStages(self.plan.cuts)])
-            return
-        layers = [item for layer in self.model._flatten_layers() for item in (layer, *getattr(layer, "operations", ()))]
-        names = {layer.name for layer in layers if layer is not self.model}
-        for cut in self.plan.cuts:
-            path, _, _ = cut.partition("#")
-            if path.rpartition("/")[2] not in names:
-                find_call(path, [LayerCall(name, 0, 1) for name in sorted(names)])
 
     # ---- Keras' methods
 
@@ -304,8 +282,7 @@ class PipelinedModel(Inspection, KerasMethods):
     @contextlib.contextmanager
     def _twin(self, model: keras.Model) -> Iterator[Run]:
         """The same pipeline of another model."""
-        other = PipelinedModel(model, self.cluster, self.plan)
-        other._engine.quiet = True
+        other = PipelinedModel(model, self.cluster, self.plan, quiet=True)
         try:
             yield other._steps_apart
         finally:

@@ -17,6 +17,7 @@ from graph_passes.tensorflow_bridge import Shape, function_graph, infer_shapes, 
 
 Rule: TypeAlias = "Callable[[Interpreter, NodeDef], Spread | Sequence[Spread] | None]"
 _ASKING = frozenset({"Shape", "Size", "Rank"})
+_SOME_LENGTH = 48
 _DEEPEST = 8
 """Calls within calls that are looked into."""
 
@@ -68,6 +69,10 @@ class Interpreter:
         self.graph, self._rules, self._samples, self._shapes = graph, rules, samples, shapes
         self._loss_nodes, self._open_shapes, self._depth = loss_nodes, open_shapes, depth
         self._values = [shape_values(graph, known, given) for known, given in zip(shapes, scalars, strict=True)]
+        self._supposed = self._values
+        if any(None in (shape or ()) for shape in shapes[0].values()):
+            lengths = [{ref: self._with_length(known, ref) for ref in known} for known in shapes]
+            self._supposed = [shape_values(graph, known, given) for known, given in zip(lengths, scalars, strict=True)]
         self._dtypes: dict[str, list[int]] = {}
         self.spreads: dict[Ref, Spread] = {}
         self.couplings: list[tuple[str, Coupling]] = []
@@ -92,6 +97,8 @@ class Interpreter:
             known |= node.op == "Shape" and not np.isnan(numbers[0]).any()
             if np.isnan(numbers[0]).any() and any(spread.partial for spread in self.inputs(node)):
                 return [Spread(varies=True, degree=1, known=known)]  # the number of rows that a mask leaves
+            if np.isnan(numbers[0]).any():
+                numbers = self._numbers(self._supposed, Ref(node.name)) or numbers
             if not np.isnan(numbers[0]).any() or node.op in _ASKING:
                 return [Spread(degree=degree_of(*numbers, self._samples[1] / self._samples[0]), known=known)]
         if node.op in CALLS and self._depth < _DEEPEST:
@@ -166,8 +173,22 @@ class Interpreter:
 
     def numbers(self, ref: Ref) -> tuple[np.ndarray, np.ndarray] | None:
         """What follows from shapes: the value for both numbers of samples."""
-        few, many = (values.get(ref) for values in self._values)
+        return self._numbers(self._values, ref)
+
+    @staticmethod
+    def _numbers(values: Sequence[Mapping[Ref, np.ndarray]], ref: Ref) -> tuple[np.ndarray, np.ndarray] | None:
+        few, many = (known.get(ref) for known in values)
         return None if few is None or many is None else (few, many)
+
+    def _with_length(self, shapes: Mapping[Ref, Shape | None], ref: Ref) -> Shape | None:
+        """A shape in which lengths that nobody knows are some number, beside an axis with the samples.
+
+        How a value grows with the samples doesn't depend on which. Without such an axis the samples may be in these.
+        """
+        shape = shapes[ref]
+        if shape is None or None not in shape or not self.growing(ref):
+            return shape
+        return tuple(_SOME_LENGTH if size is None else size for size in shape)
 
     def integers(self, ref: Ref) -> list[int] | None:
         """The value of a small tensor that is the same for all slices."""

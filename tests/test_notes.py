@@ -61,29 +61,79 @@ def noted_of(layer: layers.Layer, metrics: Sequence[Any] = (), slices: int = 2) 
     return [(note.kind, note.layer) for note in notes]
 
 
+class Last(keras.metrics.Metric):
+    """Keeps the last mean, which is no sum."""
+
+    def __init__(self) -> None:
+        super().__init__(name="last")
+        self.kept = self.add_weight(shape=(), initializer="zeros", name="kept")
+
+    def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+        self.kept.assign(keras.ops.mean(p))
+
+    def result(self) -> Any:
+        return self.kept
+
+
+def logged(caplog: pytest.LogCaptureFixture, text: str) -> list[int]:
+    """The levels of the records that contain a text."""
+    return [record.levelno for record in caplog.records if text in record.message]
+
+
 def test_layers_that_draw_are_noted_where_their_stage_has_slices(caplog: pytest.LogCaptureFixture) -> None:
     def dropout() -> keras.Model:
         return model_with(layers.Dropout(0.5, name="noise"))
 
-    pipelined = transform(dropout())
-    assert [(note.kind, note.layer) for note in pipelined.notes] == [(RANDOM, "noise")]  # of its declared inputs
     with caplog.at_level(logging.INFO, "dapple_tf"):
+        pipelined = transform(dropout())
+        assert [(note.kind, note.layer) for note in pipelined.notes] == [(RANDOM, "noise")]  # before any batch
         for _ in range(2):
             pipelined.train_on_batch(*samples(7)[:2])
-    (record,) = (record for record in caplog.records if "draws other random numbers" in record.message)
-    assert record.levelno == logging.INFO  # Results are as good as plain Keras'.
+    assert logged(caplog, "draws other random numbers") == [logging.INFO]  # Results are as good as plain Keras'.
     assert [(note.kind, note.layer) for note in pipelined.notes] == [(RANDOM, "noise")]
     whole = transform(dropout(), plan(devices=[[0], [1]], micro_batches=1))
     assert whole.notes == ()
 
 
-def test_batch_normalization_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    pipelined = transform(model_with(layers.BatchNormalization(name="norm")))
+def root(y: Any, p: Any) -> Any:
+    """A loss that slices can't add up; labels are numbers of classes, though its name doesn't tell."""
+    return keras.ops.sqrt(keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, p, from_logits=True)))
+
+
+def test_transform_tells_of_layers_and_losses_and_the_first_batch_of_metrics(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_with(layers.BatchNormalization(name="norm"), [Last(), "accuracy"])
+    model.compile("sgd", lambda y, p: keras.ops.sqrt(keras.ops.mean((y - p) ** 2)), metrics=[Last(), "accuracy"])
+    pipelined = transform(model)
+    assert [(note.kind, note.layer) for note in pipelined.notes] == [(COUPLED, "norm"), (NoteKind.LOSS, "loss")]
+    assert not model._compile_loss.built  # Guessed labels leave nothing behind that real ones would have to fit.
+    assert not model._compile_metrics.built
     for _ in range(2):
-        pipelined.train_on_batch(*samples(7)[:2])
-    (record,) = (record for record in caplog.records if "across the samples" in record.message)
-    assert record.levelno == logging.WARNING
-    assert [(note.kind, note.layer) for note in pipelined.notes] == [(COUPLED, "norm")]
+        pipelined.train_on_batch(samples(7)[0], np.ones((7, 3), "float32"))
+    assert (
+        len(logged(caplog, "across the samples")) == len(logged(caplog, "neither a sum nor a mean over samples")) == 1
+    )
+    assert logged(caplog, "isn't a sum over samples: it sees slices") == [logging.WARNING]
+    assert {note.kind for note in pipelined.notes} == {COUPLED, NoteKind.LOSS, NoteKind.METRIC}
+
+
+def test_where_labels_cannot_be_guessed_the_loss_is_told_with_the_first_batch() -> None:
+    model = model_with(layers.BatchNormalization(name="norm"), ["accuracy"])
+    model.compile("sgd", root, metrics=["accuracy"])
+    pipelined = transform(model)
+    assert [note.kind for note in pipelined.notes] == [COUPLED]
+    pipelined.train_on_batch(*samples(7)[:2])
+    assert [note.kind for note in pipelined.notes] == [COUPLED, NoteKind.LOSS]
+
+
+def test_lengths_that_are_open_hide_no_note_and_make_none() -> None:
+    def by_length(x: Any) -> Any:
+        return tf.reduce_sum(x, 1) / tf.cast(tf.shape(x)[1], x.dtype)
+
+    x = keras.Input((None, 4))
+    h = Layer(by_length)(layers.BatchNormalization(name="norm")(layers.Conv1D(6, 3, strides=2, name="first")(x)))
+    model = keras.Model(x, layers.Dense(3)(h))
+    model.compile("sgd", "mse")
+    assert [(note.kind, note.layer) for note in transform(model).notes] == [(COUPLED, "norm")]
 
 
 MIXING: dict[str, tuple[Callable[[Any], Any], NoteKind]] = {
@@ -140,17 +190,6 @@ def test_ordinary_models_have_no_notes(name: str) -> None:
 
 
 def test_a_metric_that_is_no_sum_over_samples_is_noted() -> None:
-    class Last(keras.metrics.Metric):
-        def __init__(self) -> None:
-            super().__init__(name="last")
-            self.kept = self.add_weight(shape=(), initializer="zeros", name="kept")
-
-        def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
-            self.kept.assign(keras.ops.mean(p))
-
-        def result(self) -> Any:
-            return self.kept
-
     same = layers.Activation("tanh")
     assert [kind for kind, _ in noted_of(same, [Last()])] == [NoteKind.METRIC]
     assert noted_of(same, ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]) == []

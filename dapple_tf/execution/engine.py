@@ -35,7 +35,7 @@ from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.garbage import without_collection
 from dapple_tf.measurement.step_nodes import replaced_bytes, step_nodes
 from dapple_tf.measurement.step_trace import MeasuredStep, Place, TracedStep, measured
-from dapple_tf.notes import Note, notes_of, summary
+from dapple_tf.notes import NoteLog, notes_of
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.operators.step_placer import PlacedStep, StepPlacer
@@ -73,8 +73,7 @@ class Engine:
         timing: seconds of each pass so far.
         state: the values that devices have.
         running: whether a step is.
-        notes: where training isn't the same as plain Keras; None until a training step has been captured.
-        quiet: whether notes aren't logged, for steps that only measure or compare.
+        notes: where training isn't the same as plain Keras.
     """
 
     def __init__(
@@ -107,8 +106,7 @@ class Engine:
         self._hosts: dict[str, tuple[int, ...]] = {}
         self._optimizer_variables: dict[tuple[int, ...], tuple[Variable, ...]] = {}
         self._builds: dict[tuple[Mode, str, bool], Build] = {}
-        self.notes: tuple[Note, ...] | None = None
-        self.quiet = False
+        self.notes = NoteLog(model.name)
         self.running = False
         self._numbers = itertools.count()
         self._structures: dict[str, Any] = {}
@@ -176,7 +174,7 @@ class Engine:
             updates = group_updates(self.model, self.table, program) if mode is Mode.TRAIN else ()
         built = Build(mode, spec, program, updates, prefix, carried=self.passes.carried(updates))
         if mode is Mode.TRAIN and training:
-            self._tell(notes_of(program, self.passes.slices, self.plan.micro_batches))
+            self.notes.take(notes_of(program, self.passes.slices, self.plan.micro_batches))
         reads = readers_of(program)
         if updates:
             hosts = {**{name: stages for name, stages in self._hosts.items() if name not in reads}, **reads}
@@ -186,13 +184,6 @@ class Engine:
         self._host(hosts, optimizer_variables(updates), places)
         logger.info("prepared %s for %s in %.2f s", mode.value, spec.key, time.perf_counter() - start)
         return built
-
-    def _tell(self, notes: tuple[Note, ...]) -> None:
-        """Logs what is noted of training, once."""
-        if notes and notes != self.notes and not self.quiet:
-            level = logging.INFO if all(note.expected for note in notes) else logging.WARNING
-            logger.log(level, "%s", summary(notes, self.model.name))
-        self.notes = notes
 
     def _placed(self, built: Build, hosts: Mapping[str, tuple[int, ...]]) -> Places:
         """Places the operators of a step of a full batch; where variables are then. Training decides over them."""

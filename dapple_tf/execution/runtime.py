@@ -62,6 +62,8 @@ class Runtime:
         profile: Profile | None,
         policy: FaultPolicy,
         operator_costs: OperatorCosts | None = None,
+        *,
+        quiet: bool = False,
     ) -> None:
         """Opens a session.
 
@@ -72,6 +74,7 @@ class Runtime:
             profile: what another plan is made from, when workers are lost; None shrinks the plan.
             policy: what is done then.
             operator_costs: what single operators take, for a plan that places them; None estimates it.
+            quiet: whether notes aren't logged, for steps that only measure or compare.
         """
         self.model, self.cluster, self.plan = model, cluster, plan
         self.saver = Saver()
@@ -88,12 +91,13 @@ class Runtime:
         self._count = 0
         self._looking = threading.RLock()
         self._apart = False  # whether it trains values of its own
+        self._quiet = quiet
         self.start()
 
     def start(self) -> None:
         """A fresh engine, for the model as it is compiled now."""
         self.engine = Engine(self.model, self.cluster, self.plan, self._recovery.policy, self._operator_costs)
-        self.engine.quiet = self._apart
+        self.engine.notes.quiet = self._quiet
         self.values = Values(self.engine, self._recovery)
         self.metrics = RunningMetrics(self.model, self.engine.table)
         self._spec = None
@@ -139,7 +143,7 @@ class Runtime:
 
     def set_apart(self) -> None:
         """Has it train values of its own: they don't become the model's when somebody looks. For measuring only."""
-        self._apart = self.engine.quiet = True
+        self._apart = True
         unwatch([variable for variable, _ in self._watched.values()], self)
         self._watched, self._others = {}, []
 

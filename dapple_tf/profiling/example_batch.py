@@ -207,13 +207,30 @@ def guessed_labels(model: keras.Model, x: Any) -> tuple[Any, list[int] | None]:
     sized = model.compute_output_spec(
         keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.sizes or leaf.shape, leaf.dtype), x)
     )
-    flat = keras.tree.flatten(outputs)
-    losses = _losses(model.loss, outputs)
-    if losses is None or own_loss:
+    labels = labels_of_outputs(model, outputs, sized)
+    if labels is None:
         raise ProfileError(
             f"the labels that the loss of model {model.name!r} takes can't be guessed: give example labels, "
             f"profile(model, ..., x=..., y=...)"
         )
+    return labels
+
+
+def labels_of_outputs(model: keras.Model, outputs: Any, sized: Any) -> tuple[Any, list[int]] | None:
+    """The structure of labels that the compiled losses take, and for each of them its number of classes.
+
+    Args:
+        model: a compiled model with a loss.
+        outputs: structure of its outputs.
+        sized: the same with all lengths that are known of a batch.
+
+    Returns:
+        Both; None where that can't be told.
+    """
+    flat = keras.tree.flatten(outputs)
+    losses = _losses(model.loss, outputs)
+    if losses is None or type(model).compute_loss is not keras.Model.compute_loss:
+        return None
     leaves, classes = [], []
     for index, (output, real, loss) in enumerate(zip(flat, keras.tree.flatten(sized), losses, strict=True)):
         sparse = "sparse" in _loss_name(loss)

@@ -45,7 +45,7 @@ def measure_steps(
         raise ValueError(f"rounds is {rounds}; it must be at least 1")
     from dapple_tf.trainer import PipelinedModel  # transformation.py imports this module, to plan automatically.
 
-    trainers = [PipelinedModel(model, cluster, plan, on_non_finite_loss="continue") for plan in plans]
+    trainers = [PipelinedModel(model, cluster, plan, on_non_finite_loss="continue", quiet=True) for plan in plans]
     for trainer in trainers:
         trainer._runtime.set_apart()
     batches = [example.trees(plan.global_batch_size) for plan in plans]

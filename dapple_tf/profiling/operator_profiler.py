@@ -164,6 +164,7 @@ def _measure(
 @contextlib.contextmanager
 def _engine(model: keras.Model, cluster: Cluster, plan: Plan, costs: OperatorCosts) -> Iterator[Engine]:
     engine = Engine(model, cluster, plan, FaultPolicy(), costs)
+    engine.notes.quiet = True
     try:
         yield engine
     finally:

@@ -316,7 +316,7 @@ class _Profiler:
 
         batch = samples * MICRO_BATCHES
         plan = Plan.data_parallel([self.device], batch, micro_batches=MICRO_BATCHES)
-        pipelined = PipelinedModel(self.model, self.cluster, plan, on_non_finite_loss="continue")
+        pipelined = PipelinedModel(self.model, self.cluster, plan, on_non_finite_loss="continue", quiet=True)
         pipelined._runtime.set_apart()
         x, y, weights = self.example.trees(batch)
 

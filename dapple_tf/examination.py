@@ -1,0 +1,130 @@
+"""What is known of a model under a plan before any data is there: errors, and where it differs from plain Keras."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+
+from dapple_tf.errors import reason
+from dapple_tf.execution.step_passes import StepPasses
+from dapple_tf.frontend.batch import BatchSpec, declared_spec
+from dapple_tf.frontend.capture import Mode, capture
+from dapple_tf.frontend.functional import cuts_are_safe
+from dapple_tf.frontend.own_steps import own_steps
+from dapple_tf.frontend.py_functions import check_py_functions, may_have_py_functions
+from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.notes import Note, notes_of
+from dapple_tf.planning.plan import Plan
+from dapple_tf.profiling.example_batch import labels_of_outputs
+from graph_passes.assign_stages import AssignStages, find_call
+from graph_passes.pass_manager import run_passes
+from graph_passes.program import LayerCall, Program
+from graph_passes.slice_shapes import LengthsUnknownError
+
+logger = logging.getLogger(__name__)
+
+
+def check_cuts(model: keras.Model, plan: Plan, addresses: Sequence[str] = ()) -> None:
+    """Finds errors in cuts, and code that workers lack, before any data is there.
+
+    Of a model without declared inputs only unknown names. Nothing is assumed of lengths that the model leaves open:
+    what depends on them shows with the first batch.
+
+    Args:
+        model: a built model.
+        plan: its cuts.
+        addresses: of workers in other processes.
+
+    Raises:
+        CaptureError: the model can't be traced, or runs Python code that workers don't have.
+        PassError: a cut names no layer, leaves a stage empty, or a tensor can't be sent over it.
+    """
+    asked = bool(addresses) and may_have_py_functions(model)
+    if not asked and cuts_are_safe(model, plan.cuts):
+        return
+    spec = declared_spec(model)
+    if spec is not None:
+        _assigned(capture(model, VariableTable(model), Mode.PREDICT, spec), plan, addresses)
+        return
+    layers = [item for layer in model._flatten_layers() for item in (layer, *getattr(layer, "operations", ()))]
+    names = {layer.name for layer in layers if layer is not model}
+    for cut in plan.cuts:
+        path, _, _ = cut.partition("#")
+        if path.rpartition("/")[2] not in names:
+            find_call(path, [LayerCall(name, 0, 1) for name in sorted(names)])
+
+
+def examine(model: keras.Model, passes: StepPasses) -> tuple[Note, ...] | None:
+    """The notes of a training step, as far as they can be told of the inputs that a model declares.
+
+    The step is captured, not run; its loss, too, where the model's outputs suggest labels. Compiled metrics are left
+    out: Keras chooses some of them ("accuracy") by the first labels that it sees, which mustn't be guessed ones.
+
+    Returns:
+        The notes; None where only a batch can tell them: the model declares no inputs, has a ``train_step`` of its
+        own, or nobody knows which stages hold what, by lengths that it leaves open.
+
+    Raises:
+        CaptureError, PassError: as for `check_cuts`.
+    """
+    plan, addresses = passes.plan, passes.cluster.addresses
+    spec = declared_spec(model)
+    if spec is None or own_steps(model):
+        check_cuts(model, plan, addresses)
+        return None
+    with _loss_for_guessed_labels(model, spec) as labeled:
+        if labeled is not None:
+            try:
+                return _notes(capture(model, VariableTable(model), Mode.TRAIN, labeled), passes)
+            except Exception as error:  # The loss may take other labels, which the first batch brings.
+                logger.debug("the loss of model %r isn't known without labels: %s", model.name, reason(error))
+    return _notes(capture(model, VariableTable(model), Mode.PREDICT, spec, training=True), passes)
+
+
+def _notes(program: Program, passes: StepPasses) -> tuple[Note, ...] | None:
+    assigned = _assigned(program, passes.plan, passes.cluster.addresses)
+    if assigned is None and min(passes.slices) == 1:
+        return None
+    return notes_of(assigned or program, passes.slices, passes.plan.micro_batches)
+
+
+def _assigned(program: Program, plan: Plan, addresses: Sequence[str]) -> Program | None:
+    """A captured program with its stages; None where these depend on lengths that the first batch tells."""
+    check_py_functions(program.graph, addresses)
+    try:
+        return run_passes(program, [AssignStages(plan.cuts)])
+    except LengthsUnknownError:
+        return None
+
+
+@contextlib.contextmanager
+def _loss_for_guessed_labels(model: keras.Model, spec: BatchSpec) -> Iterator[BatchSpec | None]:
+    """Within it the model has a loss for labels as its outputs suggest them, and no metrics; None if they don't."""
+    own: Any = model._compile_loss
+    before = {"_compile_loss": own, "_compile_metrics": model._compile_metrics}
+    loss, labels = None, None
+    if own is not None:
+        outputs: Any = getattr(model, "_functional", model)._outputs_struct
+        guessed = labels_of_outputs(model, outputs, outputs)
+        if guessed is None:
+            yield None
+            return
+        labels = guessed[0]
+        loss = type(own)(own._user_loss, own._user_loss_weights, own.reduction, own.output_names)
+        tensors = keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), labels)
+        try:
+            loss.build(tensors, outputs)
+        except (TypeError, ValueError, KeyError) as error:
+            logger.debug("the loss of model %r can't be made for labels %s: %s", model.name, labels, reason(error))
+            yield None
+            return
+    vars(model).update(_compile_loss=loss, _compile_metrics=None)
+    try:
+        yield dataclasses.replace(spec, y=labels)
+    finally:
+        vars(model).update(before)
