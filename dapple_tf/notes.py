@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from graph_passes.graph import FLOAT_DTYPES, LAYER_ATTR, Graph
 from graph_passes.program import Program, VariableKind
+from graph_passes.slice_shapes import SAMPLES
 from graph_passes.spreads import Coupling
 from graph_passes.tensorflow_bridge import output_dtypes
 
@@ -20,6 +21,8 @@ class NoteKind(enum.Enum):
 
     COUPLED = "samples together"
     """Samples are compared, normalised or sorted with the others of their slice, not with those of the batch."""
+    PAIRS = "samples in pairs"
+    """An output has the samples along two axes: each is compared with the others of its slice."""
     BATCH_SIZE = "batch size"
     """Something depends on the number of samples of the slice in a way that doesn't add up over slices."""
     PLACE = "place in the batch"
@@ -30,6 +33,8 @@ class NoteKind(enum.Enum):
     """State that the forward pass updates isn't what the whole batch would make of it."""
     METRIC = "metric"
     """A metric isn't a sum over samples."""
+    UNKNOWN = "unknown"
+    """It can't be told what something does with samples."""
     RANDOM = "random draws"
     """Random numbers are drawn for each slice: others, of the same distribution."""
 
@@ -71,6 +76,12 @@ _TOLD = {
         "computes across the samples of each micro-batch, not of the whole batch",
         "plan one micro-batch",
     ),
+    Coupling.PAIRS: (
+        NoteKind.PAIRS,
+        "compares each sample with the others of its slice, not of the whole batch: its output has a row and a column "
+        "for each sample of the slice, which labels by their place in the batch don't fit",
+        "plan one slice for its stage (one micro-batch, one replica)",
+    ),
     Coupling.BATCH_SIZE: (
         NoteKind.BATCH_SIZE,
         "depends on the number of samples of a slice",
@@ -97,6 +108,13 @@ _TOLD = {
         "isn't a sum over samples: it sees slices as if they were batches",
         "make its state a sum over samples, or plan one slice (one micro-batch, one replica)",
     ),
+    Coupling.UNKNOWN: (
+        NoteKind.UNKNOWN,
+        "what it does with samples can't be told: shapes contradict each other for slices of "
+        + ", ".join(str(samples) for pair in SAMPLES for samples in pair)
+        + " samples",
+        "compare a step with plain Keras by verify(x, y)",
+    ),
 }
 _MIXING = (Coupling.TOGETHER, Coupling.MICRO_BATCH, Coupling.PLACE)
 """Couplings that others in the same layer follow from."""
@@ -113,7 +131,11 @@ def notes_of(program: Program, slices: Sequence[int], micro_batches: int = 1) ->
     flat = Graph(program.flat or program.graph)
     sliced = {name for name in flat.nodes if slices[program.node_stage.get(name, len(slices) - 1)] > 1}
     notes = []
-    told = [(name, coupling) for name, coupling in program.couplings if name in sliced]
+    told = [
+        (name, coupling)
+        for name, coupling in program.couplings
+        if name in sliced or (coupling is Coupling.UNKNOWN and max(slices) > 1)
+    ]
     if micro_batches == 1:
         told = [(name, coupling) for name, coupling in told if coupling is not Coupling.MICRO_BATCH]
     causes: dict[str, list[Coupling]] = {}
@@ -121,6 +143,7 @@ def notes_of(program: Program, slices: Sequence[int], micro_batches: int = 1) ->
         causes.setdefault(_place(program, flat, name), []).append(coupling)
     for place, couplings in causes.items():
         mixing = next((coupling for coupling in couplings if coupling in _MIXING), None)
+        mixing = Coupling.PAIRS if Coupling.PAIRS in couplings else mixing
         for coupling in [mixing] if mixing is not None else dict.fromkeys(couplings):
             kind, text, way_out = _TOLD[coupling]
             notes.append(Note(kind, place, text, way_out))
@@ -128,6 +151,21 @@ def notes_of(program: Program, slices: Sequence[int], micro_batches: int = 1) ->
     drawing = _drawing(program, flat, sliced)
     notes += [Note(NoteKind.RANDOM, layer, "draws other random numbers for each slice", way_out) for layer in drawing]
     return tuple(notes)
+
+
+def pairs(program: Program, slices: Sequence[int]) -> str:
+    """Why slices can't stand for a batch of which an output compares each sample with all others; empty if none does.
+
+    Args:
+        program: a captured program, before ``assign_stages`` or after.
+        slices: for each stage the number of slices of a batch.
+    """
+    flat = Graph(program.flat or program.graph)
+    for name, coupling in program.couplings:
+        if coupling is Coupling.PAIRS and slices[program.node_stage.get(name, len(slices) - 1)] > 1:
+            _, text, way_out = _TOLD[coupling]
+            return f"layer {_place(program, flat, name)!r} {text}; {way_out}"
+    return ""
 
 
 def _place(program: Program, flat: Graph, name: str) -> str:

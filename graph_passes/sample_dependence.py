@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
-from graph_passes.graph import Graph, PassError, Ref
+from graph_passes.graph import Graph, GraphDef, PassError, Ref
 from graph_passes.program import Program
 from graph_passes.sample_interpreter import Interpreter, Whole
 from graph_passes.sample_rules import RULES
@@ -22,30 +22,38 @@ class SampleDependence(NamedTuple):
         couplings: (node, what it does), in the order of the graph.
         wholes: see `Whole`.
         shapes: those of tensors without batch axes, and of others for some number of samples.
+        partial: whether this is of what computes the outputs alone, as shapes contradict each other in the rest.
     """
 
     spreads: Mapping[Ref, Spread]
     couplings: Sequence[tuple[str, Coupling]]
     wholes: Sequence[Whole]
     shapes: Mapping[Ref, Shape | None]
+    partial: bool = False
 
 
-def sample_dependence(program: Program, loss_nodes: Container[str]) -> SampleDependence | None:
+def sample_dependence(
+    program: Program, loss_nodes: Container[str], outputs: Sequence[Ref] = ()
+) -> SampleDependence | None:
     """Interprets a captured graph.
 
     Args:
         program: a flat program, producers first.
         loss_nodes: the nodes that serve the loss alone, which may read statistics of the whole batch.
+        outputs: the model's outputs: with the samples along two axes, they are coupled as pairs. Where shapes
+            contradict each other, of the loss and the labels, say, what these are computed by is interpreted alone.
 
     Returns:
-        What is known; None where shapes contradict each other whatever the number of samples, which is an error of
-        what needs them.
+        What is known; None where shapes contradict each other whatever the number of samples in that part, too.
     """
-    try:
-        shapes = SliceShapes.of(program)
-    except PassError:
-        return None
-    if shapes.samples is None:
+    graph, partial = Graph(program.graph), False
+    shapes = _shapes(program, program.graph)
+    if shapes is None:
+        before, partial = graph.ancestors([ref for ref in outputs if ref.node in graph], control=False), True
+        part = GraphDef(versions=program.graph.versions, library=program.graph.library)
+        part.node.extend(node for node in program.graph.node if node.name in before)
+        graph, shapes = Graph(part), _shapes(program, part)
+    if shapes is None or shapes.samples is None:
         return None
     roles = program.roles
     spreads: dict[Ref, Spread] = {ref: Spread(axis=0, varies=True) for ref in roles.inputs}
@@ -57,7 +65,6 @@ def sample_dependence(program: Program, loss_nodes: Container[str]) -> SampleDep
     spreads[roles.slice.number] = TRAINED
     spreads[roles.slice.samples] = Spread(degree=1)
     scalars = [{roles.slice.weight: float(few), roles.slice.samples: float(few)} for few in shapes.samples]
-    graph = Graph(program.graph)
     told = (Dependence.FIXED, Dependence.BATCH)
     sources = {node.name: shapes.axes(graph.inputs(node.name)[0]) for node in graph if node.op == "Shape"}
     open_shapes = {
@@ -65,5 +72,15 @@ def sample_dependence(program: Program, loss_nodes: Container[str]) -> SampleDep
     }
     interpreter = Interpreter(graph, RULES, shapes.samples, shapes.found[:2], scalars, loss_nodes, open_shapes)
     interpreter.run(spreads)
-    couplings = list(dict.fromkeys(interpreter.couplings))
-    return SampleDependence(interpreter.spreads, couplings, interpreter.wholes, shapes.found[0])
+    pairs = [(ref.node, Coupling.PAIRS) for ref in outputs if ref.node in graph and len(interpreter.growing(ref)) > 1]
+    couplings = list(dict.fromkeys([*interpreter.couplings, *pairs]))
+    return SampleDependence(interpreter.spreads, couplings, interpreter.wholes, shapes.found[0], partial)
+
+
+def _shapes(program: Program, graph: GraphDef) -> SliceShapes | None:
+    """None where shapes contradict each other for all numbers of samples: an error of what needs them."""
+    try:
+        shapes = SliceShapes.of(program, graph)
+    except PassError:
+        return None
+    return None if shapes.samples is None else shapes

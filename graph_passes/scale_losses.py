@@ -52,9 +52,11 @@ def scale_losses(program: Program, outputs: Sequence[Ref] = ()) -> Program:
     state = [v.update for v in roles.variables if v.update is not None and v.kind is VariableKind.STATE]
     model = view.ancestors([*(ref for ref in outputs if ref.node in view), *state], control=False)
     loss = set[str]() if roles.loss is None else view.ancestors([roles.loss], control=False)
-    dependence = sample_dependence(program, loss - model)
-    if dependence is None:
-        return program
+    dependence = sample_dependence(program, loss - model, outputs)
+    if dependence is None or dependence.partial:
+        unknown = view.ordered(loss - model if dependence else model | loss)[-1:]
+        told = [] if dependence is None else [*dependence.couplings]
+        return program.replace(couplings=(*told, *((name, Coupling.UNKNOWN) for name in unknown)))
     return _Scaling(with_whole_batches(program, dependence), dependence).result()
 
 

@@ -83,17 +83,14 @@ class SliceShapes:
     lengths_known: bool = True
 
     @classmethod
-    def of(cls, program: Program) -> SliceShapes:
-        """Infers the shapes of a flat program's tensors.
+    def of(cls, program: Program, part: GraphDef | None = None) -> SliceShapes:
+        """Infers the shapes of a flat program's tensors, or of a part of its graph.
 
         Raises:
             PassError: they contradict each other whatever the number of samples, with the lengths of the batch at hand;
                 the text names the layer.
         """
-        return cls._inferred(program, program.graph)
-
-    @classmethod
-    def _inferred(cls, program: Program, graph: GraphDef) -> SliceShapes:
+        graph: GraphDef = program.graph if part is None else part
         number = program.roles.slice.samples
         contradiction = ""
         for pair in (*SAMPLES, None):
@@ -153,7 +150,7 @@ class SliceShapes:
             return self
         part = _before(program.graph, vague)
         if self.samples is None:
-            alone = SliceShapes._inferred(program, part)
+            alone = SliceShapes.of(program, part)
             if alone.samples is None:
                 return self
             known = dataclasses.replace(self, samples=alone.samples, assumed=alone.assumed)

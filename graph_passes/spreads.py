@@ -25,12 +25,16 @@ class Coupling(enum.Enum):
     """Something depends on the number of a slice's samples."""
     PLACE = "place"
     """Something depends on a sample's place in the slice."""
+    PAIRS = "pairs"
+    """An output of the model has the samples along two axes: each beside the others of its slice."""
     NOT_LINEAR = "not linear"
     """Something of a loss isn't linear in a sum or a mean over samples."""
     STATE = "state"
     """State becomes something else than a sum or a mean over slices."""
     METRIC = "metric"
     """A metric isn't a sum over samples."""
+    UNKNOWN = "unknown"
+    """It can't be told what something does."""
 
 
 class Spread(NamedTuple):

@@ -13,6 +13,7 @@ import tensorflow as tf
 from models_for_tests import classifier, plan, samples, transform
 from zoo import ZOO
 
+from dapple_tf.errors import CaptureError, StepError
 from dapple_tf.frontend.batch import spec_of
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable
@@ -211,3 +212,56 @@ def test_nothing_is_noted_of_a_model_that_is_equal() -> None:
     assert pipelined.notes == ()
     pipelined.train_on_batch(*samples(7)[:2])
     assert pipelined.notes == ()
+
+
+class Pairs(layers.Layer):
+    """Compares each sample with all others, as CLIP does."""
+
+    def call(self, x: Any) -> Any:
+        """[batch, width] -> [batch, batch]."""
+        return tf.matmul(x, x, transpose_b=True)
+
+
+def pairing(labels: str) -> keras.Model:
+    """4 features -> first -> a row and a column for each sample."""
+    keras.utils.set_random_seed(0)
+    x = keras.Input((4,))
+    model = keras.Model(x, Pairs(name="logits")(layers.Dense(6, name="first")(x)))
+    model.compile("sgd", f"{labels}_crossentropy")
+    return model
+
+
+def test_outputs_that_compare_all_samples_are_refused_in_slices_and_right_in_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Predictions of slices were concatenated to another shape; training failed without saying why."""
+    x = samples(7)[0]
+    with caplog.at_level(logging.WARNING, "dapple_tf"):
+        pipelined = transform(pairing("categorical"))
+    (pair,) = (note for note in pipelined.notes if note.kind is NoteKind.PAIRS)
+    assert pair.layer == "logits"
+    assert logged(caplog, "a row and a column for each sample") == [logging.WARNING]
+    with pytest.raises(StepError, match=r"layer 'logits' compares each sample .* plan one slice for its stage"):
+        pipelined.train_on_batch(x, np.eye(7))
+    with pytest.raises(CaptureError, match=r"can't predict by slices of a batch: layer 'logits' compares each sample"):
+        pipelined.predict(x, verbose=0)
+    pipelined = transform(pairing("sparse_categorical"))
+    with pytest.raises(StepError, match=r"outside the valid range.*layer 'logits' compares each sample"):
+        pipelined.train_on_batch(x, np.arange(7))
+
+    own, plain = pairing("categorical"), pairing("categorical")
+    whole = transform(own, plan(devices=[[0], [1]], micro_batches=1))
+    assert whole.notes == ()
+    assert whole.train_on_batch(x, np.eye(7)) == pytest.approx(plain.train_on_batch(x, np.eye(7)), rel=1e-5)
+    assert whole.predict(x, verbose=0).shape == (7, 7)
+
+
+def test_what_cannot_be_told_is_noted() -> None:
+    """Samples by fives: no number of samples that the analysis tries can be computed."""
+
+    def by_fives(x: Any) -> Any:
+        return tf.reshape(tf.tanh(tf.reshape(x, (-1, 30))), (-1, 6))
+
+    x, y = samples(10)[:2]
+    assert [note.kind for note in noted(model_with(Layer(by_fives)), x, y)] == [NoteKind.UNKNOWN]
+    assert noted(model_with(Layer(by_fives)), x, y, slices=1) == ()

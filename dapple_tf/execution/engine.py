@@ -20,7 +20,7 @@ from dapple_tf.clusters.connection import connected, open_session
 from dapple_tf.clusters.faults import FaultPolicy
 from dapple_tf.clusters.remote_session import RemoteSession
 from dapple_tf.clusters.session import PreparedRun, add_to_graph, collective_keys
-from dapple_tf.errors import DappleError, WorkerLostError
+from dapple_tf.errors import CaptureError, DappleError, WorkerLostError
 from dapple_tf.execution.builds import Build, Kind, StepRequest, StepResult, StepSource
 from dapple_tf.execution.device_state import DeviceState
 from dapple_tf.execution.step_passes import StepPasses, first_step_pass
@@ -35,7 +35,7 @@ from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.garbage import without_collection
 from dapple_tf.measurement.step_nodes import replaced_bytes, step_nodes
 from dapple_tf.measurement.step_trace import MeasuredStep, Place, TracedStep, measured
-from dapple_tf.notes import NoteLog, notes_of
+from dapple_tf.notes import NoteLog, notes_of, pairs
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.operators.step_placer import PlacedStep, StepPlacer
@@ -44,7 +44,7 @@ from dapple_tf.values.device_values import Holding
 from dapple_tf.values.parameter_groups import Places, group_updates, holdings, optimizer_variables, readers_of
 from dapple_tf.view.timeline import device_labels
 from graph_passes.accumulate import accumulated_gradients
-from graph_passes.graph import GraphDef
+from graph_passes.graph import GraphDef, PassError
 from graph_passes.pass_manager import Pass, Timing, run_passes
 from graph_passes.program import Layout, Program, Step, Variable
 from graph_passes.replicate import sum_keys
@@ -169,12 +169,21 @@ class Engine:
             program = capture(self.model, self.table, mode, spec, training=training)
             check_py_functions(program.graph, self.cluster.addresses)
         prefix = f"{mode.value}{next(self._numbers)}_"
-        program = run_passes(program, self.passes.stage_passes(mode, prefix), instruments=[self.timing])
+        captured, slices = program, self.passes.slices
+        try:
+            program = run_passes(captured, self.passes.stage_passes(mode, prefix), instruments=[self.timing])
+        except PassError as error:
+            why = pairs(captured, slices)
+            if not why:
+                raise
+            raise PassError(f"{error}; {why}") from error
+        if mode is Mode.PREDICT and (why := pairs(program, slices)):
+            raise CaptureError(f"model {self.model.name!r} can't predict by slices of a batch: {why}")
         with self.timing.part("capture optimizer"):
             updates = group_updates(self.model, self.table, program) if mode is Mode.TRAIN else ()
         built = Build(mode, spec, program, updates, prefix, carried=self.passes.carried(updates))
         if mode is Mode.TRAIN and training:
-            self.notes.take(notes_of(program, self.passes.slices, self.plan.micro_batches))
+            self.notes.take(notes_of(program, slices, self.plan.micro_batches))
         reads = readers_of(program)
         if updates:
             hosts = {**{name: stages for name, stages in self._hosts.items() if name not in reads}, **reads}

@@ -29,6 +29,7 @@ from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.metrics import RunningMetrics
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.frontend.watching import Watcher, untold, unwatch, version, watch, watchers_of
+from dapple_tf.notes import NoteKind
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.plan import Plan, PlanError
 from dapple_tf.planning.planner import plan as find_plan
@@ -285,6 +286,8 @@ class Runtime:
                 self.drop()  # Some stages may have been updated and others not.
             kept = f"; {self.values.kept}" if lost else ""
             cause = self._cause(batch, loss=mode is not Mode.PREDICT) or reason(error)
+            told = [note for note in self.engine.notes.latest or () if note.kind is NoteKind.PAIRS]
+            cause += "".join(f"; layer {note.layer!r} {note.text}; {note.way_out}" for note in told)
             raise StepError(f"a {mode.value} step failed: {cause}{kept}") from error
 
     def _surviving(self, function: Callable[[], _T]) -> _T:

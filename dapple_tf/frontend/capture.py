@@ -419,7 +419,8 @@ class _Tracing:
         )
         program = pruned(graph_def, roles, paths)
         program = program if host is None else CapturedProgram(program.graph, program.roles, host=host)
-        if self.mode is Mode.PREDICT and not self.training and not self.updates:
+        vague = any(tensor.shape.rank is None or None in tensor.shape[1:] for tensor in self.outputs)
+        if self.mode is Mode.PREDICT and not self.training and not self.updates and not vague:
             return program
         return scale_losses(program, [_ref(tensor) for tensor in self.outputs])
 
