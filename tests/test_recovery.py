@@ -290,6 +290,34 @@ def test_restored_values_are_not_forgotten(workers: LocalWorkers, tmp_path: Path
     assert_same(ended(pipelined), expected)
 
 
+@pytest.mark.parametrize("next_use", ["train", "sync"])
+def test_what_is_assigned_after_a_restoration_is_not_forgotten(
+    workers: LocalWorkers, tmp_path: Path, next_use: str
+) -> None:
+    """Nothing was trained since, so that the checkpoint was read again, over what had been assigned."""
+    pipelined = transform(workers)
+    train(pipelined, range(1))
+    path = pipelined.save_checkpoint(tmp_path)
+    pipelined.close()
+
+    def does(pipelined: dapple.PipelinedModel, fault: Callable[[], None] = lambda: None) -> None:
+        pipelined.restore_checkpoint(path)
+        pipelined.evaluate(X, Y, verbose=0)
+        kernel = pipelined.model.get_layer("second").kernel
+        kernel.assign(kernel * 0.5)
+        pipelined.optimizer.learning_rate = 0.01
+        fault()
+        if next_use == "train":
+            train(pipelined, range(1, 3))
+
+    expected = undisturbed(workers, does)
+    pipelined = transform(workers)
+    does(pipelined, lambda: end_server(workers, 0))
+    pipelined.sync()
+    assert pipelined.faults
+    assert_same(ended(pipelined), expected)
+
+
 def test_going_back_to_an_older_checkpoint(workers: LocalWorkers, tmp_path: Path) -> None:
     """The newer one isn't what recovery begins with then."""
 
@@ -338,6 +366,23 @@ def test_two_models_on_one_cluster(workers: LocalWorkers) -> None:
     train(other, range(2, 4))
     assert_same(ended(one), expected)
     assert_same(ended(other), expected, 1e-5)
+
+
+def test_a_fault_of_another_model_is_not_survived_in_its_place(workers: LocalWorkers) -> None:
+    """A model that shares layers is looked at before each step: its lost worker was taken for one of this model's."""
+    model, plan = build(), dapple.Plan.manual([], [[0]], 1, BATCH)
+    lost = dapple.transform(model, dapple.Cluster.of_servers(workers.addresses[:1]), plan)
+    twin = keras.Model(model.inputs, model.outputs)
+    twin.compile(keras.optimizers.Adam(0.05), "sparse_categorical_crossentropy")
+    here = dapple.transform(twin, dapple.Cluster.local(1, kind="cpu"), plan, faults=RESTART)
+    train(here, range(1))
+    train(lost, range(1))
+    end_server(workers, 0)
+    with pytest.raises(dapple.WorkerLostError):
+        train(here, range(1, 2))
+    assert not here.faults
+    lost.close(sync=False)
+    here.close()
 
 
 def test_nobody_waits_for_ever(workers: LocalWorkers) -> None:

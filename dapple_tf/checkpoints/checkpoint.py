@@ -239,8 +239,14 @@ class Restoration:
         path: of the checkpoint.
     """
 
-    def __init__(self, checkpoint: Checkpoint, model: keras.Model, engine: Engine) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: keras.Model, engine: Engine, *, again: bool = False) -> None:
         """Assigns what this process has saved: the learning rate, say, which may be changed from now on.
+
+        Args:
+            checkpoint: the checkpoint.
+            model: the model.
+            engine: has the devices.
+            again: for devices that have lost their values; this process has its own, and perhaps newer ones.
 
         Raises:
             CheckpointError: the checkpoint doesn't fit the model, or is damaged.
@@ -248,7 +254,8 @@ class Restoration:
         self._checkpoint, self._engine = checkpoint, engine
         self.path = checkpoint.path
         matches = checkpoint.match(variables_of(model))
-        checkpoint.assign(match for match in matches if match.entry.shard == CLIENT)
+        if not again:
+            checkpoint.assign(match for match in matches if match.entry.shard == CLIENT)
         self._matches = [match for match in matches if match.entry.shard != CLIENT]
         self._all = matches
 

@@ -182,12 +182,17 @@ class Runtime:
             self.values.doubt()
 
     def _others_first(self) -> None:
-        """What other pipelined models have trained of the same variables counts for the next step of this one."""
+        """What other pipelined models have trained of the same variables counts for the next step of this one.
+
+        Raises:
+            WorkerLostError: one of theirs, which isn't for this one to survive.
+        """
         if self._version != version():
             self._watch()
-        for watcher, variables in self._others:
-            watcher.looked_at(variables)
-            self.values.doubt()
+        with untold(self):
+            for watcher, variables in self._others:
+                watcher.looked_at(variables)
+                self.values.doubt()
 
     def load(self) -> None:
         """Has the next step copy model -> devices, all that the model has; what devices have is synced first.
@@ -272,12 +277,12 @@ class Runtime:
         """
 
         def step() -> StepResult:
-            self._others_first()
             self.values.prepare(mode, batch.spec, training)
             self._watch()
             metrics = self.metrics.feeds() if mode is not Mode.PREDICT else None
             return self.engine.run(mode, batch.spec, batch.arrays, training=training, metrics=metrics, **options)
 
+        self._others_first()
         try:
             return self._surviving(step)
         except tf.errors.OpError as error:
@@ -386,12 +391,12 @@ class Runtime:
         if not recovery.log and not isinstance(base, pathlib.Path):
             self.values.load()  # The model has them.
             return
+        if spec is None:  # Nothing was trained on since they were restored.
+            assert isinstance(base, pathlib.Path)
+            self.values.restore_again(base)
+            return
         with learning_rate(self.engine.state.learning_rate) as set_rate:
-            if spec is None:  # Nothing was trained on since they were restored.
-                assert isinstance(base, pathlib.Path)
-                self.values.restore(Restoration(Checkpoint.open(base), self.model, self.engine))
-                return
-            self.values.recover(self.model, spec)
+            self.values.recover(spec)
             for entry in recovery.log:
                 set_rate(entry.rate)
                 batch = entry.batch

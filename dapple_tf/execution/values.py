@@ -171,11 +171,29 @@ class Values:
         elif self._engine.state.has_values:
             source.onto_devices()
             self._recovery.restored(source.path)
-            self._loaded, self._pending = True, None
+            self._loaded, self._pending, self._pending_agreed = True, None, None
             self._seen = {}
         else:
             self._recovery.restored(source.path)
             self._pending, self._pending_agreed = source, None
+
+    def restore_again(self, path: Path) -> None:
+        """``restore`` for devices that have lost a checkpoint's values; what has been assigned since counts."""
+        if self._pending_agreed is not None:
+            self.load()  # The model has them.
+            return
+        assigned = self._recovery.last | _changed(self._seen, self._in_model(self._seen))
+        source = self._again(path)
+        if not assigned:
+            self.restore(source)
+            return
+        source.into_model()
+        for name, value in assigned.items():
+            self._engine.table.keras_variables[name].assign(value)
+        self.load()
+
+    def _again(self, path: Path) -> Restoration:
+        return Restoration(Checkpoint.open(path), self._engine.model, self._engine, again=True)
 
     def settle(self) -> bool:
         """Has the devices have the values that count, to be saved from there.
@@ -254,14 +272,14 @@ class Values:
         self._agree()
         self._loaded = True
 
-    def recover(self, model: keras.Model, spec: BatchSpec) -> None:
+    def recover(self, spec: BatchSpec) -> None:
         """Brings devices that have lost their values to the base of recovery; the model stays as it is."""
         base = self._recovery.base
         assert base is not None
         self._engine.prepare(Mode.TRAIN, spec)
         self._pending = None
         if isinstance(base, Path):
-            Restoration(Checkpoint.open(base), model, self._engine).onto_devices()
+            self._again(base).onto_devices()
         else:
             self._engine.state.load(base)
             self._agreed = dict(base)
@@ -278,6 +296,7 @@ class Values:
     def follow(self, other: Values) -> None:
         """Goes on on other devices, that are to have the values that another's had."""
         self._seen, self._disturbed, self._agreed = other._seen, other._disturbed, other._agreed
+        self._pending_agreed = other._pending_agreed
 
     def replayed(self) -> None:
         """Devices have the values again that they had, and the model what somebody has looked at."""
