@@ -41,9 +41,9 @@ def test_random_models_train_as_plain_keras(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALLEST)
 def test_models_of_others_train_as_plain_keras(name: str) -> None:
-    """Two stages, two replicas and one, two micro-batches."""
+    """Two stages, two replicas and one, two micro-batches. A loss that balances experts compares samples: it's told."""
     (row,) = zoo.rows_of(name, [2], ["adamw"])
-    assert row["verdict"] == "equal", row
+    assert row["verdict"] == ("listed" if name == "Mixtral" else "equal"), row
 
 
 def test_random_models_are_of_all_forms() -> None:
