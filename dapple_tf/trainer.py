@@ -33,7 +33,7 @@ from dapple_tf.frontend.batch_sizes import BatchSizes
 from dapple_tf.frontend.capture import Mode, check_model
 from dapple_tf.frontend.initialization import materialize
 from dapple_tf.frontend.optimizer import check_optimizer
-from dapple_tf.frontend.own_steps import own_steps
+from dapple_tf.frontend.own_steps import own_losses
 from dapple_tf.inspection import Inspection
 from dapple_tf.keras_methods import KerasMethods
 from dapple_tf.measurement.monitoring import PipelineMonitor, StepMonitor
@@ -335,7 +335,7 @@ class PipelinedModel(Inspection, KerasMethods):
         batch = next(batches)
         self._specs[mode] = batch.spec
         model = self.model
-        own_loss = bool(own_steps(model)) or type(model).compute_loss is not keras.Model.compute_loss
+        own_loss = own_losses(model) or type(model).compute_loss is not keras.Model.compute_loss
         if mode is not Mode.PREDICT and batch.spec.y is None and model._compile_loss is not None and not own_loss:
             raise DataError(
                 f"the batches have no labels, but model {model.name!r} is compiled with a loss: feed (x, y), or "

@@ -53,17 +53,6 @@ def test_model_is_not_compiled() -> None:
         transform(model)
 
 
-def test_prediction_step_is_overridden() -> None:
-    class Own(keras.Sequential):
-        def predict_step(self, data: Any) -> Any:
-            return super().predict_step(data)
-
-    model = Own([keras.Input((4,)), layers.Dense(3)], name="own")
-    model.compile("sgd", "mse")
-    with refused(dapple.CaptureError, "model 'own' overrides predict_step(), which runs on one device: do in call()"):
-        transform(model)
-
-
 def test_recurrent_layer_is_stateful() -> None:
     model = keras.Sequential([keras.Input((5, 2), batch_size=7), layers.LSTM(3, stateful=True, name="memory")])
     model.compile("sgd", "mse")

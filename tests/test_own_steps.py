@@ -30,17 +30,15 @@ class Compiled(keras.Model):
         trainable_vars = self.trainable_variables
         gradients = tape.gradient(loss, trainable_vars)
         self.optimizer.apply(gradients, trainable_vars)
-        for metric in self.metrics:
-            if metric.name == "loss":
-                metric.update_state(loss)
-            else:
-                metric.update_state(y, y_pred, sample_weight=sample_weight)
-        return {m.name: m.result() for m in self.metrics}
+        return self.logs_of(loss, y, y_pred, sample_weight)
 
     def test_step(self, data: Any) -> Any:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         y_pred = self(x, training=False)
         loss = self.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight)
+        return self.logs_of(loss, y, y_pred, sample_weight)
+
+    def logs_of(self, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
         for metric in self.metrics:
             if metric.name == "loss":
                 metric.update_state(loss)
@@ -196,6 +194,96 @@ def test_loss_scaling_is_that_of_the_step() -> None:
         plain.train_on_batch(X[:8], Y[:8])
     pipelined.sync()
     assert_same_variables(model, plain, TOLERANCE["float64"])
+
+
+class Read(Compiled):
+    """Logs what tutorials log of the optimizer, before and after its update."""
+
+    def train_step(self, data: Any) -> Any:
+        rate = self.optimizer.learning_rate
+        logs = super().train_step(data)
+        return {**logs, "rate": rate, "next": self.optimizer.learning_rate, "steps": self.optimizer.iterations + 1}
+
+
+@pytest.mark.parametrize("schedule", [False, True])
+def test_logs_of_the_learning_rate(schedule: bool) -> None:
+    """They were refused as an untracked variable. A schedule's rate before the update isn't there any more."""
+    rate: Any = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5) if schedule else 0.1
+
+    class After(Read):
+        def train_step(self, data: Any) -> Any:
+            return {**Compiled.train_step(self, data), "next": self.optimizer.learning_rate}
+
+    build = functional(After if schedule else Read, optimizer=keras.optimizers.SGD(rate), loss="mse")
+    model, plain = (keras.models.clone_model(build()) for _ in range(2))
+    for own in (model, plain):
+        own.compile(keras.optimizers.SGD(rate), "mse")
+    plain.set_weights(model.get_weights())
+    pipelined = pipeline(model, ["first"], (1, 1), 2, 8)
+    halve = keras.callbacks.LearningRateScheduler(lambda epoch, now: now / 2)
+    options = {"epochs": 2, "verbose": 0, "shuffle": False, "callbacks": [] if schedule else [halve]}
+    same_logs(pipelined.fit(X, Y, **options).history, plain.fit(X, Y, batch_size=8, **options).history)
+
+
+def test_a_loss_of_the_optimizers_variables_is_refused_and_told_why() -> None:
+    class Weighted(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self(data[0])) * self.optimizer.learning_rate
+            self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+            return {"loss": loss}
+
+    class Before(Read):
+        def train_step(self, data: Any) -> Any:
+            return {"steps": self.optimizer.iterations + 0, **Compiled.train_step(self, data)}
+
+    for cls, what in ((Weighted, "its loss, a metric or state from 'adam"), (Before, "a log from")):
+        pipelined = pipeline(functional(cls, loss="mse")(), ["first"], (1, 1), 2, 8)
+        with pytest.raises(dapple.CaptureError, match=rf"computes {what}.*read after self.optimizer.apply\(\)"):
+            pipelined.train_on_batch(X[:8], Y[:8])
+
+
+def predicting(step: Callable[[keras.Model, Any], Any]) -> Callable[[], keras.Model]:
+    class Own(keras.Model):
+        def predict_step(self, data: Any) -> Any:
+            return step(self, keras.utils.unpack_x_y_sample_weight(data)[0])
+
+    return functional(Own, loss="mse")
+
+
+def test_predictions_by_a_step_of_the_models_own() -> None:
+    """Scaled inputs, classes beside scores; training has nothing of it."""
+
+    def step(model: keras.Model, x: Any) -> Any:
+        scores = model(x / 2.0, training=False)
+        return {"scores": tf.nn.softmax(scores), "class": tf.argmax(scores, -1)}
+
+    model, plain = pair(predicting(step))
+    pipelined = pipeline(model, ["first"], (2, 1), 2, 8)
+    own, other = pipelined.predict(X, verbose=0), plain.predict(X, batch_size=8, verbose=0)
+    assert own.keys() == other.keys()
+    np.testing.assert_allclose(own["scores"], other["scores"], rtol=1e-6)
+    np.testing.assert_array_equal(own["class"], other["class"])
+    loss = pipelined.train_on_batch(X[:8], Y[:8])
+    np.testing.assert_allclose(loss, plain.train_on_batch(X[:8], Y[:8]), rtol=1e-5)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+    np.testing.assert_allclose(
+        pipelined.predict(data, verbose=0)["scores"], plain.predict(data, verbose=0)["scores"], rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "step"),
+    [
+        (r"a tensor of shape \(\)", lambda model, x: tf.reduce_max(model(x))),
+        (r"a tensor of shape \(4, 4\)", lambda model, x: [model(x), model.layers[1].kernel + 0]),
+        ("something that isn't a tensor", lambda model, x: None),
+    ],
+)
+def test_predictions_without_a_row_for_each_sample_are_refused(what: str, step: Any) -> None:
+    pipelined = pipeline(predicting(step)(), ["first"], (1, 1), 2, 8)
+    with pytest.raises(dapple.CaptureError, match=rf"predict_step\(\) of model .* returns {what}"):
+        pipelined.predict(X, verbose=0)
 
 
 def _changed(model: Any, tape: Any, loss: Any) -> None:

@@ -209,7 +209,7 @@ class _Writer:
         place = self.folder / prefix.removesuffix("_")
         graphs = _Graphs(place, self.folder / EVENTS_FOLDER / place.name, self.bar)
         self.bar.step(f"{place.name}: capturing the model")
-        captured = capture(self.model, names, mode, batch, training=training)
+        captured = capture(self.model, names, mode, batch, training=training, predict_step=mode is Mode.PREDICT)
         graphs.captured(captured)
         program = run_passes(captured, self.passes.stage_passes(mode, prefix), instruments=[graphs])
         if source is None:

@@ -26,7 +26,7 @@ from dapple_tf.execution.device_state import DeviceState
 from dapple_tf.execution.step_passes import StepPasses, first_step_pass
 from dapple_tf.execution.terminal import without_profiler_lines
 from dapple_tf.frontend.batch import BatchSpec
-from dapple_tf.frontend.capture import Mode, build, capture, output_structure
+from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.host_part import on_host
 from dapple_tf.frontend.metrics import merged
 from dapple_tf.frontend.optimizer import needs_all_gradients
@@ -109,7 +109,6 @@ class Engine:
         self.notes = NoteLog(model.name)
         self.running = False
         self._numbers = itertools.count()
-        self._structures: dict[str, Any] = {}
         self._longest: dict[str, float] = {}  # step graph -> seconds
         self._connected = contextlib.ExitStack()
         self._connected.enter_context(connected(cluster, faults))
@@ -166,7 +165,7 @@ class Engine:
             with self.timing.part("build losses and metrics"):
                 build(self.model, self.table, spec)
         with self.timing.part("capture"):
-            program = capture(self.model, self.table, mode, spec, training=training)
+            program = capture(self.model, self.table, mode, spec, training=training, predict_step=mode is Mode.PREDICT)
             check_py_functions(program.graph, self.cluster.addresses)
         prefix = f"{mode.value}{next(self._numbers)}_"
         captured, slices = program, self.passes.slices
@@ -426,10 +425,8 @@ class Engine:
         return measured(traced, places, device_labels(self.plan), limits)
 
     def output_structure(self, spec: BatchSpec) -> Any:
-        """The structure of the model's outputs for batches of this structure."""
-        if spec.key not in self._structures:
-            self._structures[spec.key] = output_structure(self.model, spec)
-        return self._structures[spec.key]
+        """The structure of what prediction has given for batches of this structure."""
+        return self.table.outputs[spec.key]
 
     def _run_update(self, node: str) -> None:
         self._run(node, options=self._step_options())

@@ -23,11 +23,12 @@ from dapple_tf.frontend.functions import functions_traced
 from dapple_tf.frontend.host_part import CapturedProgram, split_host_part, tables_of
 from dapple_tf.frontend.losses import GlobalNormalizers
 from dapple_tf.frontend.metrics import is_sum, metric_names, weighted_means
-from dapple_tf.frontend.own_steps import TracedLogs, own_steps, run_own_step
+from dapple_tf.frontend.own_steps import own_losses, own_steps, predicted, run_own_step
 from dapple_tf.frontend.py_functions import own_gradients
 from dapple_tf.frontend.replica_sums import ReplicaSums
 from dapple_tf.frontend.step_logs import StepLogs
 from dapple_tf.frontend.trace_scope import TraceScope
+from dapple_tf.frontend.traced_logs import OptimizerReads, TracedLogs
 from dapple_tf.frontend.variables import VariableTable
 from graph_passes.graph import FLOAT_DTYPES, Graph, Ref
 from graph_passes.program import LayerCall, Program, Roles, Slice, Variable, VariableKind
@@ -49,19 +50,15 @@ def check_model(model: keras.Model, *, training: bool) -> None:
     """Refuses what can't be captured, before anything is traced.
 
     Raises:
-        CaptureError: the model isn't built or compiled, or overrides the prediction step.
+        CaptureError: the model isn't built or compiled.
     """
     if not isinstance(model, keras.Model):
         raise CaptureError(f"expected a keras.Model, got {type(model).__name__}")
     inputs = getattr(model, "inputs", None) or ()
     # A model with a step of its own needn't be called as a whole.
-    if not (model.built or own_steps(model)) or (not inputs and not model.variables):
+    if not (model.built or own_losses(model)) or (not inputs and not model.variables):
         raise CaptureError(
             f"model {model.name!r} isn't built: it has no variables yet. Call it on a batch before the transform"
-        )
-    if type(model).predict_step is not keras.Model.predict_step:
-        raise CaptureError(
-            f"model {model.name!r} overrides predict_step(), which runs on one device: do in call() what it does"
         )
     if not training:
         return
@@ -92,7 +89,7 @@ def build(model: keras.Model, table: VariableTable, spec: BatchSpec) -> None:
     Raises:
         CaptureError: the model, its loss or a metric can't be called on such a batch.
     """
-    if own_steps(model) and (not model.built or (model._compile_loss is None and model._compile_metrics is None)):
+    if own_losses(model) and (not model.built or (model._compile_loss is None and model._compile_metrics is None)):
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         return
@@ -112,14 +109,14 @@ def build(model: keras.Model, table: VariableTable, spec: BatchSpec) -> None:
         ) from error
 
 
-def output_structure(model: keras.Model, spec: BatchSpec) -> Any:
-    """The structure of a model's outputs, with 0 for each array."""
-    x = keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), spec.x)
-    return keras.tree.map_structure(lambda _: 0, model.compute_output_spec(x))
-
-
 def capture(
-    model: keras.Model, table: VariableTable, mode: Mode, spec: BatchSpec, *, training: bool | None = None
+    model: keras.Model,
+    table: VariableTable,
+    mode: Mode,
+    spec: BatchSpec,
+    *,
+    training: bool | None = None,
+    predict_step: bool = False,
 ) -> Program:
     """Traces a model for one slice of a batch of any size.
 
@@ -129,6 +126,8 @@ def capture(
         mode: TRAIN and TEST give the loss and metrics, PREDICT the outputs.
         spec: structure, dtypes and shapes of batches.
         training: the ``training`` argument of the model's call; by default as Keras does in this mode.
+        predict_step: whether PREDICT means the model's own ``predict_step``, if it has one, and not its call. The
+            structure of outputs is noted in the table then.
 
     Returns:
         A flat program. Its loss is the slice's contribution to the mean over the global batch; its random draws derive
@@ -137,14 +136,22 @@ def capture(
     Raises:
         CaptureError: the model can't be traced for a slice; the text names the layer.
     """
-    return _Tracing(model, table, mode, spec, mode is Mode.TRAIN if training is None else training).run()
+    own = f"{mode.value}_step" in own_steps(model) and (mode is not Mode.PREDICT or predict_step)
+    tracing = _Tracing(model, table, mode, spec, mode is Mode.TRAIN if training is None else training, own)
+    program = tracing.run()
+    if predict_step:
+        table.outputs[spec.key] = tracing.structure
+    return program
 
 
 class _Tracing:
     """One trace."""
 
-    def __init__(self, model: keras.Model, table: VariableTable, mode: Mode, spec: BatchSpec, training: bool) -> None:
+    def __init__(
+        self, model: keras.Model, table: VariableTable, mode: Mode, spec: BatchSpec, training: bool, own: bool
+    ) -> None:
         self.model, self.table, self.mode, self.spec, self.training = model, table, mode, spec, training
+        self.own = own  # whether it is a step of the model's own
         self.calls: list[LayerCall] = []
         self.path: list[str] = []
         self.failed_in: str | None = None
@@ -159,7 +166,7 @@ class _Tracing:
         if self.logs is not None and self.logs.missing:
             for place, dtype in self.logs.missing.items():
                 self.table.batch_logs[place] = keras.Variable(0, trainable=False, dtype=dtype.name, name="log")
-            return _Tracing(self.model, self.table, self.mode, self.spec, self.training).run()
+            return _Tracing(self.model, self.table, self.mode, self.spec, self.training, self.own).run()
         return self._program(graph)
 
     def _explained(self, error: Exception) -> CaptureError:
@@ -198,15 +205,24 @@ class _Tracing:
             self.loss = None
             self.more_updates: dict[str, tf.Tensor] = {}
             outputs = None
-            if self.mode.value + "_step" in own_steps(self.model):
-                with normalizers.recording():
-                    self._trace_own_step(scope, keras.utils.pack_x_y_sample_weight(x, y, sample_weight))
-            else:
+            reads = OptimizerReads(self.model, self.table, updated=self.mode is not Mode.TRAIN)
+            data = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+            if not self.own:
                 outputs = self._trace_model(x, y, sample_weight, normalizers)
+            elif self.mode is Mode.PREDICT:
+                outputs = predicted(self.model, data)
+                self.model_end = len(self.graph.get_operations())
+            else:
+                scope.provide = reads
+                with normalizers.recording():
+                    self._trace_own_step(scope, reads, data)
             self.updates = self._updates(scope) | self.more_updates
+            results = [*self.updates.values(), *([] if self.loss is None else [self.loss])]
+            reads.check(f"{self.mode.value}_step", "its loss, a metric or state", results, also_updated=True)
         self.normalizers, self.peers = tuple(normalizers.found), sums.peers
         tensors = [] if outputs is None else keras.tree.flatten(outputs)
         self.outputs = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        self.structure = keras.tree.map_structure(lambda _: 0, outputs)
 
     def _trace_model(self, x: Any, y: Any, sample_weight: Any, normalizers: GlobalNormalizers) -> Any:
         """What Keras' own steps do of it; the outputs."""
@@ -224,9 +240,9 @@ class _Tracing:
             self._warn_of_lost(results)
         return outputs
 
-    def _trace_own_step(self, scope: TraceScope, data: Any) -> None:
+    def _trace_own_step(self, scope: TraceScope, reads: OptimizerReads, data: Any) -> None:
         """A ``train_step`` or ``test_step`` of the model's own."""
-        logs, terms = run_own_step(self.model, f"{self.mode.value}_step", scope, data)
+        logs, terms = run_own_step(self.model, f"{self.mode.value}_step", scope, reads, data)
         self.model_end = max((call.stop for call in self.calls), default=len(self.graph.get_operations()))
         if self.mode is Mode.TRAIN:
             # Of one number for each sample a tape differentiates the sum, to which those of the slices add up.
@@ -237,7 +253,7 @@ class _Tracing:
                 for term in terms
             ]
             self.loss = parts[0] if len(parts) == 1 else tf.add_n(parts)
-        self.logs = TracedLogs(self.model, self.table, self.mode.value, self.weight, scope, logs)
+        self.logs = TracedLogs(self.model, self.table, self.mode.value, self.weight, scope, reads, logs)
         self.values |= self.logs.values
         self.given |= self.logs.values
         self.more_updates = self.logs.updates

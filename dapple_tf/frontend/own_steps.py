@@ -1,4 +1,4 @@
-"""A model's own ``train_step``, traced: what it differentiates and what it applies, taken down instead of done.
+"""A model's own steps, traced; of ``train_step`` what it differentiates and applies, taken down instead of done.
 
 In the form of keras.io's guides: a loss is computed under a tape, its gradients with respect to the trainable weights
 are applied by the model's optimizer, metrics are updated, and logs returned. Gradients and updates are then those of
@@ -16,17 +16,21 @@ import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.patching import replaced
-from dapple_tf.frontend.step_logs import check_logs, depends_on_batch
+from dapple_tf.frontend.step_logs import check_logs
 from dapple_tf.frontend.trace_scope import TraceScope
-from dapple_tf.frontend.variables import VariableTable
-from graph_passes.program import VariableKind
+from dapple_tf.frontend.traced_logs import OptimizerReads
 
-_STEPS = ("train_step", "test_step")
+_STEPS = ("train_step", "test_step", "predict_step")
 
 
 def own_steps(model: keras.Model) -> tuple[str, ...]:
     """Those of its steps that a model defines itself."""
     return tuple(name for name in _STEPS if getattr(type(model), name) is not getattr(keras.Model, name))
+
+
+def own_losses(model: keras.Model) -> bool:
+    """Whether a model computes its loss in steps of its own, and so needn't be called as a whole."""
+    return bool({"train_step", "test_step"} & set(own_steps(model)))
 
 
 class OwnStep:
@@ -36,8 +40,8 @@ class OwnStep:
         terms: what it has differentiated: the sum of all numbers of these tensors.
     """
 
-    def __init__(self, model: keras.Model, scope: TraceScope) -> None:
-        self._model, self._scope = model, scope
+    def __init__(self, model: keras.Model, scope: TraceScope, reads: OptimizerReads) -> None:
+        self._model, self._scope, self._reads = model, scope, reads
         self._variables = {id(variable): variable for variable in model.trainable_variables}
         self._values = {id(scope.get_current_value(v)): v for v in model.trainable_variables}
         self._gradients: list[tuple[tf.Tensor, keras.Variable]] = []
@@ -121,7 +125,7 @@ class OwnStep:
             own = {(id(g), id(self._variable(v))) for g, v in zip(gradients, wanted, strict=True) if g is not None}
             if not own or own != pairs:
                 raise self._refused("applies other gradients than those of its loss")
-            self._applied = True
+            self._applied = self._reads.updated = True
             self._scope.close_parameters(
                 f"train_step() of model {self._model.name!r} reads weights after it has applied their gradients; a "
                 f"pipeline updates them when the step has ended: read them before, or in a callback"
@@ -147,13 +151,16 @@ class OwnStep:
         return scale_loss
 
 
-def run_own_step(model: keras.Model, name: str, scope: TraceScope, data: Any) -> tuple[Any, list[tf.Tensor]]:
+def run_own_step(
+    model: keras.Model, name: str, scope: TraceScope, reads: OptimizerReads, data: Any
+) -> tuple[Any, list[tf.Tensor]]:
     """Runs a step of a model's own while it is traced.
 
     Args:
         model: the model.
         name: ``"train_step"`` or ``"test_step"``.
         scope: has the values of its variables.
+        reads: has those of the optimizer's.
         data: what the step takes.
 
     Returns:
@@ -162,7 +169,7 @@ def run_own_step(model: keras.Model, name: str, scope: TraceScope, data: Any) ->
     Raises:
         CaptureError: it isn't of the form that a pipeline can do.
     """
-    own = OwnStep(model, scope)
+    own = OwnStep(model, scope, reads)
     trains = name == "train_step"
     with own.recorded() if trains else contextlib.nullcontext():
         logs = getattr(model, name)(data)
@@ -172,57 +179,22 @@ def run_own_step(model: keras.Model, name: str, scope: TraceScope, data: Any) ->
     return logs, own.terms
 
 
-class TracedLogs:
-    """What a step returns while it is traced. Logs that aren't made of metrics alone become means over slices.
+def predicted(model: keras.Model, data: Any) -> Any:
+    """What a ``predict_step`` of a model's own returns while it is traced.
 
-    Attributes:
-        logs: structure of the logs, with tensors of the graph or Python values.
-        sources: metric variable -> the tensor of its value after the step.
-        values: variable of such a mean -> its value before the step.
-        updates: variable of such a mean -> its value after the step.
-        missing: (step, number of a log) -> dtype of the variable that it needs first.
+    Raises:
+        CaptureError: it isn't made of tensors with one row for each sample.
     """
-
-    def __init__(
-        self, model: keras.Model, table: VariableTable, mode: str, weight: tf.Tensor, scope: TraceScope, logs: Any
-    ) -> None:
-        """Finds out what logs are made of.
-
-        Args:
-            model: the model.
-            table: names of its variables.
-            mode: ``"train"`` or ``"test"``.
-            weight: samples of the slice / samples of the batch.
-            scope: knows what the step has assigned.
-            logs: what it has returned.
-
-        Raises:
-            CaptureError: a log is computed from the batch and isn't one number.
-        """
-        self.values: dict[str, tf.Tensor] = {}
-        self.updates: dict[str, tf.Tensor] = {}
-        self.missing: dict[tuple[str, int], tf.DType] = {}
-        self.sources = {table.name_of(v): scope.get_current_value(v) for v in model.metrics_variables}
-        metrics = list(self.sources.values())
-        leaves = keras.tree.flatten(logs)
-        for number, leaf in enumerate(leaves):
-            if not tf.is_tensor(leaf) or not depends_on_batch(leaf, metrics):
-                continue
-            if leaf.shape.rank != 0 or not leaf.dtype.is_floating:
-                raise CaptureError(
-                    f"{mode}_step() of model {model.name!r} returns a log of shape {leaf.shape} and dtype "
-                    f"{leaf.dtype.name} that is computed from the batch: return one floating-point number, or the "
-                    f"result() of a metric"
-                )
-            variable = table.batch_logs.get((mode, number))
-            if variable is None:
-                self.missing[mode, number] = leaf.dtype
-                continue
-            name = table.add(variable, VariableKind.METRIC, "metric/")
-            self.values[name] = tf.compat.v1.placeholder(leaf.dtype, [], name=f"variable/{name}")
-            leaves[number] = self.values[name] + leaf * tf.cast(weight, leaf.dtype)
-            self.updates[name] = self.sources[name] = leaves[number]
-        self.logs = keras.tree.pack_sequence_as(logs, leaves)
+    outputs = model.predict_step(data)
+    for output in keras.tree.flatten(outputs):
+        shape = output.shape if tf.is_tensor(output) else None
+        if shape is None or shape.rank == 0 or (shape.rank is not None and shape[0] is not None):
+            what = "something that isn't a tensor" if shape is None else f"a tensor of shape {shape}"
+            raise CaptureError(
+                f"predict_step() of model {model.name!r} returns {what}: return tensors with one row for each sample, "
+                f"or compute this from what predict() returns"
+            )
+    return outputs
 
 
 def plain_gradients(model: keras.Model, data: Any) -> tuple[tf.Tensor, list[tf.Tensor | None]]:

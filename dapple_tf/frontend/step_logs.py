@@ -1,9 +1,9 @@
-"""What a model's own ``train_step`` or ``test_step`` returns: computed on the host, from its metrics' values."""
+"""What a model's own ``train_step`` or ``test_step`` returns: computed on the host, from values of variables."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -16,12 +16,12 @@ from graph_passes.graph import Graph, GraphDef, Ref
 
 
 class StepLogs:
-    """Logs as functions of metric variables.
+    """Logs as functions of the variables of metrics and of the optimizer.
 
     Args:
         graph: the traced step.
         logs: structure of the logs, with tensors of the graph or Python values.
-        sources: metric variable -> the tensor of its value after the step.
+        sources: variable -> the tensor of its value after the step.
     """
 
     def __init__(self, graph: GraphDef, logs: Any, sources: Mapping[str, tf.Tensor]) -> None:
@@ -39,7 +39,7 @@ class StepLogs:
 
     @property
     def variables(self) -> Sequence[str]:
-        """The metric variables that logs are computed from."""
+        """The variables that logs are computed from."""
         return tuple(self._inputs)
 
     @functools.cached_property
@@ -53,7 +53,7 @@ class StepLogs:
         return computed
 
     def __call__(self, values: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """The logs for these values of metric variables."""
+        """The logs for these values of variables."""
         leaves = list(self._leaves)
         results = self._function(*(tf.constant(values[name]) for name in self._inputs)) if self._wanted else []
         for index, result in zip(self._places, results, strict=True):
@@ -63,17 +63,25 @@ class StepLogs:
 
 def depends_on_batch(tensor: tf.Tensor, sources: Sequence[tf.Tensor]) -> bool:
     """Whether a tensor depends on a batch or on weights otherwise than by these tensors."""
-    ends = {id(source) for source in sources}
+    return any(each.op.type == "Placeholder" for each in _behind(tensor, sources))
+
+
+def depends_on(tensor: tf.Tensor, source: tf.Tensor) -> bool:
+    """Whether a tensor depends on another one."""
+    return any(each is source for each in _behind(tensor, ()))
+
+
+def _behind(tensor: tf.Tensor, ends: Sequence[tf.Tensor]) -> Iterator[tf.Tensor]:
+    """The tensors that one is computed from, and itself, up to some of them, which aren't among these."""
+    known = {id(end) for end in ends}
     pending, seen = [tensor], set[int]()
     while pending:
         each = pending.pop()
-        if id(each) in ends or id(each.op) in seen:
+        if id(each) in known or id(each.op) in seen:
             continue
         seen.add(id(each.op))
-        if each.op.type == "Placeholder":
-            return True
+        yield each
         pending += each.op.inputs
-    return False
 
 
 def check_logs(model: keras.Model, step: str, logs: Any) -> None:

@@ -18,6 +18,9 @@ class TraceScope(keras.StatelessScope):
 
     So it is with TensorFlow's variables, whose values don't tell how they were computed.
 
+    Attributes:
+        provide: gives values of variables that aren't in the mapping; None for those that it doesn't know either.
+
     Args:
         mapping: variables and their values.
         state: ids of the floating-point variables that layers assign.
@@ -30,6 +33,7 @@ class TraceScope(keras.StatelessScope):
         super().__init__(mapping, collect_losses=True)
         self.state, self.parameters = state, parameters
         self.assigned: dict[int, tf.Tensor] = {}
+        self.provide: Callable[[keras.Variable], tf.Tensor | None] = lambda _: None
         self.updates: list[tuple[keras.Variable, tf.Tensor]] = []
         self._watchers: list[list[tf.Tensor]] = []
         self._tapes: list[tf.GradientTape] = []
@@ -77,6 +81,7 @@ class TraceScope(keras.StatelessScope):
         copy = TraceScope([], self.state, self.parameters)
         copy.state_mapping = dict(self.state_mapping)
         copy.assigned = dict(self.assigned)
+        copy.provide = self.provide
         return copy
 
     def close_parameters(self, why: str) -> None:
@@ -98,6 +103,8 @@ class TraceScope(keras.StatelessScope):
     def get_current_value(self, variable: keras.Variable) -> Any:
         """What a variable's readers get."""
         value = super().get_current_value(variable)
+        if value is None:
+            return self.provide(variable)
         if id(variable) in self.parameters:
             if self._closed:
                 raise CaptureError(self._closed)

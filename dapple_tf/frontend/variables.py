@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import keras
 import numpy as np
@@ -33,12 +34,14 @@ class VariableTable:
     Attributes:
         keras_variables: name -> Keras variable.
         logs: "train" or "test" -> what a step of the model's own returns, see `own_steps.py`.
+        outputs: key of batches' structure -> structure of what prediction gives for such, with 0 for each array.
         batch_logs: ("train" or "test", number of a log) -> what it adds up to over the slices of one batch.
     """
 
     def __init__(self, model: keras.Model) -> None:
         self._names = Names()
         self.logs: dict[str, StepLogs] = {}
+        self.outputs: dict[str, Any] = {}
         self.batch_logs: dict[tuple[str, int], keras.Variable] = {}
         self.keras_variables: dict[str, keras.Variable] = {}
         self._kinds: dict[str, VariableKind] = {}
