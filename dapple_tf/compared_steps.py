@@ -15,11 +15,11 @@ from dapple_tf.checkpoints.checkpoint import variables_of
 from dapple_tf.errors import DappleError, reason
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.float64_models import FLOATS, doubled, in_float64
-from dapple_tf.frontend.batch import Batch, BatchSpec
+from dapple_tf.frontend.batch import Batch
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.own_steps import own_steps
 from dapple_tf.notes import Note, NoteKind, notes_of
-from dapple_tf.verification import EXACT, TOLERANCES, ComparedSteps, Difference, coarsest, layers_of_slices
+from dapple_tf.verification import EXACT, TOLERANCES, ComparedSteps, Difference, coarsest
 
 _FEW = 1e-3
 """Smallest change of a variable that counts by itself, relative to the largest of its kind."""
@@ -140,39 +140,44 @@ class Reasons:
     """Why training steps differ from plain Keras', as far as it is known from model and plan.
 
     Attributes:
-        known: one line for each; those of metrics, too.
-        inference: whether some of them don't hold in inference behaviour.
-        remaining: those that do.
-        first: the first of them that concerns more than metrics; empty if there is none.
+        known: the notes of a training step.
+        remaining: those that hold in inference behaviour as well.
     """
 
-    known: tuple[str, ...] = ()
-    inference: bool = False
-    remaining: tuple[str, ...] = ()
-    first: str = ""
+    known: tuple[Note, ...] = ()
+    remaining: tuple[Note, ...] = ()
 
     @classmethod
-    def of(cls, runtime: Runtime, spec: BatchSpec, *, together: bool = False) -> Reasons:
-        """Asks the notes of the step that slices make, and the model's layers, as `layers_of_slices`."""
-        layers = layers_of_slices(runtime.model, together=together)
-        notes = cls._notes(runtime, spec, training=True)
-        known = [note for note in notes if note.kind is not NoteKind.METRIC]
-        told = {note.layer.rpartition("/")[2] for note in known}
-        texts = [text for name, text in layers.items() if name not in told] + [str(note) for note in known]
-        remaining = []
-        if texts:
-            behind = cls._notes(runtime, spec, training=False)
-            remaining = [str(note) for note in behind if note.kind is not NoteKind.METRIC]
-        inference = bool(layers) or len(remaining) < len(known)
-        metrics = [str(note) for note in notes if note.kind is NoteKind.METRIC]
-        first = next(iter([*layers.values(), *texts])) if inference else ""
-        return cls((*texts, *metrics), inference, tuple(remaining), first)
+    def of(cls, runtime: Runtime, batch: Batch) -> Reasons:
+        """Asks the notes of the steps that slices of a batch make."""
+        known = cls._notes(runtime, batch, training=True)
+        metrics_alone = all(note.kind is NoteKind.METRIC for note in known)
+        return cls(known, known if metrics_alone else cls._notes(runtime, batch, training=False))
 
     @staticmethod
-    def _notes(runtime: Runtime, spec: BatchSpec, *, training: bool) -> tuple[Note, ...]:
-        runtime.values.prepare(Mode.TRAIN, spec, training)
-        built = runtime.engine.prepare(Mode.TRAIN, spec, training=training)
-        return notes_of(built.program, runtime.engine.passes.slices, runtime.plan.micro_batches)
+    def _notes(runtime: Runtime, batch: Batch, *, training: bool) -> tuple[Note, ...]:
+        layout = runtime.engine.passes.layout(batch.samples)
+        micro_batches = len(layout.micro_batch_intervals)
+        slices = [
+            sum(interval.size > 0 for number in range(micro_batches) for interval in layout.slices(stage, number))
+            for stage in range(len(layout.devices))
+        ]
+        if max(slices) == 1:
+            return ()
+        runtime.values.prepare(Mode.TRAIN, batch.spec, training)
+        built = runtime.engine.prepare(Mode.TRAIN, batch.spec, training=training)
+        return notes_of(built.program, slices, micro_batches)
+
+    @property
+    def inference(self) -> bool:
+        """Whether some don't hold in inference behaviour, in which models are compared then."""
+        return any(note not in self.remaining for note in self.known if note.kind is not NoteKind.METRIC)
+
+    @property
+    def first(self) -> str:
+        """The first of those that don't; empty if there is none."""
+        notes = (note for note in self.known if note not in self.remaining and note.kind is not NoteKind.METRIC)
+        return next((f"layer {note.layer!r} {note.text}" for note in notes), "")
 
 
 # ---- differences
@@ -247,11 +252,13 @@ class Place:
         label: its path.
         layer: path of its layer; "optimizer" for what has none.
         kind: what it shares with others whose values are of about the same size.
+        state: whether it is state that layers update.
     """
 
     label: str
     layer: str
     kind: str
+    state: bool
 
 
 def places_of(model: keras.Model) -> dict[str, Place]:
@@ -267,7 +274,8 @@ def places_of(model: keras.Model) -> dict[str, Place]:
         label = variable.path if variable.path not in taken else f"{variable.path} ({key})"
         taken.add(label)
         of_none = key.startswith("optimizer/") and id(variable) not in slots
-        places[key] = Place(label, "optimizer" if of_none else path, kind)
+        state = id(variable) not in trained and not key.startswith("optimizer/")
+        places[key] = Place(label, "optimizer" if of_none else path, kind, state)
     return places
 
 
@@ -342,6 +350,7 @@ def compare_steps(
             checked[key].difference,
             None if exact is None else exact[key].difference,
             bounds[key],
+            place.state,
         )
         for key, place in places.items()
     }

@@ -30,7 +30,7 @@ from dapple_tf.notes import Note
 from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.planning.plan import Plan
 from dapple_tf.profiling.profile import Profile
-from dapple_tf.verification import Verification, compare, not_comparable
+from dapple_tf.verification import Verification, compare
 from dapple_tf.view.planned import planned
 
 
@@ -109,13 +109,7 @@ class Inspection(abc.ABC):
         def run(training: bool) -> StepResult:
             return self._runtime.run(Mode.TRAIN, batch, training=training, want_gradients=True)
 
-        reasons = Reasons()
-        if self.plan.micro_batches > 1 or set(self.plan.replicas) != {1}:
-            together = len(self._engine.passes.layout(batch.samples).micro_batch_intervals) == 1
-            if steps:
-                reasons = Reasons.of(self._runtime, batch.spec, together=together)
-            else:
-                reasons = Reasons(first=not_comparable(self.model, together=together))
+        reasons = Reasons.of(self._runtime, batch)
         found = compare(run, self.model, self._engine.table, *data, reason=reasons.first)
         if not steps:
             return found

@@ -48,12 +48,14 @@ class Note:
         layer: path of the layer (``encoder/block_1``); of a loss, a metric or state its own name.
         text: what is different.
         way_out: what to do about it.
+        alone: whether nothing differs for it but metrics, or state that no loss is computed from.
     """
 
     kind: NoteKind
     layer: str
     text: str
     way_out: str
+    alone: bool = False
 
     def __str__(self) -> str:
         """One line."""
@@ -108,6 +110,11 @@ _TOLD = {
         "isn't a sum over samples: it sees slices as if they were batches",
         "make its state a sum over samples, or plan one slice (one micro-batch, one replica)",
     ),
+    Coupling.DRAWS: (
+        NoteKind.RANDOM,
+        "draws other random numbers for each slice",
+        "a stage of one slice (one micro-batch, one replica) draws Keras' own",
+    ),
     Coupling.UNKNOWN: (
         NoteKind.UNKNOWN,
         "what it does with samples can't be told: shapes contradict each other for slices of "
@@ -130,7 +137,7 @@ def notes_of(program: Program, slices: Sequence[int], micro_batches: int = 1) ->
     """
     flat = Graph(program.flat or program.graph)
     sliced = {name for name in flat.nodes if slices[program.node_stage.get(name, len(slices) - 1)] > 1}
-    notes = []
+    notes: dict[tuple[NoteKind, str], Note] = {}
     told = [
         (name, coupling)
         for name, coupling in program.couplings
@@ -141,16 +148,28 @@ def notes_of(program: Program, slices: Sequence[int], micro_batches: int = 1) ->
     causes: dict[str, list[Coupling]] = {}
     for name, coupling in told:
         causes.setdefault(_place(program, flat, name), []).append(coupling)
+    reaching = _reaching(program, flat)
+    widely = {_place(program, flat, name) for name, coupling in told if name in reaching}
     for place, couplings in causes.items():
         mixing = next((coupling for coupling in couplings if coupling in _MIXING), None)
         mixing = Coupling.PAIRS if Coupling.PAIRS in couplings else mixing
         for coupling in [mixing] if mixing is not None else dict.fromkeys(couplings):
             kind, text, way_out = _TOLD[coupling]
-            notes.append(Note(kind, place, text, way_out))
-    way_out = "a stage of one slice (one micro-batch, one replica) draws Keras' own"
-    drawing = _drawing(program, flat, sliced)
-    notes += [Note(NoteKind.RANDOM, layer, "draws other random numbers for each slice", way_out) for layer in drawing]
-    return tuple(notes)
+            notes.setdefault((kind, place), Note(kind, place, text, way_out, place not in widely))
+    kind, text, way_out = _TOLD[Coupling.DRAWS]
+    for layer in _drawing(program, flat, sliced):
+        notes.setdefault((kind, layer), Note(kind, layer, text, way_out))
+    return tuple(notes.values())
+
+
+def _reaching(program: Program, flat: Graph) -> set[str]:
+    """The nodes that the loss is computed from, in this step or by state in the next one."""
+    roles = program.roles
+    found = set[str]() if roles.loss is None else flat.ancestors([roles.loss], control=False)
+    kept = [(v.value.node, v.update) for v in roles.variables if v.kind is VariableKind.STATE and v.value and v.update]
+    while states := [update for value, update in kept if value in found and update.node not in found]:
+        found |= flat.ancestors(states, control=False)
+    return found
 
 
 def pairs(program: Program, slices: Sequence[int]) -> str:

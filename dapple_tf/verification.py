@@ -15,6 +15,7 @@ from dapple_tf.errors import VerificationError
 from dapple_tf.execution.builds import StepResult
 from dapple_tf.frontend.own_steps import own_steps, plain_gradients
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.notes import Note, NoteKind
 from dapple_tf.view.notebook import Table, notebook_html
 
 TOLERANCES = {"float64": 1e-8, "float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
@@ -34,6 +35,7 @@ class Difference:
         checked: the same in inference behaviour, where layers behave otherwise on slices than on the whole batch.
         exact: ``checked`` in float64; None where that wasn't to be had.
         bound: the largest that rounding explains, of ``exact`` or else of ``checked``.
+        state: whether it is state that layers update.
     """
 
     layer: str
@@ -41,6 +43,7 @@ class Difference:
     checked: float
     exact: float | None
     bound: float
+    state: bool = False
 
     @property
     def is_rounding(self) -> bool:
@@ -68,9 +71,25 @@ class ComparedSteps:
     variables: Mapping[str, Difference]
     logs: Mapping[str, tuple[float, float]]
     float64: str = ""
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[Note, ...] = ()
     inference: bool = False
-    remaining: tuple[str, ...] = ()
+    remaining: tuple[Note, ...] = ()
+
+    def explains(self, difference: Difference) -> bool:
+        """Whether a reason that holds in the steps that were compared explains how a variable differs."""
+        names = difference.layer.split("/")
+        return any(
+            not note.alone
+            or (note.kind is not NoteKind.METRIC and difference.state and note.layer.rpartition("/")[2] in names)
+            for note in self.remaining
+        )
+
+    def explains_log(self, name: str) -> bool:
+        """Whether a reason that holds in training explains how a metric differs."""
+        metrics = {note.layer.rpartition("/")[2] for note in self.reasons if note.kind is NoteKind.METRIC}
+        return any(not note.alone for note in self.reasons) or any(
+            name == metric or name.endswith(f"_{metric}") for metric in metrics
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,16 +137,17 @@ class Verification:
         A layer's number is that of its gradients, or of its variables and slots after the steps.
         """
         steps = self.steps
-        if steps is not None and steps.remaining:
+        if steps is not None and any(not note.alone for note in steps.remaining):
             return {}
         found = {layer: value for layer, value in self.by_layer().items() if not value <= self.tolerance}
         compared = {"loss": self.loss}
         if steps is not None:
             for difference in steps.variables.values():
-                if not difference.is_rounding:
+                if not difference.is_rounding and not steps.explains(difference):
                     value = difference.checked if difference.exact is None else difference.exact
                     found[difference.layer] = max(found.get(difference.layer, 0.0), value)
-            compared |= {} if steps.reasons else {f"logs[{name!r}]": both for name, both in steps.logs.items()}
+            logs = {name: both for name, both in steps.logs.items() if not steps.explains_log(name)}
+            compared |= {f"logs[{name!r}]": both for name, both in logs.items()}
         for name, (own, plain) in compared.items():
             value = _relative(own, plain)
             if not value <= self.tolerance:
@@ -207,10 +227,10 @@ class Verification:
             )
         if steps.float64:
             lines.append(f"Not compared in float64: {steps.float64}.")
-        lines += [f"Known reason: {text}" for text in steps.reasons]
+        lines += [f"Known reason: {note}" for note in steps.reasons]
         unlike = [name for name, both in steps.logs.items() if _relative(*both) > self.tolerance]
         for name in unlike:
-            verdict = "known reason" if steps.reasons else "UNEXPLAINED"
+            verdict = "known reason" if steps.explains_log(name) else "UNEXPLAINED"
             lines.append(f"{name}: pipelined {steps.logs[name][0]:.6g}, plain {steps.logs[name][1]:.6g}: {verdict}")
         if "loss" in self.unexplained:
             lines.append("The loss of the first step: UNEXPLAINED")
@@ -276,37 +296,6 @@ def coarsest(model: keras.Model) -> str:
     types = {layer.compute_dtype for layer in model._flatten_layers()}
     types |= {keras.backend.standardize_dtype(variable.dtype) for variable in model.trainable_variables}
     return next((name for name in ("bfloat16", "float16", "float32") if name in types), "float64")
-
-
-def not_comparable(model: keras.Model, *, together: bool = False) -> str:
-    """Why slices don't give what the whole batch gives in training; empty when they do. As `layers_of_slices`."""
-    return next(iter(layers_of_slices(model, together=together).values()), "")
-
-
-def layers_of_slices(model: keras.Model, *, together: bool = False) -> dict[str, str]:
-    """Layers that don't give on slices what they give on the whole batch in training -> why not.
-
-    Args:
-        model: the model.
-        together: whether all slices belong to one micro-batch, over which synchronized layers normalise.
-    """
-    found = {}
-    for layer in model._flatten_layers():
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
-            if not (together and layer.synchronized):
-                found[layer.name] = f"layer {layer.name!r} normalises by the batch"
-        elif _draws(layer):
-            found[layer.name] = f"layer {layer.name!r} draws random numbers"
-    return found
-
-
-def _draws(layer: keras.layers.Layer) -> bool:
-    """Whether a layer has a random generator and a rate, where it has one, that isn't 0."""
-    if not getattr(layer, "_seed_generators", ()):
-        return False
-    rates = [getattr(layer, name, None) for name in ("rate", "dropout", "recurrent_dropout", "stddev")]
-    known = [rate for rate in rates if isinstance(rate, (int, float))]
-    return not known or any(known)
 
 
 def _scale(model: keras.Model) -> float:

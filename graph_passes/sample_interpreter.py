@@ -311,14 +311,17 @@ class Interpreter:
         spreads = self.inputs(node)
         has_rows = any(spread.axis is not None and spread.varies for spread in spreads)
         used = [(ref, self.fixed(node, index, rows=has_rows)) for index, ref in enumerate(refs)]
+        if _draws(node) and (is_stateful(node.op) or self.growing(Ref(node.name))):
+            self.couple(node, Coupling.DRAWS)
         if any(s.axis is not None and s.degree != 0 and self.is_float(ref) for ref, s in used):
             self.couple_size(node)
         known = all(spread.known for _, spread in used) and not _draws(node)
-        varies = any(spread.varies for _, spread in used) or _draws(node)
+        given = any(spread.varies for _, spread in used)
         found = []
         for output in range(len(self.dtypes(node.name))):
             ref = Ref(node.name, output)
             axis = self.batch_axis(node, output, used)
+            varies = given or (axis is not None and _draws(node))
             place = any(spread.place for _, spread in used)
             if place and self.is_float(ref):
                 self.couple(node, Coupling.PLACE)

@@ -121,7 +121,9 @@ class _Scaling:
         self.graph = GraphDef(versions=program.graph.versions, library=program.graph.library)
         self.graph.node.extend(program.graph.node)
         self.builder = Builder(self.graph)
-        self.couplings = [*dependence.couplings]
+        self.couplings = [  # Capture's own products with the weight say nothing of the model.
+            (name, coupling) for name, coupling in dependence.couplings if not self._is_weighted(self.view.nodes[name])
+        ]
         self.shares: dict[Ref, Ref] = {}
 
     def result(self) -> Program:
@@ -182,7 +184,7 @@ class _Scaling:
         if node.op == "Identity":
             scaled = self._scaled(inputs[0], coupling)
             return contribution if scaled == inputs[0] else scaled
-        weighted = node.op == "Mul" and self._is_weight(inputs[1])
+        weighted = self._is_weighted(node)
         value = inputs[0] if weighted else contribution
         spread = self.of(value)
         if spread.degree == (0 if weighted else 1) and spread.axis is None:
@@ -196,10 +198,13 @@ class _Scaling:
             return contribution
         return self._times_weight(share, 1, dtype_of(self.view, value), f"{value.node}/contribution", {})
 
-    def _is_weight(self, ref: Ref) -> bool:
-        weight = self.program.roles.slice.weight
-        node = self.view.nodes[ref.node]
-        return ref == weight or (node.op == "Cast" and self.view.inputs(node.name)[0] == weight)
+    def _is_weighted(self, node: NodeDef) -> bool:
+        """Whether capture has multiplied something by the weight."""
+        if node.op != "Mul":
+            return False
+        weight, factor = self.program.roles.slice.weight, self.view.inputs(node.name)[1]
+        origin = self.view.nodes[factor.node]
+        return factor == weight or (origin.op == "Cast" and self.view.inputs(origin.name)[0] == weight)
 
     @functools.cached_property
     def _coupled(self) -> set[str]:

@@ -33,6 +33,8 @@ class Coupling(enum.Enum):
     """State becomes something else than a sum or a mean over slices."""
     METRIC = "metric"
     """A metric isn't a sum over samples."""
+    DRAWS = "draws"
+    """Random numbers for samples are drawn whose seeds don't tell slices apart."""
     UNKNOWN = "unknown"
     """It can't be told what something does."""
 

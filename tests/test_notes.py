@@ -47,12 +47,12 @@ def model_with(layer: layers.Layer, metrics: Sequence[Any] = ()) -> keras.Model:
     return model
 
 
-def noted(model: keras.Model, x: Any, y: Any, slices: int = 2) -> tuple[Note, ...]:
+def noted(model: keras.Model, x: Any, y: Any, slices: int = 2, micro_batches: int = 2) -> tuple[Note, ...]:
     """The notes of a training step whose only stage has several slices."""
     table, spec = VariableTable(model), spec_of(model, x, y)
     build(model, table, spec)
     program = capture(model, table, Mode.TRAIN, spec)
-    return notes_of(run_passes(program, [AssignStages(())]), [slices])
+    return notes_of(run_passes(program, [AssignStages(())]), [slices], micro_batches)
 
 
 def noted_of(layer: layers.Layer, metrics: Sequence[Any] = (), slices: int = 2) -> list[tuple[NoteKind, str]]:
@@ -212,6 +212,48 @@ def test_nothing_is_noted_of_a_model_that_is_equal() -> None:
     assert pipelined.notes == ()
     pipelined.train_on_batch(*samples(7)[:2])
     assert pipelined.notes == ()
+
+
+KERAS_LAYERS: dict[str, tuple[Callable[[], layers.Layer], list[NoteKind]]] = {
+    "dropout": (lambda: layers.Dropout(0.5), [RANDOM]),
+    "none dropped": (lambda: layers.Dropout(0.0), []),
+    "noise": (lambda: layers.GaussianNoise(0.1), [RANDOM]),
+    "moments of the batch": (lambda: layers.BatchNormalization(), [COUPLED]),
+    "moments of a micro-batch": (lambda: layers.BatchNormalization(synchronized=True), []),
+    "moments that are kept": (lambda: layers.BatchNormalization(trainable=False), []),
+    "moments of a sample": (lambda: layers.LayerNormalization(), []),
+    "recurrent": (lambda: keras.Sequential([layers.Reshape((3, 2)), layers.LSTM(2)]), []),
+    "recurrent, dropped": (lambda: keras.Sequential([layers.Reshape((3, 2)), layers.LSTM(2, dropout=0.2)]), [RANDOM]),
+    "noise of TensorFlow's": (lambda: Layer(lambda x: x + tf.random.normal(tf.shape(x))), [RANDOM]),
+    "the same noise": (lambda: Layer(lambda x: x * tf.random.stateless_normal(tf.shape(x), (1, 2))), [RANDOM]),
+    "one noise for all": (lambda: Layer(lambda x: x * tf.random.stateless_normal((6,), (1, 2))), []),
+}
+
+
+@pytest.mark.parametrize("layer", KERAS_LAYERS)
+def test_layers_are_noted_for_what_they_compute_not_for_what_they_are(layer: str) -> None:
+    make, kinds = KERAS_LAYERS[layer]
+    notes = noted(model_with(make()), *samples(7)[:2], micro_batches=1)
+    assert [note.kind for note in notes] == kinds
+
+
+def test_state_that_steps_read_makes_all_else_differ() -> None:
+    class Largest(layers.Layer):
+        def __init__(self, read: bool) -> None:
+            super().__init__(name="largest")
+            self.read = read
+
+        def build(self, _: Any) -> None:
+            self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
+
+        def call(self, x: Any) -> Any:
+            before = self.seen.value
+            self.seen.assign(tf.maximum(before, tf.reduce_mean(x)))
+            return x + before if self.read else x
+
+    for read in (False, True):
+        (note,) = noted(model_with(Largest(read)), *samples(7)[:2])
+        assert (note.kind, note.layer, note.alone) == (COUPLED, "largest", not read)
 
 
 class Pairs(layers.Layer):

@@ -14,7 +14,8 @@ from models_for_tests import Pair, classifier, layers, plan, samples, transform,
 import dapple_tf as dapple
 from dapple_tf import compared_steps
 from dapple_tf.execution.engine import Engine
-from dapple_tf.verification import ComparedSteps, Difference, not_comparable
+from dapple_tf.notes import Note, NoteKind
+from dapple_tf.verification import ComparedSteps, Difference
 
 X, Y, W = samples(7)
 
@@ -58,8 +59,10 @@ def test_table() -> None:
         "a         5.00e-03\n"
         "outer/bb  1.00e-06"
     )
-    inference = dataclasses.replace(result, training=False, reason="layer 'drop' draws random numbers")
-    assert "plain 1 (inference behaviour: layer 'drop' draws random numbers)\n" in str(inference)
+    inference = dataclasses.replace(
+        result, training=False, reason="layer 'drop' draws other random numbers for each slice"
+    )
+    assert "plain 1 (inference behaviour: layer 'drop' draws other random numbers for each slice)\n" in str(inference)
     nothing = dapple.Verification((0.0, 0.0), {}, {}, {}, True)
     assert nothing.worst == ("(no variable)", 0.0)
     assert str(nothing).count("\n") == 1
@@ -114,12 +117,12 @@ def test_layers_that_a_slice_cannot_repeat_are_compared_in_inference() -> None:
     before = [variable.numpy() for variable in everything]
     result = pair.pipelined.verify(X, Y)
     assert not result.training
-    assert result.reason == "layer 'drop' draws random numbers"
+    assert result.reason == "layer 'drop' draws other random numbers for each slice"
     assert max(result.differences.values()) < 1e-5
     assert result.steps is not None
     assert result.steps.inference
-    assert any("drop" in text for text in result.steps.reasons)
-    assert any("norm" in text for text in result.steps.reasons)
+    assert any(note.layer == "drop" for note in result.steps.reasons)
+    assert any(note.layer == "norm" for note in result.steps.reasons)
     trained, exact = (
         {name: getattr(one, which) for name, one in result.steps.variables.items()} for which in ("trained", "exact")
     )
@@ -167,35 +170,6 @@ def test_outputs_losses_and_shared_names() -> None:
     assert max(result.differences.values()) < 1e-5
     assert set(result.by_layer()) == {"pairs", "second", "logits", "number"}
     assert len(result.differences) == 8
-
-
-@pytest.mark.parametrize(
-    ("layer", "reason"),
-    [
-        (layers.Dropout(0.5, name="it"), "layer 'it' draws random numbers"),
-        (layers.Dropout(0.0, name="it"), ""),
-        (layers.GaussianNoise(0.1, name="it"), "layer 'it' draws random numbers"),
-        (layers.BatchNormalization(name="it"), "layer 'it' normalises by the batch"),
-        (layers.BatchNormalization(name="it", synchronized=True), "layer 'it' normalises by the batch"),
-        (layers.BatchNormalization(trainable=False, name="it"), ""),
-        (layers.LayerNormalization(name="it"), ""),
-    ],
-)
-def test_reasons(layer: layers.Layer, reason: str) -> None:
-    assert not_comparable(model_of(layer)) == reason
-
-
-def test_synchronized_layers_are_compared_where_replicas_share_one_micro_batch() -> None:
-    assert not not_comparable(model_of(layers.BatchNormalization(synchronized=True)), together=True)
-    assert not_comparable(model_of(layers.BatchNormalization()), together=True)
-
-
-def test_reasons_of_recurrent_layers() -> None:
-    """Their cells have a generator whether they drop anything or not."""
-    for dropout, reason in ((0.0, ""), (0.2, "draws random numbers")):
-        model = keras.Sequential([keras.Input((3, 2)), layers.LSTM(2, dropout=dropout)])
-        assert reason in not_comparable(model)
-        assert bool(not_comparable(model)) == bool(reason)
 
 
 # ---- several steps
@@ -334,11 +308,28 @@ def test_steps_as_a_table() -> None:
     )
     shown = result._repr_html_()
     assert "<tr><td>b</td><td></td><td>3.00e-05</td><td>2.00e-03</td><td>UNEXPLAINED</td></tr>" in shown
-    reasons = ("bn: normalises each slice",)
+    reasons = (Note(NoteKind.COUPLED, "bn", "normalises each slice", "plan one"),)
     known = dataclasses.replace(result, steps=dataclasses.replace(compared, reasons=reasons, remaining=reasons))
     assert known.equal
     assert "b                3.00e-05  2.00e-03  known reason\n" in str(known)
-    assert "Known reason: bn: normalises each slice\n" in str(known)
+    assert "Known reason: bn: normalises each slice; plan one\n" in str(known)
+
+
+def test_a_reason_explains_what_it_can_reach_and_nothing_else() -> None:
+    """One reason excused all differences: a metric's those of weights, a counter's those of other layers."""
+    variables = {
+        "net/count/seen": Difference("net/count", 1.0, 1.0, 1.0, 1e-6, state=True),
+        "net/a/kernel": Difference("net/a", 1.0, 1.0, 1.0, 1e-6),
+        "net/other/seen": Difference("net/other", 1.0, 1.0, 1.0, 1e-6, state=True),
+    }
+    state = Note(NoteKind.STATE, "count", "updates state", "add up", alone=True)
+    metric = Note(NoteKind.METRIC, "last", "isn't a sum", "make it one", alone=True)
+    logs = {"out_last": (1.0, 2.0), "mae": (1.0, 2.0)}
+    steps = ComparedSteps(1, "float64", variables, logs, reasons=(state, metric), remaining=(state, metric))
+    result = dapple.Verification((1.0, 1.0), {}, {}, {}, True, steps=steps)
+    assert set(result.unexplained) == {"net/a", "net/other", "logs['mae']"}
+    everything = dataclasses.replace(state, alone=False)  # The loss is computed from the state.
+    assert dataclasses.replace(result, steps=dataclasses.replace(steps, remaining=(everything,))).equal
 
 
 def test_steps_that_cannot_be_counted_are_refused(pipelined: dapple.PipelinedModel) -> None:
