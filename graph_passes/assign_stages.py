@@ -160,14 +160,14 @@ def _shapes_read_later(graph: Graph, stage_of: Mapping[str, int]) -> set[str]:
 
 def _shapes_of_normalizers(graph: Graph, roles: Roles) -> set[str]:
     """``Shape`` nodes that a divisor of the whole batch is computed from."""
-    body = graph.ancestors([normalizer.reciprocal for normalizer in roles.normalizers], control=False)
+    body = graph.ancestors([normalizer.of_whole_batch for normalizer in roles.normalizers], control=False)
     return {name for name in body if graph.nodes[name].op == "Shape"}
 
 
 def _check_normalizers(graph: Graph, roles: Roles) -> None:
     given = {ref.node for ref in (*roles.inputs, roles.slice.samples)}
     for normalizer in roles.normalizers:
-        body = graph.ancestors([normalizer.reciprocal], control=False)
+        body = graph.ancestors([normalizer.of_whole_batch], control=False)
         foreign = [name for name in body if graph.nodes[name].op == "Placeholder" and name not in given]
         if foreign:
             raise PassError(
@@ -192,7 +192,7 @@ def _node_stages(
         even: nodes that are the same in all slices: what is computed from them needn't be where they are.
     """
     last = len(positions)
-    roots = {ref.node for ref in (*roles.inputs, *roles.scalars)} | {n.inverse.node for n in roles.normalizers}
+    roots = {ref.node for ref in (*roles.inputs, *roles.scalars)} | {n.placeholder.node for n in roles.normalizers}
     variables = {v.value.node for v in roles.variables if v.value is not None and not v.is_counter}
     given = roots | {v.value.node for v in roles.variables if v.value is not None}
     homes: dict[str, int] = {}

@@ -50,7 +50,7 @@ class BuildForward:
         metrics = [v.update for v in variables if v.kind is VariableKind.METRIC and v.update is not None]
         results = list(dict.fromkeys(results))
         arguments = [boundary.ref for boundary in program.boundaries if stage.index in boundary.consumers]
-        arguments += [*roles.inputs, *roles.scalars, *(normalizer.inverse for normalizer in roles.normalizers)]
+        arguments += [*roles.inputs, *roles.scalars, *(normalizer.placeholder for normalizer in roles.normalizers)]
         arguments += [variable.value for variable in roles.variables if variable.value is not None]
 
         extracted, placed = extract(graph, [*results, *metrics], arguments, _shapes(program))

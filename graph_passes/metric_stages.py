@@ -54,7 +54,7 @@ def metric_stages(
 def _own_nodes(graph: Graph, roles: Roles, metrics: list[Variable]) -> set[str]:
     """The nodes that nothing but metrics needs."""
     others = [variable.update for variable in roles.variables if variable.kind is not VariableKind.METRIC]
-    results = [*roles.outputs, roles.loss, *others, *(normalizer.reciprocal for normalizer in roles.normalizers)]
+    results = [*roles.outputs, roles.loss, *others, *(normalizer.of_whole_batch for normalizer in roles.normalizers)]
     wanted = [variable.update for variable in metrics if variable.update is not None]
     needed = graph.ancestors([ref for ref in results if ref is not None], control=False)
     return graph.ancestors(wanted, control=False) - needed - _given(roles)
@@ -62,7 +62,9 @@ def _own_nodes(graph: Graph, roles: Roles, metrics: list[Variable]) -> set[str]:
 
 def _given(roles: Roles) -> set[str]:
     values = {variable.value.node for variable in roles.variables if variable.value is not None}
-    return values | {ref.node for ref in (*roles.inputs, *roles.scalars)} | {n.inverse.node for n in roles.normalizers}
+    return (
+        values | {ref.node for ref in (*roles.inputs, *roles.scalars)} | {n.placeholder.node for n in roles.normalizers}
+    )
 
 
 def _homes(

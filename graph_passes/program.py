@@ -76,17 +76,17 @@ class Normalizer:
     """A number of the whole global batch that slices read: the divisor of a loss term, for one.
 
     A masked mean divides by the number of valid entries of the whole batch, which no slice knows by itself. In the flat
-    graph ``inverse`` is a placeholder for ``1 / divisor``; ``reciprocal`` computes it when it is given whole batches.
+    graph slices read a placeholder for ``1 / divisor``; ``of_whole_batch`` computes it when it is given whole batches.
     Losses that are written as functions read other statistics of batch inputs in the same way (`scale_losses`).
 
     Attributes:
-        inverse: placeholder of floating-point numbers, mostly a scalar, that slices read.
-        reciprocal: the same value, computed from batch inputs alone.
+        placeholder: of floating-point numbers, mostly a scalar, that slices read.
+        of_whole_batch: its value, computed from batch inputs alone.
         loss: name of the loss, for messages.
     """
 
-    inverse: Ref
-    reciprocal: Ref
+    placeholder: Ref
+    of_whole_batch: Ref
     loss: str
 
 

@@ -172,7 +172,7 @@ class _Replication:
         normalizers = self.program.roles.normalizers
         if not normalizers:
             return
-        wanted = [normalizer.reciprocal for normalizer in normalizers]
+        wanted = [normalizer.of_whole_batch for normalizer in normalizers]
         body = self.flat.ancestors(wanted, self.feeds, control=False)
         read = {ref for name in body for ref in self.flat.inputs(name)}
         used = [ref for ref in self.feeds if ref in read]
@@ -187,7 +187,7 @@ class _Replication:
         attrs = {PHASE_ATTR: "normalizers"}
         self.builder.append(call_node(name, function, inputs, device=self.options.host_device, attrs=attrs))
         for index, normalizer in enumerate(normalizers):
-            self.inverses[normalizer.inverse] = Ref(name, index)
+            self.inverses[normalizer.placeholder] = Ref(name, index)
 
     def _read_variables(self, stage: Stage) -> None:
         variables = self.program.variables

@@ -60,7 +60,7 @@ def sample_dependence(
     for variable in roles.variables:
         if variable.value is not None:
             spreads[variable.value] = TRAINED
-    spreads |= {normalizer.inverse: TRAINED for normalizer in roles.normalizers}
+    spreads |= {normalizer.placeholder: TRAINED for normalizer in roles.normalizers}
     spreads[roles.slice.weight] = Spread(degree=1, known=False)
     spreads[roles.slice.number] = TRAINED
     spreads[roles.slice.samples] = Spread(degree=1)

@@ -24,6 +24,7 @@ from graph_passes.graph import (
 )
 from graph_passes.outline import dtype_of
 from graph_passes.program import Normalizer, Program, Roles, Variable, VariableKind
+from graph_passes.running_sums import parts_of_update
 from graph_passes.sample_dependence import SampleDependence, sample_dependence
 from graph_passes.spreads import CONSTANT, Coupling, Spread
 
@@ -84,7 +85,7 @@ def with_whole_batches(program: Program, dependence: SampleDependence) -> Progra
             layer = view.nodes[ref.node].attr[LAYER_ATTR].s.decode() if LAYER_ATTR in view.nodes[ref.node].attr else ""
             result = Ref(copied.get(ref.node, ref.node), ref.output)
             normalizers[ref] = Normalizer(Ref(name), result, layer or ref.node)
-        own[whole.node].input[whole.argument] = str(normalizers[ref].inverse)
+        own[whole.node].input[whole.argument] = str(normalizers[ref].placeholder)
     ordered = GraphDef(versions=graph.versions, library=graph.library)
     ordered.node.extend([*placeholders, *graph.node, *copies])
     roles = program.roles
@@ -154,23 +155,12 @@ class _Scaling:
 
     def _adds(self, update: Ref, variable: Variable) -> bool:
         """Whether a metric's update adds a sum over samples to its value, or compares it with a largest sample."""
-        if update == variable.value:
-            return True
-        node, refs = self.view.nodes[update.node], self.view.inputs(update.node)
-        if node.op == "Identity":
-            return self._adds(refs[0], variable)
-        if node.op in ("AddV2", "Add", "Sub", "Maximum", "Minimum"):
-            for one, other in ((refs[0], refs[1]), (refs[1], refs[0])):
-                if not self._reads(one, variable) or self._reads(other, variable):
-                    continue
-                spread = self.of(other)
-                sums = spread.axis is None and spread.linear and spread.degree == 1
-                return (node.op in ("Maximum", "Minimum") or sums) and self._adds(one, variable)
-        return False
+        parts = None if variable.value is None else parts_of_update(self.view, update, variable.value)
+        return parts is not None and all(not part.added or self._is_sum(self.of(part.ref)) for part in parts)
 
-    def _reads(self, ref: Ref, variable: Variable) -> bool:
-        assert variable.value is not None
-        return variable.value.node in self.view.ancestors([ref], control=False)
+    @staticmethod
+    def _is_sum(spread: Spread) -> bool:
+        return spread.axis is None and spread.linear and spread.degree == 1
 
     def of(self, ref: Ref) -> Spread:
         """A tensor's spread."""
@@ -280,7 +270,7 @@ class _Scaling:
 def _pruned(graph: GraphDef, roles: Roles) -> GraphDef:
     """Without what has been replaced."""
     wanted = [roles.loss, *roles.outputs, *(variable.update for variable in roles.variables)]
-    wanted += [normalizer.reciprocal for normalizer in roles.normalizers]
+    wanted += [normalizer.of_whole_batch for normalizer in roles.normalizers]
     used = Graph(graph).ancestors([ref for ref in wanted if ref is not None], control=False)
     used |= {ref.node for ref in (*roles.inputs, *roles.scalars)}
     pruned = GraphDef(versions=graph.versions, library=graph.library)

@@ -14,12 +14,12 @@ from graph_passes.fold_shapes import fold_shapes
 from graph_passes.graph import Graph, GraphDef, PassError, Ref, make_const
 from graph_passes.operator_shapes import ShapeInference
 from graph_passes.program import Boundary, Program, Value
-from graph_passes.slice_shapes import input_shapes
+from graph_passes.slice_shapes import SAMPLES, input_shapes
 from graph_passes.tensorflow_bridge import Shape, constant_value, measure_shapes, output_dtypes
 
 logger = logging.getLogger(__name__)
 
-SAMPLES = ((7, 11, 18, 36), (84, 132, 216, 432))
+SIZES = tuple((few, many, few + many, 2 * (few + many)) for few, many in SAMPLES)
 """Slice sizes, the first that the stage can be computed for count: two, their sum, and twice that."""
 _LENGTHS = (16, 4, 1, None)
 """What lengths that the model leaves open are taken for, the first that doesn't contradict others; None leaves them."""
@@ -61,12 +61,12 @@ class SeveralSlices:
     def _inferred(self) -> tuple[Sequence[int], int | None, Sequence[_Known]]:
         """Slice sizes, the length that open ones are taken for, and what is known for each size."""
         for length in _LENGTHS:
-            for sizes in SAMPLES:
+            for sizes in SIZES:
                 try:
                     return sizes, length, [self._known_for(samples, length) for samples in sizes]
                 except PassError as error:
                     logger.debug("with %s samples, length %s: %s", sizes, length, error)
-        return SAMPLES[0], None, ()
+        return SIZES[0], None, ()
 
     def _known_for(self, samples: int, length: int | None) -> _Known:
         number = self._program.roles.slice.samples
@@ -110,7 +110,7 @@ class SeveralSlices:
         return shapes
 
     def values(self, ref: Ref) -> list[np.ndarray] | None:
-        """The values of a tensor for each of `SAMPLES`; None where they don't follow from the size alone."""
+        """The values of a tensor for each of `SIZES`; None where they don't follow from the size alone."""
         values = [known.values[ref] for known in self._known if ref in known.values]
         return values if len(values) == len(self._samples) else None
 

@@ -288,7 +288,7 @@ def test_outputs_that_compare_all_samples_are_refused_in_slices_and_right_in_one
     with pytest.raises(CaptureError, match=r"can't predict by slices of a batch: layer 'logits' compares each sample"):
         pipelined.predict(x, verbose=0)
     pipelined = transform(pairing("sparse_categorical"))
-    with pytest.raises(StepError, match=r"outside the valid range.*layer 'logits' compares each sample"):
+    with pytest.raises(StepError, match=r"layer 'logits' compares each sample"):
         pipelined.train_on_batch(x, np.arange(7))
 
     own, plain = pairing("categorical"), pairing("categorical")

@@ -417,7 +417,7 @@ class _Tracing:
         results = [*self.updates.values(), *self.outputs, *([] if self.loss is None else [self.loss])]
         paths = self.paths_of_nodes()
         if tables or any(leaf.dtype == "string" for leaf in self.spec.leaves):
-            wanted = [*map(_ref, results), *(normalizer.reciprocal for normalizer in self.normalizers)]
+            wanted = [*map(_ref, results), *(normalizer.of_whole_batch for normalizer in self.normalizers)]
             graph_def, inputs, host = split_host_part(
                 graph_def, graph, inputs, tables, wanted, lambda position: paths.get(position, self.model.name)
             )

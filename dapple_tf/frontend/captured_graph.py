@@ -41,7 +41,7 @@ def without_captures(graph: tf.Graph, tables: Container[str]) -> GraphDef:
 def pruned(graph_def: GraphDef, roles: Roles, paths: dict[int, str]) -> Program:
     """A program without nodes that nothing needs; each node knows its place in the order of creation and its layer."""
     graph = Graph(graph_def)
-    wanted = [*roles.outputs, *(normalizer.reciprocal for normalizer in roles.normalizers)]
+    wanted = [*roles.outputs, *(normalizer.of_whole_batch for normalizer in roles.normalizers)]
     wanted += [variable.update for variable in roles.variables if variable.update is not None]
     wanted += [roles.loss] if roles.loss is not None else []
     kept = graph.ancestors(wanted, control=False) | {ref.node for ref in (*roles.inputs, *roles.scalars)}

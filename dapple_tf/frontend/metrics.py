@@ -16,6 +16,7 @@ import tensorflow as tf
 from dapple_tf.frontend.patching import replaced
 from dapple_tf.frontend.variables import VariableTable, assign_value, read_value
 from graph_passes.graph import Graph, Ref
+from graph_passes.running_sums import parts_of_update
 
 
 class RunningMetrics:
@@ -158,20 +159,10 @@ def is_sum(graph: Graph, update: Ref, value: Ref, running: Container[str]) -> bo
         value: the value before.
         running: nodes of the values before of all metric variables.
     """
-    if update == value:
-        return True
-    operands = graph.inputs(update.node)
-    op = str(graph.nodes[update.node].op)
-    if op == "Identity":
-        return is_sum(graph, operands[0], value, running)
-    if op not in ("AddV2", "Add", "Sub"):
+    parts = parts_of_update(graph, update, value)
+    if parts is None or not all(part.added for part in parts):
         return False
-    pairs = [(operands[0], operands[1])] if op == "Sub" else [(operands[0], operands[1]), (operands[1], operands[0])]
-    return any(
-        is_sum(graph, one, value, running)
-        and not any(name in running for name in graph.ancestors([other], control=False))
-        for one, other in pairs
-    )
+    return not any(name in running for name in graph.ancestors([part.ref for part in parts], control=False))
 
 
 def merged(parts: Sequence[np.ndarray], initial: np.ndarray) -> np.ndarray:
