@@ -58,8 +58,8 @@ def transform(
         planning: what the search is to choose from, as for :func:`dapple_tf.plan`, such as ``schedule="auto",
             reverse_first_k="auto"`` for out-of-order backprop wherever it gains, and example data (``x``, ``y``,
             ``sample_weight``, ``length``), as for :func:`dapple_tf.profile`. ``profile_seconds`` is its ``budget``: 20
-            s by default, in which layers of large models are estimated; None measures each of them. With
-            ``overlap=True`` replicated stages are cut into chunks where that is faster, whose gradients are all-reduced
+            s by default, in which operators of large models are measured in place of layers; more is worth it for runs
+            of hours; None measures layer by layer. With ``overlap=True`` replicated stages are cut into chunks where that is faster, whose gradients are all-reduced
             while others are computed.
 
     Raises:

@@ -69,6 +69,7 @@ class Partition:
         samples: samples of each stage's slices where all of them have as many; None where they haven't. What follows
             from shapes is constant then, and B needn't be handed it by F; such functions serve no other slices.
         replicas: number of each stage's replicas; by default one. A replica that is alone adds nothing up.
+        counted: whether to count the bytes that stages keep, which only ``min_cut`` needs itself.
     """
 
     name: ClassVar[str] = "partition"
@@ -80,6 +81,7 @@ class Partition:
     fuse: Container[int] = ()
     samples: Sequence[int | None] = ()
     replicas: Sequence[int] = ()
+    counted: bool = True
 
     def run(self, program: Program) -> Program:
         """Program whose stages have graphs -> program whose stages have functions: F, B or Bx and Bw, metrics."""
@@ -93,7 +95,7 @@ class Partition:
         if not self.replicas or self.replicas[stage.index] == 1:
             stage = dataclasses.replace(stage, graph=without_sums(stage.graph))
             assert stage.graph is not None
-        counted = _counted(program, stage) if self.training else {}
+        counted = _counted(program, stage) if self.training and (self.counted or self.recompute == "min_cut") else {}
         sizes = list(counted.values())
         shapes: Mapping[Ref, Shape | None] = {}
         if samples is not None:
@@ -140,7 +142,8 @@ class Partition:
                     for value in (() if parts[1] is None else parts[1].inputs)
                     if value.kind is not ValueKind.FORWARD or _is_kept(value, received)
                 ]
-                changes["delayed_bytes"], changes["fixed_delayed_bytes"] = _growth(delayed, counted)
+                if counted:
+                    changes["delayed_bytes"], changes["fixed_delayed_bytes"] = _growth(delayed, counted)
             else:
                 backward = _function(f"{name}_backward", graph, arguments, gradients, jit_compile)
                 parts = (backward, None)
@@ -153,7 +156,8 @@ class Partition:
                         changes["fused"] = _function(f"{name}_fused", graph, stage.arguments, both, jit_compile)
             read = {value for part in parts if part is not None for value in part.inputs}
             kept = [arguments[value] for value in arguments if value in read and _is_kept(value, received)]
-            changes["residual_bytes"], changes["fixed_residual_bytes"] = _growth(kept, counted)
+            if counted:
+                changes["residual_bytes"], changes["fixed_residual_bytes"] = _growth(kept, counted)
         if stage.metric_results:
             arguments = {**stage.arguments, **{Value(ref): ref for ref in taps}}
             changes["metrics"] = _function(f"{name}_metrics", graph, arguments, stage.metric_results, jit_compile=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import pathlib
 from typing import Any
 
 import keras
@@ -10,13 +12,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import zoo
-from equal_layers import profile_of
 from profiled import captured, mlp
 
 import dapple_tf as dapple
-from dapple_tf.profiling.estimated_layers import scaled_to
 from dapple_tf.profiling.profile import ZERO, Profile, ProfileError
 from dapple_tf.profiling.profiler import profile
+from dapple_tf.profiling.time_budget import TimeBudget
 from graph_passes.assign_stages import AssignStages
 from graph_passes.program import VariableKind
 
@@ -226,12 +227,26 @@ def test_what_weight_gradients_are_computed_from() -> None:
     assert kept == [4 * (6 + 6), 4 * (6 + 5), 4 * (5 + 3)]
 
 
-def test_layers_are_estimated_where_measuring_takes_longer_than_it_may(caplog: pytest.LogCaptureFixture) -> None:
+def hurried(method: str) -> TimeBudget:
+    """A budget of 20 s in which there is time for one way of measuring: each look at the clock takes some seconds."""
+    clock = itertools.count(step={"layers": 0.001, "operators": 1.0, "rooflines": 10.0}[method])
+    return TimeBudget(20.0, clock=lambda: float(next(clock)))
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("operators", "measured by operator in steps of the whole model at 2, 8 samples"),
+        ("rooflines", "estimated by rooflines without a measurement at 2, 8 samples"),
+    ],
+)
+def test_layers_are_known_by_operator_where_measuring_each_takes_longer_than_it_may(method: str, said: str) -> None:
     """MobileNetV3Small took 78 s, for steps of 50 ms. What isn't a time or a working buffer is as when measured."""
-    full, found = measured(mlp(), [2, 8]), measured(mlp(), [2, 8], budget=1e-6)
+    full, found = measured(mlp(), [2, 8], budget=hurried("layers")), measured(mlp(), [2, 8], budget=hurried(method))
+    assert (full.method, found.method) == ("layers", method)
     assert found.estimated and not full.estimated
     check(found, mlp())
-    assert "estimated by operator and measured as a whole at 2, 8 samples" in str(found)
+    assert said in str(found)
     assert [layer.name for layer in found.layers] == [layer.name for layer in full.layers]
     for estimate, layer in zip(found.layers, full.layers, strict=True):
         for what in ("parameter_bytes", "slot_bytes", "state_bytes", "output_bytes"):
@@ -247,16 +262,33 @@ def test_layers_are_estimated_where_measuring_takes_longer_than_it_may(caplog: p
     assert second.backward_weight is not None and ZERO.at(8) < second.backward_weight.at(8) < second.backward.at(8)
 
 
-def test_loops_are_estimated_by_their_rounds() -> None:
+@pytest.mark.parametrize("method", ["operators", "rooflines"])
+def test_loops_count_by_their_rounds(method: str) -> None:
     series = keras.Input((6, 3))
     model = keras.Model(series, layers.Dense(1, name="after")(layers.LSTM(8, name="lstm")(series)))
     model.compile("sgd", "mse")
-    found = measured(model, budget=1e-6)
+    found = measured(model, budget=hurried(method))
     check(found, model)
     lstm, after = found.layers
     assert lstm.forward.at(4) > after.forward.at(4) and lstm.backward.at(4) > after.backward.at(4)
 
 
-def test_estimates_add_up_to_the_measured_step() -> None:
-    found = scaled_to(profile_of(2), samples=4, micro_batches=2, seconds=0.1)
-    assert 2 * (found.total("forward") + found.total("backward")).at(4) == pytest.approx(0.1)
+def test_most_operators_are_measured(caplog: pytest.LogCaptureFixture) -> None:
+    """Names of nodes tell whose work they are; were one spelled in another way, rooflines would stand in silently."""
+    with caplog.at_level(logging.DEBUG, logger="dapple_tf.profiling.measured_operators"):
+        measured(zoo.ZOO["cnn"].build(), [2, 8], budget=hurried("operators"))
+    counts = [record.args for record in caplog.records if "were traced" in record.message]
+    assert [each[2] for each in counts] == [2, 8]
+    for traced, known, _ in counts:
+        assert traced >= 0.8 * known
+
+
+def test_a_shorter_way_is_kept_under_a_name_of_its_own(tmp_path: pathlib.Path) -> None:
+    """Who has time for each layer isn't given a profile that was made in a hurry; nor is what was guessed kept."""
+    ways = {"cache": tmp_path, "repeats": 1}
+    assert measured(mlp(), 4, **ways, budget=hurried("rooflines")).method == "rooflines"
+    assert not list(tmp_path.iterdir())
+    by_operator = measured(mlp(), 4, **ways, budget=hurried("operators"))
+    assert measured(mlp(), 4, **ways, budget=hurried("rooflines")) == by_operator
+    assert measured(mlp(), 4, **ways).method == "layers"
+    assert measured(mlp(), 4, **ways, budget=hurried("rooflines")).method == "layers"

@@ -50,18 +50,30 @@ def layer_stages(model: keras.Model, training: Program, inference: Program) -> L
     if not candidates:
         return LayerStages((model.name,), with_gradients(training, ()))
 
+    assigned: dict[tuple[str, ...], Program] = {}  # the cuts that were tried last, as they are likely to be next
+
+    def assign(cuts: tuple[str, ...]) -> Program:
+        if cuts not in assigned:
+            program = AssignStages(cuts).run(training)
+            assigned.clear()
+            assigned[cuts] = program
+        return assigned[cuts]
+
     def both(cuts: tuple[str, ...]) -> None:
-        AssignStages(cuts).run(training)
+        assign(cuts)
         AssignStages(cuts).run(inference)
 
+    def differentiated(cuts: tuple[str, ...]) -> Program:
+        return run_passes(assign(cuts), [BuildForward(), BuildBackward()], first=2)
+
     names = [name for call in candidates[:-1] if (name := cut_name(call, calls)) is not None]
-    cuts = _without_empty_stages(training, legal_cuts(names, both))
+    cuts = _without_empty_stages(assign, legal_cuts(names, both))
     try:
-        program = with_gradients(training, cuts)
+        program = differentiated(cuts)
     except PassError as error:
         logger.debug("some layers can't be differentiated apart: %s", error)
-        cuts = legal_cuts(cuts, lambda cuts: with_gradients(training, cuts))
-        program = with_gradients(training, cuts)
+        cuts = legal_cuts(cuts, differentiated)
+        program = differentiated(cuts)
     return LayerStages((*cuts, cut_name(candidates[-1], calls) or candidates[-1].path), program)
 
 
@@ -72,7 +84,7 @@ def with_gradients(program: Program, cuts: Sequence[str]) -> Program:
 
 def with_functions(program: Program, prefix: str, recompute: str = "none") -> Program:
     """Pass 4: from graphs with gradients to functions F and B, named with a prefix that is unique in a session."""
-    return run_passes(program, [Partition(recompute, prefix=prefix)], first=4)
+    return run_passes(program, [Partition(recompute, prefix=prefix, counted=False)], first=4)
 
 
 def innermost_calls(model: keras.Model, calls: Sequence[LayerCall]) -> list[LayerCall]:
@@ -134,14 +146,14 @@ def legal_cuts(cuts: Sequence[str], attempt: Callable[[tuple[str, ...]], object]
     return together
 
 
-def _without_empty_stages(program: Program, cuts: tuple[str, ...]) -> tuple[str, ...]:
+def _without_empty_stages(assign: Callable[[tuple[str, ...]], Program], cuts: tuple[str, ...]) -> tuple[str, ...]:
     """Cuts without those that leave a stage without nodes of its own.
 
     A stage of integers alone (masks, positions) has none: each stage that reads these computes them. It goes with the
     next stage; the last one with the one before.
     """
     while cuts:
-        occupied = set(AssignStages(cuts).run(program).node_stage.values())
+        occupied = set(assign(cuts).node_stage.values())
         empty = next((stage for stage in range(len(cuts) + 1) if stage not in occupied), None)
         if empty is None:
             break

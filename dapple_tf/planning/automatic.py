@@ -20,6 +20,7 @@ from dapple_tf.profiling.example_batch import with_length
 from dapple_tf.profiling.profile import Cost, LayerProfile, Profile
 from dapple_tf.profiling.profiler import profile
 from dapple_tf.profiling.shared_cores import measure_capacity
+from dapple_tf.profiling.time_budget import TimeBudget
 
 logger = logging.getLogger(__name__)
 
@@ -105,13 +106,16 @@ def measured(
     if unknown or profiled is None:
         check_model(model, training=True)
         examples = with_length(model, **examples)
+    by_model = unknown
     if profiled is None:
+        time_budget = TimeBudget(budget, afterwards=("shared cores",) if unknown else ())
         sizes = slice_sizes(global_batch_size, cluster.num_devices)
-        profiled = profile(model, sizes, cluster=cluster, budget=budget, **examples)
+        profiled = profile(model, sizes, cluster=cluster, budget=time_budget, **examples)
+        by_model = unknown and not profiled.estimated and time_budget.allows("shared cores")
     if unknown:
-        # What devices slow each other down in steps of this model takes as long to find out as the profile.
-        cluster = measure_links(cluster, capacity=profiled.estimated)
-    if unknown and not profiled.estimated:
+        # What devices slow each other down by is measured by matrix products, where steps of the model take too long.
+        cluster = measure_links(cluster, capacity=not by_model)
+    if by_model:
         cluster = measure_capacity(model, cluster, profiled, **examples)
     return profiled, cluster
 

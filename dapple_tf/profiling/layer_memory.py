@@ -10,6 +10,7 @@ import bisect
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -424,21 +425,30 @@ class VariableBytes:
     shared: tuple[SharedParameters, ...]
 
 
-def variable_bytes(program: Program, updates: Sequence[GroupUpdate], table: VariableTable) -> VariableBytes:
+def variable_bytes(program: Program, updates: Sequence[GroupUpdate] | None, table: VariableTable) -> VariableBytes:
     """Each variable counts once: parameters of several layers as shared ones, their state for the first layer.
 
     The optimizer's scalars (the step's number, the learning rate) aren't counted: they belong to no layer.
+
+    Args:
+        program: the stages.
+        updates: the optimizer's part for each parameter group, which tells whose slots its variables are; None tells
+            that by their shapes.
+        table: the variables of the model and the optimizer.
     """
     readers: dict[str, list[int]] = {}
     for stage in program.stages:
         for name in stage.reads:
             readers.setdefault(name, []).append(stage.index)
-    updaters = {
-        variable.name: update.stages
-        for update in updates
-        for variable in update.apply.variables.values()
-        if variable.kind is VariableKind.OPTIMIZER and variable.shape
-    }
+    if updates is None:
+        updaters = _owners_by_shape(readers, table)
+    else:
+        updaters = {
+            variable.name: update.stages
+            for update in updates
+            for variable in update.apply.variables.values()
+            if variable.kind is VariableKind.OPTIMIZER and variable.shape
+        }
 
     def size(name: str) -> int:
         variable = table.describe(name)
@@ -463,3 +473,25 @@ def variable_bytes(program: Program, updates: Sequence[GroupUpdate], table: Vari
             shared[group] = (of_parameters, of_slots + size(name))
     groups = tuple(SharedParameters(stages, *found) for stages, found in sorted(shared.items()))
     return VariableBytes(tuple(parameters), tuple(slots), tuple(state), groups)
+
+
+def _owners_by_shape(readers: Mapping[str, Sequence[int]], table: VariableTable) -> dict[str, tuple[int, ...]]:
+    """Variable of the optimizer -> the stages whose parameters it belongs to.
+
+    A parameter's slots have its shape: parameters of one shape have equally many. What has no parameter's shape (rows
+    and columns of Adafactor) goes round in the order in which Keras makes variables: that of the parameters.
+    """
+    parameters = [name for name in readers if table.describe(name).kind is VariableKind.PARAMETER]
+    by_shape: dict[tuple[int, ...], list[str]] = {}
+    for name in parameters:
+        by_shape.setdefault(table.describe(name).shape, []).append(name)
+    turns: Counter[tuple[int, ...]] = Counter()
+    owners = {}
+    for name in table.keras_variables:
+        variable = table.describe(name)
+        if variable.kind is VariableKind.OPTIMIZER and variable.shape and parameters:
+            like = variable.shape if variable.shape in by_shape else ()
+            candidates = by_shape.get(like, parameters)
+            owners[name] = tuple(readers[candidates[turns[like] % len(candidates)]])
+            turns[like] += 1
+    return owners

@@ -181,6 +181,14 @@ class SharedParameters:
     slot_bytes: int = 0
 
 
+METHODS = {
+    "layers": "measured",
+    "operators": "measured by operator in steps of the whole model",
+    "rooflines": "estimated by rooflines without a measurement",
+}
+"""Value of `Profile.method` -> what is said of it."""
+
+
 @dataclass(frozen=True)
 class Profile:
     """A model's layers, in the order in which they run, and the tensors between them.
@@ -196,8 +204,9 @@ class Profile:
         shared: see :class:`SharedParameters`.
         step_seconds: time of a step that no layer accounts for: feeding, metrics, the optimizer's common part.
         task_seconds: time to start one task, beyond its layers.
-        estimated: whether only steps of the whole model were measured, of which layers have the shares that are
-            estimated by their operators; the sum of all layers is as good as measured.
+        method: how times were found, one of `METHODS`: ``layers`` one by one; ``operators`` in traced steps of the
+            whole model, to whose time they add up; or by ``rooflines``, without any measurement: only the layers'
+            proportions to one another mean something then.
         key: hash of the graph, shapes and device that it was measured for; empty if it was made otherwise.
 
     Raises:
@@ -213,13 +222,15 @@ class Profile:
     step_seconds: float = 0.0
     task_seconds: float = 0.0
     key: str = ""
-    estimated: bool = False
+    method: str = "layers"
 
     def __post_init__(self) -> None:
         for name in ("batch_sizes", "layers", "tensors", "shared"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.layers:
             raise ProfileError(f"the profile of {self.model!r} has no layers")
+        if self.method not in METHODS:
+            raise ProfileError(f"method is {self.method!r}; it must be one of {', '.join(METHODS)}")
         whole = all(isinstance(size, int) and not isinstance(size, bool) for size in self.batch_sizes)
         if not self.batch_sizes or not whole or min(self.batch_sizes) < 1:
             raise ProfileError(
@@ -261,8 +272,9 @@ class Profile:
         return hash((self.model, self.device, self.key, len(self.layers)))
 
     @property
-    def _how(self) -> str:
-        return "estimated by operator and measured as a whole" if self.estimated else "measured"
+    def estimated(self) -> bool:
+        """Whether layers weren't measured one by one."""
+        return self.method != "layers"
 
     # ---- looking things up
 
@@ -355,7 +367,7 @@ class Profile:
         values = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("layers", "tensors", "shared") and (field.name != "estimated" or self.estimated)
+            if field.name not in ("layers", "tensors", "shared") and (field.name != "method" or self.estimated)
         }
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in ({"format": _FORMAT} | values).items()]
         for name in ("layers", "tensors", "shared"):
@@ -396,7 +408,7 @@ class Profile:
     def __str__(self) -> str:
         samples = self.batch_sizes[-1]
         header = (
-            f"Profile of {self.model!r} on {self.device}: {len(self.layers)} layers, {self._how} at "
+            f"Profile of {self.model!r} on {self.device}: {len(self.layers)} layers, {METHODS[self.method]} at "
             f"{', '.join(map(str, self.batch_sizes))} samples; below, a slice of {samples}"
         )
         rows = [("layer", "F ms", "B ms", "Bw ms", "output MB", "residual MB", "parameters MB", "apply ms", "spread")]

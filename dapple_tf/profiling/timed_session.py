@@ -18,6 +18,9 @@ from graph_passes.graph import GraphDef, Ref
 from graph_passes.program import Variable
 from graph_passes.storage import by_dtype
 
+_CALLERS_THREAD = -1
+"""The pool of threads that is none: whoever runs the graph runs its operators, too."""
+
 
 class TimedSession:
     """A session with the model's variables on one device.
@@ -98,10 +101,16 @@ class StepRuns:
             # The clock may be set back meanwhile.
             self._rounds[samples].append(np.maximum(np.diff(np.asarray(stamps)), 0))
 
-    def trace(self, samples: int) -> Any:
-        """Runs the step once and returns its step stats."""
+    def trace(self, samples: int, *, alone: bool = False) -> Any:
+        """Runs the step once and returns its step stats; ``alone`` runs one operator at a time on CPUs of this process.
+
+        Times on CPUs are known without TensorFlow's profiler, which alone knows those of a GPU's kernels.
+        """
         metadata = tf.compat.v1.RunMetadata()
-        options = tf.compat.v1.RunOptions(trace_level=tf.compat.v1.RunOptions.FULL_TRACE)
+        levels = tf.compat.v1.RunOptions
+        options = levels(trace_level=levels.FULL_TRACE)
+        if alone and "device:CPU" in self.device:
+            options = levels(trace_level=levels.SOFTWARE_TRACE, inter_op_thread_pool=_CALLERS_THREAD)
         self._session.session.run(self._fetch, self._feeds[samples], options=options, run_metadata=metadata)
         return metadata.step_stats
 

@@ -40,7 +40,7 @@ STATISTICS, APPLY, NOTHING = "statistics", "apply", "nothing"
 HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
 """Where batches are fed and times are told."""
 
-_MARK = 1_000_003
+MARK = 1_000_003
 """Stands for the samples of a micro-batch while a step is built: a prime, so that no other constant is a multiple."""
 
 
@@ -102,7 +102,7 @@ def timed_step(
             stage receives, for stages that also have a Bw. The last micro-batch is as in training.
     """
     hosts = readers_of(program)
-    batch = _MARK * MICRO_BATCHES
+    batch = MARK * MICRO_BATCHES
     layout = Layout(((device,),) * len(program.stages), batch, batch, MICRO_BATCHES)
     # Buckets are for reduction, which one device has none of.
     update = Update(tuple(updates), hosts, HOST, bucket_bytes=0, prefix=prefix, want_gradients=False)
@@ -110,7 +110,7 @@ def timed_step(
     complete = run_passes(program, passes, first=5)
     assert complete.step is not None
     graph, step = complete.graph, complete.step
-    sizes = _with_fed_sizes(graph)
+    sizes = with_fed_sizes(graph)
     parts = _add_input_gradients(program, graph, step, device, prefix) if input_gradients else {}
     made = chained(graph, step, _items(program, graph, step, parts), device)
     return dataclasses.replace(made, sizes=sizes, unread=_read_results(made, device))
@@ -228,7 +228,7 @@ def _phase(node: NodeDef) -> str:
     return node.attr[PHASE_ATTR].s.decode() if PHASE_ATTR in node.attr else ""
 
 
-def _with_fed_sizes(graph: GraphDef) -> dict[str, np.ndarray]:
+def with_fed_sizes(graph: GraphDef, host: str = HOST) -> dict[str, np.ndarray]:
     """Makes placeholders of the constants that the numbers of samples were put into.
 
     One graph then serves all sizes: getting it ready takes seconds, most of them for its functions.
@@ -241,11 +241,11 @@ def _with_fed_sizes(graph: GraphDef) -> dict[str, np.ndarray]:
         if node.op != "Const" or node.attr["dtype"].type not in (types_pb2.DT_INT32, types_pb2.DT_INT64):
             continue
         values = np.asarray(tf.make_ndarray(node.attr["value"].tensor))
-        if not values.size or np.any(values == 0) or np.any(values % _MARK):
+        if not values.size or np.any(values == 0) or np.any(values % MARK):
             continue
-        found[node.name] = values // _MARK
+        found[node.name] = values // MARK
         kind = {"dtype": dtype_attr(node.attr["dtype"].type), "shape": shape_attr(values.shape)}
-        node.op, node.device = "Placeholder", HOST
+        node.op, node.device = "Placeholder", host
         node.attr.clear()
         for name, value in kind.items():
             node.attr[name].CopyFrom(value)
