@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import pathlib
@@ -21,13 +22,14 @@ import pytest
 import tensorflow as tf
 from equivalence import variables_of
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from models_for_tests import classifier, plan, samples, transform
 
 import dapple_tf as dapple
 from dapple_tf.checkpoints.checkpoint_files import checkpoints
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
 from dapple_tf.checkpoints.data_position import TrainingData
-from dapple_tf.checkpoints.data_sources import ArraySource
+from dapple_tf.checkpoints.data_sources import ArraySource, PyDatasetSource
 
 COUNT = 31  # samples: four batches of 7, and one of 3
 X, Y, _ = samples(COUNT)
@@ -327,6 +329,51 @@ def test_arrays_come_in_the_order_that_keras_gives_them(shuffle: bool | str) -> 
     assert order(other.open(0, 0)) != expected
     other.resume(source.describe(), started=True)
     assert order(other.open(0, 0)) == expected
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_py_dataset_comes_in_the_order_that_keras_gives_it(workers: int) -> None:
+    """``checkpoint=`` changed it. What else draws from Python's generator meanwhile changes it in both."""
+
+    class Numbers(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 7
+
+        def __getitem__(self, index: int) -> Any:
+            return np.array([index]), np.zeros(1)
+
+    def order(data: Any) -> list[int]:
+        numbers = [int(batch[0][0]) for batch in data]
+        random.random()
+        return numbers
+
+    def of_keras() -> list[int]:
+        adapter.on_epoch_begin()
+        numbers = order(adapter.get_tf_dataset())
+        adapter.on_epoch_end()
+        return numbers
+
+    random.seed(5)
+    adapter = PyDatasetAdapter(Numbers(workers=workers), shuffle=True)
+    expected = [of_keras() for _ in range(3)]
+    random.seed(5)
+    source = PyDatasetSource(Numbers(workers=workers), True, None)
+    assert order(source.open(0, 0)) == expected[0]
+    items = source.open(1, 0)
+    first = [int(next(items)[0][0]) for _ in range(3)]
+    within = source.describe()
+    assert first + order(items) == expected[1]
+    between = json.loads(json.dumps(source.describe()))
+    assert order(source.open(2, 0)) == expected[2] != sorted(expected[2])
+    for saved, started in ((within, True), (between, False)):
+        other = PyDatasetSource(Numbers(workers=workers), True, None)
+        random.seed(6)
+        other.resume(saved, started)
+        if started:
+            assert order(other.open(1, 3)) == expected[1][3:]
+        assert order(other.open(2, 0)) == expected[2]
+    with pytest.raises(CheckpointError, match="no state of Python's generator"):
+        other.resume(between | {"random": [3, [1, 2], None]}, started=False)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pathlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from models_for_tests import (
 )
 
 import dapple_tf as dapple
+from dapple_tf.frontend import watching
 from dapple_tf.frontend.watching import watchers_of
 
 X, Y, W = samples(21)
@@ -168,8 +170,12 @@ def test_train_on_batch_and_look(pair: Pair, tmp_path: pathlib.Path) -> None:
     assert_same_values(keras.saving.load_model(tmp_path / "model.keras"), plain)
 
 
-def test_functions_that_were_traced_before(pair: Pair) -> None:
-    """They have the variables' handles already: nothing of Python's is asked for when they run."""
+@pytest.mark.parametrize("imported", [True, False])
+def test_functions_that_were_traced_before(pair: Pair, monkeypatch: pytest.MonkeyPatch, imported: bool) -> None:
+    """They have the variables' handles already: nothing of Python's is asked for when they run.
+
+    Of those that were traced before ``import dapple_tf`` nobody knew, so that they read and assigned stale values.
+    """
     model = classifier()
     function = tf.function(lambda x: tf.cond(x[0, 0] > 100, lambda: 0 * model(x), lambda: model(x)))
 
@@ -180,6 +186,9 @@ def test_functions_that_were_traced_before(pair: Pair) -> None:
 
     model.set_weights(pair.plain.get_weights())
     function(X), decay()
+    if not imported:
+        monkeypatch.setattr(watching, "_functions", weakref.WeakSet())
+        monkeypatch.setattr(watching, "_searched", False)
     pipelined = transform(model)
     plain = classifier()
     plain.set_weights(model.get_weights())

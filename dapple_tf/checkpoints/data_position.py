@@ -7,7 +7,8 @@ and in which order they come:
 * a ``tf.data.Dataset``: the state of its iterator is saved, as TensorFlow itself saves iterators (with the contents of
   shuffle buffers). One whose state can't be saved (``from_generator``, random or Python functions, tables) is read
   again from the beginning of the round, up to the position;
-* a ``keras.utils.PyDataset``: batches are asked for by their numbers, in an order that is drawn as for arrays;
+* a ``keras.utils.PyDataset``: batches are asked for by their numbers, in an order that Python's generator draws, as in
+  Keras; its state is saved;
 * a generator: as many batches as had been read are read from the new one, and dropped.
 
 So what a generator, a dataset without seeds, or a PyDataset that shuffles itself gives must be the same in the resumed

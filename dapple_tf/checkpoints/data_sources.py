@@ -83,35 +83,26 @@ class Source:
         """As Keras' callbacks."""
 
 
-class _Ordered(Source):
-    """Batches that can be had by their numbers, in an order that depends on a seed and the round only."""
+def _check_same(own: Mapping[str, Any], saved: Mapping[str, Any], drawn: set[str], *, started: bool) -> None:
+    """Refuses a position in other data.
 
-    def __init__(self, shuffle: bool | str) -> None:
-        self.shuffle = shuffle
-        self.seed = random.getrandbits(62)  # Python's generator, as for what Keras draws: set_random_seed decides.
+    Args:
+        own: what describes the data.
+        saved: what described those that the position is of.
+        drawn: names of what may differ.
+        started: whether the position is within a round.
 
-    def generator(self, number: int) -> np.random.Generator:
-        """Draws the order of a round."""
-        return np.random.default_rng([self.seed, number])
-
-    def describe(self) -> dict[str, Any]:
-        """As `Source`'s."""
-        return {"batches": self.num_batches, "shuffle": self.shuffle, "seed": self.seed}
-
-    def resume(self, saved: Mapping[str, Any], started: bool) -> None:
-        """As `Source`'s."""
-        own = self.describe()
-        if not own.keys() <= saved.keys():
-            raise CheckpointError(f"the data's position lacks {min(own.keys() - saved.keys())!r}")
-        for name in own.keys() - {"seed", "global_seed"}:
-            if started and saved[name] != own[name]:
-                raise CheckpointError(
-                    f"the checkpoint was written in the middle of an epoch over data with {name} {saved[name]!r:.60}, "
-                    f"but now it is {own[name]!r}: resume with the same data and batch size"
-                )
-        if type(saved["seed"]) is not int or not 0 <= saved["seed"] < LARGEST:
-            raise CheckpointError("the data's seed isn't a whole number from 0 to 2**62")
-        self.seed = saved["seed"]
+    Raises:
+        CheckpointError: it is one.
+    """
+    if not own.keys() <= saved.keys():
+        raise CheckpointError(f"the data's position lacks {min(own.keys() - saved.keys())!r}")
+    for name in own.keys() - drawn:
+        if started and saved[name] != own[name]:
+            raise CheckpointError(
+                f"the checkpoint was written in the middle of an epoch over data with {name} {saved[name]!r:.60}, "
+                f"but now it is {own[name]!r}: resume with the same data and batch size"
+            )
 
 
 @contextlib.contextmanager
@@ -129,7 +120,7 @@ def _global_seed(seed: int | None) -> Iterator[None]:
         own._seed, own._rng = kept
 
 
-class ArraySource(_Ordered):
+class ArraySource(Source):
     """Arrays in memory: x, y and sample weights."""
 
     kind = "arrays"
@@ -137,7 +128,10 @@ class ArraySource(_Ordered):
     def __init__(
         self, x: Any, y: Any, sample_weight: Any, batch_size: int, shuffle: bool | str, class_weight: Any
     ) -> None:
-        super().__init__(shuffle)
+        self.shuffle = shuffle
+        copy = random.Random()
+        copy.setstate(random.getstate())  # set_random_seed decides, and nobody who draws after us gets other numbers.
+        self.seed = copy.getrandbits(62)
         adapter = ArrayDataAdapter(
             x, y, sample_weight=sample_weight, batch_size=batch_size, shuffle=False, class_weight=class_weight
         )
@@ -155,7 +149,7 @@ class ArraySource(_Ordered):
 
     def _drawn(self, number: int) -> np.ndarray:
         """The order of a round, drawn from our own seed: without TensorFlow's global one Keras draws any."""
-        draw = self.generator(number)
+        draw = np.random.default_rng([self.seed, number])
         order = draw.permutation(self._samples) if self.shuffle is True else np.arange(self._samples)
         if self.shuffle == "batch":
             firsts = range(0, self._samples, self._batch_size)
@@ -175,37 +169,65 @@ class ArraySource(_Ordered):
 
     def describe(self) -> dict[str, Any]:
         """As `Source`'s."""
-        own = {"samples": self._samples, "batch_size": self._batch_size, "global_seed": self._global_seed}
-        return super().describe() | own
+        order = {"batches": self.num_batches, "shuffle": self.shuffle, "seed": self.seed}
+        return order | {
+            "samples": self._samples,
+            "batch_size": self._batch_size,
+            "global_seed": self._global_seed,
+        }
 
     def resume(self, saved: Mapping[str, Any], started: bool) -> None:
         """As `Source`'s."""
-        super().resume(saved, started)
+        _check_same(self.describe(), saved, {"seed", "global_seed"}, started=started)
+        if type(saved["seed"]) is not int or not 0 <= saved["seed"] < LARGEST:
+            raise CheckpointError("the data's seed isn't a whole number from 0 to 2**62")
         seed = saved["global_seed"]
         if seed is not None and type(seed) is not int:
             raise CheckpointError("the data's global seed isn't a whole number")
-        self._global_seed = seed
+        self.seed, self._global_seed = saved["seed"], seed
 
 
-class PyDatasetSource(_Ordered):
-    """A ``keras.utils.PyDataset``, read by Keras' own adapter, with its workers."""
+class PyDatasetSource(Source):
+    """A ``keras.utils.PyDataset``, read by Keras' own adapter, with its workers.
+
+    Keras draws the order of a round from Python's generator, when its first batch is read. So does this, and notes what
+    state that had. A run that goes on gives it the state that it had when the position was saved.
+    """
 
     kind = "py_dataset"
 
     def __init__(self, dataset: keras.utils.PyDataset, shuffle: bool, class_weight: Any) -> None:
-        super().__init__(shuffle)
         self._dataset, self._class_weight = dataset, class_weight
         self.num_batches = dataset.num_batches
         self.endless = self.num_batches is None
+        self.shuffle = shuffle and not self.endless
         self._signature: Any = None
+        self._drawn: Any = None  # state of Python's generator before it drew the order of the last round
+        self._resumed: tuple[Any, Any] | None = None  # that state, if this round was drawn, and the state now
+
+    def example(self) -> Any:
+        """As `Source`'s; opening it would draw an order."""
+        return PyDatasetAdapter(self._dataset, self._class_weight)._standardize_batch(self._dataset[0])
+
+    def _order(self) -> np.ndarray:
+        """The numbers of a round's batches."""
+        assert self.num_batches is not None
+        order = list(range(self.num_batches))
+        if self.shuffle:
+            resumed, self._resumed = self._resumed, None
+            if resumed is not None:
+                random.setstate(resumed[0] or resumed[1])
+            self._drawn = random.getstate()
+            random.shuffle(order)
+            if resumed is not None and resumed[0] is not None:
+                random.setstate(resumed[1])
+        return np.array(order)
 
     def open(self, number: int, start: int) -> Iterator[Any]:
         """As `Source`'s."""
-        count = self.num_batches
         order: Any = itertools.count(start)
-        if count is not None:
-            order = self.generator(number).permutation(count) if self.shuffle else np.arange(count)
-            order = order[start:]
+        if self.num_batches is not None:
+            order = self._order()[start:]
             if not len(order):
                 return
         adapter = PyDatasetAdapter(_Window(self._dataset, start, order), class_weight=self._class_weight)
@@ -218,6 +240,19 @@ class PyDatasetSource(_Ordered):
         finally:
             adapter.on_epoch_end()
 
+    def describe(self) -> dict[str, Any]:
+        """As `Source`'s."""
+        own: dict[str, Any] = {"batches": self.num_batches, "shuffle": self.shuffle, "drawn": None, "random": None}
+        if self.shuffle:
+            own["drawn"], own["random"] = self._resumed or (self._drawn, random.getstate())
+        return own
+
+    def resume(self, saved: Mapping[str, Any], started: bool) -> None:
+        """As `Source`'s."""
+        _check_same(self.describe(), saved, {"drawn", "random"}, started=started)
+        if self.shuffle and saved["shuffle"]:
+            self._resumed = _random_state(saved["drawn"]) if started else None, _random_state(saved["random"])
+
     def on_epoch_begin(self) -> None:
         """As `Source`'s."""
         self._dataset.on_epoch_begin()
@@ -225,6 +260,21 @@ class PyDatasetSource(_Ordered):
     def on_epoch_end(self) -> None:
         """As `Source`'s."""
         self._dataset.on_epoch_end()
+
+
+def _random_state(saved: Any) -> Any:
+    """A state of Python's generator of what JSON has made of it.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    try:
+        version, words, following = saved
+        state = version, tuple(words), following
+        random.Random().setstate(state)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"the data's position has no state of Python's generator ({reason(error)})") from error
+    return state
 
 
 class _Window(keras.utils.PyDataset):

@@ -3,18 +3,21 @@
 A TensorFlow variable is used by its handle, whoever reads or assigns it and however. A variable that is watched becomes
 an instance of a subclass that tells its watchers when its handle is asked for; nothing else about it changes, and
 `unwatch` makes it what it was. A ``tf.function`` that was traced has the handle already, as a capture: it gets another
-capture, of no tensor, which TensorFlow computes before each call and which tells watchers of its variables.
+capture, of no tensor, which TensorFlow computes before each call and which tells watchers of its variables. Functions
+that were traced before this module was imported are found among Python's objects when the first variable is watched.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 from tensorflow.python.eager.polymorphic_function.transform import CONCRETE_FUNCTION_CALLBACKS
 
 _WATCHERS = "_dapple_watchers"
@@ -44,6 +47,8 @@ _by_handle: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDic
 _kinds: dict[Any, Any] = {}
 """Class of variables -> its subclass."""
 _version = 0
+_searched = False
+"""Whether functions have been looked for that were traced before TensorFlow told of them."""
 
 
 def watch(variables: Iterable[tf.Variable], watcher: Watcher) -> None:
@@ -60,6 +65,8 @@ def watch(variables: Iterable[tf.Variable], watcher: Watcher) -> None:
             fresh = True
             _by_handle[id(vars(variable)["_handle"])] = variable
             variable.__class__ = _watched(type(variable))
+    if fresh:
+        _search()
     with _lock:
         functions = list(_functions) if fresh else []
     for function in functions:
@@ -156,6 +163,17 @@ def _attach(function: Any) -> None:
         captures.append(captured := _Captured())
     for variable in variables:
         captured.variables[id(variable)] = weakref.ref(variable)
+
+
+def _search() -> None:
+    """Finds the functions that were traced before this module was imported, once."""
+    global _searched
+    if _searched:
+        return
+    _searched = True
+    for own in gc.get_objects():
+        if ConcreteFunction in type(own).__mro__:  # `isinstance` asks the objects, some of which answer with errors.
+            _traced(own)
 
 
 def _traced(function: Any) -> None:
