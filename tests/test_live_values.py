@@ -77,6 +77,23 @@ def test_weights_that_are_clipped_after_each_batch(pair: Pair) -> None:
     assert np.abs(pair.model.get_layer("second").kernel.numpy()).max() == np.float32(0.05)
 
 
+@pytest.mark.parametrize("after", ["close", "profile_step", "verify"])
+def test_what_was_assigned_to_looked_at_values_outlives_steps_that_do_not_count(pair: Pair, after: str) -> None:
+    """A clipped kernel got back the value that it was looked at with, not the one of the last ``sync``."""
+    pair.pipelined.train_on_batch(X[:7], Y[:7])
+    clip(pair.model)
+    pair.pipelined.sync()
+    expected = values(pair.model)
+    if after == "close":
+        pair.pipelined.close(sync=False)
+    elif after == "profile_step":
+        pair.pipelined.profile_step(X[:7], Y[:7], warm_up=0)
+    else:
+        pair.pipelined.verify(X[:7], Y[:7], steps=0)
+    for own, value in zip(values(pair.model), expected, strict=True):
+        np.testing.assert_array_equal(own, value)
+
+
 @pytest.mark.slow
 def test_weights_that_are_clipped_before_each_batch(pair: Pair) -> None:
     pair.fit(X, Y, epochs=2, callbacks=each(clip, "on_train_batch_begin"))

@@ -44,7 +44,8 @@ class Values:
         self._recovery = recovery
         self._loaded = False
         self._unsure = True
-        self._agreed: dict[str, tf.Tensor] = {}
+        self._agreed: dict[str, tf.Tensor] = {}  # what devices have, of what the model has too
+        self._synced: dict[str, tf.Tensor] = {}  # what the model had then; other values where some were assigned
         self._pending: Restoration | None = None  # until a step tells what devices keep
         self._pending_agreed: dict[str, tf.Tensor] | None = None  # what it has brought into the model
         self._told: set[str] = set()
@@ -69,7 +70,7 @@ class Values:
             self._agree()
         if deferred:
             materialize(_variables(self._engine.model))  # what no device keeps
-            self._agreed = self._in_model()
+            self._agreed = self._synced = self._in_model()
 
     def rescue(self) -> None:
         """``sync`` if the devices have what would be lost with them."""
@@ -156,8 +157,8 @@ class Values:
         since.
         """
         variables = self._engine.table.keras_variables
-        for name in self._disturbed & self._agreed.keys():
-            variables[name].assign(self._agreed[name])
+        for name in self._disturbed & self._synced.keys():
+            variables[name].assign(self._synced[name])
         self.load()
 
     def restore(self, source: Restoration) -> None:
@@ -263,7 +264,7 @@ class Values:
         changed = _changed(self._agreed, now)
         if changed:
             self._engine.state.push(changed)
-            self._agreed, self._disturbed = now, set()
+            self._agreed, self._synced, self._disturbed = now, now, set()
             self._recovery.agreed(now)
 
     def _load(self) -> None:
@@ -288,14 +289,16 @@ class Values:
     def _agree(self) -> None:
         """Takes down what devices have, now that the model has it too or, of what somebody has looked at, had it."""
         seen, self._seen, self._misses = self._seen, {}, 0
-        self._agreed = {name: value for name, value in (self._in_model() | seen).items() if value is not None}
-        self._disturbed = set(seen)
+        self._synced = self._in_model()
+        self._agreed = {name: value for name, value in (self._synced | seen).items() if value is not None}
+        self._disturbed = set()
         self._unsure |= bool(seen)
         self._recovery.agreed(self._agreed)
 
     def follow(self, other: Values) -> None:
         """Goes on on other devices, that are to have the values that another's had."""
-        self._seen, self._disturbed, self._agreed = other._seen, other._disturbed, other._agreed
+        self._seen, self._disturbed = other._seen, other._disturbed
+        self._agreed, self._synced = other._agreed, other._synced
         self._pending_agreed = other._pending_agreed
 
     def replayed(self) -> None:
