@@ -19,7 +19,7 @@ def _packages() -> list[str]:
     outer = [
         name
         for name in find_packages(include=["dapple_tf", "dapple_tf.*", "graph_passes", "graph_passes.*"])
-        if not name.startswith(tuple(f"dapple_tf.{inner}" for inner in _INSIDE))  # links, where a system has these
+        if not name.startswith(tuple(f"dapple_tf.{inner}" for inner in _INSIDE))  # a checkout's names for these
     ]
     inside = [name for inner in _INSIDE for name in (inner, *(f"{inner}.{sub}" for sub in find_packages(inner)))]
     return [*outer, *(f"dapple_tf.{name}" for name in inside)]

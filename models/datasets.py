@@ -30,8 +30,19 @@ def pooled(x: Any, y: Any, weights: Any, batch_size: int, seed: int) -> tf.data.
     return untuned(dataset.prefetch(2))
 
 
-def _generated(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
-    return pooled(*ExampleBatch.of(model).trees(_POOL_BATCHES * batch_size), batch_size, seed)
+def generated(length: int | None = None) -> DataSource:
+    """Random numbers in the shapes that a model declares.
+
+    Args:
+        length: what axes are as long as that the model leaves open; None for one that it can be computed for.
+    """
+
+    def batches(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
+        examples = ExampleBatch.of(model, length=length).trees(_POOL_BATCHES * batch_size)
+        return pooled(*examples, batch_size, seed)
+
+    about = "random numbers that fit the model's inputs and loss, few enough to be learnt"
+    return DataSource("generated", about, batches)
 
 
 def _source_text(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
@@ -89,9 +100,7 @@ def _reversed_pairs(model: keras.Model, batch_size: int, seed: int) -> tf.data.D
     return pooled(*generated_data.reversed_pairs_for(model, _POOL_BATCHES * batch_size, seed), batch_size, seed)
 
 
-GENERATED = DataSource(
-    "generated", "random numbers that fit the model's inputs and loss, few enough to be learnt", _generated
-)
+GENERATED = generated()
 
 _DATASETS = (
     GENERATED,

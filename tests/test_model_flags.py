@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import pathlib
 import re
@@ -42,6 +43,14 @@ def parsed(*arguments: str, define: Callable[[flags.FlagValues], object]) -> obj
 
 
 # --- programs ---
+
+
+@pytest.mark.parametrize("name", ["models.registry", "tools.command"])
+def test_a_checkout_has_its_own_models_and_tools(name: str) -> None:
+    """Where symbolic links don't last, those of another checkout were run, if one was installed, or none."""
+    spec = importlib.util.find_spec(f"dapple_tf.{name}")
+    path = pathlib.Path(__file__).resolve().parents[1].joinpath(*name.split(".")).with_suffix(".py")
+    assert spec is not None and spec.origin is not None and pathlib.Path(spec.origin).resolve() == path
 
 
 @pytest.mark.parametrize("name", TOOLS)
@@ -213,6 +222,22 @@ def test_data_by_flag() -> None:
     assert isinstance(flag, ModelFlags)
     with pytest.raises(app.UsageError, match=r"--dataset=patern: unknown data 'patern' \(is it patterns"):
         flag.data()
+
+
+def test_length_of_open_axes() -> None:
+    """``dapple.profile(length=...)`` had no counterpart among the tools' flags."""
+
+    def flag(*arguments: str) -> ModelFlags:
+        made = parsed("--length=11", *arguments, define=lambda values: ModelFlags(values, data=True))
+        assert isinstance(made, ModelFlags)
+        return made
+
+    model = keras.Sequential([keras.Input((None, 3)), keras.layers.Conv1D(2, 3, strides=2), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y, _ = flag("--dataset=generated").data().example(model, 2)
+    assert (x.shape, y.shape) == ((2, 11, 3), (2, 5, 1))
+    with pytest.raises(app.UsageError, match="--length=11: the data 'source_text' have lengths of their own"):
+        flag().data()
 
 
 # --- profiles ---

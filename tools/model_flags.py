@@ -18,7 +18,7 @@ from absl import app, flags
 import dapple_tf as dapple
 from dapple_tf.data_files import read_text
 from dapple_tf.models import registry
-from dapple_tf.models.datasets import DATASETS, READERS
+from dapple_tf.models.datasets import DATASETS, GENERATED, READERS, generated
 from dapple_tf.models.sources import DataSource, ModelSource
 from dapple_tf.planning.plan import RECOMPUTE_MODES
 from dapple_tf.profiling.profile_text import parse_text
@@ -30,7 +30,7 @@ _POLICIES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
 
 
 class ModelFlags:
-    """``--model``, ``--mixed_precision`` and ``--seed``; with ``data``, ``--dataset`` too."""
+    """``--model``, ``--mixed_precision`` and ``--seed``; with ``data``, ``--dataset`` and ``--length`` too."""
 
     def __init__(self, values: flags.FlagValues, *, default: str | None = "gpt", data: bool = False) -> None:
         known = ", ".join(registry.MODELS)
@@ -51,8 +51,17 @@ class ModelFlags:
         self._seed = flags.DEFINE_integer(
             "seed", 0, "Seed of the weights, the data's order and dropout.", flag_values=values
         )
-        self._dataset = None
+        self._dataset = self._length = None
         if data:
+            self._length = flags.DEFINE_integer(
+                "length",
+                None,
+                f"What axes are as long as that the model leaves open, in generated data (--dataset={GENERATED.name}, "
+                f"which models from files have by default). By default 128, or another length that the model can be "
+                f"computed for.",
+                lower_bound=1,
+                flag_values=values,
+            )
             self._dataset = flags.DEFINE_string(
                 "dataset",
                 None,
@@ -96,9 +105,18 @@ class ModelFlags:
             app.UsageError: there are no such data.
         """
         if self._dataset is None or self._dataset.value is None:
-            return self.source().data
-        with blamed(f"--dataset={self._dataset.value}"):
-            return registry.find_data(self._dataset.value)
+            found = self.source().data
+        else:
+            with blamed(f"--dataset={self._dataset.value}"):
+                found = registry.find_data(self._dataset.value)
+        if self._length is None or self._length.value is None:
+            return found
+        check(
+            found is GENERATED,
+            f"--length={self._length.value}: the data {found.name!r} have lengths of their own; give "
+            f"--dataset={GENERATED.name}, or leave the flag out",
+        )
+        return generated(self._length.value)
 
     def build(self) -> keras.Model:
         """The compiled model; all seeds are set.

@@ -1,0 +1,5 @@
+"""The folder ``models/`` of a checkout, by the name that it is installed under."""
+
+import pathlib
+
+__path__ = [str(pathlib.Path(__file__).resolve().parents[2] / "models")]
