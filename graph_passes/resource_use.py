@@ -11,7 +11,8 @@ from graph_passes.graph import NodeDef, function_names
 from graph_passes.outline import FunctionDef
 from graph_passes.tensorflow_bridge import makes_resource, output_dtypes, takes_functions
 
-_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
+READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
+"""Ops that don't change the resources whose handles they take."""
 _PASSES_ON = frozenset({"Identity", "IdentityN"})
 # Op -> the data input that is the first argument of its functions.
 _FIRST_ARGUMENT = {
@@ -99,7 +100,7 @@ class ResourceUse:
 
     def _writes(self, node: NodeDef, at: int) -> bool:
         """Whether a node may change the resource that is its data input number ``at``."""
-        if node.op in _READS:
+        if node.op in READS:
             return False
         called = called_functions(node, self._functions)
         first = 0 if not self._primitive(node) else _FIRST_ARGUMENT.get(node.op)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
@@ -83,4 +84,8 @@ def _shapes(program: Program, graph: GraphDef) -> SliceShapes | None:
         shapes = SliceShapes.of(program, graph)
     except PassError:
         return None
-    return None if shapes.samples is None else shapes
+    if shapes.samples is None:
+        return None
+    with contextlib.suppress(PassError):  # Without that, sizes are told by axes.
+        return shapes.through_functions(program, shapes.found[0])  # Sizes behind a loop divide losses, too.
+    return shapes

@@ -11,13 +11,13 @@ from tensorflow.core.framework import types_pb2
 from graph_passes.call_order import CALLS
 from graph_passes.graph import COUNTABLE_DTYPES, Graph, GraphDef, NodeDef, PassError, Ref
 from graph_passes.operator_traits import draws
-from graph_passes.shape_values import shape_values
+from graph_passes.shape_values import ASKING, ShapeValues
 from graph_passes.spreads import CONSTANT, Coupling, Spread, all_shared, degree_of
 from graph_passes.tensorflow_bridge import Shape, function_graph, infer_shapes, is_stateful, output_dtypes
 
 Rule: TypeAlias = "Callable[[Interpreter, NodeDef], Spread | Sequence[Spread] | None]"
-_ASKING = frozenset({"Shape", "Size", "Rank"})
 _SOME_LENGTH = 48
+"""Of an axis of unknown length: how what is computed of it grows with the samples doesn't depend on which."""
 _DEEPEST = 8
 """Calls within calls that are looked into."""
 
@@ -68,11 +68,10 @@ class Interpreter:
     ) -> None:
         self.graph, self._rules, self._samples, self._shapes = graph, rules, samples, shapes
         self._loss_nodes, self._open_shapes, self._depth = loss_nodes, open_shapes, depth
-        self._values = [shape_values(graph, known, given) for known, given in zip(shapes, scalars, strict=True)]
+        self._values = [ShapeValues(graph, known, given) for known, given in zip(shapes, scalars, strict=True)]
         self._supposed = self._values
         if any(None in (shape or ()) for shape in shapes[0].values()):
-            lengths = [{ref: self._with_length(known, ref) for ref in known} for known in shapes]
-            self._supposed = [shape_values(graph, known, given) for known, given in zip(lengths, scalars, strict=True)]
+            self._supposed = [ShapeValues(graph, known, given) for known, given in zip(shapes, scalars, strict=True)]
         self._dtypes: dict[str, list[int]] = {}
         self.spreads: dict[Ref, Spread] = {}
         self.couplings: list[tuple[str, Coupling]] = []
@@ -82,6 +81,7 @@ class Interpreter:
         """Interprets all nodes; ``given`` are the spreads of placeholders."""
         self.spreads |= given
         for node in self.graph:
+            self._evaluate(node)
             if Ref(node.name) in given:
                 continue
             for output, spread in enumerate(self._outputs(node)):
@@ -99,7 +99,9 @@ class Interpreter:
                 return [Spread(varies=True, degree=1, known=known)]  # the number of rows that a mask leaves
             if np.isnan(numbers[0]).any():
                 numbers = self._numbers(self._supposed, Ref(node.name)) or numbers
-            if not np.isnan(numbers[0]).any() or node.op in _ASKING:
+            if np.isnan(numbers[0]).any() and any(spread.degree is None for spread in self.inputs(node)):
+                return [Spread(degree=None, known=known)]  # of lengths that nobody knows, perhaps the slice's own
+            if not np.isnan(numbers[0]).any() or node.op in ASKING:
                 return [Spread(degree=degree_of(*numbers, self._samples[1] / self._samples[0]), known=known)]
         if node.op in CALLS and self._depth < _DEEPEST:
             return self._called(node)
@@ -109,6 +111,16 @@ class Interpreter:
             if found is not None:
                 return [found] * count if isinstance(found, Spread) else list(found)
         return self.generic(node)
+
+    def _evaluate(self, node: NodeDef) -> None:
+        """What of the node follows from shapes; an axis with samples of unknown length has a row for each."""
+        spread = self.inputs(node)[0] if node.op in ASKING else CONSTANT
+        axis = None if spread.partial else spread.axis
+        for own, samples in zip(self._values, self._samples, strict=True):
+            own.add(node, axis, samples * spread.outer)
+        if self._supposed is not self._values:
+            for own, samples in zip(self._supposed, self._samples, strict=True):
+                own.add(node, axis, samples * spread.outer, _SOME_LENGTH)
 
     def _called(self, node: NodeDef) -> list[Spread]:
         """What a function makes of its arguments."""
@@ -132,9 +144,9 @@ class Interpreter:
             return self.generic(node)
         scalars = [
             {
-                inner: float(own[ref])
+                inner: float(own.values[ref])
                 for inner, ref in zip(arguments, refs, strict=True)
-                if ref in own and own[ref].ndim == 0
+                if ref in own.values and own.values[ref].ndim == 0
             }
             for own in self._values
         ]
@@ -176,19 +188,9 @@ class Interpreter:
         return self._numbers(self._values, ref)
 
     @staticmethod
-    def _numbers(values: Sequence[Mapping[Ref, np.ndarray]], ref: Ref) -> tuple[np.ndarray, np.ndarray] | None:
-        few, many = (known.get(ref) for known in values)
+    def _numbers(values: Sequence[ShapeValues], ref: Ref) -> tuple[np.ndarray, np.ndarray] | None:
+        few, many = (own.values.get(ref) for own in values)
         return None if few is None or many is None else (few, many)
-
-    def _with_length(self, shapes: Mapping[Ref, Shape | None], ref: Ref) -> Shape | None:
-        """A shape in which lengths that nobody knows are some number, beside an axis with the samples.
-
-        How a value grows with the samples doesn't depend on which. Without such an axis the samples may be in these.
-        """
-        shape = shapes[ref]
-        if shape is None or None not in shape or not self.growing(ref):
-            return shape
-        return tuple(_SOME_LENGTH if size is None else size for size in shape)
 
     def integers(self, ref: Ref) -> list[int] | None:
         """The value of a small tensor that is the same for all slices."""

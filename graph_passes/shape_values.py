@@ -13,6 +13,8 @@ from graph_passes.tensorflow_bridge import Shape, constant_value
 
 _LARGEST = 1024
 """Elements of a tensor whose value is computed: shapes, axes and counts are small."""
+ASKING = frozenset({"Shape", "Size", "Rank"})
+"""Ops that tell something of their input's shape."""
 _UNARY: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Identity": np.array,
     "StopGradient": np.array,
@@ -42,35 +44,51 @@ _BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 _REDUCED: dict[str, Any] = {"Prod": np.prod, "Sum": np.sum, "Max": np.max, "Min": np.min}
 
 
-def shape_values(
-    graph: Graph, shapes: Mapping[Ref, Shape | None], scalars: Mapping[Ref, float]
-) -> dict[Ref, np.ndarray]:
+class ShapeValues:
     """The values of small tensors that follow from shapes and constants; not a number where a length is unknown.
 
-    Args:
-        graph: a flat graph, producers first.
-        shapes: of its tensors.
-        scalars: values of some placeholders.
+    Attributes:
+        values: those found so far.
     """
-    values: dict[Ref, np.ndarray] = {ref: np.array(value, np.float64) for ref, value in scalars.items()}
-    with np.errstate(all="ignore"):
-        for node in graph:
-            refs = graph.inputs(node.name)
-            inputs = [values.get(ref) for ref in refs]
-            own = Ref(node.name)
-            if own in values:
-                continue
-            if node.op in ("Shape", "Size", "Rank"):
-                result = _asked(node.op, shapes.get(refs[0]))
+
+    def __init__(self, graph: Graph, shapes: Mapping[Ref, Shape | None], scalars: Mapping[Ref, float]) -> None:
+        """Knows nothing of the graph's nodes yet.
+
+        Args:
+            graph: a flat graph.
+            shapes: of its tensors.
+            scalars: values of some placeholders.
+        """
+        self._graph, self._shapes = graph, shapes
+        self.values = {ref: np.array(value, np.float64) for ref, value in scalars.items()}
+
+    def add(self, node: NodeDef, axis: int | None, length: int, others: int | None = None) -> None:
+        """Computes a node's value, if it has one; those before it have been added.
+
+        Args:
+            node: the node.
+            axis: the axis of its first input with the samples; None where there is none.
+            length: what that is taken to have, should it not be known.
+            others: what other axes beside it are taken to have likewise.
+        """
+        own, refs = Ref(node.name), self._graph.inputs(node.name)
+        if own in self.values:
+            return
+        inputs = [self.values.get(ref) for ref in refs]
+        result = None
+        with np.errstate(all="ignore"):
+            if node.op in ASKING:
+                shape = self._shapes.get(refs[0])
+                if shape is not None and axis is not None:
+                    lengths = [length if own == axis else others for own in range(len(shape))]
+                    shape = tuple(a if b is None else b for a, b in zip(lengths, shape, strict=True))
+                result = _asked(node.op, shape)
             elif node.op == "Const":
                 result = _constant(node)
             elif inputs and all(value is not None for value in inputs):
                 result = _computed(node, [value for value in inputs if value is not None])
-            else:
-                continue
-            if result is not None and result.size <= _LARGEST:
-                values[own] = result
-    return values
+        if result is not None and result.size <= _LARGEST:
+            self.values[own] = result
 
 
 def _asked(op: str, shape: Shape | None) -> np.ndarray | None:

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from equivalence import TOLERANCE, assert_same_variables, assert_same_variables_after, pair, pipeline, use_float64
 from step_programs import built_of_model
 
@@ -183,6 +184,45 @@ def test_an_optimizer_that_couples_stages_is_refused() -> None:
     pipelined = pipeline(model, ["flat"], (1, 1), 1, 7)
     with pytest.raises(dapple.CaptureError, match="couples variables of several stages"):
         pipelined.train_on_batch(TOKENS, TARGETS)
+
+
+class Centralized(optimizers.SGD):
+    """Overrides what Keras' steps call."""
+
+    def apply_gradients(self, grads_and_vars: Any, **options: Any) -> Any:
+        whole = [(tf.convert_to_tensor(gradient), variable) for gradient, variable in grads_and_vars]
+        centred = [(gradient - tf.reduce_mean(gradient, axis=0), variable) for gradient, variable in whole]
+        return super().apply_gradients(centred, **options)
+
+
+def test_what_an_optimizer_does_in_apply_gradients_is_done() -> None:
+    """Steps called its ``apply`` instead, without a word."""
+    use_float64()
+    model, plain = pair(lambda: model_with(lambda: Centralized(0.1, momentum=0.9)))
+    assert_same_variables_after(2, pipeline(model, ["flat"], (2, 1), 2, 7), plain, TOKENS, TARGETS)
+
+
+class ClippedTogether(optimizers.SGD):
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        super().apply(tf.clip_by_global_norm(list(grads), 0.05)[0], trainable_variables)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_optimizer_that_couples_gradients_of_stages_is_refused(scaled: bool) -> None:
+    """Each stage clipped by the norm of its own gradients, without a word; in a stage for itself it is right."""
+    use_float64()
+
+    def build() -> keras.Model:
+        own = ClippedTogether(0.1)
+        return model_with(lambda: optimizers.LossScaleOptimizer(own) if scaled else own)
+
+    pipelined = pipeline(build(), ["flat"], (1, 1), 1, 7)
+    coupled = r"ClippedTogether.*'embedding/embeddings' and 'hidden/kernel'.*one stage"
+    with pytest.raises(dapple.CaptureError, match=coupled):
+        pipelined.train_on_batch(TOKENS, TARGETS)
+    if not scaled:
+        model, plain = pair(build)
+        assert_same_variables_after(1, pipeline(model, [], (2,), 2, 7), plain, TOKENS, TARGETS)
 
 
 @pytest.mark.parametrize("name", ["adamw", "ema", "loss_scale_optimizer"])

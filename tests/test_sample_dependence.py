@@ -13,6 +13,22 @@ from graph_passes.program import Program, Roles, Slice, Variable, VariableKind
 from graph_passes.sample_dependence import SampleDependence, sample_dependence
 from graph_passes.spreads import Coupling, Spread
 
+
+def behind_a_loop(x: Any, w: Any) -> Any:
+    """The features of all samples, [5, samples]; TensorFlow's own inference doesn't know how many samples."""
+    return tf.map_fn(tf.tanh, tf.transpose(x) * w[:, None])
+
+
+def behind_python(x: Any, w: Any) -> Any:
+    """The same as the samples, of which nobody but Python knows how many."""
+    return tf.ensure_shape(tf.numpy_function(lambda a: a, [x * w], tf.float32), [None, 5])
+
+
+def mean_by_size(x: Any) -> Any:
+    """As Keras' losses compute it where a shape isn't known: it was taken for a sum there."""
+    return tf.reduce_sum(x) / tf.cast(tf.reduce_prod(tf.shape(x)), x.dtype)
+
+
 LOSS = frozenset({"result", "part"})
 
 
@@ -49,6 +65,8 @@ SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {
         lambda x, w: tf.reduce_sum(x) / tf.cast(tf.size(x), tf.float32),
         Spread(varies=True),
     ),
+    "a mean behind a loop": (lambda x, w: mean_by_size(behind_a_loop(x, w)), Spread(varies=True, known=False)),
+    "a mean behind Python code": (lambda x, w: mean_by_size(behind_python(x, w)), Spread(varies=True, known=False)),
     "a sum of both": (lambda x, w: tf.reduce_sum(x) + tf.reduce_mean(x), Spread(varies=True, degree=None)),
     "a regularizer": (lambda x, w: tf.nn.l2_loss(w), Spread(known=False)),
     "places": (lambda x, w: tf.range(tf.shape(x)[0]), Spread(0, place=True)),

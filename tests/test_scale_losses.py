@@ -139,6 +139,27 @@ def test_state_that_counts_samples_counts_those_of_all_slices() -> None:
 
 
 @pytest.mark.slow
+def test_the_mean_of_what_a_loop_makes_is_a_mean() -> None:
+    """Behind an LSTM nobody asked how many samples there were: the mean was taken for a sum, once for each slice."""
+
+    def build() -> keras.Model:
+        tokens = keras.Input((4, 3))
+        x = layers.LSTM(3, return_sequences=True)(layers.Dense(3, name="first")(tokens))
+        model = keras.Model(tokens, layers.Dense(2, activation="softmax")(x))
+        model.compile(keras.optimizers.SGD(0.1), "categorical_crossentropy")
+        return model
+
+    use_float64()
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(7, 4, 3)), np.eye(2)[rng.integers(0, 2, size=(7, 4))]
+    model, plain = pair(build)
+    pipelined = pipeline(model, ["first"], (1, 2), 2, 7)
+    assert pipelined.train_on_batch(x, y) == pytest.approx(plain.train_on_batch(x, y), rel=1e-6)
+    pipelined.sync()
+    assert pipelined.notes == ()
+    assert_same_variables(model, plain, TOLERANCE["float64"])
+
+
 @pytest.mark.parametrize("loss", TOLD)
 def test_a_loss_that_slices_cannot_add_up_is_told(loss: str) -> None:
     function, kind = TOLD[loss]

@@ -242,7 +242,7 @@ class _Tracing:
 
     def _trace_own_step(self, scope: TraceScope, reads: OptimizerReads, data: Any) -> None:
         """A ``train_step`` or ``test_step`` of the model's own."""
-        logs, terms = run_own_step(self.model, f"{self.mode.value}_step", scope, reads, data)
+        logs, terms = run_own_step(self.model, self.table, f"{self.mode.value}_step", scope, reads, data)
         self.model_end = max((call.stop for call in self.calls), default=len(self.graph.get_operations()))
         if self.mode is Mode.TRAIN:
             # Of one number for each sample a tape differentiates the sum, to which those of the slices add up.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import tensorflow as tf
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.initialization import deferred_like
 from dapple_tf.frontend.variables import VariableTable
+from graph_passes.gradient_flow import gradients_behind
 from graph_passes.graph import Graph, Ref
 from graph_passes.group_update import Captured, GroupUpdate
 from graph_passes.program import VariableKind
@@ -73,6 +75,8 @@ def capture_updates(
         loss_dtype: dtype of the loss.
     """
     split = len(groups) > 1
+    if split and not _by_keras(optimizer):
+        _check_apart(optimizer, table, list(groups.values()), sliced)
     clip_norm = _inner(optimizer).global_clipnorm if split else None
     guarded = split and isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None
@@ -108,6 +112,50 @@ def _with_own_counters(update: GroupUpdate, shared: Container[str]) -> GroupUpda
     return dataclasses.replace(
         update, apply=apply, statistics=of_group(update.statistics), loss_scale=of_group(update.loss_scale)
     )
+
+
+def _by_keras(optimizer: Any) -> bool:
+    """Whether Keras itself defines what an optimizer does: it updates each parameter by its own gradient then."""
+    classes = itertools.chain(type(optimizer).__mro__, type(_inner(optimizer)).__mro__)
+    return all(each.__module__.partition(".")[0] in ("keras", "tensorflow", "builtins") for each in classes)
+
+
+def _check_apart(
+    optimizer: Any, table: VariableTable, groups: Sequence[Sequence[str]], sliced: Mapping[str, tf.DType]
+) -> None:
+    """Refuses an optimizer that computes anything of gradients of several groups together.
+
+    The norm of all gradients in an ``apply`` of its own, say: each group would have a norm of its own.
+    """
+    names = [name for group in groups for name in group]
+    variables = [table.keras_variables[name] for name in names]
+    inner = _inner(optimizer)
+    by = table.applied_by if inner is optimizer else "apply"
+
+    def apply(gradients: Gradients, totals: tf.Tensor | None) -> list[tf.Tensor]:
+        _apply(inner, by, gradients, variables)
+        return []
+
+    with _restricted_to(inner, variables, clips=False):
+        captured = _capture(table, names, sliced, apply)
+    number = {name: index for index, group in enumerate(groups) for name in group}
+    for variable, gradients in gradients_behind(captured).items():
+        several = {number[name]: name for name in sorted(gradients, key=names.index, reverse=True)}
+        if len(several) > 1:
+            first, second = sorted(several.values(), key=names.index)[:2]
+            raise CaptureError(
+                f"optimizer {type(inner).__name__} updates {variable!r} by the gradients of {first!r} and {second!r}: "
+                f"an update that couples variables of several stages isn't supported; put these layers into one "
+                f"stage, or clip by the optimizer's own global_clipnorm"
+            )
+
+
+def _apply(optimizer: Any, by: str, gradients: Gradients, variables: Sequence[keras.Variable]) -> None:
+    """Applies gradients by the method that steps call."""
+    if by == "apply":
+        optimizer.apply(gradients, variables)
+    else:
+        optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
 
 
 def _inner(optimizer: Any) -> Any:
@@ -162,7 +210,7 @@ def _capture_apply(
             assert totals is not None
             poison = tf.where(totals[1] > 0, tf.constant(float("nan"), tf.float64), tf.zeros([], tf.float64))
             gradients = _mapped(gradients, lambda gradient: gradient + tf.cast(poison, gradient.dtype))
-        optimizer.apply(gradients, variables)
+        _apply(optimizer, table.applied_by, gradients, variables)
         return []
 
     with _restricted_to(optimizer, variables, clips=clip_norm is None):

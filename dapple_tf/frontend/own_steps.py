@@ -19,6 +19,7 @@ from dapple_tf.frontend.patching import replaced
 from dapple_tf.frontend.step_logs import check_logs
 from dapple_tf.frontend.trace_scope import TraceScope
 from dapple_tf.frontend.traced_logs import OptimizerReads
+from dapple_tf.frontend.variables import VariableTable
 
 _STEPS = ("train_step", "test_step", "predict_step")
 
@@ -38,6 +39,7 @@ class OwnStep:
 
     Attributes:
         terms: what it has differentiated: the sum of all numbers of these tensors.
+        applied_by: the optimizer's method that it has called.
     """
 
     def __init__(self, model: keras.Model, scope: TraceScope, reads: OptimizerReads) -> None:
@@ -47,6 +49,7 @@ class OwnStep:
         self._gradients: list[tuple[tf.Tensor, keras.Variable]] = []
         self._applied = self._scaled = False
         self.terms: list[tf.Tensor] = []
+        self.applied_by = "apply"
 
     def _refused(self, why: str) -> CaptureError:
         return CaptureError(
@@ -139,6 +142,7 @@ class OwnStep:
         def apply_gradients(optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *__: Any, **___: Any) -> None:
             gradients, variables = zip(*grads_and_vars, strict=True)
             apply(optimizer, gradients, variables)
+            self.applied_by = "apply_gradients"
 
         return apply_gradients
 
@@ -152,12 +156,13 @@ class OwnStep:
 
 
 def run_own_step(
-    model: keras.Model, name: str, scope: TraceScope, reads: OptimizerReads, data: Any
+    model: keras.Model, table: VariableTable, name: str, scope: TraceScope, reads: OptimizerReads, data: Any
 ) -> tuple[Any, list[tf.Tensor]]:
     """Runs a step of a model's own while it is traced.
 
     Args:
         model: the model.
+        table: names of its variables, which is told by what method the step applies gradients.
         name: ``"train_step"`` or ``"test_step"``.
         scope: has the values of its variables.
         reads: has those of the optimizer's.
@@ -176,6 +181,7 @@ def run_own_step(
     check_logs(model, name, logs)
     if trains:
         own.check()
+        table.applied_by = own.applied_by
     return logs, own.terms
 
 
@@ -213,6 +219,12 @@ def plain_gradients(model: keras.Model, data: Any) -> tuple[tf.Tensor, list[tf.T
 
         return call
 
+    def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(own: Any, grads_and_vars: Iterable[tuple[Any, Any]], *_: Any, **__: Any) -> None:
+            apply(original)(own, *zip(*grads_and_vars, strict=True))
+
+        return call
+
     def gradient(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(tape: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
             if any(
@@ -226,6 +238,7 @@ def plain_gradients(model: keras.Model, data: Any) -> tuple[tf.Tensor, list[tf.T
     with (
         replaced(tf.GradientTape, "gradient", gradient),
         replaced(_definer(optimizer, "apply"), "apply", apply),
+        replaced(_definer(optimizer, "apply_gradients"), "apply_gradients", apply_gradients),
         replaced(_definer(optimizer, "scale_loss"), "scale_loss", lambda _: lambda _, loss: loss),
     ):
         model.train_step(data)

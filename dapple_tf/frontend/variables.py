@@ -34,6 +34,7 @@ class VariableTable:
     Attributes:
         keras_variables: name -> Keras variable.
         logs: "train" or "test" -> what a step of the model's own returns, see `own_steps.py`.
+        applied_by: the optimizer's method that steps call: Keras' own do that, a step of the model's own says which.
         outputs: key of batches' structure -> structure of what prediction gives for such, with 0 for each array.
         batch_logs: ("train" or "test", number of a log) -> what it adds up to over the slices of one batch.
     """
@@ -41,6 +42,7 @@ class VariableTable:
     def __init__(self, model: keras.Model) -> None:
         self._names = Names()
         self.logs: dict[str, StepLogs] = {}
+        self.applied_by = "apply_gradients"
         self.outputs: dict[str, Any] = {}
         self.batch_logs: dict[tuple[str, int], keras.Variable] = {}
         self.keras_variables: dict[str, keras.Variable] = {}
