@@ -21,12 +21,16 @@ from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.notes import Note, notes_of
 from dapple_tf.planning.plan import Plan
 from dapple_tf.profiling.example_batch import labels_of_outputs
+from dapple_tf.progress import Progress
 from graph_passes.assign_stages import AssignStages, find_call
 from graph_passes.pass_manager import run_passes
 from graph_passes.program import LayerCall, Program
 from graph_passes.slice_shapes import LengthsUnknownError
 
 logger = logging.getLogger(__name__)
+
+_PATIENCE = 2.0
+"""Seconds before anything is shown."""
 
 
 def check_cuts(model: keras.Model, plan: Plan, addresses: Sequence[str] = ()) -> None:
@@ -77,13 +81,15 @@ def examine(model: keras.Model, passes: StepPasses) -> tuple[Note, ...] | None:
     if spec is None or own_steps(model):
         check_cuts(model, plan, addresses)
         return None
-    with _loss_for_guessed_labels(model, spec) as labeled:
-        if labeled is not None:
-            try:
-                return _notes(capture(model, VariableTable(model), Mode.TRAIN, labeled), passes)
-            except Exception as error:  # The loss may take other labels, which the first batch brings.
-                logger.debug("the loss of model %r isn't known without labels: %s", model.name, reason(error))
-    return _notes(capture(model, VariableTable(model), Mode.PREDICT, spec, training=True), passes)
+    with Progress("examining the model", patience=_PATIENCE) as bar:
+        bar.step("what computes across samples")
+        with _loss_for_guessed_labels(model, spec) as labeled:
+            if labeled is not None:
+                try:
+                    return _notes(capture(model, VariableTable(model), Mode.TRAIN, labeled), passes)
+                except Exception as error:  # The loss may take other labels, which the first batch brings.
+                    logger.debug("the loss of model %r isn't known without labels: %s", model.name, reason(error))
+        return _notes(capture(model, VariableTable(model), Mode.PREDICT, spec, training=True), passes)
 
 
 def _notes(program: Program, passes: StepPasses) -> tuple[Note, ...] | None:

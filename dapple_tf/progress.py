@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from collections.abc import Callable
 
 _PATIENCE = 1.0
 """Seconds before anything is shown."""
 _INTERVAL = 0.1
 """Seconds between two updates."""
+_TICK = 1.0
+"""Seconds after which the line is written again while nothing new is told, so that its clock goes on."""
 
 
 class Progress:
@@ -22,14 +26,28 @@ class Progress:
         title: what is being done.
         total: how many steps there are; None if that isn't known.
         shown: whether to show it; None shows it on a terminal and in a notebook.
+        patience: seconds before anything is shown.
+        before: called before the line is shown, where another may stand in the terminal.
     """
 
-    def __init__(self, title: str, total: int | None = None, *, shown: bool | None = None) -> None:
+    def __init__(
+        self,
+        title: str,
+        total: int | None = None,
+        *,
+        shown: bool | None = None,
+        patience: float | None = None,
+        before: Callable[[], object] | None = None,
+    ) -> None:
         self.title, self.total = title, total
         self._shown = _is_watched() if shown is None else shown
+        self._patience, self._before = _PATIENCE if patience is None else patience, before
         self._started = time.monotonic()
         self._updated = 0.0
+        self._text = ""
         self._width = 0
+        self._lock = threading.RLock()
+        self._closed: threading.Event | None = None  # ends the thread that keeps the clock going; None without one
         self.done = 0
 
     def __enter__(self) -> Progress:
@@ -40,28 +58,23 @@ class Progress:
 
     def step(self, text: str = "", *, now: bool = False) -> None:
         """Tells that one more step is done, and what comes; that it is long, with ``now``, which waits for nothing."""
-        self._step(text, soon=now)
+        with self._lock:
+            self.done += 1
+            self._text = text
+            if not self._shown:
+                return
+            time_is_up = time.monotonic() - self._started >= self._patience
+            if now or (time_is_up and time.monotonic() - self._updated >= _INTERVAL):
+                self._show()
+            self._keep_ticking()
 
     def say(self, text: str) -> None:
         """Leaves a line in the terminal."""
         if self._shown:
-            self.close()
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
-
-    def _step(self, text: str, soon: bool) -> None:
-        self.done += 1
-        now = time.monotonic()
-        if not self._shown:
-            return
-        if not soon and (now - self._started < _PATIENCE or now - self._updated < _INTERVAL):
-            return
-        self._updated = now
-        count = f" {self.done}/{self.total}" if self.total else ""
-        line = f"{self.title}{count}: {text} ({now - self._started:.0f} s)"
-        sys.stderr.write("\r" + line.ljust(self._width))
-        sys.stderr.flush()
-        self._width = len(line)
+            with self._lock:
+                self.close()
+                sys.stderr.write(f"{text}\n")
+                sys.stderr.flush()
 
     def at(self, text: str, share: float) -> None:
         """Tells how far it is: a share from 0 to 1 of ``total``, and what is being done."""
@@ -70,10 +83,42 @@ class Progress:
 
     def close(self) -> None:
         """Removes the line."""
-        if self._width:
-            sys.stderr.write("\r" + " " * self._width + "\r")
-            sys.stderr.flush()
-            self._width = 0
+        with self._lock:
+            if self._closed is not None:
+                self._closed.set()
+                self._closed = None
+            if self._width:
+                sys.stderr.write("\r" + " " * self._width + "\r")
+                sys.stderr.flush()
+                self._width = 0
+
+    def tick(self) -> None:
+        """Shows how late it is."""
+        with self._lock:
+            if time.monotonic() - self._started >= self._patience:
+                self._show()
+
+    def _show(self) -> None:
+        if not self._width and self._before is not None:
+            self._before()
+        self._updated = time.monotonic()
+        count = f" {self.done}/{self.total}" if self.total else ""
+        line = f"{self.title}{count}: {self._text} ({self._updated - self._started:.0f} s)"
+        sys.stderr.write("\r" + line.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(line)
+
+    def _keep_ticking(self) -> None:
+        """Starts the thread that shows the time while a step is long, unless it is there."""
+        if self._closed is None:
+            self._closed = threading.Event()
+            threading.Thread(target=self._run, args=(self._closed,), name="progress", daemon=True).start()
+
+    def _run(self, closed: threading.Event) -> None:
+        while not closed.wait(_TICK):
+            with self._lock:
+                if not closed.is_set():
+                    self.tick()
 
 
 def _is_watched() -> bool:

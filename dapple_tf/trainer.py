@@ -168,6 +168,7 @@ class PipelinedModel(Inspection, KerasMethods):
             self._steps_left = 0
             if method == "fit":
                 self._watch_by(kwargs.get("callbacks"), stack)
+            if method in ("fit", "evaluate", "predict"):
                 stack.enter_context(beside_progress_bar(kwargs.get("verbose", "auto")))
             if method == "fit" or kwargs.get("callbacks") is not None:
                 kwargs["callbacks"] = stack.enter_context(with_sync(kwargs.get("callbacks"), hooks))

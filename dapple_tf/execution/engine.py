@@ -23,6 +23,7 @@ from dapple_tf.clusters.session import PreparedRun, add_to_graph, collective_key
 from dapple_tf.errors import CaptureError, DappleError, WorkerLostError
 from dapple_tf.execution.builds import Build, Kind, StepRequest, StepResult, StepSource
 from dapple_tf.execution.device_state import DeviceState
+from dapple_tf.execution.preparation import Preparation
 from dapple_tf.execution.step_passes import StepPasses, first_step_pass
 from dapple_tf.execution.terminal import without_profiler_lines
 from dapple_tf.frontend.batch import BatchSpec
@@ -45,7 +46,7 @@ from dapple_tf.values.parameter_groups import Places, group_updates, holdings, o
 from dapple_tf.view.timeline import device_labels
 from graph_passes.accumulate import accumulated_gradients
 from graph_passes.graph import GraphDef, PassError
-from graph_passes.pass_manager import Pass, Timing, run_passes
+from graph_passes.pass_manager import Pass, run_passes
 from graph_passes.program import Layout, Program, Step, Variable
 from graph_passes.replicate import sum_keys
 from graph_passes.storage import bytes_of
@@ -70,7 +71,7 @@ class Engine:
         placer: places single operators; None where stages run as a whole.
         faults: how patient to be with its workers.
         table: names of the model's variables.
-        timing: seconds of each pass so far.
+        timing: seconds of each pass so far; tells what is prepared.
         state: the values that devices have.
         running: whether a step is.
         notes: where training isn't the same as plain Keras.
@@ -102,7 +103,7 @@ class Engine:
         self._places: Places = {}
         self._trained_places = False
         self.table = VariableTable(model)
-        self.timing = Timing()
+        self.timing = Preparation()
         self._hosts: dict[str, tuple[int, ...]] = {}
         self._optimizer_variables: dict[tuple[int, ...], tuple[Variable, ...]] = {}
         self._builds: dict[tuple[Mode, str, bool], Build] = {}
@@ -170,7 +171,8 @@ class Engine:
         prefix = f"{mode.value}{next(self._numbers)}_"
         captured, slices = program, self.passes.slices
         try:
-            program = run_passes(captured, self.passes.stage_passes(mode, prefix), instruments=[self.timing])
+            passes = self.passes.stage_passes(mode, prefix)
+            program = run_passes(captured, passes, instruments=self.timing.of_passes(passes))
         except PassError as error:
             why = pairs(captured, slices)
             if not why:
@@ -285,10 +287,9 @@ class Engine:
         layout = self.layout(built, kind.samples)
         keys = collective_keys(sum_keys(built.program, layout))
         passes = self.passes.step_passes(built, kind, self.schedule(built, layout), hosts, keys)
-        instruments = [self.timing]
-        program = run_passes(
-            built.program, passes, first=first_step_pass(passes), instruments=instruments, complete=True
-        )
+        first = first_step_pass(passes)
+        instruments = self.timing.of_passes(passes, first)
+        program = run_passes(built.program, passes, first=first, instruments=instruments, complete=True)
         return program, passes
 
     def _import(self, graph: GraphDef, name: str) -> None:
@@ -326,14 +327,14 @@ class Engine:
         built = self.prepare(mode, spec, training=training)
         if mode is Mode.TRAIN and not want_gradients:
             self.state.push_learning_rate()
-        carries = mode is Mode.TRAIN and not want_gradients and bool(built.carried)
+        carries = self._carries(built, want_gradients)
         if self.state.left_over != (built.flush if carries else None):
             self.state.flush()
         arrays = on_host(built.program, arrays)
         samples = arrays[0].shape[0]
-        apart = want_gradients and self.placer is not None
-        apart = apart or ((want_gradients or trace) and self.passes.joins(built, samples))
-        prefix, step = self.step(built, Kind(samples, carries, self.state.left_over is not None, apart))
+        prefix, step = self.step(built, self._kind(built, samples, want_gradients=want_gradients, trace=trace))
+        if prefix not in self._longest:
+            self.timing.tell("TensorFlow prepares the step")
 
         request = StepRequest.of(built, prefix, step, want_gradients)
         running = {} if metrics is None else metrics
@@ -364,6 +365,35 @@ class Engine:
             gradients=result["gradients"],
             traced=traced,
         )
+
+    def _carries(self, built: Build, want_gradients: bool) -> bool:
+        """Whether a step leaves updates to the next one."""
+        return built.mode is Mode.TRAIN and not want_gradients and bool(built.carried)
+
+    def _kind(self, built: Build, samples: int, *, want_gradients: bool = False, trace: bool = False) -> Kind:
+        """The step that is next, when what another kind has left has been flushed."""
+        apart = want_gradients and self.placer is not None
+        apart = apart or ((want_gradients or trace) and self.passes.joins(built, samples))
+        head = self.state.left_over is not None
+        return Kind(samples, self._carries(built, want_gradients), head, apart)
+
+    def has_run(
+        self, mode: Mode, spec: BatchSpec, samples: int, *, training: bool | None = None, **options: bool
+    ) -> bool:
+        """Whether such a step has run already, so that nothing needs to be prepared.
+
+        Args:
+            mode: of the step.
+            spec: structure of the batch.
+            samples: of the batch.
+            training: as for `run`.
+            options: ``want_gradients`` and ``trace``, as for `run`.
+        """
+        built = self._builds.get((mode, spec.key, mode is Mode.TRAIN if training is None else training))
+        if built is None:
+            return False
+        step = built.steps.get(self._kind(built, samples, **options))
+        return step is not None and step[0] in self._longest
 
     def _run_step(self, request: StepRequest, values: Sequence[Any], metadata: Any, seconds: float | None) -> Any:
         """What a step gives for these values of its placeholders."""

@@ -23,6 +23,7 @@ from dapple_tf.errors import DappleError, StepError, WorkerLostError, reason
 from dapple_tf.execution.builds import StepResult
 from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.recovery import FaultRecord, Recovery, learning_rate
+from dapple_tf.execution.terminal import batch_done
 from dapple_tf.execution.values import Values
 from dapple_tf.frontend.batch import Batch, BatchSpec
 from dapple_tf.frontend.capture import Mode
@@ -277,14 +278,17 @@ class Runtime:
         """
 
         def step() -> StepResult:
-            self.values.prepare(mode, batch.spec, training)
-            self._watch()
-            metrics = self.metrics.feeds() if mode is not Mode.PREDICT else None
-            return self.engine.run(mode, batch.spec, batch.arrays, training=training, metrics=metrics, **options)
+            with self._shown(mode, batch, training=training, **options):
+                self.values.prepare(mode, batch.spec, training)
+                self._watch()
+                metrics = self.metrics.feeds() if mode is not Mode.PREDICT else None
+                return self.engine.run(mode, batch.spec, batch.arrays, training=training, metrics=metrics, **options)
 
         self._others_first()
         try:
-            return self._surviving(step)
+            result = self._surviving(step)
+            batch_done()
+            return result
         except tf.errors.OpError as error:
             lost = self.engine.state.ahead
             if lost:
@@ -294,6 +298,13 @@ class Runtime:
             told = [note for note in self.engine.notes.latest or () if note.kind is NoteKind.PAIRS]
             cause += "".join(f"; layer {note.layer!r} {note.text}; {note.way_out}" for note in told)
             raise StepError(f"a {mode.value} step failed: {cause}{kept}") from error
+
+    def _shown(self, mode: Mode, batch: Batch, **options: Any) -> contextlib.AbstractContextManager[None]:
+        """Within it, what is prepared is shown, unless nothing has to be, or it only measures."""
+        samples = batch.arrays[0].shape[0]
+        if self._apart or self.engine.has_run(mode, batch.spec, samples, **options):
+            return contextlib.nullcontext()
+        return self.engine.timing.shown(mode, samples)
 
     def _surviving(self, function: Callable[[], _T]) -> _T:
         """Calls something that uses the devices, again if a worker was lost and the faults' policy is to go on."""

@@ -39,9 +39,26 @@ def without_profiler_lines() -> Iterator[None]:
                     shown.writelines(line for line in file if not _PROFILER.match(line))
 
 
+_bars: list[bool] = []
+"""For each call of Keras that shows its progress bar, the innermost last: whether the bar has been drawn by now."""
+
+
+def batch_done() -> None:
+    """Notes that Keras is about to draw its progress bar, if it does."""
+    if _bars:
+        _bars[-1] = True
+
+
+def leave_progress_bar() -> None:
+    """Begins a new line, if Keras' progress bar stands in the current one."""
+    if _bars and _bars[-1]:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
 @contextlib.contextmanager
 def beside_progress_bar(verbose: object) -> Iterator[None]:
-    """Log messages that go to the terminal begin on a new line, if Keras' progress bar stands in the current one.
+    """Log messages that go to the terminal begin on a new line, as Keras' progress bar may stand in the current one.
 
     Args:
         verbose: as for ``fit``; ``auto`` and 1 show the bar.
@@ -49,6 +66,7 @@ def beside_progress_bar(verbose: object) -> Iterator[None]:
     if verbose not in ("auto", 1):
         yield
         return
+    _bars.append(False)
 
     def on_a_new_line(_: logging.LogRecord) -> bool:
         sys.stdout.write("\n")
@@ -66,5 +84,6 @@ def beside_progress_bar(verbose: object) -> Iterator[None]:
     try:
         yield
     finally:
+        _bars.pop()
         for handler in shown:
             handler.removeFilter(on_a_new_line)
