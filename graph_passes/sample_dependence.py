@@ -7,6 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from graph_passes.graph import Graph, GraphDef, PassError, Ref
+from graph_passes.operator_shapes import BRANCHES, LOOPS, ShapeInference
 from graph_passes.program import Program
 from graph_passes.sample_interpreter import Interpreter, Whole
 from graph_passes.sample_rules import RULES
@@ -71,11 +72,31 @@ def sample_dependence(
     open_shapes = {
         name for name, axes in sources.items() if axes is None or any(axis.dependence not in told for axis in axes)
     }
-    interpreter = Interpreter(graph, RULES, shapes.samples, shapes.found[:2], scalars, loss_nodes, open_shapes)
+    inference = ShapeInference(program.graph.library)
+    found: Sequence[Mapping[Ref, Shape | None]] = shapes.found[:2]
+    elements: Sequence[Mapping[Ref, Shape]] = ({}, {})
+    if any(node.op in (*LOOPS, *BRANCHES) for node in graph):
+        number = roles.slice.samples
+        known = [
+            inference.of(graph.graph, inputs, values={number: samples})
+            for inputs, samples in zip(shapes.assumed, shapes.samples, strict=False)
+        ]
+        found, elements = [one.shapes for one in known], [one.elements for one in known]
+    interpreter = Interpreter(
+        graph,
+        RULES,
+        shapes.samples,
+        found,
+        scalars,
+        loss_nodes,
+        open_shapes,
+        elements=elements,
+        inference=inference,
+    )
     interpreter.run(spreads)
     pairs = [(ref.node, Coupling.PAIRS) for ref in outputs if ref.node in graph and len(interpreter.growing(ref)) > 1]
     couplings = list(dict.fromkeys([*interpreter.couplings, *pairs]))
-    return SampleDependence(interpreter.spreads, couplings, interpreter.wholes, shapes.found[0], partial)
+    return SampleDependence(interpreter.spreads, couplings, interpreter.wholes, found[0], partial)
 
 
 def _shapes(program: Program, graph: GraphDef) -> SliceShapes | None:

@@ -19,7 +19,7 @@ def _mixed(interpreter: Interpreter, node: NodeDef, spread: Spread, coupling: Co
 def _reshaped(interpreter: Interpreter, node: NodeDef) -> Spread:
     ref, out = interpreter.graph.inputs(node.name)[0], Ref(node.name)
     spread, shape, lead = interpreter.of(ref), interpreter.shape(out), interpreter.lead(ref)
-    if spread.axis is None or shape is None:
+    if spread.axis is None or spread.one_by_one or shape is None:
         return spread
     growing = interpreter.growing(out)
     before: int | None = 1
@@ -38,7 +38,7 @@ def _moved(interpreter: Interpreter, node: NodeDef) -> Spread:
     """The same elements with other axes."""
     refs = interpreter.graph.inputs(node.name)
     spread = interpreter.of(refs[0])
-    if spread.axis is None:
+    if spread.axis is None or spread.one_by_one:
         return spread
     if node.op == "Transpose" and (axes := interpreter.integers(refs[1])) is not None:
         return spread._replace(axis=axes.index(spread.axis))
@@ -49,7 +49,7 @@ def _cut(interpreter: Interpreter, node: NodeDef) -> Spread:
     """`StridedSlice` and `Slice`."""
     refs = interpreter.graph.inputs(node.name)
     spread = interpreter.of(refs[0])
-    if spread.axis is None:
+    if spread.axis is None or spread.one_by_one:
         return spread
     part = _slice_of(interpreter, node, refs, spread.axis)
     axis = interpreter.batch_axis(node, 0, [(refs[0], spread)])
@@ -177,6 +177,8 @@ def _tiled(interpreter: Interpreter, node: NodeDef) -> Spread:
     axis = interpreter.batch_axis(node, 0, [(refs[0], spread)])
     if spread.axis is None:
         return spread if axis is None else interpreter.fixed(node, 0, rows=True)._replace(axis=axis)
+    if spread.one_by_one:
+        return spread
     times = interpreter.numbers(refs[1])
     return spread._replace(outer=spread.outer * (1 if times is None else int(times[0][spread.axis])))
 
@@ -203,7 +205,7 @@ def _gathered_nd(interpreter: Interpreter, node: NodeDef) -> Spread | None:
     depth = (interpreter.shape(refs[1]) or (None,))[-1]
     if table.axis is None:
         return _gathered(interpreter, node)
-    if depth is not None and depth <= table.axis:
+    if table.one_by_one or (depth is not None and depth <= table.axis):
         return None
     return _picked(interpreter, node, table, indices)
 
@@ -232,8 +234,10 @@ def _without_place(interpreter: Interpreter, node: NodeDef) -> Spread:
     )
 
 
-def _where(interpreter: Interpreter, node: NodeDef) -> Spread:
+def _where(interpreter: Interpreter, node: NodeDef) -> Spread | None:
     spread = interpreter.inputs(node)[0]
+    if spread.one_by_one:
+        return None
     if spread.axis is None:
         return Spread(varies=spread.varies, linear=not spread.varies, known=spread.known)
     return Spread(axis=0, varies=True, known=spread.known, place=True, partial=True)
@@ -242,7 +246,7 @@ def _where(interpreter: Interpreter, node: NodeDef) -> Spread:
 def _unique(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
     """The different values among all, and where each sample has its own among these."""
     spread = interpreter.inputs(node)[0]
-    if spread.axis is None:
+    if spread.axis is None or spread.one_by_one:
         return None
     values = Spread(axis=0, varies=True, known=spread.known, partial=True)
     places = Spread(axis=0, varies=True, known=spread.known, place=True)
@@ -259,16 +263,24 @@ def _range(interpreter: Interpreter, node: NodeDef) -> Spread:
 def _listed(interpreter: Interpreter, node: NodeDef) -> Spread:
     """`TensorListFromTensor`: a list has the spread of its elements."""
     spread = interpreter.inputs(node)[0]
-    if spread.axis is None:
-        return spread
-    if spread.axis == 0:
-        _mixed(interpreter, node, spread, Coupling.TOGETHER)
-        return spread._replace(axis=None, linear=False)
-    return spread._replace(axis=spread.axis - 1)
+    return spread if spread.axis is None else spread._replace(axis=spread.axis - 1)
 
 
 def _element(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread]:
-    return [interpreter.inputs(node)[0]] * len(interpreter.dtypes(node.name))
+    refs = interpreter.graph.inputs(node.name)
+    spread = interpreter.of(refs[0])
+    if spread.axis == -1 and not _in_turn(interpreter, node):
+        spread = _mixed(interpreter, node, spread, Coupling.PLACE)._replace(axis=None, linear=False)
+    return [spread] * len(interpreter.dtypes(node.name))
+
+
+def _in_turn(interpreter: Interpreter, node: NodeDef) -> bool:
+    """Whether a list with an element for each sample is read or written at the place where its loop is."""
+    if node.op not in ("TensorListGetItem", "TensorListSetItem"):
+        return False
+    place = interpreter.graph.inputs(node.name)[1]
+    interpreter.places.add(place)
+    return len(interpreter.places) == 1 and interpreter.graph.nodes[place.node].op == "Placeholder"
 
 
 def _stacked(interpreter: Interpreter, node: NodeDef) -> Spread:
@@ -279,6 +291,8 @@ def _stacked(interpreter: Interpreter, node: NodeDef) -> Spread:
 def _set(interpreter: Interpreter, node: NodeDef) -> Spread:
     spreads = interpreter.inputs(node)
     rows = next((spread for spread in (spreads[-1], spreads[0]) if spread.axis is not None), None)
+    if rows is not None and rows.axis == -1 and not _in_turn(interpreter, node):
+        return _mixed(interpreter, node, rows, Coupling.PLACE)
     return rows or together([spreads[0], spreads[-1]])
 
 

@@ -8,12 +8,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.call_order import CALLS
 from graph_passes.graph import COUNTABLE_DTYPES, Graph, GraphDef, NodeDef, PassError, Ref
+from graph_passes.operator_shapes import CallShapes, KnownShapes, ShapeInference
 from graph_passes.operator_traits import draws
 from graph_passes.shape_values import ASKING, ShapeValues
 from graph_passes.spreads import CONSTANT, Coupling, Spread, all_shared, degree_of
-from graph_passes.tensorflow_bridge import Shape, function_graph, infer_shapes, is_stateful, output_dtypes
+from graph_passes.tensorflow_bridge import Shape, function_graph, is_stateful, output_dtypes
 
 Rule: TypeAlias = "Callable[[Interpreter, NodeDef], Spread | Sequence[Spread] | None]"
 _SOME_LENGTH = 48
@@ -36,6 +36,22 @@ class Whole(NamedTuple):
     ref: Ref
 
 
+class Body(NamedTuple):
+    """A function, and what is known inside it of shapes, for two numbers of samples.
+
+    Attributes:
+        graph: producers first.
+        arguments: its placeholders.
+        results: what it gives.
+        known: shapes of its tensors, and of what is behind handles.
+    """
+
+    graph: Graph
+    arguments: tuple[Ref, ...]
+    results: tuple[Ref, ...]
+    known: Sequence[KnownShapes]
+
+
 class Interpreter:
     """Finds the spreads of one graph's tensors.
 
@@ -47,11 +63,15 @@ class Interpreter:
         scalars: values of some placeholders, for each of them.
         loss_nodes: the nodes that serve the loss alone, which may read statistics of the whole batch.
         open_shapes: ``Shape`` nodes that can only be computed where their tensor is.
+        elements: shapes of the elements of lists, for each of ``samples``.
+        inference: of the graph's library.
         depth: of calls.
 
     Attributes:
+        inference: tells shapes inside functions.
         spreads: those found so far.
         couplings: (node, what it does), in the order of the graph.
+        places: where elements of lists with one for each sample are taken from and put to.
         wholes: see `Whole`.
     """
 
@@ -64,9 +84,13 @@ class Interpreter:
         scalars: Sequence[Mapping[Ref, float]],
         loss_nodes: Container[str] = (),
         open_shapes: Container[str] = (),
+        *,
+        elements: Sequence[Mapping[Ref, Shape]] = ({}, {}),
+        inference: ShapeInference | None = None,
         depth: int = 0,
     ) -> None:
         self.graph, self._rules, self._samples, self._shapes = graph, rules, samples, shapes
+        self._elements, self.inference = elements, inference or ShapeInference(graph.graph.library)
         self._loss_nodes, self._open_shapes, self._depth = loss_nodes, open_shapes, depth
         self._values = [ShapeValues(graph, known, given) for known, given in zip(shapes, scalars, strict=True)]
         self._supposed = self._values
@@ -75,6 +99,7 @@ class Interpreter:
         self._dtypes: dict[str, list[int]] = {}
         self.spreads: dict[Ref, Spread] = {}
         self.couplings: list[tuple[str, Coupling]] = []
+        self.places: set[Ref] = set()
         self.wholes: list[Whole] = []
 
     def run(self, given: Mapping[Ref, Spread]) -> None:
@@ -103,8 +128,6 @@ class Interpreter:
                 return [Spread(degree=None, known=known)]  # of lengths that nobody knows, perhaps the slice's own
             if not np.isnan(numbers[0]).any() or node.op in ASKING:
                 return [Spread(degree=degree_of(*numbers, self._samples[1] / self._samples[0]), known=known)]
-        if node.op in CALLS and self._depth < _DEEPEST:
-            return self._called(node)
         rule = self._rules.get(node.op)
         if rule is not None:
             found = rule(self, node)
@@ -115,45 +138,62 @@ class Interpreter:
     def _evaluate(self, node: NodeDef) -> None:
         """What of the node follows from shapes; an axis with samples of unknown length has a row for each."""
         spread = self.inputs(node)[0] if node.op in ASKING else CONSTANT
-        axis = None if spread.partial else spread.axis
+        axis = None if spread.partial or spread.one_by_one else spread.axis
         for own, samples in zip(self._values, self._samples, strict=True):
             own.add(node, axis, samples * spread.outer)
         if self._supposed is not self._values:
             for own, samples in zip(self._supposed, self._samples, strict=True):
                 own.add(node, axis, samples * spread.outer, _SOME_LENGTH)
 
-    def _called(self, node: NodeDef) -> list[Spread]:
-        """What a function makes of its arguments."""
-        body, results = function_graph(self.graph.graph.library, node.attr["f"].func.name)
-        arguments = [Ref(inner.name) for inner in body.node if inner.op == "Placeholder"]
-        refs = self.graph.inputs(node.name)
+    # ---- functions
+
+    def call_shapes(self, refs: Sequence[Ref]) -> tuple[CallShapes, CallShapes]:
+        """What is known of a call's inputs, for both numbers of samples."""
+        few, many = (
+            CallShapes(tuple(shapes.get(ref) for ref in refs), tuple(elements.get(ref) for ref in refs))
+            for shapes, elements in zip(self._shapes, self._elements, strict=True)
+        )
+        return few, many
+
+    def body(self, name: str, few: CallShapes, many: CallShapes) -> Body | None:
+        """A function for arguments of some shapes; None where it can't be computed for these, or calls go too deep."""
+        if self._depth == _DEEPEST:
+            return None
+        graph, results = function_graph(self.graph.graph.library, name)
+        arguments = tuple(Ref(node.name) for node in graph.node if node.op == "Placeholder")
         try:
-            shapes = [
-                infer_shapes(
-                    body,
-                    {
-                        inner.node: shape
-                        for inner, ref in zip(arguments, refs, strict=True)
-                        if (shape := known.get(ref)) is not None
-                    },
-                    {},
-                )
-                for known in self._shapes
-            ]
+            known = [self.inference.of_function(graph, given) for given in (few, many)]
         except PassError:
-            return self.generic(node)
-        scalars = [
+            return None
+        return Body(_sorted(graph), arguments, results, known)
+
+    def scalars_of(self, body: Body, refs: Sequence[Ref], same: Sequence[bool] = ()) -> list[dict[Ref, float]]:
+        """Numbers that follow from shapes and that a function is given; ``same`` tells which are so in all rounds."""
+        kept = same or [True] * len(refs)
+        return [
             {
                 inner: float(own.values[ref])
-                for inner, ref in zip(arguments, refs, strict=True)
-                if ref in own.values and own.values[ref].ndim == 0
+                for inner, ref, known in zip(body.arguments, refs, kept, strict=True)
+                if known and ref in own.values and own.values[ref].ndim == 0
             }
             for own in self._values
         ]
-        inside = Interpreter(_sorted(body), self._rules, self._samples, shapes, scalars, depth=self._depth + 1)
-        inside.run({inner: self.of(ref) for inner, ref in zip(arguments, refs, strict=True)})
-        self.couplings += [(node.name, coupling) for _, coupling in inside.couplings]
-        return [inside.of(ref) for ref in results]
+
+    def inside(self, body: Body, given: Sequence[Spread], scalars: Sequence[Mapping[Ref, float]]) -> Interpreter:
+        """Interprets a function for arguments of these spreads."""
+        shapes, elements = [known.shapes for known in body.known], [known.elements for known in body.known]
+        found = Interpreter(
+            body.graph,
+            self._rules,
+            self._samples,
+            shapes,
+            scalars,
+            elements=elements,
+            inference=self.inference,
+            depth=self._depth + 1,
+        )
+        found.run(dict(zip(body.arguments, given, strict=True)))
+        return found
 
     # ---- what rules ask
 
@@ -207,13 +247,7 @@ class Interpreter:
     def growing(self, ref: Ref) -> list[int]:
         """The axes of a tensor whose lengths are proportional to the number of samples."""
         few, many = (shapes.get(ref) for shapes in self._shapes)
-        if few is None or many is None or len(few) != len(many):
-            return []
-        return [
-            axis
-            for axis, (one, other) in enumerate(zip(few, many, strict=True))
-            if one and other and one * self._samples[1] == other * self._samples[0]
-        ]
+        return _growing(few, many, self._samples)
 
     def differing(self, ref: Ref) -> list[int]:
         """The axes of a tensor whose lengths depend on the number of samples, in whatever way."""
@@ -236,8 +270,11 @@ class Interpreter:
             if self.is_float(ref) and any(spread.varies for _, spread in inputs):
                 self.couple(node, Coupling.TOGETHER)
             return (same or axes)[0]
-        if axes:
-            return axes[0]
+        single = [axis for _, axis in rows if axis < 0]
+        if axes and single and any(spread.varies for _, spread in inputs):
+            self.couple(node, Coupling.TOGETHER)  # one sample beside all others
+        if axes or single:
+            return (axes or single)[0]
         shape = self.shape(ref)
         for source, axis in rows:
             before = self.shape(source)
@@ -253,7 +290,7 @@ class Interpreter:
     def lead(self, ref: Ref) -> int | None:
         """Number of places before the samples' own in the order of a tensor's elements."""
         spread, shape = self.of(ref), self.shape(ref)
-        if spread.axis is None or shape is None:
+        if spread.axis is None or spread.one_by_one or shape is None:
             return None
         lead = spread.outer
         for size in shape[: spread.axis]:
@@ -334,8 +371,20 @@ class Interpreter:
             linear = not collapsed and (axis is not None or not varies)
             partial = axis is not None and any(spread.partial for _, spread in used)
             shared = axis is None and all_shared(spread for _, spread in used)
-            found.append(Spread(axis, outer, varies, 0, linear, known, place, partial, shared))
+            sized = axis is None and not self.is_float(ref) and any(s.axis is None and s.degree != 0 for _, s in used)
+            found.append(Spread(axis, outer, varies, None if sized else 0, linear, known, place, partial, shared))
         return found
+
+
+def _growing(few: Shape | None, many: Shape | None, samples: tuple[int, int]) -> list[int]:
+    """The axes whose lengths are proportional to the number of samples."""
+    if few is None or many is None or len(few) != len(many):
+        return []
+    return [
+        axis
+        for axis, (one, other) in enumerate(zip(few, many, strict=True))
+        if one and other and one * samples[1] == other * samples[0]
+    ]
 
 
 def _draws(node: NodeDef) -> bool:

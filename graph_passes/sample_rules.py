@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from graph_passes.graph import FLOAT_DTYPES, NodeDef, Ref
+from graph_passes.sample_bodies import BODIES
 from graph_passes.sample_indexing import INDEXING
 from graph_passes.sample_interpreter import Interpreter, Rule
 from graph_passes.spreads import CONSTANT, Coupling, Spread, together
@@ -77,6 +78,9 @@ def _sum(interpreter: Interpreter, node: NodeDef) -> Spread:
 def _chosen(interpreter: Interpreter, node: NodeDef) -> Spread | None:
     """One of two tensors, by a condition."""
     condition, *values = interpreter.graph.inputs(node.name)
+    chosen = interpreter.of(condition)
+    if chosen.varies and chosen.axis is None and interpreter.is_float(Ref(node.name)):
+        interpreter.couple(node, Coupling.NOT_LINEAR if interpreter.in_loss(node) else Coupling.TOGETHER)
     spreads = [interpreter.of(ref) for ref in values if not _is_zero(interpreter, ref)]
     if any(spread.axis is not None for spread in (*spreads, interpreter.of(condition))) or not spreads:
         return None
@@ -162,7 +166,7 @@ def _extreme(interpreter: Interpreter, node: NodeDef) -> Spread | None:
 
 def _half_of_squares(interpreter: Interpreter, node: NodeDef) -> Spread | None:
     spread = interpreter.inputs(node)[0]
-    if spread.axis is None or spread.degree is None:
+    if spread.axis is None or spread.one_by_one or spread.degree is None:
         return None
     return Spread(varies=spread.varies, degree=2 * spread.degree + 1, known=spread.known)
 
@@ -193,6 +197,9 @@ def _einsum(interpreter: Interpreter, node: NodeDef) -> Spread | None:
         spread, shape = interpreter.of(ref), interpreter.shape(ref)
         if spread.axis is None:
             continue
+        if spread.one_by_one:
+            letters.append("")
+            continue
         if shape is None:
             return None
         before, dots, _ = term.partition("...")
@@ -203,7 +210,7 @@ def _einsum(interpreter: Interpreter, node: NodeDef) -> Spread | None:
         letters.append(expanded[spread.axis] if spread.axis < len(expanded) else before)
     if "..." in result and any(ord(letter[:1] or "a") >= 0x4E00 for letter in letters):
         return _contraction(interpreter, node, refs, [False] * len(letters))
-    over = [letter not in result for letter in letters]
+    over = [letter not in result for letter in letters]  # that of one sample at a time is in every text
     if len(set(letters)) > 1 and any(over):
         interpreter.couple(node, Coupling.TOGETHER)
     return _contraction(interpreter, node, refs, over)
@@ -225,7 +232,13 @@ def _batch_norm(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | N
     spread = interpreter.inputs(node)[0]
     channels = 1 if node.attr["data_format"].s.startswith(b"NC") else -1
     shape = interpreter.shape(interpreter.graph.inputs(node.name)[0])
-    if not node.attr["is_training"].b or spread.axis is None or shape is None or spread.axis == channels % len(shape):
+    if (
+        not node.attr["is_training"].b
+        or spread.axis is None
+        or spread.one_by_one
+        or shape is None
+        or spread.axis == channels % len(shape)
+    ):
         return None
     interpreter.couple(node, Coupling.TOGETHER)
     mean = Spread(varies=True, known=spread.known)
@@ -306,26 +319,6 @@ def _chosen_elements(interpreter: Interpreter, node: NodeDef) -> Spread | None:
     return first if first.axis is None and all(other.constant for other in others) else None
 
 
-def _looped(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread]:
-    """Loops and branches are taken to do something with each sample by itself, and nothing linear with sums of them."""
-    refs = interpreter.graph.inputs(node.name)
-    has_rows = any(spread.axis is not None for spread in interpreter.inputs(node))
-    used = [(ref, interpreter.fixed(node, index, rows=has_rows)) for index, ref in enumerate(refs)]
-    rows = [(ref, spread) for ref, spread in used if spread.axis is not None]
-    known = all(spread.known for _, spread in used)
-    found = []
-    for output in range(len(interpreter.dtypes(node.name))):
-        ref = Ref(node.name, output)
-        axis = interpreter.batch_axis(node, output, used)
-        if axis is None and rows and interpreter.is_handle(ref):
-            axis = min(spread.axis for _, spread in rows if spread.axis is not None)
-        if axis is None and not (rows and interpreter.is_float(ref)):
-            found.append(Spread(known=known))
-        else:
-            found.append(Spread(axis, varies=True, linear=axis is not None, known=known))
-    return found
-
-
 _SAME = ("Identity", "IdentityN", "StopGradient", "Neg", "PreventGradient", "CheckNumerics", "EnsureShape", "Snapshot")
 _SUMS = ("AddV2", "Add", "Sub", "AddN", "BiasAdd")
 _DIAGONALS = ("MatrixDiag", "MatrixDiagPart", "MatrixSetDiag")
@@ -354,7 +347,6 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("Softmax", "LogSoftmax", "TopK", "TopKV2"), _along_last),
     **dict.fromkeys(("ZerosLike", "OnesLike"), _alike),
     **dict.fromkeys(("Fill", "BroadcastTo"), _filled),
-    **dict.fromkeys(("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"), _looped),
     "Cast": _cast,
     "CollectiveReduceV2": _reduced_over_replicas,
     "Square": _square,
@@ -362,5 +354,6 @@ RULES: Mapping[str, Rule] = {
     "Roll": _along(2),
     "ReverseSequence": _reversed_sequences,
     **INDEXING,
+    **BODIES,
 }
 """What each operation makes of its inputs; where it is missing, or gives None, see `Interpreter.generic`."""

@@ -48,7 +48,8 @@ class Spread(NamedTuple):
     degree 1.
 
     Attributes:
-        axis: the axis with the samples; None where there is none.
+        axis: the axis with the samples; None where there is none. Negative in loops that take samples one by one: of a
+            list with an element for each sample -1, and so of such an element, as the axis is before its others.
         outer: number of parts of that axis each of which has all samples: 2 where two batches are concatenated.
         varies: whether it depends on the samples' values.
         degree: see above; None where it isn't a power of n: a sum of such terms with different degrees, for one.
@@ -73,6 +74,11 @@ class Spread(NamedTuple):
     def constant(self) -> bool:
         """Whether it is the same for all slices, whatever their sizes."""
         return self.axis is None and not self.varies and self.degree == 0
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether it is of one sample at a time, in a loop over all."""
+        return self.axis is not None and self.axis < 0
 
 
 CONSTANT = Spread()

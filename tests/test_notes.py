@@ -137,6 +137,11 @@ def test_lengths_that_are_open_hide_no_note_and_make_none() -> None:
     assert [(note.kind, note.layer) for note in transform(model).notes] == [(COUPLED, "norm")]
 
 
+def repeated(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Three times, in a loop."""
+    return lambda x: tf.while_loop(lambda i, _: i < 3, lambda i, x: (i + 1, function(x)), (0, x))[1]
+
+
 MIXING: dict[str, tuple[Callable[[Any], Any], NoteKind]] = {
     "a mean over the batch": (lambda x: x - tf.reduce_mean(x, 0, keepdims=True), COUPLED),
     "the largest of the batch": (lambda x: x / tf.reduce_max(x), COUPLED),
@@ -149,6 +154,21 @@ MIXING: dict[str, tuple[Callable[[Any], Any], NoteKind]] = {
     "moved by one": (lambda x: tf.concat([x[1:], x[:1]], 0), PLACE),
     "counted up": (lambda x: tf.cumsum(x, 0), PLACE),
     "looked up by place": (lambda x: x + tf.gather(tf.ones((64, 6)), tf.range(tf.shape(x)[0])), PLACE),
+    "a mean in a loop": (repeated(lambda x: x - tf.reduce_mean(x, 0)), COUPLED),
+    "reversed in a loop": (repeated(lambda x: x[::-1]), PLACE),
+    "divided by the batch's size in a loop": (repeated(lambda x: x / tf.cast(tf.shape(x)[0], x.dtype)), SIZE),
+    "until all are small": (
+        lambda x: tf.while_loop(lambda x: tf.reduce_max(x) > 0.1, lambda x: (x / 2,), (x,))[0],
+        COUPLED,
+    ),
+    "a mean in a branch": (
+        lambda x: tf.cond(tf.shape(x)[1] > 3, lambda: x - tf.reduce_mean(x, 0), lambda: x),
+        COUPLED,
+    ),
+    "a branch by any sample": (lambda x: tf.cond(tf.reduce_any(x > 1), lambda: -x, lambda: x), COUPLED),
+    "a choice by any sample": (lambda x: tf.where(tf.reduce_any(x > 1), -x, x), COUPLED),
+    "summed up one after the other": (lambda x: tf.scan(lambda total, row: total + row, x), PLACE),
+    "mapped with all": (lambda x: tf.vectorized_map(lambda row: row - tf.reduce_mean(x, 0), x), COUPLED),
     "divided by the batch's size": (lambda x: x / tf.cast(tf.shape(x)[0], x.dtype), SIZE),
 }
 
@@ -174,6 +194,10 @@ HARMLESS: dict[str, Callable[[Any], Any]] = {
     "normalised by itself": lambda x: tf.nn.l2_normalize(x, -1),
     "sorted by itself": lambda x: tf.sort(x, -1),
     "a table of its length": lambda x: x + tf.gather(tf.ones((64,)), tf.range(tf.shape(x)[1])),
+    "in a loop": repeated(lambda x: tf.nn.softmax(x, -1) - tf.reduce_mean(x, 1, keepdims=True)),
+    "in a branch": lambda x: tf.cond(tf.shape(x)[1] > 3, lambda: tf.nn.softmax(x), lambda: x),
+    "mapped one by one": lambda x: tf.map_fn(lambda row: tf.nn.softmax(row - tf.reduce_mean(row)), x),
+    "mapped": lambda x: tf.vectorized_map(lambda row: row - tf.reduce_mean(row), x),
     "tiled and averaged": lambda x: tf.reduce_mean(tf.reshape(tf.tile(x, (1, 3)), (-1, 3, 6)), 1),
 }
 
@@ -214,6 +238,17 @@ def test_nothing_is_noted_of_a_model_that_is_equal() -> None:
     assert pipelined.notes == ()
 
 
+class Cell(layers.Layer):
+    """A recurrent cell that takes the mean over the batch away."""
+
+    state_size = output_size = 2
+
+    def call(self, x: Any, states: Any) -> Any:
+        """[batch, 2], [[batch, 2]] -> the same."""
+        x = tf.tanh(x + states[0])
+        return x - tf.reduce_mean(x, 0, keepdims=True), [x]
+
+
 KERAS_LAYERS: dict[str, tuple[Callable[[], layers.Layer], list[NoteKind]]] = {
     "dropout": (lambda: layers.Dropout(0.5), [RANDOM]),
     "none dropped": (lambda: layers.Dropout(0.0), []),
@@ -224,6 +259,7 @@ KERAS_LAYERS: dict[str, tuple[Callable[[], layers.Layer], list[NoteKind]]] = {
     "moments of a sample": (lambda: layers.LayerNormalization(), []),
     "recurrent": (lambda: keras.Sequential([layers.Reshape((3, 2)), layers.LSTM(2)]), []),
     "recurrent, dropped": (lambda: keras.Sequential([layers.Reshape((3, 2)), layers.LSTM(2, dropout=0.2)]), [RANDOM]),
+    "a cell that mixes": (lambda: keras.Sequential([layers.Reshape((3, 2)), layers.RNN(Cell())]), [COUPLED]),
     "noise of TensorFlow's": (lambda: Layer(lambda x: x + tf.random.normal(tf.shape(x))), [RANDOM]),
     "the same noise": (lambda: Layer(lambda x: x * tf.random.stateless_normal(tf.shape(x), (1, 2))), [RANDOM]),
     "one noise for all": (lambda: Layer(lambda x: x * tf.random.stateless_normal((6,), (1, 2))), []),
