@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
+from graph_passes.chosen_rows import with_counted_rows
 from graph_passes.graph import (
     FLOAT_DTYPES,
     LAYER_ATTR,
@@ -58,6 +59,9 @@ def scale_losses(program: Program, outputs: Sequence[Ref] = ()) -> Program:
         unknown = view.ordered(loss - model if dependence else model | loss)[-1:]
         told = [] if dependence is None else [*dependence.couplings]
         return program.replace(couplings=(*told, *((name, Coupling.UNKNOWN) for name in unknown)))
+    counted = with_counted_rows(program, dependence, loss - model)
+    if counted is not None:
+        return scale_losses(counted, outputs)
     return _Scaling(with_whole_batches(program, dependence), dependence).result()
 
 

@@ -26,6 +26,12 @@ def masked_mean(y: Any, p: Any) -> Any:
     return tf.reduce_sum(mask(y, p.dtype) * tf.square(y - p)) / tf.reduce_sum(mask(y, p.dtype))
 
 
+def mean_of_chosen_rows(y: Any, p: Any) -> Any:
+    """Of the squares of samples whose first label is positive, of which some slices may have none."""
+    chosen = y[:, 0] > 0.5
+    return tf.reduce_mean(tf.reduce_sum(tf.square(tf.boolean_mask(y, chosen) - tf.boolean_mask(p, chosen)), -1))
+
+
 EXACT: dict[str, Callable[[Any, Any], Any]] = {
     "a sum": lambda y, p: tf.reduce_sum(tf.square(y - p)),
     "a sum over a constant": lambda y, p: tf.reduce_sum(tf.square(y - p)) / 40.0,
@@ -40,6 +46,8 @@ EXACT: dict[str, Callable[[Any, Any], Any]] = {
         tf.reduce_sum(mask(y, p.dtype) * tf.square(y - p)), tf.maximum(tf.reduce_sum(mask(y, p.dtype)), 1.0) + 1e-6
     ),
     "a sum over chosen entries": lambda y, p: tf.reduce_sum(tf.boolean_mask(tf.square(y - p), y > 0)),
+    "a mean over chosen entries": lambda y, p: tf.reduce_mean(tf.boolean_mask(tf.square(y - p), y > 0)),
+    "a mean over chosen rows": mean_of_chosen_rows,
     "errors by the labels' deviation": lambda y, p: tf.reduce_mean(tf.square((y - p) / tf.math.reduce_std(y))),
     "root mean squares of samples": lambda y, p: tf.reduce_mean(tf.sqrt(tf.reduce_mean(tf.square(y - p), -1))),
 }
