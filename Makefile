@@ -36,9 +36,10 @@ results: $(STAMP) ## regenerate docs/results, the evaluation of the DAPPLE paper
 results-operators: $(STAMP) ## regenerate docs/results/fd_dps.md, the evaluation of the FD-DPS paper, a quarter of an hour
 	$(BIN)/python -m tools.reproduce_fd_dps
 
-accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with real training, some 15 minutes
+accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with real training, and ways of profiling, some 20 minutes
 	$(BIN)/python -m tools.check_simulator
 	$(BIN)/python -m tools.check_prediction
+	$(BIN)/python -m tools.check_profiles
 
 bench: $(STAMP) ## run all benchmarks, an hour on a quiet machine; rewrites docs/results/speed.json and scale.json
 	$(BIN)/python -m tools.bench_cluster --json=docs/results/speed.json

@@ -70,7 +70,8 @@ def transformer() -> tuple[keras.Model, np.ndarray, np.ndarray]:
     return model, tokens[:, :-1].astype("int32"), tokens[:, 1:].astype("int32")
 
 
-_MAKERS = {"mlp": mlp, "conv": conv, "gpt": transformer}
+MAKERS = {"mlp": mlp, "conv": conv, "gpt": transformer}
+"""Name of a model -> what makes it, with a batch."""
 
 
 def plans_of(profile: dapple.Profile, found: dapple.Plan, devices: int) -> Iterator[dapple.Plan]:
@@ -98,7 +99,7 @@ def _middle(profile: dapple.Profile) -> str:
 
 def check(name: str) -> list[dict[str, Any]]:
     """Profiles and trains one model; returns a row for each plan."""
-    model, x, y = _MAKERS[name]()
+    model, x, y = MAKERS[name]()
     batch = len(x)
     cluster = dapple.Cluster.local(_DEVICES.value, kind="cpu")
     sizes = slice_sizes(batch, _DEVICES.value)
@@ -159,13 +160,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Runs the comparison."""
-    unknown = set(_MODELS.value) - set(_MAKERS)
+    unknown = set(_MODELS.value) - set(MAKERS)
     if not _MODELS.value:
-        raise app.UsageError(f"--models is empty; choose from {', '.join(_MAKERS)}")
+        raise app.UsageError(f"--models is empty; choose from {', '.join(MAKERS)}")
     if _OUTPUT.value and not pathlib.Path(_OUTPUT.value).parent.is_dir():
         raise app.UsageError(f"--output={_OUTPUT.value}: no such folder")
     if unknown:
-        raise app.UsageError(f"unknown models {sorted(unknown)}; choose from {', '.join(_MAKERS)}")
+        raise app.UsageError(f"unknown models {sorted(unknown)}; choose from {', '.join(MAKERS)}")
     rows = [row for name in _MODELS.value for row in check(name)]
     sys.stdout.write(table(rows) + "\n")
     if _OUTPUT.value:

@@ -57,15 +57,34 @@ def add_step_stats(
         How many operators were measured. Those on a GPU that tells nothing of its kernels aren't.
     """
     steps = [stats] if hasattr(stats, "dev_stats") else list(stats)
-    found: dict[str, list[_Time]] = {}
-    for step in steps:
-        for name, time in _times(step, signatures, prefix).items():
-            found.setdefault(name, []).append(time)
+    found = _times_of_steps(steps, signatures, prefix)
     for name, times in found.items():
         speed = 1.0 if speeds is None else speeds.get(times[0].device, 1.0)
         seconds = statistics.median(time.nanoseconds for time in times) * speed / 1e9
         costs.add(signatures[name], device_kind(times[0].device), seconds, times=len(times))
     return len(found)
+
+
+def operator_seconds(
+    steps: Iterable[Any], signatures: Mapping[str, OpSignature], *, prefix: str = ""
+) -> dict[str, float]:
+    """Node -> what it took, the median of several traced steps; those that didn't run by themselves aren't there.
+
+    Args:
+        steps: TensorFlow's StepStats of each.
+        signatures: node -> what its time depends on. Other nodes don't count.
+        prefix: under which the nodes are in the session's graph.
+    """
+    found = _times_of_steps(steps, signatures, prefix)
+    return {name: statistics.median(time.nanoseconds for time in times) / 1e9 for name, times in found.items()}
+
+
+def _times_of_steps(steps: Iterable[Any], signatures: Mapping[str, OpSignature], prefix: str) -> dict[str, list[_Time]]:
+    found: dict[str, list[_Time]] = {}
+    for step in steps:
+        for name, time in _times(step, signatures, prefix).items():
+            found.setdefault(name, []).append(time)
+    return found
 
 
 class _Time(NamedTuple):

@@ -39,11 +39,19 @@ class Amounts:
     residual: float
     temporary: float
 
-    def scaled(self, ratio: float) -> Amounts:
-        """The same with all times multiplied."""
-        return dataclasses.replace(
-            self, forward=self.forward * ratio, backward=self.backward * ratio, weight=self.weight * ratio
-        )
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredOperators:
+    """What operators take, for the sizes of slices for which there was time.
+
+    Attributes:
+        operators: samples of a slice -> for each stage, operator -> seconds, one operator at a time. What TensorFlow
+            has fused with another, or computed beforehand, isn't there.
+        seconds: samples of a slice -> seconds of one forward and backward.
+    """
+
+    operators: Mapping[int, Sequence[Mapping[str, float]]]
+    seconds: Mapping[int, float]
 
 
 class StageOperators:
@@ -59,18 +67,23 @@ class StageOperators:
         self._graph = Graph(stage.graph)
         self.signatures = operator_signatures(stage.graph, shapes)
 
-    def amounts(self, costs: OperatorCosts, kind: str) -> Amounts:
-        """What the stage takes and keeps, by what operators cost on a kind of device."""
+    def estimates(self, costs: OperatorCosts, kind: str) -> dict[str, float]:
+        """Operator -> what it takes by its roofline on a kind of device."""
+        assert self._stage.graph is not None
+        functions = FunctionWork(self._stage.graph, costs, self._shapes)
+        return {
+            name: functions.seconds(self._graph.nodes[name], made, kind)
+            if takes_functions(made.op)
+            else costs.seconds(made, kind)
+            for name, made in self.signatures.items()
+        }
+
+    def amounts(self, seconds: Mapping[str, float]) -> Amounts:
+        """What the stage takes and keeps, by what its operators take; those that aren't told of take nothing."""
         stage, graph, made = self._stage, self._graph, self.signatures
-        assert stage.graph is not None and stage.forward is not None and stage.backward is not None
-        functions = FunctionWork(stage.graph, costs, self._shapes)
-        seconds: dict[str, float] = {}
+        assert stage.forward is not None and stage.backward is not None
 
         def total(nodes: set[str]) -> float:
-            for name in nodes & made.keys() - seconds.keys():
-                node = graph.nodes[name]
-                whole = takes_functions(node.op)
-                seconds[name] = functions.seconds(node, made[name], kind) if whole else costs.seconds(made[name], kind)
             return sum(seconds.get(name, 0.0) for name in nodes)
 
         def behind(results: Sequence[Ref], start: Sequence[Ref]) -> set[str]:
@@ -112,8 +125,7 @@ def layers_by_operator(
     names: Sequence[str],
     table: VariableTable,
     operators: Mapping[int, Sequence[StageOperators]],
-    costs: OperatorCosts,
-    measured: Mapping[int, float],
+    measured: MeasuredOperators | None,
     profile: Profile,
 ) -> Profile:
     """A profile whose layers take as long as their operators.
@@ -123,23 +135,20 @@ def layers_by_operator(
         names: of the layers.
         table: the variables of the model and the optimizer.
         operators: samples of a slice -> the operators of each stage, for two sizes.
-        costs: what operators take.
-        measured: samples of a slice -> seconds of all F and B of one, to which those of the layers add up; sizes that
-            weren't measured are taken to differ as much from the operators' sum as the nearest that was.
+        measured: what operators take, and all of them together; None estimates it by rooflines.
         profile: anything of the model; its layers and tensors are replaced.
     """
-    kind = device_kind(profile.device)
+    costs, kind = OperatorCosts(), device_kind(profile.device)
     ends = sorted(operators)
-    amounts = {samples: [each.amounts(costs, kind) for each in operators[samples]] for samples in ends}
-    ratios = {
-        samples: seconds / total
-        for samples, seconds in measured.items()
-        if (total := sum(each.forward + each.backward for each in amounts[samples])) > 0
-    }
-    ratio = {
-        samples: ratios[min(ratios, key=lambda known: abs(known - samples))] if ratios else 1.0 for samples in ends
-    }
-    few, many = ([each.scaled(ratio[samples]) for each in amounts[samples]] for samples in ends)
+    seconds = {samples: [each.estimates(costs, kind) for each in operators[samples]] for samples in ends}
+    seconds_of_byte = costs.copy_seconds(kind)
+    if measured is not None:
+        expected = _sum(seconds[min(measured.seconds)])
+        seconds = {samples: _scaled(seconds, measured, samples) for samples in ends}
+        seconds_of_byte *= _sum(seconds[min(measured.seconds)]) / expected if expected else 1.0
+    few, many = (
+        [each.amounts(own) for each, own in zip(operators[samples], seconds[samples], strict=True)] for samples in ends
+    )
 
     def line(of: Sequence[float]) -> Cost:
         return cost_through(ends, of)
@@ -151,7 +160,6 @@ def layers_by_operator(
         between.append(Tensor(boundary.producer, boundary.consumers, size, has_gradient(program, boundary)))
         output[boundary.producer] = output[boundary.producer] + size
     variables = variable_bytes(program, None, table)
-    seconds_of_byte = costs.copy_seconds(kind) * ratio[ends[-1]]
     layers = []
     for index, name in enumerate(names):
         less, more = few[index], many[index]
@@ -178,8 +186,29 @@ def layers_by_operator(
         tensors=tuple(between),
         shared=variables.shared,
         task_seconds=_TASK_SECONDS,
-        method="operators" if measured else "rooflines",
+        method="rooflines" if measured is None else "operators",
     )
+
+
+def _scaled(
+    estimates: Mapping[int, Sequence[Mapping[str, float]]], measured: MeasuredOperators, samples: int
+) -> list[dict[str, float]]:
+    """What the operators of each stage take with slices of a size, so that they add up to what all of them took.
+
+    For a size that wasn't measured, what they take with the nearest one that was grows as their rooflines do.
+    """
+    nearest = min(measured.seconds, key=lambda known: abs(known - samples))
+    traced = measured.operators[nearest]
+    total = _sum(traced)
+    ratio = measured.seconds[nearest] / total if total else 1.0
+    return [
+        {name: seconds * ratio * (now[name] / then[name] if then[name] else 1.0) for name, seconds in own.items()}
+        for own, now, then in zip(traced, estimates[samples], estimates[nearest], strict=True)
+    ]
+
+
+def _sum(seconds: Sequence[Mapping[str, float]]) -> float:
+    return sum(sum(own.values()) for own in seconds)
 
 
 def _largest(signature: OpSignature) -> int:

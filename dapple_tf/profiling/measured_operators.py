@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from dapple_tf.operators.measure_operators import add_step_stats
-from dapple_tf.operators.op_costs import OperatorCosts
+from dapple_tf.operators.measure_operators import operator_seconds
 from dapple_tf.operators.signatures import OpSignature
 from dapple_tf.profiling.flat_step import FlatStep
-from dapple_tf.profiling.layers_by_operator import StageOperators
+from dapple_tf.profiling.layers_by_operator import MeasuredOperators, StageOperators
 from dapple_tf.profiling.time_budget import TimeBudget
 from dapple_tf.profiling.timed_session import StepRuns
 
@@ -20,19 +18,6 @@ logger = logging.getLogger(__name__)
 
 _ROUNDS = 3
 """Number of rounds, each with one run and one trace of each size."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MeasuredOperators:
-    """What operators take.
-
-    Attributes:
-        costs: of each kind of operator.
-        seconds: samples of a slice -> seconds of one forward and backward; only of sizes for which there was time.
-    """
-
-    costs: OperatorCosts
-    seconds: Mapping[int, float]
 
 
 def measure_operators(
@@ -54,7 +39,6 @@ def measure_operators(
         rounds: number of rounds; by default at most `_ROUNDS`.
         tell: told what is being done.
     """
-    costs = OperatorCosts()
     walls: dict[int, list[float]] = {}
     traces: dict[int, list[object]] = {}
 
@@ -74,12 +58,17 @@ def measure_operators(
             seconds_of_run(samples)  # Prepares the graph, and gets this size's data back into the caches.
             walls.setdefault(samples, []).append(seconds_of_run(samples))
             traces.setdefault(samples, []).append(runs.trace(samples, alone=True))
+    found: dict[int, list[dict[str, float]]] = {}
     for samples, stats in traces.items():
         signatures: dict[str, OpSignature] = {}
         for node, (stage, name) in step.places.items():
             made = operators[samples][stage].signatures
             if name in made:
                 signatures[node] = made[name]
-        count = add_step_stats(costs, stats, signatures, prefix=runs.name)
+        found[samples] = [{} for _ in operators[samples]]
+        for node, seconds in operator_seconds(stats, signatures, prefix=runs.name).items():
+            stage, name = step.places[node]
+            found[samples][stage][name] = seconds
+        count = sum(map(len, found[samples]))
         logger.debug("%d of %d operators were traced with slices of %d", count, len(signatures), samples)
-    return MeasuredOperators(costs, {samples: statistics.median(found) for samples, found in walls.items()})
+    return MeasuredOperators(found, {samples: statistics.median(times) for samples, times in walls.items()})

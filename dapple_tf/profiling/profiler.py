@@ -22,12 +22,11 @@ from dapple_tf.clusters.cluster import Cluster
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
 from dapple_tf.frontend.optimizer import check_optimizer
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.profiling.example_batch import ExampleBatch
 from dapple_tf.profiling.flat_step import flat_step
-from dapple_tf.profiling.layers_by_operator import layers_by_operator, stage_operators
+from dapple_tf.profiling.layers_by_operator import MeasuredOperators, layers_by_operator, stage_operators
 from dapple_tf.profiling.measured_layers import measured_layers
-from dapple_tf.profiling.measured_operators import MeasuredOperators, measure_operators
+from dapple_tf.profiling.measured_operators import measure_operators
 from dapple_tf.profiling.profile import METHODS, ZERO, LayerProfile, Profile, ProfileError
 from dapple_tf.profiling.profile_cache import cache_directory, profile_key, read_profile, write_profile
 from dapple_tf.profiling.profiled_model import ProfiledModel
@@ -186,11 +185,11 @@ def _profiled(profiled: ProfiledModel, budget: TimeBudget, bar: Progress) -> Pro
     sizes = (least, most if most > least else 2 * least)
     operators = {samples: stage_operators(program, profiled.sample_shapes, samples) for samples in sizes}
     anything = Profile(profiled.model.name, profiled.device_name, profiled.sizes, (_ANY_LAYER,), ())
-    found = MeasuredOperators(OperatorCosts(), {})
+    found: MeasuredOperators | None = None
 
     def by_operator() -> Profile:
         names, table = profiled.stages.names, profiled.table
-        return layers_by_operator(program, names, table, operators, found.costs, found.seconds, anything)
+        return layers_by_operator(program, names, table, operators, found, anything)
 
     estimates = by_operator()
     once = (estimates.total("forward") + estimates.total("backward")).at(least)
