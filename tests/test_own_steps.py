@@ -114,6 +114,34 @@ class Parts(keras.Model):
         return {"loss": self.tracker.result()}
 
 
+class FromParts(keras.Model):
+    """Called on parts of the batch, as keras.io's speech recognition; its metrics are built by the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = layers.Dense(3, activation="tanh", name="first"), layers.Dense(2, name="last")
+
+    def call(self, inputs: Any) -> Any:
+        source, scale = inputs
+        return self.last(self.first(source)) * scale
+
+    def train_step(self, data: Any) -> Any:
+        target = data["target"]
+        with tf.GradientTape() as tape:
+            found = self([data["source"], target[:, :1]])
+            loss = self.compute_loss(y=target, y_pred=found)
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        results = {}
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(target, found)
+            results[metric.name] = metric.result()
+        return results
+
+
 def functional(cls: type[keras.Model], **options: Any) -> Callable[[], keras.Model]:
     def build() -> keras.Model:
         features = keras.Input((4,))
@@ -171,6 +199,24 @@ def test_such_a_model_fits_and_evaluates_as_in_plain_keras(case: str) -> None:
             plain.evaluate(x, y, batch_size=8, sample_weight=weights, return_dict=True, verbose=0),
         )
         assert np.allclose(pipelined.predict(x, verbose=0), plain.predict(x, verbose=0))
+
+
+def test_a_model_may_be_called_on_other_things_than_its_data() -> None:
+    """Losses and metrics were to be built by calling it on x, which it can't be."""
+
+    def build() -> keras.Model:
+        model = FromParts()
+        model([X[:1], Y[:1, :1]])
+        model.compile(keras.optimizers.Adam(1e-2), "mse", metrics=["mae"])
+        return model
+
+    use_float64()
+    model, plain = pair(build)
+    pipelined, batch = pipeline(model, ["first"], (2, 1), 2, 11), {"source": X, "target": Y}
+    options = {"batch_size": 11, "epochs": 2, "verbose": 0, "shuffle": False}
+    same_logs(*(each.fit(batch, **options).history for each in (pipelined, plain)))
+    pipelined.sync()
+    assert_same_variables(model, plain, TOLERANCE["float64"])
 
 
 @slow

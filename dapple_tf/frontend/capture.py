@@ -86,10 +86,12 @@ def check_model(model: keras.Model, *, training: bool) -> None:
 def build(model: keras.Model, table: VariableTable, spec: BatchSpec) -> None:
     """Creates what Keras creates on its first batch: compiled losses' and metrics' variables, and the optimizer's.
 
+    Those of a model with steps of its own are made when these are traced: they may call it on other things than x.
+
     Raises:
         CaptureError: the model, its loss or a metric can't be called on such a batch.
     """
-    if own_losses(model) and (not model.built or (model._compile_loss is None and model._compile_metrics is None)):
+    if own_losses(model):
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         return
@@ -161,13 +163,20 @@ class _Tracing:
         function = tf.function(self._trace, autograph=False)
         try:
             graph = function.get_concrete_function().graph
-        except (tf.errors.OperatorNotAllowedInGraphError, TypeError, ValueError, RuntimeError) as error:
+        except (tf.errors.OperatorNotAllowedInGraphError, TypeError, ValueError, RuntimeError, KeyError) as error:
             raise self._explained(error) from error
+        if self._has_new_metrics:
+            return _Tracing(self.model, self.table, self.mode, self.spec, self.training, self.own).run()
         if self.logs is not None and self.logs.missing:
             for place, dtype in self.logs.missing.items():
                 self.table.batch_logs[place] = keras.Variable(0, trainable=False, dtype=dtype.name, name="log")
             return _Tracing(self.model, self.table, self.mode, self.spec, self.training, self.own).run()
         return self._program(graph)
+
+    @property
+    def _has_new_metrics(self) -> bool:
+        """Whether the trace has made variables of metrics, as a model's first step does; the next one knows them."""
+        return self.mode is not Mode.PREDICT and not all(map(self.table.knows, self.model.metrics_variables))
 
     def _explained(self, error: Exception) -> CaptureError:
         where = f"layer {self.failed_in!r}" if self.failed_in else f"model {self.model.name!r}"
@@ -180,6 +189,7 @@ class _Tracing:
         return CaptureError(f"{where} can't be traced: {reason(error)}")
 
     def _trace(self) -> None:
+        self.calls.clear()  # TensorFlow traces a function again that has made variables.
         self.graph = tf.compat.v1.get_default_graph()
         placeholder = tf.compat.v1.placeholder
         self.inputs = [
@@ -253,6 +263,8 @@ class _Tracing:
                 for term in terms
             ]
             self.loss = parts[0] if len(parts) == 1 else tf.add_n(parts)
+        if self._has_new_metrics:
+            return
         self.logs = TracedLogs(self.model, self.table, self.mode.value, self.weight, scope, reads, logs)
         self.values |= self.logs.values
         self.given |= self.logs.values
