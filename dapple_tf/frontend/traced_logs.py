@@ -25,7 +25,7 @@ class OptimizerReads:
     """
 
     def __init__(self, model: keras.Model, table: VariableTable, *, updated: bool) -> None:
-        optimizer = model.optimizer
+        optimizer = getattr(model, "optimizer", None)  # It may not be compiled.
         self._model, self._table, self.updated = model, table, updated
         self._variables = {} if optimizer is None else {id(own): own for own in optimizer.variables}
         inner = getattr(optimizer, "inner_optimizer", optimizer)
