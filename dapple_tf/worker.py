@@ -34,6 +34,7 @@ from dapple_tf.clusters.cluster import ClusterError, check_addresses
 from dapple_tf.clusters.control import Channel, split_address
 from dapple_tf.clusters.listening import check_private, listen, resolve
 from dapple_tf.clusters.serving import Machine, attend
+from dapple_tf.program import run_program
 
 _ADDRESS = flags.DEFINE_string("address", None, "host:port of this worker; by default what TF_CONFIG says")
 _DEVICES = flags.DEFINE_integer("devices", 0, "logical CPU devices; 0 for the machine's GPUs, or 1 if it has none")
@@ -173,8 +174,7 @@ def main(argv: list[str]) -> None:
 
 def run() -> NoReturn:
     """The console command."""
-    app.run(main)
-    raise AssertionError("app.run doesn't return")
+    run_program(main)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What `pip install .` installs, and README top to bottom with it, in a folder where others are in the way.
 
 The environment has what the package requires and nothing that only its development does. README's examples run in one
-process; of its commands each is run that isn't `--help` or `make`.
+process; of its commands each is run that isn't `make`, and `--help` of each kind of program. Nothing is profiled for
+long, nor trained for many steps: other tests do so from a checkout.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -51,9 +53,8 @@ class Installed:
 
     def run(self, *words: str) -> str:
         """Runs a program of the environment; returns what it printed."""
-        own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        own |= {
-            "PATH": f"{self.programs}{os.pathsep}{own['PATH']}",
+        own = outer() | {
+            "PATH": f"{self.programs}{os.pathsep}{os.environ['PATH']}",
             "PYTHONNOUSERSITE": "1",
             "DAPPLE_CACHE": str(self.folder / "cache"),
         }
@@ -68,6 +69,11 @@ class Installed:
         )
         assert result.returncode == 0, f"{shlex.join(words)}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
         return result.stdout
+
+
+def outer() -> dict[str, str]:
+    """The environment's variables, without those that let Python find a checkout."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 
 def required(name: str, known: set[str]) -> Iterator[importlib.metadata.Distribution]:
@@ -107,10 +113,18 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
                     (packages / name).symlink_to(pathlib.Path(str(distribution.locate_file(name))))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     wheels = base / "wheels"
-    alone = ["--no-deps", "--no-index"]
-    subprocess.run([*pip, "wheel", *alone, "--no-build-isolation", f"--wheel-dir={wheels}", str(source)], check=True)
+    alone, clean = ["--no-deps", "--no-index"], outer()
+    subprocess.run(
+        [*pip, "wheel", *alone, "--no-build-isolation", f"--wheel-dir={wheels}", str(source)],
+        check=True,
+        env=clean,
+    )
     (wheel,) = wheels.iterdir()
-    subprocess.run([*pip, f"--python={programs / 'python'}", "install", *alone, str(wheel)], check=True)
+    subprocess.run(
+        [*pip, f"--python={programs / 'python'}", "install", *alone, str(wheel)],
+        check=True,
+        env=clean,
+    )
     folder = base / "folder"
     for name in ("models", "tools"):
         (folder / name).mkdir(parents=True)
@@ -139,6 +153,9 @@ def test_the_examples_run_one_after_the_other(installed: Installed) -> None:
     parts = [block.text for block in blocks(README) if block.language == "py"]
     wanted = [part for part in parts if "profile_step" in part or "fd_dps" in part]
     assert len(whole) == 3 and len(wanted) == 2
+    automatic = "transform(model, cluster, global_batch_size=64)"
+    assert automatic in whole[0]
+    whole[0] = whole[0].replace(automatic, automatic[:-1] + ", profile_seconds=2)")
     after = "import tensorflow as tf\ndataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(64)\n"
     (installed.folder / "example.py").write_text("\n".join([*whole, after, *wanted]), encoding="utf-8")
     printed = installed.run("python", "example.py")
@@ -148,21 +165,51 @@ def test_the_examples_run_one_after_the_other(installed: Installed) -> None:
     assert any((installed.folder / "logs").iterdir())
 
 
-def test_the_commands_run(installed: Installed) -> None:
-    """The first one ended after 37 s with nothing saved: TensorBoard wasn't there, which only development requires."""
+HELP = """
+import importlib.metadata, os, sys
+import dapple_tf
+for entry in importlib.metadata.entry_points(group="console_scripts"):
+    if entry.name in ("dapple-launch", "dapple-train", "dapple-worker"):
+        if not (child := os.fork()):  # Some have flags of the same name.
+            sys.argv = [entry.name, "--help"]
+            entry.load()()
+        assert os.waitpid(child, 0)[1] == 0, entry.name
+"""
+
+
+def readme_commands() -> list[str]:
+    """README's commands of the package, as they are written there."""
     lines = [
         line.partition("#")[0].strip()
         for block in blocks(README)
         if block.language == "sh"
         for line in block.text.splitlines()
     ]
-    known = [line for line in lines if line.startswith("dapple-")]
-    assert {line.split()[0] for line in known} <= COMMANDS
-    runs = [line for line in known if not line.endswith("--help")]
-    assert len(runs) == 3
-    for line in runs:
-        installed.run(*shlex.split(line))
+    return [line for line in lines if line.startswith("dapple-")]
+
+
+def test_commands_tell_their_flags(installed: Installed) -> None:
+    """``dapple-launch --help`` and ``dapple-worker --help`` ended with 1."""
+    assert {line.split()[0] for line in readme_commands()} <= COMMANDS
+    printed = installed.run("python", "-c", HELP)
+    assert all(flag in printed for flag in ("--global_batch_size", "--workers", "--address"))
+
+
+def test_the_commands_run(installed: Installed) -> None:
+    """The first one ended after 37 s with nothing saved: TensorBoard wasn't there, which only development requires."""
+    quick = {"--model=gnmt:tiny": "--model=vgg:tiny"}
+    lines = [shlex.split(line) for line in readme_commands() if not line.endswith("--help")]
+    trained = [
+        [*(re.sub(r"^(--(?:benchmark_)?steps)=.*", r"\1=2", quick.get(word, word)) for word in line), "--nomeasure"]
+        for line in lines
+        if line[0] == "dapple-train"
+    ]
+    others = [line for line in lines if line[0] != "dapple-train"]
+    assert (len(trained), len(others)) == (2, 1)
+    with ThreadPoolExecutor(1) as beside:
+        launched = beside.submit(installed.run, *others[0])
+        for line in trained:
+            installed.run(*line)
+        launched.result()
     assert (installed.folder / "runs" / "train" / "model.keras").is_file()
     assert any((installed.folder / "runs" / "train" / "logs" / "train").iterdir())
-    help_text = subprocess.run([str(installed.programs / "dapple-train"), "--help"], capture_output=True, text=True)
-    assert "--global_batch_size" in help_text.stdout + help_text.stderr

@@ -19,6 +19,7 @@ from absl import app, flags, logging
 import dapple_tf as dapple
 from dapple_tf.errors import reason
 from dapple_tf.models.sources import ModelError
+from dapple_tf.program import run_program
 
 USER_ERRORS = (
     app.UsageError,
@@ -46,7 +47,6 @@ CONSOLE = {
 }
 """Programs of this package that installing makes console commands of, as setup.py says."""
 
-_HELP = frozenset({"help", "helpshort", "helpfull", "helpxml", "?"})
 _COMMON = frozenset(flags.FlagValues())
 """Flags that every `flags.FlagValues` has: --flagfile and --undefok."""
 
@@ -66,13 +66,7 @@ def start(main: Callable[[], None], values: flags.FlagValues) -> NoReturn:
             logging.set_verbosity(logging.WARNING)
         return _guarded(main, argv)
 
-    try:
-        app.run(parsed)
-    except SystemExit as ended:
-        if _HELP & {argument.lstrip("-") for argument in sys.argv[1:] if argument.startswith("-")}:
-            raise SystemExit(0) from ended  # absl ends with 1, as if it were a mistake.
-        raise
-    raise AssertionError("app.run doesn't return")
+    run_program(parsed)
 
 
 def publish(values: flags.FlagValues, into: flags.FlagValues) -> None:

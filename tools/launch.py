@@ -29,6 +29,7 @@ from typing import NoReturn
 
 from absl import app, flags
 
+from dapple_tf.program import run_program
 from dapple_tf.tools.hosts import HostsError, LocalWorkers
 
 _WORKERS = flags.DEFINE_integer("workers", 2, "How many workers to start.", lower_bound=1, upper_bound=1000)
@@ -165,8 +166,7 @@ def main(argv: list[str]) -> None:
 
 def run() -> NoReturn:
     """The console command."""
-    app.run(main)
-    raise AssertionError("app.run doesn't return")
+    run_program(main)
 
 
 if __name__ == "__main__":
