@@ -48,7 +48,7 @@ class OneWay(TimeBudget):
         return self._method in phases
 
 
-def ranks(values: Sequence[float]) -> np.ndarray:
+def ranks(values: np.ndarray) -> np.ndarray:
     """The place of each value among all."""
     return np.argsort(np.argsort(values))
 
