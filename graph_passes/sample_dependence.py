@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
@@ -57,6 +57,9 @@ def sample_dependence(
         graph, shapes = Graph(part), _shapes(program, part)
     if shapes is None or shapes.samples is None:
         return None
+    inference = ShapeInference(program.graph.library)
+    samples = shapes.samples
+    shapes, elements = _inside(program, graph.graph, shapes, inference)
     roles = program.roles
     spreads: dict[Ref, Spread] = {ref: Spread(axis=0, varies=True) for ref in roles.inputs}
     for variable in roles.variables:
@@ -66,27 +69,17 @@ def sample_dependence(
     spreads[roles.slice.weight] = Spread(degree=1, known=False)
     spreads[roles.slice.number] = TRAINED
     spreads[roles.slice.samples] = Spread(degree=1)
-    scalars = [{roles.slice.weight: float(few), roles.slice.samples: float(few)} for few in shapes.samples]
+    scalars = [{roles.slice.weight: float(few), roles.slice.samples: float(few)} for few in samples]
     told = (Dependence.FIXED, Dependence.BATCH)
     sources = {node.name: shapes.axes(graph.inputs(node.name)[0]) for node in graph if node.op == "Shape"}
     open_shapes = {
         name for name, axes in sources.items() if axes is None or any(axis.dependence not in told for axis in axes)
     }
-    inference = ShapeInference(program.graph.library)
-    found: Sequence[Mapping[Ref, Shape | None]] = shapes.found[:2]
-    elements: Sequence[Mapping[Ref, Shape]] = ({}, {})
-    if any(node.op in (*LOOPS, *BRANCHES) for node in graph):
-        number = roles.slice.samples
-        known = [
-            inference.of(graph.graph, inputs, values={number: samples})
-            for inputs, samples in zip(shapes.assumed, shapes.samples, strict=False)
-        ]
-        found, elements = [one.shapes for one in known], [one.elements for one in known]
     interpreter = Interpreter(
         graph,
         RULES,
-        shapes.samples,
-        found,
+        samples,
+        shapes.found[:2],
         scalars,
         loss_nodes,
         open_shapes,
@@ -96,7 +89,7 @@ def sample_dependence(
     interpreter.run(spreads)
     pairs = [(ref.node, Coupling.PAIRS) for ref in outputs if ref.node in graph and len(interpreter.growing(ref)) > 1]
     couplings = list(dict.fromkeys([*interpreter.couplings, *pairs]))
-    return SampleDependence(interpreter.spreads, couplings, interpreter.wholes, found[0], partial)
+    return SampleDependence(interpreter.spreads, couplings, interpreter.wholes, shapes.found[0], partial)
 
 
 def _shapes(program: Program, graph: GraphDef) -> SliceShapes | None:
@@ -105,8 +98,26 @@ def _shapes(program: Program, graph: GraphDef) -> SliceShapes | None:
         shapes = SliceShapes.of(program, graph)
     except PassError:
         return None
-    if shapes.samples is None:
-        return None
-    with contextlib.suppress(PassError):  # Without that, sizes are told by axes.
-        return shapes.through_functions(program, shapes.found[0])  # Sizes behind a loop divide losses, too.
-    return shapes
+    return None if shapes.samples is None else shapes
+
+
+def _inside(
+    program: Program, graph: GraphDef, shapes: SliceShapes, inference: ShapeInference
+) -> tuple[SliceShapes, Sequence[Mapping[Ref, Shape]]]:
+    """The shapes also behind loops and branches, and of lists' elements for both numbers of samples."""
+    assert shapes.samples is not None
+    few, many = shapes.samples
+    nothing: Sequence[Mapping[Ref, Shape]] = ({}, {})
+    try:
+        if not any(node.op in (*LOOPS, *BRANCHES) for node in graph.node):
+            return shapes.through_functions(program, shapes.found[0]), nothing
+        open_lengths = [] if shapes.assumed[2] == shapes.assumed[0] else [(shapes.assumed[2], few)]
+        known = [
+            inference.of(graph, inputs, values={program.roles.slice.samples: samples})
+            for inputs, samples in [(shapes.assumed[0], few), (shapes.assumed[1], many), *open_lengths]
+        ]
+    except PassError:  # Without that, sizes are told by axes.
+        return shapes, nothing
+    first, second, last = known[0], known[1], known[-1] if open_lengths else known[0]
+    found = first.shapes, second.shapes, last.shapes
+    return dataclasses.replace(shapes, found=found), (first.elements, second.elements)
