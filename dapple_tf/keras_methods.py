@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -111,9 +112,7 @@ def _bound(method: str, args: tuple[Any, ...], kwargs: dict[str, Any], others: t
     Raises:
         TypeError: there are too many, one is given twice or has an unknown name.
     """
-    own: Callable[..., Any] = getattr(keras.Model, method)
-    signature = inspect.signature(own)
-    names = [name for name, own in signature.parameters.items() if own.kind is own.POSITIONAL_OR_KEYWORD][1:]
+    names = _parameters(method)
     unknown = [name for name in kwargs if name not in names]
     if unknown:
         raise TypeError(f"{method}() has no argument {unknown[0]!r}{meant(unknown[0], (*names, *others))}")
@@ -124,3 +123,11 @@ def _bound(method: str, args: tuple[Any, ...], kwargs: dict[str, Any], others: t
     if twice:
         raise TypeError(f"{method}() got {twice[0]!r} twice, by position and by name")
     return positional | kwargs
+
+
+@functools.cache  # Each step asks.
+def _parameters(method: str) -> tuple[str, ...]:
+    """The names of a method of ``keras.Model``'s parameters, without ``self``."""
+    own: Callable[..., Any] = getattr(keras.Model, method)
+    parameters = inspect.signature(own).parameters.values()
+    return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)[1:]

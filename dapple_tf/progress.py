@@ -40,7 +40,8 @@ class Progress:
         before: Callable[[], object] | None = None,
     ) -> None:
         self.title, self.total = title, total
-        self._shown = _is_watched() if shown is None else shown
+        self._watched = _is_watched()
+        self._shown = self._watched if shown is None else shown
         self._patience, self._before = _PATIENCE if patience is None else patience, before
         self._started = time.monotonic()
         self._updated = 0.0
@@ -109,8 +110,8 @@ class Progress:
         self._width = len(line)
 
     def _keep_ticking(self) -> None:
-        """Starts the thread that shows the time while a step is long, unless it is there."""
-        if self._closed is None:
+        """Starts the thread that shows the time while a step is long, unless it is there or writes to a file."""
+        if self._watched and self._closed is None:
             self._closed = threading.Event()
             threading.Thread(target=self._run, args=(self._closed,), name="progress", daemon=True).start()
 

@@ -68,6 +68,7 @@ def test_the_clock_goes_on_in_a_long_step(clock: list[float], capsys: pytest.Cap
 def test_a_thread_keeps_the_clock_going_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     ticked = threading.Event()
     monkeypatch.setattr(progress, "_TICK", 1e-3)
+    monkeypatch.setattr(progress, "_is_watched", lambda: True)
     monkeypatch.setattr(Progress, "tick", lambda _: ticked.set())
     with Progress("preparing", shown=True, patience=1e6) as bar:
         bar.step("a step")

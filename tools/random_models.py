@@ -284,7 +284,9 @@ def _recurrent(x: Any, name: str, rng: np.random.Generator) -> Any:
 
 
 def _attention(x: Any, name: str, rng: np.random.Generator) -> Any:
-    attended = layers.MultiHeadAttention(2, x.shape[-1] // 2, name=f"{name}_attention")(x, x)
+    # A bias of keys has no gradient but rounding, which Lamb, for one, makes as large as any other.
+    attention = layers.MultiHeadAttention(2, x.shape[-1] // 2, use_bias=False, name=f"{name}_attention")
+    attended = attention(x, x)
     return layers.LayerNormalization(name=name)(layers.Add(name=f"{name}_sum")([x, attended]))
 
 

@@ -129,7 +129,7 @@ class _Reading:
         self.outputs = [self._outputs(node) for node in self.nodes]
         unknown = [node for node, made in zip(self.nodes, self.outputs, strict=True) if not all(map(_known, made))]
         if unknown:
-            logger.info(
+            logger.debug(
                 "the shapes of what %d of %d operators make aren't known, their unknown dimensions are taken for 1 "
                 "(%s, ...)",
                 *(len(unknown), len(self.nodes), ", ".join(f"{node.name} ({node.op})" for node in unknown[:3])),
