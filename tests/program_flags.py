@@ -13,7 +13,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 def source_of(module: str) -> pathlib.Path:
     """The file of a module of this repository, which may not be there."""
-    return ROOT / pathlib.Path(*module.split(".")).with_suffix(".py")
+    shipped = module.startswith(("dapple_tf.tools.", "dapple_tf.models."))  # folders of a checkout's top level
+    path = module.removeprefix("dapple_tf.") if shipped else module
+    return ROOT / pathlib.Path(*path.split(".")).with_suffix(".py")
 
 
 def imported(module: str) -> str:

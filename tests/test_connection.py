@@ -405,6 +405,16 @@ def test_a_worker_that_is_lost_while_nothing_runs(cluster: dapple.Cluster, worke
     assert works(cluster)
 
 
+def test_nothing_is_run_on_workers_that_were_given_back(cluster: dapple.Cluster) -> None:
+    """TensorFlow waited for them without end."""
+    graph, made = graph_on(cluster, lambda _: tf.random.uniform([]))
+    with held(cluster):
+        session = open_session(cluster, graph)
+    with pytest.raises(WorkerLostError, match="were given back by this process"):
+        session.run(made)
+    session.close()
+
+
 @pytest.mark.slow
 def test_a_run_that_takes_too_long(cluster: dapple.Cluster) -> None:
     """All workers answer, but the run doesn't end: they are given up all the same."""

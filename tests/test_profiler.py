@@ -92,7 +92,7 @@ def test_one_batch_size_has_no_fixed_part_and_two_lines_of_log(caplog: pytest.Lo
     assert all(layer.forward.fixed == 0 and layer.backward.fixed == 0 for layer in found.layers)
     before, after = (record.message for record in caplog.records if record.name == "dapple_tf.profiling.profiler")
     assert before.startswith("profiling model 'mlp' on /job:localhost") and before.endswith("slices of (4,) samples")
-    assert after.startswith("profiled model 'mlp', 3 layers, in ")
+    assert after.startswith("profiled model 'mlp', 3 layers, measured, in ")
 
 
 def test_layers_without_parameters_have_no_weight_gradient() -> None:

@@ -318,6 +318,17 @@ def test_what_is_assigned_after_a_restoration_is_not_forgotten(
     assert_same(ended(pipelined), expected)
 
 
+def test_workers_stay_this_process_own_when_training_decides_anew_where_variables_are(workers: LocalWorkers) -> None:
+    """Evaluation came first; the session that followed its own was on workers that had been given back, and hung."""
+    pipelined = transform(workers)
+    pipelined.evaluate(X, Y, verbose=0)
+    used = range(max(max(pipelined.plan.devices)) + 1)
+    servers = [children(workers.processes[worker].pid) for worker in used]
+    train(pipelined, range(1))
+    assert [children(workers.processes[worker].pid) for worker in used] == servers
+    pipelined.close()
+
+
 def test_going_back_to_an_older_checkpoint(workers: LocalWorkers, tmp_path: Path) -> None:
     """The newer one isn't what recovery begins with then."""
 

@@ -279,11 +279,14 @@ class Connection:
             seconds: after how long it counts as hung; None is ``step_seconds``.
 
         Raises:
-            WorkerLostError: one was lost, or the call took too long. What was called is left to itself.
+            WorkerLostError: one was lost, the workers were given back, or the call took too long. What was called is
+                left to itself.
             tf.errors.OpError: it failed, with all workers there.
         """
         if self.lost is not None:
             raise self.lost
+        if self._closed:  # Nobody watches the workers any more, and TensorFlow would wait for them without end.
+            raise WorkerLostError(f"workers {', '.join(self.addresses)} were given back by this process")
         limit = self.step_seconds if seconds is None else min(seconds, self.step_seconds)
         call = Call(function, self._changed)
         try:
@@ -366,32 +369,45 @@ def release(connection: Connection) -> None:
 
 
 @contextlib.contextmanager
-def connected(cluster: Cluster, faults: FaultPolicy | None = None) -> Iterator[None]:
+def connected(cluster: Cluster, faults: FaultPolicy | None = None) -> Iterator[Connection | None]:
     """Within it, the workers of a cluster stay this process's; nothing is done for local devices.
+
+    Yields:
+        The connection to them; None for local devices.
 
     Raises:
         ClusterError: see `acquire`.
     """
     if not cluster.addresses:
-        yield
+        yield None
         return
     connection = acquire(cluster, faults or FaultPolicy())
     try:
-        yield
+        yield connection
     finally:
         release(connection)
 
 
-def open_session(cluster: Cluster, graph: tf.Graph) -> Any:
+def open_session(cluster: Cluster, graph: tf.Graph, connection: Connection | None = None) -> Any:
     """A session on a cluster's devices: TensorFlow's own, or one that watches the workers.
 
-    Workers are to be `connected` meanwhile.
+    Workers are to be `connected` as long as it is used: on a connection that was given back, a run never ends.
+
+    Args:
+        cluster: what it runs on.
+        graph: what it runs.
+        connection: to the workers; None is the one that this process holds.
+
+    Raises:
+        WorkerLostError: the connection has lost a worker.
     """
     config = session_config(cluster)
     if not cluster.addresses:
         return tf.compat.v1.Session(graph=graph, config=config)
-    with connected(cluster):
-        return RemoteSession(_connections[cluster.addresses], graph, config)
+    connection = connection or _connections[cluster.addresses]
+    if connection.lost is not None:
+        raise connection.lost
+    return RemoteSession(connection, graph, config)
 
 
 def inventory(addresses: Sequence[str]) -> list[list[dict[str, Any]]]:

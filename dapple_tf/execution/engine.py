@@ -112,7 +112,7 @@ class Engine:
         self._numbers = itertools.count()
         self._longest: dict[str, float] = {}  # step graph -> seconds
         self._connected = contextlib.ExitStack()
-        self._connected.enter_context(connected(cluster, faults))
+        self._connection = self._connected.enter_context(connected(cluster, faults))
         self._open()
         self.state = DeviceState(
             model, self.table, self.timing, self._holdings, self._run, self._import, self._run_update
@@ -122,16 +122,20 @@ class Engine:
         """A fresh graph and session."""
         self._graph = tf.Graph()
         self._library: set[str] = set()
-        self._session = open_session(self.cluster, self._graph)
+        self._session = open_session(self.cluster, self._graph, self._connection)
         self._prepared: dict[StepRequest, PreparedRun] = {}
         self._traced_before: set[str] = set()  # names of steps
 
     def close(self) -> None:
         """Frees the devices' memory, and workers for others; a snapshot that is being written is finished first."""
+        self._close_session()
+        self._connected.close()
+
+    def _close_session(self) -> None:
+        """Frees the devices' memory; workers stay this process's."""
         self.state.close()
         self._prepared.clear()
         self._session.close()
-        self._connected.close()
 
     def reopen(self) -> None:
         """A fresh session on the same graph, after `close`: variables are empty until they are loaded.
@@ -139,8 +143,8 @@ class Engine:
         Raises:
             ClusterError: not all workers are there; it may be tried again.
         """
-        self._connected.enter_context(connected(self.cluster, self.faults))
-        self._session = open_session(self.cluster, self._graph)
+        self._connection = self._connected.enter_context(connected(self.cluster, self.faults))
+        self._session = open_session(self.cluster, self._graph, self._connection)
         self._traced_before.clear()
         self.state.left_over = None
 
@@ -229,7 +233,7 @@ class Engine:
         elif self.state.has_values:
             if self.state.ahead:
                 self.state.save()
-            self.close()
+            self._close_session()
             self._builds = {}
             self._open()
             self.state.reset()

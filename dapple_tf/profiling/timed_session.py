@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.clusters.cluster import Cluster
-from dapple_tf.clusters.connection import open_session
+from dapple_tf.clusters.connection import connected, open_session
 from dapple_tf.clusters.session import add_to_graph
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.profiling.timed_step import LAST, ItemKey, TimedStep
@@ -34,14 +35,18 @@ class TimedSession:
     def __init__(self, cluster: Cluster, device: str, metrics: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
         self.device, self.metrics = device, metrics
         self._graph = tf.Graph()
-        self.session = open_session(cluster, self._graph)
+        with contextlib.ExitStack() as opened:
+            connection = opened.enter_context(connected(cluster))
+            self.session = open_session(cluster, self._graph, connection)
+            opened.callback(self.session.close)
+            self._opened = opened.pop_all()
         self._library: set[str] = set()
 
     def __enter__(self) -> TimedSession:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.session.close()
+        self._opened.close()
 
     def add(self, graph: GraphDef, name: str) -> None:
         """Adds nodes under ``name/``, and functions that aren't there yet."""
