@@ -10,7 +10,7 @@ TORCH_PYTHON ?= $(BIN)/python
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train pictures results results-operators accuracy bench zoo faults test test-fast lint bless clean
+.PHONY: help venv train pictures results results-operators accuracy bench zoo faults test test-all test-fast lint bless clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -57,11 +57,14 @@ zoo: $(STAMP) ## train keras.applications, keras_hub and random models beside pl
 faults: $(STAMP) ## kill, stop and cut off workers while a model trains, half an hour; needs root
 	$(BIN)/python -m tools.check_faults
 
-test: lint ## run every check: lint, types and all tests
+test: lint ## check style and types, and run the tests but for most of many like cases
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not thorough"
+
+test-all: lint ## run every check: lint, types and all tests
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-fast: $(STAMP) ## run all but the slower tests, in under three minutes
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not thorough"
 
 lint: $(STAMP) ## check style, formatting and types
 	$(BIN)/ruff check .

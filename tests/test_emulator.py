@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from selection import sampled
 from test_simulator import STRAIGHT, random_case
 
 from dapple_tf.clusters.cluster import Cluster, Device, Server
@@ -97,7 +98,7 @@ LARGE = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "stages", "micro_batches", "replicas", "network"), LARGE)
+@pytest.mark.parametrize(("schedule", "stages", "micro_batches", "replicas", "network"), sampled(LARGE, 3))
 def test_large_pipelines(
     schedule: str, stages: int, micro_batches: int, replicas: Sequence[int], network: float
 ) -> None:

@@ -13,6 +13,7 @@ import itertools
 import pytest
 from equivalence import assert_equal_training, device_lists, use_float64
 from references import SAMPLES, reference
+from selection import sampled
 from zoo import ZOO
 
 import dapple_tf as dapple
@@ -82,7 +83,7 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", sweep(), ids=str)
+@pytest.mark.parametrize("case", sampled(sweep(), 4), ids=str)
 def test_every_structure_trains_as_plain_keras_in_float64(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     use_float64()
     check(case, monkeypatch)
@@ -92,8 +93,8 @@ def test_every_structure_trains_as_plain_keras_in_float64(case: Case, monkeypatc
 @pytest.mark.parametrize(
     ("model", "jit_compile"),
     [
-        *((name, False) for name in ("transformer", "lstm", "multi_output")),
-        *((name, True) for name in ("cnn", "branches", "tied")),
+        *sampled(((name, False) for name in ("multi_output", "transformer", "lstm")), 3),
+        *sampled(((name, True) for name in ("cnn", "branches", "tied")), 3),
     ],
 )
 def test_every_structure_trains_as_plain_keras_where_a_step_is_one_function(
@@ -104,10 +105,7 @@ def test_every_structure_trains_as_plain_keras_where_a_step_is_one_function(
     assert_equal_training(ZOO[model], dapple.Cluster.local(1, kind="cpu"), plan, reference(model), monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "model",
-    # The example trains a transformer in float32, and verifies it: test_train_gpt.py.
-    [name if name == "cnn" else pytest.param(name, marks=pytest.mark.slow) for name in ZOO if name != "transformer"],
-)
+# The example trains a transformer in float32, and verifies it: test_train_gpt.py.
+@pytest.mark.parametrize("model", sampled((name for name in ZOO if name != "transformer"), 5))
 def test_every_structure_trains_as_plain_keras_in_float32(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(Case(model, (3, 1), 4, "dapple_a", "none"), monkeypatch)

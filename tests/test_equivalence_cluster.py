@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from equivalence import TOLERANCE, assert_equal_training, use_float64
 from references import SAMPLES, reference
+from selection import sampled
 from zoo import ZOO
 
 import dapple_tf as dapple
@@ -69,8 +70,6 @@ CASES = [
     Case("branches", [[0, 1], [2], [3]], schedule="fast_forward", options={"recompute": "boundary"}),
     Case("branches", [[0, 1], [2, 3], [0, 1], [2, 3]], schedule="modulo"),
     Case("multi_output", [[0, 1], [0, 1], [2, 3], [2, 3]], 2, options=CARRIED),
-]
-SLOW = [
     Case("cnn", [[0, 1], [2, 3]], options={"jit_compile": True}),
     Case("cnn", EVERYWHERE, 1),
     Case("transformer", [[0, 1], [2, 3]], 4, "zb_h1"),
@@ -101,13 +100,6 @@ ACROSS_FROM_HOST = [
 ]
 
 
-def marked(cases: Sequence[Case], slow: Sequence[Case]) -> list[Any]:
-    return [
-        *(pytest.param(case, id=str(case)) for case in cases),
-        *(pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in slow),
-    ]
-
-
 def check(case: Case, cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     use_float64()
     assert_equal_training(ZOO[case.model], cluster, case.plan, reference(case.model), monkeypatch)
@@ -117,7 +109,7 @@ def check(case: Case, cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", marked(CASES, SLOW))
+@pytest.mark.parametrize("case", sampled(CASES, 3), ids=str)
 def test_four_workers_train_as_plain_keras(case: Case, workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     check(case, dapple.Cluster.of_servers(workers.addresses), monkeypatch)
 
@@ -135,15 +127,16 @@ def assert_same_bits(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize(
     ("case", "policy"),
-    [
-        (Case("tied", [[0, 1], [2], [3]], schedule="zb_h1"), "mixed_float16"),
-        pytest.param(Case("cnn", [[0, 1], [2, 3]]), "mixed_bfloat16", marks=pytest.mark.slow),
-        pytest.param(Case("tied", EVERYWHERE), "mixed_bfloat16", marks=pytest.mark.slow),
-        pytest.param(Case("lstm", [[0, 1], [2, 3]]), "mixed_float16", marks=pytest.mark.slow),
-        pytest.param(
-            Case("cnn", [[0, 1], [2, 3]], options={"jit_compile": True}), "mixed_bfloat16", marks=pytest.mark.slow
-        ),
-    ],
+    sampled(
+        [
+            (Case("tied", [[0, 1], [2], [3]], schedule="zb_h1"), "mixed_float16"),
+            (Case("cnn", [[0, 1], [2, 3]]), "mixed_bfloat16"),
+            (Case("tied", EVERYWHERE), "mixed_bfloat16"),
+            (Case("lstm", [[0, 1], [2, 3]]), "mixed_float16"),
+            (Case("cnn", [[0, 1], [2, 3]], options={"jit_compile": True}), "mixed_bfloat16"),
+        ],
+        5,
+    ),
     ids=str,
 )
 def test_mixed_precision_gives_the_bits_of_local_devices(
@@ -209,7 +202,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*ACROSS, *ACROSS_FROM_HOST], ids=str)
+@pytest.mark.parametrize("case", [*sampled(ACROSS, 3), *sampled(ACROSS_FROM_HOST, 3)], ids=str)
 def test_two_hosts_train_as_plain_keras(case: Case, outcomes: dict[str, str]) -> None:
     assert outcomes.get(str(case), "the client ended before it came to this case") == ""
 

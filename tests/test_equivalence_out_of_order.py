@@ -25,6 +25,7 @@ from equivalence import (
     variables_of,
 )
 from references import SAMPLES, reference
+from selection import one_of_each, sampled
 from zoo import ZOO
 
 import dapple_tf as dapple
@@ -106,7 +107,7 @@ def in_turn() -> list[tuple[str, Case]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "case"), in_turn(), ids=str)
+@pytest.mark.parametrize(("model", "case"), one_of_each(in_turn(), lambda pair: pair[1].schedule), ids=str)
 def test_every_policy_trains_as_plain_keras(model: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     use_float64()
     check(model, case, monkeypatch)
@@ -150,7 +151,7 @@ def test_each_model_meets_each_policy_or_option() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "case"), others(), ids=str)
+@pytest.mark.parametrize(("model", "case"), sampled(others(), 4), ids=str)
 def test_other_models_take_the_policies_in_turn(model: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     use_float64()
     check(model, case, monkeypatch)
@@ -244,7 +245,10 @@ def unsplit(micro_batches: int) -> tuple[list[float], list[keras.Variable]]:
 @pytest.mark.parametrize(
     ("case", "micro_batches"),
     # Of one slice there is little to order: it takes those that change more than the order.
-    [*((case, 4) for case in SINGLE), *((case, 1) for case in SINGLE if case.options or case.devices == PERIODIC)],
+    sampled(
+        [*((case, 4) for case in SINGLE), *((case, 1) for case in SINGLE if case.options or case.devices == PERIODIC)],
+        3,
+    ),
     ids=str,
 )
 def test_every_policy_agrees_where_slices_matter(case: Case, micro_batches: int) -> None:

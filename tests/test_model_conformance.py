@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 from equivalence import TOLERANCE, largest_difference, use_float64, variables_of
+from selection import sampled
 
 import dapple_tf as dapple
 from dapple_tf.models.registry import MODELS, find_model
@@ -67,7 +68,7 @@ def train(trainer: Any, given: list[tuple[Any, Any, Any]]) -> list[dict[str, flo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", sampled(TINY, 2))
 def test_two_stages_with_replicas_train_as_plain_keras(name: str) -> None:
     """Logs and all variables after two steps; the optimizer's slots hold the gradients of each."""
     use_float64()

@@ -14,6 +14,7 @@ from branching_models import BRANCHING, batch
 from equivalence import TOLERANCE, assert_equal_training, largest_difference, use_float64, variables_of
 from placements import random_placement
 from references import SAMPLES, reference
+from selection import sampled
 from zoo import ZOO
 
 import dapple_tf as dapple
@@ -32,7 +33,7 @@ def cluster_of(devices: int) -> dapple.Cluster:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "seed"), [("cnn", 0), ("transformer", 1), ("lstm", 2), ("tied", 3)])
+@pytest.mark.parametrize(("model", "seed"), sampled([("cnn", 0), ("transformer", 1), ("lstm", 2), ("tied", 3)], 4))
 def test_any_placement_and_any_splits_train_as_keras(model: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use_float64()
     monkeypatch.setattr(step_placer, "fd_dps", random_placement(seed))
@@ -96,8 +97,7 @@ def assert_same_values(model: keras.Model, values: list[np.ndarray]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.parametrize("name", sorted(BRANCHING))
+@pytest.mark.parametrize(("name", "devices"), sampled(itertools.product(sorted(BRANCHING), [2, 4, 8]), 4))
 def test_models_with_branches_train_as_keras(name: str, devices: int) -> None:
     model = build(name)
     pipelined = dapple.transform(

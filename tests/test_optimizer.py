@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE, assert_same_variables, assert_same_variables_after, pair, pipeline, use_float64
+from selection import thorough
 from step_programs import built_of_model
 
 import dapple_tf as dapple
@@ -59,12 +60,10 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 }
 
 
-QUICK = ("adam", "momentum", "global_clipnorm", "ema", "loss_scale_optimizer")
+QUICK = ("adam", "momentum", "adafactor", "schedule", "global_clipnorm", "ema", "accumulation", "loss_scale_optimizer")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else thorough(name) for name in SETTINGS])
 def test_settings_update_as_in_plain_keras(name: str) -> None:
     use_float64()
     model, plain = pair(lambda: model_with(SETTINGS[name]))

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from selection import thorough
 
 from dapple_tf.clusters.cluster import Cluster, Device
 from dapple_tf.planning.plan import Plan, PlanError
@@ -87,7 +88,7 @@ def brute_force(profile: Profile, cluster: Cluster, batch: int, micro_batches: i
     return best
 
 
-SEEDS = [*range(60), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(60, 180))]
+SEEDS = [*range(60), *map(thorough, range(60, 180))]
 
 
 @pytest.mark.slow

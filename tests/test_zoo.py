@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 from equivalence import use_float64
+from selection import thorough
 
 import dapple_tf as dapple
 from dapple_tf.tools import command, zoo
@@ -20,7 +21,10 @@ from dapple_tf.tools.zoo_models import ARCHITECTURES, find_architecture, narrowe
 
 DRAWS = range(30)
 
-SMALLEST = ("Albert", "Bert", "CLIP", "FNet", "GPT2", "Llama", "MiT", "Mixtral", "ResNet (hub)", "T5", "ViT", "Whisper")
+SMALLEST = (
+    *("Albert", "Bert", "Falcon", "FNet", "GPT2", "Llama", "Mixtral", "OPT", "Phi3", "ResNet (hub)", "Roberta", "ViT"),
+    *map(thorough, ("CLIP", "MiT", "T5", "Whisper")),
+)
 
 # keras_hub's models say this of themselves.
 pytestmark = [
