@@ -271,7 +271,7 @@ def test_a_chain_becomes_few_pieces() -> None:
     assert [a + 1 == b for a, b in itertools.pairwise(sorted(set(coarse.piece.tolist())))]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_network_of_18_cells_is_placed_on_8_devices_in_half_a_minute_of_one_core() -> None:
     """About 24,000 operators; more of them take in proportion."""
     graph, links = nasnet_like(8), topology(8)

@@ -157,7 +157,7 @@ def test_shapes_at_cuts_are_known_without_running_the_model(
     assert len(AssignStages(cuts).run(program).stages) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_trains_as_a_pipeline_cut_in_both_halves() -> None:
     """Encoder, decoder and the attention's answer cross cuts, and padding is of different lengths in each slice."""
     model = gnmt.build(SMALL)

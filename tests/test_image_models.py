@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from selection import thorough
 from symbolic_models import parameters, without_values
 
 from dapple_tf.models import densenet, mobilenet, nasnet, resnet, vgg
@@ -76,7 +77,8 @@ def test_every_size_is_documented() -> None:
 
 @pytest.mark.parametrize(
     "source",
-    [pytest.param(row, id=row.name, marks=[] if row.name in QUICK else [pytest.mark.slow]) for row in FULL],
+    [row if row.name in QUICK else thorough(row) for row in FULL],
+    ids=lambda row: row.name,
 )
 def test_full_sizes(source: ModelSource) -> None:
     """As documented; plans can cut where one tensor crosses, or two between cells that read two."""

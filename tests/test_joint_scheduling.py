@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 from equivalence import assert_equal_training, use_float64
 from references import SAMPLES, reference
+from selection import sampled
 from zoo import ZOO
 
 import dapple_tf as dapple
@@ -448,7 +449,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "case"), [*zip(itertools.cycle(("branches", "tied")), CASES), ("tied", CASES[-1])], ids=str
+    ("model", "case"), sampled([*zip(itertools.cycle(("branches", "tied")), CASES), ("tied", CASES[-1])], 3), ids=str
 )
 def test_joint_schedules_train_as_plain_keras(model: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     use_float64()

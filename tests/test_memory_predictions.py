@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from selection import sampled
 
 import dapple_tf as dapple
 from dapple_tf.planning.cost import CostModel
@@ -181,7 +182,7 @@ def measured_profile() -> Profile:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["gpipe", "dapple_b", "zb_h2", "modulo", "zb_v", "conventional"])
+@pytest.mark.parametrize("policy", sampled(["dapple_b", "gpipe", "zb_h2", "modulo", "zb_v", "conventional"], 4))
 def test_predicted_peaks_are_those_of_allocation_records(policy: str) -> None:
     cluster = dapple.Cluster.local(3, kind="cpu")
     plan = memory_of_steps.plan_of(SMALL, policy)

@@ -251,6 +251,7 @@ def test_table_3_under_one_policy_and_the_other() -> None:
 # ---- the command
 
 
+@pytest.mark.thorough
 def test_command_leaves_tables_and_plots_and_the_same_files_again(tmp_path: pathlib.Path) -> None:
     arguments = ["--models=vgg-19", "--configs=C", "--planner_seconds=60"]
     line = [sys.executable, "-m", "tools.reproduce_dapple", *arguments, f"--output_dir={tmp_path / 'first'}"]

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 from equivalence import pipeline
+from selection import thorough
 
 import dapple_tf as dapple
 from dapple_tf.frontend.capture import Mode
@@ -46,11 +47,8 @@ def starts(pipelined: dapple.PipelinedModel, stats: Any) -> dict[str, list[Task]
     ("schedule", "devices", "options"),
     [
         *((schedule, [[0, 1], [2], [3]], {}) for schedule in ("gpipe", "dapple_a", "zb_h1")),
-        *(
-            pytest.param(schedule, [[0, 1], [2], [3]], {}, marks=pytest.mark.slow)
-            for schedule in ("dapple_b", "fast_forward")
-        ),
-        pytest.param("modulo", [[0], [1], [0]], {}, marks=pytest.mark.slow),
+        *(thorough((schedule, [[0, 1], [2], [3]], {})) for schedule in ("dapple_b", "fast_forward")),
+        thorough(("modulo", [[0], [1], [0]], {})),
         ("modulo", [[0, 1], [2], [1, 0]], {"task_seconds": [[1, 3, 1], [2, 1, 1], [1, 1, 2]]}),
         ("interleaved", [[0], [1], [0], [1]], {}),
         ("zb_v", [[0], [1], [1], [0]], {}),

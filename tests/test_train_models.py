@@ -20,6 +20,7 @@ import textwrap
 import keras
 import numpy as np
 import pytest
+from selection import sampled
 
 import dapple_tf as dapple
 from dapple_tf.frontend.batch import BatchSpec
@@ -89,7 +90,7 @@ def _with_links(cluster: dapple.Cluster, **_: object) -> dapple.Cluster:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", sampled(TINY, 3))
 def test_models_are_planned_trained_and_saved(name: str, folder: pathlib.Path) -> None:
     out = trained(folder, name)
     plan, profile = dapple.Plan.load(out / "plan.json"), dapple.Profile.load(out / "profile.json")
@@ -140,7 +141,7 @@ def in_a_process(*program: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ffnn:tiny", "resnet:tiny"])
+@pytest.mark.parametrize("name", sampled(["ffnn:tiny", "resnet:tiny"], 2))
 def test_a_killed_run_goes_on_and_ends_as_if_nothing_had_happened(
     name: str, folder: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
