@@ -122,17 +122,24 @@ def of_arrays(trees: tuple[Any, Any, Any], function: Callable[[np.ndarray], np.n
 
 
 def pipelined_steps(runtime: Runtime, batch: Batch, steps: int, *, training: bool) -> Outcome:
-    """What the devices make of a batch in some steps, from the model's values, which both have again afterwards."""
+    """What the devices make of a batch in some steps, from the model's values, which both have again afterwards.
+
+    After a fault all of them are made again: what recovery trains again on are the user's batches.
+    """
     model = runtime.model
-    with restored(model):
-        try:
-            for _ in range(steps):
-                result = runtime.run(Mode.TRAIN, batch, training=training)
-                runtime.metrics.update(Mode.TRAIN.value, result.metrics, result.loss, batch.samples)
-            runtime.sync()
-            return Outcome.of(model, logs=training)
-        finally:
-            runtime.drop()
+    while True:
+        faults = len(runtime.faults)
+        with restored(model):
+            try:
+                for _ in range(steps):
+                    result = runtime.run(Mode.TRAIN, batch, training=training)
+                    runtime.metrics.update(Mode.TRAIN.value, result.metrics, result.loss, batch.samples)
+                runtime.sync()
+                outcome = Outcome.of(model, logs=training)
+            finally:
+                runtime.drop()
+        if len(runtime.faults) == faults:
+            return outcome
 
 
 @dataclasses.dataclass(frozen=True)

@@ -231,8 +231,8 @@ def test_whole_seconds_of_patience(cluster: dapple.Cluster) -> None:
 
 @pytest.mark.slow
 def test_a_port_that_somebody_has_taken_meanwhile(cluster: dapple.Cluster) -> None:
-    """The client is told, the other worker is given back, and the next attempt takes another port."""
-    first, second = cluster.addresses
+    """Ports of servers are those that others get for their connections, too: the worker gets another one."""
+    _, second = cluster.addresses
     with held(cluster):
         pass
     known = dict(connection_module._ports)
@@ -240,10 +240,6 @@ def test_a_port_that_somebody_has_taken_meanwhile(cluster: dapple.Cluster) -> No
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         connection_module._ports[second] = port = taken.getsockname()[1]
-        with pytest.raises(ClusterError, match=rf"worker 1 \({second}\).*no server can be started on port {port}"):
-            acquire(cluster, QUICK)
-        wait_until(lambda: all(reachable(cluster.addresses, PATIENCE)))
-        wait_until(lambda: status(first)["holder"] is None)  # Its lease is given back in the background.
         assert works(cluster)
     assert connection_module._ports[second] not in (port, known[second])
 

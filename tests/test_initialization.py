@@ -279,6 +279,22 @@ def test_sync_before_anything_ran_gives_the_initial_values() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("before", ["predict", "train"])
+def test_what_is_assigned_while_other_values_are_on_devices_only_outlives_sync(before: str) -> None:
+    """All of the devices' values were fetched, over what had been assigned."""
+    x, y, _ = samples(7)
+    kernel = np.random.default_rng(2).normal(size=(24, 20))
+    own, ordinary = transform(deferred()), transform(classifier())
+    for pipelined in (own, ordinary):
+        pipelined.predict(x, verbose=0) if before == "predict" else pipelined.train_on_batch(x, y)
+        pipelined.model.get_layer("second").kernel.assign(kernel)
+    for _ in range(2):
+        for one, other in zip(values(own.sync()), values(ordinary.sync()), strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert own.train_on_batch(x, y) == ordinary.train_on_batch(x, y)
+
+
+@pytest.mark.slow
 def test_verify_fetches_values_first() -> None:
     pipelined = transform(deferred())
     x, y, _ = samples(7)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import signal
 import threading
@@ -19,6 +21,7 @@ from workers import PATIENCE, children, mend, wait_until
 import dapple_tf as dapple
 from dapple_tf.clusters import connection as connection_module
 from dapple_tf.clusters.connection import reachable
+from dapple_tf.execution.runtime import Runtime
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.tools.hosts import LocalWorkers
 
@@ -327,6 +330,66 @@ def test_workers_stay_this_process_own_when_training_decides_anew_where_variable
     train(pipelined, range(1))
     assert [children(workers.processes[worker].pid) for worker in used] == servers
     pipelined.close()
+
+
+def test_what_an_engine_restored_is_forgotten_with_it(workers: LocalWorkers, tmp_path: Path) -> None:
+    """A fault of the next engine brought the checkpoint back, over all that had been assigned since."""
+    pipelined = transform(workers)
+    train(pipelined, range(2))
+    path = pipelined.save_checkpoint(tmp_path / "restored")
+    pipelined.restore_checkpoint(path)
+    pipelined.close()
+    pipelined.set_weights([np.full_like(value, 0.5) for value in pipelined.get_weights()])
+    pipelined.save_checkpoint(tmp_path / "assigned")
+    end_server(workers)
+    pipelined.predict(X, verbose=0)
+    assert pipelined.faults
+    pipelined.close()
+    for value in pipelined.model.get_weights():
+        np.testing.assert_array_equal(value, np.full_like(value, 0.5))
+
+
+def test_verification_begins_again_after_a_fault(workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps aren't the user's: nothing trains on them again, so that those before the fault were missing."""
+    pipelined = transform(workers)
+    train(pipelined, range(1))
+    run, count = Runtime.run, itertools.count()
+
+    def disturbed(runtime: Runtime, *args: Any, **kwargs: Any) -> Any:
+        result = run(runtime, *args, **kwargs)
+        if next(count) == 2:  # the gradients, and the first two steps
+            end_server(workers)
+        return result
+
+    monkeypatch.setattr(Runtime, "run", disturbed)
+    pipelined.verify(*batch(1), steps=3, float64=False).assert_equal()
+    assert pipelined.faults
+    pipelined.close()
+
+
+def test_collected_with_its_model_it_asks_nothing_of_its_session(
+    workers: LocalWorkers, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Python frees a session before it asks the model: "Attempted to use a closed Session", out of nowhere."""
+
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.pipelined, holder.itself = transform(workers), holder
+    train(holder.pipelined, range(1))
+    del holder
+    gc.collect()
+    wait_until(lambda: not connection_module._connections)
+    assert "Exception ignored" not in capfd.readouterr().err
+
+
+def test_a_plan_is_made_of_what_workers_take(workers: LocalWorkers) -> None:
+    """Profiled on a worker, whose batches come from the client, not from a device of a process on its own."""
+    cluster = dapple.Cluster.of_servers(workers.addresses[:2])
+    profile = dapple.profile(build(), (2, BATCH), cluster=cluster, cache=False, repeats=1)
+    assert profile.method == "layers"
+    assert all(layer.forward.at(BATCH) > 0 for layer in profile.layers)
 
 
 def test_going_back_to_an_older_checkpoint(workers: LocalWorkers, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ LAYERED = ["0F0", "1F0", "1Bx0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1", "1app
 
 def made(program: Program, **options: bool) -> TimedStep:
     updates = sgd_updates(program)
-    return timed_step(program, updates, HOST, "timed_", **options)
+    return timed_step(program, updates, HOST, HOST, "timed_", **options)
 
 
 def work(timed: TimedStep) -> list[str]:

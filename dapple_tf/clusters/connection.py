@@ -98,17 +98,14 @@ class Connection:
         self._asked = 0.0  # workers are to answer a ping that is sent after this time
         self._clock_requests = 0  # how often workers were to tell the time
         self._closed = False
-        leases: list[_Lease] = []
+        remembered = _ports.keys() & set(self.addresses)
         try:
-            _for_each(lambda task: leases.append(self._borrow(task)), len(self.addresses))
-            leases.sort(key=lambda lease: lease.task)
-            self.target = self._serve(leases)
-        except BaseException:
-            for lease in leases:
-                lease.channel.close()
-            raise
-        self._leases = leases
-        for lease in leases:
+            self._leases, self.target = self._open()
+        except ClusterError:
+            if remembered <= _ports.keys():
+                raise
+            self._leases, self.target = self._open()  # Somebody has taken a server's former port: it gets another one.
+        for lease in self._leases:
             lease.confirmed = time.monotonic()
             threading.Thread(target=self._watch, args=(lease,), name=f"watch-{lease.address}", daemon=True).start()
         try:
@@ -118,6 +115,18 @@ class Connection:
             raise
 
     # ---- opening
+
+    def _open(self) -> tuple[list[_Lease], str]:
+        """Borrows all workers and has them serve; also returns where sessions are opened."""
+        leases: list[_Lease] = []
+        try:
+            _for_each(lambda task: leases.append(self._borrow(task)), len(self.addresses))
+            leases.sort(key=lambda lease: lease.task)
+            return leases, self._serve(leases)
+        except BaseException:
+            for lease in leases:
+                lease.channel.close()
+            raise
 
     def _borrow(self, task: int) -> _Lease:
         address = self.addresses[task]

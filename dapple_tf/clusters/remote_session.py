@@ -100,6 +100,11 @@ class RemoteSession:
             lambda: self._session.run(fetches, feed_dict, options, run_metadata), breaks=self._breaks, seconds=seconds
         )
 
+    @property
+    def closed(self) -> bool:
+        """Whether it can't run anything any more."""
+        return not self._left_open.alive
+
     def close(self) -> None:
         """Frees what it has on the workers; their end frees it otherwise."""
         if self._left_open.detach() is None:

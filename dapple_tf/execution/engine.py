@@ -153,6 +153,11 @@ class Engine:
         """The worker that its session has lost; None if all are there."""
         return self._session.connection.lost if isinstance(self._session, RemoteSession) else None
 
+    @property
+    def freed(self) -> bool:
+        """Whether its session is gone, though it hasn't been closed: Python is collecting both."""
+        return isinstance(self._session, RemoteSession) and self._session.closed
+
     # ---- building
 
     def prepare(self, mode: Mode, spec: BatchSpec, *, training: bool | None = None) -> Build:

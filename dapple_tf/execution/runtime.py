@@ -129,6 +129,7 @@ class Runtime:
             if not sync:
                 self.drop()
             self.engine.close()
+            self._recovery.forget()  # The model's values count for the next engine: a base is one of this engine's.
             self._broken = False
             unwatch([variable for variable, _ in self._watched.values()], self)
             self._watched, self._known = {}, None
@@ -137,7 +138,8 @@ class Runtime:
         """``close``, wherever it may be that nobody has use for the devices any more."""
         with context.eager_mode():  # What is collected now may be in the midst of a graph that is being made.
             try:
-                self.close(sync=not self.engine.state.deferred)
+                # A session is freed before this only where the user's model goes, too: nobody is left to have values.
+                self.close(sync=not self.engine.state.deferred and not self.engine.freed)
             except (DappleError, tf.errors.OpError) as error:
                 logger.warning("model %r: %s; %s", self.model.name, error, self.values.kept)
 

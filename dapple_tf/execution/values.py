@@ -58,19 +58,27 @@ class Values:
     def sync(self) -> None:
         """Devices -> model, if the devices are ahead or the model has no values yet; it has all of them then."""
         deferred = self._engine.state.deferred
+        assigned: set[str] = set()  # to variables whose values were on devices only, which have others still
         if deferred:
             self._tell(logging.WARNING, "all values are fetched into the memory of this process")
+        if deferred and self._loaded and not self._engine.state.ahead:
+            self._resolve_doubt()  # Where something has been assigned, the model's own initial values go with it.
         if self._pending is not None and self.restoring:
             self._pending.into_model()
             self._pending_agreed = self._in_model()
         elif self._engine.state.ahead or (deferred and self._loaded):
-            keras_variables = self._engine.table.keras_variables
-            self._engine.state.fetched -= {name for name in self._seen if initial_of(keras_variables[name]) is not None}
+            # Of what was looked at, the model keeps what it has: what was fetched, or assigned since.
+            variables = self._engine.table.keras_variables
+            absent = {name for name in self._seen if initial_of(variables[name]) is not None}
+            assigned = {name for name, value in self._seen.items() if value is None} - absent
+            self._engine.state.fetched |= assigned
+            self._engine.state.fetched -= absent
             self._engine.state.save()
             self._agree()
         if deferred:
             materialize(_variables(self._engine.model))  # what no device keeps
-            self._agreed = self._synced = self._in_model()
+            self._synced = self._in_model()
+            self._agreed = {name: value for name, value in self._synced.items() if name not in assigned}
 
     def rescue(self) -> None:
         """``sync`` if the devices have what would be lost with them."""

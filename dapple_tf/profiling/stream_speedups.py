@@ -29,7 +29,7 @@ from dapple_tf.planning.plan_values import integer
 from dapple_tf.profiling.example_batch import ExampleBatch
 from dapple_tf.profiling.profiler import kept_metrics
 from dapple_tf.profiling.timed_session import TimedSession
-from dapple_tf.profiling.timed_step import HOST, Item, ItemKey, chained, time_stamp
+from dapple_tf.profiling.timed_step import Item, ItemKey, chained, time_stamp
 from dapple_tf.progress import Progress
 from dapple_tf.scheduling import joint_scheduling
 from dapple_tf.scheduling.joint_scheduling import StreamTimes
@@ -127,7 +127,7 @@ def measure_speedups(
         build(model, table, example.spec)
         program = _stage_functions(capture(model, table, Mode.TRAIN, example.spec), plan)
         bar.step("building steps")
-        step = _StreamStep(program, main, sub, samples)
+        step = _StreamStep(program, main, sub, cluster.host_device, samples)
         read = {name for stage in program.stages for name in stage.reads}
         with TimedSession(cluster, sub, RunningMetrics(model, table).feeds()) as session:
             session.load(table, [table.describe(name) for name in sorted(read)])
@@ -294,11 +294,11 @@ def _stage_functions(flat: Program, plan: Plan) -> Program:
 class _StreamStep:
     """A graph in which a slice's tasks run, then all pairs of a Bw and an earlier stage's Bx, and the times of both."""
 
-    def __init__(self, program: Program, main: str, sub: str, samples: int) -> None:
+    def __init__(self, program: Program, main: str, sub: str, host: str, samples: int) -> None:
         self.program, self.main, self.sub = program, main, sub
         count = len(program.stages)
         layout = Layout(((main,),) * count, samples, samples, 1, ((sub,),) * count)
-        replicate = Replicate(layout, HOST, readers_of(program), f"{_STEP}_")
+        replicate = Replicate(layout, host, readers_of(program), f"{_STEP}_")
         complete = run_passes(program, [replicate, SplitConcat()], first=5)
         assert complete.step is not None
         self.graph: GraphDef = complete.graph

@@ -37,9 +37,6 @@ LAST = MICRO_BATCHES - 1
 STATISTICS, APPLY, NOTHING = "statistics", "apply", "nothing"
 """What items are that belong to no phase of a task: those of the update, and calls of an empty function."""
 
-HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
-"""Where batches are fed and times are told."""
-
 MARK = 1_000_003
 """Stands for the samples of a micro-batch while a step is built: a prime, so that no other constant is a multiple."""
 
@@ -89,7 +86,13 @@ class TimedStep:
 
 
 def timed_step(
-    program: Program, updates: Sequence[GroupUpdate], device: str, prefix: str, *, input_gradients: bool = False
+    program: Program,
+    updates: Sequence[GroupUpdate],
+    device: str,
+    host: str,
+    prefix: str,
+    *,
+    input_gradients: bool = False,
 ) -> TimedStep:
     """A step of `MICRO_BATCHES` micro-batches whose size is fed, with all stages on one device.
 
@@ -97,6 +100,7 @@ def timed_step(
         program: stages with functions.
         updates: the optimizer's part for each parameter group.
         device: name of the device.
+        host: name of the device that batches are fed to.
         prefix: start of the names of new functions; unique in the session.
         input_gradients: give the first micro-batch tasks Bx, too: the part of B that computes the gradients of what a
             stage receives, for stages that also have a Bw. The last micro-batch is as in training.
@@ -105,12 +109,12 @@ def timed_step(
     batch = MARK * MICRO_BATCHES
     layout = Layout(((device,),) * len(program.stages), batch, batch, MICRO_BATCHES)
     # Buckets are for reduction, which one device has none of.
-    update = Update(tuple(updates), hosts, HOST, bucket_bytes=0, prefix=prefix, want_gradients=False)
-    passes: list[Pass] = [Replicate(layout, HOST, hosts, prefix), SplitConcat(), Accumulate(prefix), update]
+    update = Update(tuple(updates), hosts, host, bucket_bytes=0, prefix=prefix, want_gradients=False)
+    passes: list[Pass] = [Replicate(layout, host, hosts, prefix), SplitConcat(), Accumulate(prefix), update]
     complete = run_passes(program, passes, first=5)
     assert complete.step is not None
     graph, step = complete.graph, complete.step
-    sizes = with_fed_sizes(graph)
+    sizes = with_fed_sizes(graph, host)
     parts = _add_input_gradients(program, graph, step, device, prefix) if input_gradients else {}
     made = chained(graph, step, _items(program, graph, step, parts), device)
     return dataclasses.replace(made, sizes=sizes, unread=_read_results(made, device))
@@ -228,7 +232,7 @@ def _phase(node: NodeDef) -> str:
     return node.attr[PHASE_ATTR].s.decode() if PHASE_ATTR in node.attr else ""
 
 
-def with_fed_sizes(graph: GraphDef, host: str = HOST) -> dict[str, np.ndarray]:
+def with_fed_sizes(graph: GraphDef, host: str) -> dict[str, np.ndarray]:
     """Makes placeholders of the constants that the numbers of samples were put into.
 
     One graph then serves all sizes: getting it ready takes seconds, most of them for its functions.
@@ -301,10 +305,10 @@ def _connecting(view: Graph, items: Sequence[Item], free: set[str]) -> list[list
 
 def time_stamp(builder: Builder, device: str, after: Sequence[str]) -> str:
     """A node that tells the time when ``after`` are over."""
-    clock = device
-    if tf.DeviceSpec.from_string(device).device_type == "GPU":
-        # A control edge tells that work has been enqueued; a copy to the host waits until it is done.
-        clock = HOST
+    clock, spec = device, tf.DeviceSpec.from_string(device)
+    if spec.device_type == "GPU":
+        # A control edge tells that work has been enqueued; a copy to its machine's CPU waits until it is done.
+        clock = spec.replace(device_type="CPU", device_index=0).to_string()
         mark = _random_number(builder, device, after)
         after = [builder.add("copied", "Identity", [mark], device=clock, T=dtype_attr(types_pb2.DT_FLOAT)).node]
     return builder.add("stamp", "Timestamp", control=after, device=clock).node
