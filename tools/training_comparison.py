@@ -11,7 +11,7 @@ import numpy as np
 
 import dapple_tf as dapple
 from dapple_tf.errors import reason
-from dapple_tf.notes import NoteKind
+from dapple_tf.notes import Note, NoteKind
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-4}
 """Float type -> largest difference that rounding explains, relative to what training has changed (see `_scale`)."""
@@ -98,8 +98,17 @@ def compare_training(
     if difference <= TOLERANCE[dtype]:
         return Comparison("equal", difference, where)
     if told:
-        return Comparison("listed", difference, "; ".join(map(str, told)))
+        return Comparison("listed", difference, briefly(told))
     return Comparison("differs", difference, where)
+
+
+def briefly(notes: Sequence[Note]) -> str:
+    """Notes of equal text as one, with the first of the layers that they are about."""
+    layers: dict[str, list[str]] = {}
+    for note in notes:
+        layers.setdefault(f"{note.text}; {note.way_out}", []).append(note.layer)
+    more = {text: f" and {len(own) - 1} more" if len(own) > 1 else "" for text, own in layers.items()}
+    return "; ".join(f"{own[0]}{more[text]}: {text}" for text, own in layers.items())
 
 
 def largest_difference(
