@@ -21,11 +21,11 @@ def sampled(cases: Iterable[Any], step: int) -> list[Any]:
 def one_of_each(cases: Iterable[Any], key: Callable[[Any], Hashable]) -> list[Any]:
     """Parameters of a test: the first case of each ``key`` as it is, the others ``thorough``."""
     met: set[Hashable] = set()
-    found = []
+    parameters = []
     for case in cases:
-        found.append(thorough(case) if key(case) in met else case)
+        parameters.append(thorough(case) if key(case) in met else case)
         met.add(key(case))
-    return found
+    return parameters
 
 
 def thorough(case: Any) -> Any:

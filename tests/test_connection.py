@@ -230,6 +230,30 @@ def test_whole_seconds_of_patience(cluster: dapple.Cluster) -> None:
 
 
 @pytest.mark.slow
+def test_a_server_that_starts_on_no_port_is_told(cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another port is tried once; then the client is told, and the other worker is given back."""
+    first, second = cluster.addresses
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        borrow = Connection._borrow
+
+        def on_that_port(connection: Connection, task: int) -> Any:
+            connection_module._ports[second] = port
+            return borrow(connection, task)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Connection, "_borrow", on_that_port)
+            with pytest.raises(ClusterError, match=rf"worker 1 \({second}\).*no server can be started on port {port}"):
+                acquire(cluster, QUICK)
+        wait_until(lambda: all(reachable(cluster.addresses, PATIENCE)))
+        wait_until(lambda: status(first)["holder"] is None)  # Its lease is given back in the background.
+        connection_module._ports.pop(second, None)
+    assert works(cluster)
+
+
+@pytest.mark.slow
 def test_a_port_that_somebody_has_taken_meanwhile(cluster: dapple.Cluster) -> None:
     """Ports of servers are those that others get for their connections, too: the worker gets another one."""
     _, second = cluster.addresses

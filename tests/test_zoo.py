@@ -14,9 +14,10 @@ from equivalence import use_float64
 from selection import thorough
 
 import dapple_tf as dapple
+from dapple_tf.notes import Note, NoteKind
 from dapple_tf.tools import command, zoo
 from dapple_tf.tools.random_models import BETWEEN, compare_draw, draw
-from dapple_tf.tools.training_comparison import Comparison, compare_training, largest_difference
+from dapple_tf.tools.training_comparison import Comparison, briefly, compare_training, largest_difference
 from dapple_tf.tools.zoo_models import ARCHITECTURES, find_architecture, narrowest, normalizes_batches
 
 DRAWS = range(30)
@@ -150,6 +151,13 @@ def test_what_fails_is_told_and_passes_nothing() -> None:
     comparison = compare_training(_model, broken, _batches(1), dtype="float32")
     assert comparison == Comparison("failed", None, "ZeroDivisionError: no reason")
     assert not comparison.passed
+
+
+def test_notes_of_equal_text_are_told_once() -> None:
+    notes = [
+        Note(NoteKind.METRIC, layer, text, "a way out") for layer, text in (("a", "one"), ("b", "two"), ("c", "one"))
+    ]
+    assert briefly(notes) == "a and 1 more: one; a way out; b: two; a way out"
 
 
 # ---- architectures

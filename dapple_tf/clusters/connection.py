@@ -400,7 +400,7 @@ def connected(cluster: Cluster, faults: FaultPolicy | None = None) -> Iterator[C
 def open_session(cluster: Cluster, graph: tf.Graph, connection: Connection | None = None) -> Any:
     """A session on a cluster's devices: TensorFlow's own, or one that watches the workers.
 
-    Workers are to be `connected` as long as it is used: on a connection that was given back, a run never ends.
+    Workers are to be `connected` as long as it is used: once they are given back, each run is a `WorkerLostError`.
 
     Args:
         cluster: what it runs on.
