@@ -8,13 +8,13 @@ from typing import Any
 
 import keras
 
-from dapple_tf.clusters.cluster import Cluster
-from dapple_tf.clusters.faults import FaultPolicy
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.faults import FaultPolicy
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile import Profile, ProfileError
 from dapple_tf.frontend.model_front import meant
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.planning.plan import Plan
 from dapple_tf.planning.planner import plan as find_plan
-from dapple_tf.profiling.profile import Profile, ProfileError
 
 _WAYS = {
     "cluster": (Cluster, "a dapple_tf.Cluster: Cluster.local(2), say"),

@@ -13,12 +13,12 @@ import tensorflow as tf
 
 from dapple_tf.checkpoints.checkpoint import variables_of
 from dapple_tf.errors import DappleError, reason
+from dapple_tf.execution.notes import Note, NoteKind, notes_of
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.float64_models import FLOATS, doubled, in_float64
 from dapple_tf.frontend.batch import Batch
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.own_steps import own_steps
-from dapple_tf.notes import Note, NoteKind, notes_of
 from dapple_tf.verification import EXACT, TOLERANCES, ComparedSteps, Difference, coarsest
 
 _FEW = 1e-3

@@ -13,6 +13,10 @@ class CaptureError(DappleError):
     """The model can't be captured as it is; the text names the layer or setting and the fix."""
 
 
+class ClusterError(ValueError):
+    """A cluster can't be had on this machine, or its description is wrong."""
+
+
 class DataError(DappleError):
     """A batch doesn't fit the model or the plan; the text names the input and both shapes."""
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import keras
 
+from dapple_tf.describe.plan import Plan
 from dapple_tf.errors import reason
+from dapple_tf.execution.notes import Note, notes_of
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import BatchSpec, declared_spec
 from dapple_tf.frontend.capture import Mode, capture
@@ -18,14 +20,12 @@ from dapple_tf.frontend.functional import cuts_are_safe
 from dapple_tf.frontend.own_steps import own_steps
 from dapple_tf.frontend.py_functions import check_py_functions, may_have_py_functions
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.notes import Note, notes_of
-from dapple_tf.planning.plan import Plan
-from dapple_tf.profiling.example_batch import labels_of_outputs
+from dapple_tf.measuring.example_batch import labels_of_outputs
 from dapple_tf.progress import Progress
-from graph_passes.assign_stages import AssignStages, find_call
+from graph_passes.analysis.slice_shapes import LengthsUnknownError
+from graph_passes.ir.program import LayerCall, Program
 from graph_passes.pass_manager import run_passes
-from graph_passes.program import LayerCall, Program
-from graph_passes.slice_shapes import LengthsUnknownError
+from graph_passes.passes.assign_stages import AssignStages, find_call
 
 logger = logging.getLogger(__name__)
 

@@ -13,25 +13,25 @@ from typing import Any
 
 import keras
 
-from dapple_tf.clusters.cluster import Cluster
 from dapple_tf.compared_steps import Outcome, Reasons, Run, compare_steps, pipelined_steps
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile import Profile
 from dapple_tf.dumps.dump import dump
 from dapple_tf.errors import DappleError, WorkerLostError
 from dapple_tf.execution.builds import StepResult
 from dapple_tf.execution.engine import Engine
+from dapple_tf.execution.notes import Note
 from dapple_tf.execution.recovery import FaultRecord
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import Batch, BatchSpec
 from dapple_tf.frontend.capture import Mode
-from dapple_tf.measurement.prediction import Prediction
-from dapple_tf.measurement.step_profile import StepProfile
-from dapple_tf.notes import Note
 from dapple_tf.operators.op_graph import OpPlacement
-from dapple_tf.planning.plan import Plan
-from dapple_tf.profiling.profile import Profile
+from dapple_tf.simulation.planned import planned
+from dapple_tf.tracing.prediction import Prediction
+from dapple_tf.tracing.step_profile import StepProfile
 from dapple_tf.verification import Verification, compare
-from dapple_tf.view.planned import planned
 
 
 class Inspection(abc.ABC):

@@ -11,9 +11,9 @@ from typing import Any
 import keras
 
 from dapple_tf.checkpoints.checkpointing import Checkpointing
+from dapple_tf.describe.plan import Plan
 from dapple_tf.frontend.batch_sizes import whole_number
 from dapple_tf.frontend.model_front import ModelFront, meant
-from dapple_tf.planning.plan import Plan
 
 
 class KerasMethods(ModelFront, abc.ABC):

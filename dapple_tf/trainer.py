@@ -19,9 +19,11 @@ import tensorflow as tf
 from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress
 from dapple_tf.checkpoints.checkpoint_manifest import Manifest
 from dapple_tf.checkpoints.checkpointing import CheckpointedFit, Checkpointing
-from dapple_tf.clusters.cluster import Cluster
-from dapple_tf.clusters.faults import FaultPolicy
 from dapple_tf.compared_steps import Run
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.faults import FaultPolicy
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import DataError, NonFiniteLossError
 from dapple_tf.examination import check_cuts, examine
 from dapple_tf.execution.builds import StepResult
@@ -36,13 +38,11 @@ from dapple_tf.frontend.optimizer import check_optimizer
 from dapple_tf.frontend.own_steps import own_losses
 from dapple_tf.inspection import Inspection
 from dapple_tf.keras_methods import KerasMethods
-from dapple_tf.measurement.monitoring import PipelineMonitor, StepMonitor
-from dapple_tf.measurement.prediction import Prediction
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.planning.plan import Plan
-from dapple_tf.profiling.profile import Profile
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.simulation.simulator import simulate
+from dapple_tf.tracing.monitoring import PipelineMonitor, StepMonitor
+from dapple_tf.tracing.prediction import Prediction
 
 logger = logging.getLogger(__name__)
 

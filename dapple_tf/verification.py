@@ -13,9 +13,9 @@ import tensorflow as tf
 
 from dapple_tf.errors import VerificationError
 from dapple_tf.execution.builds import StepResult
+from dapple_tf.execution.notes import Note, NoteKind
 from dapple_tf.frontend.own_steps import own_steps, plain_gradients
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.notes import Note, NoteKind
 from dapple_tf.view.notebook import Table, notebook_html
 
 TOLERANCES = {"float64": 1e-8, "float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}

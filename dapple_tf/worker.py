@@ -30,10 +30,10 @@ from typing import NoReturn
 
 from absl import app, flags, logging
 
-from dapple_tf.clusters.cluster import ClusterError, check_addresses
-from dapple_tf.clusters.control import Channel, split_address
-from dapple_tf.clusters.listening import check_private, listen, resolve
 from dapple_tf.clusters.serving import Machine, attend
+from dapple_tf.describe.cluster import ClusterError, check_addresses
+from dapple_tf.network.control import Channel, split_address
+from dapple_tf.network.listening import check_private, listen, resolve
 from dapple_tf.program import run_program
 
 _ADDRESS = flags.DEFINE_string("address", None, "host:port of this worker; by default what TF_CONFIG says")

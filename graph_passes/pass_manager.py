@@ -11,11 +11,11 @@ from typing import NamedTuple, Protocol
 
 from google.protobuf import text_format
 
-from graph_passes.graph import GraphDef, PassError
-from graph_passes.program import Program, Stage
-from graph_passes.readable import readable
-from graph_passes.storage import merge_library
-from graph_passes.verify import verify
+from graph_passes.ir.graph import GraphDef, PassError
+from graph_passes.ir.program import Program, Stage
+from graph_passes.ir.readable import readable
+from graph_passes.ir.storage import merge_library
+from graph_passes.ir.verify import verify
 
 logger = logging.getLogger(__name__)
 

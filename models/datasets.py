@@ -11,11 +11,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.models import generated_data, text
 from dapple_tf.models.readers import fit, images, order, pairs, predicted_tokens, squad, text_files, tfrecords, tokens
 from dapple_tf.models.readers.options import Request
 from dapple_tf.models.sources import DataSource, ModelError, untuned
-from dapple_tf.profiling.example_batch import ExampleBatch
 
 _POOL_BATCHES = 4
 """Generated data are so many batches, which come again and again: losses fall, as they can be learnt by heart."""

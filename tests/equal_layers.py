@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dapple_tf.clusters.cluster import Cluster, Device
-from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 
 
 def profile_of(

@@ -11,9 +11,9 @@ import numpy as np
 import tensorflow as tf
 from programs import step_of
 
-from graph_passes.graph import Graph, GraphDef, NodeDef, Ref
-from graph_passes.program import Program
-from graph_passes.resource_use import ResourceUse, resource_name
+from graph_passes.ir.graph import Graph, GraphDef, NodeDef, Ref
+from graph_passes.ir.program import Program
+from graph_passes.ir.resource_use import ResourceUse, resource_name
 
 
 def handles(graph: GraphDef) -> dict[str, dict[str, NodeDef]]:

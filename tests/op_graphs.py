@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dapple_tf.operators.op_graph import OpGraph, Topology
-from graph_passes.split_rules import SplitRule
+from graph_passes.analysis.split_rules import SplitRule
 
 LAUNCH = 5e-6
 """Seconds to start an operator, as on a P100."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
 from dapple_tf.operators.split_graph import apply_splits
-from graph_passes.split_rules import Split
+from graph_passes.analysis.split_rules import Split
 
 
 def random_placement(seed: int, share: float = 0.5) -> Callable[..., OpPlacement]:

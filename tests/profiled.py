@@ -8,8 +8,8 @@ import keras
 
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.profiling.example_batch import ExampleBatch
-from graph_passes.program import Program
+from dapple_tf.measuring.example_batch import ExampleBatch
+from graph_passes.ir.program import Program
 
 layers = keras.layers
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import dapple_tf as dapple
-from dapple_tf.measurement.step_parts import StepParts, part_of, step_parts
-from dapple_tf.measurement.step_profile import simulated_tasks
-from dapple_tf.measurement.step_trace import MeasuredStep
-from dapple_tf.profiling.profile import Cost, LayerProfile, Tensor
+from dapple_tf.describe.profile import Cost, LayerProfile, Tensor
 from dapple_tf.simulation.simulation import Simulation
+from dapple_tf.tracing.step_parts import StepParts, part_of, step_parts
+from dapple_tf.tracing.step_profile import simulated_tasks
+from dapple_tf.tracing.step_trace import MeasuredStep
 from dapple_tf.view.timeline import Timeline
 
 MS = 1e-3
@@ -33,7 +33,7 @@ def measured_as(simulation: Simulation, factors: Mapping[int, float] | None = No
         factors: stage -> how many times as long; 1 for others.
         host: seconds before the first device began, and after the last one ended.
     """
-    step = Timeline.simulated(simulation, "measured")
+    step = simulation.drawn("measured")
     factors = factors or {}
     tasks = {task: seconds * factors.get(task.stage, 1.0) for task, seconds in simulated_tasks(simulation).items()}
     end = max(span.end for span in step.spans) + host

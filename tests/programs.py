@@ -24,12 +24,8 @@ from tensorflow.core.framework import types_pb2
 from dapple_tf.frontend.batch import BatchSpec, Leaf
 from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.scheduling.schedules import make_schedule
-from graph_passes.accumulate import Accumulate, accumulated_gradients
-from graph_passes.assign_stages import AssignStages
-from graph_passes.build_backward import BuildBackward
-from graph_passes.build_forward import BuildForward
-from graph_passes.graph import (
+from dapple_tf.schedules.schedules import make_schedule
+from graph_passes.ir.graph import (
     LAYER_ATTR,
     POSITION_ATTR,
     STAGE_ATTR,
@@ -44,11 +40,9 @@ from graph_passes.graph import (
     dtype_name,
     shape_attr,
 )
-from graph_passes.group_update import Captured, GroupUpdate
-from graph_passes.outline import FunctionDef, call_node, placeholder
-from graph_passes.partition import Partition
-from graph_passes.pass_manager import Pass
-from graph_passes.program import (
+from graph_passes.ir.group_update import Captured, GroupUpdate
+from graph_passes.ir.outline import FunctionDef, call_node, placeholder
+from graph_passes.ir.program import (
     Boundary,
     LayerCall,
     Layout,
@@ -62,14 +56,20 @@ from graph_passes.program import (
     Variable,
     VariableKind,
 )
-from graph_passes.replicate import Replicate
-from graph_passes.schedule import OrderTasks
-from graph_passes.split_concat import SplitConcat
-from graph_passes.storage import load_function, merge_library, read_function
-from graph_passes.tasks import Phase, Schedule, Task
-from graph_passes.tensorflow_bridge import empty_graph
-from graph_passes.update import Update
-from graph_passes.verify import verify
+from graph_passes.ir.storage import load_function, merge_library, read_function
+from graph_passes.ir.tasks import Phase, Schedule, Task
+from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.ir.verify import verify
+from graph_passes.pass_manager import Pass
+from graph_passes.passes.accumulate import Accumulate, accumulated_gradients
+from graph_passes.passes.assign_stages import AssignStages
+from graph_passes.passes.build_backward import BuildBackward
+from graph_passes.passes.build_forward import BuildForward
+from graph_passes.passes.partition import Partition
+from graph_passes.passes.replicate import Replicate
+from graph_passes.passes.schedule import OrderTasks
+from graph_passes.passes.split_concat import SplitConcat
+from graph_passes.passes.update import Update
 
 BOOL, FLOAT, DOUBLE = types_pb2.DT_BOOL, types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE
 INT32, INT64 = types_pb2.DT_INT32, types_pb2.DT_INT64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graph_passes.tasks import Phase, Schedule, Task
+from graph_passes.ir.tasks import Phase, Schedule, Task
 
 
 @dataclass(frozen=True)

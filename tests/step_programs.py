@@ -16,20 +16,20 @@ from dapple_tf.execution.builds import Build, Kind
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.profiling.example_batch import ExampleBatch
-from dapple_tf.values.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
-from graph_passes.accumulate import Accumulate
-from graph_passes.assign_stages import AssignStages
-from graph_passes.build_backward import BuildBackward
-from graph_passes.build_forward import BuildForward
-from graph_passes.group_update import reduction_order
-from graph_passes.partition import Partition
+from dapple_tf.measuring.example_batch import ExampleBatch
+from dapple_tf.variables.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
+from graph_passes.ir.program import Layout, Program
+from graph_passes.ir.tasks import reduction_order
 from graph_passes.pass_manager import Pass, run_passes
-from graph_passes.program import Layout, Program
-from graph_passes.replicate import Replicate
-from graph_passes.schedule import OrderTasks
-from graph_passes.split_concat import SplitConcat
-from graph_passes.update import Update
+from graph_passes.passes.accumulate import Accumulate
+from graph_passes.passes.assign_stages import AssignStages
+from graph_passes.passes.build_backward import BuildBackward
+from graph_passes.passes.build_forward import BuildForward
+from graph_passes.passes.partition import Partition
+from graph_passes.passes.replicate import Replicate
+from graph_passes.passes.schedule import OrderTasks
+from graph_passes.passes.split_concat import SplitConcat
+from graph_passes.passes.update import Update
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,16 +29,16 @@ from programs import (
 )
 
 from dapple_tf.frontend.capture import Mode
-from graph_passes.accumulate import (
+from graph_passes.ir.graph import Ref, control_inputs, data_inputs
+from graph_passes.ir.program import Program, Value, ValueKind
+from graph_passes.passes.accumulate import (
     Accumulate,
     accumulated_gradients,
     accumulated_state,
     gradient_accumulator,
     state_accumulator,
 )
-from graph_passes.graph import Ref, control_inputs, data_inputs
-from graph_passes.program import Program, Value, ValueKind
-from graph_passes.schedule import OrderTasks
+from graph_passes.passes.schedule import OrderTasks
 
 
 def accumulations(program: Program) -> dict[str, str]:

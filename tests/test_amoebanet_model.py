@@ -13,9 +13,9 @@ import tensorflow as tf
 from symbolic_models import parameters, without_values
 from test_image_models import DOCUMENTED, SOURCES
 
+from dapple_tf.describe.profile_text import load_text
 from dapple_tf.models import amoebanet
 from dapple_tf.models.grouping import Group
-from dapple_tf.profiling.profile_text import load_text
 
 PROFILE = pathlib.Path(__file__).parents[1] / "docs" / "profiles" / "amoeba-36-pbs-1.txt"
 

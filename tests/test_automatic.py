@@ -11,9 +11,9 @@ import pytest
 from profiled import mlp
 
 import dapple_tf as dapple
-from dapple_tf.planning.automatic import slice_sizes
-from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
-from dapple_tf.profiling.shared_cores import measure_capacity, shares_cores
+from dapple_tf.automatic import slice_sizes
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.measuring.shared_cores import measure_capacity, shares_cores
 
 
 @pytest.fixture(autouse=True)
@@ -157,8 +157,8 @@ def test_an_uncompiled_model_is_refused_before_anything_is_measured() -> None:
 def test_mistakes_are_told_before_anything_is_measured(
     arguments: dict[str, object], error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dapple_tf.planning.automatic.measure_links", None)
-    monkeypatch.setattr("dapple_tf.planning.automatic.profile", None)
+    monkeypatch.setattr("dapple_tf.automatic.measure_links", None)
+    monkeypatch.setattr("dapple_tf.automatic.profile", None)
     with pytest.raises(error, match=text):
         dapple.transform(mlp(), dapple.Cluster.local(2, kind="cpu"), **({"global_batch_size": 8} | arguments))
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graph_passes.batching import Interval, intervals, micro_batch_intervals, slice_intervals, split_evenly
+from graph_passes.ir.batching import Interval, intervals, micro_batch_intervals, slice_intervals, split_evenly
 
 deterministic = settings(derandomize=True, deadline=None)
 

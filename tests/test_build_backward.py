@@ -32,12 +32,12 @@ from programs import (
     two_layers,
 )
 
-from graph_passes.assign_stages import AssignStages
-from graph_passes.build_backward import BuildBackward
-from graph_passes.build_forward import BuildForward
-from graph_passes.graph import Ref, dtype_attr
-from graph_passes.program import Program, Stage, Value, ValueKind
-from graph_passes.tensorflow_bridge import add_gradients
+from graph_passes.ir.graph import Ref, dtype_attr
+from graph_passes.ir.program import Program, Stage, Value, ValueKind
+from graph_passes.ir.tensorflow_bridge import add_gradients
+from graph_passes.passes.assign_stages import AssignStages
+from graph_passes.passes.build_backward import BuildBackward
+from graph_passes.passes.build_forward import BuildForward
 
 
 def forward(program: Program, *cuts: str) -> Program:

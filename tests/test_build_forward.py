@@ -27,10 +27,10 @@ from programs import (
 )
 
 from dapple_tf.frontend.capture import Mode
-from graph_passes.assign_stages import AssignStages
-from graph_passes.build_forward import BuildForward, extract
-from graph_passes.graph import Graph, PassError, Ref, dtype_attr
-from graph_passes.program import Program, Stage
+from graph_passes.ir.graph import Graph, PassError, Ref, dtype_attr
+from graph_passes.ir.program import Program, Stage
+from graph_passes.passes.assign_stages import AssignStages
+from graph_passes.passes.build_forward import BuildForward, extract
 
 
 def forward(program: Program, *cuts: str, want_outputs: bool = False) -> Program:

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.clusters.cluster import Cluster, Device
+from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.operators.build_op_graph import build_op_graph, operator_signatures
 from dapple_tf.operators.function_work import FunctionWork
 from dapple_tf.operators.op_costs import OperatorCosts, OperatorCostsError
 from dapple_tf.operators.op_graph import OpGraph, Topology
 from dapple_tf.operators.rooflines import Roofline
-from graph_passes.graph import Builder, Graph, GraphDef, PassError, Ref, dtype_attr, dtypes_attr, shape_attr
-from graph_passes.outline import outline, placeholder
-from graph_passes.split_rules import SplitRule
-from graph_passes.storage import handle, merge_library, read
-from graph_passes.tensorflow_bridge import empty_graph, infer_shapes
+from graph_passes.analysis.split_rules import SplitRule
+from graph_passes.ir.graph import Builder, Graph, GraphDef, PassError, Ref, dtype_attr, dtypes_attr, shape_attr
+from graph_passes.ir.outline import outline, placeholder
+from graph_passes.ir.storage import handle, merge_library, read
+from graph_passes.ir.tensorflow_bridge import empty_graph, infer_shapes
 
 _FLOAT = tf.float32.as_datatype_enum
 _PLAIN = Roofline(flops=1e12, bandwidth=1e11, launch=1e-6, memory=1.0)

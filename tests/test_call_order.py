@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 from programs import FLOAT, HOST
 
-from graph_passes.call_order import CallOrder, Touch
-from graph_passes.graph import Builder, Graph, PassError, Ref, dtype_attr
-from graph_passes.outline import call_node, outline, placeholder
-from graph_passes.resource_use import ResourceUse
-from graph_passes.storage import assign, merge_library, read
-from graph_passes.tensorflow_bridge import empty_graph
+from graph_passes.ir.call_order import CallOrder, Touch
+from graph_passes.ir.graph import Builder, Graph, PassError, Ref, dtype_attr
+from graph_passes.ir.outline import call_node, outline, placeholder
+from graph_passes.ir.resource_use import ResourceUse
+from graph_passes.ir.storage import assign, merge_library, read
+from graph_passes.ir.tensorflow_bridge import empty_graph
 
 
 class Calls:

@@ -501,7 +501,7 @@ def test_nodes_know_their_layer_whatever_they_are_called() -> None:
     from dapple_tf.frontend.batch import declared_spec
     from dapple_tf.frontend.capture import Mode, capture
     from dapple_tf.frontend.variables import VariableTable
-    from graph_passes.graph import LAYER_ATTR
+    from graph_passes.ir.graph import LAYER_ATTR
 
     features = keras.Input((4,))
     x = layers.Dense(4, name="MatMul")(features)

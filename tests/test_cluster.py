@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dapple_tf.clusters import cluster as cluster_module
-from dapple_tf.clusters.cluster import Cluster, ClusterError, Device, Link, Server
+from dapple_tf.describe import cluster as cluster_module
+from dapple_tf.describe.cluster import Cluster, ClusterError, Device, Link, Server
 
 DESCRIPTION: dict[str, Any] = {
     "format": "dapple_tf.cluster/1",

@@ -22,13 +22,14 @@ from workers import PATIENCE, children, client, expect, status, wait_until
 
 import dapple_tf as dapple
 from dapple_tf.clusters import connection as connection_module
-from dapple_tf.clusters.cluster import ClusterError
-from dapple_tf.clusters.connection import Connection, acquire, connected, open_session, reachable, release
-from dapple_tf.clusters.faults import FaultPolicy
-from dapple_tf.clusters.links import measure_links
+from dapple_tf.clusters.connection import Connection, acquire, connected, open_session, release
 from dapple_tf.clusters.remote_session import RemoteSession
 from dapple_tf.clusters.session import collective_keys
+from dapple_tf.describe.cluster import ClusterError
+from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import WorkerLostError
+from dapple_tf.measuring.links import measure_links
+from dapple_tf.network.inquiry import CLIENT, reachable
 from dapple_tf.tools.hosts import LocalWorkers
 
 NOTICE = 2.0
@@ -271,7 +272,8 @@ def test_a_port_that_somebody_has_taken_meanwhile(cluster: dapple.Cluster) -> No
 IS_REFUSED = """
 import sys
 import dapple_tf as dapple
-from dapple_tf.clusters.connection import connected, reachable
+from dapple_tf.clusters.connection import connected
+from dapple_tf.network.inquiry import reachable
 
 cluster = dapple.Cluster.of_servers(sys.argv[1:])
 print(cluster.num_devices, reachable(cluster.addresses, 60.0))
@@ -288,8 +290,8 @@ def test_a_second_process_is_told_who_has_the_workers(cluster: dapple.Cluster) -
     with held(cluster), client(IS_REFUSED, *cluster.addresses) as process:
         said, _ = process.communicate(timeout=PATIENCE)
     assert said.startswith("2 [False, False]\nworker ")
-    assert f"in use by {connection_module._CLIENT}; it will be free when that process ends" in said
-    assert f"process {os.getpid()} (" in connection_module._CLIENT
+    assert f"in use by {CLIENT}; it will be free when that process ends" in said
+    assert f"process {os.getpid()} (" in CLIENT
 
 
 def free_port() -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dapple_tf.clusters.control import Channel, ControlError, join_address, split_address
+from dapple_tf.network.control import Channel, ControlError, join_address, split_address
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from dapple_tf.clusters.cluster import Cluster, Device, Server
-from dapple_tf.planning.cost import CostModel, Piece, all_reduce_seconds, gib, stage_cost
-from dapple_tf.planning.plan import Plan, PlanError
-from dapple_tf.profiling.profile import ZERO, Cost, LayerProfile, Profile, SharedParameters, Tensor
-from graph_passes.batching import split_evenly
-from graph_passes.tasks import Phase, Task
+from dapple_tf.describe.cluster import Cluster, Device, Server
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.profile import ZERO, Cost, LayerProfile, Profile, SharedParameters, Tensor
+from dapple_tf.simulation.cost import CostModel, Piece, all_reduce_seconds, gib, stage_cost
+from graph_passes.ir.batching import split_evenly
+from graph_passes.ir.tasks import Phase, Task
 
 
 def cluster(*counts: int, memory: int | None = None, speeds: Sequence[float] = (), **links: Any) -> Cluster:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple_tf.profiling.cost_fit import cost_through, nearest_cost, shares
-from dapple_tf.profiling.profile import ZERO, Cost
+from dapple_tf.describe.profile import ZERO, Cost
+from dapple_tf.measuring.cost_fit import cost_through, nearest_cost, shares
 
 
 def test_the_nearest_cost() -> None:

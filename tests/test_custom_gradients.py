@@ -12,8 +12,8 @@ import tensorflow as tf
 from equivalence import assert_same_training, pair, pipeline, use_float64
 
 import dapple_tf as dapple
+from dapple_tf.describe.plan import Plan
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.planning.plan import Plan
 
 layers = keras.layers
 rng = np.random.default_rng(0)

@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 from programs import run
 
-from graph_passes.drop_no_ops import drop_no_ops
-from graph_passes.graph import Graph, GraphDef, Ref
-from graph_passes.tensorflow_bridge import infer_shapes
+from graph_passes.ir.graph import Graph, GraphDef, Ref
+from graph_passes.ir.tensorflow_bridge import infer_shapes
+from graph_passes.passes.drop_no_ops import drop_no_ops
 
 
 def dropped(graph: GraphDef) -> tuple[Graph, dict[Ref, Ref]]:

@@ -14,12 +14,12 @@ import pytest
 from models_for_tests import classifier, layers, plan, samples, transform, values
 
 import dapple_tf as dapple
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.dumps.dump import dump_model
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.placement_report import placements_report
 from dapple_tf.output_folder import LIST, FolderError
-from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
-from graph_passes.tasks import Schedule
+from graph_passes.ir.tasks import Schedule
 
 X, Y, _ = samples(7)
 DRAWINGS = [

@@ -10,9 +10,9 @@ import pytest
 import tensorflow as tf
 from programs import INT32, PARAMETER
 
-from graph_passes.element_origins import ElementOrigins, Origin, Parts
-from graph_passes.graph import GraphDef, Ref
-from graph_passes.program import Program, Roles, Slice, Stage, Value, Variable
+from graph_passes.analysis.element_origins import ElementOrigins, Origin, Parts
+from graph_passes.ir.graph import GraphDef, Ref
+from graph_passes.ir.program import Program, Roles, Slice, Stage, Value, Variable
 
 LENGTH = 4
 Made = Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]

@@ -14,17 +14,17 @@ import pytest
 from selection import sampled
 from test_simulator import STRAIGHT, random_case
 
-from dapple_tf.clusters.cluster import Cluster, Device, Server
-from dapple_tf.planning.plan import Plan
-from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, SharedParameters, Tensor
-from dapple_tf.scheduling.schedules import make_schedule
-from dapple_tf.simulation import emulated_step, emulator
-from dapple_tf.simulation.emulated_waits import EmulationError
-from dapple_tf.simulation.emulator import Emulation, emulate
-from dapple_tf.simulation.simulator import Span
+from dapple_tf.describe.cluster import Cluster, Device, Server
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, SharedParameters, Tensor
+from dapple_tf.measuring import emulated_step, emulator
+from dapple_tf.measuring.emulated_waits import EmulationError
+from dapple_tf.measuring.emulator import Emulation, emulate
+from dapple_tf.schedules.schedules import make_schedule
 from dapple_tf.tools import check_simulator, command
 from dapple_tf.tools.even_pipeline import pipeline
-from graph_passes.tasks import Schedule
+from dapple_tf.view.timeline import Span
+from graph_passes.ir.tasks import Schedule
 
 TOLERANCE = 0.1
 NAMES = [f"layer{index}" for index in range(8)]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from profiled import mlp
 
-from dapple_tf.profiling.example_batch import ExampleBatch
-from dapple_tf.profiling.profile import ProfileError
+from dapple_tf.describe.profile import ProfileError
+from dapple_tf.measuring.example_batch import ExampleBatch
 
 layers = keras.layers
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from op_graphs import Builder, chain_network, nasnet_like, random_graph, topology
 
+from dapple_tf.describe.plan_values import PlanError
 from dapple_tf.operators.baselines import single_device
 from dapple_tf.operators.coarsening import coarsen
 from dapple_tf.operators.dynamic_critical_path import MostCritical
@@ -20,8 +21,7 @@ from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
 from dapple_tf.operators.placement_problem import PlacementProblem, compile_problem, tails
 from dapple_tf.operators.simulated_placement import SimulatedPlacement, simulate_placement
 from dapple_tf.operators.split_graph import apply_splits
-from dapple_tf.planning.plan_values import PlanError
-from graph_passes.split_rules import SplitRule
+from graph_passes.analysis.split_rules import SplitRule
 
 
 def simulated(graph: OpGraph, links: Topology, found: OpPlacement) -> SimulatedPlacement:

@@ -27,10 +27,9 @@ from programs import (
 from step_programs import Case, complete, of_model, plan, sampled
 
 import dapple_tf as dapple
-from dapple_tf.profiling.example_batch import ExampleBatch
-from graph_passes.call_order import CALLS
-from graph_passes.flatten import Flatten
-from graph_passes.graph import (
+from dapple_tf.measuring.example_batch import ExampleBatch
+from graph_passes.ir.call_order import CALLS
+from graph_passes.ir.graph import (
     CALL_ATTR,
     LAYER_ATTR,
     PHASE_ATTR,
@@ -42,11 +41,12 @@ from graph_passes.graph import (
     control_inputs,
     make_node,
 )
-from graph_passes.outline import call_node, outline, placeholder
-from graph_passes.program import Layout, Program, Roles, Slice, Step
-from graph_passes.storage import assign, merge_library, read
-from graph_passes.tensorflow_bridge import empty_graph
-from graph_passes.verify import verify
+from graph_passes.ir.outline import call_node, outline, placeholder
+from graph_passes.ir.program import Layout, Program, Roles, Slice, Step
+from graph_passes.ir.storage import assign, merge_library, read
+from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.ir.verify import verify
+from graph_passes.passes.flatten import Flatten
 
 ONE_DEVICE = Case("mlp", plan("mlp", 1, [[0]], 1, 4, "gpipe"))
 PIPELINE = Case("mlp", plan("mlp", 3, [[0], [1], [2]], 3, 6, "dapple_a"))

@@ -12,8 +12,8 @@ from dapple_tf.operators import flops
 from dapple_tf.operators.flops import Work, work
 from dapple_tf.operators.rooflines import P100
 from dapple_tf.operators.signatures import Fingerprints, OpSignature, TensorType, output_dtype_names, signature
-from graph_passes.graph import GraphDef, make_node
-from graph_passes.tensorflow_bridge import op_def, output_dtypes
+from graph_passes.ir.graph import GraphDef, make_node
+from graph_passes.ir.tensorflow_bridge import op_def, output_dtypes
 
 
 def of(text: str) -> Work:
@@ -185,7 +185,7 @@ def test_functions_are_told_apart_by_what_they_compute() -> None:
 
 
 def test_dtypes_of_outputs_are_as_the_bridge_tells_them() -> None:
-    from graph_passes.graph import dtype_name
+    from graph_passes.ir.graph import dtype_name
 
     with tf.Graph().as_default() as graph:
         parts = tf.split(tf.zeros([4, 2], tf.float16), 2)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from graph_passes.fold_shapes import Folded, FoldShapes, fold_shapes
-from graph_passes.graph import Graph, GraphDef, Ref
-from graph_passes.program import Layout, Program, Roles, Slice, Step
-from graph_passes.tensorflow_bridge import constant_value, infer_shapes
+from graph_passes.analysis.constant_folding import Folded, fold_shapes
+from graph_passes.ir.graph import Graph, GraphDef, Ref
+from graph_passes.ir.program import Layout, Program, Roles, Slice, Step
+from graph_passes.ir.tensorflow_bridge import constant_value, infer_shapes
+from graph_passes.passes.fold_shapes import FoldShapes
 
 
 def placeholder(name: str = "x", shape: tuple[int | None, ...] = (6, 4)) -> tf.Tensor:

@@ -12,8 +12,8 @@ import tensorflow as tf
 from equivalence import assert_same_training, pair, pipeline, use_float64
 
 import dapple_tf as dapple
-from graph_passes.call_order import CALLS
-from graph_passes.tensorflow_bridge import XLA
+from graph_passes.ir.call_order import CALLS
+from graph_passes.ir.tensorflow_bridge import XLA
 
 layers = keras.layers
 rng = np.random.default_rng(0)

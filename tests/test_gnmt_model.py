@@ -18,8 +18,8 @@ from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.models import gnmt
 from dapple_tf.models.generated_data import BEGIN, END, reversed_pairs, reversed_pairs_for
 from dapple_tf.models.sources import ModelError
-from graph_passes import slice_shapes
-from graph_passes.assign_stages import AssignStages
+from graph_passes.analysis import slice_shapes
+from graph_passes.passes.assign_stages import AssignStages
 
 SMALL = dataclasses.replace(gnmt.TINY, vocabulary=9, source=5, target=4, width=4)
 DRAW = np.random.default_rng(0)

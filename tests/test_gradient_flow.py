@@ -9,10 +9,10 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.gradient_flow import gradients_behind
-from graph_passes.graph import Ref
-from graph_passes.group_update import Captured
-from graph_passes.program import Variable, VariableKind
+from graph_passes.analysis.gradient_flow import gradients_behind
+from graph_passes.ir.graph import Ref
+from graph_passes.ir.group_update import Captured
+from graph_passes.ir.program import Variable, VariableKind
 
 Update = Callable[[tf.Variable, tf.Variable, tf.Tensor, tf.Tensor], object]
 

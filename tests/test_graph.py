@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from programs import DOUBLE, FLOAT, INT32, INT64, node, run, show_graph
 from tensorflow.core.framework import tensor_shape_pb2, types_pb2
 
-from graph_passes.graph import (
+from graph_passes.ir.graph import (
     AttrValue,
     Builder,
     Graph,
@@ -30,7 +30,7 @@ from graph_passes.graph import (
     shape_attr,
     substitute,
 )
-from graph_passes.tensorflow_bridge import empty_graph
+from graph_passes.ir.tensorflow_bridge import empty_graph
 
 names = st.from_regex(r"[A-Za-z0-9.][A-Za-z0-9_.\\/-]{0,8}", fullmatch=True)
 

@@ -14,10 +14,10 @@ from browser import Page
 from step_programs import Case, complete, names_for
 from step_programs import plan as step_plan
 
-from dapple_tf.planning.plan import Plan
+from dapple_tf.describe.plan import Plan
 from dapple_tf.view.page import graph_data, graph_page
 from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode, TensorText, task_graph
-from graph_passes.tasks import Phase, Schedule, Task
+from graph_passes.ir.tasks import Phase, Schedule, Task
 
 Show = Callable[..., Page]
 

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from dapple_tf import data_files
-from dapple_tf.clusters.cluster import Cluster, ClusterError
-from dapple_tf.planning.plan import Plan, PlanError
-from dapple_tf.planning.plan_report import PlanReport, StageReport
-from dapple_tf.profiling.profile import (
+from dapple_tf.describe.cluster import Cluster, ClusterError
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.plan_report import PlanReport, StageReport
+from dapple_tf.describe.profile import (
     Cost,
     LayerBuffers,
     LayerProfile,
@@ -30,8 +30,8 @@ from dapple_tf.profiling.profile import (
     SharedParameters,
     Tensor,
 )
-from dapple_tf.profiling.profile_cache import read_profile
-from dapple_tf.profiling.profile_text import load_text
+from dapple_tf.describe.profile_text import load_text
+from dapple_tf.measuring.profile_cache import read_profile
 
 ROOT = pathlib.Path(__file__).parents[1]
 SECONDS = 5.0
@@ -123,7 +123,7 @@ all_kinds = pytest.mark.parametrize("kind", (*JSON_KINDS, TEXT), ids=lambda kind
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """That a plan was changed after it was planned would be said thousands of times here."""
-    monkeypatch.setattr(logging.getLogger("dapple_tf.planning.plan"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("dapple_tf.describe.plan"), "disabled", True)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 from conftest import require_namespaces
 
-from dapple_tf.clusters.control import PROTOCOL
+from dapple_tf.network.control import PROTOCOL
 from dapple_tf.tools.hosts import ROOT, Hosts, HostsError, LocalWorkers, environment, free_ports
 
 pytestmark = pytest.mark.slow

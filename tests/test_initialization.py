@@ -15,8 +15,8 @@ import dapple_tf as dapple
 from dapple_tf.execution.engine import Engine
 from dapple_tf.frontend.initialization import deferred_like, initial_of, materialize, value_of
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.values.device_initialization import initialization
-from dapple_tf.values.device_values import Holding
+from dapple_tf.variables.device_initialization import initialization
+from dapple_tf.variables.device_values import Holding
 from tests.models_for_tests import assert_close, plan, samples, transform, values
 
 layers = keras.layers

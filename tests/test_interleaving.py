@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dapple_tf.scheduling.schedules import ScheduleError, in_flight, make_schedule, validate
+from dapple_tf.schedules.schedules import ScheduleError, in_flight, make_schedule, validate
 from tests.schedule_runs import execute
 
 

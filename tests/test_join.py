@@ -11,9 +11,9 @@ from step_programs import of_model
 
 import dapple_tf as dapple
 from dapple_tf.frontend.capture import Mode
-from graph_passes.graph import NodeDef, PassError
-from graph_passes.join import Join
-from graph_passes.program import Program
+from graph_passes.ir.graph import NodeDef, PassError
+from graph_passes.ir.program import Program
+from graph_passes.passes.join import Join
 
 BATCH = 6
 

@@ -17,11 +17,11 @@ from selection import sampled
 from zoo import ZOO
 
 import dapple_tf as dapple
-from dapple_tf.clusters.cluster import Cluster, ClusterError, Device
 from dapple_tf.clusters.session import configure_gpus, session_config
-from dapple_tf.planning.plan import Plan, PlanError
-from dapple_tf.profiling.stream_speedups import StreamProfile, measure_speedups, plan_streams, with_joint_schedule
-from dapple_tf.scheduling.joint_scheduling import (
+from dapple_tf.describe.cluster import Cluster, ClusterError, Device
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.measuring.stream_speedups import StreamProfile, measure_speedups, plan_streams, with_joint_schedule
+from dapple_tf.schedules.joint_scheduling import (
     Ready,
     StreamTimes,
     check_regions,
@@ -33,7 +33,7 @@ from dapple_tf.scheduling.joint_scheduling import (
     stage_regions,
     weight_regions,
 )
-from dapple_tf.scheduling.schedules import ScheduleError, make_schedule, resolve_warm_up, validate
+from dapple_tf.schedules.schedules import ScheduleError, make_schedule, resolve_warm_up, validate
 from dapple_tf.tools.ratios import summarize
 
 # ---- algorithm 1

@@ -8,15 +8,15 @@ from profiled import captured
 from programs import HOST, layout, staged, step_of, two_layers, updated
 from tensorflow.core.framework import step_stats_pb2, types_pb2
 
+from dapple_tf.describe.profile import ProfileError
 from dapple_tf.frontend.capture import build
 from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.profiling.example_batch import ExampleBatch
-from dapple_tf.profiling.layer_memory import StepTrace, kept_tensors, static_sizes, variable_bytes
-from dapple_tf.profiling.profile import ProfileError
-from dapple_tf.profiling.timed_step import LAST
-from dapple_tf.values.parameter_groups import group_updates
-from graph_passes.tasks import Phase, Task
+from dapple_tf.measuring.example_batch import ExampleBatch
+from dapple_tf.measuring.layer_memory import StepTrace, kept_tensors, static_sizes, variable_bytes
+from dapple_tf.measuring.timed_step import LAST
+from dapple_tf.variables.parameter_groups import group_updates
+from graph_passes.ir.tasks import Phase, Task
 
 pytestmark = pytest.mark.slow  # traces real steps
 

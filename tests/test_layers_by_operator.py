@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from profiled import captured, mlp
 
+from dapple_tf.describe.profile import ZERO, LayerProfile, Profile
 from dapple_tf.frontend.layer_cuts import with_functions, with_gradients
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.measuring.layers_by_operator import MeasuredOperators, layers_by_operator, stage_operators
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.profiling.layers_by_operator import MeasuredOperators, layers_by_operator, stage_operators
-from dapple_tf.profiling.profile import ZERO, LayerProfile, Profile
 
 ANYTHING = Profile("mlp", "device:CPU:0", (2, 8), (LayerProfile("any", ZERO, ZERO),), ())
 

@@ -8,9 +8,9 @@ import math
 import pytest
 
 import dapple_tf as dapple
-from dapple_tf.clusters.cluster import ClusterError, Device, Link, Server
-from dapple_tf.clusters.links import _line_of, _network_cards, _pairs, measure_links
 from dapple_tf.clusters.session import session_config
+from dapple_tf.describe.cluster import ClusterError, Device, Link, Server
+from dapple_tf.measuring.links import _line_of, _network_cards, _pairs, measure_links
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from dapple_tf.clusters import listening
-from dapple_tf.clusters.cluster import ClusterError
-from dapple_tf.clusters.listening import Address, check_private, confine, keep_closed, resolve
+from dapple_tf.describe.cluster import ClusterError
+from dapple_tf.network import listening
+from dapple_tf.network.listening import Address, check_private, confine, keep_closed, resolve
 
 LOOPBACK = ipaddress.IPv4Address("127.0.0.1")
 LOOPBACK6 = ipaddress.IPv6Address("::1")
@@ -278,7 +278,7 @@ def test_kernels_without_filters(monkeypatch: pytest.MonkeyPatch) -> None:
 SERVER = """
 import sys
 import tensorflow as tf
-from dapple_tf.clusters.listening import check_private, confine, keep_closed
+from dapple_tf.network.listening import check_private, confine, keep_closed
 port = int(sys.argv[1])
 addresses = check_private("127.0.0.1", allow_public=False)
 with keep_closed(port):

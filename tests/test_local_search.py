@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dapple_tf.clusters.cluster import Cluster, Device
+from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.planning.local_search import neighbours
-from dapple_tf.planning.plan import Plan
-from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
 
 
 def profile_of(layers: int) -> Profile:

@@ -7,14 +7,14 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.framework.step_stats_pb2 import StepStats
 
+from dapple_tf.measuring.measure_operators import add_step_stats, measured_shapes
 from dapple_tf.operators.build_op_graph import build_op_graph, operator_signatures
-from dapple_tf.operators.measure_operators import add_step_stats, measured_shapes
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import Topology
 from dapple_tf.operators.signatures import OpSignature
-from graph_passes.graph import GraphDef, Ref
-from graph_passes.operator_shapes import operator_shapes
-from graph_passes.tensorflow_bridge import Shape
+from graph_passes.analysis.operator_shapes import operator_shapes
+from graph_passes.ir.graph import GraphDef, Ref
+from graph_passes.ir.tensorflow_bridge import Shape
 
 _RELU = OpSignature.parse("Relu | float32[64,8] | float32[64,8]")
 _TANH = OpSignature.parse("Tanh | float32[64,8] | float32[64,8]")

@@ -10,8 +10,8 @@ import pytest
 from profiled import mlp
 
 import dapple_tf as dapple
-from dapple_tf.profiling import measured_steps
-from dapple_tf.profiling.example_batch import ExampleBatch
+from dapple_tf.measuring import measured_steps
+from dapple_tf.measuring.example_batch import ExampleBatch
 
 CLUSTER = dapple.Cluster.local(2, kind="cpu")
 PLAN = dapple.Plan.manual(["first", "second"], [[0, 1]] * 3, 1, 8)

@@ -13,9 +13,9 @@ import pytest
 from selection import sampled
 
 import dapple_tf as dapple
-from dapple_tf.planning.cost import CostModel
-from dapple_tf.planning.stage_buffers import stage_buffers
-from dapple_tf.profiling.profile import ZERO, Cost, LayerBuffers, LayerProfile, Profile, Tensor
+from dapple_tf.describe.profile import ZERO, Cost, LayerBuffers, LayerProfile, Profile, Tensor
+from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.stage_buffers import stage_buffers
 from dapple_tf.tools import memory_of_steps
 
 OUT, KEPT, LATE, PARTIAL = 100.0, 10.0, 4.0, 7.0

@@ -14,9 +14,9 @@ from programs import METRIC, Writer, apply, compiled
 from dapple_tf.frontend.batch import spec_of
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable
-from graph_passes.assign_stages import AssignStages
-from graph_passes.graph import Ref
-from graph_passes.program import Program
+from graph_passes.ir.graph import Ref
+from graph_passes.ir.program import Program
+from graph_passes.passes.assign_stages import AssignStages
 
 layers, ops = keras.layers, keras.ops
 RNG = np.random.default_rng(0)

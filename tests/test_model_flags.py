@@ -16,8 +16,8 @@ import pytest
 from absl import app, flags
 
 import dapple_tf as dapple
+from dapple_tf.describe.profile_text import to_text
 from dapple_tf.models.registry import find_model
-from dapple_tf.profiling.profile_text import to_text
 from dapple_tf.tools import command
 from dapple_tf.tools.model_flags import (
     ClusterFlag,

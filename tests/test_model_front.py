@@ -13,8 +13,8 @@ import tensorflow as tf
 from models_for_tests import Pair, assert_close, assert_same_values, classifier, plan, samples, transform
 
 import dapple_tf as dapple
+from dapple_tf.describe.profile import Cost, LayerProfile
 from dapple_tf.frontend.batch_sizes import BatchSizes
-from dapple_tf.profiling.profile import Cost, LayerProfile
 
 X, Y, W = samples(21)
 

@@ -17,11 +17,11 @@ from models_for_tests import classifier, plan, samples, transform
 from profiles_for_tests import MS, measured_as, profile_of
 
 import dapple_tf as dapple
-from dapple_tf.measurement.monitoring import PipelineMonitor, StepMonitor, TraceBudget, step_metrics, tag
-from dapple_tf.measurement.stage_drift import StageDrift
-from dapple_tf.measurement.step_profile import simulated_tasks
 from dapple_tf.simulation.simulator import simulate
-from graph_passes.tasks import Phase, Task
+from dapple_tf.tracing.monitoring import PipelineMonitor, StepMonitor, TraceBudget, step_metrics, tag
+from dapple_tf.tracing.stage_drift import StageDrift
+from dapple_tf.tracing.step_profile import simulated_tasks
+from graph_passes.ir.tasks import Phase, Task
 
 CLUSTER = dapple.Cluster.local(3, kind="cpu")
 PROFILE = profile_of((1, 2), (3, 6), (0.5, 1))
@@ -345,12 +345,12 @@ def test_without_a_prediction_nothing_is_traced() -> None:
 def test_a_stage_off_its_prediction_is_warned_of_during_training(call: str, caplog: pytest.LogCaptureFixture) -> None:
     pipelined = transform(classifier(), profile=PROFILE)  # which promises far more than these layers take
     x, y, _ = samples(84)
-    with caplog.at_level(logging.WARNING, "dapple_tf.measurement.stage_drift"):
+    with caplog.at_level(logging.WARNING, "dapple_tf.tracing.stage_drift"):
         if call == "fit":
             pipelined.fit(x, y, verbose=0)
         for _ in range(12 * (call == "train_on_batch")):
             pipelined.train_on_batch(x[:7], y[:7])
-    told = [record.getMessage() for record in caplog.records if record.name == "dapple_tf.measurement.stage_drift"]
+    told = [record.getMessage() for record in caplog.records if record.name == "dapple_tf.tracing.stage_drift"]
     assert len(told) == 2
     for stage, predicted in ((0, "10.5"), (1, "21")):
         assert f"stage {stage} takes" in told[stage] and f"less than the {predicted} ms" in told[stage]

@@ -10,8 +10,8 @@ import pytest
 
 import dapple_tf as dapple
 from dapple_tf.progress import Progress
+from dapple_tf.simulation.planned import planned
 from dapple_tf.view.notebook import Table, notebook_html
-from dapple_tf.view.planned import planned
 
 PLAN = dapple.Plan.manual(["a<b>"], [[0, 1], [2]], micro_batches=2, global_batch_size=8)
 

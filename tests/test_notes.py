@@ -14,12 +14,12 @@ from models_for_tests import classifier, plan, samples, transform
 from zoo import ZOO
 
 from dapple_tf.errors import CaptureError, StepError
+from dapple_tf.execution.notes import Note, NoteKind, notes_of, summary
 from dapple_tf.frontend.batch import spec_of
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.notes import Note, NoteKind, notes_of, summary
-from graph_passes.assign_stages import AssignStages
 from graph_passes.pass_manager import run_passes
+from graph_passes.passes.assign_stages import AssignStages
 
 layers = keras.layers
 RANDOM, COUPLED, PLACE, SIZE = NoteKind.RANDOM, NoteKind.COUPLED, NoteKind.PLACE, NoteKind.BATCH_SIZE

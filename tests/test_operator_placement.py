@@ -18,10 +18,10 @@ from selection import sampled
 from zoo import ZOO
 
 import dapple_tf as dapple
+from dapple_tf.describe.plan import Plan
 from dapple_tf.operators import step_placer
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.rooflines import Roofline
-from dapple_tf.planning.plan import Plan
 
 SLOW_CORES = OperatorCosts({"CPU": Roofline(flops=1e8, bandwidth=1e9, launch=1e-6)})
 """Devices on which splitting even small operators pays."""

@@ -13,9 +13,9 @@ from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.function_work import FunctionWork
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import Topology
-from graph_passes.graph import GraphDef, PassError, Ref
-from graph_passes.operator_shapes import operator_shapes
-from graph_passes.tensorflow_bridge import Shape, infer_shapes
+from graph_passes.analysis.operator_shapes import operator_shapes
+from graph_passes.ir.graph import GraphDef, PassError, Ref
+from graph_passes.ir.tensorflow_bridge import Shape, infer_shapes
 
 
 def traced(function: Callable[..., object], *shapes: tuple[int | None, ...]) -> GraphDef:

@@ -16,7 +16,7 @@ from step_programs import built_of_model
 import dapple_tf as dapple
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.variables import VariableTable
-from graph_passes.graph import Graph
+from graph_passes.ir.graph import Graph
 
 optimizers = keras.optimizers
 rng = np.random.default_rng(0)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from dapple_tf.scheduling.out_of_order import best_reverse_first_k, largest_reverse_first_k, modulo_devices
-from dapple_tf.scheduling.schedules import ScheduleError, in_flight, make_schedule, resolve_warm_up, validate
-from graph_passes.tasks import Phase, Task
+from dapple_tf.schedules.out_of_order import best_reverse_first_k, largest_reverse_first_k, modulo_devices
+from dapple_tf.schedules.schedules import ScheduleError, in_flight, make_schedule, resolve_warm_up, validate
+from graph_passes.ir.tasks import Phase, Task
 from tests.schedule_runs import execute, straight
 
 

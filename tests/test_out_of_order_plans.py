@@ -16,7 +16,9 @@ from equivalence import assert_same_training, pair
 from profiled import mlp
 
 import dapple_tf as dapple
-from dapple_tf.clusters.cluster import Cluster, Device
+from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, SharedParameters, Tensor
 from dapple_tf.planning.out_of_order_plans import (
     even_plans,
     least_seconds,
@@ -25,11 +27,9 @@ from dapple_tf.planning.out_of_order_plans import (
     stages_per_device,
     with_chunks,
 )
-from dapple_tf.planning.plan import Plan, PlanError
 from dapple_tf.planning.plan_reasons import shape
 from dapple_tf.planning.plan_request import DAPPLE_POLICIES, PlanRequest
 from dapple_tf.planning.planner import plan
-from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, SharedParameters, Tensor
 from dapple_tf.simulation.simulator import simulate
 
 profile_of = functools.partial(equal_layers.profile_of, parameters=10**8)

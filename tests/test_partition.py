@@ -39,15 +39,15 @@ from programs import (
 
 import dapple_tf as dapple
 from dapple_tf.frontend.capture import Mode
-from graph_passes.assign_stages import AssignStages
-from graph_passes.build_backward import BuildBackward
-from graph_passes.build_forward import BuildForward
-from graph_passes.graph import FLOAT_DTYPES, Graph, PassError, Ref, dtype_attr
-from graph_passes.outline import dtype_of
-from graph_passes.partition import _CHEAP, POLICIES, Partition
-from graph_passes.program import Program, Stage, StageFunction, Value, ValueKind
-from graph_passes.tasks import Phase
-from graph_passes.tensorflow_bridge import is_stateful
+from graph_passes.ir.graph import FLOAT_DTYPES, Graph, PassError, Ref, dtype_attr
+from graph_passes.ir.outline import dtype_of
+from graph_passes.ir.program import Program, Stage, StageFunction, Value, ValueKind
+from graph_passes.ir.tasks import Phase
+from graph_passes.ir.tensorflow_bridge import is_stateful
+from graph_passes.passes.assign_stages import AssignStages
+from graph_passes.passes.build_backward import BuildBackward
+from graph_passes.passes.build_forward import BuildForward
+from graph_passes.passes.partition import _CHEAP, POLICIES, Partition
 
 policies = pytest.mark.parametrize("policy", POLICIES)
 

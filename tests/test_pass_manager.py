@@ -10,15 +10,15 @@ import pytest
 from google.protobuf import text_format
 from programs import HOST, apply, copied, hosts, layout, show_graph, staged, step_of, two_layers, two_stages, unchanged
 
-from graph_passes.assign_stages import AssignStages
-from graph_passes.build_backward import BuildBackward
-from graph_passes.build_forward import BuildForward
-from graph_passes.graph import GraphDef, PassError
-from graph_passes.partition import Partition
+from graph_passes.ir.graph import GraphDef, PassError
+from graph_passes.ir.program import Program
 from graph_passes.pass_manager import Dump, Pass, Timing, run_passes
-from graph_passes.program import Program
-from graph_passes.replicate import Replicate
-from graph_passes.split_concat import SplitConcat
+from graph_passes.passes.assign_stages import AssignStages
+from graph_passes.passes.build_backward import BuildBackward
+from graph_passes.passes.build_forward import BuildForward
+from graph_passes.passes.partition import Partition
+from graph_passes.passes.replicate import Replicate
+from graph_passes.passes.split_concat import SplitConcat
 
 STAGE_PASSES: tuple[Pass, ...] = (AssignStages(("a",)), BuildForward(), BuildBackward(), Partition())
 
@@ -148,9 +148,9 @@ def test_a_dumped_graph_tells_layers_and_stages() -> None:
 
 
 def test_passes_are_frozen_dataclasses_named_as_their_files() -> None:
-    from graph_passes.accumulate import Accumulate
-    from graph_passes.schedule import OrderTasks
-    from graph_passes.update import Update
+    from graph_passes.passes.accumulate import Accumulate
+    from graph_passes.passes.schedule import OrderTasks
+    from graph_passes.passes.update import Update
 
     kinds = [*map(type, STAGE_PASSES), Replicate, SplitConcat, Accumulate, OrderTasks, Update]
     for kind in kinds:

@@ -16,13 +16,13 @@ from programs import FLOAT, HOST, apply, in_float64, layout, node, staged, step_
 from step_programs import device_names, of_model
 
 import dapple_tf as dapple
-from dapple_tf.profiling.example_batch import ExampleBatch
-from graph_passes.flatten import Flatten
-from graph_passes.graph import Builder, Graph, GraphDef, PassError, Ref, control_inputs, data_inputs, dtype_attr
-from graph_passes.place_operators import PlaceOperators
-from graph_passes.program import Layout, Program, Roles, Slice, Step
-from graph_passes.tensorflow_bridge import empty_graph
-from graph_passes.verify import verify
+from dapple_tf.measuring.example_batch import ExampleBatch
+from graph_passes.ir.graph import Builder, Graph, GraphDef, PassError, Ref, control_inputs, data_inputs, dtype_attr
+from graph_passes.ir.program import Layout, Program, Roles, Slice, Step
+from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.ir.verify import verify
+from graph_passes.passes.flatten import Flatten
+from graph_passes.passes.place_operators import PlaceOperators
 
 ZERO, ONE, TWO = device_names(3)
 

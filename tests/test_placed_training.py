@@ -10,8 +10,8 @@ import pytest
 from equivalence import assert_same_training, pair, use_float64
 
 import dapple_tf as dapple
+from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.planning.plan import Plan, PlanError
 
 layers = keras.layers
 rng = np.random.default_rng(0)

@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from dapple_tf.clusters.cluster import Cluster, Device
-from dapple_tf.planning.cost import all_reduce_seconds
+from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.planning.placement import Placements, Step, allocate, links_of
+from dapple_tf.simulation.cost import all_reduce_seconds
 
 
 def cluster_of(*sizes: int, speeds: tuple[float, ...] | None = None, **links: float) -> Cluster:

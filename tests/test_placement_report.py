@@ -6,7 +6,7 @@ import dataclasses
 
 from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.operators.placement_report import device_name, placements_report, queue_report
-from graph_passes.split_rules import Split
+from graph_passes.analysis.split_rules import Split
 
 PLACEMENT = OpPlacement(
     devices={"a/part0": 0, "a/part1": 1, "b": 1, "read": 1},

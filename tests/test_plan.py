@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from dapple_tf.clusters.cluster import Cluster
-from dapple_tf.planning.plan import Plan, PlanError
-from dapple_tf.scheduling.schedules import POLICIES, STREAM_POLICIES, in_flight, make_schedule
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.schedules.schedules import POLICIES, STREAM_POLICIES, in_flight, make_schedule
 
 VALID: dict[str, Any] = {
     "cuts": ["block_3"],

@@ -9,7 +9,7 @@ import planned_hardware as given
 import pytest
 
 import dapple_tf as dapple
-from dapple_tf.planning.automatic import Planned
+from dapple_tf.automatic import Planned
 from dapple_tf.tools import command, plan
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from dapple_tf.clusters.cluster import Cluster, Device, Server
-from dapple_tf.planning.plan import Plan, PlanError
-from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
-from dapple_tf.scheduling.schedules import POLICIES, ScheduleError, make_schedule
+from dapple_tf.describe.cluster import Cluster, Device, Server
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.schedules.schedules import POLICIES, ScheduleError, make_schedule
+from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
-from dapple_tf.view.planned import planned
 from dapple_tf.view.timeline import Timeline
-from graph_passes.tasks import Schedule
+from graph_passes.ir.tasks import Schedule
 from tests.schedule_runs import execute, vee
 
 NAMES = [f"layer{index}" for index in range(16)]

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from equal_layers import cluster_of, profile_of
 
-from dapple_tf.clusters.cluster import Cluster, Device, Server
-from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.describe.cluster import Cluster, Device, Server
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile
+from dapple_tf.describe.profile_text import load_text
 from dapple_tf.planning.plan_reasons import shape, single_device_seconds
 from dapple_tf.planning.planner import plan
-from dapple_tf.profiling.profile import Cost, LayerProfile, Profile
-from dapple_tf.profiling.profile_text import load_text
 from dapple_tf.simulation.simulator import simulate
 
 PROFILES = Path(__file__).parents[1] / "docs" / "profiles"

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 from selection import thorough
 
-from dapple_tf.clusters.cluster import Cluster, Device
-from dapple_tf.planning.plan import Plan, PlanError
+from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.planning.planner import plan
-from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.simulation.simulator import simulate
 
 SCHEDULES = ("gpipe", "dapple_a", "dapple_b")

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from dapple_tf.measurement.prediction import Prediction
+from dapple_tf.tracing.prediction import Prediction
 
 
 def test_first_steps_do_not_count_and_the_median_does() -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, ProfileError, SharedParameters, Tensor
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, ProfileError, SharedParameters, Tensor
 
 FULL = LayerProfile(
     name="dense, größer",

@@ -13,9 +13,9 @@ import pytest
 import zoo
 from profiled import captured, mlp
 
-from dapple_tf.profiling.profile import ZERO, LayerProfile, Profile
-from dapple_tf.profiling.profile_cache import cache_directory, graph_hash, write_profile
-from dapple_tf.profiling.profiler import profile
+from dapple_tf.describe.profile import ZERO, LayerProfile, Profile
+from dapple_tf.measuring.profile_cache import cache_directory, graph_hash, write_profile
+from dapple_tf.measuring.profiler import profile
 
 layers = keras.layers
 
@@ -54,7 +54,7 @@ import sys
 sys.path[:0] = {path!r}
 import zoo
 from profiled import captured, mlp
-from dapple_tf.profiling.profile_cache import graph_hash
+from dapple_tf.measuring.profile_cache import graph_hash
 captured(zoo.branches())  # counters in names go on
 print(graph_hash(captured(mlp())), graph_hash(captured(zoo.tied())))
 """

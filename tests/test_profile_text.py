@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, ProfileError, SharedParameters, Tensor
-from dapple_tf.profiling.profile_text import load_text, parse_text, to_text
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, ProfileError, SharedParameters, Tensor
+from dapple_tf.describe.profile_text import load_text, parse_text, to_text
 
 DIRECTORY = Path(__file__).parent.parent / "docs" / "profiles"
 FILES = sorted(DIRECTORY.glob("*.txt"))

@@ -13,7 +13,7 @@ import planned_hardware as given
 import pytest
 
 import dapple_tf as dapple
-from dapple_tf.profiling.profile_text import load_text
+from dapple_tf.describe.profile_text import load_text
 from dapple_tf.tools import command, profile
 from dapple_tf.tools.hosts import ROOT, environment
 

@@ -15,11 +15,11 @@ import zoo
 from profiled import captured, mlp
 
 import dapple_tf as dapple
-from dapple_tf.profiling.profile import ZERO, Profile, ProfileError
-from dapple_tf.profiling.profiler import profile
-from dapple_tf.profiling.time_budget import TimeBudget
-from graph_passes.assign_stages import AssignStages
-from graph_passes.program import VariableKind
+from dapple_tf.describe.profile import ZERO, Profile, ProfileError
+from dapple_tf.measuring.profiler import profile
+from dapple_tf.measuring.time_budget import TimeBudget
+from graph_passes.ir.program import VariableKind
+from graph_passes.passes.assign_stages import AssignStages
 
 pytestmark = pytest.mark.slow  # every profile measures for seconds
 
@@ -86,11 +86,11 @@ def test_a_chain() -> None:
 
 
 def test_one_batch_size_has_no_fixed_part_and_two_lines_of_log(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="dapple_tf.profiling.profiler"):
+    with caplog.at_level(logging.INFO, logger="dapple_tf.measuring.profiler"):
         found = measured(mlp(), 4)
     assert found.batch_sizes == (4,)
     assert all(layer.forward.fixed == 0 and layer.backward.fixed == 0 for layer in found.layers)
-    before, after = (record.message for record in caplog.records if record.name == "dapple_tf.profiling.profiler")
+    before, after = (record.message for record in caplog.records if record.name == "dapple_tf.measuring.profiler")
     assert before.startswith("profiling model 'mlp' on /job:localhost") and before.endswith("slices of (4,) samples")
     assert after.startswith("profiled model 'mlp', 3 layers, measured, in ")
 
@@ -275,7 +275,7 @@ def test_loops_count_by_their_rounds(method: str) -> None:
 
 def test_most_operators_are_measured(caplog: pytest.LogCaptureFixture) -> None:
     """Names of nodes tell whose work they are; were one spelled in another way, rooflines would stand in silently."""
-    with caplog.at_level(logging.DEBUG, logger="dapple_tf.profiling.measured_operators"):
+    with caplog.at_level(logging.DEBUG, logger="dapple_tf.measuring.measured_operators"):
         measured(zoo.ZOO["cnn"].build(), [2, 8], budget=hurried("operators"))
     counts = [record.args for record in caplog.records if "were traced" in record.message]
     assert [each[2] for each in counts] == [2, 8]

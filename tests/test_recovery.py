@@ -20,8 +20,8 @@ from workers import PATIENCE, children, mend, wait_until
 
 import dapple_tf as dapple
 from dapple_tf.clusters import connection as connection_module
-from dapple_tf.clusters.connection import reachable
 from dapple_tf.execution.runtime import Runtime
+from dapple_tf.network.inquiry import reachable
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.tools.hosts import LocalWorkers
 

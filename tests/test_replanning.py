@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import dapple_tf as dapple
-from dapple_tf.clusters.cluster import Cluster, Device
+from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.errors import DappleError
 from dapple_tf.planning.replanning import shrink, without_servers
 

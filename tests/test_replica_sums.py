@@ -26,16 +26,16 @@ from programs import (
     updated,
 )
 
-from dapple_tf.scheduling.schedules import POLICIES
-from graph_passes.assign_stages import AssignStages
-from graph_passes.build_backward import BuildBackward
-from graph_passes.build_forward import BuildForward
-from graph_passes.graph import Graph, PassError, control_inputs
-from graph_passes.partition import Partition
-from graph_passes.program import Layout, Program, StageFunction, Value, ValueKind
-from graph_passes.replica_sums import key_nodes, sums_of, without_sums
-from graph_passes.replicate import sum_keys
-from graph_passes.verify import _verify_meetings, verify
+from dapple_tf.schedules.schedules import POLICIES
+from graph_passes.ir.graph import Graph, PassError, control_inputs
+from graph_passes.ir.program import Layout, Program, StageFunction, Value, ValueKind
+from graph_passes.ir.replica_sums import key_nodes, sums_of, without_sums
+from graph_passes.ir.verify import _verify_meetings, verify
+from graph_passes.passes.assign_stages import AssignStages
+from graph_passes.passes.build_backward import BuildBackward
+from graph_passes.passes.build_forward import BuildForward
+from graph_passes.passes.partition import Partition
+from graph_passes.passes.replicate import sum_keys
 
 
 @functools.cache

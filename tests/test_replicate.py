@@ -39,11 +39,11 @@ from programs import (
 )
 
 from dapple_tf.frontend.capture import Mode
-from graph_passes.graph import Graph, NodeDef, Ref, data_inputs, dtype_attr
-from graph_passes.partition import Partition
-from graph_passes.program import Layout, Normalizer, Program, Value
-from graph_passes.replicate import Replicate, top_level
-from graph_passes.tasks import Task
+from graph_passes.ir.graph import Graph, NodeDef, Ref, data_inputs, dtype_attr
+from graph_passes.ir.program import Layout, Normalizer, Program, Value
+from graph_passes.ir.tasks import Task
+from graph_passes.passes.partition import Partition
+from graph_passes.passes.replicate import Replicate, top_level
 
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 

@@ -11,11 +11,11 @@ import tensorflow as tf
 from programs import FLOAT, node
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.graph import Builder, Graph, GraphDef, Ref, dtype_attr, function_attr, make_node
-from graph_passes.outline import FunctionDef, call_node, outline, placeholder
-from graph_passes.resource_use import ResourceUse, Use, called_functions, resource_name
-from graph_passes.storage import assign, handle, read
-from graph_passes.tensorflow_bridge import empty_graph
+from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, dtype_attr, function_attr, make_node
+from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
+from graph_passes.ir.resource_use import ResourceUse, Use, called_functions, resource_name
+from graph_passes.ir.storage import assign, handle, read
+from graph_passes.ir.tensorflow_bridge import empty_graph
 
 
 def traced(make: Callable[[Any], Any]) -> GraphDef:

@@ -14,7 +14,7 @@ from selection import thorough
 
 import dapple_tf as dapple
 from dapple_tf.frontend.capture import Mode
-from graph_passes.tasks import Task
+from graph_passes.ir.tasks import Task
 
 layers = keras.layers
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from graph_passes.graph import Ref
-from graph_passes.program import Program, Roles, Slice, Variable, VariableKind
-from graph_passes.sample_dependence import SampleDependence, sample_dependence
-from graph_passes.spreads import Coupling, Spread
+from graph_passes.analysis.sample_dependence import SampleDependence, sample_dependence
+from graph_passes.ir.graph import Ref
+from graph_passes.ir.program import Program, Roles, Slice, Variable, VariableKind
+from graph_passes.ir.spreads import Coupling, Spread
 
 
 def behind_a_loop(x: Any, w: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE, assert_same_variables, pair, pipeline, use_float64
 
-from dapple_tf.notes import NoteKind
+from dapple_tf.execution.notes import NoteKind
 
 layers = keras.layers
 

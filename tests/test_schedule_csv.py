@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapple_tf.scheduling import schedule_csv
-from dapple_tf.scheduling.schedule_check import lockstep
-from dapple_tf.scheduling.schedule_csv import from_csv, to_csv
-from dapple_tf.scheduling.schedules import POLICIES, ScheduleError, make_schedule, validate
-from graph_passes.tasks import Schedule, Task
+from dapple_tf.schedules import schedule_csv
+from dapple_tf.schedules.schedule_check import lockstep
+from dapple_tf.schedules.schedule_csv import from_csv, to_csv
+from dapple_tf.schedules.schedules import POLICIES, ScheduleError, make_schedule, validate
+from graph_passes.ir.tasks import Schedule, Task
 from tests.schedule_runs import straight, vee
 
 

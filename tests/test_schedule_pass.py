@@ -22,12 +22,12 @@ from programs import (
 )
 
 from dapple_tf.frontend.capture import Mode
-from graph_passes.accumulate import Accumulate
-from graph_passes.graph import Graph, PassError, control_inputs
-from graph_passes.program import Layout, Program
-from graph_passes.schedule import OrderTasks
-from graph_passes.tasks import Schedule
-from graph_passes.verify import verify
+from graph_passes.ir.graph import Graph, PassError, control_inputs
+from graph_passes.ir.program import Layout, Program
+from graph_passes.ir.tasks import Schedule
+from graph_passes.ir.verify import verify
+from graph_passes.passes.accumulate import Accumulate
+from graph_passes.passes.schedule import OrderTasks
 
 
 def names_of(layout: Layout) -> tuple[str, ...]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dapple_tf.scheduling import schedule_check, schedules
-from dapple_tf.scheduling.one_forward_one_backward import RULE, one_forward_one_backward
-from dapple_tf.scheduling.schedules import (
+from dapple_tf.schedules import schedule_check, schedules
+from dapple_tf.schedules.one_forward_one_backward import RULE, one_forward_one_backward
+from dapple_tf.schedules.schedules import (
     POLICIES,
     ScheduleError,
     in_flight,
@@ -19,8 +19,8 @@ from dapple_tf.scheduling.schedules import (
     validate,
     warm_up_counts,
 )
-from graph_passes.batching import split_evenly
-from graph_passes.tasks import Phase, Schedule, Task
+from graph_passes.ir.batching import split_evenly
+from graph_passes.ir.tasks import Phase, Schedule, Task
 from tests.schedule_runs import in_micro_batch_order
 
 

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from dapple_tf.clusters.cluster import Cluster, Device
-from dapple_tf.planning.cost import CostModel
+from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.planning.latency import pipeline_latency, stage_times
 from dapple_tf.planning.placement import Placements, links_of
-from dapple_tf.planning.plan import Plan
 from dapple_tf.planning.search import Search, coarsened
-from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.simulation.cost import CostModel
 
 
 def profile_of(times: list[float], *, size: float = 1e5, parameters: int = 10**6, batches: tuple[int, ...] = (1, 2)):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.graph import CALL_ATTR, Builder, Graph, GraphDef, Ref, dtype_attr, shape_attr
-from graph_passes.share_values import share_values
-from graph_passes.tensorflow_bridge import empty_graph
+from graph_passes.ir.graph import CALL_ATTR, Builder, Graph, GraphDef, Ref, dtype_attr, shape_attr
+from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.passes.share_values import share_values
 
 FLOAT = {"T": dtype_attr(types_pb2.DT_FLOAT)}
 

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from dapple_tf.clusters.cluster import Cluster, Device, Server
-from dapple_tf.planning.cost import CostModel
-from dapple_tf.planning.plan import Plan, PlanError
-from dapple_tf.profiling.profile import ZERO, Cost, LayerProfile, Profile, SharedParameters, Tensor
-from dapple_tf.scheduling.schedules import POLICIES, in_flight, make_schedule
-from dapple_tf.simulation.simulator import Simulation, Span, last_gradients, run, simulate
-from graph_passes.batching import split_evenly
-from graph_passes.tasks import Phase, Schedule, Task
+from dapple_tf.describe.cluster import Cluster, Device, Server
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.profile import ZERO, Cost, LayerProfile, Profile, SharedParameters, Tensor
+from dapple_tf.schedules.schedules import POLICIES, in_flight, make_schedule
+from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.simulator import Simulation, last_gradients, run, simulate
+from dapple_tf.view.timeline import Span
+from graph_passes.ir.batching import split_evenly
+from graph_passes.ir.tasks import Phase, Schedule, Task
 
 NAMES = [f"layer{index}" for index in range(32)]
 WHOLE = ("gpipe", "dapple_a", "dapple_b")  # no Bx and Bw
@@ -451,7 +452,7 @@ def test_reverse_first_k_brings_the_first_stages_gradients_forward() -> None:
 
 
 def test_a_step_reduces_in_the_order_of_a_real_one() -> None:
-    """That of `group_update.reduction_order`: by place in a device's order, then the later stages first."""
+    """That of `tasks.reduction_order`: by place in a device's order, then the later stages first."""
     plan = Plan.manual(NAMES[:2], [[0, 1], [0, 1], [2]], 1, 2, "gpipe")
     model = profile(
         [(1.0, 2.0)] * 3, parameter_bytes=4, shared=[SharedParameters((0, 2), 4), SharedParameters((1, 2), 4)]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from graph_passes.graph import PassError, Ref
-from graph_passes.program import Program, Roles, Slice
-from graph_passes.slice_shapes import Axis, Dependence, SliceShapes
+from graph_passes.analysis.slice_shapes import Axis, Dependence, SliceShapes
+from graph_passes.ir.graph import PassError, Ref
+from graph_passes.ir.program import Program, Roles, Slice
 
 FIXED, LENGTH, BATCH, BOTH, UNKNOWN = Dependence
 

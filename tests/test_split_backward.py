@@ -21,8 +21,8 @@ from programs import (
     two_layers,
 )
 
-from graph_passes.program import Program, Stage, StageFunction, ValueKind
-from graph_passes.tasks import Phase, Task
+from graph_passes.ir.program import Program, Stage, StageFunction, ValueKind
+from graph_passes.ir.tasks import Phase, Task
 
 PROGRAMS: dict[str, tuple[Callable[[], Program], tuple[str, ...]]] = {
     "two layers": (two_layers, ("a",)),

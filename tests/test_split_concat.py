@@ -30,13 +30,13 @@ from programs import (
     two_stages,
 )
 
-from graph_passes.batching import Interval
-from graph_passes.graph import Graph, Ref, data_inputs
-from graph_passes.program import Boundary, Layout, Program, Value
-from graph_passes.replicate import Replicate
-from graph_passes.split_concat import SplitConcat
-from graph_passes.tasks import Task
-from graph_passes.verify import verify
+from graph_passes.ir.batching import Interval
+from graph_passes.ir.graph import Graph, Ref, data_inputs
+from graph_passes.ir.program import Boundary, Layout, Program, Value
+from graph_passes.ir.tasks import Task
+from graph_passes.ir.verify import verify
+from graph_passes.passes.replicate import Replicate
+from graph_passes.passes.split_concat import SplitConcat
 
 HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
 WIDTH = 3

@@ -9,7 +9,7 @@ import pytest
 
 from dapple_tf.operators.op_graph import OpGraph
 from dapple_tf.operators.split_graph import apply_splits
-from graph_passes.split_rules import FIRST, Split, SplitRule
+from graph_passes.analysis.split_rules import FIRST, Split, SplitRule
 
 ROWS = SplitRule("batch", 6, (0,), (0,))
 COLUMNS = SplitRule("channel", 4, (1,), (1,))

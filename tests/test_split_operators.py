@@ -14,12 +14,12 @@ from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpGraph, Topology
 from dapple_tf.operators.split_graph import apply_splits
-from graph_passes.graph import Graph, GraphDef, PassError, Ref
-from graph_passes.program import Layout, Program, Roles, Slice, Step
-from graph_passes.split_operators import SplitGraph, SplitOperators, split_operators
-from graph_passes.split_rules import Split
-from graph_passes.tasks import Phase, Task
-from graph_passes.tensorflow_bridge import constant_value, infer_shapes
+from graph_passes.analysis.split_rules import Split
+from graph_passes.ir.graph import Graph, GraphDef, PassError, Ref
+from graph_passes.ir.program import Layout, Program, Roles, Slice, Step
+from graph_passes.ir.tasks import Phase, Task
+from graph_passes.ir.tensorflow_bridge import constant_value, infer_shapes
+from graph_passes.passes.split_operators import SplitGraph, SplitOperators, split_operators
 
 TOPOLOGY = Topology(("/device:CPU:0",), np.full((1, 1), np.inf), np.zeros((1, 1)), np.full(1, np.inf))
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"

@@ -14,20 +14,20 @@ from programs import in_float64, step_of
 from step_programs import device_names, of_model
 
 import dapple_tf as dapple
+from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpGraph, Topology
 from dapple_tf.operators.split_graph import apply_splits
-from dapple_tf.profiling.example_batch import ExampleBatch
-from graph_passes.flatten import Flatten
-from graph_passes.fold_shapes import FoldShapes
-from graph_passes.graph import Graph, Ref
-from graph_passes.place_operators import PlaceOperators
-from graph_passes.program import Program
-from graph_passes.split_operators import SplitOperators
-from graph_passes.split_rules import Split
-from graph_passes.tensorflow_bridge import Shape, infer_shapes
-from graph_passes.verify import verify
+from graph_passes.analysis.split_rules import Split
+from graph_passes.ir.graph import Graph, Ref
+from graph_passes.ir.program import Program
+from graph_passes.ir.tensorflow_bridge import Shape, infer_shapes
+from graph_passes.ir.verify import verify
+from graph_passes.passes.flatten import Flatten
+from graph_passes.passes.fold_shapes import FoldShapes
+from graph_passes.passes.place_operators import PlaceOperators
+from graph_passes.passes.split_operators import SplitOperators
 
 BATCH = 4
 TOPOLOGY = Topology(("/device:CPU:0",), np.full((1, 1), np.inf), np.zeros((1, 1)), np.full(1, np.inf))

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile
 from dapple_tf.planning.stage_cuts import balanced, by_memory, by_time
-from dapple_tf.profiling.profile import Cost, LayerProfile, Profile
 
 
 def longest(times: list[float], ends: list[int]) -> float:

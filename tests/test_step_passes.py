@@ -13,9 +13,9 @@ from dapple_tf.execution.builds import Build
 from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode
-from graph_passes.partition import Partition
+from graph_passes.ir.program import Program
 from graph_passes.pass_manager import run_passes
-from graph_passes.program import Program
+from graph_passes.passes.partition import Partition
 
 SIX = ("a", "b", "c", "d", "e")
 

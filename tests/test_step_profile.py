@@ -15,9 +15,9 @@ from models_for_tests import classifier, layers, plan, samples, transform, value
 from profiles_for_tests import MS, measured_as, profile_of
 
 import dapple_tf as dapple
-from dapple_tf.measurement.step_profile import StepProfile, slowdown
 from dapple_tf.simulation.simulator import simulate
-from graph_passes.tasks import Phase
+from dapple_tf.tracing.step_profile import StepProfile, slowdown
+from graph_passes.ir.tasks import Phase
 
 CLUSTER = dapple.Cluster.local(3, kind="cpu")
 PROFILE = profile_of((1, 2), (3, 6), (0.5, 1))

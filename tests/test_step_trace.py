@@ -15,13 +15,12 @@ from models_for_tests import classifier, plan, samples
 import dapple_tf as dapple
 from dapple_tf.clusters.clocks import Offset, WorkerClock
 from dapple_tf.frontend.capture import Mode
-from dapple_tf.measurement.step_parts import StepParts, step_parts
-from dapple_tf.measurement.step_trace import MeasuredStep, Place, TracedStep, measured
-from dapple_tf.simulation.simulation import Span
 from dapple_tf.tools.memory_of_steps import replaced
-from dapple_tf.view.timeline import Timeline, device_labels
-from graph_passes.program import Step
-from graph_passes.tasks import Phase, Task
+from dapple_tf.tracing.step_parts import StepParts, step_parts
+from dapple_tf.tracing.step_trace import MeasuredStep, Place, TracedStep, measured
+from dapple_tf.view.timeline import Span, Timeline
+from graph_passes.ir.program import Step
+from graph_passes.ir.tasks import Phase, Task
 
 TASKS = {phase.value: phase for phase in Phase}
 
@@ -66,7 +65,7 @@ def assert_whole(found: MeasuredStep, traced: TracedStep, step: Step, own_plan: 
         assert starts == sorted(starts)
     for task, seconds in found.tasks.items():
         assert seconds >= tasks[task].end - tasks[task].start - 1e-9
-    assert set(found.parts) == set(timeline.devices) == set(device_labels(own_plan))
+    assert set(found.parts) == set(timeline.devices) == set(own_plan.device_labels())
     for device, parts in found.parts.items():
         assert parts.total == pytest.approx(timeline.latency)
         assert min(dataclasses.astuple(parts)) >= 0
@@ -240,7 +239,7 @@ def skewed(traced: TracedStep, skews: dict[str, int], error: int) -> tuple[Trace
 @pytest.mark.parametrize("error", [0, 200_000])
 def test_skewed_clocks_change_nothing_but_within_their_error(uneven: Run, error: int) -> None:
     pipelined, plain, traced, _ = uneven
-    labels = device_labels(pipelined.plan)
+    labels = pipelined.plan.device_labels()
     names = pipelined.cluster.device_names
     skews = dict(zip(names, (3_000_000_000, -2_500_000_000, 7_000, 86_400_000_000_000), strict=True))
     given, places = skewed(traced, skews, error)
@@ -267,7 +266,7 @@ def test_a_contradiction_is_told(uneven: Run, caplog: pytest.LogCaptureFixture) 
     given, places = skewed(traced, dict.fromkeys(names, 0), 1000)
     off = Offset(traced.called[0], 50_000_000, 1000)
     given = dataclasses.replace(given, clocks={**given.clocks, 3: WorkerClock(off, off._replace(at=traced.called[1]))})
-    found = measured(given, places, device_labels(pipelined.plan), {})
+    found = measured(given, places, pipelined.plan.device_labels(), {})
     assert any("on worker 3 something begins" in remark for remark in found.remarks)
     assert "are clocks being set?" in caplog.text
 

@@ -7,10 +7,10 @@ import pytest
 from programs import DOUBLE, FLOAT, HOST, INT32, PARAMETER, STATE, Machine, devices, show_function
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.graph import Builder, Graph, GraphDef, Ref
-from graph_passes.outline import FunctionDef, call_node, outline, placeholder
-from graph_passes.program import Variable
-from graph_passes.storage import (
+from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref
+from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
+from graph_passes.ir.program import Variable
+from graph_passes.ir.storage import (
     accumulate_function,
     assign,
     buckets,
@@ -25,7 +25,7 @@ from graph_passes.storage import (
     unflatten,
     zeros,
 )
-from graph_passes.tensorflow_bridge import empty_graph
+from graph_passes.ir.tensorflow_bridge import empty_graph
 
 W = Variable("w", FLOAT, (2, 3), PARAMETER)
 COUNT = Variable("count", INT32, (), STATE)

@@ -15,9 +15,9 @@ from zoo import ZOO
 
 import dapple_tf as dapple
 from dapple_tf.view.task_graph import TaskGraph, TaskNode, longest_paths, task_graph
-from graph_passes.graph import Graph, control_inputs
-from graph_passes.program import Program
-from graph_passes.tasks import Phase, Task
+from graph_passes.ir.graph import Graph, control_inputs
+from graph_passes.ir.program import Program
+from graph_passes.ir.tasks import Phase, Task
 
 TASKS = ("F", "B", "Bx", "Bw")
 UNEVEN = Case("mlp", plan("mlp", 2, [[0, 1, 2], [3]], 4, 24, "dapple_a"))
@@ -210,11 +210,11 @@ def test_an_unknown_length_stays_unknown() -> None:
     from programs import apply, schedule_of, sent, sgd_updates, staged
     from programs import hosts as hosts_of
 
-    from graph_passes.accumulate import Accumulate
-    from graph_passes.replicate import Replicate
-    from graph_passes.schedule import OrderTasks
-    from graph_passes.split_concat import SplitConcat
-    from graph_passes.update import Update
+    from graph_passes.passes.accumulate import Accumulate
+    from graph_passes.passes.replicate import Replicate
+    from graph_passes.passes.schedule import OrderTasks
+    from graph_passes.passes.split_concat import SplitConcat
+    from graph_passes.passes.update import Update
 
     own = layout([2, 1], 6, 2)
     names = tuple(itertools.chain.from_iterable(own.devices))

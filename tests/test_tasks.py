@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapple_tf.scheduling.schedules import POLICIES, STREAM_POLICIES, make_schedule
-from graph_passes.tasks import Phase, Schedule, Task
+from dapple_tf.schedules.schedules import POLICIES, STREAM_POLICIES, make_schedule
+from graph_passes.ir.tasks import Phase, Schedule, Task
 
 F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 
@@ -156,7 +156,7 @@ def test_a_wrong_schedule_text_is_refused_with_its_line(text: str, message: str)
 
 
 def test_tasks_can_be_used_without_tensorflow() -> None:
-    code = "import sys, graph_passes.tasks; sys.exit(any(name in sys.modules for name in ('tensorflow', 'keras')))"
+    code = "import sys, graph_passes.ir.tasks; sys.exit(any(name in sys.modules for name in ('tensorflow', 'keras')))"
     root = Path(__file__).resolve().parent.parent
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
 

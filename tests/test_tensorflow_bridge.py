@@ -10,9 +10,9 @@ import tensorflow as tf
 from programs import BOOL, DOUBLE, FLOAT, INT32, INT64, Writer, run, two_layers
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.graph import Builder, GraphDef, PassError, Ref, dtype_attr, dtypes_attr, make_node, shape_attr
-from graph_passes.outline import placeholder
-from graph_passes.tensorflow_bridge import (
+from graph_passes.ir.graph import Builder, GraphDef, PassError, Ref, dtype_attr, dtypes_attr, make_node, shape_attr
+from graph_passes.ir.outline import placeholder
+from graph_passes.ir.tensorflow_bridge import (
     add_gradients,
     dtype_size,
     empty_graph,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dapple_tf.profiling.time_budget import PHASES, TimeBudget
+from dapple_tf.measuring.time_budget import PHASES, TimeBudget
 
 
 def test_phases_that_are_over_tell_what_others_take() -> None:

@@ -7,10 +7,10 @@ import pytest
 from programs import HOST, apply, sgd_updates, staged, tied_layers, two_layers
 
 import dapple_tf as dapple
-from dapple_tf.profiling.timed_session import StepRuns, TimedSession
-from dapple_tf.profiling.timed_step import MICRO_BATCHES, TimedStep, empty_calls, timed_step
-from graph_passes.graph import Graph, control_inputs
-from graph_passes.program import Program
+from dapple_tf.measuring.timed_session import StepRuns, TimedSession
+from dapple_tf.measuring.timed_step import MICRO_BATCHES, TimedStep, empty_calls, timed_step
+from graph_passes.ir.graph import Graph, control_inputs
+from graph_passes.ir.program import Program
 
 LAYERED = ["0F0", "1F0", "1Bx0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1", "1apply0", "0apply0"]
 

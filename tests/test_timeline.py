@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from dapple_tf.clusters.cluster import Cluster, Device
-from dapple_tf.planning.plan import Plan
-from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
-from dapple_tf.simulation.simulation import Span
+from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.simulation.simulator import simulate
-from dapple_tf.view.timeline import Lane, Timeline, covered, device_labels
+from dapple_tf.view.timeline import Lane, Span, Timeline, covered
 
 DEVICES = {4: "device 4: stage 0", 2: "device 2: stage 1"}
 
@@ -120,7 +119,7 @@ def test_numbers_that_nobody_can_draw_are_refused(changes: dict[str, Any], messa
     ],
 )
 def test_devices_are_called_by_what_they_do(plan: Plan, labels: list[str]) -> None:
-    assert list(device_labels(plan).values()) == labels
+    assert list(plan.device_labels().values()) == labels
 
 
 def test_a_simulated_step_becomes_a_timeline_of_the_same_numbers() -> None:
@@ -130,10 +129,10 @@ def test_a_simulated_step_becomes_a_timeline_of_the_same_numbers() -> None:
         (*(Device(f"d{i}", 0, 2**30) for i in range(2)), Device("d2", 1)), real=False, inter_bandwidth=2**20
     )
     step = simulate(Plan.manual(["layer0"], [[0, 1], [2]], 4, 8), model, cluster)
-    timeline = Timeline.simulated(step)
+    timeline = step.drawn()
     assert (timeline.name, timeline.latency, timeline.spans) == ("simulated", step.latency, step.spans)
     assert timeline.throughput == step.throughput and timeline.peak_bytes == step.peak_bytes
     assert timeline.bubbles == pytest.approx(step.idle) and timeline.limits == {0: 2.0**30, 1: 2.0**30}
     assert timeline.reduced_on == {0: (0, 1)}
     assert len(timeline.lanes[Lane(0, "all_reduce")]) == 1
-    assert Timeline.simulated(step, "emulated").name == "emulated"
+    assert step.drawn("emulated").name == "emulated"

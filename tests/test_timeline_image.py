@@ -14,15 +14,14 @@ from typing import Any
 import matplotlib
 import pytest
 
-from dapple_tf.clusters.cluster import Cluster, Device
-from dapple_tf.planning.plan import Plan
-from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
-from dapple_tf.simulation.simulation import Span
+from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.colours import COLOURS
 from dapple_tf.view.image import _coarse, draw_timelines
-from dapple_tf.view.planned import planned
-from dapple_tf.view.timeline import Timeline
+from dapple_tf.view.timeline import Span, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -42,7 +41,7 @@ def replicated(memory: int = 2**28) -> list[Timeline]:
     model = Profile("model", "none", (1, 2), tuple(layers), (Tensor(0, (1,), Cost(0.0, 2**20)),))
     cluster = Cluster(tuple(Device(f"d{i}", i // 2, memory) for i in range(4)), real=False, inter_bandwidth=2e8)
     plan = plan_of([[0, 1, 2], [3]], 4)
-    return [planned(plan, model, cluster), Timeline.simulated(simulate(plan, model, cluster))]
+    return [planned(plan, model, cluster), simulate(plan, model, cluster).drawn()]
 
 
 def drawn(path: pathlib.Path) -> tuple[collections.Counter[str], list[str]]:

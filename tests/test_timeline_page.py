@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 from browser import Page
 
-from dapple_tf.clusters.cluster import Cluster, Device
-from dapple_tf.planning.plan import Plan
-from dapple_tf.profiling.profile_text import load_text
-from dapple_tf.simulation.simulation import Span
+from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile_text import load_text
+from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.page import TIMELINE_SCRIPTS, assemble, asset, embedded, timeline_data, timeline_page
-from dapple_tf.view.planned import planned
-from dapple_tf.view.timeline import Lane, Timeline
+from dapple_tf.view.timeline import Lane, Span, Timeline
 
 Show = Callable[..., Page]
 
@@ -40,7 +39,7 @@ def bert(schedule: str, name: str | None = None) -> Timeline:
     """A step of BERT-48 on four devices, eight micro-batches."""
     profile = load_text("docs/profiles/bert-48-pbs-2.txt", batch_size=2)
     plan = Plan.manual(CUTS, [[0], [1], [2], [3]], 8, 16, schedule)
-    return Timeline.simulated(simulate(plan, profile, cluster(2)), name or schedule)
+    return simulate(plan, profile, cluster(2)).drawn(name or schedule)
 
 
 @functools.cache
@@ -48,7 +47,7 @@ def replicated(name: str = "3:1") -> Timeline:
     """The same model in two stages, on three devices and one."""
     profile = load_text("docs/profiles/bert-48-pbs-2.txt", batch_size=2)
     plan = Plan.manual([CUTS[1]], [[0, 1, 2], [3]], 4, 24)
-    return Timeline.simulated(simulate(plan, profile, cluster(4)), name)
+    return simulate(plan, profile, cluster(4)).drawn(name)
 
 
 @functools.cache

@@ -12,18 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapple_tf.clusters.cluster import Cluster, Device
-from dapple_tf.planning.plan import Plan
-from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
-from dapple_tf.scheduling.schedules import POLICIES
-from dapple_tf.simulation.simulation import Span
+from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.schedules.schedules import POLICIES
+from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.tools.run_document import pictures
 from dapple_tf.tools.run_document import run as run_document
-from dapple_tf.view.planned import planned
 from dapple_tf.view.text import timeline_text
 from dapple_tf.view.time_axis import bytes_text, common_unit, shown_unit, ticks, time_text
-from dapple_tf.view.timeline import Timeline
+from dapple_tf.view.timeline import Span, Timeline
 
 Golden = Callable[[str, str], None]
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
@@ -57,7 +56,7 @@ def two_timelines() -> list[Timeline]:
         tuple(Device(f"d{i}", i // 2, 2**28) for i in range(4)), real=False, inter_bandwidth=2e8, inter_latency=1e-4
     )
     plan = Plan.manual(["layer0"], [[0, 1, 2], [3]], 4, 24)
-    return [planned(plan, model, cluster), Timeline.simulated(simulate(plan, model, cluster))]
+    return [planned(plan, model, cluster), simulate(plan, model, cluster).drawn()]
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -19,13 +19,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapple_tf.clusters.cluster import Cluster, Device
-from dapple_tf.planning.plan import Plan
-from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
-from dapple_tf.simulation.simulation import Span
+from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
-from dapple_tf.view.planned import planned
-from dapple_tf.view.timeline import Timeline
+from dapple_tf.view.timeline import Span, Timeline
 from dapple_tf.view.trace_events import save_trace, trace_events
 from tests import browser
 
@@ -140,7 +139,7 @@ def steps(schedule: str = "dapple_a", replicas: Sequence[Sequence[int]] = ((0, 1
     devices = 1 + max(device for stage in replicas for device in stage)
     cluster = Cluster(tuple(Device(f"d{i}", i // 2, 2**31) for i in range(devices)), real=False, inter_bandwidth=2e8)
     plan = Plan.manual([f"layer{i}" for i in range(count - 1)], replicas, 4, 24, schedule)
-    return [planned(plan), planned(plan, model, cluster), Timeline.simulated(simulate(plan, model, cluster))]
+    return [planned(plan), planned(plan, model, cluster), simulate(plan, model, cluster).drawn()]
 
 
 def boxes(trace: Mapping[str, Any], pid: int, kind: str) -> list[Mapping[str, Any]]:

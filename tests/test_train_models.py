@@ -23,14 +23,14 @@ import pytest
 from selection import sampled
 
 import dapple_tf as dapple
+from dapple_tf import automatic
+from dapple_tf.describe.profile import Cost, LayerProfile, Tensor
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.layer_cuts import layer_stages
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.models.registry import MODELS, find_model
-from dapple_tf.planning import automatic
-from dapple_tf.profiling.example_batch import ExampleBatch
-from dapple_tf.profiling.profile import Cost, LayerProfile, Tensor
 from dapple_tf.tools import command, train
 from dapple_tf.tools.hosts import ROOT, environment
 

@@ -16,8 +16,8 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import dapple_tf as dapple
+from dapple_tf.automatic import Planned
 from dapple_tf.models.registry import find_model
-from dapple_tf.planning.automatic import Planned
 from dapple_tf.tools import command, train
 
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from dapple_tf.planning import automatic
+from dapple_tf import automatic
 from dapple_tf.tools.run_document import blocks, pictures, run
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from graph_passes.graph import Graph, GraphDef
-from graph_passes.unfused import unfused
+from graph_passes.ir.graph import Graph, GraphDef
+from graph_passes.passes.unfused import unfused
 
 v1 = tf.compat.v1
 

@@ -39,18 +39,18 @@ from programs import (
 )
 from tensorflow.core.framework import types_pb2
 
-from dapple_tf.scheduling.schedules import make_schedule
-from graph_passes.accumulate import Accumulate
-from graph_passes.graph import Builder, Graph, NodeDef, PassError, Ref, control_inputs, data_inputs, dtype_attr
-from graph_passes.group_update import Captured, GroupUpdate
-from graph_passes.outline import outline, placeholder
-from graph_passes.program import Layout, Program, Value
-from graph_passes.replicate import Replicate
-from graph_passes.schedule import OrderTasks
-from graph_passes.split_concat import SplitConcat
-from graph_passes.tensorflow_bridge import empty_graph
-from graph_passes.update import Update, flush
-from graph_passes.verify import verify
+from dapple_tf.schedules.schedules import make_schedule
+from graph_passes.ir.graph import Builder, Graph, NodeDef, PassError, Ref, control_inputs, data_inputs, dtype_attr
+from graph_passes.ir.group_update import Captured, GroupUpdate
+from graph_passes.ir.outline import outline, placeholder
+from graph_passes.ir.program import Layout, Program, Value
+from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.ir.verify import verify
+from graph_passes.passes.accumulate import Accumulate
+from graph_passes.passes.replicate import Replicate
+from graph_passes.passes.schedule import OrderTasks
+from graph_passes.passes.split_concat import SplitConcat
+from graph_passes.passes.update import Update, flush
 
 RATE = 0.5
 
@@ -170,7 +170,7 @@ def test_functions_are_built_once_however_many_replicas_there_are(monkeypatch: p
         built.append(name)
         return outline(name, *arguments, **options)
 
-    monkeypatch.setattr("graph_passes.update_graph.outline", counted)
+    monkeypatch.setattr("graph_passes.passes.update_graph.outline", counted)
     updated(two_stages(), layout([2, 2], 8))
     few, built = built, []
     updated(two_stages(), layout([4, 4], 8))

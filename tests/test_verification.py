@@ -14,7 +14,7 @@ from models_for_tests import Pair, classifier, layers, plan, samples, transform,
 import dapple_tf as dapple
 from dapple_tf import compared_steps
 from dapple_tf.execution.engine import Engine
-from dapple_tf.notes import Note, NoteKind
+from dapple_tf.execution.notes import Note, NoteKind
 from dapple_tf.verification import ComparedSteps, Difference
 
 X, Y, W = samples(7)

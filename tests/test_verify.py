@@ -30,11 +30,11 @@ from programs import (
 )
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.batching import Interval
-from graph_passes.graph import Builder, Graph, GraphDef, NodeDef, PassError, Ref
-from graph_passes.program import Layout, Program, Stage, StageFunction, Value
-from graph_passes.tensorflow_bridge import empty_graph
-from graph_passes.verify import _verify_collectives, verify
+from graph_passes.ir.batching import Interval
+from graph_passes.ir.graph import Builder, Graph, GraphDef, NodeDef, PassError, Ref
+from graph_passes.ir.program import Layout, Program, Stage, StageFunction, Value
+from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.ir.verify import _verify_collectives, verify
 
 
 def refused(program: Program, *, complete: bool = False) -> str:

@@ -21,7 +21,7 @@ from hypothesis import given as property_of
 from hypothesis import strategies as st
 
 import dapple_tf as dapple
-from dapple_tf.scheduling.schedules import POLICIES
+from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.tools import command, simulate, what_if
 from dapple_tf.tools.questions import MOST_SLICES, Desk, Question, QuestionError, parse_stages, stages_text
 from dapple_tf.tools.variants import Hardware

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from dapple_tf.clusters.cluster import Cluster, Device
-from dapple_tf.planning.cost import CostModel
-from dapple_tf.planning.plan import Plan
-from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
-from dapple_tf.simulation.emulator import emulate
+from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.measuring.emulator import emulate
+from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Simulation, simulate
 
 

@@ -22,11 +22,11 @@ from workers import PATIENCE, children, client, expect, has_ended, question, res
 
 import dapple_tf as dapple
 from dapple_tf import worker as worker_module
-from dapple_tf.clusters.cluster import ClusterError
 from dapple_tf.clusters.connection import connected, open_session
-from dapple_tf.clusters.control import Channel, ControlError, split_address
 from dapple_tf.clusters.serving import Lease, Machine
 from dapple_tf.clusters.session import server_config, session_config
+from dapple_tf.describe.cluster import ClusterError
+from dapple_tf.network.control import Channel, ControlError, split_address
 from dapple_tf.tools.hosts import LocalWorkers, end, environment, launch
 from dapple_tf.worker import Worker, own_address
 

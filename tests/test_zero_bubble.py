@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dapple_tf.scheduling.schedules import ScheduleError, in_flight, make_schedule, resolve_warm_up, validate
-from graph_passes.tasks import Phase, Schedule
+from dapple_tf.schedules.schedules import ScheduleError, in_flight, make_schedule, resolve_warm_up, validate
+from graph_passes.ir.tasks import Phase, Schedule
 from tests.schedule_runs import execute, straight, vee
 
 UNIT = [1.0, 1.0, 1.0]

@@ -14,7 +14,7 @@ from equivalence import use_float64
 from selection import thorough
 
 import dapple_tf as dapple
-from dapple_tf.notes import Note, NoteKind
+from dapple_tf.execution.notes import Note, NoteKind
 from dapple_tf.tools import command, zoo
 from dapple_tf.tools.random_models import BETWEEN, compare_draw, draw
 from dapple_tf.tools.training_comparison import Comparison, briefly, compare_training, largest_difference

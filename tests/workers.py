@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dapple_tf.clusters.control import PROTOCOL, Channel
+from dapple_tf.network.control import PROTOCOL, Channel
 from dapple_tf.tools.hosts import LocalWorkers, end, environment, launch
 
 TESTS = pathlib.Path(__file__).parent

@@ -24,8 +24,8 @@ import numpy as np
 from absl import flags
 
 import dapple_tf as dapple
+from dapple_tf.describe.profile import Profile
 from dapple_tf.models.gpt import gpt
-from dapple_tf.profiling.profile import Profile
 from dapple_tf.tools import command
 from dapple_tf.tools.bench_report import check_output, markdown, write_results
 from dapple_tf.tools.memory_of_steps import peaks

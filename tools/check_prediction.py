@@ -21,8 +21,8 @@ import numpy as np
 from absl import app, flags
 
 import dapple_tf as dapple
+from dapple_tf.automatic import plan_model, slice_sizes
 from dapple_tf.models.gpt import gpt
-from dapple_tf.planning.automatic import plan_model, slice_sizes
 from dapple_tf.planning.plan_reasons import shape
 from dapple_tf.progress import Progress
 from dapple_tf.tools import command, tables

@@ -19,9 +19,9 @@ import numpy as np
 from absl import app, flags
 
 import dapple_tf as dapple
-from dapple_tf.clusters.links import measure_links
-from dapple_tf.planning.automatic import slice_sizes
-from dapple_tf.profiling.time_budget import TimeBudget
+from dapple_tf.automatic import slice_sizes
+from dapple_tf.measuring.links import measure_links
+from dapple_tf.measuring.time_budget import TimeBudget
 from dapple_tf.tools import command, tables
 from dapple_tf.tools.check_prediction import MAKERS
 

@@ -18,12 +18,12 @@ import time
 
 from absl import app, flags
 
-from dapple_tf.clusters.cluster import Cluster
-from dapple_tf.planning.plan import Plan
-from dapple_tf.profiling.profile import Profile
-from dapple_tf.scheduling.schedules import POLICIES
-from dapple_tf.simulation.emulated_waits import EmulationError
-from dapple_tf.simulation.emulator import MAX_DEVICES, Emulation, emulate
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile import Profile
+from dapple_tf.measuring.emulated_waits import EmulationError
+from dapple_tf.measuring.emulator import MAX_DEVICES, Emulation, emulate
+from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.tools import command
 from dapple_tf.tools.even_pipeline import SAMPLES, pipeline
 

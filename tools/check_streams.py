@@ -28,11 +28,11 @@ import numpy as np
 from absl import app, flags
 
 import dapple_tf as dapple
-from dapple_tf.clusters.cluster import Cluster
 from dapple_tf.clusters.session import configure_gpus
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.measuring.stream_speedups import even_cuts, measure_speedups, two_stream_plan, with_joint_schedule
 from dapple_tf.models.resnet import resnet
 from dapple_tf.models.vgg import vgg
-from dapple_tf.profiling.stream_speedups import even_cuts, measure_speedups, two_stream_plan, with_joint_schedule
 from dapple_tf.tools import command
 from dapple_tf.tools.ratios import summarize
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from dapple_tf.clusters.cluster import Cluster, Device
-from dapple_tf.planning.plan import Plan
-from dapple_tf.profiling.profile import Cost, LayerProfile, Profile, Tensor
+from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 
 _FORWARD, _BACKWARD, _APPLY = 0.010, 0.020, 0.005
 SAMPLES = 6

@@ -20,9 +20,9 @@ from collections.abc import Mapping
 import tensorflow as tf
 from absl import app, flags
 
-from dapple_tf.clusters.cluster import Cluster, Link
 from dapple_tf.clusters.connection import connected
-from dapple_tf.clusters.links import measure_between_servers, measure_links
+from dapple_tf.describe.cluster import Cluster, Link
+from dapple_tf.measuring.links import measure_between_servers, measure_links
 from dapple_tf.tools import command
 from dapple_tf.tools.hosts import HostsError, LocalWorkers
 from dapple_tf.tools.tables import table

@@ -17,10 +17,10 @@ from dapple_tf.models.gpt import gpt
 from dapple_tf.models.resnet import resnet
 from dapple_tf.progress import Progress
 from dapple_tf.tools import tables
-from graph_passes.accumulate import accumulated_gradients
-from graph_passes.program import Program, Step
-from graph_passes.tasks import Task
-from graph_passes.tensorflow_bridge import dtype_size
+from graph_passes.ir.program import Program, Step
+from graph_passes.ir.tasks import Task
+from graph_passes.ir.tensorflow_bridge import dtype_size
+from graph_passes.passes.accumulate import accumulated_gradients
 
 Arrays = tuple[np.ndarray, np.ndarray]
 

@@ -17,12 +17,12 @@ from absl import app, flags
 
 import dapple_tf as dapple
 from dapple_tf.data_files import read_text
+from dapple_tf.describe.plan import RECOMPUTE_MODES
+from dapple_tf.describe.profile_text import parse_text
 from dapple_tf.models import registry
 from dapple_tf.models.datasets import DATASETS, GENERATED, READERS, generated
 from dapple_tf.models.sources import DataSource, ModelSource
-from dapple_tf.planning.plan import RECOMPUTE_MODES
-from dapple_tf.profiling.profile_text import parse_text
-from dapple_tf.scheduling.schedules import POLICIES
+from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.tools.command import blamed, check, line
 from dapple_tf.tools.shapes import devices_of, is_shape, parse_shape
 

@@ -21,7 +21,7 @@ from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
 from dapple_tf.tools import operator_models
 from dapple_tf.tools.operator_models import MODELS, FlatStep, flat_step
-from graph_passes.split_rules import Split
+from graph_passes.analysis.split_rules import Split
 
 MEMORY_BYTES = 16 * 10**9
 """Of a Tesla P100."""

@@ -28,10 +28,10 @@ from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.garbage import without_collection
 from dapple_tf.models import resnet
 from dapple_tf.operators import step_placer
-from dapple_tf.values.parameter_groups import group_updates, readers_of
-from graph_passes.graph import GraphDef, Ref
+from dapple_tf.variables.parameter_groups import group_updates, readers_of
+from graph_passes.ir.graph import GraphDef, Ref
+from graph_passes.ir.tensorflow_bridge import Shape
 from graph_passes.pass_manager import run_passes
-from graph_passes.tensorflow_bridge import Shape
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.profile import Profile
 from dapple_tf.planning import plan_reasons, planner
-from dapple_tf.planning.cost import CostModel
-from dapple_tf.planning.plan import Plan, PlanError
-from dapple_tf.profiling.profile import Profile
-from dapple_tf.scheduling.schedules import POLICIES
+from dapple_tf.schedules.schedules import POLICIES
+from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Simulation, simulate
 from dapple_tf.tools.paper_models import (
     CONFIGS,

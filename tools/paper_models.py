@@ -15,9 +15,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dapple_tf.clusters.cluster import Cluster, Device
-from dapple_tf.profiling.profile import Cost, Profile, Tensor
-from dapple_tf.profiling.profile_text import load_text
+from dapple_tf.describe.cluster import Cluster, Device
+from dapple_tf.describe.profile import Cost, Profile, Tensor
+from dapple_tf.describe.profile_text import load_text
 
 PROFILES = pathlib.Path(__file__).resolve().parents[1] / "docs" / "profiles"
 

@@ -19,10 +19,10 @@ from typing import Any, NoReturn
 from absl import flags
 
 import dapple_tf as dapple
-from dapple_tf.planning.automatic import plan_model, slice_sizes
-from dapple_tf.planning.cost import ALL_REDUCE
-from dapple_tf.planning.plan import RECOMPUTE_MODES
-from dapple_tf.scheduling.schedules import POLICIES
+from dapple_tf.automatic import plan_model, slice_sizes
+from dapple_tf.describe.plan import RECOMPUTE_MODES
+from dapple_tf.schedules.schedules import POLICIES
+from dapple_tf.simulation.cost import ALL_REDUCE
 from dapple_tf.tools import command
 from dapple_tf.tools.model_flags import ClusterFlag, ModelFlags, ProfileFlags, check_output
 

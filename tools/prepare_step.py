@@ -24,8 +24,8 @@ import numpy as np
 from absl import app, flags
 
 import dapple_tf as dapple
+from dapple_tf.describe.plan import RECOMPUTE_MODES
 from dapple_tf.models import bert
-from dapple_tf.planning.plan import RECOMPUTE_MODES
 from dapple_tf.tools import command
 
 FLAGS = flags.FlagValues()

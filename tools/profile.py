@@ -18,7 +18,7 @@ from typing import NoReturn
 from absl import flags
 
 import dapple_tf as dapple
-from dapple_tf.profiling.profile_text import to_text
+from dapple_tf.describe.profile_text import to_text
 from dapple_tf.tools import command
 from dapple_tf.tools.model_flags import ClusterFlag, ModelFlags, check_output
 from dapple_tf.tools.tables import ms_text, table

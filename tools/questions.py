@@ -12,8 +12,8 @@ from typing import Any
 
 import dapple_tf as dapple
 from dapple_tf.data_files import short
-from dapple_tf.planning.plan import RECOMPUTE_MODES
-from dapple_tf.scheduling.schedules import POLICIES, STREAM_POLICIES
+from dapple_tf.describe.plan import RECOMPUTE_MODES
+from dapple_tf.schedules.schedules import POLICIES, STREAM_POLICIES
 from dapple_tf.tools import command
 from dapple_tf.tools.variants import Hardware, changed
 from dapple_tf.view.page import timeline_data
@@ -248,7 +248,7 @@ class Desk:
                     "command": self.command(question, plan),
                 }
             )
-            timelines.append(Timeline.simulated(step, name))
+            timelines.append(step.drawn(name))
         drawn = timeline_data(timelines) if timelines else {"timelines": []}
         return {"cases": cases, **drawn}
 

@@ -34,16 +34,16 @@ from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.layer_cuts import LayerStages, layer_stages
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.garbage import without_collection
+from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.models.registry import MODELS, find_model
 from dapple_tf.models.sources import ModelSource
-from dapple_tf.profiling.example_batch import ExampleBatch
 from dapple_tf.tools import command
 from dapple_tf.tools.bench_report import check_output, markdown, write_results
 from dapple_tf.tools.shapes import devices_of, even_cuts
-from dapple_tf.values.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
-from graph_passes.graph import GraphDef
+from dapple_tf.variables.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
+from graph_passes.ir.graph import GraphDef
+from graph_passes.ir.program import Program
 from graph_passes.pass_manager import Pass, run_passes
-from graph_passes.program import Program
 
 FLAGS = flags.FlagValues()
 

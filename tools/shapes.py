@@ -14,9 +14,9 @@ from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
 from dapple_tf.frontend.layer_cuts import LayerStages, layer_stages
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.measuring.example_batch import ExampleBatch
+from dapple_tf.measuring.profiler import kept_metrics
 from dapple_tf.planning.stage_cuts import balanced, by_time
-from dapple_tf.profiling.example_batch import ExampleBatch
-from dapple_tf.profiling.profiler import kept_metrics
 
 
 def parse_shape(shape: str, flag: str = "--plan_shape") -> tuple[int, ...]:

@@ -28,9 +28,9 @@ from typing import NoReturn
 from absl import flags
 
 import dapple_tf as dapple
-from dapple_tf.planning.cost import ALL_REDUCE
 from dapple_tf.progress import Progress
-from dapple_tf.scheduling.schedules import POLICIES
+from dapple_tf.schedules.schedules import POLICIES
+from dapple_tf.simulation.cost import ALL_REDUCE
 from dapple_tf.tools import command
 from dapple_tf.tools.model_flags import ClusterFlag, PlanFlags, ProfileFlags
 from dapple_tf.tools.shapes import cuts_by_profile
@@ -194,7 +194,7 @@ def main() -> None:
     else:
         steps = {"simulated": simulate(plan, profile, cluster)}
         sys.stdout.write(f"{plan}\n\n{steps['simulated']}\n")
-    timelines = [Timeline.simulated(step, name) for name, step in steps.items()]
+    timelines = [step.drawn(name) for name, step in steps.items()]
     if _TIMELINE.value:
         show(timelines)
     if folder is not None:

@@ -34,12 +34,11 @@ import keras
 from absl import app, flags
 
 import dapple_tf as dapple
+from dapple_tf.automatic import measured, plan_model
 from dapple_tf.frontend.batch import Batches
-from dapple_tf.measurement.scalar_log import EpochLog
+from dapple_tf.measuring.operator_profiler import measured_operators
 from dapple_tf.models.sources import DataSource, ModelError
 from dapple_tf.operators.placement_report import placements_report
-from dapple_tf.planning.automatic import measured, plan_model
-from dapple_tf.profiling.operator_profiler import measured_operators
 from dapple_tf.tools import command
 from dapple_tf.tools.machine_facts import machine_facts
 from dapple_tf.tools.model_flags import ClusterFlag, ModelFlags, PlanFlags, ProfileFlags
@@ -47,6 +46,7 @@ from dapple_tf.tools.run_folder import fresh_folder
 from dapple_tf.tools.shapes import cuts_by_parameters, cuts_by_profile
 from dapple_tf.tools.step_times import WARM_UP, StepSummary, StepTimes
 from dapple_tf.tools.training_report import closing, described, predicted, summary
+from dapple_tf.tracing.scalar_log import EpochLog
 from dapple_tf.transformation import FD_DPS
 
 FLAGS = flags.FlagValues()

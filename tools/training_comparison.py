@@ -11,7 +11,7 @@ import numpy as np
 
 import dapple_tf as dapple
 from dapple_tf.errors import reason
-from dapple_tf.notes import Note, NoteKind
+from dapple_tf.execution.notes import Note, NoteKind
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-4}
 """Float type -> largest difference that rounding explains, relative to what training has changed (see `_scale`)."""

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import dapple_tf as dapple
-from dapple_tf.clusters.devices import LINKS
+from dapple_tf.describe.devices import LINKS
 
 
 def changed(plan: dapple.Plan, **changes: Any) -> dapple.Plan:

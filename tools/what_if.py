@@ -27,8 +27,8 @@ from absl import app, flags
 
 import dapple_tf as dapple
 from dapple_tf.data_files import parse_object
-from dapple_tf.planning.plan import RECOMPUTE_MODES
-from dapple_tf.scheduling.schedules import POLICIES
+from dapple_tf.describe.plan import RECOMPUTE_MODES
+from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.tools import command
 from dapple_tf.tools.model_flags import ClusterFlag, PlanFlags, ProfileFlags
 from dapple_tf.tools.questions import Desk, Question, QuestionError

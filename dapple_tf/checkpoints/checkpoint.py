@@ -16,7 +16,7 @@ import re
 import threading
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import keras
 import tensorflow as tf
@@ -32,12 +32,42 @@ from dapple_tf.checkpoints.checkpoint_files import (
 from dapple_tf.checkpoints.checkpoint_manifest import CLIENT, DATA, CheckpointError, Entry, Manifest
 from dapple_tf.checkpoints.snapshots import Snapshot
 from dapple_tf.errors import reason
-from dapple_tf.execution.engine import Engine
 from dapple_tf.frontend.initialization import tensor_of
+from dapple_tf.frontend.variables import VariableTable
 
 logger = logging.getLogger(__name__)
 
 Path = str | os.PathLike[str]
+
+
+class KeptValues(Protocol):
+    """What devices keep of variables, known by their names."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The variables that devices keep."""
+
+    @property
+    def learning_rate(self) -> keras.Variable | None:
+        """The learning rate where it is a variable that the model, not the devices, has the value of."""
+
+    def snapshot(self, keys: Mapping[str, str]) -> Snapshot:
+        """Takes a snapshot of variables, which are given with their names in files."""
+
+    def restore(self, path: pathlib.Path, located: Mapping[str, tuple[str, str]]) -> None:
+        """Has variables read from a directory: variable -> (tensor bundle, name in it)."""
+
+
+class Devices(Protocol):
+    """Those that train a model, as far as a checkpoint is concerned."""
+
+    @property
+    def table(self) -> VariableTable:
+        """Names of the model's variables."""
+
+    @property
+    def state(self) -> KeptValues:
+        """What the devices keep."""
 
 
 class Progress(NamedTuple):
@@ -239,19 +269,19 @@ class Restoration:
         path: of the checkpoint.
     """
 
-    def __init__(self, checkpoint: Checkpoint, model: keras.Model, engine: Engine, *, again: bool = False) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: keras.Model, devices: Devices, *, again: bool = False) -> None:
         """Assigns what this process has saved: the learning rate, say, which may be changed from now on.
 
         Args:
             checkpoint: the checkpoint.
             model: the model.
-            engine: has the devices.
+            devices: keep its variables.
             again: for devices that have lost their values; this process has its own, and perhaps newer ones.
 
         Raises:
             CheckpointError: the checkpoint doesn't fit the model, or is damaged.
         """
-        self._checkpoint, self._engine = checkpoint, engine
+        self._checkpoint, self._devices = checkpoint, devices
         self.path = checkpoint.path
         matches = checkpoint.match(variables_of(model))
         if not again:
@@ -278,7 +308,7 @@ class Restoration:
         Raises:
             CheckpointError: a file is damaged, or a server can't read it.
         """
-        table, kept = self._engine.table, self._engine.state.names
+        table, kept = self._devices.table, self._devices.state.names
         located, others = {}, []
         for match in self._all:
             name = table.name_of(match.variable) if table.knows(match.variable) else None
@@ -286,7 +316,7 @@ class Restoration:
                 located[name] = (match.entry.shard, match.entry.key)
             elif match.entry.shard != CLIENT:
                 others.append(match)
-        self._engine.state.restore(self._checkpoint.path, located)
+        self._devices.state.restore(self._checkpoint.path, located)
         self._checkpoint.assign(others)
 
 
@@ -307,7 +337,7 @@ class Saver:
         self,
         directory: Path,
         model: keras.Model,
-        engine: Engine | None,
+        devices: Devices | None,
         *,
         step: int,
         progress: Progress,
@@ -319,7 +349,7 @@ class Saver:
         Args:
             directory: where checkpoints go.
             model: the model; what devices don't keep is saved from it.
-            engine: has the devices' values; None if all that count are in the model.
+            devices: keep its variables; None if all that count are in the model.
             step: training steps done.
             progress: how far training is.
             plan: the plan's JSON text.
@@ -339,7 +369,7 @@ class Saver:
         writing = Writing(place, step)
         variables = {**variables_of(model), **metrics_of(model)}
         try:
-            snapshot = None if engine is None else _snapshot(engine, variables)
+            snapshot = None if devices is None else _snapshot(devices, variables)
         except BaseException:
             writing.discard()
             raise
@@ -394,15 +424,15 @@ class _Taken(NamedTuple):
     shards: Mapping[str, tuple[str, ...]]
 
 
-def _snapshot(engine: Engine, variables: Mapping[str, keras.Variable]) -> _Taken:
+def _snapshot(devices: Devices, variables: Mapping[str, keras.Variable]) -> _Taken:
     """A snapshot of all that devices keep but the learning rate, of which the model has the value that counts."""
-    table, kept = engine.table, engine.state.names
+    table, kept = devices.table, devices.state.names
     keys = {
         table.name_of(variable): key
         for key, variable in variables.items()
-        if variable is not engine.state.learning_rate and table.knows(variable) and table.name_of(variable) in kept
+        if variable is not devices.state.learning_rate and table.knows(variable) and table.name_of(variable) in kept
     }
-    snapshot = engine.state.snapshot(keys)
+    snapshot = devices.state.snapshot(keys)
     return _Taken(snapshot, {shard: tuple(keys[name] for name in own) for shard, own in snapshot.shards.items()})
 
 

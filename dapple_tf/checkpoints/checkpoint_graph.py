@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 
-from dapple_tf.values.device_values import Holding
-from graph_passes.graph import AttrValue, Builder, Ref, dtype_attr, dtypes_attr
-from graph_passes.outline import FunctionDef, call_node, placeholder
-from graph_passes.program import Variable
-from graph_passes.storage import assign_function, merge_library, read_function
-from graph_passes.tensorflow_bridge import dtype_size, empty_graph
+from dapple_tf.variables.device_values import Holding
+from graph_passes.ir.graph import AttrValue, Builder, Ref, dtype_attr, dtypes_attr
+from graph_passes.ir.outline import FunctionDef, call_node, placeholder
+from graph_passes.ir.program import Variable
+from graph_passes.ir.storage import assign_function, merge_library, read_function
+from graph_passes.ir.tensorflow_bridge import dtype_size, empty_graph
 
 _STRING = types_pb2.DT_STRING
 

@@ -11,9 +11,9 @@ import tensorflow as tf
 from dapple_tf.checkpoints.checkpoint_graph import RestoreGraph, SnapshotGraph
 from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
 from dapple_tf.errors import reason
-from dapple_tf.values.device_values import Holding
-from dapple_tf.values.stored_values import Run
-from graph_passes.graph import GraphDef
+from dapple_tf.variables.device_values import Holding
+from dapple_tf.variables.stored_values import Run
+from graph_passes.ir.graph import GraphDef
 
 
 class Snapshot:

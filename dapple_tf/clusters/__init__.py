@@ -1,1 +1,1 @@
-"""Devices and links, described or real; and the connection to the workers that lend them."""
+"""Sessions on the devices of a cluster, and the connection to the workers that lend them."""

@@ -10,7 +10,6 @@ the devices that need them, and no worker is more important than another.
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -19,26 +18,25 @@ import reprlib
 import socket
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from dapple_tf.clusters.clocks import ClockSample
-from dapple_tf.clusters.cluster import Cluster, ClusterError
-from dapple_tf.clusters.control import PROTOCOL, Channel, ControlError, join_address, split_address
-from dapple_tf.clusters.faults import FaultPolicy
-from dapple_tf.clusters.listening import check_private, resolve
 from dapple_tf.clusters.remote_session import Call, RemoteSession, wait_for_calls
 from dapple_tf.clusters.serving import LONGEST_SILENCE, start_server
 from dapple_tf.clusters.session import session_config
+from dapple_tf.describe.cluster import Cluster, ClusterError
+from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import WorkerLostError, reason
+from dapple_tf.network.control import Channel, ControlError, join_address, split_address
+from dapple_tf.network.inquiry import CLIENT, accepted, for_each, garbled, hello
+from dapple_tf.network.listening import check_private, resolve
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_CLIENT = f"{socket.gethostname()} process {os.getpid()} ({uuid.uuid4().hex[:8]})"
 _EXIT_SECONDS = 3.0
 _START_SECONDS = 1.0
 _CLOCK_SAMPLES = 8
@@ -120,7 +118,7 @@ class Connection:
         """Borrows all workers and has them serve; also returns where sessions are opened."""
         leases: list[_Lease] = []
         try:
-            _for_each(lambda task: leases.append(self._borrow(task)), len(self.addresses))
+            for_each(lambda task: leases.append(self._borrow(task)), len(self.addresses))
             leases.sort(key=lambda lease: lease.task)
             return leases, self._serve(leases)
         except BaseException:
@@ -130,12 +128,12 @@ class Connection:
 
     def _borrow(self, task: int) -> _Lease:
         address = self.addresses[task]
-        hello = {"ask": "lease", "client": _CLIENT, "port": _ports.get(address, 0)}
-        channel, answer = _hello(task, address, hello, self.notice_seconds)
+        question = {"ask": "lease", "client": CLIENT, "port": _ports.get(address, 0)}
+        channel, answer = hello(task, address, question, self.notice_seconds)
         port = answer.get("port")
         if type(port) is not int or not 1 <= port <= 65_535:
             channel.close()
-            raise ClusterError(f"worker {task} ({address}) {_garbled(answer, 'port')}")
+            raise ClusterError(f"worker {task} ({address}) {garbled(answer, 'port')}")
         return _Lease(task, address, channel, port, channel.socket.getsockname()[0])
 
     def _serve(self, leases: Sequence[_Lease]) -> str:
@@ -152,7 +150,7 @@ class Connection:
                 "silence": min(max(1.0, 3.0 * self.notice_seconds), LONGEST_SILENCE),
             }
             try:
-                _accepted(index, lease.address, lease.channel.ask(order, self.notice_seconds))
+                accepted(index, lease.address, lease.channel.ask(order, self.notice_seconds))
             except ControlError as error:
                 raise ClusterError(f"worker {index} ({lease.address}) {error}") from error
             except ClusterError:
@@ -160,7 +158,7 @@ class Connection:
                 raise
             _ports[lease.address] = lease.port
 
-        _for_each(start, len(leases))
+        for_each(start, len(leases))
         return target
 
     def _greet(self) -> None:
@@ -417,87 +415,6 @@ def open_session(cluster: Cluster, graph: tf.Graph, connection: Connection | Non
     if connection.lost is not None:
         raise connection.lost
     return RemoteSession(connection, graph, config)
-
-
-def inventory(addresses: Sequence[str]) -> list[list[dict[str, Any]]]:
-    """Kind and memory of each worker's devices, from the live workers.
-
-    Raises:
-        ClusterError: a worker isn't there.
-    """
-    found: dict[int, list[dict[str, Any]]] = {}
-
-    def ask(task: int) -> None:
-        channel, answer = _hello(task, addresses[task], {"ask": "status"}, FaultPolicy().notice_seconds)
-        channel.close()
-        devices = answer.get("devices")
-        if not isinstance(devices, list) or not devices or not all(map(_is_device, devices)):
-            raise ClusterError(f"worker {task} ({addresses[task]}) {_garbled(answer, 'devices')}")
-        found[task] = devices
-
-    _for_each(ask, len(addresses))
-    return [found[task] for task in range(len(addresses))]
-
-
-def _is_device(found: object) -> bool:
-    return (
-        isinstance(found, dict)
-        and found.get("kind") in ("CPU", "GPU")
-        and type(found.get("memory_bytes")) is int
-        and found["memory_bytes"] > 0
-    )
-
-
-def _garbled(answer: Mapping[str, Any], name: str) -> str:
-    return f"answers {reprlib.repr(answer)}, which lacks {name!r} or garbles it; is it a worker of this version?"
-
-
-def reachable(addresses: Sequence[str], seconds: float) -> list[bool]:
-    """Whether each worker answers within so many seconds, and is free for this process."""
-    found: dict[int, bool] = {}
-
-    def ask(task: int) -> None:
-        try:
-            channel, answer = _hello(task, addresses[task], {"ask": "status"}, seconds)
-            channel.close()
-            found[task] = answer.get("holder") in (None, _CLIENT)
-        except ClusterError:
-            found[task] = False
-
-    _for_each(ask, len(addresses))
-    return [found[task] for task in range(len(addresses))]
-
-
-def _hello(task: int, address: str, question: Mapping[str, Any], seconds: float) -> tuple[Channel, dict[str, Any]]:
-    """Connects to a worker and asks it something."""
-    channel = None
-    try:
-        channel = Channel.connect(address, seconds)
-        return channel, _accepted(task, address, channel.ask({"protocol": PROTOCOL, **question}, seconds))
-    except ControlError as error:
-        if channel is not None:
-            channel.close()
-        raise ClusterError(
-            f"worker {task} ({address}) {error}; is `python -m dapple_tf.worker --address={address}` running there?"
-        ) from error
-    except ClusterError:
-        assert channel is not None
-        channel.close()
-        raise
-
-
-def _accepted(task: int, address: str, answer: dict[str, Any]) -> dict[str, Any]:
-    if "error" in answer:
-        raise ClusterError(f"worker {task} ({address}): {answer['error']}")
-    return answer
-
-
-def _for_each(function: Callable[[int], object], count: int) -> None:
-    """Calls a function with 0 ... count - 1, in threads; raises the first one's error when all have ended."""
-    with concurrent.futures.ThreadPoolExecutor(min(64, count)) as threads:
-        waiting = [threads.submit(function, index) for index in range(count)]
-    for future in waiting:
-        future.result()
 
 
 def _client_server(workers: tuple[str, ...], hosts: tuple[str, ...]) -> tuple[int, str]:

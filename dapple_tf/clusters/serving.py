@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import tensorflow as tf
 from absl import logging
 
-from dapple_tf.clusters.cluster import ClusterError, check_addresses
-from dapple_tf.clusters.control import PROTOCOL, Channel, ControlError
-from dapple_tf.clusters.listening import Address, confine, keep_closed, resolve
 from dapple_tf.clusters.session import server_config
+from dapple_tf.describe.cluster import ClusterError, check_addresses
+from dapple_tf.network.control import PROTOCOL, Channel, ControlError
+from dapple_tf.network.listening import Address, confine, keep_closed, resolve
 
 _T = TypeVar("_T")
 _ANSWER_SECONDS = 10.0

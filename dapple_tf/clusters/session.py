@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2
 
-from dapple_tf.clusters.cluster import Cluster
-from graph_passes.graph import GraphDef
+from dapple_tf.describe.cluster import Cluster
+from graph_passes.ir.graph import GraphDef
 
 _MAIN_PRIORITY, _SUB_PRIORITY = -1, 0
 """CUDA stream priorities, of which the lower number is the higher; every GPU that has any has these two."""

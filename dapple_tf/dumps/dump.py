@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 
 import keras
 
-from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.profile import Profile, ProfileError
 from dapple_tf.dumps.dump_index import Entry, Section, index_page
 from dapple_tf.dumps.event_files import together, write_events
 from dapple_tf.errors import DataError
@@ -20,28 +22,26 @@ from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
 from dapple_tf.frontend.optimizer import check_optimizer
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.measuring.example_batch import ExampleBatch
+from dapple_tf.measuring.profiler import kept_metrics
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.placement_report import placements_report
 from dapple_tf.operators.step_placer import OPERATOR_PASSES, StepPlacer
 from dapple_tf.output_folder import filled
-from dapple_tf.planning.plan import Plan, PlanError
-from dapple_tf.profiling.example_batch import ExampleBatch
-from dapple_tf.profiling.profile import Profile, ProfileError
-from dapple_tf.profiling.profiler import kept_metrics
 from dapple_tf.progress import Progress
-from dapple_tf.scheduling.schedule_csv import to_csv
-from dapple_tf.scheduling.schedule_request import ScheduleError
+from dapple_tf.schedules.schedule_csv import to_csv
+from dapple_tf.schedules.schedule_request import ScheduleError
+from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
-from dapple_tf.values.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
+from dapple_tf.variables.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
 from dapple_tf.view.dot import DrawingError, dot_text, draw_graph
 from dapple_tf.view.files import save_timelines
 from dapple_tf.view.page import graph_page
-from dapple_tf.view.planned import planned
 from dapple_tf.view.task_graph import TaskGraph, task_graph
 from dapple_tf.view.timeline import Timeline
+from graph_passes.ir.program import Program
+from graph_passes.ir.tasks import Schedule
 from graph_passes.pass_manager import Dump, Dumped, Pass, run_passes, stage_graphs
-from graph_passes.program import Program
-from graph_passes.tasks import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -319,7 +319,7 @@ def timelines(plan: Plan, profile: Profile | None, cluster: Cluster, schedule: S
     found = [planned(plan, profile, cluster, schedule=schedule)]
     if profile is not None:
         all_reduce = "hierarchical" if plan.report is None else plan.report.all_reduce
-        found.append(Timeline.simulated(simulate(plan, profile, cluster, all_reduce=all_reduce, schedule=schedule)))
+        found.append(simulate(plan, profile, cluster, all_reduce=all_reduce, schedule=schedule).drawn())
     return found
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import tensorflow as tf
 from tensorflow.core.util import event_pb2
 
-from graph_passes.graph import GraphDef, Ref, control_inputs, data_inputs
+from graph_passes.ir.graph import GraphDef, Ref, control_inputs, data_inputs
 
 EVENTS = "events.out.tfevents.0.graph"
 """Name of the file in a run's directory."""

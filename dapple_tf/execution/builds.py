@@ -11,14 +11,14 @@ import numpy as np
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.host_part import shapes_on_devices
-from dapple_tf.measurement.step_nodes import StepNode
-from dapple_tf.measurement.step_trace import TracedStep
 from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.operators.step_placer import PlacedStep
-from dapple_tf.values.device_values import Holding
-from graph_passes.graph import Ref
-from graph_passes.group_update import GroupUpdate
-from graph_passes.program import Program, Step
+from dapple_tf.tracing.step_nodes import StepNode
+from dapple_tf.tracing.step_trace import TracedStep
+from dapple_tf.variables.device_values import Holding
+from graph_passes.ir.graph import Ref
+from graph_passes.ir.group_update import GroupUpdate
+from graph_passes.ir.program import Program, Step
 
 
 @dataclasses.dataclass(frozen=True)

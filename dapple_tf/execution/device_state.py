@@ -12,9 +12,9 @@ import tensorflow as tf
 from dapple_tf.checkpoints.snapshots import Snapshot, Snapshots
 from dapple_tf.frontend.initialization import any_deferred
 from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.values.device_values import Holding
-from dapple_tf.values.stored_values import Run, StoredValues
-from graph_passes.graph import GraphDef
+from dapple_tf.variables.device_values import Holding
+from dapple_tf.variables.stored_values import Run, StoredValues
+from graph_passes.ir.graph import GraphDef
 from graph_passes.pass_manager import Timing
 
 

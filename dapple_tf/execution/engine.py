@@ -15,14 +15,16 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.clusters.clocks import Offset, WorkerClock, estimate
-from dapple_tf.clusters.cluster import Cluster
 from dapple_tf.clusters.connection import connected, open_session
-from dapple_tf.clusters.faults import FaultPolicy
 from dapple_tf.clusters.remote_session import RemoteSession
 from dapple_tf.clusters.session import PreparedRun, add_to_graph, collective_keys
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.faults import FaultPolicy
+from dapple_tf.describe.plan import Plan
 from dapple_tf.errors import CaptureError, DappleError, WorkerLostError
 from dapple_tf.execution.builds import Build, Kind, StepRequest, StepResult, StepSource
 from dapple_tf.execution.device_state import DeviceState
+from dapple_tf.execution.notes import NoteLog, notes_of, pairs
 from dapple_tf.execution.preparation import Preparation
 from dapple_tf.execution.step_passes import StepPasses, first_step_pass
 from dapple_tf.execution.terminal import without_profiler_lines
@@ -34,24 +36,21 @@ from dapple_tf.frontend.optimizer import needs_all_gradients
 from dapple_tf.frontend.py_functions import check_py_functions
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.garbage import without_collection
-from dapple_tf.measurement.step_nodes import replaced_bytes, step_nodes
-from dapple_tf.measurement.step_trace import MeasuredStep, Place, TracedStep, measured
-from dapple_tf.notes import NoteLog, notes_of, pairs
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement
 from dapple_tf.operators.step_placer import PlacedStep, StepPlacer
-from dapple_tf.planning.plan import Plan
-from dapple_tf.values.device_values import Holding
-from dapple_tf.values.parameter_groups import Places, group_updates, holdings, optimizer_variables, readers_of
-from dapple_tf.view.timeline import device_labels
-from graph_passes.accumulate import accumulated_gradients
-from graph_passes.graph import GraphDef, PassError
+from dapple_tf.tracing.step_nodes import replaced_bytes, step_nodes
+from dapple_tf.tracing.step_trace import MeasuredStep, Place, TracedStep, measured
+from dapple_tf.variables.device_values import Holding
+from dapple_tf.variables.parameter_groups import Places, group_updates, holdings, optimizer_variables, readers_of
+from graph_passes.ir.graph import GraphDef, PassError
+from graph_passes.ir.program import Layout, Program, Step, Variable
+from graph_passes.ir.storage import bytes_of
+from graph_passes.ir.tasks import Schedule
 from graph_passes.pass_manager import Pass, run_passes
-from graph_passes.program import Layout, Program, Step, Variable
-from graph_passes.replicate import sum_keys
-from graph_passes.storage import bytes_of
-from graph_passes.tasks import Schedule
-from graph_passes.update import Update, flush
+from graph_passes.passes.accumulate import accumulated_gradients
+from graph_passes.passes.replicate import sum_keys
+from graph_passes.passes.update import Update, flush
 
 logger = logging.getLogger(__name__)
 
@@ -461,7 +460,7 @@ class Engine:
             for index, device in enumerate(self.cluster.devices)
             if device.memory_bytes is not None
         }
-        return measured(traced, places, device_labels(self.plan), limits)
+        return measured(traced, places, self.plan.device_labels(), limits)
 
     def output_structure(self, spec: BatchSpec) -> Any:
         """The structure of what prediction has given for batches of this structure."""

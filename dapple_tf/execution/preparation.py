@@ -14,8 +14,8 @@ from dapple_tf.progress import Progress
 from graph_passes.pass_manager import Instrument, Timing
 
 if TYPE_CHECKING:
+    from graph_passes.ir.program import Program
     from graph_passes.pass_manager import Pass
-    from graph_passes.program import Program
 
 logger = logging.getLogger(__name__)
 

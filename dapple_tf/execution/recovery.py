@@ -13,12 +13,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.clusters.cluster import ClusterError
-from dapple_tf.clusters.connection import reachable
-from dapple_tf.clusters.faults import FaultPolicy
+from dapple_tf.describe.cluster import ClusterError
+from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import WorkerLostError
 from dapple_tf.execution.engine import Engine
 from dapple_tf.frontend.batch import Batch
+from dapple_tf.network.inquiry import reachable
 
 logger = logging.getLogger(__name__)
 

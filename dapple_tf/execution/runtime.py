@@ -17,11 +17,14 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress, Restoration, Saver
-from dapple_tf.clusters.cluster import Cluster, ClusterError
-from dapple_tf.clusters.faults import FaultPolicy
+from dapple_tf.describe.cluster import Cluster, ClusterError
+from dapple_tf.describe.faults import FaultPolicy
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.profile import Profile
 from dapple_tf.errors import DappleError, StepError, WorkerLostError, reason
 from dapple_tf.execution.builds import StepResult
 from dapple_tf.execution.engine import Engine
+from dapple_tf.execution.notes import NoteKind
 from dapple_tf.execution.recovery import FaultRecord, Recovery, learning_rate
 from dapple_tf.execution.terminal import batch_done
 from dapple_tf.execution.values import Values
@@ -30,12 +33,9 @@ from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.metrics import RunningMetrics
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.frontend.watching import Watcher, untold, unwatch, version, watch, watchers_of
-from dapple_tf.notes import NoteKind
 from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.planning.plan import Plan, PlanError
 from dapple_tf.planning.planner import plan as find_plan
 from dapple_tf.planning.replanning import shrink, without_servers
-from dapple_tf.profiling.profile import Profile
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")

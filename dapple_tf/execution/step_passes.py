@@ -11,26 +11,26 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan
 from dapple_tf.execution.builds import Build, Kind
+from dapple_tf.execution.memory_limits import residuals_held
 from dapple_tf.frontend.capture import Mode
-from dapple_tf.planning.memory_limits import residuals_held
-from dapple_tf.planning.plan import Plan
-from dapple_tf.values.device_values import Holding
-from graph_passes.accumulate import Accumulate, accumulated_gradients
-from graph_passes.assign_stages import AssignStages
-from graph_passes.build_backward import BuildBackward
-from graph_passes.build_forward import BuildForward
-from graph_passes.group_update import GroupUpdate, reduction_order
-from graph_passes.join import Join
-from graph_passes.partition import Partition
-from graph_passes.program import Layout, Program, VariableKind
-from graph_passes.replicate import Replicate, sum_keys
-from graph_passes.schedule import OrderTasks
-from graph_passes.split_concat import SplitConcat
-from graph_passes.storage import bytes_of
-from graph_passes.tasks import Phase, Schedule
-from graph_passes.update import Update
+from dapple_tf.variables.device_values import Holding
+from graph_passes.ir.group_update import GroupUpdate
+from graph_passes.ir.program import Layout, Program, VariableKind
+from graph_passes.ir.storage import bytes_of
+from graph_passes.ir.tasks import Phase, Schedule, reduction_order
+from graph_passes.passes.accumulate import Accumulate, accumulated_gradients
+from graph_passes.passes.assign_stages import AssignStages
+from graph_passes.passes.build_backward import BuildBackward
+from graph_passes.passes.build_forward import BuildForward
+from graph_passes.passes.join import Join
+from graph_passes.passes.partition import Partition
+from graph_passes.passes.replicate import Replicate, sum_keys
+from graph_passes.passes.schedule import OrderTasks
+from graph_passes.passes.split_concat import SplitConcat
+from graph_passes.passes.update import Update
 
 if TYPE_CHECKING:
     from graph_passes.pass_manager import Pass

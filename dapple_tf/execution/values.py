@@ -17,7 +17,7 @@ from dapple_tf.execution.recovery import Recovery
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.initialization import initial_of, materialize
-from graph_passes.program import VariableKind
+from graph_passes.ir.program import VariableKind
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from dapple_tf.errors import DataError
-from graph_passes.program import Layout
+from graph_passes.ir.program import Layout
 
 logger = logging.getLogger(__name__)
 

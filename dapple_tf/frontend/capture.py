@@ -30,9 +30,9 @@ from dapple_tf.frontend.step_logs import StepLogs
 from dapple_tf.frontend.trace_scope import TraceScope
 from dapple_tf.frontend.traced_logs import OptimizerReads, TracedLogs
 from dapple_tf.frontend.variables import VariableTable
-from graph_passes.graph import FLOAT_DTYPES, Graph, Ref
-from graph_passes.program import LayerCall, Program, Roles, Slice, Variable, VariableKind
-from graph_passes.scale_losses import scale_losses
+from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref
+from graph_passes.ir.program import LayerCall, Program, Roles, Slice, Variable, VariableKind
+from graph_passes.passes.scale_losses import scale_losses
 
 # 2^32 / golden ratio: consecutive slice numbers give seeds far apart.
 _SEED_STRIDE = 2654435769

@@ -8,9 +8,9 @@ from collections.abc import Container
 import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
-from graph_passes.graph import LAYER_ATTR, POSITION_ATTR, Graph, GraphDef
-from graph_passes.program import Program, Roles
-from graph_passes.tensorflow_bridge import make_constant
+from graph_passes.ir.graph import LAYER_ATTR, POSITION_ATTR, Graph, GraphDef
+from graph_passes.ir.program import Program, Roles
+from graph_passes.ir.tensorflow_bridge import make_constant
 
 
 def without_captures(graph: tf.Graph, tables: Container[str]) -> GraphDef:

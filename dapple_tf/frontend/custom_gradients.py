@@ -18,8 +18,8 @@ from tensorflow.python.ops import custom_gradient
 
 from dapple_tf.errors import CaptureError, reason
 from dapple_tf.frontend.patching import replaced
-from graph_passes.graph import GraphDef, Ref
-from graph_passes.tensorflow_bridge import function_body_name, make_constant
+from graph_passes.ir.graph import GraphDef, Ref
+from graph_passes.ir.tensorflow_bridge import function_body_name, make_constant
 
 _TYPE = "_gradient_op_type"
 _OWN_TYPE = "DappleCustomGradient"

@@ -17,9 +17,9 @@ from tensorflow.core.framework import types_pb2
 
 from dapple_tf.errors import CaptureError, DataError
 from dapple_tf.frontend.batch import BatchSpec
-from graph_passes.graph import Graph, GraphDef, Ref, dtype_attr, make_node, shape_attr
-from graph_passes.program import Program
-from graph_passes.tensorflow_bridge import Shape, is_stateful, output_dtypes, takes_functions
+from graph_passes.ir.graph import Graph, GraphDef, Ref, dtype_attr, make_node, shape_attr
+from graph_passes.ir.program import Program
+from graph_passes.ir.tensorflow_bridge import Shape, is_stateful, output_dtypes, takes_functions
 
 _HOST_DTYPES = frozenset({types_pb2.DT_STRING, types_pb2.DT_RESOURCE})
 _METADATA = frozenset({"Shape", "ShapeN", "Size", "Rank"})

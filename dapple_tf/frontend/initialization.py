@@ -19,8 +19,8 @@ from keras.src.backend.common import global_state
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 from dapple_tf.errors import DappleError
-from graph_passes.graph import Graph, GraphDef, Ref
-from graph_passes.tensorflow_bridge import is_stateful, make_constant
+from graph_passes.ir.graph import Graph, GraphDef, Ref
+from graph_passes.ir.tensorflow_bridge import is_stateful, make_constant
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import keras
 
-from graph_passes.assign_stages import AssignStages, find_call
-from graph_passes.build_backward import BuildBackward
-from graph_passes.build_forward import BuildForward
-from graph_passes.graph import PassError
-from graph_passes.partition import Partition
+from graph_passes.ir.graph import PassError
+from graph_passes.ir.program import LayerCall, Program
 from graph_passes.pass_manager import run_passes
-from graph_passes.program import LayerCall, Program
+from graph_passes.passes.assign_stages import AssignStages, find_call
+from graph_passes.passes.build_backward import BuildBackward
+from graph_passes.passes.build_forward import BuildForward
+from graph_passes.passes.partition import Partition
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from dapple_tf.frontend.patching import replaced
 from dapple_tf.frontend.variables import VariableTable, assign_value, read_value
-from graph_passes.graph import Graph, Ref
-from graph_passes.running_sums import parts_of_update
+from graph_passes.analysis.running_sums import parts_of_update
+from graph_passes.ir.graph import Graph, Ref
 
 
 class RunningMetrics:

@@ -15,11 +15,11 @@ import tensorflow as tf
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.initialization import deferred_like
 from dapple_tf.frontend.variables import VariableTable
-from graph_passes.gradient_flow import gradients_behind
-from graph_passes.graph import Graph, Ref
-from graph_passes.group_update import Captured, GroupUpdate
-from graph_passes.program import VariableKind
-from graph_passes.tensorflow_bridge import make_constant
+from graph_passes.analysis.gradient_flow import gradients_behind
+from graph_passes.ir.graph import Graph, Ref
+from graph_passes.ir.group_update import Captured, GroupUpdate
+from graph_passes.ir.program import VariableKind
+from graph_passes.ir.tensorflow_bridge import make_constant
 
 
 def check_optimizer(optimizer: Any, parameters: Sequence[keras.Variable]) -> None:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python.ops import script_ops
 
 from dapple_tf.errors import CaptureError
-from graph_passes.graph import LAYER_ATTR, GraphDef
+from graph_passes.ir.graph import LAYER_ATTR, GraphDef
 
 _DIFFERENTIABLE = "EagerPyFunc"
 _OPS = frozenset({_DIFFERENTIABLE, "PyFunc", "PyFuncStateless"})

@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.patching import replaced
-from graph_passes.graph import Ref
-from graph_passes.program import Peers
+from graph_passes.ir.graph import Ref
+from graph_passes.ir.program import Peers
 
 _GRADIENT = "DappleSumOverReplicas"
 

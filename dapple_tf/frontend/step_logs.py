@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
-from graph_passes.build_forward import extract
-from graph_passes.graph import Graph, GraphDef, Ref
+from graph_passes.ir.graph import Graph, GraphDef, Ref
+from graph_passes.passes.build_forward import extract
 
 
 class StepLogs:

@@ -12,7 +12,7 @@ from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.step_logs import depends_on, depends_on_batch
 from dapple_tf.frontend.trace_scope import TraceScope
 from dapple_tf.frontend.variables import VariableTable
-from graph_passes.program import VariableKind
+from graph_passes.ir.program import VariableKind
 
 
 class OptimizerReads:

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from dapple_tf.frontend.initialization import value_of
 from dapple_tf.frontend.step_logs import StepLogs
-from graph_passes.graph import Names, Ref
-from graph_passes.program import Variable, VariableKind
+from graph_passes.ir.graph import Names, Ref
+from graph_passes.ir.program import Variable, VariableKind
 
 
 def read_value(variable: keras.Variable) -> np.ndarray:

@@ -15,10 +15,10 @@ from dapple_tf.operators.function_work import FunctionWork
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.operators.op_graph import OpGraph, Topology
 from dapple_tf.operators.signatures import Fingerprints, OpSignature, TensorType, output_dtype_names, signature
-from graph_passes.graph import Graph, GraphDef, NodeDef, PassError, Ref
-from graph_passes.operator_shapes import operator_shapes
-from graph_passes.split_rules import SplitRule, split_rules
-from graph_passes.tensorflow_bridge import Shape, constant_value, takes_functions
+from graph_passes.analysis.operator_shapes import operator_shapes
+from graph_passes.analysis.split_rules import SplitRule, split_rules
+from graph_passes.ir.graph import Graph, GraphDef, NodeDef, PassError, Ref
+from graph_passes.ir.tensorflow_bridge import Shape, constant_value, takes_functions
 
 logger = logging.getLogger(__name__)
 

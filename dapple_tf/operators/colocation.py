@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dapple_tf.operators.signatures import output_dtype_names
-from graph_passes.graph import GraphDef, NodeDef, PassError
-from graph_passes.outline import FunctionDef
-from graph_passes.resource_use import called_functions, resource_name
-from graph_passes.tensorflow_bridge import dtype_size, makes_resource, takes_functions
+from graph_passes.ir.graph import GraphDef, NodeDef, PassError
+from graph_passes.ir.outline import FunctionDef
+from graph_passes.ir.resource_use import called_functions, resource_name
+from graph_passes.ir.tensorflow_bridge import dtype_size, makes_resource, takes_functions
 
 _HANDLES = frozenset({"resource", "variant"})
 _CLASS = "_class"

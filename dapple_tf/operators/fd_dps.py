@@ -7,6 +7,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 
+from dapple_tf.describe.plan_values import PlanError
 from dapple_tf.operators.dynamic_critical_path import schedule_by_critical_path
 from dapple_tf.operators.fast_t import fast_t_schedule
 from dapple_tf.operators.heft import heft_schedule
@@ -26,7 +27,6 @@ from dapple_tf.operators.placement_candidates import (
 from dapple_tf.operators.placement_problem import tails
 from dapple_tf.operators.simulated_placement import simulate
 from dapple_tf.operators.split_search import Budget, placed, split_candidates
-from dapple_tf.planning.plan_values import PlanError
 
 _LOGGER = logging.getLogger(__name__)
 

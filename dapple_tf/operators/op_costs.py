@@ -16,7 +16,7 @@ from dapple_tf.data_files import MOST_BYTES, clip, parse_object, read_text, shor
 from dapple_tf.operators.flops import FREE, work
 from dapple_tf.operators.rooflines import CPU, GPU, P100, Roofline
 from dapple_tf.operators.signatures import OpSignature
-from graph_passes.tensorflow_bridge import takes_functions
+from graph_passes.ir.tensorflow_bridge import takes_functions
 
 _FORMAT = "dapple_tf.operator_costs/1"
 _KIND = re.compile(r"([A-Za-z_]+):\d+$")

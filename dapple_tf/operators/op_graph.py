@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.clusters.cluster import Cluster
-from graph_passes.split_rules import Split, SplitRule
+from dapple_tf.describe.cluster import Cluster
+from graph_passes.analysis.split_rules import Split, SplitRule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

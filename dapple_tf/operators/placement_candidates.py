@@ -13,7 +13,7 @@ from dapple_tf.operators.op_graph import OpGraph, Topology
 from dapple_tf.operators.placement_problem import PlacementProblem, compile_problem, tails
 from dapple_tf.operators.queue_order import order_by_urgency
 from dapple_tf.operators.simulated_placement import peak_bytes, run_in_order
-from graph_passes.split_rules import Split
+from graph_passes.analysis.split_rules import Split
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

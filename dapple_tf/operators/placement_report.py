@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from dapple_tf.planning.cost import gib
+from dapple_tf.units import gib
 
 if TYPE_CHECKING:
     from dapple_tf.operators.op_graph import OpPlacement

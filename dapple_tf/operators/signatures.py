@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.graph import NodeDef, dtype_name
-from graph_passes.resource_use import called_functions
-from graph_passes.tensorflow_bridge import FunctionDefLibrary, dtype_size, op_def, takes_functions
+from graph_passes.ir.graph import NodeDef, dtype_name
+from graph_passes.ir.resource_use import called_functions
+from graph_passes.ir.tensorflow_bridge import FunctionDefLibrary, dtype_size, op_def, takes_functions
 
 _IRRELEVANT = frozenset(
     # What a variable or a table is called, how random numbers begin, how calls are set up, and hints.

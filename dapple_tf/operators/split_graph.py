@@ -1,4 +1,4 @@
-"""Operators of an `OpGraph` become parts: what `graph_passes.split_operators` does to the graph, node for node.
+"""Operators of an `OpGraph` become parts: what `graph_passes.passes.split_operators` does to the graph, node for node.
 
 Source: FD-DPS (Mathematics 2022, 10, 4788), section 4.1 and algorithm 3, lines 2 to 6.
 """
@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.operators.op_graph import OpGraph
-from graph_passes.graph import Ref
-from graph_passes.split_rules import (
+from graph_passes.analysis.split_rules import (
     FIRST,
     Cut,
     Split,
@@ -23,6 +22,7 @@ from graph_passes.split_rules import (
     split_name,
     total_name,
 )
+from graph_passes.ir.graph import Ref
 
 
 def apply_splits(graph: OpGraph, splits: Mapping[str, Split]) -> OpGraph:

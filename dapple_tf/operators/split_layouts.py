@@ -20,7 +20,7 @@ import numpy as np
 
 from dapple_tf.operators.op_graph import OpGraph
 from dapple_tf.operators.placement_problem import PlacementProblem
-from graph_passes.split_rules import FIRST, Cut, Split, SplitRule
+from graph_passes.analysis.split_rules import FIRST, Cut, Split, SplitRule
 
 _SWEEPS = 4
 """How often each operator is asked at most."""

@@ -20,7 +20,7 @@ from dapple_tf.operators.placement_candidates import Candidate, Pieces, Variant,
 from dapple_tf.operators.placement_problem import PlacementProblem, tails
 from dapple_tf.operators.split_graph import apply_splits
 from dapple_tf.operators.split_layouts import Layout, Layouts
-from graph_passes.split_rules import part_name
+from graph_passes.analysis.split_rules import part_name
 
 _HEAVY = 2e-3
 """Share of a device's mean load that makes an operator heavy, so that a region grows from it."""

@@ -7,17 +7,17 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan
 from dapple_tf.garbage import without_collection
 from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.fd_dps import fd_dps
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpPlacement, Topology
-from dapple_tf.planning.plan import Plan
 from dapple_tf.progress import Progress
-from graph_passes.flatten import Flatten
-from graph_passes.fold_shapes import FoldShapes
-from graph_passes.graph import (
+from graph_passes.analysis.operator_shapes import operator_shapes
+from graph_passes.analysis.split_rules import Split, split_rules
+from graph_passes.ir.graph import (
     CALL_ATTR,
     MICRO_BATCH_ATTR,
     PHASE_ATTR,
@@ -29,15 +29,15 @@ from graph_passes.graph import (
     control_inputs,
     data_inputs,
 )
-from graph_passes.operator_shapes import operator_shapes
-from graph_passes.outline import placeholder
+from graph_passes.ir.outline import placeholder
+from graph_passes.ir.program import Program
+from graph_passes.ir.tensorflow_bridge import Shape, output_dtypes
 from graph_passes.pass_manager import Instrument, run_passes
-from graph_passes.place_operators import PlaceOperators
-from graph_passes.program import Program
-from graph_passes.share_values import ShareValues
-from graph_passes.split_operators import SplitOperators
-from graph_passes.split_rules import Split, split_rules
-from graph_passes.tensorflow_bridge import Shape, output_dtypes
+from graph_passes.passes.flatten import Flatten
+from graph_passes.passes.fold_shapes import FoldShapes
+from graph_passes.passes.place_operators import PlaceOperators
+from graph_passes.passes.share_values import ShareValues
+from graph_passes.passes.split_operators import SplitOperators
 
 logger = logging.getLogger(__name__)
 

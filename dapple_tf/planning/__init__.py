@@ -1,1 +1,1 @@
-"""Plans: what they say, what they cost, and how the best one is found."""
+"""How the best plan is found."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dapple_tf.planning.cost import CostModel
-from dapple_tf.planning.plan import Plan
+from dapple_tf.describe.plan import Plan
+from dapple_tf.simulation.cost import CostModel
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from dapple_tf.planning.plan import Plan, PlanError
-from dapple_tf.planning.plan_values import integer
-from dapple_tf.profiling.profile import Profile
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.plan_values import integer
+from dapple_tf.describe.profile import Profile
 
 
 def chunked(plan: Plan, profile: Profile, chunks: int = 4) -> Plan:

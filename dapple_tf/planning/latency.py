@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dapple_tf.planning.cost import CostModel
+from dapple_tf.simulation.cost import CostModel
 
 
 class StageTime(NamedTuple):

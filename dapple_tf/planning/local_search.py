@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dapple_tf.clusters.cluster import Cluster
-from dapple_tf.planning.plan import Plan, PlanError
-from dapple_tf.profiling.profile import Profile
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.profile import Profile
 
 _GROUPS = 4
 """Groups of like devices whose unused devices are tried."""

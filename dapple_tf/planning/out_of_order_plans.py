@@ -15,12 +15,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
+from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.planning.chunks import chunked
-from dapple_tf.planning.cost import CostModel
-from dapple_tf.planning.plan import Plan, PlanError
 from dapple_tf.planning.plan_request import DAPPLE_POLICIES, PlanRequest
 from dapple_tf.planning.stage_cuts import by_device, by_time
-from graph_passes.tasks import Phase, Task
+from dapple_tf.simulation.cost import CostModel
+from graph_passes.ir.tasks import Phase, Task
 
 SAME_STAGES = (
     *("zb_h2", "fast_forward_b", "modulo", "zb_h1", "fast_forward_a", "zero_bubble", "fast_forward"),

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.planning.choice import Choice, simplest
 from dapple_tf.planning.latency import stage_times
 from dapple_tf.planning.local_search import neighbours
@@ -20,10 +21,9 @@ from dapple_tf.planning.out_of_order_plans import (
     with_chunks,
     with_task_seconds,
 )
-from dapple_tf.planning.plan import Plan, PlanError
 from dapple_tf.planning.plan_request import AUTO, DAPPLE_POLICIES, PlanRequest
-from dapple_tf.scheduling.out_of_order import best_reverse_first_k
-from dapple_tf.scheduling.schedule_request import ScheduleError
+from dapple_tf.schedules.out_of_order import best_reverse_first_k
+from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.simulation.simulator import run
 
 _CHUNKS = (2, 4, 8, 16)

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dapple_tf.clusters.cluster import Cluster
-from dapple_tf.planning.cost import all_reduce_line
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.simulation.cost import all_reduce_line
 
 POLICIES = ("fresh_first", "append_first", "scatter_first")
 """Names of the placement policies."""

@@ -7,17 +7,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.plan_report import PlanReport, StageReport
+from dapple_tf.describe.profile import Profile
 from dapple_tf.planning import out_of_order_plans
 from dapple_tf.planning.choice import Choice
-from dapple_tf.planning.cost import CostModel, gib
 from dapple_tf.planning.latency import pipeline_latency, stage_times
-from dapple_tf.planning.plan import Plan
-from dapple_tf.planning.plan_report import PlanReport, StageReport
 from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.stage_cuts import by_memory
-from dapple_tf.profiling.profile import Profile
+from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import Simulation
+from dapple_tf.units import gib
 
 
 @dataclass(frozen=True)

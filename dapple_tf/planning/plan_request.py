@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dapple_tf.clusters.cluster import Cluster
-from dapple_tf.planning.cost import ALL_REDUCE, CostModel
-from dapple_tf.planning.plan import RECOMPUTE_MODES, Plan, PlanError
-from dapple_tf.planning.plan_values import integer
-from dapple_tf.profiling.profile import Profile
-from dapple_tf.scheduling.schedules import POLICIES
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import RECOMPUTE_MODES, Plan, PlanError
+from dapple_tf.describe.plan_values import integer
+from dapple_tf.describe.profile import Profile
+from dapple_tf.schedules.schedules import POLICIES
+from dapple_tf.simulation.cost import ALL_REDUCE, CostModel
 
 DAPPLE_POLICIES = ("gpipe", "dapple_a", "dapple_b")
 """The policies that are tried unless others are asked for, that with the most micro-batches in flight last."""

@@ -17,19 +17,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.plan_report import PlanReport
+from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.choice import Choice, simplest
 from dapple_tf.planning.latency import pipeline_latency, stage_times
 from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
 from dapple_tf.planning.placement import Placements, links_of
-from dapple_tf.planning.plan import Plan, PlanError
 from dapple_tf.planning.plan_reasons import Derivation, attempts, report, shortage
-from dapple_tf.planning.plan_report import PlanReport
 from dapple_tf.planning.plan_request import DAPPLE_POLICIES, LEAST_GAIN, PlanRequest
 from dapple_tf.planning.search import Candidate, Search, coarsened
 from dapple_tf.planning.stage_cuts import by_time
-from dapple_tf.profiling.profile import Profile
 from dapple_tf.progress import Progress
 from dapple_tf.simulation.simulator import run
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from dapple_tf.clusters.cluster import Cluster
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.errors import DappleError
-from dapple_tf.planning.plan import Plan, PlanError
 
 
 def without_servers(cluster: Cluster, lost: Collection[int]) -> Cluster:

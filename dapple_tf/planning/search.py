@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dapple_tf.planning.cost import MIN_CUT_SHARE
+from dapple_tf.describe.profile import Profile
 from dapple_tf.planning.placement import Links, Placements
-from dapple_tf.profiling.profile import Profile
+from dapple_tf.simulation.cost import MIN_CUT_SHARE
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -6,7 +6,7 @@ import bisect
 import itertools
 from collections.abc import Sequence
 
-from dapple_tf.profiling.profile import Profile
+from dapple_tf.describe.profile import Profile
 
 
 def by_time(profile: Profile, stages: int, weights: Sequence[float] | None = None) -> list[str]:

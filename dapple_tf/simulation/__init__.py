@@ -1,1 +1,1 @@
-"""Steps without the model: simulated event by event, or emulated on TensorFlow's executor."""
+"""What a plan costs, and its step simulated event by event."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dapple_tf.planning.cost import CostModel
-from graph_passes.group_update import reduction_order
-from graph_passes.tasks import Phase, Schedule, Task
+from dapple_tf.simulation.cost import CostModel
+from graph_passes.ir.tasks import Phase, Schedule, Task, reduction_order
 
 _GRADIENTS = (Phase.BACKWARD, Phase.WEIGHT_GRAD)
 

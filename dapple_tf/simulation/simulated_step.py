@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dapple_tf.planning.cost import CostModel
+from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulated_reductions import Reductions, gradient_ends, last_gradients
-from dapple_tf.simulation.simulation import Simulation, Span
-from graph_passes.tasks import Phase, Schedule, Task
+from dapple_tf.simulation.simulation import Simulation
+from dapple_tf.view.timeline import Span
+from graph_passes.ir.tasks import Phase, Schedule, Task
 
 
 def device_orders(

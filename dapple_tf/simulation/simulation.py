@@ -8,49 +8,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from dapple_tf.planning.cost import CostModel, gib
-from dapple_tf.planning.plan import PlanError
+from dapple_tf.describe.plan import PlanError
+from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.step_memory import StepMemory
-from graph_passes.tasks import Phase
-
-
-class Span(NamedTuple):
-    """Something that took time.
-
-    Attributes:
-        kind: ``F``, ``B``, ``Bx``, ``Bw``, ``send``, ``all_reduce`` or ``apply``.
-        start: seconds from the start of the step.
-        end: likewise.
-        device: index of the device; of a ``send``, the sender; None for an all-reduce, which has many.
-        stage: the stage whose work it is; of an all-reduce, the first one.
-        micro_batch: its micro-batch; None for what comes once in a step.
-        replica: its replica.
-        target: receiving device of a ``send``.
-        bytes: of a ``send`` or an ``all_reduce``.
-        cause: position of the span whose end this one waited for last; None for the first.
-        reduction: of an ``all_reduce``, its position in :attr:`CostModel.reductions`.
-    """
-
-    kind: str
-    start: float
-    end: float
-    device: int | None
-    stage: int
-    micro_batch: int | None = None
-    replica: int = 0
-    target: int | None = None
-    bytes: float = 0.0
-    cause: int | None = None
-    reduction: int | None = None
-
-    def __str__(self) -> str:
-        number = "" if self.micro_batch is None else str(self.micro_batch)
-        replica = f".r{self.replica}" if self.replica else ""
-        where = f" {self.device}->{self.target}" if self.target is not None else ""
-        return f"{self.stage}{self.kind}{number}{replica}{where} {self.start:.6f}..{self.end:.6f}"
-
+from dapple_tf.units import gib
+from dapple_tf.view.notebook import Table, notebook_html
+from dapple_tf.view.timeline import Span, Timeline
+from graph_passes.ir.tasks import Phase
 
 _PHASES = {phase.value: phase for phase in Phase}
 
@@ -118,6 +83,28 @@ class Simulation:
             if span.device is not None and span.kind != "send":
                 found[span.device].append(span)
         return {device: tuple(sorted(spans, key=lambda span: span.start)) for device, spans in found.items()}
+
+    def drawn(self, name: str = "simulated") -> Timeline:
+        """The step as what all ways of drawing take.
+
+        Args:
+            name: its title.
+        """
+        costs = self.costs
+        return Timeline(
+            name,
+            self.latency,
+            self.spans,
+            costs.plan.device_labels(),
+            self.memory,
+            {
+                device: float(limit)
+                for device in costs.devices
+                if (limit := costs.cluster.devices[device].memory_bytes) is not None
+            },
+            {number: reduction.devices for number, reduction in enumerate(costs.reductions)},
+            costs.plan.global_batch_size,
+        )
 
     # ---- memory
 
@@ -210,11 +197,8 @@ class Simulation:
 
     def _repr_html_(self) -> str:
         """The simulation in a notebook: what each stage does, and the step as a picture."""
-        from dapple_tf.view.notebook import Table, notebook_html  # which imports this module
-        from dapple_tf.view.timeline import Timeline
-
         tables = [Table("", self._rows())]
-        return notebook_html(self._summary(), tables, [Timeline.simulated(self)], [self._shares()])
+        return notebook_html(self._summary(), tables, [self.drawn()], [self._shares()])
 
     def _summary(self) -> str:
         return f"step {self.latency * 1e3:.4g} ms, {self.throughput:.4g} samples/s"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dapple_tf.clusters.cluster import Cluster
-from dapple_tf.planning.cost import CostModel
-from dapple_tf.planning.plan import Plan
-from dapple_tf.profiling.profile import Profile
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile import Profile
+from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulated_reductions import Reductions, carried_stages, last_gradients
 from dapple_tf.simulation.simulated_step import SimulatedStep
-from dapple_tf.simulation.simulation import Simulation, Span
-from graph_passes.tasks import Schedule
+from dapple_tf.simulation.simulation import Simulation
+from graph_passes.ir.tasks import Schedule
 
-__all__ = ["Simulation", "Span", "last_gradients", "run", "simulate"]
+__all__ = ["Simulation", "last_gradients", "run", "simulate"]
 
 
 def simulate(
@@ -36,7 +36,7 @@ def simulate(
 
     Gradients of a parameter group are reduced when all replicas of its stages have computed them, whatever tasks are
     left; with ``plan.wait_free=False`` when all tasks of these devices are over. A device takes part in one reduction
-    at a time, in the order of a real step (:func:`graph_passes.group_update.reduction_order`). A stage's parameters are
+    at a time, in the order of a real step (:func:`graph_passes.ir.tasks.reduction_order`). A stage's parameters are
     updated when its gradients are reduced and its device has no task that is ready. A schedule without backwards
     reduces and updates nothing. With ``plan.carried_updates`` a step begins with what the one before has left: that is
     reduced and updated first, and the forwards of its stages wait for it.
@@ -49,7 +49,7 @@ def simulate(
         cluster: the devices and links; links that are unknown are free.
         overlap: all-reduce each bucket as soon as it is ready in the stage's last backward, of stages that don't share
             their devices.
-        all_reduce: ``hierarchical`` or ``flat``, see :func:`dapple_tf.planning.all_reduce.all_reduce_seconds`.
+        all_reduce: ``hierarchical`` or ``flat``, see :func:`dapple_tf.simulation.all_reduce.all_reduce_seconds`.
         schedule: run this one instead of the plan's.
         reduction_order: reduce in this order, given as positions in :attr:`CostModel.reductions`.
         next_forward: simulate from the first backwards to the end of the next step's first forwards, each of which

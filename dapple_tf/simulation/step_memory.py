@@ -12,13 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dapple_tf.simulation.simulated_reductions import carried_stages
-from graph_passes.batching import Interval
-from graph_passes.tasks import Phase
+from graph_passes.ir.batching import Interval
+from graph_passes.ir.tasks import Phase
 
 if TYPE_CHECKING:
-    from dapple_tf.planning.stage_buffers import StageBuffers
-    from dapple_tf.profiling.profile import Tensor
-    from dapple_tf.simulation.simulation import Simulation, Span
+    from dapple_tf.describe.profile import Tensor
+    from dapple_tf.simulation.simulation import Simulation
+    from dapple_tf.simulation.stage_buffers import StageBuffers
+    from dapple_tf.view.timeline import Span
 
 
 class Life(NamedTuple):

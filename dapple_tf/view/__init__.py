@@ -1,1 +1,1 @@
-"""What can be seen of a plan, a graph and a step: timelines and task graphs, as text, images, pages and traces."""
+"""Timelines and task graphs, drawn as text, images, pages and traces."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from dapple_tf.view.step_tensors import StepTensors, phase_of
 from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode, longest_paths
-from graph_passes.graph import (
+from graph_passes.ir.graph import (
     GROUP_ATTR,
     MICRO_BATCH_ATTR,
     POSITION_ATTR,
@@ -21,7 +21,7 @@ from graph_passes.graph import (
     Ref,
     control_inputs,
 )
-from graph_passes.program import Layout, Program, Step
+from graph_passes.ir.program import Layout, Program, Step
 
 
 class _Anchor(NamedTuple):

@@ -11,10 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.view.task_graph import TensorText
-from graph_passes.graph import BYTES_ATTR, PHASE_ATTR, Graph, NodeDef, PassError, Ref, dtype_name
-from graph_passes.program import Boundary, Program, Stage, StageFunction, Value, ValueKind
-from graph_passes.tasks import Task
-from graph_passes.tensorflow_bridge import dtype_size, infer_shapes, output_dtypes
+from graph_passes.ir.graph import BYTES_ATTR, PHASE_ATTR, Graph, NodeDef, PassError, Ref, dtype_name
+from graph_passes.ir.program import Boundary, Program, Stage, StageFunction, Value, ValueKind
+from graph_passes.ir.tasks import Task
+from graph_passes.ir.tensorflow_bridge import dtype_size, infer_shapes, output_dtypes
 
 logger = logging.getLogger(__name__)
 

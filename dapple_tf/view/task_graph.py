@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from graph_passes.program import Program
+    from graph_passes.ir.program import Program
 
 
 class TensorText(NamedTuple):

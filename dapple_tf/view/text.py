@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from dapple_tf.simulation.simulation import Span
 from dapple_tf.view.colours import COLOURS, text_colour
 from dapple_tf.view.time_axis import (
     bytes_text,
@@ -19,7 +18,7 @@ from dapple_tf.view.time_axis import (
     step_text,
     ticks,
 )
-from dapple_tf.view.timeline import ALL_REDUCE, SEND, TASKS, Lane, Timeline
+from dapple_tf.view.timeline import ALL_REDUCE, SEND, TASKS, Lane, Span, Timeline
 
 _NARROWEST = 60
 _FEWEST_COLUMNS = 20

@@ -8,9 +8,6 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from dapple_tf.planning.plan import Plan
-from dapple_tf.simulation.simulation import Simulation, Span
-
 TASKS = ("F", "B", "Bx", "Bw")
 """Kinds of spans that are tasks of a schedule."""
 COMPUTE = (*TASKS, "accumulate", "apply")
@@ -19,6 +16,42 @@ SEND, ALL_REDUCE = "send", "all_reduce"
 
 MemoryCurve = tuple[tuple[float, float], ...]
 """(seconds from the start of the step, bytes in use from then on), by time."""
+
+
+class Span(NamedTuple):
+    """Something that took time.
+
+    Attributes:
+        kind: ``F``, ``B``, ``Bx``, ``Bw``, ``send``, ``all_reduce`` or ``apply``.
+        start: seconds from the start of the step.
+        end: likewise.
+        device: index of the device; of a ``send``, the sender; None for an all-reduce, which has many.
+        stage: the stage whose work it is; of an all-reduce, the first one.
+        micro_batch: its micro-batch; None for what comes once in a step.
+        replica: its replica.
+        target: receiving device of a ``send``.
+        bytes: of a ``send`` or an ``all_reduce``.
+        cause: position of the span whose end this one waited for last; None for the first.
+        reduction: of an ``all_reduce``, its position in `CostModel.reductions`.
+    """
+
+    kind: str
+    start: float
+    end: float
+    device: int | None
+    stage: int
+    micro_batch: int | None = None
+    replica: int = 0
+    target: int | None = None
+    bytes: float = 0.0
+    cause: int | None = None
+    reduction: int | None = None
+
+    def __str__(self) -> str:
+        number = "" if self.micro_batch is None else str(self.micro_batch)
+        replica = f".r{self.replica}" if self.replica else ""
+        where = f" {self.device}->{self.target}" if self.target is not None else ""
+        return f"{self.stage}{self.kind}{number}{replica}{where} {self.start:.6f}..{self.end:.6f}"
 
 
 class Lane(NamedTuple):
@@ -87,25 +120,6 @@ class Timeline:
                         f"{len(self.devices)} devices"
                     )
 
-    @classmethod
-    def simulated(cls, simulation: Simulation, name: str = "simulated") -> Timeline:
-        """The timeline of a simulated or emulated step."""
-        costs = simulation.costs
-        return cls(
-            name,
-            simulation.latency,
-            simulation.spans,
-            device_labels(costs.plan),
-            simulation.memory,
-            {
-                device: float(limit)
-                for device in costs.devices
-                if (limit := costs.cluster.devices[device].memory_bytes) is not None
-            },
-            {number: reduction.devices for number, reduction in enumerate(costs.reductions)},
-            costs.plan.global_batch_size,
-        )
-
     def devices_of(self, span: Span) -> tuple[int, ...]:
         """The devices on whose lanes a span is."""
         if span.device is not None:
@@ -160,22 +174,3 @@ def covered(spans: tuple[Span, ...]) -> float:
         total += max(0.0, span.end - max(span.start, end))
         end = max(end, span.end)
     return total
-
-
-def device_labels(plan: Plan) -> dict[int, str]:
-    """Device -> what it does in a plan: ``device 3: stages 1.r0, 2.r0``. In the order of stages."""
-    found: dict[int, list[str]] = {}
-    for stage, devices in enumerate(plan.devices):
-        for replica, device in enumerate(devices):
-            found.setdefault(device, []).append(f"{stage}" + (f".r{replica}" if len(devices) > 1 else ""))
-    for stage, devices in enumerate(plan.weight_devices or ()):
-        for replica, device in enumerate(devices):
-            if device != plan.devices[stage][replica]:
-                text = f"{stage}" + (f".r{replica}" if len(devices) > 1 else "") + " (Bw)"
-                found.setdefault(device, []).append(text)
-    for stage, devices in enumerate(plan.operator_devices or ()):
-        for device in devices[1:]:
-            found.setdefault(device, []).append(f"{stage} (operators)")
-    return {
-        device: f"device {device}: stage{'s' * (len(works) > 1)} {', '.join(works)}" for device, works in found.items()
-    }

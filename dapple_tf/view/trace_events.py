@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dapple_tf.simulation.simulation import Span
-from dapple_tf.view.timeline import ALL_REDUCE, SEND, TASKS, Lane, Timeline
+from dapple_tf.view.timeline import ALL_REDUCE, SEND, TASKS, Lane, Span, Timeline
 
 _UNIT_SECONDS = 1e-3
 """What one unit of a timeline that knows nothing of times is shown as."""

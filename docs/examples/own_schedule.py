@@ -9,12 +9,11 @@ more micro-batch than `dapple_a` does. Whether that pays depends on how long tra
 import argparse
 
 import dapple_tf as dapple
-from dapple_tf.profiling.profile_text import load_text
-from dapple_tf.scheduling.schedules import make_schedule, validate
+from dapple_tf.describe.profile_text import load_text
+from dapple_tf.schedules.schedules import make_schedule, validate
 from dapple_tf.view.image import draw_timelines
 from dapple_tf.view.text import timeline_text
-from dapple_tf.view.timeline import Timeline
-from graph_passes.tasks import Phase, Schedule, Task
+from graph_passes.ir.tasks import Phase, Schedule, Task
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--profile", default="docs/profiles/bert-48-pbs-2.txt", help="a profile in the DAPPLE format")
@@ -52,7 +51,7 @@ for name in ("gpipe", "dapple_a", "run_ahead"):
     step = dapple.simulate(plan, profile, cluster, schedule=order)
     peak = max(step.peak_bytes.values()) / 2**30
     print(f"{name:<10} step {step.latency * 1e3:7.1f} ms, {peak:.2f} GiB on the fullest device")
-    timelines.append(Timeline.simulated(step, name))
+    timelines.append(step.drawn(name))
 print(timeline_text(timelines[1:]))
 if arguments.image:
     draw_timelines(timelines, arguments.image, title="Schedules of four stages and eight micro-batches")

@@ -1,0 +1,137 @@
+"""Plans a model for the devices it is to be trained on: measures links and layers, then searches."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.plan_values import integer
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile
+from dapple_tf.frontend.capture import check_model
+from dapple_tf.measuring.example_batch import with_length
+from dapple_tf.measuring.links import measure_links
+from dapple_tf.measuring.profiler import profile
+from dapple_tf.measuring.shared_cores import measure_capacity
+from dapple_tf.measuring.time_budget import TimeBudget
+from dapple_tf.planning.plan_request import PlanRequest
+from dapple_tf.planning.planner import find
+
+logger = logging.getLogger(__name__)
+
+EXAMPLES = ("x", "y", "sample_weight", "length")
+"""The arguments of :func:`dapple_tf.profile` that tell what batches are like."""
+PROFILE_SECONDS = 20.0
+"""What a profile may cost where nobody says: see `dapple_tf.profile`."""
+_ANY_PROFILE = Profile("any", "none", (1,), (LayerProfile("layer", Cost(), Cost()),), ())
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and what it was made from."""
+
+    plan: Plan
+    profile: Profile
+    cluster: Cluster
+
+
+def plan_model(
+    model: keras.Model,
+    cluster: Cluster,
+    global_batch_size: int,
+    *,
+    profiled: Profile | None = None,
+    **options: Any,
+) -> Planned:
+    """Profiles a compiled model on a real cluster and plans it.
+
+    Args:
+        model: a built and compiled Keras model.
+        cluster: real devices; their links, and what they slow each other down by, are measured where links are
+            unknown.
+        global_batch_size: samples in one step.
+        profiled: a profile to use in place of measuring.
+        options: as for :func:`dapple_tf.plan`; ``x``, ``y`` and ``length`` as for :func:`dapple_tf.profile`, and
+            ``profile_seconds``, its ``budget``: 20 s by default, None to measure layer by layer in any case. With
+            ``overlap=True`` replicated stages are cut into chunks where that is faster, whose gradients are all-reduced
+            while others are computed; what the report expects doesn't assume more than that.
+
+    Raises:
+        CaptureError: the model can't be captured.
+        ProfileError: inputs or labels can't be guessed; give ``x`` and ``y``.
+        PlanError: a choice that doesn't exist, or nothing fits.
+    """
+    examples = {name: options.pop(name) for name in EXAMPLES if name in options}
+    budget = options.pop("profile_seconds", PROFILE_SECONDS)
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
+        raise PlanError(f"profile_seconds is {budget!r}; give seconds above 0, or None to measure layer by layer")
+    # Mistakes are told before minutes of measuring.
+    PlanRequest.of(_ANY_PROFILE if profiled is None else profiled, cluster, global_batch_size, **options)
+    global_batch_size = integer("global_batch_size", global_batch_size)
+    profiled, cluster = measured(model, cluster, global_batch_size, profiled, budget=budget, **examples)
+    found = find(_to_run(PlanRequest.of(profiled, cluster, global_batch_size, **options), model.optimizer))
+    logger.info("%s", found)
+    return Planned(found, profiled, cluster)
+
+
+def measured(
+    model: keras.Model,
+    cluster: Cluster,
+    global_batch_size: int,
+    profiled: Profile | None = None,
+    *,
+    budget: float | None = PROFILE_SECONDS,
+    **examples: Any,
+) -> tuple[Profile, Cluster]:
+    """What a model costs on a real cluster, and the cluster with its links.
+
+    Args:
+        model: a built and compiled Keras model.
+        cluster: real devices; links that are known aren't measured.
+        global_batch_size: samples in one step, by which slices are profiled.
+        profiled: a profile to use in place of measuring.
+        budget: seconds for the profile, as for :func:`dapple_tf.profile`.
+        examples: ``x``, ``y``, ``sample_weight`` and ``length`` as for :func:`dapple_tf.profile`.
+
+    Raises:
+        CaptureError: the model can't be captured.
+        ProfileError: inputs or labels can't be guessed; give ``x`` and ``y``.
+    """
+    unknown = cluster.real and cluster.num_devices > 1 and cluster.intra_bandwidth is None
+    if unknown or profiled is None:
+        check_model(model, training=True)
+        examples = with_length(model, **examples)
+    by_model = unknown
+    if profiled is None:
+        time_budget = TimeBudget(budget, afterwards=("shared cores",) if unknown else ())
+        sizes = slice_sizes(global_batch_size, cluster.num_devices)
+        profiled = profile(model, sizes, cluster=cluster, budget=time_budget, **examples)
+        by_model = unknown and not profiled.estimated and time_budget.allows("shared cores")
+    if unknown:
+        # What devices slow each other down by is measured by matrix products, where steps of the model take too long.
+        cluster = measure_links(cluster, capacity=not by_model)
+    if by_model:
+        cluster = measure_capacity(model, cluster, profiled, **examples)
+    return profiled, cluster
+
+
+def _to_run(request: PlanRequest, optimizer: keras.optimizers.Optimizer) -> PlanRequest:
+    """The request for a plan whose steps keep what it promises.
+
+    All-reduce overlaps with backwards by chunks. Updates can't be left to the next step where the optimizer needs all
+    gradients before it makes the first.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    needs_all = inner is not optimizer or getattr(inner, "global_clipnorm", None) is not None
+    return dataclasses.replace(request, chunks=request.chunks or request.overlap, carries=not needs_all)
+
+
+def slice_sizes(global_batch_size: int, devices: int) -> tuple[int, ...]:
+    """Slices that plans will have: from several micro-batches on all devices to few micro-batches on one."""
+    sizes = (global_batch_size // (4 * devices), global_batch_size // devices, global_batch_size // 2)
+    return tuple(sorted({max(1, size) for size in sizes}))

@@ -1,0 +1,368 @@
+"""The devices that a plan may use and the links between them: real ones, or a description to plan for."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dapple_tf.data_files import clip, read_text
+from dapple_tf.describe.cluster_description import parse, to_text
+from dapple_tf.describe.devices import LINKS, REDUCTION, Device, Link, Server, check_addresses, check_link
+from dapple_tf.describe.faults import FaultPolicy
+from dapple_tf.errors import ClusterError
+from dapple_tf.network.inquiry import inventory
+
+__all__ = ["Cluster", "ClusterError", "Device", "Link", "Server", "check_addresses"]
+
+_KINDS = ("auto", "cpu", "gpu")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices, numbered by their position server by server, and the links between them.
+
+    Attributes:
+        devices: every device, those of server 0 first.
+        intra_bandwidth: bytes/s between two devices in one server; None is unknown, as in the other links.
+        inter_bandwidth: bytes/s between two servers.
+        intra_latency: seconds until the first byte arrives, within a server.
+        inter_latency: the same between servers.
+        real: whether the devices exist; False for a description.
+        servers: what single servers have of their own; empty where all are alike.
+        reduce_bandwidth: bytes/s that all-reduce gets out of the slowest link of its ring, where it was measured; None
+            is the link's own.
+        reduce_latency: seconds of one step of the ring, likewise.
+        addresses: "host:port" of the worker on each server (`dapple_tf.worker`); empty for the devices of this process.
+        sub_streams: n, where the last n devices are the sub-streams of the first n, see `with_sub_streams`; 0 for none.
+
+    Raises:
+        ClusterError: no devices, a name twice, servers not numbered 0, 1, ... in order, or a number out of range.
+    """
+
+    devices: tuple[Device, ...]
+    intra_bandwidth: float | None = None
+    inter_bandwidth: float | None = None
+    intra_latency: float | None = None
+    inter_latency: float | None = None
+    real: bool = True
+    servers: tuple[Server, ...] = ()
+    reduce_bandwidth: float | None = None
+    reduce_latency: float | None = None
+    addresses: tuple[str, ...] = ()
+    sub_streams: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", tuple(self.devices))
+        object.__setattr__(self, "servers", tuple(self.servers))
+        object.__setattr__(self, "addresses", tuple(self.addresses))
+        if not self.devices:
+            raise ClusterError("the cluster has no devices; give it at least one")
+        positions: dict[str, int] = {}
+        server = -1
+        for index, device in enumerate(self.devices):
+            if device.name in positions:
+                raise ClusterError(f"devices {positions[device.name]} and {index} are both {device.name!r}")
+            positions[device.name] = index
+            if device.server not in ({0} if index == 0 else {server, server + 1}):
+                expected = "0" if index == 0 else f"{server} or {server + 1}"
+                raise ClusterError(
+                    f"device {index} is in server {device.server}, where {expected} is expected; number the servers "
+                    f"from 0 without gaps and list the devices server by server"
+                )
+            server = device.server
+            if device.memory_bytes is not None and device.memory_bytes < 1:
+                raise ClusterError(
+                    f"device {index} has memory_bytes {device.memory_bytes}; give at least 1, or None for unknown"
+                )
+            if not (math.isfinite(device.speed) and device.speed > 0):
+                raise ClusterError(f"device {index} has speed {device.speed}; it must be above 0 and finite")
+        for name in (*LINKS, *REDUCTION):
+            check_link(name, getattr(self, name))
+        if self.servers and len(self.servers) != self.num_servers:
+            raise ClusterError(f"{len(self.servers)} servers are described, but the devices are in {self.num_servers}")
+        for number, own in enumerate(self.servers):
+            for name in LINKS:
+                check_link(f"{name} of server {number}", getattr(own, name))
+            if own.capacity is not None and not (math.isfinite(own.capacity) and own.capacity > 0):
+                raise ClusterError(f"capacity of server {number} is {own.capacity}; it must be above 0 and finite")
+        if self.sub_streams not in (0, self.num_devices / 2):
+            raise ClusterError(
+                f"sub_streams is {self.sub_streams}, but there are {self.num_devices} devices; give 0, or half of them"
+            )
+
+    @classmethod
+    def local(cls, count: int, memory_bytes: int | None = None, *, kind: str = "auto") -> Cluster:
+        """Take ``count`` logical devices of this machine, as one server.
+
+        Args:
+            count: how many.
+            memory_bytes: memory of each, for planning; None is unknown.
+            kind: "gpu"; "cpu" (logical CPU devices, of which a session may have any number); or "auto": GPUs if this
+                machine has at least ``count`` of them, else logical CPU devices.
+
+        Raises:
+            ClusterError: ``count`` below 1, an unknown kind, or fewer GPUs than asked for with kind "gpu".
+        """
+        if count < 1:
+            raise ClusterError(f"a local cluster of {count} devices was asked for; ask for at least 1")
+        if kind not in _KINDS:
+            raise ClusterError(f"unknown kind of device {kind!r}; use one of {', '.join(_KINDS)}")
+        gpus = 0 if kind == "cpu" else _count_gpus()
+        if kind == "gpu" and gpus < count:
+            raise ClusterError(
+                f"{count} GPUs were asked for, but TensorFlow sees {gpus} here; ask for fewer or for CPUs"
+            )
+        device_type = "GPU" if gpus >= count else "CPU"
+        names = (f"/job:localhost/replica:0/task:0/device:{device_type}:{index}" for index in range(count))
+        return cls(tuple(Device(name, 0, memory_bytes) for name in names))
+
+    @classmethod
+    def of_servers(
+        cls, addresses: Sequence[str], *, devices_per_server: int | None = None, memory_bytes: int | None = None
+    ) -> Cluster:
+        """Take the devices of workers that run already, see `dapple_tf.worker`.
+
+            Cluster.of_servers(["10.0.0.1:2222", "10.0.0.2:2222"])
+
+        Args:
+            addresses: "host:port" of each worker, by which this process and the other workers reach it.
+            devices_per_server: logical CPU devices of each worker; None asks the workers what they have.
+            memory_bytes: memory of each device, for planning; None is what the workers say, or unknown.
+
+        Raises:
+            ClusterError: no addresses, one that isn't "host:port" or that stands there twice, no devices, or no worker
+                there.
+        """
+        check_addresses(addresses)
+        if devices_per_server is None:
+            answers = inventory(addresses, FaultPolicy().notice_seconds)
+            found = [[(str(d["kind"]), d["memory_bytes"]) for d in devices] for devices in answers]
+        elif devices_per_server < 1:
+            raise ClusterError(f"devices_per_server is {devices_per_server}; servers have at least 1 device each")
+        else:
+            found = [[("CPU", None)] * devices_per_server] * len(addresses)
+        devices = tuple(
+            Device(f"/job:worker/replica:0/task:{task}/device:{kind}:{index}", task, memory_bytes or memory)
+            for task, kinds in enumerate(found)
+            for index, (kind, memory) in enumerate(kinds)
+        )
+        return cls(devices, addresses=tuple(addresses))
+
+    @classmethod
+    def from_resolver(cls, resolver: Any, *, job: str = "worker", memory_bytes: int | None = None) -> Cluster:
+        """Take the workers that a ``tf.distribute.cluster_resolver`` names (TF_CONFIG, Slurm, Kubernetes, ...).
+
+            Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+
+        This process is their client, whatever task the resolver says it is.
+
+        Args:
+            resolver: names the addresses.
+            job: the job whose tasks are the workers.
+            memory_bytes: as for `of_servers`.
+
+        Raises:
+            ClusterError: the resolver has no such job, or as for `of_servers`.
+        """
+        jobs = resolver.cluster_spec().as_dict()
+        if job not in jobs:
+            raise ClusterError(
+                f"{type(resolver).__name__} names no job {job!r}, but {', '.join(map(repr, jobs)) or 'nothing'}: is "
+                f"TF_CONFIG set, or job= another one?"
+            )
+        tasks = jobs[job]
+        addresses = [tasks[task] for task in sorted(tasks)] if isinstance(tasks, dict) else list(tasks)
+        return cls.of_servers(addresses, memory_bytes=memory_bytes)
+
+    def with_sub_streams(self, memory_share: float = 0.5) -> Cluster:
+        """Give each device a sub-stream: a second logical device of the same hardware (EuroSys'22, section 4.1).
+
+            Cluster.local(2).with_sub_streams()   devices 0 and 1, their sub-streams 2 and 3
+
+        The devices keep their numbers; device i's sub-stream is device n + i. TensorFlow gives each logical device
+        streams of its own. On CPUs, sub-streams are further logical CPU devices. On GPUs, a session makes them with the
+        main ones' streams at the higher priority (`session.session_config`); it needs to know the GPU's memory, of
+        which each logical device has a fixed part. Two streams share the hardware: the server's capacity stays what it
+        is.
+
+        Args:
+            memory_share: the part of a device's memory that is the sub-stream's. It keeps variables, optimizer slots
+                and gradients there, and copies of what Bw reads.
+
+        Raises:
+            ClusterError: several servers or remote ones, sub-streams already, a share that isn't between 0 and 1, or
+                GPUs whose ``memory_bytes`` isn't known.
+        """
+        if self.sub_streams:
+            raise ClusterError("the cluster has sub-streams already; a device has one")
+        if self.num_servers > 1 or self.addresses:
+            where = f"{self.num_servers} servers" if self.num_servers > 1 else f"a worker at {self.addresses[0]}"
+            raise ClusterError(f"sub-streams are for the devices of this machine, but the cluster is of {where}")
+        if not 0 < memory_share < 1:
+            raise ClusterError(f"memory_share is {memory_share}; it must be between 0 and 1")
+        mains, subs = [], []
+        for index, device in enumerate(self.devices):
+            kind, number = _kind_and_number(device.name)
+            size = device.memory_bytes
+            if size is None and self.real and kind == "GPU":
+                raise ClusterError(
+                    f"device {index} is a GPU of unknown memory, which two streams must share out: give it, "
+                    f"Cluster.local({self.num_devices}, memory_bytes=...)"
+                )
+            if number != index:
+                raise ClusterError(f"device {index} is {device.name}; sub-streams are for devices in order, from 0 on")
+            part = None if size is None else max(1, round(size * memory_share))
+            name = device.name.removesuffix(str(number)) + str(number + self.num_devices)
+            mains.append(replace(device, memory_bytes=None if part is None or size is None else max(1, size - part)))
+            subs.append(replace(device, name=name, memory_bytes=part))
+        own = self.servers[0] if self.servers else Server()
+        server = replace(own, capacity=self.capacity(0))
+        return replace(self, devices=(*mains, *subs), servers=(server,), sub_streams=self.num_devices)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Cluster:
+        """Read a description from a JSON file, as `from_json` has it.
+
+        Raises:
+            ClusterError: naming the file and what is wrong in it.
+            OSError: the file can't be read.
+        """
+        return cls.from_json(read_text(path, ClusterError), source=os.fspath(path))
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "cluster description") -> Cluster:
+        """Read a cluster to plan for: not real, its devices named ``/job:worker/.../task:<server>/device:GPU:<i>``.
+
+            {"format": "dapple_tf.cluster/1",
+             "servers": [{"devices": 8, "memory_bytes": 17179869184}, {"devices": 8, "memory_bytes": null}],
+             "intra_bandwidth": 130e9, "inter_bandwidth": 3.125e9, "intra_latency": 5e-6, "inter_latency": 3e-5}
+
+        ``memory_bytes`` is that of each device of the server: one number, or a list with one for each; so is
+        ``speed``. These and the links may be left out. A server may have links and a ``capacity`` of its own, see
+        :class:`Server`. ``source`` stands in error messages.
+
+        Raises:
+            ClusterError: not JSON, or an unknown, missing or wrong key.
+        """
+        found = parse(text, source)
+        try:
+            return cls(**found, real=False)
+        except ClusterError as error:
+            raise ClusterError(f"{source}: {clip(str(error))}") from error
+
+    def to_json(self) -> str:
+        """Return the description as JSON text: servers, memory and links, but not device names; see `from_json`."""
+        return to_text(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json` to a file; `load` gives the same cluster back as a description."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @property
+    def num_servers(self) -> int:
+        """Number of servers."""
+        return self.devices[-1].server + 1
+
+    @functools.cached_property
+    def _server_devices(self) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in range(self.num_servers)]
+        for index, device in enumerate(self.devices):
+            found[device.server].append(index)
+        return tuple(map(tuple, found))
+
+    def devices_of(self, server: int) -> tuple[int, ...]:
+        """Indices of the devices of a server."""
+        return self._server_devices[server]
+
+    @functools.cached_property
+    def server_links(self) -> tuple[tuple[Link, Link], ...]:
+        """For each server the link between its devices and its network card; what is unknown is taken as free."""
+
+        def link(own: Server, kind: str) -> Link:
+            found = {}
+            for part, free in (("bandwidth", math.inf), ("latency", 0.0)):
+                name = f"{kind}_{part}"
+                value = getattr(own, name)
+                value = getattr(self, name) if value is None else value
+                found[part] = free if value is None else value
+            return Link(**found)
+
+        servers = self.servers or (Server(),) * self.num_servers
+        return tuple((link(server, "intra"), link(server, "inter")) for server in servers)
+
+    def link(self, first: int, second: int) -> Link:
+        """The link between two devices: that of their server, or the slower of their servers' network cards."""
+        a, b = self.devices[first].server, self.devices[second].server
+        if a == b:
+            return self.server_links[a][0]
+        one, other = self.server_links[a][1], self.server_links[b][1]
+        return Link(min(one.bandwidth, other.bandwidth), max(one.latency, other.latency))
+
+    @functools.cached_property
+    def device_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Devices of one server that are alike, in speed and memory, server by server."""
+        found: dict[tuple[int, int | None, float], list[int]] = {}
+        for index, device in enumerate(self.devices):
+            found.setdefault((device.server, device.memory_bytes, device.speed), []).append(index)
+        return tuple(map(tuple, found.values()))
+
+    def capacity(self, server: int) -> float:
+        """How many devices' worth of compute a server gives when all of its devices are busy."""
+        own = self.servers[server].capacity if self.servers else None
+        return float(len(self.devices_of(server))) if own is None else own
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices."""
+        return len(self.devices)
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """Fully qualified name of each device."""
+        return tuple(device.name for device in self.devices)
+
+    @property
+    def host_device(self) -> str:
+        """The device that batches are fed to and results are fetched from: a CPU of this process."""
+        return f"/job:{'client' if self.addresses else 'localhost'}/replica:0/task:0/device:CPU:0"
+
+    def __str__(self) -> str:
+        counts = [len(self.devices_of(server)) for server in range(self.num_servers)]
+        per_server = str(counts[0]) if len(set(counts)) == 1 else "+".join(map(str, counts))
+        servers = f"{len(counts)} server{'s' if len(counts) > 1 else ''} of {per_server} devices"
+        known = [device.memory_bytes for device in self.devices if device.memory_bytes is not None]
+        memory = "memory unknown"
+        if known:
+            low, high = (f"{bound / 2**30:.4g}" for bound in (min(known), max(known)))
+            memory = f"{low} GiB each" if low == high else f"{low} to {high} GiB each"
+            if len(known) < self.num_devices:
+                memory += f" (known for {len(known)} of {self.num_devices})"
+        links = (
+            f"  inside a server: {_link_text(self.intra_bandwidth, self.intra_latency)}\n"
+            f"  between servers: {_link_text(self.inter_bandwidth, self.inter_latency)}"
+        )
+        names = f"  {self.devices[0].name}" + (f" to {self.devices[-1].name}" if self.num_devices > 1 else "")
+        return f"Cluster ({'real' if self.real else 'description'}): {servers}, {memory}\n{names}\n{links}"
+
+
+def _kind_and_number(name: str) -> tuple[str, int]:
+    """What kind of device it is, and which: ``.../device:GPU:3`` is ("GPU", 3)."""
+    _, kind, number = name.rsplit(":", 2)
+    return kind, int(number)
+
+
+def _count_gpus() -> int:
+    import tensorflow as tf  # heavy, and a description doesn't need it
+
+    return len(tf.config.list_physical_devices("GPU"))
+
+
+def _link_text(bandwidth: float | None, latency: float | None) -> str:
+    rate = "bandwidth unknown" if bandwidth is None else f"{bandwidth / 1e9:.4g} GB/s"
+    delay = "latency unknown" if latency is None else f"{latency * 1e6:.4g} us"
+    return f"{rate}, {delay}"

@@ -1,0 +1,123 @@
+"""Clusters as JSON text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+from dapple_tf.data_files import parse_object, short
+from dapple_tf.describe.devices import LINKS, REDUCTION, Device, Server
+from dapple_tf.errors import ClusterError
+
+if TYPE_CHECKING:
+    from dapple_tf.describe.cluster import Cluster
+
+FORMAT = "dapple_tf.cluster/1"
+MOST_DEVICES = 100_000
+"""More is a mistake."""
+
+
+def parse(text: str, source: str) -> dict[str, Any]:
+    """The fields of the `dapple_tf.Cluster` that a text describes.
+
+    Raises:
+        ClusterError: not JSON, or an unknown, missing or wrong key.
+    """
+    data = parse_object(text, source, ClusterError)
+    _check_keys(data, {"format", "servers"}, {*LINKS, *REDUCTION}, source)
+    if data["format"] != FORMAT:
+        raise ClusterError(f"{source}: 'format' is {short(data['format'])}; this version reads {FORMAT!r}")
+    entries = data["servers"]
+    if not isinstance(entries, list) or not entries:
+        raise ClusterError(f"{source}: 'servers' is {short(entries)}; it must be a list of at least one server")
+    devices: list[Device] = []
+    own: list[Server] = []
+    for number, server in enumerate(entries):
+        where = f"{source}: server {number}"
+        memories, speeds = _server_devices(server, where)
+        if len(devices) + len(memories) > MOST_DEVICES:
+            raise ClusterError(f"{where}: with its 'devices' there are more than {MOST_DEVICES:,} in all")
+        own.append(Server(**_numbers(server, [field.name for field in fields(Server)], where)))
+        for index, (memory, speed) in enumerate(zip(memories, speeds, strict=True)):
+            name = f"/job:worker/replica:0/task:{number}/device:GPU:{index}"
+            devices.append(Device(name, number, memory, speed))
+    numbers = _numbers(data, [*LINKS, *REDUCTION], source)
+    servers = tuple(own) if any(server != Server() for server in own) else ()
+    return {"devices": tuple(devices), "servers": servers, **numbers}
+
+
+def to_text(cluster: Cluster) -> str:
+    """The text that describes a cluster."""
+    lines = []
+    for number in range(cluster.num_servers):
+        devices = cluster.devices_of(number)
+        entry: dict[str, Any] = {"devices": len(devices)}
+        for key in ("memory_bytes", "speed"):
+            values = [getattr(cluster.devices[device], key) for device in devices]
+            if key == "memory_bytes" or set(values) != {1.0}:
+                entry[key] = values[0] if len(set(values)) == 1 else values
+        if cluster.servers:
+            entry |= {key: value for key, value in asdict(cluster.servers[number]).items() if value is not None}
+        lines.append("    " + json.dumps(entry))
+    kept = [*LINKS, *(name for name in REDUCTION if getattr(cluster, name) is not None)]
+    links = [f"  {json.dumps(name)}: {json.dumps(getattr(cluster, name))}" for name in kept]
+    servers = '  "servers": [\n' + ",\n".join(lines) + "\n  ]"
+    return "{\n" + ",\n".join([f'  "format": {json.dumps(FORMAT)}', servers, *links]) + "\n}\n"
+
+
+def _check_keys(data: Mapping[str, Any], required: set[str], optional: set[str], source: str) -> None:
+    for key in data:
+        if key not in required | optional:
+            raise ClusterError(
+                f"{source}: unknown key {short(key)}; the keys are {', '.join(sorted(required | optional))}"
+            )
+    for key in sorted(required):
+        if key not in data:
+            raise ClusterError(f"{source}: key {key!r} is missing")
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a number that a float can hold."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**1000)
+
+
+def _numbers(data: Mapping[str, Any], names: Sequence[str], source: str) -> dict[str, float | None]:
+    """The values of these keys, each a number or None."""
+    for name in names:
+        value = data.get(name)
+        if value is not None and not _is_number(value):
+            raise ClusterError(f"{source}: {name!r} is {short(value)}; it must be a number or null")
+    return {name: data.get(name) for name in names}
+
+
+def _server_devices(server: object, source: str) -> tuple[Sequence[int | None], Sequence[float]]:
+    """Return memory and speed of each device of one entry of ``servers``."""
+    if not isinstance(server, dict):
+        raise ClusterError(f'{source} is {short(server)}; it must be an object such as {{"devices": 8}}')
+    _check_keys(server, {"devices"}, {"memory_bytes", "speed", *(field.name for field in fields(Server))}, source)
+    count = server["devices"]
+    if type(count) is not int or not 1 <= count <= MOST_DEVICES:
+        raise ClusterError(
+            f"{source}: 'devices' is {short(count)}; it must be a whole number from 1 to {MOST_DEVICES:,}"
+        )
+    memories = _per_device(server, "memory_bytes", None, count, source)
+    for entry in memories:
+        if entry is not None and (type(entry) is not int or entry >= 2**63):
+            raise ClusterError(
+                f"{source}: 'memory_bytes' has {short(entry)}; it must be a whole number of bytes or null"
+            )
+    speeds = _per_device(server, "speed", 1.0, count, source)
+    for entry in speeds:
+        if not _is_number(entry):
+            raise ClusterError(f"{source}: 'speed' has {short(entry)}; it must be a number")
+    return memories, speeds
+
+
+def _per_device(server: Mapping[str, Any], key: str, default: Any, count: int, source: str) -> list[Any]:
+    value = server.get(key, default)
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count:
+        raise ClusterError(f"{source}: {key!r} has {len(values)} entries for {count} devices; give one for each")
+    return values

@@ -1,0 +1,92 @@
+"""Devices, servers and links: what a `dapple_tf.Cluster` is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dapple_tf.errors import ClusterError
+
+LINKS = ("intra_bandwidth", "inter_bandwidth", "intra_latency", "inter_latency")
+REDUCTION = ("reduce_bandwidth", "reduce_latency")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device.
+
+    Attributes:
+        name: fully qualified, such as ``/job:localhost/replica:0/task:0/device:CPU:3``.
+        server: index of the server it is in.
+        memory_bytes: its memory; None is unknown, which planning takes as no limit.
+        speed: how fast it computes, as a multiple of the device that profiles are made on.
+    """
+
+    name: str
+    server: int
+    memory_bytes: int | None = None
+    speed: float = 1.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """What one server has of its own; None is what the cluster says for all.
+
+    Attributes:
+        intra_bandwidth: bytes/s between two of its devices, in each direction.
+        inter_bandwidth: bytes/s of its network card, in each direction.
+        intra_latency: seconds until the first byte arrives, within it.
+        inter_latency: the same, to and from other servers.
+        capacity: how many devices' worth of compute it gives when all of its devices are busy; None is one for each.
+            Logical CPU devices share their cores: four of them on two cores have a capacity of two.
+    """
+
+    intra_bandwidth: float | None = None
+    inter_bandwidth: float | None = None
+    intra_latency: float | None = None
+    inter_latency: float | None = None
+    capacity: float | None = None
+
+
+class Link(NamedTuple):
+    """A link between two devices: bytes/s and seconds until the first byte arrives."""
+
+    bandwidth: float
+    latency: float
+
+    def seconds(self, size: float) -> float:
+        """Time to send ``size`` bytes."""
+        return self.latency + size / self.bandwidth
+
+
+def check_addresses(addresses: Sequence[str]) -> None:
+    """Checks the addresses of servers.
+
+    Raises:
+        ClusterError: no addresses, one that isn't "host:port", or one that stands there twice.
+    """
+    if isinstance(addresses, str) or not addresses:
+        raise ClusterError(f"addresses is {addresses!r}; give a list with 'host:port' of at least one server")
+    for position, address in enumerate(addresses):
+        host, _, port = address.rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+            raise ClusterError(f"address {position} is {address!r}; write it as 'host:port', such as '10.0.0.1:2222'")
+        if address in addresses[:position]:
+            raise ClusterError(f"servers {addresses.index(address)} and {position} both have the address {address!r}")
+
+
+def check_link(name: str, value: float | None) -> None:
+    """Checks a bandwidth or a latency.
+
+    Raises:
+        ClusterError: it is out of range.
+    """
+    if value is None:
+        return
+    if "bandwidth" in name:
+        if not (math.isfinite(value) and value > 0):
+            raise ClusterError(f"{name} is {value} bytes/s; it must be above 0 and finite, or None for unknown")
+    elif not (math.isfinite(value) and value >= 0):
+        raise ClusterError(f"{name} is {value} s; it must be at least 0 and finite, or None for unknown")

@@ -1,0 +1,467 @@
+"""How a model is trained on a cluster: its stages, their devices, the micro-batches and the schedule."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+from dapple_tf.data_files import clip, parse_object, read_text, short
+from dapple_tf.describe.plan_checks import RECOMPUTE_MODES, check_batches, check_options, check_stages
+from dapple_tf.describe.plan_report import PlanReport, parse_report
+from dapple_tf.describe.plan_values import PlanError, device_lists, integer, integers, layer_names, task_times
+from dapple_tf.describe.unit_timeline import unit_timeline
+from dapple_tf.schedules import schedules
+from dapple_tf.units import gib
+from dapple_tf.view.notebook import Table, notebook_html
+from graph_passes.ir.batching import split_evenly
+from graph_passes.ir.tasks import Schedule
+
+if TYPE_CHECKING:
+    from dapple_tf.describe.cluster import Cluster
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["RECOMPUTE_MODES", "Plan", "PlanError", "PlanOptions"]
+
+_FORMAT = "dapple_tf.plan/1"
+
+
+class PlanOptions(TypedDict, total=False):
+    """The fields of `Plan` that have a default and that its constructors pass on."""
+
+    recompute: str
+    jit_compile: bool
+    warm_up: tuple[int, ...] | None
+    bucket_bytes: int
+    reverse_first_k: int
+    wait_free: bool
+    carried_updates: int
+    task_seconds: tuple[tuple[float, float, float], ...] | None
+    weight_devices: tuple[tuple[int, ...], ...] | None
+    weight_regions: tuple[int, ...] | None
+    operator_devices: tuple[tuple[int, ...], ...] | None
+
+
+class ScheduleOptions(TypedDict):
+    """The fields of `Plan` that `schedules.make_schedule` takes as they are."""
+
+    warm_up: tuple[int, ...] | None
+    reverse_first_k: int
+    task_seconds: tuple[tuple[float, float, float], ...] | None
+    weight_devices: tuple[tuple[int, ...], ...] | None
+    weight_regions: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages, their devices and the schedule; checked when it is made. Sequences may be given as lists.
+
+    Attributes:
+        cuts: S - 1 layer names; stage i ends after the layer ``cuts[i]``, the last stage after the last layer.
+        devices: for each of the S stages, the device index of each of its replicas. A device may stand in several
+            stages, once in each.
+        micro_batches: M, the number of micro-batches in a global batch.
+        global_batch_size: samples in one step, over all devices.
+        schedule: one of `schedules.POLICIES` or `schedules.STREAM_POLICIES`.
+        recompute: one of `RECOMPUTE_MODES`.
+        jit_compile: whether stages are compiled with XLA.
+        warm_up: K of each stage in place of the policy's, the most micro-batches in flight. Under gpipe and dapple_* it
+            must not rise from a stage to the next.
+        bucket_bytes: gradients are all-reduced in buckets of about so many bytes.
+        reverse_first_k: of the first k stages, the weight gradients of the last micro-batch are computed after all
+            others, those of stage 0 first (Out-Of-Order BackProp, EuroSys'22, algorithm 2).
+        wait_free: whether a stage's gradients are all-reduced as soon as they are complete, rather than when its
+            devices have run all their tasks.
+        carried_updates: of so many parameter groups (those whose gradients are reduced last) the reduction and update
+            take place during the next step's forward, each stage of which waits for its own only (section 2 of the same
+            paper). Whatever reads or changes variables between steps has these updates made first.
+        task_seconds: for each stage the times of F, Bx and Bw, in any unit, by which policies that fill gaps order
+            tasks; None takes all as equal.
+        weight_devices: for each stage the device of each replica that computes weight gradients (Bw), keeps the
+            variables and updates them; None for the stage's own devices.
+        weight_regions: for each stage the stage with whose Bx its Bw may start, at the earliest; None is as soon as it
+            is ready. For the schedule joint, which runs Bw on a sub-stream (EuroSys'22, section 4.1, algorithm 1).
+        operator_devices: for each stage the devices on which its single operators are placed by FD-DPS (Mathematics
+            2022, 10, 4788), the stage's own first; None runs each replica of a stage as a whole on its device.
+        report: what the planner expects of it, and why it chose it; None for a plan made by hand. Says nothing of
+            equality.
+
+    Raises:
+        PlanError: saying what is wrong, where, and what to change.
+    """
+
+    cuts: tuple[str, ...]
+    devices: tuple[tuple[int, ...], ...]
+    micro_batches: int
+    global_batch_size: int
+    schedule: str = "dapple_a"
+    recompute: str = "none"
+    jit_compile: bool = False
+    warm_up: tuple[int, ...] | None = None
+    bucket_bytes: int = 4 * 2**20
+    reverse_first_k: int = 0
+    wait_free: bool = True
+    carried_updates: int = 0
+    task_seconds: tuple[tuple[float, float, float], ...] | None = None
+    weight_devices: tuple[tuple[int, ...], ...] | None = None
+    weight_regions: tuple[int, ...] | None = None
+    operator_devices: tuple[tuple[int, ...], ...] | None = None
+    report: PlanReport | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        check_stages(self)
+        check_batches(self)
+        check_options(self)
+
+    @classmethod
+    def manual(
+        cls,
+        cuts: Iterable[str],
+        devices: Iterable[Iterable[int]],
+        micro_batches: int,
+        global_batch_size: int,
+        schedule: str = "dapple_a",
+        **options: Unpack[PlanOptions],
+    ) -> Plan:
+        """Make a plan as a person writes it: cut after these layers, put each stage on these devices.
+
+            Plan.manual(cuts=["block_3"], devices=[[0, 1, 2], [3]], micro_batches=4, global_batch_size=64)
+
+        Raises:
+            PlanError: as `Plan`.
+        """
+        return cls(layer_names(cuts), device_lists(devices), micro_batches, global_batch_size, schedule, **options)
+
+    @classmethod
+    def data_parallel(
+        cls,
+        devices: int | Iterable[int],
+        global_batch_size: int,
+        micro_batches: int = 1,
+        schedule: str = "dapple_a",
+        **options: Unpack[PlanOptions],
+    ) -> Plan:
+        """Put the whole model on each of ``devices`` (a list, or a count for the first so many).
+
+        With more than one micro-batch, gradients are accumulated over them before they are all-reduced.
+
+        Raises:
+            PlanError: as `Plan`.
+        """
+        replicas = range(devices) if isinstance(devices, int) else devices
+        return cls.manual((), [replicas], micro_batches, global_batch_size, schedule, **options)
+
+    @classmethod
+    def straight(
+        cls,
+        cuts: Iterable[str],
+        global_batch_size: int,
+        micro_batches: int,
+        schedule: str = "dapple_a",
+        **options: Unpack[PlanOptions],
+    ) -> Plan:
+        """Make a pipeline without replication: stage i on device i.
+
+        Raises:
+            PlanError: as `Plan`.
+        """
+        names = layer_names(cuts)
+        devices = [[stage] for stage in range(len(names) + 1)]
+        return cls.manual(names, devices, micro_batches, global_batch_size, schedule, **options)
+
+    @classmethod
+    def by_operators(cls, devices: int | Iterable[int], global_batch_size: int, **options: Unpack[PlanOptions]) -> Plan:
+        """Place the single operators of the whole model on ``devices`` (a list, or a count for the first so many).
+
+        Raises:
+            PlanError: as `Plan`.
+        """
+        (chosen,) = device_lists([range(devices) if isinstance(devices, int) else devices])
+        return cls.manual((), [chosen[:1]], 1, global_batch_size, **options | {"operator_devices": (chosen,)})
+
+    def with_placed_operators(self) -> Plan:
+        """Return a plan whose stages place their operators on the devices of their replicas instead of replicating.
+
+        Raises:
+            PlanError: the plan has something that goes with replicas only.
+        """
+        own = tuple(devices[:1] for devices in self.devices)
+        return replace(self, devices=own, operator_devices=self.devices, report=None)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan from a JSON file.
+
+        Raises:
+            PlanError: naming the file and what is wrong in it.
+            OSError: the file can't be read.
+        """
+        return cls.from_json(read_text(path, PlanError), source=os.fspath(path))
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "plan") -> Plan:
+        """Return the plan that `to_json` wrote as ``text``; keys whose field has a default may be left out.
+
+        ``source`` stands in error messages.
+
+        Raises:
+            PlanError: not JSON, another format, an unknown or missing key, a value of the wrong type, or as `Plan`.
+        """
+        data = parse_object(text, source, PlanError)
+        if "format" not in data:
+            raise PlanError(f"{source}: key 'format' is missing; a plan has \"format\": {json.dumps(_FORMAT)}")
+        if (found := data.pop("format")) != _FORMAT:
+            raise PlanError(f"{source}: 'format' is {short(found)}; this version reads {_FORMAT!r}")
+        known = {entry.name: entry for entry in fields(cls)}
+        for key in data:
+            if key not in known:
+                raise PlanError(f"{source}: unknown key {short(key)}; the keys are format, {', '.join(known)}")
+        for key, entry in known.items():
+            if key not in data and entry.default is MISSING:
+                raise PlanError(f"{source}: key {key!r} is missing")
+        try:
+            report = data.pop("report", None)
+            plan = cls(**data)
+            if report is not None:
+                plan = replace(plan, report=parse_report(report))
+        except ValueError as error:
+            raise PlanError(f"{source}: {clip(str(error))}") from error
+        if plan.report is not None and plan.report.fingerprint != plan.fingerprint:
+            logger.warning("%s has been changed since it was planned: what was expected of it is left out", source)
+            plan = replace(plan, report=None)
+        return plan
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that a plan decides, to tell whether it has been changed."""
+        decided = [getattr(self, entry.name) for entry in fields(self) if entry.name != "report"]
+        return hashlib.sha256(json.dumps(decided).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text, a line for each key; `from_json` gives an equal plan back."""
+        values = {"format": _FORMAT} | {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        if self.report is None:
+            del values["report"]
+        else:
+            values["report"] = asdict(self.report)
+        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @property
+    def num_stages(self) -> int:
+        """S, the number of stages."""
+        return len(self.devices)
+
+    def accumulates(self, micro_batches: int | None = None) -> bool:
+        """Whether gradients are added up in accumulators: those of one micro-batch are taken as they are.
+
+        Those that are carried over to the next step have to be kept, however.
+
+        Args:
+            micro_batches: of a step with fewer or more samples than the global batch; None for the plan's.
+        """
+        count = self.micro_batches if micro_batches is None else micro_batches
+        return count > 1 or self.carried_updates > 0
+
+    @property
+    def working_devices(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage the devices that compute its tasks, or single operators of them."""
+        return self.operator_devices or self.devices
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Number of replicas of each stage."""
+        return tuple(map(len, self.devices))
+
+    def warm_up_counts(self) -> tuple[int, ...]:
+        """Return K of each stage (`schedules.resolve_warm_up`) without a memory limit."""
+        return schedules.resolve_warm_up(
+            self.schedule, self.num_stages, self.micro_batches, devices=self.devices, **self.schedule_options()
+        )
+
+    def schedule_options(self) -> ScheduleOptions:
+        """Return what `schedules.make_schedule` is told besides devices, micro-batches and memory."""
+        return {
+            "warm_up": self.warm_up,
+            "reverse_first_k": self.reverse_first_k,
+            "task_seconds": self.task_seconds,
+            "weight_devices": self.weight_devices,
+            "weight_regions": self.weight_regions,
+        }
+
+    def order_tasks(
+        self,
+        micro_batches: int | None = None,
+        *,
+        holds: Sequence[int] | None = None,
+        active: schedules.Active | None = None,
+        forward_only: bool = False,
+    ) -> Schedule:
+        """Return the order of tasks on every device, checked.
+
+        Args:
+            micro_batches: of a step with fewer or more samples than the global batch; None for the plan's.
+            holds: for each stage the number of micro-batches that fit; None for no limit.
+            active: (stage, micro-batch, replica) -> whether there is such a slice; None for all.
+            forward_only: for evaluation.
+
+        Raises:
+            ScheduleError: as `schedules.make_schedule`.
+        """
+        count = self.micro_batches if micro_batches is None else micro_batches
+        made = schedules.make_schedule(
+            self.schedule,
+            self.devices,
+            count,
+            holds=holds,
+            active=active,
+            forward_only=forward_only,
+            **self.schedule_options(),
+        )
+        schedules.validate(
+            made,
+            self.devices,
+            count,
+            holds=holds,
+            active=active,
+            forward_only=forward_only,
+            weight_devices=self.weight_devices,
+        )
+        return made
+
+    @functools.cached_property
+    def split_stages(self) -> frozenset[int]:
+        """The stages whose backward is split into Bx and Bw."""
+        return self.order_tasks(1).split
+
+    def device_labels(self) -> dict[int, str]:
+        """Device -> what it does: ``device 3: stages 1.r0, 2.r0``. In the order of stages."""
+        found: dict[int, list[str]] = {}
+        for stage, devices in enumerate(self.devices):
+            for replica, device in enumerate(devices):
+                found.setdefault(device, []).append(f"{stage}" + (f".r{replica}" if len(devices) > 1 else ""))
+        for stage, devices in enumerate(self.weight_devices or ()):
+            for replica, device in enumerate(devices):
+                if device != self.devices[stage][replica]:
+                    text = f"{stage}" + (f".r{replica}" if len(devices) > 1 else "") + " (Bw)"
+                    found.setdefault(device, []).append(text)
+        for stage, devices in enumerate(self.operator_devices or ()):
+            for device in devices[1:]:
+                found.setdefault(device, []).append(f"{stage} (operators)")
+        return {
+            device: f"device {device}: stage{'s' * (len(works) > 1)} {', '.join(works)}"
+            for device, works in found.items()
+        }
+
+    def validate_on(self, cluster: Cluster) -> None:
+        """Check that the cluster has every device of the plan.
+
+        Raises:
+            PlanError: naming the stage and the device that doesn't exist.
+        """
+        count = cluster.num_devices
+        for stage, devices in enumerate(self.devices):
+            weights = () if self.weight_devices is None else self.weight_devices[stage]
+            operators = () if self.operator_devices is None else self.operator_devices[stage]
+            for device in (*devices, *weights, *operators):
+                if device >= count:
+                    numbers = "(0)" if count == 1 else f"(0 to {count - 1})"
+                    raise PlanError(
+                        f"plan puts stage {stage} on device {device}, but the cluster has {count} "
+                        f"device{'s' if count > 1 else ''} {numbers}; choose one of these or use a larger cluster"
+                    )
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([self._header(), *lines, *([] if self.report is None else [str(self.report)])])
+
+    def _repr_html_(self) -> str:
+        """The plan in a notebook: its stages, and the order of tasks if they took F = Bx = Bw = 1."""
+        remarks = () if self.report is None else str(self.report).splitlines()
+        return notebook_html(self._header(), [Table("", self._rows())], [unit_timeline(self)], remarks)
+
+    def _header(self) -> str:
+        sizes = Counter(split_evenly(self.global_batch_size, self.micro_batches))
+        batches = " + ".join(f"{count} x {size}" for size, count in sizes.items())
+        return (
+            f"Plan: global batch {self.global_batch_size}, {self.micro_batches} "
+            f"micro-batch{'es' if self.micro_batches > 1 else ''} ({batches} samples), schedule {self.schedule}, "
+            f"recompute {self.recompute}, jit {'on' if self.jit_compile else 'off'}"
+            f"{'' if self.operator_devices is None else ', operators placed one by one'}"
+        )
+
+    def _rows(self) -> list[list[str]]:
+        """A row for each stage, below a header."""
+        sizes = Counter(split_evenly(self.global_batch_size, self.micro_batches))
+        titles = ["stage", "up to layer", "devices", "replicas", "slice sizes", "warm-up K"]
+        report = self.report
+        rows = [titles if report is None else [*titles, "layers", "share of time", "bubble", "memory"]]
+        for stage, (devices, warm_up) in enumerate(zip(self.devices, self.warm_up_counts(), strict=True)):
+            layer = self.cuts[stage] if stage < len(self.cuts) else "(last)"
+            slices = " | ".join(_runs(split_evenly(size, len(devices))) for size in sizes)
+            row = [str(stage), layer, _ranges(self.working_devices[stage]), str(len(devices)), slices, str(warm_up)]
+            if report is not None:
+                found = report.stages[stage]
+                memory = gib(found.memory_bytes)
+                if found.memory_limit is not None:
+                    memory += f" of {gib(found.memory_limit)}"
+                row[5] = str(found.warm_up)
+                row += [str(found.layers), f"{found.share:.1%}", f"{found.bubble:.1%}", memory]
+            rows.append(row)
+        return rows
+
+    def _normalise(self) -> None:
+        """Turn lists into tuples and number-like things into ints; refuse what is neither."""
+        object.__setattr__(self, "cuts", layer_names(self.cuts))
+        object.__setattr__(self, "devices", device_lists(self.devices))
+        for name in ("micro_batches", "global_batch_size", "bucket_bytes", "reverse_first_k", "carried_updates"):
+            object.__setattr__(self, name, integer(name, getattr(self, name)))
+        if self.warm_up is not None:
+            object.__setattr__(self, "warm_up", integers("warm_up", self.warm_up))
+        if self.report is not None and len(self.report.stages) != len(self.devices):
+            raise PlanError(f"the report is about {len(self.report.stages)} stages, the plan has {len(self.devices)}")
+        for name in ("jit_compile", "wait_free"):
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"{name} is {short(getattr(self, name))}; it must be True or False")
+        if self.task_seconds is not None:
+            object.__setattr__(self, "task_seconds", task_times(self.task_seconds))
+        if self.weight_devices is not None:
+            object.__setattr__(self, "weight_devices", device_lists(self.weight_devices, "weight_devices"))
+        if self.weight_regions is not None:
+            object.__setattr__(self, "weight_regions", integers("weight_regions", self.weight_regions))
+        if self.operator_devices is not None:
+            object.__setattr__(self, "operator_devices", device_lists(self.operator_devices, "operator_devices"))
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Numbers in short: ``0-7 9``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    texts = (f"{part[0]}-{part[-1]}" if len(part) > 2 else " ".join(map(str, part)) for part in parts)
+    return " ".join(texts)
+
+
+def _runs(sizes: tuple[int, ...]) -> str:
+    """Sizes in short: ``2+2+1``, of many replicas ``11x6 + 5x5``."""
+    if len(sizes) <= 4:
+        return "+".join(map(str, sizes))
+    return " + ".join(f"{count}x{size}" for size, count in Counter(sizes).items())

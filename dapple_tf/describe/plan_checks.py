@@ -1,0 +1,154 @@
+"""What a plan must keep to: checks that `Plan` runs when it is made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dapple_tf.data_files import short
+from dapple_tf.describe.plan_values import PlanError
+from dapple_tf.schedules import schedules
+
+if TYPE_CHECKING:
+    from dapple_tf.describe.plan import Plan
+
+RECOMPUTE_MODES = ("none", "boundary", "min_cut")
+"""What a backward recomputes: nothing; its stage's forward (GPipe's way); or what a min-cut finds cheapest."""
+
+_MOST_MICRO_BATCHES = 1_000_000
+"""More is a mistake; a step has a node for each."""
+
+
+def check_stages(plan: Plan) -> None:
+    """Check cuts, devices and what there is one of for each stage.
+
+    Raises:
+        PlanError: saying what is wrong, where, and what to change.
+    """
+    stages = len(plan.cuts) + 1
+    if len(plan.devices) != stages:
+        raise PlanError(
+            f"{len(plan.cuts)} cuts make {stages} stages, but devices has {len(plan.devices)} lists; give one list "
+            f"for each stage"
+        )
+    for cut, count in Counter(plan.cuts).items():
+        if count > 1:
+            positions = [stage for stage, name in enumerate(plan.cuts) if name == cut]
+            raise PlanError(
+                f"stages {positions[0]} and {positions[1]} are both cut after layer {cut!r}; name each layer once"
+            )
+    for stage, devices in enumerate(plan.devices):
+        if not devices:
+            raise PlanError(f"stage {stage} has no devices; give it at least one")
+        _check_devices(f"stage {stage}", devices)
+    if plan.task_seconds is not None and len(plan.task_seconds) != stages:
+        raise PlanError(f"task_seconds has {len(plan.task_seconds)} entries for {stages} stages; give one for each")
+    if not 0 <= plan.reverse_first_k <= stages:
+        raise PlanError(f"reverse_first_k is {plan.reverse_first_k}; with {stages} stages it must be 0 to {stages}")
+    if plan.carried_updates < 0:
+        raise PlanError(f"carried_updates is {plan.carried_updates}; it must be 0 or more")
+    if plan.weight_devices is not None:
+        _check_weight_devices(plan, plan.weight_devices)
+    if plan.operator_devices is not None:
+        _check_operator_devices(plan, plan.operator_devices)
+
+
+def _check_operator_devices(plan: Plan, operator_devices: Sequence[Sequence[int]]) -> None:
+    """Placing operators goes with stages of one replica, whose operators TensorFlow runs one by one."""
+    if len(operator_devices) != len(plan.devices):
+        raise PlanError(
+            f"operator_devices has {len(operator_devices)} lists for {len(plan.devices)} stages; give one for each"
+        )
+    users: dict[int, int] = {}
+    for stage, (own, devices) in enumerate(zip(plan.devices, operator_devices, strict=True)):
+        if len(own) != 1 or tuple(devices[:1]) != own:
+            raise PlanError(
+                f"stage {stage} has devices {list(own)} and operator_devices {list(devices)}; a stage whose "
+                f"operators are placed has one replica, on the first of operator_devices"
+            )
+        _check_devices(f"operator_devices of stage {stage}", devices)
+        for device in devices:
+            if users.setdefault(device, stage) != stage:
+                raise PlanError(
+                    f"stages {users[device]} and {stage} both place operators on device {device}; give each stage "
+                    f"devices of its own"
+                )
+    without = {"jit_compile": False, "weight_devices": None, "carried_updates": 0}
+    for name, value in without.items():
+        if getattr(plan, name) != value:
+            raise PlanError(
+                f"operators can't be placed one by one with {name}={getattr(plan, name)}; set {name}={value}, or "
+                f"leave operator_devices out"
+            )
+
+
+def _check_weight_devices(plan: Plan, weight_devices: Sequence[Sequence[int]]) -> None:
+    if list(map(len, weight_devices)) != list(plan.replicas):
+        raise PlanError(
+            f"weight_devices has {list(map(len, weight_devices))} devices for stages of {list(plan.replicas)} "
+            f"replicas; give one for each replica"
+        )
+    for stage, devices in enumerate(weight_devices):
+        _check_devices(f"weight_devices of stage {stage}", devices)
+
+
+def check_batches(plan: Plan) -> None:
+    """Check that each replica gets samples of each micro-batch.
+
+    Raises:
+        PlanError: it doesn't.
+    """
+    batch, count = plan.global_batch_size, plan.micro_batches
+    if count < 1:
+        raise PlanError(f"micro_batches is {count}; it must be at least 1")
+    if batch < count:
+        raise PlanError(
+            f"a global batch of {batch} samples can't be cut into {count} micro-batches; use a global batch of at "
+            f"least {count}" + (f" or at most {batch} micro-batches" if batch > 0 else "")
+        )
+    if count > _MOST_MICRO_BATCHES:
+        raise PlanError(f"micro_batches is {count}; it must be at most {_MOST_MICRO_BATCHES:,}")
+    smallest = batch // count
+    for stage, replicas in enumerate(plan.replicas):
+        if replicas > smallest:
+            of_batches = f"smallest of the {count} micro-batches" if count > 1 else "only micro-batch"
+            fewer = f"at most {batch // replicas} micro-batches, " if replicas <= batch else ""
+            raise PlanError(
+                f"stage {stage} has {replicas} replicas but the {of_batches} has {smallest} samples (global batch "
+                f"{batch}): use {fewer}at most {smallest} replicas, or a global batch of at least "
+                f"{replicas * count}"
+            )
+
+
+def check_options(plan: Plan) -> None:
+    """Check the schedule and the other choices.
+
+    Raises:
+        PlanError: one doesn't exist, or doesn't go with the stages.
+    """
+    known = (*schedules.POLICIES, *schedules.STREAM_POLICIES)
+    if plan.schedule not in known:
+        raise PlanError(f"unknown schedule {short(plan.schedule)}; use one of {', '.join(known)}")
+    if plan.recompute not in RECOMPUTE_MODES:
+        raise PlanError(f"unknown recompute {short(plan.recompute)}; use one of {', '.join(RECOMPUTE_MODES)}")
+    if plan.bucket_bytes < 1:
+        raise PlanError(f"bucket_bytes is {plan.bucket_bytes}; it must be at least 1")
+    for stage, count in enumerate(plan.warm_up or ()):
+        if count > plan.micro_batches:
+            raise PlanError(
+                f"warm_up of stage {stage} is {count}, but there are {plan.micro_batches} micro-batches; lower it "
+                f"to at most {plan.micro_batches}"
+            )
+    try:
+        schedules.check_schedule(plan.schedule, plan.devices, plan.micro_batches, **plan.schedule_options())
+    except schedules.ScheduleError as error:
+        raise PlanError(str(error)) from error
+
+
+def _check_devices(where: str, devices: Sequence[int]) -> None:
+    for device, count in Counter(devices).items():
+        if device < 0:
+            raise PlanError(f"{where} has device {device}; device numbers start at 0")
+        if count > 1:
+            raise PlanError(f"device {device} stands twice, in {where}; a device runs one replica of a stage")

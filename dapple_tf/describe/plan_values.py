@@ -1,0 +1,89 @@
+"""What people write into plans, as tuples and numbers: lists of names, of devices and of times."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from dapple_tf.data_files import short
+from dapple_tf.describe.plan_report import LARGEST
+
+
+class PlanError(ValueError):
+    """A plan contradicts itself or the cluster it is for."""
+
+
+def _entries(what: str, values: object, example: str) -> tuple[Any, ...]:
+    """Return a list-like value as a tuple; a string or a mapping isn't list-like."""
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        raise PlanError(f"{what} is {short(values)}; give a list, such as {example}")
+    return tuple(values)
+
+
+def layer_names(cuts: object) -> tuple[str, ...]:
+    """Return cuts as a tuple of names.
+
+    Raises:
+        PlanError: they aren't a list of names.
+    """
+    names = _entries("cuts", cuts, "['block_3']")
+    for stage, name in enumerate(names):
+        if not isinstance(name, str) or not name:
+            raise PlanError(
+                f"cuts: entry {stage} is {short(name)}; it must be the name of the last layer of stage {stage}"
+            )
+    return names
+
+
+def device_lists(devices: object, what: str = "devices") -> tuple[tuple[int, ...], ...]:
+    """Return a list of lists of device numbers as tuples; ``what`` they are stands in errors.
+
+    Raises:
+        PlanError: it isn't one.
+    """
+    stages = _entries(what, devices, "[[0, 1], [2]] with a list for each stage")
+    return tuple(integers(f"{what} of stage {stage}", values) for stage, values in enumerate(stages))
+
+
+def task_times(seconds: object) -> tuple[tuple[float, float, float], ...]:
+    """Return the times of F, Bx and Bw of each stage as tuples.
+
+    Raises:
+        PlanError: they aren't three numbers from 0 on for each.
+    """
+    found = []
+    for stage, times in enumerate(_entries("task_seconds", seconds, "[[1, 1, 1]] with F, Bx and Bw of each stage")):
+        entries = _entries(f"task_seconds of stage {stage}", times, "[1, 1, 1]")
+        numbers = [x for x in entries if isinstance(x, int | float | np.number) and not isinstance(x, bool)]
+        if len(entries) != 3 or len(numbers) != 3 or not all(0 <= x < LARGEST for x in numbers):
+            raise PlanError(
+                f"task_seconds of stage {stage} is {short(times)}; give the times of F, Bx and Bw, such as [1, 1, 1]"
+            )
+        found.append((float(numbers[0]), float(numbers[1]), float(numbers[2])))
+    return tuple(found)
+
+
+def integers(what: str, values: object) -> tuple[int, ...]:
+    """Return a list of whole numbers as a tuple; ``what`` they are stands in errors.
+
+    Raises:
+        PlanError: it isn't one.
+    """
+    return tuple(integer(what, value) for value in _entries(what, values, "[0, 1]"))
+
+
+def integer(what: str, value: Any) -> int:
+    """A whole number of Python's or NumPy's as an int.
+
+    Raises:
+        PlanError: it isn't one, or is beyond 64 bits.
+    """
+    try:
+        if not isinstance(value, bool) and abs(number := operator.index(value)) < LARGEST:
+            return number
+    except TypeError:
+        pass
+    raise PlanError(f"{what}: {short(value)} isn't a whole number")

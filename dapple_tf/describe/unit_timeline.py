@@ -1,0 +1,121 @@
+"""A schedule over time where nothing is known but how long tasks take: no links, no reductions, no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dapple_tf.schedules.schedule_request import ScheduleError
+from dapple_tf.view.timeline import Span, Timeline
+from graph_passes.ir.batching import intervals, slice_intervals, split_evenly
+from graph_passes.ir.tasks import Phase, Schedule, Task
+
+if TYPE_CHECKING:
+    from dapple_tf.describe.plan import Plan
+
+_BACKWARDS = (Phase.BACKWARD, Phase.INPUT_GRAD)
+
+
+def unit_timeline(plan: Plan, schedule: Schedule | None = None) -> Timeline:
+    """A plan's step if tasks took ``plan.task_seconds``, or F = Bx = Bw = 1 and B = 2 without, and nothing else any.
+
+    Args:
+        plan: the plan.
+        schedule: this one instead of the plan's; a legal one of the plan's micro-batches or fewer.
+
+    Returns:
+        A timeline with the name ``planned``, without memory; its unit is ``F`` where the plan has no times.
+
+    Raises:
+        ScheduleError: the schedule deadlocks.
+    """
+    schedule = plan.order_tasks() if schedule is None else schedule
+    spans = _Order(plan, schedule).spans()
+    count = max((task.micro_batch + 1 for task in schedule.tasks), default=1)
+    return Timeline(
+        "planned",
+        max((span.end for span in spans), default=0.0),
+        spans,
+        plan.device_labels(),
+        samples=sum(split_evenly(plan.global_batch_size, plan.micro_batches)[:count]),
+        unit="F" if plan.task_seconds is None else "s",
+    )
+
+
+class _Order:
+    """When the tasks of a schedule start, each as soon as it can."""
+
+    def __init__(self, plan: Plan, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._seconds: Sequence[Sequence[float]] = plan.task_seconds or [(1.0, 1.0, 1.0)] * plan.num_stages
+        micro_batches = intervals(split_evenly(plan.global_batch_size, plan.micro_batches))
+        self._slices = [[slice_intervals(part, count) for part in micro_batches] for count in plan.replicas]
+        self._tasks = frozenset(schedule.tasks)
+        self._spans: dict[Task, Span] = {}
+
+    def spans(self) -> tuple[Span, ...]:
+        """What every task took, by start, each with the position of what it waited for last."""
+        queues = {device: list(reversed(tasks)) for device, tasks in self._schedule.orders.items()}
+        last: dict[int, Task] = {}
+        causes: dict[Task, Task] = {}
+        moved = True
+        while moved:
+            moved = False
+            for device, tasks in queues.items():
+                while tasks and (before := self._ready(tasks[-1])) is not None:
+                    task = tasks.pop()
+                    if device in last:
+                        before.append(last[device])
+                    start = max((self._spans[other].end for other in before), default=0.0)
+                    if before:
+                        causes[task] = max(before, key=lambda other: self._spans[other].end)
+                    end = start + self._length(task)
+                    self._spans[task] = Span(
+                        task.phase.value, start, end, device, task.stage, task.micro_batch, task.replica
+                    )
+                    last[device] = task
+                    moved = True
+        if any(queues.values()):
+            stuck = next(tasks[-1] for tasks in queues.values() if tasks)
+            raise ScheduleError(f"the schedule deadlocks: {stuck} never has what it waits for")
+        ordered = sorted(self._spans, key=lambda task: (self._spans[task].start, self._spans[task].device or 0))
+        places = {task: position for position, task in enumerate(ordered)}
+        return tuple(
+            self._spans[task]._replace(cause=places[causes[task]] if task in causes else None) for task in ordered
+        )
+
+    def _ready(self, task: Task) -> list[Task] | None:
+        """What a task waits for besides its device, if all of that is over."""
+        before = [other for other in self._inputs(task) if other in self._tasks]
+        if task in self._schedule.after:
+            before.append(self._schedule.after[task])
+        return before if all(other in self._spans for other in before) else None
+
+    def _inputs(self, task: Task) -> list[Task]:
+        """The tasks whose results a task reads, some of which the schedule may not have."""
+        stage, number, replica = task.stage, task.micro_batch, task.replica
+        if task.phase is Phase.WEIGHT_GRAD:
+            return [Task(stage, Phase.INPUT_GRAD, number, replica)]
+        if task.phase is Phase.FORWARD:
+            return [Task(stage - 1, Phase.FORWARD, number, other) for other in self._beside(task, stage - 1)]
+        found = [Task(stage, Phase.FORWARD, number, replica)]
+        for other in self._beside(task, stage + 1):
+            found += [Task(stage + 1, phase, number, other) for phase in _BACKWARDS]
+        return found
+
+    def _beside(self, task: Task, stage: int) -> list[int]:
+        """The replicas of another stage that have samples of a task's slice."""
+        if not 0 <= stage < len(self._slices):
+            return []
+        own = self._slices[task.stage][task.micro_batch][task.replica]
+        others = self._slices[stage][task.micro_batch]
+        return [replica for replica, other in enumerate(others) if own.overlap(other).size]
+
+    def _length(self, task: Task) -> float:
+        forward, input_grad, weight_grad = self._seconds[task.stage]
+        return {
+            Phase.FORWARD: forward,
+            Phase.BACKWARD: input_grad + weight_grad,
+            Phase.INPUT_GRAD: input_grad,
+            Phase.WEIGHT_GRAD: weight_grad,
+        }[task.phase]

@@ -1,0 +1,61 @@
+"""How many micro-batches' residuals the devices' memory holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan
+from dapple_tf.errors import DappleError
+from graph_passes.ir.program import Layout, Program, Stage
+
+
+def residuals_held(
+    plan: Plan, cluster: Cluster, program: Program, layout: Layout, stored_bytes: Callable[[str], int]
+) -> tuple[int, ...] | None:
+    """D of each stage: how many micro-batches' residuals its devices' memory holds; None without a limit on stages.
+
+    A device that runs several stages holds as many micro-batches in each; one that computes weight gradients of
+    another's stage, what Bx hands to it.
+
+    Args:
+        plan: the plan.
+        cluster: the devices.
+        program: with stage functions.
+        layout: how the batch is cut.
+        stored_bytes: bytes of variables, optimizer slots and gradients on a device, by its name.
+
+    Raises:
+        DappleError: not even one micro-batch fits.
+    """
+    if plan.operator_devices is not None:
+        return None  # A stage's memory is that of several devices, within which its operators are placed.
+    homes = plan.weight_devices or plan.devices
+    limits = {d: cluster.devices[d].memory_bytes for devices in (*plan.devices, *homes) for d in devices}
+    known = {device: limit for device, limit in limits.items() if limit is not None}
+    if not known:
+        return None
+    found = [len(layout.micro_batch_intervals)] * plan.num_stages
+    for device, limit in known.items():
+        places = enumerate(zip(plan.devices, homes, strict=True))
+        stages = [index for index, (own, weights) in places if device in (*own, *weights)]
+        fixed = stored_bytes(cluster.device_names[device])
+        residual = max(1, sum(_slice_bytes(program.stages[stage], layout) for stage in stages))
+        count = (limit - fixed) // residual
+        if count < 1:
+            shown = f"stage {stages[0]} needs" if len(stages) == 1 else f"stages {stages} together need"
+            raise DappleError(
+                f"{shown} {fixed + residual:,} bytes for variables, gradients and the residuals of one "
+                f"micro-batch, but device {device} has {limit:,}: use more stages, more replicas, smaller "
+                f"micro-batches or recompute='boundary'"
+            )
+        for stage in stages:
+            found[stage] = min(found[stage], count)
+    return tuple(found)
+
+
+def _slice_bytes(stage: Stage, layout: Layout) -> int:
+    """Bytes that a stage keeps of a slice until its last backward task."""
+    samples = max(interval.size for interval in layout.slices(stage.index, 0))
+    kept = stage.residual_bytes * samples + stage.fixed_residual_bytes
+    return max(kept, stage.delayed_bytes * samples + stage.fixed_delayed_bytes)

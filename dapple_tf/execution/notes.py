@@ -1,0 +1,247 @@
+"""Notes: where training by slices of a batch doesn't give what plain Keras gives on the whole batch, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+from collections.abc import Mapping, Sequence
+
+from graph_passes.analysis.slice_shapes import SAMPLES
+from graph_passes.ir.graph import FLOAT_DTYPES, LAYER_ATTR, Graph
+from graph_passes.ir.program import Program, VariableKind
+from graph_passes.ir.spreads import Coupling
+from graph_passes.ir.tensorflow_bridge import output_dtypes
+
+logger = logging.getLogger(__name__)
+
+
+class NoteKind(enum.Enum):
+    """What is different; the value says it in a word or two."""
+
+    COUPLED = "samples together"
+    """Samples are compared, normalised or sorted with the others of their slice, not with those of the batch."""
+    PAIRS = "samples in pairs"
+    """An output has the samples along two axes: each is compared with the others of its slice."""
+    BATCH_SIZE = "batch size"
+    """Something depends on the number of samples of the slice in a way that doesn't add up over slices."""
+    PLACE = "place in the batch"
+    """Something depends on a sample's place in the slice."""
+    LOSS = "loss"
+    """A term of the loss is neither a mean nor a sum over samples."""
+    STATE = "state"
+    """State that the forward pass updates isn't what the whole batch would make of it."""
+    METRIC = "metric"
+    """A metric isn't a sum over samples."""
+    UNKNOWN = "unknown"
+    """It can't be told what something does with samples."""
+    RANDOM = "random draws"
+    """Random numbers are drawn for each slice: others, of the same distribution."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """One reason why a pipelined model differs from plain Keras under its plan.
+
+    Attributes:
+        kind: see `NoteKind`.
+        layer: path of the layer (``encoder/block_1``); of a loss, a metric or state its own name.
+        text: what is different.
+        way_out: what to do about it.
+        alone: whether nothing differs for it but metrics, or state that no loss is computed from.
+    """
+
+    kind: NoteKind
+    layer: str
+    text: str
+    way_out: str
+    alone: bool = False
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"{self.layer}: {self.text}; {self.way_out}"
+
+    @property
+    def expected(self) -> bool:
+        """Whether results are as good as plain Keras', though not the same: other random numbers, say."""
+        return self.kind is NoteKind.RANDOM
+
+
+_TOLD = {
+    Coupling.TOGETHER: (
+        NoteKind.COUPLED,
+        "computes across the samples of each slice, not of the whole batch",
+        "plan one slice for its stage (one micro-batch, one replica), or use what treats each sample by itself",
+    ),
+    Coupling.MICRO_BATCH: (
+        NoteKind.COUPLED,
+        "computes across the samples of each micro-batch, not of the whole batch",
+        "plan one micro-batch",
+    ),
+    Coupling.PAIRS: (
+        NoteKind.PAIRS,
+        "compares each sample with the others of its slice, not of the whole batch: its output has a row and a column "
+        "for each sample of the slice, which labels by their place in the batch don't fit",
+        "plan one slice for its stage (one micro-batch, one replica)",
+    ),
+    Coupling.BATCH_SIZE: (
+        NoteKind.BATCH_SIZE,
+        "depends on the number of samples of a slice",
+        "take means or sums over samples, or divide by a constant",
+    ),
+    Coupling.PLACE: (
+        NoteKind.PLACE,
+        "depends on the place of a sample in its slice, not in the whole batch",
+        "feed the place as an input, or plan one slice for its stage (one micro-batch, one replica)",
+    ),
+    Coupling.NOT_LINEAR: (
+        NoteKind.LOSS,
+        "is neither a sum nor a mean over samples: slices' values are averaged",
+        "write it as a sum or a mean of values of samples, or plan one slice (one micro-batch, one replica)",
+    ),
+    Coupling.STATE: (
+        NoteKind.STATE,
+        "updates state to something else than a sum or a mean over samples: floating-point state becomes the mean of "
+        "what slices make of it, other state what the first slice makes of it",
+        "add up or average floating-point numbers, or plan one slice for its stage (one micro-batch, one replica)",
+    ),
+    Coupling.METRIC: (
+        NoteKind.METRIC,
+        "isn't a sum over samples: it sees slices as if they were batches",
+        "make its state a sum over samples, or plan one slice (one micro-batch, one replica)",
+    ),
+    Coupling.DRAWS: (
+        NoteKind.RANDOM,
+        "draws other random numbers for each slice",
+        "a stage of one slice (one micro-batch, one replica) draws Keras' own",
+    ),
+    Coupling.UNKNOWN: (
+        NoteKind.UNKNOWN,
+        "what it does with samples can't be told: shapes contradict each other for slices of "
+        + ", ".join(str(samples) for pair in SAMPLES for samples in pair)
+        + " samples",
+        "compare a step with plain Keras by verify(x, y)",
+    ),
+}
+_MIXING = (Coupling.TOGETHER, Coupling.MICRO_BATCH, Coupling.PLACE)
+"""Couplings that others in the same layer follow from."""
+
+
+def notes_of(program: Program, slices: Sequence[int], micro_batches: int = 1) -> tuple[Note, ...]:
+    """What there is to note of a captured training step.
+
+    Args:
+        program: after ``assign_stages``, with its flat graph.
+        slices: for each stage the number of slices of a batch; with one, it computes what plain Keras does.
+        micro_batches: of a batch.
+    """
+    flat = Graph(program.flat or program.graph)
+    sliced = {name for name in flat.nodes if slices[program.node_stage.get(name, len(slices) - 1)] > 1}
+    notes: dict[tuple[NoteKind, str], Note] = {}
+    told = [
+        (name, coupling)
+        for name, coupling in program.couplings
+        if name in sliced or (coupling is Coupling.UNKNOWN and max(slices) > 1)
+    ]
+    if micro_batches == 1:
+        told = [(name, coupling) for name, coupling in told if coupling is not Coupling.MICRO_BATCH]
+    causes: dict[str, list[Coupling]] = {}
+    for name, coupling in told:
+        causes.setdefault(_place(program, flat, name), []).append(coupling)
+    reaching = _reaching(program, flat)
+    widely = {_place(program, flat, name) for name, coupling in told if name in reaching}
+    for place, couplings in causes.items():
+        mixing = next((coupling for coupling in couplings if coupling in _MIXING), None)
+        mixing = Coupling.PAIRS if Coupling.PAIRS in couplings else mixing
+        for coupling in [mixing] if mixing is not None else dict.fromkeys(couplings):
+            kind, text, way_out = _TOLD[coupling]
+            notes.setdefault((kind, place), Note(kind, place, text, way_out, place not in widely))
+    kind, text, way_out = _TOLD[Coupling.DRAWS]
+    for layer in _drawing(program, flat, sliced):
+        notes.setdefault((kind, layer), Note(kind, layer, text, way_out))
+    return tuple(notes.values())
+
+
+def _reaching(program: Program, flat: Graph) -> set[str]:
+    """The nodes that the loss is computed from, in this step or by state in the next one."""
+    roles = program.roles
+    found = set[str]() if roles.loss is None else flat.ancestors([roles.loss], control=False)
+    kept = [(v.value.node, v.update) for v in roles.variables if v.kind is VariableKind.STATE and v.value and v.update]
+    while states := [update for value, update in kept if value in found and update.node not in found]:
+        found |= flat.ancestors(states, control=False)
+    return found
+
+
+def pairs(program: Program, slices: Sequence[int]) -> str:
+    """Why slices can't stand for a batch of which an output compares each sample with all others; empty if none does.
+
+    Args:
+        program: a captured program, before ``assign_stages`` or after.
+        slices: for each stage the number of slices of a batch.
+    """
+    flat = Graph(program.flat or program.graph)
+    for name, coupling in program.couplings:
+        if coupling is Coupling.PAIRS and slices[program.node_stage.get(name, len(slices) - 1)] > 1:
+            _, text, way_out = _TOLD[coupling]
+            return f"layer {_place(program, flat, name)!r} {text}; {way_out}"
+    return ""
+
+
+def _place(program: Program, flat: Graph, name: str) -> str:
+    """The layer of a node, or the name of the metric that it is the new value of, or the loss."""
+    metrics = (v for v in program.roles.variables if v.kind is VariableKind.METRIC and v.update is not None)
+    metric = next((v for v in metrics if v.update is not None and v.update.node == name), None)
+    if metric is not None:
+        return metric.name.removeprefix("metric/").rpartition("/")[0] or metric.name
+    node = flat.nodes[name]
+    return node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else "loss"
+
+
+def _drawing(program: Program, flat: Graph, sliced: set[str]) -> list[str]:
+    """Paths of the layers that draw: where the slice's number first becomes a floating-point number."""
+    shifted = {program.roles.slice.number.node}
+    layers: dict[str, None] = {}
+    for node in flat:
+        if not any(ref.node in shifted for ref in flat.inputs(node.name)):
+            continue
+        if FLOAT_DTYPES.intersection(output_dtypes(node)):
+            if node.name in sliced:
+                layers[_place(program, flat, node.name)] = None
+        else:
+            shifted.add(node.name)
+    return list(layers)
+
+
+def summary(notes: Sequence[Note], model: str) -> str:
+    """A few lines, one for each kind of note."""
+    kinds: Mapping[NoteKind, list[Note]] = {kind: [note for note in notes if note.kind is kind] for kind in NoteKind}
+    lines = [f"model {model!r} under this plan differs from plain Keras (pipelined.notes tells it layer by layer):"]
+    for own in filter(None, kinds.values()):
+        layers = ", ".join(dict.fromkeys(note.layer for note in own[:3])) + (", ..." if len(own) > 3 else "")
+        lines.append(f"  {layers}: {own[0].text}; {own[0].way_out}")
+    return "\n".join(lines)
+
+
+class NoteLog:
+    """What has been noted of a model's training under its plan; the log tells each note once.
+
+    Attributes:
+        latest: the notes of the training step that was looked at last; None if none was.
+        quiet: whether nothing is logged, for steps that only measure or compare.
+    """
+
+    def __init__(self, model: str) -> None:
+        """Args: model: its name."""
+        self._model = model
+        self.latest: tuple[Note, ...] | None = None
+        self.quiet = False
+        self._told: set[tuple[NoteKind, str]] = set()
+
+    def take(self, notes: tuple[Note, ...]) -> None:
+        """Takes down the notes of a training step, and logs those that are new."""
+        new = [note for note in notes if (note.kind, note.layer) not in self._told]
+        self.latest = notes
+        if new and not self.quiet:
+            self._told |= {(note.kind, note.layer) for note in new}
+            level = logging.INFO if all(note.expected for note in new) else logging.WARNING
+            logger.log(level, "%s", summary(new, self._model))

@@ -1,0 +1,47 @@
+"""Training steps that are measured: their values don't become the model's."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import keras
+
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.faults import FaultPolicy
+from dapple_tf.describe.plan import Plan
+from dapple_tf.execution.runtime import Runtime
+from dapple_tf.frontend.batch import Batches
+
+
+class StepsApart:
+    """A model's training steps by a plan, which train values of their own; the model keeps its."""
+
+    def __init__(self, model: keras.Model, cluster: Cluster, plan: Plan) -> None:
+        """Takes the devices.
+
+        Args:
+            model: the model, built and compiled.
+            cluster: real devices.
+            plan: a plan for them.
+        """
+        self._model = model
+        self._runtime = Runtime(model, cluster, plan, None, FaultPolicy(), quiet=True)
+        self._runtime.set_apart()
+
+    def seconds(self, x: Any, y: Any = None, sample_weight: Any = None) -> float:
+        """Runs a step on a batch; seconds from feeding the devices to their results.
+
+        Args:
+            x: one batch of inputs, as for ``train_on_batch``.
+            y: its labels.
+            sample_weight: its weights.
+        """
+        batch = next(Batches(self._model, [(x, y, sample_weight)]))
+        started = time.perf_counter()
+        self._runtime.train(batch)
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """Frees the devices."""
+        self._runtime.close(sync=False)

@@ -1,0 +1,403 @@
+"""The TensorFlow graph of an emulated step: the schedule's tasks as waits, with the edges that a real step has."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf.measuring.emulated_waits import Array, Port, StepClock, Wait
+from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.simulated_reductions import Reductions, Unit, gradient_ends, last_gradients
+from dapple_tf.simulation.simulated_step import device_orders
+from dapple_tf.simulation.simulation import Simulation
+from dapple_tf.view.timeline import Span
+from graph_passes.ir.batching import Interval, slice_intervals
+from graph_passes.ir.tasks import Phase, Schedule, Task
+
+_GRADIENTS = (Phase.BACKWARD, Phase.WEIGHT_GRAD)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A node of the graph, and the wait that it is."""
+
+    tensor: tf.Tensor
+    wait: Wait
+
+
+class _Update(NamedTuple):
+    """The update of a stage on one of its devices."""
+
+    stage: int
+    device: int
+    replica: int
+
+
+class EmulatedStep:
+    """The graph of one step.
+
+    Attributes:
+        graph: the graph.
+        end: the operation that is over when the step is.
+        spans: what each span is; its times aren't known yet.
+        orders: device -> its tasks in order.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        schedule: Schedule,
+        clock: StepClock,
+        simulated: Simulation,
+        reduction_order: Sequence[int] | None = None,
+        next_forward: bool = False,
+    ) -> None:
+        """Builds the graph.
+
+        Args:
+            costs: how long everything takes.
+            schedule: the order of tasks.
+            clock: what the nodes call.
+            simulated: tells between which tasks a device makes its updates.
+            reduction_order: as for :func:`dapple_tf.simulate`.
+            next_forward: likewise.
+        """
+        self.costs, self.schedule, self.clock = costs, schedule, clock
+        self.reductions = Reductions(costs, schedule, reduction_order)
+        self.orders, self.next = device_orders(schedule, next_forward)
+        self.spans: list[Span] = []
+        used = sorted(costs.devices)
+        self.number = {device: number for number, device in enumerate(used)}
+        self.server = [device.server for device in costs.cluster.devices]
+        self.last_gradients = last_gradients(schedule)
+        ends = gradient_ends(schedule, wait_free=costs.plan.wait_free)
+        self.ready = {(schedule.device_of(end), stage): end for end, stages in ends.items() for stage in stages}
+        self.made: dict[Task, _Made] = {}
+        self.previous: dict[int, _Made] = {}  # what each device did last
+        self.segments: dict[Task, dict[float, _Made]] = {}
+        self.reduced: dict[tuple[int, int], list[_Made]] = {}  # (stage, device) -> its reductions
+        self.turns: dict[int, _Made] = {}  # the last reduction of each device
+        self.updated: dict[tuple[int, int], _Made] = {}  # (stage, device) -> its update
+        self.ends: list[_Made] = []
+        self.graph = tf.Graph()
+        with self.graph.as_default():
+            with self._on(used[0]):
+                self.begin = tf.numpy_function(clock.begin, [], tf.float64, name="begin").op
+            self._add_all(simulated)
+            self.end = self._add_end(used[0])
+
+    def _add_all(self, simulated: Simulation) -> None:
+        """Adds tasks, reductions and updates, each after what it needs; the simulator has shown that this can be."""
+        phases = {phase.value: phase for phase in Phase}
+        work: dict[int, list[Task | _Update]] = {}
+        for device, spans in simulated.timeline.items():
+            work[device] = [
+                Task(span.stage, phases[span.kind], span.micro_batch, span.replica)
+                if span.micro_batch is not None
+                else _Update(span.stage, device, span.replica)
+                for span in spans
+            ]
+        needs = {item: self._needs(item) for items in work.values() for item in items if isinstance(item, Task)}
+        positions = dict.fromkeys(work, 0)
+        units, reduced = self.reductions.units, 0
+        moved = True
+        while moved:
+            moved = False
+            while reduced < len(units) and self._completers(units[reduced]) <= self.made.keys():
+                self._add_reduction(reduced, units[reduced])
+                reduced, moved = reduced + 1, True
+            for device, items in work.items():
+                while positions[device] < len(items):
+                    item = items[positions[device]]
+                    last = max(self.reductions.of_stage[item.stage], default=-1)
+                    if (isinstance(item, _Update) or item in self.next) and last >= reduced:
+                        break
+                    if isinstance(item, _Update):
+                        self._add_update(item)
+                    elif needs[item] <= self.made.keys():
+                        self._add_task(item)
+                    else:
+                        break
+                    positions[device] += 1
+                    moved = True
+
+    # ---- tasks
+
+    def _slice(self, task: Task) -> Interval:
+        """The samples of the global batch that are the task's."""
+        replicas = self.costs.plan.replicas[task.stage]
+        return slice_intervals(self.costs.micro_batches[task.micro_batch], replicas)[task.replica]
+
+    def _sources(self, task: Task) -> Iterable[list[tuple[Task, Interval, float]]]:
+        """What a task gets from each other stage: (sender, samples, bytes) in the order of samples."""
+        costs, backward = self.costs, task.phase is not Phase.FORWARD
+        wanted = self._slice(task)
+        for producer, consumer in costs.routes:
+            if task.phase is Phase.WEIGHT_GRAD or task.stage != (producer if backward else consumer):
+                continue
+            other = consumer if backward else producer
+            phase = Phase.FORWARD
+            if backward:
+                phase = Phase.INPUT_GRAD if other in self.schedule.split else Phase.BACKWARD
+            found = []
+            for piece in costs.pieces(producer, consumer, task.micro_batch, backward=backward):
+                if piece.receiver == task.replica:
+                    sender = Task(other, phase, task.micro_batch, piece.sender)
+                    found.append((sender, self._slice(sender).overlap(wanted), piece.bytes))
+            if found:
+                yield found
+
+    def _own(self, task: Task) -> Task | None:
+        """The task of the same stage and slice whose results it reads."""
+        if task.phase is Phase.FORWARD:
+            return None
+        phase = Phase.INPUT_GRAD if task.phase is Phase.WEIGHT_GRAD else Phase.FORWARD
+        return Task(task.stage, phase, task.micro_batch, task.replica)
+
+    def _needs(self, task: Task) -> set[Task]:
+        """The tasks of this step that it waits for, besides the one before on its device."""
+        found = {sender for pieces in self._sources(task) for sender, _, _ in pieces}
+        found |= {other for other in (self._own(task), self.schedule.after.get(task)) if other is not None}
+        return found if task in self.next else found - self.next
+
+    def _add_task(self, task: Task) -> None:
+        device = self.schedule.device_of(task)
+        own = self._slice(task)
+        with self._on(device):
+            tensors: list[tf.Tensor] = []
+            after: list[Wait] = []
+            kept = self._own(task)
+            if kept is None or kept not in self.made:  # the last step's forwards are over
+                tensors.append(tf.constant(_samples(own), tf.float64))
+            else:
+                arrived = self._transfer(kept, task, own, self.costs.delayed_bytes(task.stage, own.size))
+                tensors.append(arrived.tensor)
+                after.append(arrived.wait)
+            for pieces in self._sources(task):
+                if any(sender not in self.made for sender, _, _ in pieces):
+                    continue
+                come = [self._transfer(sender, task, interval, size) for sender, interval, size in pieces]
+                tensors.append(_joined([made.tensor for made in come]))
+                after += [made.wait for made in come]
+            before_it = [self.made[other]] if (other := self.schedule.after.get(task)) in self.made else []
+            if task in self.next:
+                before_it += self._update_of(task)
+            after += [made.wait for made in before_it]
+            control = [made.tensor.op for made in before_it]
+            server = self.server[device]
+            span = self._span(task.phase.value, device, task.stage, task.micro_batch, task.replica)
+            seconds, before = self.costs.seconds(task, device), 0.0
+            made = None
+            for part in self._parts(task, device):  # the last backward is cut where a bucket is ready
+                if made is not None:
+                    tensors, after, control = [made.tensor], [made.wait], []
+                wait = Wait(
+                    f"{task}" if part == 1 else f"{task}/{part:.3f}",
+                    span,
+                    (part - before) * seconds * self.clock.scale,
+                    after=tuple(after),
+                    server=server if server in self.clock.cores else None,
+                    expected=(_samples(own),) * len(tensors),
+                )
+                made = self._add(wait, tensors, device, control)
+                self.segments.setdefault(task, {})[part] = made
+                before = part
+            assert made is not None
+            self.made[task] = made
+
+    def _parts(self, task: Task, device: int) -> list[float]:
+        """The parts of a task's time after which buckets are ready; on shared cores a backward isn't cut."""
+        parts = {1.0}
+        if self.last_gradients.get((device, task.stage)) == task and self.server[device] not in self.clock.cores:
+            parts |= {self.reductions.units[unit].part for unit in self.reductions.of_stage[task.stage]}
+        return sorted(parts)
+
+    def _update_of(self, task: Task) -> list[_Made]:
+        """The update that a forward of the next step waits for, or the reductions or gradients where it is nothing."""
+        found = []
+        for (device, stage), last in self.last_gradients.items():
+            if (stage, last.replica) == (task.stage, task.replica):
+                update = self.updated.get((stage, device))
+                found += [update] if update else [*self.reduced.get((stage, device), ()), self.made[last]]
+        return found
+
+    def _transfer(self, sender: Task, receiver: Task, interval: Interval, size: float) -> _Made:
+        """One piece of what a task made, on the device of another task."""
+        source, target = self.schedule.device_of(sender), self.schedule.device_of(receiver)
+        made = self.made[sender]
+        own = self._slice(sender)
+        with tf.device(None), self._on(source):
+            tensor = made.tensor
+            if interval != own:
+                sizes = [interval.start - own.start, interval.size, own.stop - interval.stop]
+                tensor = tf.split(tensor, sizes, name=f"split/{sender}")[1]
+            if source == target:
+                return _Made(tensor, made.wait)
+            link = self.costs.cluster.link(source, target)
+            a, b = self.server[source], self.server[target]
+            wait = Wait(
+                f"send/{sender}/{receiver}",
+                self._span("send", source, sender.stage, sender.micro_batch, sender.replica, target, size),
+                size / link.bandwidth * self.clock.scale,
+                link.latency * self.clock.scale,
+                (made.wait,),
+                (("out", source), ("in", target)) if a == b else (("card out", a), ("card in", b)),
+                (0, sender.replica, abs(receiver.stage - sender.stage) or self.costs.plan.num_stages, receiver.replica),
+                expected=(_samples(interval),),
+            )
+            return self._node(wait, [tensor], ())
+
+    # ---- reductions and updates
+
+    def _members(self, unit: Unit) -> Mapping[int, list[int]]:
+        """Device -> the stages whose gradients it has of a reduction."""
+        reduction = self.costs.reductions[unit.number]
+        return {
+            device: [stage for stage in reduction.stages if (device, stage) in self.last_gradients]
+            for device in reduction.devices
+        }
+
+    def _completers(self, unit: Unit) -> set[Task]:
+        """The tasks after which a unit can be reduced."""
+        return {self.ready[device, stage] for device, stages in self._members(unit).items() for stage in stages}
+
+    def _add_reduction(self, position: int, unit: Unit) -> None:
+        costs, reduction = self.costs, self.costs.reductions[unit.number]
+        members = self._members(unit)
+        servers = {self.server[device] for device in reduction.devices}
+        ports: list[Port]
+        if len(servers) > 1:
+            ports = [(kind, server) for server in sorted(servers) for kind in ("card out", "card in")]
+        else:
+            ports = [(kind, device) for device in reduction.devices for kind in ("out", "in")]
+        total = np.array([len(reduction.stages) * sum(range(costs.plan.global_batch_size))], np.float64)
+        span = self._span("all_reduce", None, reduction.stages[0], None, size=unit.bytes, reduction=unit.number)
+        after: dict[Wait, None] = {}
+        vectors = {}
+        for device, stages in members.items():
+            parts = []
+            for stage in stages:
+                vector, waits = self._gradient(stage, device, unit.part)
+                parts.append(vector)
+                after |= dict.fromkeys(waits)
+            with self._on(device):
+                vectors[device] = parts[0] if len(parts) == 1 else tf.add_n(parts)
+            if device in self.turns:
+                after[self.turns[device].wait] = None
+        for device in members:
+            control = [self.turns[device].tensor.op] if device in self.turns else []
+            control += [self.made[self.ready[device, stage]].tensor.op for stage in members[device] if unit.part == 1]
+            with self._on(device), tf.control_dependencies(control):
+                reduced = _all_reduce(vectors[device], len(members), unit.number + 1, position + 1)
+            wait = Wait(
+                f"all_reduce{unit.number}/{position}/{device}",
+                span,
+                costs.reduction_seconds(reduction, unit.bytes) * self.clock.scale,
+                after=tuple(after),
+                ports=tuple(ports),
+                turn=(1, position),
+                expected=(total,),
+            )
+            with self._on(device):
+                made = self._node(wait, [reduced], ())
+            self.ends.append(made)
+            self.turns[device] = made
+            for stage in members[device]:
+                self.reduced.setdefault((stage, device), []).append(made)
+
+    def _gradient(self, stage: int, device: int, part: float) -> tuple[tf.Tensor, list[Wait]]:
+        """The sum over all samples of a device, once this part of its last backward is over."""
+        gradients = [task for task in self.schedule.orders[device] if task.stage == stage and task.phase in _GRADIENTS]
+        segments = self.segments[gradients[-1]]
+        last = segments.get(part, segments[1.0])
+        waits = [last.wait] if part in segments and part < 1 else [last.wait, self.made[self.ready[device, stage]].wait]
+        with self._on(device):
+            tensors = [*(self.made[task].tensor for task in gradients[:-1]), last.tensor]
+            return tf.reshape(tf.reduce_sum(_joined(tensors)), [1]), waits
+
+    def _add_update(self, update: _Update) -> None:
+        stage, device, replica = update
+        reduced = self.reduced.get((stage, device), [])
+        last = self.made[self.ready[device, stage]]
+        server = self.server[device]
+        wait = Wait(
+            f"apply/{stage}/{replica}",
+            self._span("apply", device, stage, None, replica),
+            self.costs.apply_seconds(stage, device) * self.clock.scale,
+            after=(*(made.wait for made in reduced), last.wait),
+            server=server if server in self.clock.cores else None,
+            expected=tuple(made.wait.expected[0] for made in reduced) or (np.zeros(1),),
+        )
+        with self._on(device):
+            tensors = [made.tensor for made in reduced] or [tf.zeros(1, tf.float64)]
+            self.updated[stage, device] = self._add(wait, tensors, device, [last.tensor.op])
+
+    def _add_end(self, device: int) -> tf.Operation:
+        ends = [*self.previous.values(), *self.ends]
+        wait = Wait(
+            "end", -1, self.costs.profile.step_seconds * self.clock.scale, after=tuple(made.wait for made in ends)
+        )
+        with self._on(device), tf.control_dependencies([made.tensor.op for made in ends]):
+            finish = functools.partial(self.clock.finish, wait)
+            return tf.numpy_function(finish, [], tf.float64, name="end").op
+
+    # ---- nodes
+
+    def _on(self, device: int) -> Any:
+        return tf.device(f"/job:localhost/replica:0/task:0/device:CPU:{self.number[device]}")
+
+    def _span(
+        self,
+        kind: str,
+        device: int | None,
+        stage: int,
+        micro_batch: int | None,
+        replica: int = 0,
+        target: int | None = None,
+        size: float = 0.0,
+        reduction: int | None = None,
+    ) -> int:
+        self.spans.append(Span(kind, 0.0, 0.0, device, stage, micro_batch, replica, target, size, reduction=reduction))
+        return len(self.spans) - 1
+
+    def _add(
+        self, wait: Wait, tensors: Sequence[tf.Tensor], device: int, control: Sequence[tf.Operation] = ()
+    ) -> _Made:
+        """Adds what a device computes, after what it computed before."""
+        if device in self.previous:
+            control = [*control, self.previous[device].tensor.op]
+            wait = dataclasses.replace(wait, after=(*wait.after, self.previous[device].wait))
+        self.previous[device] = self._node(wait, tensors, control)
+        return self.previous[device]
+
+    def _node(self, wait: Wait, tensors: Sequence[tf.Tensor], control: Sequence[tf.Operation]) -> _Made:
+        with tf.control_dependencies([*control] if wait.after else [self.begin]):
+            tensor = tf.numpy_function(functools.partial(self.clock.wait, wait), tensors, tf.float64, name=wait.name)
+        tensor.set_shape([None])
+        return _Made(tensor, wait)
+
+
+def _samples(interval: Interval) -> Array:
+    return np.arange(interval.start, interval.stop, dtype=np.float64)
+
+
+def _joined(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tensors[0] if len(tensors) == 1 else tf.concat(tensors, 0)
+
+
+def _all_reduce(vector: tf.Tensor, members: int, group: int, instance: int) -> tf.Tensor:
+    return tf.raw_ops.CollectiveReduceV2(
+        input=vector,
+        group_size=members,
+        group_key=group,
+        instance_key=instance,
+        ordering_token=[],
+        merge_op="Add",
+        final_op="Id",
+    )

@@ -1,0 +1,287 @@
+"""Timed waits: what takes the place of computation, transfers and reductions when a step is emulated.
+
+A wait begins when the executor calls it, and ends its own length after what it waited for; links are taken by whoever
+is ready first, and tasks on shared cores slow each other down, as in the simulator.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dapple_tf.simulation.cost import CostModel
+from dapple_tf.view.timeline import Span
+
+GRACE = 1e-3
+"""The executor may start a wait so many seconds late without that what follows is put off."""
+
+Array = npt.NDArray[np.float64]
+Port = tuple[str, int]
+
+
+class EmulationError(RuntimeError):
+    """A step can't be emulated, or the executor didn't run what the schedule says."""
+
+
+@dataclass(eq=False)
+class Wait:
+    """A node that waits.
+
+    Attributes:
+        name: the node's.
+        span: index of the span that it is a part of; the members of a reduction have one together.
+        busy: seconds for which it occupies its device or ports.
+        latency: seconds after that until it is over.
+        after: the waits that it follows.
+        ports: what a transfer or a reduction has to itself.
+        turn: which goes first of two that are ready at the same time.
+        server: the server that it shares the cores of; None for cores of its own.
+        expected: what each of the tensors that it gets must be.
+    """
+
+    name: str
+    span: int
+    busy: float
+    latency: float = 0.0
+    after: tuple[Wait, ...] = ()
+    ports: tuple[Port, ...] = ()
+    turn: tuple[int, ...] = ()
+    server: int | None = None
+    expected: tuple[Array, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass
+class MeasuredStep:
+    """One step: latency and spans in the profile's seconds, the rest in the wall clock's."""
+
+    latency: float
+    spans: list[Span]
+    lateness: float
+    overdue: float
+
+
+class StepClock:
+    """Waits, and keeps the books of one step: what is over, and which ports are taken until when.
+
+    A wait ends its own length after its inputs were there, however late the executor starts it, so that the executor's
+    overhead doesn't add up along a chain of tasks; unless it is late by more than `GRACE`. Times are wall-clock
+    seconds from the start of the step.
+    """
+
+    def __init__(self, costs: CostModel, scale: float) -> None:
+        self.scale = scale
+        cluster = costs.cluster
+        self.cores = {
+            server: SharedCores(cluster.capacity(server), self.now)
+            for server in range(cluster.num_servers)
+            if cluster.capacity(server) < len(cluster.devices_of(server))
+        }
+        self.lock = threading.Lock()
+        self.reset(still=True)
+
+    def reset(self, *, still: bool = False) -> None:
+        """Before a step. In a ``still`` one nothing takes time."""
+        self.still = still
+        self.started = time.perf_counter()
+        self.latency = 0.0
+        self.ended: dict[Wait, float] = {}
+        self.ports: dict[Port, tuple[float, Wait]] = {}
+        self.asked: dict[int, tuple[Wait, float, Wait | None]] = {}
+        self.reserved: dict[int, tuple[float, Wait | None]] = {}
+        self.records: list[tuple[Wait, float, float, Wait | None]] = []
+        self.late: list[float] = []
+        self.overdue = 0.0
+        self.failure: Exception | None = None
+        for cores in self.cores.values():
+            cores.reset()
+
+    def now(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self.started
+
+    # ---- what nodes call
+
+    def begin(self) -> Array:
+        """Called by the step's first node: time starts."""
+        self.started = time.perf_counter()
+        return np.zeros(1)
+
+    def wait(self, wait: Wait, *tensors: Array) -> Array:
+        """Waits as long as the work takes, and hands on the first tensor."""
+        entered = self.now()
+        # An error that is raised here would leave the other members of a collective waiting: `check` raises it.
+        if self.failure is None:
+            try:
+                self._check_tensors(wait, tensors)
+                self._wait(wait, entered)
+            except Exception as error:
+                self.failure = error
+        return tensors[0]
+
+    def finish(self, wait: Wait) -> Array:
+        """Waits for what a step takes beyond its tasks; the step is over then."""
+        if self.failure is None and not self.still:
+            _sleep(max((self.ended[one] for one in wait.after), default=0.0) + wait.busy - self.now())
+        self.latency = self.now()
+        return np.zeros(1)
+
+    def _wait(self, wait: Wait, entered: float) -> None:
+        ready, cause = self._ready(wait)
+        if self.still:
+            self.ended[wait] = 0.0
+            return
+        self.late.append(entered - ready)
+        start = ready
+        if wait.server is not None:
+            end = self.cores[wait.server].run(wait, max(ready, entered - GRACE), wait.busy)
+        else:
+            if wait.ports:
+                start, cause = self._reserve(wait, ready, cause)
+            end = start + wait.busy + wait.latency
+            self.overdue = max(self.overdue, entered - end if end > ready else 0.0)
+            _sleep(end - self.now())
+        self.ended[wait] = max(end, entered - GRACE)
+        self.records.append((wait, max(start, entered), self.now(), cause))
+
+    def _ready(self, wait: Wait) -> tuple[float, Wait | None]:
+        """When all that it follows was over, and what of it last."""
+        ready, cause = 0.0, None
+        for before in wait.after:
+            if before not in self.ended:
+                raise EmulationError(f"{wait} was started before {before} was over: an edge is missing")
+            if cause is None or self.ended[before] > ready:
+                ready, cause = self.ended[before], before
+        return ready, cause
+
+    def _reserve(self, wait: Wait, ready: float, cause: Wait | None) -> tuple[float, Wait | None]:
+        """When the ports are free for it, and what they were taken by until then: first come, first served.
+
+        Who came first is a matter of when the inputs were ready, not of which thread the machine woke first: so a
+        little later, when all who may have come before have said so, they are served in that order.
+        """
+        with self.lock:
+            if not wait.busy:
+                return self._take(wait, ready, cause)
+            if wait.span not in self.reserved:
+                self.asked.setdefault(wait.span, (wait, ready, cause))
+        _sleep(ready + GRACE - self.now())
+        with self.lock:
+            if wait.span not in self.reserved:
+                order = sorted((round(came, 5), one.turn, span) for span, (one, came, _) in self.asked.items())
+                for _, _, span in order[: order.index((round(ready, 5), wait.turn, wait.span)) + 1]:
+                    self.reserved[span] = self._take(*self.asked.pop(span))
+            return self.reserved[wait.span]
+
+    def _take(self, wait: Wait, ready: float, cause: Wait | None) -> tuple[float, Wait | None]:
+        start = ready
+        for port in wait.ports:
+            if port in self.ports and self.ports[port][0] > start:
+                start, cause = self.ports[port]
+        if wait.busy:
+            self.ports |= dict.fromkeys(wait.ports, (start + wait.busy, wait))
+        return start, cause
+
+    def _check_tensors(self, wait: Wait, tensors: Sequence[Array]) -> None:
+        for expected, tensor in zip(wait.expected, tensors, strict=True):
+            if not np.array_equal(expected, tensor):
+                raise EmulationError(f"{wait} should get {expected}, but it got {tensor}: an edge is wrong")
+
+    # ---- after a step
+
+    def check(self) -> None:
+        """Raises what went wrong in the step."""
+        if self.failure is not None:
+            raise self.failure
+
+    def result(self, templates: Sequence[Span]) -> MeasuredStep:
+        """The step, as it was measured."""
+        found: dict[int, tuple[float, float, Wait | None]] = {}
+        for wait, start, end, cause in self.records:
+            if wait.span in found:
+                first, last, of_first = found[wait.span]
+                found[wait.span] = (min(first, start), max(last, end), cause if start < first else of_first)
+            else:
+                found[wait.span] = (start, end, cause)
+        order = sorted(found, key=lambda span: found[span][0])
+        position = {span: index for index, span in enumerate(order)}
+        spans = []
+        for number in order:
+            start, end, cause = found[number]
+            spans.append(
+                templates[number]._replace(
+                    start=start / self.scale,
+                    end=end / self.scale,
+                    cause=None if cause is None else position[cause.span],
+                )
+            )
+        lateness = statistics.fmean(self.late) if self.late else 0.0
+        return MeasuredStep(self.latency / self.scale, spans, lateness, self.overdue)
+
+
+class SharedCores:
+    """Cores that the devices of a server share: tasks that run at the same time slow each other down."""
+
+    def __init__(self, capacity: float, now: Callable[[], float]) -> None:
+        self.capacity = capacity
+        self.now = now
+        self.changed = threading.Condition()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the last step."""
+        self.left: dict[Wait, float] = {}
+        self.ended: dict[Wait, float] = {}
+        self.updated = 0.0
+
+    def run(self, wait: Wait, start: float, seconds: float) -> float:
+        """Waits until the work that began at ``start`` is done, and returns when that was."""
+        with self.changed:
+            self._advance(start)
+            self.left[wait] = seconds
+            self.changed.notify_all()
+            while wait in self.left:
+                end = self._next_end()
+                if (timeout := end - self.now()) > 0:
+                    self.changed.wait(timeout)
+                else:
+                    self._advance(end)
+                    self.changed.notify_all()
+            return self.ended[wait]
+
+    def _rate(self) -> float:
+        return min(1.0, self.capacity / len(self.left))
+
+    def _next_end(self) -> float:
+        return self.updated + min(self.left.values()) / self._rate()
+
+    def _advance(self, now: float) -> None:
+        """Brings what is left to do up to date; a time that is past already changes nothing."""
+        while self.left and (end := self._next_end()) <= now:
+            least = min(self.left.values())
+            for wait in list(self.left):
+                self.left[wait] -= least
+                if self.left[wait] <= 1e-9:
+                    del self.left[wait]
+                    self.ended[wait] = end
+            self.updated = end
+        if now > self.updated:
+            for wait in self.left:
+                self.left[wait] -= (now - self.updated) * self._rate()
+            self.updated = now
+
+
+def _sleep(seconds: float) -> None:
+    if seconds > 0:
+        time.sleep(seconds)
+
+
+# ---- the graph

@@ -1,0 +1,236 @@
+"""Emulates one training step: the Schedule on TensorFlow's own executor, with timed waits in place of the work.
+
+The graph has what a real step has: a node for each task, control edges that fix each device's order, split and concat
+between replicas, collectives between the members of a reduction. Only the tensors are small, one number per sample,
+and tasks and transfers are waits as long as the cost model says. Nothing tells a wait when to begin but the executor,
+so that a wrong edge, a missing one or a deadlock shows; the time that a step takes is the wall clock's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import tensorflow as tf
+
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.profile import Profile
+from dapple_tf.measuring.emulated_step import EmulatedStep
+from dapple_tf.measuring.emulated_waits import GRACE, EmulationError, StepClock
+from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.simulation import Simulation, aligned, device_rows, shown
+from dapple_tf.simulation.simulator import run as simulate_costs
+from dapple_tf.view.timeline import Span
+from graph_passes.ir.tasks import Phase, Schedule, Task
+
+MAX_DEVICES = 32
+"""More devices than this are not emulated: the executor's own work for each would show in the result."""
+
+_LOG = logging.getLogger(__name__)
+
+_SHORTEST_SECONDS = 5e-3
+"""How long the automatic scale makes the shortest task of note."""
+
+_SECONDS_PER_NODE = 6e-4
+"""And how long a step, per node of the graph: the executor needs about a sixth of it."""
+
+_LONGEST_STEP = 3.0
+"""But no step longer than this, in seconds."""
+
+
+@dataclass(frozen=True)
+class Emulation(Simulation):
+    """What an emulated step took; all that a `Simulation` tells, measured.
+
+    Times are in the profile's seconds, not the wall clock's. ``spans`` are those of the step of median latency: from
+    when the executor started a wait until the wait was over.
+
+    Attributes:
+        latencies: of each step; ``latency`` is their median.
+        simulated: the same step, simulated.
+        scale: wall-clock seconds per second of the profile.
+        lateness: wall-clock seconds from when the inputs of a wait were there until the executor started it, on
+            average.
+    """
+
+    latencies: tuple[float, ...]
+    simulated: Simulation = field(repr=False)
+    scale: float
+    lateness: float
+
+    @property
+    def error(self) -> float:
+        """How much longer the step took than simulated, relative to that; negative if it took less."""
+        simulated = self.simulated.latency
+        return self.latency / simulated - 1 if simulated else 0.0
+
+    @property
+    def order(self) -> Schedule:
+        """The order in which each device ran its tasks."""
+        return _measured_order(self.spans)
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [
+            ("stage", "devices", "busy ms simulated", "emulated", "bubble simulated", "emulated")
+        ]
+        for stages, devices in device_rows(self.costs):
+            both = (self.simulated, self)
+            busy = [sum(step.busy[device] for device in devices) / len(devices) * 1e3 for step in both]
+            idle = [sum(step.idle[device] for device in devices) / len(devices) for step in both]
+            rows.append((stages, shown(devices), *(f"{x:.4g}" for x in busy), *(f"{x:.1%}" for x in idle)))
+        lines = aligned(rows)
+        head = (
+            f"step emulated {self.latency * 1e3:.4g} ms, simulated {self.simulated.latency * 1e3:.4g} ms, "
+            f"error {self.error:+.2%}"
+        )
+        tail = (
+            f"{len(self.latencies)} steps of {min(self.latencies) * 1e3:.4g} to {max(self.latencies) * 1e3:.4g} ms, at "
+            f"{self.scale:.4g} times their length; waits started {self.lateness * 1e3:.2g} ms late on average"
+        )
+        return "\n".join([head, *lines, tail])
+
+
+def emulate(
+    plan: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    overlap: bool = False,
+    all_reduce: str = "hierarchical",
+    schedule: Schedule | None = None,
+    reduction_order: Sequence[int] | None = None,
+    next_forward: bool = False,
+    scale: float | None = None,
+    steps: int = 3,
+) -> Emulation:
+    """Runs a plan's step on logical CPU devices of this machine, waiting where it would compute or send.
+
+    Args:
+        plan: the plan; it may use at most `MAX_DEVICES` devices.
+        profile: what its layers cost.
+        cluster: the devices and links; links that are unknown are free.
+        overlap: as in :func:`dapple_tf.simulate`.
+        all_reduce: likewise.
+        schedule: likewise.
+        reduction_order: likewise.
+        next_forward: likewise.
+        scale: wall-clock seconds for each second of the profile; None chooses one for which the waits are long enough
+            to be exact.
+        steps: how many steps to measure, after one that isn't.
+
+    Raises:
+        EmulationError: too many devices; or the executor ran a task out of order, or before its inputs.
+        PlanError: the plan doesn't fit the profile, the cluster, or a device's memory.
+    """
+    if steps < 1:
+        raise ValueError(f"{steps} steps were asked for; ask for at least 1")
+    if scale is not None and not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale is {scale}; it must be above 0 and finite, or None to choose one")
+    if plan.carried_updates:
+        raise EmulationError(
+            f"the plan carries {plan.carried_updates} updates over into the next step, and only single steps can be "
+            f"emulated; simulate it, or emulate it with carried_updates=0"
+        )
+    devices = {device for group in (*plan.devices, *(plan.weight_devices or ())) for device in group}
+    if len(devices) > MAX_DEVICES:
+        raise EmulationError(
+            f"the plan uses {len(devices)} devices, of which at most {MAX_DEVICES} can be emulated; simulate it "
+            f"instead, or emulate a plan with fewer stages or replicas"
+        )
+    costs = CostModel(plan, profile, cluster, overlap=overlap, all_reduce=all_reduce)
+    schedule = costs.schedule if schedule is None else schedule
+    simulated = simulate_costs(costs, schedule, reduction_order=reduction_order, next_forward=next_forward)
+    if scale is None:
+        scale = _choose_scale(simulated)
+    clock = StepClock(costs, scale)
+    step = EmulatedStep(costs, schedule, clock, simulated, reduction_order, next_forward)
+    config = tf.compat.v1.ConfigProto(allow_soft_placement=False, device_count={"CPU": len(devices), "GPU": 0})
+    config.inter_op_parallelism_threads = len(devices) + _most_pending(simulated) + 16
+    config.intra_op_parallelism_threads = 1
+    config.use_per_session_threads = True  # else the number of threads is that of the process' first session
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    measured = []
+    with tf.compat.v1.Session(graph=step.graph, config=config) as session:
+        run = session.make_callable(step.end)
+        for number in range(steps + 1):
+            clock.reset(still=not number)  # the first one prepares the graph
+            run()
+            clock.check()
+            if number:
+                measured.append(clock.result(step.spans))
+                _check_order(measured[-1].spans, step.orders)
+    latencies = tuple(one.latency for one in measured)
+    median = statistics.median_low(latencies)
+    shown = measured[latencies.index(median)]
+    overdue = max(one.overdue for one in measured)
+    if overdue > GRACE:
+        _LOG.warning(
+            "the executor started a wait %.3g ms after it should have been over: the step is too fast for this "
+            "machine; raise scale (%.3g), or leave other work for later",
+            overdue * 1e3,
+            scale,
+        )
+    lateness = statistics.fmean(one.lateness for one in measured)
+    return Emulation(statistics.median(latencies), tuple(shown.spans), costs, latencies, simulated, scale, lateness)
+
+
+def _choose_scale(simulated: Simulation) -> float:
+    """Makes waits long enough to be exact, and the step as short as that allows."""
+    tasks = [s.end - s.start for s in simulated.spans if s.device is not None and s.kind != "send"]
+    longest = max(tasks, default=0.0)
+    if not longest or not simulated.latency:
+        return 1.0
+    shortest = min(seconds for seconds in tasks if seconds >= longest / 10)
+    wanted = max(_SHORTEST_SECONDS / shortest, _SECONDS_PER_NODE * len(simulated.spans) / simulated.latency)
+    return min(wanted, _LONGEST_STEP / simulated.latency)
+
+
+def _most_pending(simulated: Simulation) -> int:
+    """The most transfers and reductions that wait or go on at one time: each has a thread of its own."""
+    changes = []
+    made: dict[tuple[int | None, int, int | None], float] = {}  # when what is sent was made
+    for span in simulated.spans:
+        work = (span.device, span.stage, span.micro_batch)
+        if span.kind == "send":
+            changes += [(made[work], 1), (span.end, -1)]
+        elif span.reduction is not None:
+            count = len(simulated.costs.reductions[span.reduction].devices)
+            changes += [(span.start, count), (span.end, -count)]
+        else:
+            made[work] = span.end
+    level = most = 0
+    for _, change in sorted(changes):
+        level += change
+        most = max(most, level)
+    return most
+
+
+# ---- time
+
+
+def _measured_order(spans: Iterable[Span]) -> Schedule:
+    orders: dict[int, list[tuple[float, Task]]] = {}
+    phases = {phase.value: phase for phase in Phase}
+    for span in spans:
+        if span.kind in phases and span.device is not None and span.micro_batch is not None:
+            task = Task(span.stage, phases[span.kind], span.micro_batch, span.replica)
+            orders.setdefault(span.device, []).append((span.start, task))
+    return Schedule("emulated", {device: tuple(task for _, task in sorted(found)) for device, found in orders.items()})
+
+
+def _check_order(spans: Iterable[Span], orders: Mapping[int, tuple[Task, ...]]) -> None:
+    """Each device ran its tasks in this order."""
+    measured = _measured_order(spans)
+    for device, tasks in orders.items():
+        ran = measured.orders.get(device, ())
+        if ran != tasks:
+            position = next((i for i, (a, b) in enumerate(zip(ran, tasks, strict=False)) if a != b), len(ran))
+            raise EmulationError(
+                f"device {device} ran {' '.join(map(str, ran[position : position + 4])) or 'nothing'} as task "
+                f"{position} where the schedule has {' '.join(map(str, tasks[position : position + 4]))}: a control "
+                f"edge is missing"
+            )

@@ -1,0 +1,264 @@
+"""Example batches of any size for a model: of arrays that are given, or drawn to fit what the model declares."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf.describe.profile import ProfileError
+from dapple_tf.frontend.batch import BatchSpec, Leaf, declared_spec, spec_of
+from dapple_tf.measuring.open_lengths import chosen_length
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleArray:
+    """One array of the batches.
+
+    Attributes:
+        dtype: its numpy dtype.
+        shape: that of one sample.
+        given: the samples to repeat; None where numbers are drawn.
+        classes: how many values drawn integers have.
+        label: whether it is a label.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    given: np.ndarray | None
+    classes: int
+    label: bool
+
+    def batch(self, samples: int, generator: np.random.Generator) -> np.ndarray:
+        """The array for so many samples."""
+        if self.given is not None:
+            values = self.given[np.arange(samples) % len(self.given)]
+        elif tf.dtypes.as_dtype(self.dtype).is_floating or tf.dtypes.as_dtype(self.dtype).is_complex:
+            values = generator.normal(size=(samples, *self.shape))
+            # Labels may have to be probabilities.
+            values = 1 / (1 + np.exp(-values)) if self.label else values
+        else:
+            values = generator.integers(0, self.classes, size=(samples, *self.shape))
+        return np.asarray(values).astype(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleBatch:
+    """What a model's batches look like, and arrays to make them of.
+
+    Attributes:
+        spec: their structure.
+        arrays: their arrays, in feed order.
+    """
+
+    spec: BatchSpec
+    arrays: tuple[ExampleArray, ...]
+
+    @classmethod
+    def of(
+        cls, model: keras.Model, x: Any = None, y: Any = None, sample_weight: Any = None, *, length: int | None = None
+    ) -> ExampleBatch:
+        """Batches like the given examples; what isn't given is drawn.
+
+        Args:
+            model: a built and compiled model.
+            x: example inputs, any number of samples; None if the model declares its inputs.
+            y: example labels; None for such as the loss takes.
+            sample_weight: example weights; None for none.
+            length: what all axes are as long as that the model leaves open, where x doesn't tell; None for one that the
+                model can be computed for, which a warning tells.
+
+        Raises:
+            ProfileError: inputs or labels can't be guessed, or an example has no samples.
+        """
+        x_tree = _with_lengths(model, _declared_inputs(model), y, length) if x is None else spec_of(model, x).x
+        classes: list[int] | None = None
+        if y is None:
+            y_tree, classes = guessed_labels(model, x_tree)
+        else:
+            y_tree = _leaves("y", y) if x is None else spec_of(model, x, y).y
+        spec = BatchSpec(x_tree, y_tree, None if sample_weight is None else _leaves("sample_weight", sample_weight))
+        given: list[np.ndarray | None] = []
+        for tree, example in ((spec.x, x), (spec.y, y), (spec.sample_weight, sample_weight)):
+            leaves = _present(tree)
+            given += [None] * len(leaves) if example is None else [np.asarray(array) for array in _present(example)]
+        for leaf, array in zip(spec.leaves, given, strict=True):
+            if array is None and leaf.dtype == "string":
+                raise ProfileError(f"{leaf.name} takes strings, which can't be made up: give examples of them, x=...")
+            if array is not None and len(array) < 1:
+                raise ProfileError(f"{leaf.name} has no samples; give at least one")
+        first = len(_present(spec.x))
+        labels = range(first, first + len(_present(spec.y)))
+        arrays = [
+            ExampleArray(
+                dtype=np.dtype(tf.dtypes.as_dtype(leaf.dtype).as_numpy_dtype),
+                shape=_sample_shape(leaf, array),
+                given=array,
+                classes=classes[index - first] if classes is not None and index in labels else 2,
+                label=index in labels,
+            )
+            for index, (leaf, array) in enumerate(zip(spec.leaves, given, strict=True))
+        ]
+        return cls(spec, tuple(arrays))
+
+    def batch(self, samples: int) -> list[np.ndarray]:
+        """Arrays of a batch, in feed order; the same every time."""
+        generator = np.random.default_rng(0)
+        return [array.batch(samples, generator) for array in self.arrays]
+
+    def trees(self, samples: int) -> tuple[Any, Any, Any]:
+        """The same batch as x, y and sample weights in the structure in which a model is fed."""
+        arrays = iter(self.batch(samples))
+
+        def packed(tree: Any) -> Any:
+            if tree is None:
+                return None
+            return keras.tree.map_structure(lambda leaf: None if leaf is None else next(arrays), tree)
+
+        return packed(self.spec.x), packed(self.spec.y), packed(self.spec.sample_weight)
+
+
+def _declared_inputs(model: keras.Model) -> Any:
+    declared = declared_spec(model)
+    if declared is None:
+        raise ProfileError(
+            f"model {model.name!r} doesn't declare its inputs: give example inputs, profile(model, ..., x=...)"
+        )
+    return declared.x
+
+
+def _present(tree: Any) -> list[Any]:
+    return [leaf for leaf in keras.tree.flatten(tree) if leaf is not None]
+
+
+def _leaves(kind: str, tree: Any) -> Any:
+    """A leaf for each array of labels or weights."""
+
+    def leaf(array: Any) -> Leaf | None:
+        if array is None:
+            return None
+        value = np.asarray(array)
+        shape = (None, *value.shape[1:])
+        return Leaf(kind, value.dtype.name, shape, shape)
+
+    return keras.tree.map_structure(leaf, tree)
+
+
+def with_length(model: keras.Model, **examples: Any) -> dict[str, Any]:
+    """Arguments of `ExampleBatch.of` with the length that it would choose, to be chosen and told of once."""
+    x = None if examples.get("x") is not None else declared_spec(model)
+    if x is None or examples.get("length") is not None or all(None not in leaf.shape[1:] for leaf in x.leaves):
+        return examples
+    return {**examples, "length": chosen_length(model, x, likely=_lengths_of(examples.get("y")))}
+
+
+def _lengths_of(y: Any) -> list[int]:
+    return [int(size) for array in _present(y) for size in np.shape(array)[1:]]
+
+
+def _with_lengths(model: keras.Model, x: Any, y: Any, length: int | None) -> Any:
+    """The structure of a model's inputs with lengths for its open axes, which those of example labels may tell."""
+    spec = BatchSpec(x)
+    if all(None not in leaf.shape[1:] for leaf in spec.leaves):
+        return keras.tree.map_structure(lambda leaf: dataclasses.replace(leaf, sizes=leaf.shape), x)
+    chosen = chosen_length(model, spec, length, _lengths_of(y))
+
+    def sized(leaf: Leaf) -> Leaf:
+        sizes = (None, *(chosen if size is None else size for size in leaf.shape[1:]))
+        return dataclasses.replace(leaf, sizes=sizes)
+
+    return keras.tree.map_structure(sized, x)
+
+
+def _sample_shape(leaf: Leaf, array: np.ndarray | None) -> tuple[int, ...]:
+    if array is not None:
+        return tuple(array.shape[1:])
+    unknown = [axis for axis, size in enumerate((leaf.sizes or leaf.shape)[1:], start=1) if size is None]
+    if unknown:
+        raise ProfileError(
+            f"{leaf.name} has shape {leaf.shape}, and how long axis {unknown[0]} is can't be told: give an example, "
+            f"profile(model, ..., x=..., y=...)"
+        )
+    return tuple(size for size in (leaf.sizes or leaf.shape)[1:] if size is not None)
+
+
+def guessed_labels(model: keras.Model, x: Any) -> tuple[Any, list[int] | None]:
+    """The structure of labels that the compiled losses take, and for each of them its number of classes.
+
+    Both are None for a model that takes no labels.
+
+    Args:
+        model: a compiled model.
+        x: structure of its inputs.
+
+    Raises:
+        ProfileError: that can't be told.
+    """
+    own_loss = type(model).compute_loss is not keras.Model.compute_loss
+    if model.loss is None or (own_loss and model._compile_loss is None):
+        return None, None
+    outputs = model.compute_output_spec(
+        keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), x)
+    )
+    sized = model.compute_output_spec(
+        keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.sizes or leaf.shape, leaf.dtype), x)
+    )
+    labels = labels_of_outputs(model, outputs, sized)
+    if labels is None:
+        raise ProfileError(
+            f"the labels that the loss of model {model.name!r} takes can't be guessed: give example labels, "
+            f"profile(model, ..., x=..., y=...)"
+        )
+    return labels
+
+
+def labels_of_outputs(model: keras.Model, outputs: Any, sized: Any) -> tuple[Any, list[int]] | None:
+    """The structure of labels that the compiled losses take, and for each of them its number of classes.
+
+    Args:
+        model: a compiled model with a loss.
+        outputs: structure of its outputs.
+        sized: the same with all lengths that are known of a batch.
+
+    Returns:
+        Both; None where that can't be told.
+    """
+    flat = keras.tree.flatten(outputs)
+    losses = _losses(model.loss, outputs)
+    if losses is None or type(model).compute_loss is not keras.Model.compute_loss:
+        return None
+    leaves, classes = [], []
+    for index, (output, real, loss) in enumerate(zip(flat, keras.tree.flatten(sized), losses, strict=True)):
+        sparse = "sparse" in _loss_name(loss)
+        name = "y" if len(flat) == 1 else f"y[{index}]"
+        shape, sizes = tuple(output.shape), tuple(real.shape)
+        if sparse:
+            leaves.append(Leaf(name, "int32", (None, *shape[1:-1]), (None, *sizes[1:-1])))
+        else:
+            leaves.append(Leaf(name, keras.config.floatx(), (None, *shape[1:]), (None, *sizes[1:])))
+        classes.append(int(shape[-1] or 2) if sparse else 2)
+    return keras.tree.pack_sequence_as(outputs, leaves), classes
+
+
+def _losses(loss: Any, outputs: Any) -> list[Any] | None:
+    """The loss of each output; None where they can't be told apart."""
+    flat = keras.tree.flatten(outputs)
+    if isinstance(loss, Mapping):
+        if isinstance(outputs, Mapping):
+            # Keras flattens a dict in the order of its sorted keys.
+            return [loss.get(name) for name in sorted(outputs)] if len(flat) == len(outputs) else None
+        return list(loss.values()) if len(loss) == len(flat) == 1 else None
+    if isinstance(loss, (list, tuple)):
+        return list(loss) if len(loss) == len(flat) else None
+    return [loss] * len(flat)
+
+
+def _loss_name(loss: Any) -> str:
+    if isinstance(loss, str):
+        return loss.lower()
+    function = getattr(loss, "fn", loss)
+    return f"{type(loss).__name__} {getattr(function, '__name__', '')}".lower()

@@ -1,0 +1,65 @@
+"""A step of a model without functions: forward and backward of one micro-batch on one device, operator by operator.
+
+TensorFlow prepares it in a second where a step with a function for each layer takes it half a minute: nothing is
+optimized or instantiated. What runs are the operators as they are written, each of which a trace tells by its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from dapple_tf.measuring.timed_step import MARK, TimedStep, with_fed_sizes
+from dapple_tf.variables.parameter_groups import readers_of
+from graph_passes.ir.graph import Builder, Graph, Ref, substitute
+from graph_passes.ir.outline import dtype_of
+from graph_passes.ir.program import Layout, Program
+from graph_passes.ir.tasks import Phase, Task
+from graph_passes.pass_manager import run_passes
+from graph_passes.passes.flatten import Flatten
+from graph_passes.passes.replicate import Replicate
+from graph_passes.passes.split_concat import SplitConcat
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatStep:
+    """A step of single operators.
+
+    Attributes:
+        timed: the step, without items: it is timed as a whole.
+        places: node -> the stage that it belongs to, and its name in that stage's graph.
+    """
+
+    timed: TimedStep
+    places: Mapping[str, tuple[int, str]]
+
+
+def flat_step(program: Program, device: str, host: str, prefix: str) -> FlatStep:
+    """All stages' F and B for one micro-batch whose size is fed; nothing is updated.
+
+    Args:
+        program: stages with functions.
+        device: name of the device that computes.
+        host: name of the device that batches are fed to.
+        prefix: start of the names of new functions; unique in the session.
+    """
+    layout = Layout(((device,),) * len(program.stages), MARK, MARK, 1)
+    called = run_passes(program, [Replicate(layout, host, readers_of(program), prefix), SplitConcat()], first=5)
+    assert called.step is not None
+    flat = Flatten().run(called)
+    assert flat.step is not None
+    graph = flat.graph
+    view, builder = Graph(graph), Builder(graph)
+    # What is pending is the gradient of the loss with respect to itself.
+    ones = {name: builder.const(1.0, dtype_of(view, Ref(name)), device=device) for name in called.step.pending.values()}
+    substitute(graph, ones)
+    results = {ref.node for (task, _), ref in flat.step.values.items() if task.phase is Phase.BACKWARD}
+    end = builder.add("end", "NoOp", control=sorted(results), device=device).node
+    timed = TimedStep(graph, dataclasses.replace(flat.step, train=end), (), (), with_fed_sizes(graph, host))
+    places: dict[str, tuple[int, str]] = {}
+    for stage in program.stages:
+        for phase, function in stage.phases:
+            call = called.step.entry[Task(stage.index, phase, 0)]
+            nodes = () if function is None else function.function.node_def
+            places |= {f"{call}/{node.name}": (stage.index, node.name) for node in nodes}
+    return FlatStep(timed, places)

@@ -1,0 +1,220 @@
+"""What a model's layers cost by what their operators cost.
+
+Measuring layer by layer needs a step with functions for each, whose preparation takes a minute for models of a few
+hundred layers. Operators are measured in a second, in a traced step without functions (`measured_operators.py`), or
+estimated by rooflines (`operators/rooflines.py`). Shapes say what tensors take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from dapple_tf.describe.profile import ZERO, Cost, LayerProfile, Profile, Tensor
+from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.garbage import without_collection
+from dapple_tf.measuring.cost_fit import cost_through
+from dapple_tf.measuring.layer_memory import has_gradient, kept_tensors, stage_shapes, variable_bytes
+from dapple_tf.measuring.timed_step import input_gradients_of
+from dapple_tf.operators.build_op_graph import operator_signatures
+from dapple_tf.operators.function_work import FunctionWork
+from dapple_tf.operators.op_costs import OperatorCosts, device_kind
+from dapple_tf.operators.signatures import OpSignature
+from graph_passes.ir.graph import Graph, Ref
+from graph_passes.ir.program import Program, Stage
+from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, takes_functions
+
+_TASK_SECONDS = 50e-6
+"""What starting a task takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Amounts:
+    """Of one layer, with slices of one size: seconds of F, B and the weight gradients' part of B; bytes."""
+
+    forward: float
+    backward: float
+    weight: float
+    residual: float
+    temporary: float
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredOperators:
+    """What operators take, for the sizes of slices for which there was time.
+
+    Attributes:
+        operators: samples of a slice -> for each stage, operator -> seconds, one operator at a time. What TensorFlow
+            has fused with another, or computed beforehand, isn't there.
+        seconds: samples of a slice -> seconds of one forward and backward.
+    """
+
+    operators: Mapping[int, Sequence[Mapping[str, float]]]
+    seconds: Mapping[int, float]
+
+
+class StageOperators:
+    """The operators of a stage's F and B, for slices of one size.
+
+    Attributes:
+        signatures: operator -> what its time depends on.
+    """
+
+    def __init__(self, program: Program, stage: Stage, shapes: Mapping[Ref, Shape | None]) -> None:
+        assert stage.graph is not None
+        self._program, self._stage, self._shapes = program, stage, shapes
+        self._graph = Graph(stage.graph)
+        self.signatures = operator_signatures(stage.graph, shapes)
+
+    def estimates(self, costs: OperatorCosts, kind: str) -> dict[str, float]:
+        """Operator -> what it takes by its roofline on a kind of device."""
+        assert self._stage.graph is not None
+        functions = FunctionWork(self._stage.graph, costs, self._shapes)
+        return {
+            name: functions.seconds(self._graph.nodes[name], made, kind)
+            if takes_functions(made.op)
+            else costs.seconds(made, kind)
+            for name, made in self.signatures.items()
+        }
+
+    def amounts(self, seconds: Mapping[str, float]) -> Amounts:
+        """What the stage takes and keeps, by what its operators take; those that aren't told of take nothing."""
+        stage, graph, made = self._stage, self._graph, self.signatures
+        assert stage.forward is not None and stage.backward is not None
+
+        def total(nodes: set[str]) -> float:
+            return sum(seconds.get(name, 0.0) for name in nodes)
+
+        def behind(results: Sequence[Ref], start: Sequence[Ref]) -> set[str]:
+            return set(graph.ancestors(results, start, control=False))
+
+        places = [stage.arguments.get(value, value.ref) for value in stage.forward.inputs]
+        ends = [stage.results.get(value, value.ref) for value in stage.forward.outputs]
+        forward = behind([ref for ref in ends if ref.node in graph.nodes], places)
+        kept = [stage.arguments.get(value, value.ref) for value in stage.backward.inputs]
+        backward = behind([stage.results[value] for value in stage.backward.outputs], kept)
+        of_input = behind([stage.results[value] for value in input_gradients_of(self._program, stage)], kept)
+        residuals = kept_tensors(self._program, stage.index)
+        return Amounts(
+            forward=total(forward),
+            backward=total(backward),
+            weight=total(backward - of_input),
+            residual=float(sum(made[ref.node].outputs[ref.output].bytes for ref in residuals if ref.node in made)),
+            temporary=float(max((_largest(made[name]) for name in backward & made.keys()), default=0)),
+        )
+
+
+@without_collection
+def stage_operators(
+    program: Program, sample_shapes: Sequence[Sequence[int]], samples: int
+) -> tuple[StageOperators, ...]:
+    """The operators of each stage for slices of so many samples.
+
+    Args:
+        program: a stage for each layer, with functions.
+        sample_shapes: the shape of one sample of each batch input.
+        samples: of a slice.
+    """
+    shapes = stage_shapes(program, sample_shapes, samples)
+    return tuple(StageOperators(program, stage, shapes[stage.index]) for stage in program.stages)
+
+
+def layers_by_operator(
+    program: Program,
+    names: Sequence[str],
+    table: VariableTable,
+    operators: Mapping[int, Sequence[StageOperators]],
+    measured: MeasuredOperators | None,
+    profile: Profile,
+) -> Profile:
+    """A profile whose layers take as long as their operators.
+
+    Args:
+        program: a stage for each layer, with functions.
+        names: of the layers.
+        table: the variables of the model and the optimizer.
+        operators: samples of a slice -> the operators of each stage, for two sizes.
+        measured: what operators take, and all of them together; None estimates it by rooflines.
+        profile: anything of the model; its layers and tensors are replaced.
+    """
+    costs, kind = OperatorCosts(), device_kind(profile.device)
+    ends = sorted(operators)
+    seconds = {samples: [each.estimates(costs, kind) for each in operators[samples]] for samples in ends}
+    seconds_of_byte = costs.copy_seconds(kind)
+    if measured is not None:
+        expected = _sum(seconds[min(measured.seconds)])
+        seconds = {samples: _scaled(seconds, measured, samples) for samples in ends}
+        seconds_of_byte *= _sum(seconds[min(measured.seconds)]) / expected if expected else 1.0
+    few, many = (
+        [each.amounts(own) for each, own in zip(operators[samples], seconds[samples], strict=True)] for samples in ends
+    )
+
+    def line(of: Sequence[float]) -> Cost:
+        return cost_through(ends, of)
+
+    between, output = [], [ZERO] * len(names)
+    for boundary in program.boundaries:
+        sizes = [_elements(boundary.example_slice_shape(samples)) * dtype_size(boundary.dtype) for samples in ends]
+        size = line(sizes)
+        between.append(Tensor(boundary.producer, boundary.consumers, size, has_gradient(program, boundary)))
+        output[boundary.producer] = output[boundary.producer] + size
+    variables = variable_bytes(program, None, table)
+    layers = []
+    for index, name in enumerate(names):
+        less, more = few[index], many[index]
+        backward = line((less.backward, more.backward))
+        moved = variables.parameters[index] + variables.slots[index]
+        layers.append(
+            LayerProfile(
+                name=name,
+                forward=line((less.forward, more.forward)),
+                backward=backward,
+                backward_weight=backward * (more.weight / more.backward if more.backward else 0.0),
+                residual_bytes=line((less.residual, more.residual)),
+                temporary_bytes=line((less.temporary, more.temporary)),
+                output_bytes=output[index],
+                parameter_bytes=variables.parameters[index],
+                slot_bytes=variables.slots[index],
+                state_bytes=variables.state[index],
+                apply_seconds=moved * seconds_of_byte,
+            )
+        )
+    return dataclasses.replace(
+        profile,
+        layers=tuple(layers),
+        tensors=tuple(between),
+        shared=variables.shared,
+        task_seconds=_TASK_SECONDS,
+        method="rooflines" if measured is None else "operators",
+    )
+
+
+def _scaled(
+    estimates: Mapping[int, Sequence[Mapping[str, float]]], measured: MeasuredOperators, samples: int
+) -> list[dict[str, float]]:
+    """What the operators of each stage take with slices of a size, so that they add up to what all of them took.
+
+    For a size that wasn't measured, what they take with the nearest one that was grows as their rooflines do.
+    """
+    nearest = min(measured.seconds, key=lambda known: abs(known - samples))
+    traced = measured.operators[nearest]
+    total = _sum(traced)
+    ratio = measured.seconds[nearest] / total if total else 1.0
+    return [
+        {name: seconds * ratio * (now[name] / then[name] if then[name] else 1.0) for name, seconds in own.items()}
+        for own, now, then in zip(traced, estimates[samples], estimates[nearest], strict=True)
+    ]
+
+
+def _sum(seconds: Sequence[Mapping[str, float]]) -> float:
+    return sum(sum(own.values()) for own in seconds)
+
+
+def _largest(signature: OpSignature) -> int:
+    return max((tensor.bytes for tensor in signature.outputs), default=0)
+
+
+def _elements(shape: Shape) -> int:
+    """Number of elements; an unknown length counts as 1."""
+    return math.prod(1 if size is None else size for size in shape)

@@ -1,0 +1,304 @@
+"""Measures the links between the devices of a real cluster, and how much compute a server gives to all of its devices.
+
+Everything is timed by nodes that tell the time, with control edges around what is measured: a tensor is made on one
+device, then copied to another; an all-reduce; a chain of matrix products on one device and on all at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf.clusters.connection import connected, open_session
+from dapple_tf.clusters.session import collective_keys
+from dapple_tf.describe.cluster import Cluster, ClusterError, Link, Server
+
+logger = logging.getLogger(__name__)
+
+# Nothing is quite free: a fit that comes out at or below 0 is taken for this.
+_LEAST_LATENCY = 1e-8
+_MOST_BANDWIDTH = 1e15
+# One core multiplies matrices of this size in some milliseconds.
+_MATRIX = 384
+_CHAIN = 8
+
+
+def measure_links(
+    cluster: Cluster,
+    *,
+    small: int = 4 * 2**10,
+    large: int = 4 * 2**20,
+    repeats: int = 9,
+    capacity: bool = True,
+    between: Mapping[tuple[int, int], Link] | None = None,
+) -> Cluster:
+    """Measures a cluster's links.
+
+    On logical CPU devices of one process a transfer hands over a pointer: its bandwidth is what is seen, far beyond
+    that of memory.
+
+    Args:
+        cluster: real devices.
+        small: bytes of the small message, which tells the latency.
+        large: bytes of the large one.
+        repeats: how often each time is measured; the median counts.
+        capacity: whether to measure each server's `capacity` too, which keeps all of its cores busy for a moment.
+        between: what `measure_between_servers` has found, which gives each server a network card of its own; None tries
+            neighbouring servers only, and describes them as alike.
+
+    Returns:
+        A copy with intra and inter bandwidth and latency (those of the slowest pair that was tried; None where there is
+        no such pair), those of all-reduce, and each server's capacity.
+
+    Raises:
+        ClusterError: a description without devices, or sizes out of order.
+    """
+    _check(cluster, small, large, repeats)
+    sizes = tuple(max(1, size // 4) for size in (small, large))
+    start = time.perf_counter()
+    with connected(cluster):
+        changes: dict[str, Any] = {}
+        own = list(cluster.servers or (Server(),) * cluster.num_servers)
+        for kind, pairs in _pairs(cluster).items():
+            if kind == "inter" and between is not None:
+                found = list(between.values())
+                own = _network_cards(own, between)
+            else:
+                found = [_line_of(sizes, _transfers(cluster, pair, sizes, repeats)) for pair in pairs]
+            if found:
+                changes[f"{kind}_bandwidth"] = min(link.bandwidth for link in found)
+                changes[f"{kind}_latency"] = max(link.latency for link in found)
+        if cluster.num_devices > 1:
+            changes["reduce_bandwidth"], changes["reduce_latency"] = _reduction(cluster, sizes, repeats)
+        if capacity:
+            own = [
+                dataclasses.replace(one, capacity=_capacity(cluster, cluster.devices_of(server), repeats))
+                for server, one in enumerate(own)
+            ]
+        if any(one != Server() for one in own):
+            changes["servers"] = tuple(own)
+    logger.info("measured links in %.2f s: %s", time.perf_counter() - start, changes)
+    return dataclasses.replace(cluster, **changes)
+
+
+def measure_between_servers(
+    cluster: Cluster,
+    *,
+    small: int = 4 * 2**10,
+    large: int = 4 * 2**20,
+    repeats: int = 5,
+    progress: Callable[[int, int], object] | None = None,
+) -> dict[tuple[int, int], Link]:
+    """Measures the link between every two servers, one after the other, from the lower number to the higher.
+
+    Args:
+        cluster: workers.
+        small: bytes of the small message, which tells the latency.
+        large: bytes of the large one.
+        repeats: how often each time is measured; the median counts.
+        progress: called with each pair before it is measured.
+
+    Returns:
+        Bandwidth and latency by pair of servers.
+
+    Raises:
+        ClusterError: a description without devices, or sizes out of order.
+    """
+    _check(cluster, small, large, repeats)
+    sizes = tuple(max(1, size // 4) for size in (small, large))
+    found = {}
+    with connected(cluster):
+        for pair in itertools.combinations(range(cluster.num_servers), 2):
+            if progress is not None:
+                progress(*pair)
+            first, second = (cluster.devices_of(server)[0] for server in pair)
+            found[pair] = _line_of(sizes, _transfers(cluster, (first, second), sizes, repeats))
+    return found
+
+
+def _check(cluster: Cluster, small: int, large: int, repeats: int) -> None:
+    if not cluster.real:
+        raise ClusterError(
+            "this cluster is a description without real devices: give it its links, or measure real ones"
+        )
+    if not 0 < small < large or repeats < 1:
+        raise ClusterError(
+            f"messages of {small} and {large} bytes, {repeats} times: give a small one of at least 1 byte, a larger "
+            f"one, and at least 1 time"
+        )
+
+
+def _network_cards(servers: Sequence[Server], between: Mapping[tuple[int, int], Link]) -> list[Server]:
+    """Gives each server the best link that it has to any other: a link is as fast as the slower card of the two.
+
+    Cards of 1, 1 and 5 give links of 1 (0-1), 1 (0-2) and 1 (1-2), so that the third comes out as 1, too; as a link,
+    nobody can tell.
+    """
+    found = []
+    for number, server in enumerate(servers):
+        links = [link for pair, link in between.items() if number in pair]
+        if links:
+            bandwidth, latency = max(link.bandwidth for link in links), min(link.latency for link in links)
+            server = dataclasses.replace(server, inter_bandwidth=bandwidth, inter_latency=latency)
+        found.append(server)
+    return found
+
+
+def _pairs(cluster: Cluster) -> dict[str, list[tuple[int, int]]]:
+    """A few pairs of devices for each kind of link: neighbours within servers, and first devices of servers."""
+    found: dict[str, list[tuple[int, int]]] = {"intra": [], "inter": []}
+    servers = [cluster.devices_of(server) for server in range(cluster.num_servers)]
+    for devices in servers:
+        if len(devices) > 1:
+            found["intra"].append((devices[0], devices[-1]))
+    found["inter"] += [(one[0], other[0]) for one, other in itertools.pairwise(servers)]
+    return found
+
+
+def _timed(session: Any, fetches: Any, feed: Any, repeats: int, seconds: Callable[[Any], float]) -> float:
+    """The median over runs, of which the first two don't count."""
+    found = [seconds(session.run(fetches, feed)) for _ in range(repeats + 2)]
+    return statistics.median(found[2:])
+
+
+def _host(name: str) -> str:
+    """The CPU beside a device, whose clock is read."""
+    return name if "device:CPU" in name else name.rpartition("/")[0] + "/device:CPU:0"
+
+
+def _clock(after: Sequence[Any], host: str) -> tf.Tensor:
+    """The time when all of ``after`` have been computed."""
+    with tf.device(host):
+        arrived = []
+        for tensor in after:
+            # Of a device with a queue of its own, only a copy tells that it is done.
+            part = tensor if "device:CPU" in tensor.device else tf.identity(tf.reshape(tensor, [-1])[:1])
+            arrived.append(part.op)
+        with tf.control_dependencies(arrived):
+            return tf.timestamp()
+
+
+def _transfers(cluster: Cluster, pair: tuple[int, int], sizes: Sequence[int], repeats: int) -> list[float]:
+    """Seconds to send a tensor of so many floats from one device to another, for each size."""
+    source, target = (cluster.device_names[device] for device in pair)
+    with tf.Graph().as_default() as graph:
+        count = tf.compat.v1.placeholder(tf.int32, [])
+        with tf.device(source):
+            made = tf.random.uniform(tf.reshape(count, [1]))
+        before = _clock([made], _host(source))
+        with tf.device(source), tf.control_dependencies([before]):
+            sent = tf.identity(made)
+        with tf.device(target):
+            received = sent[:1] + sent[-1:]
+        # Both times are told by the same clock: that of the sender, after word has come back.
+        with tf.device(source):
+            back = tf.identity(received)
+        after = _clock([back], _host(source))
+        with tf.device(source), tf.control_dependencies([before]):
+            nothing = made[:1] + made[-1:]
+        alone = _clock([nothing], _host(source))
+        with open_session(cluster, graph) as session:
+            with_copy = [
+                _timed(session, [before, after], {count: size}, repeats, lambda found: found[1] - found[0])
+                for size in sizes
+            ]
+            without = _timed(session, [before, alone], {count: sizes[0]}, repeats, lambda found: found[1] - found[0])
+    # Word comes back as one small message, which takes as long as the small one there.
+    there = [max(0.0, seconds - without) for seconds in with_copy]
+    return [there[0] / 2, max(there[1] - there[0] / 2, there[0] / 2)]
+
+
+def _line_of(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
+    """Bandwidth in bytes/s and latency in seconds, from times of two sizes in floats."""
+    few, many = (4 * size for size in sizes)
+    difference = seconds[1] - seconds[0]
+    bandwidth = (many - few) / difference if difference > 0 else _MOST_BANDWIDTH
+    bandwidth = min(bandwidth, _MOST_BANDWIDTH)
+    return Link(bandwidth, max(seconds[0] - few / bandwidth, _LEAST_LATENCY))
+
+
+def _reduction(cluster: Cluster, sizes: Sequence[int], repeats: int) -> tuple[float, float]:
+    """Bandwidth and latency of a ring over all devices: 2 (n - 1) steps, each with an n-th of the bytes."""
+    names = cluster.device_names
+    count = len(names)
+    found = []
+    for size in sizes:
+        key = collective_keys()
+        with tf.Graph().as_default() as graph:
+            made = []
+            for name in names:
+                with tf.device(name):
+                    made.append(tf.random.uniform([size]))
+            before = _clock(made, _host(names[0]))
+            reduced = []
+            for name, vector in zip(names, made, strict=True):
+                with tf.device(name), tf.control_dependencies([before]):
+                    reduced.append(
+                        tf.raw_ops.CollectiveReduceV2(
+                            input=tf.identity(vector),
+                            group_size=count,
+                            group_key=key,
+                            instance_key=key,
+                            ordering_token=[],
+                            merge_op="Add",
+                            final_op="Id",
+                            # A timeout would start a thread that sleeps until it is over.
+                            timeout_seconds=0.0,
+                        )
+                    )
+            after = _clock(reduced, _host(names[0]))
+            with open_session(cluster, graph) as session:
+                found.append(_timed(session, [before, after], {}, repeats, lambda times: times[1] - times[0]))
+    steps = 2 * (count - 1)
+    # seconds = steps * latency + steps / count * bytes / bandwidth
+    bandwidth, latency = _line_of(sizes, found)
+    return bandwidth * steps / count, max(latency / steps, _LEAST_LATENCY)
+
+
+def _capacity(cluster: Cluster, devices: Sequence[int], repeats: int) -> float:
+    """How many devices' worth of compute these devices give together.
+
+    The work is like a layer's: a product of matrices and elementwise maths, then two products side by side as in a
+    backward function. One device alone may use several cores for it, so that a server's capacity depends on more than
+    the number of its cores.
+    """
+    if len(devices) == 1:
+        return 1.0
+    names = [cluster.device_names[device] for device in devices]
+    with tf.Graph().as_default() as graph:
+        first = tf.compat.v1.placeholder(tf.float32, [_MATRIX, _MATRIX])
+        chains = []
+        for name in names:
+            with tf.device(name):
+                start = tf.identity(first)
+            before = _clock([start], _host(name))
+            with tf.device(name), tf.control_dependencies([before]):
+                value = tf.identity(start)
+                for _ in range(_CHAIN):
+                    value = tf.tanh(tf.matmul(value, start))
+                    value = tf.matmul(value, start) + tf.matmul(start, value)
+            chains.append((before, _clock([tf.reduce_sum(value)], _host(name))))
+        given = {first: np.random.default_rng(0).normal(size=(_MATRIX, _MATRIX)).astype(np.float32) / _MATRIX}
+
+        def span(times: Sequence[tuple[float, float]]) -> float:
+            return max(end for _, end in times) - min(start for start, _ in times)
+
+        alone: list[float] = []
+        together: list[float] = []
+        with open_session(cluster, graph) as session:
+            for number in range(repeats + 2):  # In turns: a machine's speed drifts.
+                one = span(session.run(chains[:1], given))
+                every = span(session.run(chains, given))
+                if number >= 2:
+                    alone.append(one)
+                    together.append(every)
+    ratio = statistics.median(one / every for one, every in zip(alone, together, strict=True))
+    return float(min(len(devices), max(1.0, len(devices) * ratio)))

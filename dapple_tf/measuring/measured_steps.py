@@ -1,0 +1,109 @@
+"""Times of real training steps under several plans, and the choice of k for reverse first-k by them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan
+from dapple_tf.execution.steps_apart import StepsApart
+from dapple_tf.measuring.example_batch import ExampleBatch
+from dapple_tf.progress import Progress
+from dapple_tf.schedules.out_of_order import best_reverse_first_k
+
+logger = logging.getLogger(__name__)
+
+_WARM_UP = 2
+_ROUNDS = 7
+
+
+def measure_steps(
+    model: keras.Model,
+    cluster: Cluster,
+    plans: Sequence[Plan],
+    example: ExampleBatch,
+    *,
+    rounds: int = _ROUNDS,
+    what: str = "measuring steps",
+) -> tuple[float, ...]:
+    """Median seconds of a training step of each plan; they take turns, since a machine's speed drifts.
+
+    Args:
+        model: the model, built and compiled; it keeps its values.
+        cluster: real devices.
+        plans: the plans.
+        example: draws the batches.
+        rounds: how often each plan has its turn, after two that don't count.
+        what: shown with the progress.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds is {rounds}; it must be at least 1")
+    trainers = [StepsApart(model, cluster, plan) for plan in plans]
+    batches = [example.trees(plan.global_batch_size) for plan in plans]
+    seconds: list[list[float]] = [[] for _ in plans]
+    try:
+        with Progress(what, _WARM_UP + rounds) as bar:
+            for number in range(_WARM_UP + rounds):
+                for trainer, data, found in zip(trainers, batches, seconds, strict=True):
+                    trainer.seconds(*data)  # gets its data back into the caches
+                    taken = trainer.seconds(*data)
+                    if number >= _WARM_UP:
+                        found.append(taken)
+                bar.step("steps in turns")
+    finally:
+        for trainer in trainers:
+            trainer.close()
+    return tuple(statistics.median(found) for found in seconds)
+
+
+def tune_reverse_first_k(
+    model: keras.Model,
+    cluster: Cluster,
+    plan: Plan,
+    *,
+    x: Any = None,
+    y: Any = None,
+    sample_weight: Any = None,
+    rounds: int = _ROUNDS,
+) -> Plan:
+    """Finds k for reverse first-k by training: the paper's concave search over measured throughput.
+
+    Each k takes turns with k = 0, and counts by how much faster it is.
+
+    Args:
+        model: the model, built and compiled; it keeps its values.
+        cluster: real devices.
+        plan: with stages to reverse, such as chunks on the same devices.
+        x: example inputs, as for :func:`dapple_tf.profile`.
+        y: example labels.
+        sample_weight: example weights.
+        rounds: steps that are measured for each k.
+
+    Returns:
+        The plan with the best ``reverse_first_k``.
+
+    Raises:
+        ProfileError: inputs or labels can't be guessed; give ``x`` and ``y``.
+
+    Source: Out-Of-Order BackProp (EuroSys'22), section 5.1.
+    """
+    example = ExampleBatch.of(model, x, y, sample_weight)
+    unreversed = dataclasses.replace(plan, reverse_first_k=0)
+
+    def throughput(k: int) -> float:
+        if not k:
+            return 1.0
+        plans = (unreversed, dataclasses.replace(plan, reverse_first_k=k))
+        before, after = measure_steps(
+            model, cluster, plans, example, rounds=rounds, what=f"measuring reverse_first_k={k}"
+        )
+        logger.info("reverse_first_k=%d: %.4g ms, %.4g ms without", k, after * 1e3, before * 1e3)
+        return before / after
+
+    return dataclasses.replace(plan, reverse_first_k=best_reverse_first_k(plan.num_stages, throughput))

@@ -1,0 +1,171 @@
+"""Measures what the single operators of a model's training step take: FD-DPS, definition 3."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.faults import FaultPolicy
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.profile import ProfileError
+from dapple_tf.execution.builds import Kind
+from dapple_tf.execution.engine import Engine
+from dapple_tf.frontend.capture import Mode, check_model
+from dapple_tf.frontend.metrics import RunningMetrics
+from dapple_tf.frontend.optimizer import check_optimizer
+from dapple_tf.measuring.example_batch import ExampleBatch
+from dapple_tf.measuring.links import measure_links
+from dapple_tf.measuring.measure_operators import add_step_stats
+from dapple_tf.measuring.profiler import kept_metrics
+from dapple_tf.operators.build_op_graph import operator_signatures
+from dapple_tf.operators.op_costs import OperatorCosts, device_kind
+from dapple_tf.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+_WARM_UP = 2
+"""Steps that aren't measured: the first allocate, and fill caches."""
+_STEPS = 5
+EXAMPLE_DATA = ("x", "y", "sample_weight", "length")
+"""What may be given to measure with."""
+
+
+def measured_operators(
+    model: keras.Model, cluster: Cluster, plan: Plan, costs: OperatorCosts | None = None, **examples: Any
+) -> tuple[OperatorCosts, Cluster]:
+    """What operators cost on a real cluster, and the cluster with its links.
+
+    Args:
+        model: a built and compiled Keras model.
+        cluster: real devices; links that are known aren't measured.
+        plan: a plan that places operators.
+        costs: what operators take, to use in place of measuring.
+        examples: ``x``, ``y``, ``sample_weight`` and ``length`` as for `profile_operators`.
+
+    Raises:
+        CaptureError: the model can't be captured.
+        ProfileError: inputs or labels can't be guessed; give ``x`` and ``y``.
+        PlanError: the cluster lacks a device of the plan, or the model doesn't fit the devices' memory.
+        TypeError: costs that aren't any, or examples beside them.
+    """
+    plan.validate_on(cluster)
+    if costs is not None and not isinstance(costs, OperatorCosts):
+        raise TypeError(
+            f"operator_costs is a {type(costs).__name__}; give an OperatorCosts (OperatorCosts.load() reads "
+            f"one), or leave it out to measure them"
+        )
+    if cluster.real and cluster.num_devices > 1 and cluster.intra_bandwidth is None:
+        cluster = measure_links(cluster, capacity=False)
+    if costs is None:
+        costs = profile_operators(model, cluster, plan, **examples)
+    elif examples:
+        raise TypeError(f"operator costs are given, so that {', '.join(examples)} mean nothing; leave them out")
+    return costs, cluster
+
+
+def profile_operators(
+    model: keras.Model,
+    cluster: Cluster,
+    plan: Plan,
+    *,
+    x: Any = None,
+    y: Any = None,
+    sample_weight: Any = None,
+    length: int | None = None,
+    steps: int = _STEPS,
+    costs: OperatorCosts | None = None,
+) -> OperatorCosts:
+    """Measures the operators of a model's training step on each kind of device that a plan places them on.
+
+    A step is run with everything on one device of each kind; where the model is too large for that, on all devices of
+    the plan. The model keeps its values, and so does its optimizer: what is trained is a copy on the device.
+
+    Args:
+        model: a built and compiled Keras model.
+        cluster: real devices.
+        plan: a plan that places operators; slices are measured as large as its micro-batches.
+        x: example inputs, any number of samples. Needed for a model that doesn't declare its inputs.
+        y: example labels; by default such as the loss takes.
+        sample_weight: example weights; by default none.
+        length: of axes that the model leaves open, where x isn't given; see :func:`dapple_tf.profile`.
+        steps: how many are averaged.
+        costs: costs to add to; None begins with estimates only.
+
+    Raises:
+        ProfileError: the cluster has no real devices, or inputs or labels can't be guessed; give ``x`` and ``y``.
+        CaptureError: the model isn't built or compiled, or can't be captured.
+        PlanError: the plan doesn't place operators or doesn't fit the cluster, or the model not the devices' memory.
+    """
+    if not cluster.real:
+        raise ProfileError("this cluster is a description without real devices: it can be planned for, not measured")
+    if plan.operator_devices is None:
+        raise PlanError(
+            "this plan runs its stages as a whole: measure operators for Plan.by_operators(...) or "
+            "plan.with_placed_operators()"
+        )
+    plan.validate_on(cluster)
+    check_model(model, training=True)
+    check_optimizer(model.optimizer, model.trainable_variables)
+    found = OperatorCosts() if costs is None else costs
+    example = ExampleBatch.of(model, x, y, sample_weight, length=length)
+    samples = -(-plan.global_batch_size // plan.micro_batches)
+    chosen = {
+        (device_kind(cluster.device_names[device]), cluster.devices[device].speed): device
+        for devices in reversed(plan.operator_devices)
+        for device in reversed(devices)
+    }
+    every = [device for devices in plan.operator_devices for device in devices]
+    with kept_metrics(model), Progress("measuring operators", len(chosen) * (steps + _WARM_UP)) as bar:
+        for device in chosen.values():
+            try:
+                _measure(model, cluster, [device], samples, example, found, steps, bar)
+            except PlanError as error:
+                logger.info("not measured on device %d alone: %s", device, error)
+                _measure(model, cluster, every, samples, example, found, steps, bar)
+                break
+    logger.info("measured %d kinds of operators of model %r", found.count, model.name)
+    return found
+
+
+def _measure(
+    model: keras.Model,
+    cluster: Cluster,
+    devices: list[int],
+    samples: int,
+    example: ExampleBatch,
+    costs: OperatorCosts,
+    steps: int,
+    bar: Progress,
+) -> None:
+    plan = Plan.by_operators(devices, samples)
+    arrays = example.batch(samples)
+    with _engine(model, cluster, plan, costs) as engine:
+        built = engine.prepare(Mode.TRAIN, example.spec)
+        step = built.placed[Kind(samples)]
+        signatures = operator_signatures(step.flat.program.graph, step.flat.shapes)
+        metrics = RunningMetrics(model, engine.table).feeds()
+        engine.state.load()
+        speeds = {cluster.device_names[device]: cluster.devices[device].speed for device in devices}
+        found = []
+        for number in range(_WARM_UP + steps):
+            bar.step("warming up" if number < _WARM_UP else "measuring")
+            traced = engine.run(Mode.TRAIN, example.spec, arrays, metrics=metrics, trace=True).traced
+            assert traced is not None
+            found.append(traced)
+        stats = [traced.stats for traced in found[_WARM_UP:]]
+        add_step_stats(costs, stats, signatures, prefix=found[0].prefix, speeds=speeds)
+
+
+@contextlib.contextmanager
+def _engine(model: keras.Model, cluster: Cluster, plan: Plan, costs: OperatorCosts) -> Iterator[Engine]:
+    engine = Engine(model, cluster, plan, FaultPolicy(), costs)
+    engine.notes.quiet = True
+    try:
+        yield engine
+    finally:
+        engine.close()

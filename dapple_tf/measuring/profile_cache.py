@@ -1,0 +1,173 @@
+"""Profiles on disk, under a hash of all that they depend on."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import platform
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.profile import Profile, ProfileError
+from dapple_tf.measuring.example_batch import ExampleBatch
+from graph_passes.ir.graph import POSITION_ATTR, NodeDef
+from graph_passes.ir.program import Program
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 3
+"""Changes when the same model would be measured in another way, so that older files don't count."""
+
+
+def cache_directory(cache: bool | str | os.PathLike[str]) -> pathlib.Path | None:
+    """Where profiles are kept: a directory, the default one if that is True, or None if it is False."""
+    if cache is False:
+        return None
+    if cache is not True:
+        return pathlib.Path(cache)
+    given = os.environ.get("DAPPLE_CACHE")
+    return pathlib.Path(given) if given else pathlib.Path.home() / ".cache" / "dapple_tf" / "profiles"
+
+
+def read_profile(path: pathlib.Path) -> Profile | None:
+    """The profile in a file; None if there is none, or, with a warning, none that can be used."""
+    try:
+        return Profile.load(path)
+    except FileNotFoundError:
+        return None
+    except (ProfileError, OSError, ValueError) as error:
+        logger.warning("the cached profile %s can't be used and is measured again: %s", path, error)
+        return None
+
+
+def write_profile(path: pathlib.Path, profile: Profile) -> None:
+    """Writes a profile all at once, so that no reader finds half of one; only warns if that isn't possible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(profile.to_json())
+            os.replace(name, path)
+        except BaseException:
+            pathlib.Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        logger.warning("the profile can't be kept in %s: %s", path.parent, error)
+
+
+def profile_key(
+    model: keras.Model,
+    program: Program,
+    example: ExampleBatch,
+    sizes: Sequence[int],
+    cluster: Cluster,
+    device: int,
+    repeats: int | None,
+) -> str:
+    """A hash of all that the measured costs depend on; the same in every process.
+
+    Args:
+        model: the model.
+        program: its captured training graph.
+        example: its batches.
+        sizes: samples of the slices that are measured.
+        cluster: the devices that sessions are configured for.
+        device: index of the one that is measured.
+        repeats: how often it is measured, if that was asked for.
+    """
+    kind = str(tf.DeviceSpec.from_string(cluster.device_names[device]).device_type)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parts = [
+        *(_VERSION, tf.version.VERSION, keras.version(), kind, _hardware(kind), cluster.num_devices, cores),
+        *(model.name, list(sizes), repeats, [(array.dtype.name, array.shape) for array in example.arrays]),
+        [(call.path, call.number, call.stop > call.start) for call in program.roles.calls],
+        [(v.name, v.dtype, v.shape, v.kind.value) for v in program.roles.variables],
+        _optimizer_text(model.optimizer),
+        graph_hash(program),
+    ]
+    return _hash(json.dumps(parts))[:32]
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _hardware(kind: str) -> str:
+    """What the device is: the model of the processor, or of this machine's GPUs."""
+    if kind == "GPU":
+        gpus = tf.config.list_physical_devices("GPU")
+        return ", ".join(str(tf.config.experimental.get_device_details(gpu).get("device_name")) for gpu in gpus)
+    with contextlib.suppress(OSError):  # Only Linux has this file.
+        for line in pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _optimizer_text(optimizer: Any) -> str:
+    """The optimizer's configuration, without its name (Keras counts) and a plain learning rate (it may change)."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            left = {key: plain(entry) for key, entry in value.items() if key != "name"}
+            return {k: v for k, v in left.items() if k != "learning_rate" or not isinstance(v, float)}
+        return [plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+    return json.dumps(plain(keras.saving.serialize_keras_object(optimizer)), sort_keys=True, default=str)
+
+
+def graph_hash(program: Program) -> str:
+    """A hash of the captured graph under names of its own: those that Keras and TensorFlow mint contain counters."""
+    library = {function.signature.name: function for function in program.graph.library.function}
+    hashes: dict[str, str] = {}
+
+    def of_function(name: str) -> str:
+        if name not in hashes:
+            function = library.get(name)
+            hashes[name] = name if function is None else "recursive"
+            if function is not None:
+                names = {arg.name: f"a{index}" for index, arg in enumerate(function.signature.input_arg)}
+                names |= {node.name: f"n{index}" for index, node in enumerate(function.node_def)}
+                lines = [of_node(node, names) for node in function.node_def]
+                lines += [of_input(function.ret[arg.name], names) for arg in function.signature.output_arg]
+                lines += [str(arg.type) for arg in function.signature.input_arg]
+                hashes[name] = _hash("\n".join(lines))
+        return hashes[name]
+
+    def of_input(text: str, names: Mapping[str, str]) -> str:
+        control = text.startswith("^")
+        name, colon, rest = text.removeprefix("^").partition(":")
+        return ("^" if control else "") + names.get(name, name) + colon + rest
+
+    def of_attr(value: Any) -> str:
+        if value.HasField("func"):
+            return of_function(value.func.name)
+        if value.HasField("list") and value.list.func:
+            return ",".join(of_function(function.name) for function in value.list.func)
+        return str(value.SerializeToString(deterministic=True).hex())
+
+    def of_node(node: NodeDef, names: Mapping[str, str]) -> str:
+        attrs = [
+            f"{key}={of_attr(node.attr[key])}"
+            for key in sorted(node.attr)
+            # Hints and roles; the calls' positions are part of the key as far as they matter.
+            if not key.startswith("_") and key != POSITION_ATTR
+        ]
+        return " ".join([names[node.name], node.op, *(of_input(text, names) for text in node.input), *attrs])
+
+    names = {node.name: f"n{index}" for index, node in enumerate(program.graph.node)}
+    roles = program.roles
+    results = [roles.loss, *(variable.update for variable in roles.variables)]
+    lines = [of_node(node, names) for node in program.graph.node]
+    lines += ["" if ref is None else f"{names[ref.node]}:{ref.output}" for ref in results]
+    return _hash("\n".join(lines))

@@ -1,0 +1,115 @@
+"""What every way of profiling a model begins with: its graph with a stage for each layer, and the optimizer's part."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import keras
+import numpy as np
+
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan
+from dapple_tf.execution.steps_apart import StepsApart
+from dapple_tf.frontend.batch import BatchSpec
+from dapple_tf.frontend.capture import Mode, capture
+from dapple_tf.frontend.host_part import on_host
+from dapple_tf.frontend.layer_cuts import LayerStages, layer_stages, with_functions
+from dapple_tf.frontend.metrics import RunningMetrics
+from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.garbage import without_collection
+from dapple_tf.measuring.example_batch import ExampleBatch
+from dapple_tf.measuring.timed_session import TimedSession
+from dapple_tf.variables.parameter_groups import group_updates
+from graph_passes.ir.graph import Ref
+from graph_passes.ir.group_update import GroupUpdate
+from graph_passes.ir.program import Program
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ProfiledModel:
+    """A model, what it is measured with, and where.
+
+    Attributes:
+        model: the model, built and compiled.
+        table: names of its variables.
+        flat: its captured training graph.
+        example: its batches.
+        sizes: samples of the slices that are measured, the smallest first.
+        cluster: real devices.
+        device: index of the one that is measured.
+        repeats: how often each time is measured; None for as often as there is time for.
+    """
+
+    model: keras.Model
+    table: VariableTable
+    flat: Program
+    example: ExampleBatch
+    sizes: tuple[int, ...]
+    cluster: Cluster
+    device: int
+    repeats: int | None
+
+    @property
+    def device_name(self) -> str:
+        """Name of the device that is measured."""
+        return self.cluster.device_names[self.device]
+
+    @functools.cached_property
+    @without_collection
+    def stages(self) -> LayerStages:
+        """The layers that can be cut apart, with gradients."""
+        inference = capture(self.model, self.table, Mode.PREDICT, BatchSpec(self.example.spec.x))
+        return layer_stages(self.model, self.flat, inference)
+
+    @functools.cached_property
+    @without_collection
+    def program(self) -> Program:
+        """A stage for each layer, with functions."""
+        return with_functions(self.stages.program, "layers_")
+
+    @functools.cached_property
+    @without_collection
+    def updates(self) -> tuple[GroupUpdate, ...]:
+        """The optimizer's part for each parameter group of `program`."""
+        return group_updates(self.model, self.table, self.program)
+
+    @functools.cached_property
+    def sample_shapes(self) -> list[tuple[int, ...]]:
+        """The shape of one sample of each of the program's inputs: what devices get of strings are numbers."""
+        return [array.shape[1:] for array in on_host(self.flat, self.example.batch(1))]
+
+    def batch(self, samples: int) -> dict[Ref, np.ndarray]:
+        """Batch input -> values for so many samples."""
+        arrays = on_host(self.flat, self.example.batch(samples))
+        return dict(zip(self.flat.roles.inputs, arrays, strict=True))
+
+    @contextlib.contextmanager
+    def session(self, updates: Sequence[GroupUpdate]) -> Iterator[TimedSession]:
+        """A session that has the values of the model's variables, and of those that updates need."""
+        metrics: Mapping[str, tuple[np.ndarray, np.ndarray]] = RunningMetrics(self.model, self.table).feeds()
+        with TimedSession(self.cluster, self.device_name, metrics) as session:
+            read = {name for stage in self.program.stages for name in stage.reads}
+            variables = {name: self.table.describe(name) for name in sorted(read)}
+            variables |= {v.place: v for update in updates for v in update.apply.variables.values()}
+            session.load(self.table, list(variables.values()))
+            yield session
+
+    @contextlib.contextmanager
+    def engine_step(self, samples: int, micro_batches: int) -> Iterator[Callable[[], float]]:
+        """A real training step on the device: a function that runs it and returns its seconds.
+
+        Args:
+            samples: of a micro-batch.
+            micro_batches: of the step.
+        """
+        batch = samples * micro_batches
+        plan = Plan.data_parallel([self.device], batch, micro_batches=micro_batches)
+        steps = StepsApart(self.model, self.cluster, plan)
+        data = self.example.trees(batch)
+        try:
+            yield lambda: steps.seconds(*data)
+        finally:
+            steps.close()

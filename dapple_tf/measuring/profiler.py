@@ -1,0 +1,212 @@
+"""The profiler: measures what each layer of a compiled Keras model costs on a device.
+
+The model goes through the passes that training goes through, with a stage for each layer (`profiled_model.py`). As
+exactly as there is time for (`time_budget.py`), layers are measured one by one (`measured_layers.py`), or their
+operators in a few steps of the whole model (`measured_operators.py`), or nothing is (`layers_by_operator.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.profile import METHODS, ZERO, LayerProfile, Profile, ProfileError
+from dapple_tf.frontend.capture import Mode, build, capture, check_model
+from dapple_tf.frontend.optimizer import check_optimizer
+from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.measuring.example_batch import ExampleBatch
+from dapple_tf.measuring.flat_step import flat_step
+from dapple_tf.measuring.layers_by_operator import MeasuredOperators, layers_by_operator, stage_operators
+from dapple_tf.measuring.measured_layers import measured_layers
+from dapple_tf.measuring.measured_operators import measure_operators
+from dapple_tf.measuring.profile_cache import cache_directory, profile_key, read_profile, write_profile
+from dapple_tf.measuring.profiled_model import ProfiledModel
+from dapple_tf.measuring.time_budget import TimeBudget
+from dapple_tf.measuring.timed_session import StepRuns
+from dapple_tf.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+_ANY_LAYER = LayerProfile("any", ZERO, ZERO)
+
+
+def profile(
+    model: keras.Model,
+    batch_size: int | Sequence[int],
+    *,
+    cluster: Cluster | None = None,
+    device: int = 0,
+    x: Any = None,
+    y: Any = None,
+    sample_weight: Any = None,
+    length: int | None = None,
+    cache: bool | str | os.PathLike[str] = True,
+    repeats: int | None = None,
+    progress: bool = True,
+    budget: float | TimeBudget | None = None,
+) -> Profile:
+    """Measures a model layer by layer.
+
+    The model keeps its values, and so does its optimizer: what is trained meanwhile is a copy on the device.
+
+    Args:
+        model: a built and compiled Keras model.
+        batch_size: samples of a slice (what one device works on at a time): one size, or several, from which follows
+            which part of each cost is fixed and which grows with the samples. Sizes around those of the plans to come
+            are best.
+        cluster: real devices that the model is to be trained on; sessions are configured for all of them. By default
+            one local device.
+        device: index of the one that is measured.
+        x: example inputs, any number of samples. Needed for a model that doesn't declare its inputs (a subclassed one),
+            and useful where random numbers (of integers: 0 and 1) aren't typical.
+        y: example labels; by default such as the loss takes.
+        sample_weight: example weights; by default none.
+        length: what axes that the model leaves open are taken to be as long as, where x isn't given; by default 128, or
+            another length if the model can't be computed for that: a warning tells which.
+        cache: whether to keep profiles on disk and look there first; or the directory in place of ``$DAPPLE_CACHE``
+            (``~/.cache/dapple_tf/profiles``).
+        repeats: how often each time is measured; by default as often as fits into some 20 s, 5 to 25 times.
+        progress: whether to tell on a terminal how far measuring has got.
+        budget: seconds that it may take, about; or what is left of them. Where measuring layer by layer would take
+            longer, operators are measured in a few steps of the whole model; where there is no time for that either,
+            they are only estimated by rooflines (`Profile.method`). The model is captured and cut in any case. None
+            measures layer by layer.
+
+    Returns:
+        The profile. Layers are named as plans cut: ``block_1``, ``encoder/block_1`` within a nested model,
+        ``shared#0`` for the first of several calls. Layers that can't be cut apart are one entry, under the last one's
+        name.
+
+    Raises:
+        ProfileError: a batch size below 1, no such device, or inputs or labels that can't be guessed.
+        CaptureError: the model isn't built or compiled, or can't be captured.
+    """
+    sizes = _sizes(batch_size)
+    cluster = cluster or Cluster.local(1)
+    if not cluster.real:
+        raise ProfileError("this cluster is a description without real devices: it can be planned for, not measured")
+    if not 0 <= device < cluster.num_devices:
+        raise ProfileError(f"device is {device}, but the cluster has devices 0 to {cluster.num_devices - 1}")
+    if repeats is not None and repeats < 1:
+        raise ProfileError(f"repeats is {repeats}; it must be at least 1")
+    time_budget = budget if isinstance(budget, TimeBudget) else TimeBudget(budget)
+    check_model(model, training=True)
+    check_optimizer(model.optimizer, model.trainable_variables)
+    with kept_metrics(model), Progress("profiling", shown=None if progress else False) as bar:
+        time_budget.begin("capture")
+        bar.step("capturing the model", now=True)
+        example = ExampleBatch.of(model, x, y, sample_weight, length=length)
+        table = VariableTable(model)
+        build(model, table, example.spec)
+        program = capture(model, table, Mode.TRAIN, example.spec)
+        time_budget.end()
+        key = profile_key(model, program, example, sizes, cluster, device, repeats)
+        directory = cache_directory(cache)
+        for path in () if directory is None else _paths(directory, key, time_budget):
+            known = read_profile(path)
+            if known is not None:
+                bar.say(f"the profile of model {model.name!r} is in the cache: {path}")
+                logger.info("the profile of model %r is in the cache: %s", model.name, path)
+                return known
+        logger.info("profiling model %r on %s in slices of %s samples", model.name, cluster.device_names[device], sizes)
+        bar.say(f"profiling model {model.name!r}, some {_expected(time_budget):.0f} s")
+        profiled = ProfiledModel(model, table, program, example, sizes, cluster, device, repeats)
+        found = dataclasses.replace(_profiled(profiled, time_budget, bar), key=key)
+        logger.info(
+            "profiled model %r, %d layers, %s, in %.1f s",
+            *(model.name, len(found.layers), METHODS[found.method], time_budget.spent),
+        )
+    if directory is not None and found.method != "rooflines":
+        write_profile(_path(directory, key, found.method), found)
+    return found
+
+
+def _expected(budget: TimeBudget) -> float:
+    """About how many seconds the rest of a profile takes, when the model has been captured."""
+    if budget.allows("cut", "layers", *budget.afterwards):
+        return budget.expected("cut", "layers")
+    return min(budget.expected("cut", "operators"), max(budget.left, budget.expected("cut")))
+
+
+def _path(directory: pathlib.Path, key: str, method: str) -> pathlib.Path:
+    return directory / (f"{key}.json" if method == "layers" else f"{key}-{method}.json")
+
+
+def _paths(directory: pathlib.Path, key: str, budget: TimeBudget) -> list[pathlib.Path]:
+    """Where a profile may be that is as exact as there is time for, the most exact first."""
+    methods = ["layers"] if budget.seconds is None else ["layers", "operators"]
+    return [_path(directory, key, method) for method in methods]
+
+
+def _sizes(batch_size: int | Sequence[int]) -> tuple[int, ...]:
+    given = [batch_size] if isinstance(batch_size, int | np.integer) else list(batch_size)
+    if not given or any(not isinstance(size, int | np.integer) or size < 1 for size in given):
+        raise ProfileError(f"batch_size is {batch_size!r}; give a whole number of at least 1, or several")
+    return tuple(sorted({int(size) for size in given}))
+
+
+@contextlib.contextmanager
+def kept_metrics(model: keras.Model) -> Iterator[None]:
+    """Metrics have their values afterwards; those that are built meanwhile are reset."""
+    before = [(variable, np.asarray(variable.value)) for variable in model.metrics_variables]
+    known = {id(variable) for variable, _ in before}
+    try:
+        yield
+    finally:
+        for metric in model.metrics:
+            if any(id(variable) not in known for variable in metric.variables):
+                metric.reset_state()
+        for variable, value in before:
+            variable.assign(value)
+
+
+def _profiled(profiled: ProfiledModel, budget: TimeBudget, bar: Progress) -> Profile:
+    """The profile, without a key, by the most exact way for which there is time."""
+    bar.step("cutting the model", now=True)
+    budget.begin("cut")
+    program = profiled.program
+    budget.end()
+    if budget.allows("layers", *budget.afterwards):
+        return measured_layers(profiled, budget, bar)
+
+    bar.step("estimating operators", now=True)
+    profiled.table.add_optimizer(profiled.model.optimizer)
+    measures = budget.allows("operators")
+    least, most = profiled.sizes[0], profiled.sizes[-1]
+    sizes = (least, most if most > least else 2 * least)
+    operators = {samples: stage_operators(program, profiled.sample_shapes, samples) for samples in sizes}
+    anything = Profile(profiled.model.name, profiled.device_name, profiled.sizes, (_ANY_LAYER,), ())
+    found: MeasuredOperators | None = None
+
+    def by_operator() -> Profile:
+        names, table = profiled.stages.names, profiled.table
+        return layers_by_operator(program, names, table, operators, found, anything)
+
+    estimates = by_operator()
+    once = (estimates.total("forward") + estimates.total("backward")).at(least)
+    if not measures or budget.left < once:
+        return estimates
+    bar.step("preparing a step of the whole model", now=True)
+    with profiled.session(()) as session:
+        step = flat_step(program, profiled.device_name, profiled.cluster.host_device, "operators_")
+        runs = StepRuns(session, step.timed, "flat")
+        for samples in sizes:
+            runs.feed(samples, profiled.batch(samples))
+        found = measure_operators(
+            runs,
+            step,
+            operators,
+            budget,
+            rounds=profiled.repeats,
+            tell=lambda text: bar.step(f"measuring operators, {text}", now=True),
+        )
+    return by_operator()

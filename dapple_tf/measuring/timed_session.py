@@ -1,0 +1,134 @@
+"""A session in which timed steps run on a copy of the model's variables, and the times that they took."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from dapple_tf.clusters.connection import connected, open_session
+from dapple_tf.clusters.session import add_to_graph
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.measuring.timed_step import LAST, ItemKey, TimedStep
+from dapple_tf.variables.device_values import DeviceValues, Holding
+from graph_passes.ir.graph import GraphDef, Ref
+from graph_passes.ir.program import Variable
+from graph_passes.ir.storage import by_dtype
+
+_CALLERS_THREAD = -1
+"""The pool of threads that is none: whoever runs the graph runs its operators, too."""
+
+
+class TimedSession:
+    """A session with the model's variables on one device.
+
+    Attributes:
+        device: name of the device.
+        metrics: metric variable -> its running value and its value after a reset.
+        session: the session.
+    """
+
+    def __init__(self, cluster: Cluster, device: str, metrics: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
+        self.device, self.metrics = device, metrics
+        self._graph = tf.Graph()
+        with contextlib.ExitStack() as opened:
+            connection = opened.enter_context(connected(cluster))
+            self.session = open_session(cluster, self._graph, connection)
+            opened.callback(self.session.close)
+            self._opened = opened.pop_all()
+        self._library: set[str] = set()
+
+    def __enter__(self) -> TimedSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def add(self, graph: GraphDef, name: str) -> None:
+        """Adds nodes under ``name/``, and functions that aren't there yet."""
+        add_to_graph(self._graph, self._library, graph, name)
+
+    def load(self, table: VariableTable, variables: Sequence[Variable]) -> None:
+        """Keras' values -> the device."""
+        storage = DeviceValues([Holding((0,), (self.device,), tuple(variables))])
+        self.add(storage.graph, DeviceValues.PREFIX)
+        feed = {}
+        for place, (_, group) in zip(storage.feeds[0], by_dtype(variables).items(), strict=True):
+            values = table.values(variable.name for variable in group)
+            feed[f"{DeviceValues.PREFIX}/{place}:0"] = np.concatenate([value.ravel() for value in values])
+        if feed:
+            self.session.run([f"{DeviceValues.PREFIX}/{node}" for node in storage.loads[0]], feed)
+
+
+class StepRuns:
+    """A timed step in a session, and the times of its runs.
+
+    Attributes:
+        timed: the step.
+        name: under which its nodes are in the session's graph.
+        device: name of the device that it runs on.
+    """
+
+    def __init__(self, session: TimedSession, timed: TimedStep, name: str) -> None:
+        self.timed, self.name, self.device = timed, name, session.device
+        self._session = session
+        session.add(timed.graph, name)
+        self._fetch: dict[str, Any] = {"stamps": [f"{name}/{stamp}:0" for stamp in timed.stamps]}
+        if timed.step.train is not None:
+            self._fetch["train"] = f"{name}/{timed.step.train}"
+        # Fetched as nodes, not tensors: they are run, and nothing is brought to the host.
+        self._fetch["unread"] = [f"{name}/{node}" for node in timed.unread]
+        self._feeds: dict[int, dict[str, Any]] = {}
+        self._rounds: dict[int, list[np.ndarray]] = {}
+        self._position = {item.key: index for index, item in enumerate(timed.items)}
+
+    def _placed(self, ref: Ref) -> str:
+        return f"{self.name}/{ref.node}:{ref.output}"
+
+    def feed(self, samples: int, values: Mapping[Ref, np.ndarray]) -> None:
+        """Says what runs with micro-batches of so many samples are fed: flat batch input -> the whole batch."""
+        step = self.timed.step
+        feeds: dict[Ref, Any] = {step.feeds[ref]: array for ref, array in values.items()}
+        for variable, places in step.metric_feeds.items():
+            feeds |= dict(zip(places, self._session.metrics[variable], strict=True))
+        feeds |= {Ref(place): factors * samples for place, factors in self.timed.sizes.items()}
+        self._feeds[samples] = {self._placed(ref): value for ref, value in feeds.items()}
+        self._rounds.setdefault(samples, [])
+
+    def run(self, samples: int, *, kept: bool = True) -> None:
+        """Runs the step once; its times are kept or not."""
+        stamps = self._session.session.run(self._fetch, self._feeds[samples])["stamps"]
+        if kept:
+            # The clock may be set back meanwhile.
+            self._rounds[samples].append(np.maximum(np.diff(np.asarray(stamps)), 0))
+
+    def trace(self, samples: int, *, alone: bool = False) -> Any:
+        """Runs the step once and returns its step stats; ``alone`` runs one operator at a time on CPUs of this process.
+
+        Times on CPUs are known without TensorFlow's profiler, which alone knows those of a GPU's kernels.
+        """
+        metadata = tf.compat.v1.RunMetadata()
+        levels = tf.compat.v1.RunOptions
+        options = levels(trace_level=levels.FULL_TRACE)
+        if alone and "device:CPU" in self.device:
+            options = levels(trace_level=levels.SOFTWARE_TRACE, inter_op_thread_pool=_CALLERS_THREAD)
+        self._session.session.run(self._fetch, self._feeds[samples], options=options, run_metadata=metadata)
+        return metadata.step_stats
+
+    def times(self, samples: int, work: str, stage: int = 0, micro_batch: int = LAST) -> np.ndarray:
+        """Seconds of an item in each round that was kept; zeros when the step has no such item."""
+        index = self._position.get(ItemKey(work, stage, micro_batch))
+        rounds = self._rounds[samples]
+        return np.zeros(len(rounds)) if index is None else np.asarray([found[index] for found in rounds])
+
+    def time(self, samples: int, work: str, stage: int = 0, micro_batch: int = LAST) -> float:
+        """The median of `times`."""
+        return float(np.median(self.times(samples, work, stage, micro_batch)))
+
+    def typical(self) -> float:
+        """The median of all times of all items."""
+        return float(np.median(np.concatenate([found for rounds in self._rounds.values() for found in rounds])))

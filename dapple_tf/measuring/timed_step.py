@@ -1,0 +1,321 @@
+"""A training step on one device whose parts run one after the other, with a node between them that tells the time.
+
+No trace is taken: its overhead, a microsecond or two for every op, would be most of a small layer's time. Only graphs
+are made here; `timed_session.py` runs them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import types_pb2
+
+from dapple_tf.variables.parameter_groups import readers_of
+from graph_passes.ir.graph import PHASE_ATTR, STAGE_ATTR, Builder, Graph, GraphDef, NodeDef, Ref, dtype_attr, shape_attr
+from graph_passes.ir.group_update import GroupUpdate
+from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
+from graph_passes.ir.program import Layout, Program, Stage, Step, Value, ValueKind
+from graph_passes.ir.replica_sums import without_sums
+from graph_passes.ir.storage import merge_library
+from graph_passes.ir.tasks import Phase, Task
+from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.pass_manager import Pass, run_passes
+from graph_passes.passes.accumulate import Accumulate
+from graph_passes.passes.replicate import Replicate
+from graph_passes.passes.split_concat import SplitConcat
+from graph_passes.passes.update import Update
+
+MICRO_BATCHES = 2
+"""The first micro-batch warms caches and the allocator, and sets accumulators where the others add to them."""
+LAST = MICRO_BATCHES - 1
+"""The micro-batch that is measured."""
+
+STATISTICS, APPLY, NOTHING = "statistics", "apply", "nothing"
+"""What items are that belong to no phase of a task: those of the update, and calls of an empty function."""
+
+MARK = 1_000_003
+"""Stands for the samples of a micro-batch while a step is built: a prime, so that no other constant is a multiple."""
+
+
+class ItemKey(NamedTuple):
+    """What an item is: part of the work (a phase's value, or one of the names above), stage and micro-batch."""
+
+    work: str
+    stage: int = 0
+    micro_batch: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """Something that runs by itself between two times.
+
+    Attributes:
+        key: what it is.
+        entry: its first nodes.
+        exit: its last nodes.
+    """
+
+    key: ItemKey
+    entry: tuple[str, ...]
+    exit: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TimedStep:
+    """A step whose items run one after the other.
+
+    Attributes:
+        graph: its top level.
+        step: what its tensors mean.
+        stamps: nodes that tell the time (float64 seconds): before the first item and after each.
+        items: what runs between them.
+        sizes: placeholder -> what multiple of a micro-batch's samples it is to be fed, element by element.
+        unread: nodes to run, too: readers of results that nothing else reads, which TensorFlow would remove.
+    """
+
+    graph: GraphDef
+    step: Step
+    stamps: tuple[str, ...]
+    items: tuple[Item, ...]
+    sizes: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+
+
+def timed_step(
+    program: Program,
+    updates: Sequence[GroupUpdate],
+    device: str,
+    host: str,
+    prefix: str,
+    *,
+    input_gradients: bool = False,
+) -> TimedStep:
+    """A step of `MICRO_BATCHES` micro-batches whose size is fed, with all stages on one device.
+
+    Args:
+        program: stages with functions.
+        updates: the optimizer's part for each parameter group.
+        device: name of the device.
+        host: name of the device that batches are fed to.
+        prefix: start of the names of new functions; unique in the session.
+        input_gradients: give the first micro-batch tasks Bx, too: the part of B that computes the gradients of what a
+            stage receives, for stages that also have a Bw. The last micro-batch is as in training.
+    """
+    hosts = readers_of(program)
+    batch = MARK * MICRO_BATCHES
+    layout = Layout(((device,),) * len(program.stages), batch, batch, MICRO_BATCHES)
+    # Buckets are for reduction, which one device has none of.
+    update = Update(tuple(updates), hosts, host, bucket_bytes=0, prefix=prefix, want_gradients=False)
+    passes: list[Pass] = [Replicate(layout, host, hosts, prefix), SplitConcat(), Accumulate(prefix), update]
+    complete = run_passes(program, passes, first=5)
+    assert complete.step is not None
+    graph, step = complete.graph, complete.step
+    sizes = with_fed_sizes(graph, host)
+    parts = _add_input_gradients(program, graph, step, device, prefix) if input_gradients else {}
+    made = chained(graph, step, _items(program, graph, step, parts), device)
+    return dataclasses.replace(made, sizes=sizes, unread=_read_results(made, device))
+
+
+def empty_calls(device: str, count: int) -> TimedStep:
+    """Calls of a function that does nothing: what it takes to start a task."""
+    kind = dtype_attr(types_pb2.DT_FLOAT)
+    body = empty_graph()
+    inner = Builder(body)
+    argument = inner.append(placeholder("x", types_pb2.DT_FLOAT))
+    result = inner.add("y", "Neg", [argument], T=kind)
+    function = outline("nothing", Graph(body), [argument], [result])
+    graph = empty_graph()
+    builder = Builder(graph)
+    # Neither constant nor unread, or it would be optimized away.
+    value = _random_number(builder, device)
+    items = []
+    for index in range(count):
+        value = builder.append(call_node(builder.names.fresh("nothing"), function, [value], device=device))
+        items.append(Item(ItemKey(NOTHING, index), (value.node,), (value.node,)))
+    merge_library(graph, [function])
+    return chained(graph, Step(Layout(((device,),), 1, 1, 1), train=value.node), items, device)
+
+
+def input_gradients_of(program: Program, stage: Stage) -> list[Value]:
+    """The results of a stage's B that are gradients of what it receives from other stages."""
+    received = {boundary.ref for boundary in program.boundaries}
+    assert stage.backward is not None
+    return [v for v in stage.backward.outputs if v.kind is ValueKind.GRADIENT and v.ref in received]
+
+
+def has_weight_gradients(program: Program, stage: Stage) -> bool:
+    """Whether a stage's B computes anything else."""
+    assert stage.backward is not None
+    return len(input_gradients_of(program, stage)) < len(stage.backward.outputs)
+
+
+def _add_input_gradients(program: Program, graph: GraphDef, step: Step, device: str, prefix: str) -> dict[Task, str]:
+    """Adds tasks Bx to the first micro-batch; each task B -> the call of Bx, which is a part of it."""
+    view = Graph(graph)
+    builder = Builder(graph)
+    functions: list[FunctionDef] = []
+    calls: dict[Task, str] = {}
+    for stage in program.stages:
+        results = input_gradients_of(program, stage)
+        if not results or not has_weight_gradients(program, stage):
+            continue
+        assert stage.graph is not None and stage.backward is not None
+        source = Graph(without_sums(stage.graph))
+        places = {value: stage.arguments.get(value, value.ref) for value in stage.backward.inputs}
+        wanted = [stage.results[value] for value in results]
+        body = source.ancestors(wanted, places.values(), control=False)
+        needed = {ref for name in body for ref in source.inputs(name)} | set(wanted)
+        used = [value for value in stage.backward.inputs if places[value] in needed]
+        name = f"{prefix}stage{stage.index}_input_gradient"
+        function = outline(name, source, [places[value] for value in used], wanted)
+        functions.append(function)
+        task = Task(stage.index, Phase.BACKWARD, 0)
+        given = dict(zip(stage.backward.inputs, view.inputs(step.entry[task]), strict=True))
+        node = builder.names.fresh(f"stage{stage.index}/input_gradient")
+        builder.append(call_node(node, function, [given[value] for value in used], device=device))
+        calls[task] = node
+    merge_library(graph, functions)
+    return calls
+
+
+def _read_results(timed: TimedStep, device: str) -> tuple[str, ...]:
+    """Adds a reader of each result of the items' functions that the step doesn't need: of losses and metrics, say.
+
+    TensorFlow removes such results otherwise, and with them the work, and numbers the others anew.
+    """
+    view = Graph(timed.graph)
+    assert timed.step.train is not None
+    needed = view.ancestors([Ref(timed.step.train), *(Ref(stamp) for stamp in timed.stamps)])
+    read = {ref for name in needed for ref in view.inputs(name)}
+    builder = Builder(timed.graph)
+    readers = []
+    for name in dict.fromkeys(name for item in timed.items for name in (*item.entry, *item.exit)):
+        if "Tout" not in view.nodes[name].attr:  # It isn't a call.
+            continue
+        for index, dtype in enumerate(view.nodes[name].attr["Tout"].list.type):
+            result = Ref(name, index)
+            if result not in read:
+                readers.append(builder.add("unread", "Identity", [result], device=device, T=dtype_attr(dtype)).node)
+    return tuple(readers)
+
+
+def _items(program: Program, graph: GraphDef, step: Step, input_gradients: Mapping[Task, str]) -> list[Item]:
+    """All work of a step in an order in which it can run."""
+    items = []
+    for micro_batch in range(MICRO_BATCHES):
+        order = [Task(stage.index, Phase.FORWARD, micro_batch) for stage in program.stages]
+        order += [Task(stage.index, Phase.BACKWARD, micro_batch) for stage in reversed(program.stages)]
+        for task in order:
+            if task in input_gradients:
+                node = input_gradients[task]
+                items.append(Item(ItemKey(Phase.INPUT_GRAD.value, task.stage, micro_batch), (node,), (node,)))
+            if task in step.entry:
+                key = ItemKey(task.phase.value, task.stage, micro_batch)
+                items.append(Item(key, (step.entry[task],), step.exit[task]))
+    if statistics := tuple(node.name for node in graph.node if _phase(node) == STATISTICS):
+        items.append(Item(ItemKey(STATISTICS), statistics, statistics))
+    applied: dict[int, tuple[str, ...]] = {}  # what several stages share counts for the first of them
+    for node in graph.node:
+        if _phase(node) == APPLY:
+            applied[node.attr[STAGE_ATTR].i] = (*applied.get(node.attr[STAGE_ATTR].i, ()), node.name)
+    # In a pipeline the last stage is the first to be done.
+    for stage, nodes in sorted(applied.items(), reverse=True):
+        items.append(Item(ItemKey(APPLY, stage), nodes, nodes))
+    return items
+
+
+def _phase(node: NodeDef) -> str:
+    return node.attr[PHASE_ATTR].s.decode() if PHASE_ATTR in node.attr else ""
+
+
+def with_fed_sizes(graph: GraphDef, host: str) -> dict[str, np.ndarray]:
+    """Makes placeholders of the constants that the numbers of samples were put into.
+
+    One graph then serves all sizes: getting it ready takes seconds, most of them for its functions.
+
+    Returns:
+        Placeholder -> what multiple of a micro-batch's samples it is, element by element.
+    """
+    found = {}
+    for node in graph.node:
+        if node.op != "Const" or node.attr["dtype"].type not in (types_pb2.DT_INT32, types_pb2.DT_INT64):
+            continue
+        values = np.asarray(tf.make_ndarray(node.attr["value"].tensor))
+        if not values.size or np.any(values == 0) or np.any(values % MARK):
+            continue
+        found[node.name] = values // MARK
+        kind = {"dtype": dtype_attr(node.attr["dtype"].type), "shape": shape_attr(values.shape)}
+        node.op, node.device = "Placeholder", host
+        node.attr.clear()
+        for name, value in kind.items():
+            node.attr[name].CopyFrom(value)
+    return found
+
+
+def chained(graph: GraphDef, step: Step, items: Sequence[Item], device: str) -> TimedStep:
+    """Adds the nodes that tell the time, and control edges through them: each node runs between two times, once.
+
+        F0 -> sum -> B0   becomes   t0 -> F0 -> t1 -> sum -> B0 -> t2,  F0 in t1 - t0, sum and B0 in t2 - t1
+
+    What merely connects items (the sum of the gradients of several readers, say) counts for the first that needs it;
+    what no item comes before (reading variables, cutting batches) is over when time starts.
+    """
+    view = Graph(graph)
+    order = view.topological()
+    item_nodes = {name for item in items for name in (*item.entry, *item.exit)}
+    behind: set[str] = set()  # items and what some item comes before
+    for name in order:
+        if name in item_nodes or any(ref.node in behind for ref in view.inputs(name)):
+            behind.add(name)
+    # Constants and placeholders are there at once.
+    before = [
+        name for name in order if name not in behind and view.nodes[name].op not in ("Const", "Placeholder", "NoOp")
+    ]
+    connecting = _connecting(view, items, behind - item_nodes)
+    nodes = {node.name: node for node in graph.node}
+    builder = Builder(graph)
+    stamps = [time_stamp(builder, device, before)]
+    for item, own in zip(items, connecting, strict=True):
+        for name in (*item.entry, *own):
+            nodes[name].input.append(f"^{stamps[-1]}")
+        stamps.append(time_stamp(builder, device, item.exit))
+    return TimedStep(graph, step, tuple(stamps), tuple(items))
+
+
+def _connecting(view: Graph, items: Sequence[Item], free: set[str]) -> list[list[str]]:
+    """For each item, those of the ``free`` nodes that it is the first to need."""
+    taken: set[str] = set()
+    found: list[list[str]] = []
+    for item in items:
+        own: list[str] = []
+        pending = list(item.entry)
+        while pending:
+            for ref in view.inputs(pending.pop()):
+                if ref.node in free and ref.node not in taken:
+                    taken.add(ref.node)
+                    own.append(ref.node)
+                    pending.append(ref.node)
+        found.append(own)
+    return found
+
+
+def time_stamp(builder: Builder, device: str, after: Sequence[str]) -> str:
+    """A node that tells the time when ``after`` are over."""
+    clock, spec = device, tf.DeviceSpec.from_string(device)
+    if spec.device_type == "GPU":
+        # A control edge tells that work has been enqueued; a copy to its machine's CPU waits until it is done.
+        clock = spec.replace(device_type="CPU", device_index=0).to_string()
+        mark = _random_number(builder, device, after)
+        after = [builder.add("copied", "Identity", [mark], device=clock, T=dtype_attr(types_pb2.DT_FLOAT)).node]
+    return builder.add("stamp", "Timestamp", control=after, device=clock).node
+
+
+def _random_number(builder: Builder, device: str, after: Sequence[str] = ()) -> Ref:
+    """One number that isn't known before it is computed."""
+    shape = builder.const([1], types_pb2.DT_INT32)
+    kinds = {"dtype": dtype_attr(types_pb2.DT_FLOAT), "T": dtype_attr(types_pb2.DT_INT32)}
+    return builder.add("number", "RandomUniform", [shape], control=after, device=device, **kinds)

@@ -1,0 +1,112 @@
+"""What a client asks workers, before it borrows them and when it does."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import reprlib
+import socket
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dapple_tf.errors import ClusterError
+from dapple_tf.network.control import PROTOCOL, Channel, ControlError
+
+CLIENT = f"{socket.gethostname()} process {os.getpid()} ({uuid.uuid4().hex[:8]})"
+"""The name by which workers know this process."""
+
+
+def inventory(addresses: Sequence[str], seconds: float) -> list[list[dict[str, Any]]]:
+    """Kind and memory of each worker's devices, from the live workers.
+
+    Args:
+        addresses: of the workers.
+        seconds: within which each has to answer.
+
+    Raises:
+        ClusterError: a worker isn't there.
+    """
+    found: dict[int, list[dict[str, Any]]] = {}
+
+    def ask(task: int) -> None:
+        channel, answer = hello(task, addresses[task], {"ask": "status"}, seconds)
+        channel.close()
+        devices = answer.get("devices")
+        if not isinstance(devices, list) or not devices or not all(map(_is_device, devices)):
+            raise ClusterError(f"worker {task} ({addresses[task]}) {garbled(answer, 'devices')}")
+        found[task] = devices
+
+    for_each(ask, len(addresses))
+    return [found[task] for task in range(len(addresses))]
+
+
+def _is_device(found: object) -> bool:
+    return (
+        isinstance(found, dict)
+        and found.get("kind") in ("CPU", "GPU")
+        and type(found.get("memory_bytes")) is int
+        and found["memory_bytes"] > 0
+    )
+
+
+def garbled(answer: Mapping[str, Any], name: str) -> str:
+    """What is wrong with an answer that lacks something, for an error."""
+    return f"answers {reprlib.repr(answer)}, which lacks {name!r} or garbles it; is it a worker of this version?"
+
+
+def reachable(addresses: Sequence[str], seconds: float) -> list[bool]:
+    """Whether each worker answers within so many seconds, and is free for this process."""
+    found: dict[int, bool] = {}
+
+    def ask(task: int) -> None:
+        try:
+            channel, answer = hello(task, addresses[task], {"ask": "status"}, seconds)
+            channel.close()
+            found[task] = answer.get("holder") in (None, CLIENT)
+        except ClusterError:
+            found[task] = False
+
+    for_each(ask, len(addresses))
+    return [found[task] for task in range(len(addresses))]
+
+
+def hello(task: int, address: str, question: Mapping[str, Any], seconds: float) -> tuple[Channel, dict[str, Any]]:
+    """Connects to a worker and asks it something; returns the connection, which stays open, and the answer.
+
+    Raises:
+        ClusterError: the worker isn't there, or refuses.
+    """
+    channel = None
+    try:
+        channel = Channel.connect(address, seconds)
+        return channel, accepted(task, address, channel.ask({"protocol": PROTOCOL, **question}, seconds))
+    except ControlError as error:
+        if channel is not None:
+            channel.close()
+        raise ClusterError(
+            f"worker {task} ({address}) {error}; is `python -m dapple_tf.worker --address={address}` running there?"
+        ) from error
+    except ClusterError:
+        assert channel is not None
+        channel.close()
+        raise
+
+
+def accepted(task: int, address: str, answer: dict[str, Any]) -> dict[str, Any]:
+    """A worker's answer, unless it is an error.
+
+    Raises:
+        ClusterError: it is.
+    """
+    if "error" in answer:
+        raise ClusterError(f"worker {task} ({address}): {answer['error']}")
+    return answer
+
+
+def for_each(function: Callable[[int], object], count: int) -> None:
+    """Calls a function with 0 ... count - 1, in threads; raises the first one's error when all have ended."""
+    with concurrent.futures.ThreadPoolExecutor(min(64, count)) as threads:
+        waiting = [threads.submit(function, index) for index in range(count)]
+    for future in waiting:
+        future.result()

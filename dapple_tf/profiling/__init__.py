@@ -1,1 +1,0 @@
-"""What layers, operators, streams and whole steps cost, as it is measured on devices."""

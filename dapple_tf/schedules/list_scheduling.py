@@ -1,0 +1,270 @@
+"""List scheduling: runs jobs on simulated devices, each of which takes the best of those that are ready.
+
+Event-driven: whenever a job ends, every idle device looks at the heads of its queues and starts the one that is ready
+and comes first by a key; a device never idles while one of its jobs is ready. The order in which each device took its
+jobs is the schedule. Since a run of it has just been seen, such an order can't deadlock, whatever the times really are.
+
+A micro-batch is in flight in a stage from its F to its B or Bw. F waits while its stage has as many as it may have.
+This can't stop everything as long as forwards of a stage come in micro-batch order: the oldest unfinished micro-batch
+finds no older one in its way. Under a limit for all stages of a device together (``room``) F waits
+unless the micro-batches on its device could still finish one after another, the oldest first (banker's algorithm).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dapple_tf.schedules.priorities import Key
+from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleError, ScheduleRequest
+from graph_passes.ir.tasks import Phase
+
+F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
+
+_TOLERANCE = 1e-9
+"""Ends that differ by less, relative to the time, are one moment: sums of equal times differ by rounding."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a simulated run saw.
+
+    Attributes:
+        orders: device -> its jobs in the order it took them.
+        makespan: when the last job ended.
+        spans: device -> when its first job began and its last ended; devices without jobs are left out.
+    """
+
+    orders: Orders
+    makespan: float
+    spans: Mapping[int, tuple[float, float]]
+
+    @property
+    def longest_span(self) -> float:
+        """The longest time from a device's first job to its last one's end."""
+        return max(end - start for start, end in self.spans.values())
+
+
+def run(
+    request: ScheduleRequest,
+    queues: Mapping[int, Sequence[Sequence[Job]]],
+    key: Key,
+    *,
+    limits: Sequence[int] | None = None,
+    room: Mapping[int, int] | None = None,
+) -> Timeline:
+    """Run all jobs of ``queues`` and return what happened.
+
+    Args:
+        request: the devices of stages, and the times of jobs.
+        queues: device -> its queues; of each, only the first job that hasn't started may start. A job stands in one
+            queue of each device that runs it.
+        key: which of the ready jobs a device takes: that with the least.
+        limits: for each stage, the most micro-batches in flight; None is no limit.
+        room: device -> the most micro-batches in flight, summed over its stages.
+
+    Raises:
+        ScheduleError: jobs are left that can't start, because of the order in their queues or a missing job.
+    """
+    return _Run(request, queues, key, limits, room or {}).run()
+
+
+def best(runs: Sequence[Timeline]) -> Timeline:
+    """The run with the shortest step, of equal ones that with the shortest time on one device, then the first."""
+    return min(runs, key=lambda run: (round(run.makespan, 9), round(run.longest_span, 9)))
+
+
+def merged_devices(request: ScheduleRequest) -> dict[int, int]:
+    """Map each device to the first that runs the same jobs for the same partners, so that one stands for all replicas.
+
+    Where replicas can't be paired so, every device is mapped to itself.
+    """
+    hosted: dict[int, list[tuple[int, bool]]] = {}
+    for kind, places in ((False, request.devices), (True, request.weight_devices)):
+        for stage, replicas in enumerate(places):
+            for device in replicas:
+                hosted.setdefault(device, []).append((stage, kind))
+    first: dict[tuple[tuple[int, bool], ...], int] = {}
+    merged = {device: first.setdefault(tuple(jobs), device) for device, jobs in sorted(hosted.items())}
+    for main, weight in zip(request.devices, request.weight_devices, strict=True):
+        pairs = {(merged[a], merged[b]) for a, b in zip(main, weight, strict=True)}
+        if len({a for a, _ in pairs}) < len(pairs) or len({b for _, b in pairs}) < len(pairs):
+            return {device: device for device in merged}
+    return merged
+
+
+class _Run:
+    def __init__(
+        self,
+        request: ScheduleRequest,
+        queues: Mapping[int, Sequence[Sequence[Job]]],
+        key: Key,
+        limits: Sequence[int] | None,
+        room: Mapping[int, int],
+    ) -> None:
+        self.request, self.key, self.limits, self.room = request, key, limits, room
+        self.merged = merged_devices(request)
+        self.devices = [device for device in sorted(queues) if self.merged.get(device, device) == device]
+        self.queues = {device: [list(queue) for queue in queues[device]] for device in self.devices}
+        self.heads = {device: [0] * len(self.queues[device]) for device in self.devices}
+        self.partner: dict[tuple[int, int], int] = {}  # (stage, device of Bw) -> device of its F and Bx
+        self.mains: list[set[int]] = []
+        for stage, (main, weight) in enumerate(zip(request.devices, request.weight_devices, strict=True)):
+            pairs = {(self.merged[a], self.merged[b]) for a, b in zip(main, weight, strict=True)}
+            self.mains.append({a for a, _ in pairs})
+            self.partner |= {(stage, b): a for a, b in pairs}
+        self.ended: dict[tuple[Job, int], float] = {}
+        self.left: dict[Job, int] = {}  # job -> the devices that haven't run it yet
+        self.in_flight: dict[tuple[int, int], int] = {}
+        self.orders: Orders = {device: [] for device in self.devices}
+        self.spans: dict[int, tuple[float, float]] = {}
+        for device in self.devices:
+            for queue in self.queues[device]:
+                for job in queue:
+                    self.left[job] = self.left.get(job, 0) + 1
+        self._count_room()
+
+    def run(self) -> Timeline:
+        """Run until nothing can start any more."""
+        ends: list[tuple[float, int, Job]] = []
+        idle = set(self.devices)
+        now = 0.0
+        while True:
+            for device in sorted(idle):
+                index = self._choose(device)
+                if index is None:
+                    continue
+                job = self._start(device, index)
+                end = now + self.request.duration(job)
+                self.spans[device] = (self.spans.get(device, (now, end))[0], end)
+                heapq.heappush(ends, (end, device, job))
+                idle.discard(device)
+            if not ends:
+                break
+            now = ends[0][0]
+            moment = now + _TOLERANCE * abs(now)
+            while ends and ends[0][0] <= moment:
+                end, device, job = heapq.heappop(ends)
+                now = max(now, end)
+                self._end(device, job, end)
+                idle.add(device)
+        self._check_all_ran()
+        orders = {device: list(self.orders[first]) for device, first in self.merged.items() if first in self.orders}
+        spans = {device: self.spans[first] for device, first in self.merged.items() if first in self.spans}
+        return Timeline(orders, max((end for _, end in self.spans.values()), default=0.0), spans)
+
+    def _choose(self, device: int) -> int | None:
+        best: tuple[tuple[float, ...], int] | None = None
+        heads = self.heads[device]
+        for index, queue in enumerate(self.queues[device]):
+            if heads[index] == len(queue):
+                continue
+            job = queue[heads[index]]
+            ready = self._ready(device, job)
+            if ready is not None:
+                choice = (self.key(job, ready), index)
+                best = choice if best is None or choice < best else best
+        return None if best is None else best[1]
+
+    def _ready(self, device: int, job: Job) -> float | None:
+        """When the job's inputs were there; None if they aren't, or if it would be one too many in flight."""
+        stage, phase, micro_batch = job
+        if phase is BW:
+            return self.ended.get((Job(stage, BX, micro_batch), self.partner[stage, device]))
+        ready = 0.0
+        if phase is F:
+            if not self._fits(device, job):
+                return None
+            neighbours = [Job(stage - 1, F, micro_batch)]
+        else:
+            own = self.ended.get((Job(stage, F, micro_batch), device))
+            if own is None:
+                return None
+            ready = own
+            neighbours = [Job(stage + 1, B, micro_batch), Job(stage + 1, BX, micro_batch)]
+        for neighbour in neighbours:
+            if neighbour in self.left:
+                if self.left[neighbour]:
+                    return None
+                ready = max([ready, *(self.ended[neighbour, other] for other in self.mains[neighbour.stage])])
+        return ready
+
+    def _fits(self, device: int, job: Job) -> bool:
+        if self.limits is not None and self.in_flight.get((job.stage, device), 0) >= self.limits[job.stage]:
+            return False
+        if device not in self.room:
+            return True
+        held, ahead = self.held[device], self.ahead[device]
+        free = self.room[device] - sum(held.values()) - 1
+        for micro_batch in range(self.oldest[device], max([job.micro_batch, *held]) + 1):
+            mine = micro_batch == job.micro_batch
+            if ahead[micro_batch] - mine > free:
+                return False
+            free += held.get(micro_batch, 0) + mine
+        return True
+
+    def _start(self, device: int, index: int) -> Job:
+        job = self.queues[device][index][self.heads[device][index]]
+        self.heads[device][index] += 1
+        self.orders[device].append(job)
+        if job.phase is F:
+            self.in_flight[job.stage, device] = self.in_flight.get((job.stage, device), 0) + 1
+            self.ahead[device][job.micro_batch] -= 1
+            held = self.held[device]
+            held[job.micro_batch] = held.get(job.micro_batch, 0) + 1
+        return job
+
+    def _end(self, device: int, job: Job, end: float) -> None:
+        self.ended[job, device] = end
+        self.left[job] -= 1
+        if job.phase in (B, BW):
+            main = self.partner[job.stage, device]
+            self.in_flight[job.stage, main] -= 1
+            held = self.held[main]
+            held[job.micro_batch] -= 1
+            if not held[job.micro_batch]:
+                del held[job.micro_batch]
+            oldest = self.oldest[main]
+            while oldest not in held and self.ahead[main].get(oldest) == 0:
+                oldest += 1
+            self.oldest[main] = oldest
+
+    def _count_room(self) -> None:
+        """Count, for each device, each micro-batch's stages in flight and those it hasn't begun."""
+        self.held: dict[int, dict[int, int]] = {device: {} for device in self.devices}
+        self.ahead: dict[int, dict[int, int]] = {device: {} for device in self.devices}
+        self.oldest = dict.fromkeys(self.devices, 0)
+        for device in self.devices:
+            ahead = self.ahead[device]
+            for queue in self.queues[device]:
+                for job in queue:
+                    if job.phase is F:
+                        ahead[job.micro_batch] = ahead.get(job.micro_batch, 0) + 1
+
+    def _check_all_ran(self) -> None:
+        stuck = [
+            f"device {device} before {job.stage}{job.phase.value}{job.micro_batch}"
+            for device in self.devices
+            for queue, head in zip(self.queues[device], self.heads[device], strict=True)
+            if head < len(queue)
+            for job in queue[head : head + 1]
+        ]
+        if stuck:
+            ran = sum(map(len, self.orders.values()))
+            raise ScheduleError(
+                f"{self.request.policy} deadlocks after {ran} jobs: {', '.join(stuck)}; run forwards of a stage in "
+                f"micro-batch order, or allow more micro-batches in flight"
+            )
+
+
+def free_queues(request: ScheduleRequest, split: bool = True) -> dict[int, list[list[Job]]]:
+    """For each device a queue for each phase of each of its stages, in micro-batch order."""
+    queues: dict[int, list[list[Job]]] = {}
+    for stage in range(request.stages):
+        phases = ((F, request.devices), (BX, request.devices), (BW, request.weight_devices))
+        for phase, places in phases if split else ((F, request.devices), (B, request.devices)):
+            queue = [Job(stage, phase, micro_batch) for micro_batch in range(request.micro_batches)]
+            for device in places[stage]:
+                queues.setdefault(device, []).append(queue)
+    return queues

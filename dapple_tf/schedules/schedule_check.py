@@ -1,0 +1,326 @@
+"""Checks of a schedule without running it: that it can come to its end, and how much it holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from dapple_tf.schedules.schedule_request import (
+    Active,
+    ScheduleError,
+    check_count,
+    check_devices,
+    check_per_stage,
+    check_weight_devices,
+)
+from graph_passes.ir.tasks import Phase, Schedule, Task
+
+F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
+
+_GRID_COLUMNS = 12
+"""How many of the last steps a deadlock's text shows."""
+
+
+def validate(
+    schedule: Schedule,
+    devices: Sequence[Sequence[int]],
+    micro_batches: int,
+    *,
+    holds: Sequence[int] | None = None,
+    active: Active | None = None,
+    forward_only: bool = False,
+    weight_devices: Sequence[Sequence[int]] | None = None,
+) -> None:
+    """Check a schedule without running it; it may come from any policy, or from a file.
+
+    Each active (stage, micro-batch, replica) has one forward and, unless ``forward_only``, either one backward B or one
+    Bx and one Bw, all micro-batches of a stage alike, on its device (Bw on its weight device), the backward later; no
+    replica has more than its stage's ``holds`` micro-batches in flight, from F to B or Bw; backwards that make weight
+    gradients run in micro-batch order; and the step comes to its end when 0F waits for nothing, iF for the same
+    micro-batch's forwards on all replicas of stage i - 1, iB and iBx for its B or Bx on all replicas of stage i + 1,
+    iBw for its own Bx, and each task for what it stands ``after``.
+
+    Raises:
+        ScheduleError: naming the task, the device and the fix; for a deadlock, with a device x step grid.
+    """
+    check_count("micro_batches", micro_batches)
+    check_devices(devices)
+    check_weight_devices(devices, weight_devices)
+    if holds is not None:
+        check_per_stage("holds", holds, len(devices))
+    homes = _expected_tasks(schedule, devices, weight_devices or devices, micro_batches, active, forward_only)
+    _check_whole_or_split(schedule)
+    _check_tasks(schedule, homes)
+    _check_device_orders(schedule, holds)
+    steps = _check_progress(schedule, homes)
+    _check_lanes(schedule, homes, steps, holds)
+    _check_micro_batch_order(schedule)
+
+
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Return the most micro-batches that each stage has in flight on one replica, from F to B or Bw.
+
+    Where Bw runs on another device than F, the number that the schedule's waits guarantee, whatever tasks take.
+
+    Raises:
+        ScheduleError: the schedule deadlocks.
+    """
+    homes = {task: device for device, tasks in schedule.orders.items() for task in tasks}
+    stages = 1 + max((task.stage for task in homes), default=-1)
+    peaks = [0] * stages
+    for _, task, count in _counts(schedule):
+        peaks[task.stage] = max(peaks[task.stage], count)
+    crossing = _crossing(homes)
+    if crossing:
+        steps = _check_progress(schedule, homes)
+        for task, count in _crossing_counts(schedule, homes, steps, crossing):
+            peaks[task.stage] = max(peaks[task.stage], count)
+    return tuple(peaks)
+
+
+def lockstep(schedule: Schedule) -> list[dict[int, Task]]:
+    """Run a schedule as if all tasks took as long: for each step, device -> the task that it runs then.
+
+    Raises:
+        ScheduleError: the schedule deadlocks.
+    """
+    return _check_progress(schedule, {task: device for device, tasks in schedule.orders.items() for task in tasks})
+
+
+def _expected_tasks(
+    schedule: Schedule,
+    devices: Sequence[Sequence[int]],
+    weight_devices: Sequence[Sequence[int]],
+    micro_batches: int,
+    active: Active | None,
+    forward_only: bool,
+) -> dict[Task, int]:
+    """Map each task that the step must have to the device that must run it."""
+    homes = {}
+    for stage, places in enumerate(zip(devices, weight_devices, strict=True)):
+        phases: tuple[Phase, ...] = (F,) if forward_only else (F, BX, BW) if stage in schedule.split else (F, B)
+        for phase in phases:
+            for micro_batch in range(micro_batches):
+                for replica, device in enumerate(places[phase is BW]):
+                    if active is None or active(stage, micro_batch, replica):
+                        homes[Task(stage, phase, micro_batch, replica)] = device
+    return homes
+
+
+def _check_whole_or_split(schedule: Schedule) -> None:
+    for device, tasks in schedule.orders.items():
+        for task in tasks:
+            if task.phase is B and task.stage in schedule.split:
+                raise ScheduleError(
+                    f"device {device} runs {task}, but other backwards of stage {task.stage} are split; give all of "
+                    f"them as Bx and Bw, or all as B"
+                )
+
+
+def _check_tasks(schedule: Schedule, homes: Mapping[Task, int]) -> None:
+    """Check that every expected task is there once, on its device, and no other."""
+    found = Counter(schedule.tasks)
+    for device, tasks in schedule.orders.items():
+        for task in tasks:
+            if task not in homes:
+                raise ScheduleError(
+                    f"device {device} runs {task}, which isn't a task of this step of {len(homes)} tasks; remove it"
+                )
+            if device != homes[task]:
+                raise ScheduleError(f"device {device} runs {task}, which belongs on device {homes[task]}; move it")
+            if found[task] > 1:
+                raise ScheduleError(f"device {device} runs {task} {found[task]} times; it must run once")
+    for task, device in homes.items():
+        if task not in found:
+            raise ScheduleError(f"no device runs {task}; add it to device {device}")
+
+
+def _check_device_orders(schedule: Schedule, holds: Sequence[int] | None) -> None:
+    """Check what can be seen from each device's order alone: F before Bx before Bw, and what is in flight."""
+    for device, tasks in schedule.orders.items():
+        places = {task: place for place, task in enumerate(tasks)}
+        for task in tasks:
+            for earlier in _own_inputs(task, schedule.split):
+                if places.get(earlier, -1) > places[task]:
+                    what = "a backward needs its forward" if earlier.phase is F else "a weight gradient needs its Bx"
+                    raise ScheduleError(f"device {device} runs {task} before {earlier}; {what} first")
+    if holds is None:
+        return
+    for device, task, count in _counts(schedule):
+        if count > holds[task.stage]:
+            raise ScheduleError(_too_many(device, task, count, holds))
+
+
+def _own_inputs(task: Task, split: frozenset[int]) -> list[Task]:
+    if task.phase in (B, BX):
+        return [Task(task.stage, F, task.micro_batch, task.replica)]
+    return [Task(task.stage, BX, task.micro_batch, task.replica)] if task.phase is BW else []
+
+
+def _too_many(device: int, task: Task, count: int, holds: Sequence[int]) -> str:
+    return (
+        f"device {device} has {count} micro-batches in flight after {task}, but stage {task.stage} holds "
+        f"{holds[task.stage]}; run a backward before it"
+    )
+
+
+def _counts(schedule: Schedule) -> Iterator[tuple[int, Task, int]]:
+    """Yield (device, forward, micro-batches in flight after it) where the end of the flight is on the same device."""
+    if not any(task.phase is not F for task in schedule.tasks):
+        return
+    for device, tasks in schedule.orders.items():
+        here = set(tasks)
+        counts: dict[int, int] = {}
+        for task in tasks:
+            if task.phase in (B, BW):
+                if Task(task.stage, F, task.micro_batch, task.replica) in here:
+                    counts[task.stage] = counts.get(task.stage, 0) - 1
+            elif task.phase is F:
+                end = BW if task.stage in schedule.split else B
+                if Task(task.stage, end, task.micro_batch, task.replica) in here:
+                    counts[task.stage] = counts.get(task.stage, 0) + 1
+                    yield device, task, counts[task.stage]
+
+
+def _crossing(homes: Mapping[Task, int]) -> set[tuple[int, int]]:
+    """The (stage, replica) whose Bw runs on another device than its F."""
+    return {
+        (task.stage, task.replica)
+        for task, device in homes.items()
+        if task.phase is BW and homes.get(Task(task.stage, F, task.micro_batch, task.replica)) != device
+    }
+
+
+def _check_lanes(
+    schedule: Schedule,
+    homes: Mapping[Task, int],
+    steps: Sequence[Mapping[int, Task]],
+    holds: Sequence[int] | None,
+) -> None:
+    """Check ``holds`` where a micro-batch's flight begins on one device and ends on another."""
+    if holds is None:
+        return
+    for task, count in _crossing_counts(schedule, homes, steps, _crossing(homes)):
+        if count > holds[task.stage]:
+            wanted = f"the end of {task.stage}Bw of an earlier micro-batch"
+            raise ScheduleError(
+                f"{_too_many(homes[task], task, count, holds)}, or let it wait for {wanted} on its own device (after)"
+            )
+
+
+def _crossing_counts(
+    schedule: Schedule,
+    homes: Mapping[Task, int],
+    steps: Sequence[Mapping[int, Task]],
+    crossing: set[tuple[int, int]],
+) -> Iterator[tuple[Task, int]]:
+    """Yield (forward, micro-batches in flight at the worst after it): those whose Bw it doesn't wait for."""
+    inputs = _inputs(schedule, homes)
+    for stage, replica in sorted(crossing):
+        # The Bw of one stage and replica run one after another, so that a task knows of the first n of them.
+        known: dict[Task, int] = {}
+        last: dict[int, int] = {}
+        forwards = weights = 0
+        for step in steps:
+            for device, task in step.items():
+                count = max([last.get(device, 0), *(known[other] for other in inputs(task))])
+                mine = (task.stage, task.replica) == (stage, replica)
+                if mine and task.phase is BW:
+                    weights += 1
+                    count = max(count, weights)
+                known[task] = count
+                if mine and task.phase is F:
+                    forwards += 1
+                    yield task, forwards - count
+            for device, task in step.items():
+                last[device] = known[task]
+
+
+def _check_micro_batch_order(schedule: Schedule) -> None:
+    """Check that weight gradients are added up in one order, so that results don't depend on the policy."""
+    for device, tasks in schedule.orders.items():
+        latest: dict[tuple[int, int], Task] = {}
+        for task in tasks:
+            if task.phase in (B, BW):
+                before = latest.setdefault((task.stage, task.replica), task)
+                if before.micro_batch > task.micro_batch:
+                    raise ScheduleError(
+                        f"device {device} runs {task} after {before}; weight gradients are added up in micro-batch "
+                        f"order, so move it before"
+                    )
+                latest[task.stage, task.replica] = task
+
+
+def _inputs(schedule: Schedule, homes: Mapping[Task, int]) -> Callable[[Task], list[Task]]:
+    """Return a function from a task to what it waits for, besides its place in its device's order."""
+    groups: dict[tuple[int, bool, int], list[Task]] = {}
+    for task in homes:
+        if task.phase is not BW:
+            groups.setdefault((task.stage, task.phase is F, task.micro_batch), []).append(task)
+
+    def inputs(task: Task) -> list[Task]:
+        if task.phase is BW:
+            found = _own_inputs(task, schedule.split)
+        else:
+            forward = task.phase is F
+            neighbour = task.stage + (-1 if forward else 1)
+            found = groups.get((neighbour, forward, task.micro_batch), [])
+        return [*found, schedule.after[task]] if task in schedule.after else found
+
+    return inputs
+
+
+def _check_progress(schedule: Schedule, homes: Mapping[Task, int]) -> list[dict[int, Task]]:
+    """Run the schedule in steps of one task per device, until its end or until no device can go on."""
+    inputs = _inputs(schedule, homes)
+    done: set[Task] = set()
+
+    def waits_for(task: Task) -> list[Task]:
+        return [other for other in inputs(task) if other not in done]
+
+    steps: list[dict[int, Task]] = []
+    positions = dict.fromkeys(schedule.orders, 0)
+    while len(done) < len(homes):
+        heads = {
+            device: tasks[positions[device]]
+            for device, tasks in schedule.orders.items()
+            if positions[device] < len(tasks)
+        }
+        step = {device: task for device, task in heads.items() if not waits_for(task)}
+        if not step:
+            waits = {device: (task, waits_for(task)) for device, task in heads.items()}
+            raise ScheduleError(_deadlock_text(schedule, homes, steps, waits))
+        for device, task in step.items():
+            positions[device] += 1
+            done.add(task)
+        steps.append(step)
+    return steps
+
+
+def _deadlock_text(
+    schedule: Schedule,
+    homes: Mapping[Task, int],
+    steps: Sequence[Mapping[int, Task]],
+    waits: Mapping[int, tuple[Task, Sequence[Task]]],
+) -> str:
+    """Draw what each device ran in the last steps, and an arrow to the task it is stuck on and what that waits for."""
+    shown = steps[-_GRID_COLUMNS:]
+    first = len(steps) - len(shown)
+    rows = [["", *(str(first + column) for column in range(len(shown)))]]
+    for device in schedule.orders:
+        rows.append([f"device {device}", *(str(step[device]) if device in step else "." for step in shown)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines[0] = "step".ljust(widths[0]) + lines[0][widths[0] :]
+    for number, device in enumerate(schedule.orders, start=1):
+        if device in waits:
+            task, missing = waits[device]
+            needed = ", ".join(f"{other} on device {homes[other]}" for other in missing)
+            lines[number] += f"  -> {task} waits for {needed}"
+        else:
+            lines[number] += "  done"
+    ran = sum(map(len, steps))
+    return (
+        f"schedule {schedule.name!r} deadlocks after {ran} of {len(homes)} tasks; move the tasks that others wait for "
+        f"forward, or the stuck ones (->) back\n" + "\n".join(line.rstrip() for line in lines)
+    )

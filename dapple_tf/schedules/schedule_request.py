@@ -1,0 +1,217 @@
+"""What a schedule is asked for: the policy's name, the devices of each stage, the micro-batches and the limits."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from graph_passes.ir.tasks import Phase
+
+Active = Callable[[int, int, int], bool]
+"""(stage, micro-batch, replica) -> whether that replica's slice of the micro-batch has any samples."""
+
+TaskSeconds = Sequence[Sequence[float]]
+"""For each stage the times of F, Bx and Bw; a whole B takes both of the latter."""
+
+
+class ScheduleError(ValueError):
+    """A schedule can't be made as asked, or isn't a legal one."""
+
+
+class Job(NamedTuple):
+    """A task of each replica of a stage: policies order these, for all devices of a stage alike."""
+
+    stage: int
+    phase: Phase
+    micro_batch: int
+
+
+Orders = dict[int, list[Job]]
+"""Device -> its jobs in order."""
+
+
+@dataclass(frozen=True)
+class ScheduleRequest:
+    """The checked arguments of `schedules.make_schedule`.
+
+    Attributes:
+        policy: a policy's name.
+        devices: for each stage, the device index of each of its replicas.
+        micro_batches: M.
+        holds: D of each stage, the micro-batches whose activations fit; None is no limit.
+        warm_up: K of each stage in place of the policy's.
+        seconds: for each stage the times of F, Bx and Bw.
+        weight_devices: for each stage the device of each replica that runs Bw.
+        reverse_first_k: of so many stages the Bw of the last micro-batch come last.
+        weight_regions: for each stage the stage with whose Bx its Bw may start, under joint; None is its own.
+
+    Raises:
+        ScheduleError: a number is too small, or a list has another length than there are stages or replicas.
+    """
+
+    policy: str
+    devices: tuple[tuple[int, ...], ...]
+    micro_batches: int
+    holds: tuple[int, ...] | None
+    warm_up: tuple[int, ...] | None
+    seconds: tuple[tuple[float, float, float], ...]
+    weight_devices: tuple[tuple[int, ...], ...]
+    reverse_first_k: int
+    weight_regions: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        policy: str,
+        devices: Sequence[Sequence[int]],
+        micro_batches: int,
+        holds: Sequence[int] | None = None,
+        warm_up: Sequence[int] | None = None,
+        task_seconds: TaskSeconds | None = None,
+        weight_devices: Sequence[Sequence[int]] | None = None,
+        reverse_first_k: int = 0,
+        weight_regions: Sequence[int] | None = None,
+    ) -> ScheduleRequest:
+        """Check and fill in arguments.
+
+        Raises:
+            ScheduleError: as this class.
+        """
+        check_count("micro_batches", micro_batches)
+        check_devices(devices)
+        stages = len(devices)
+        for name, counts in (("holds", holds), ("warm_up", warm_up)):
+            if counts is not None:
+                check_per_stage(name, counts, stages)
+        check_weight_devices(devices, weight_devices)
+        if not 0 <= reverse_first_k <= stages:
+            raise ScheduleError(
+                f"reverse_first_k is {reverse_first_k}; with {stages} stages it must be from 0 to {stages}"
+            )
+        places = tuple(map(tuple, devices))
+        return cls(
+            policy,
+            places,
+            micro_batches,
+            None if holds is None else tuple(holds),
+            None if warm_up is None else tuple(min(count, micro_batches) for count in warm_up),
+            _seconds(task_seconds, stages),
+            places if weight_devices is None else tuple(map(tuple, weight_devices)),
+            reverse_first_k,
+            None if weight_regions is None else tuple(weight_regions),
+        )
+
+    @property
+    def stages(self) -> int:
+        """S, the number of stages."""
+        return len(self.devices)
+
+    @functools.cached_property
+    def groups(self) -> tuple[range, ...]:
+        """The runs of consecutive stages with equal device lists."""
+        runs = itertools.groupby(range(self.stages), key=lambda stage: self.devices[stage])
+        found = [list(stages) for _, stages in runs]
+        return tuple(range(stages[0], stages[-1] + 1) for stages in found)
+
+    @functools.cached_property
+    def offloaded(self) -> frozenset[int]:
+        """The stages with a replica whose Bw runs on another device than its F and Bx."""
+        return frozenset(stage for stage in range(self.stages) if self.devices[stage] != self.weight_devices[stage])
+
+    def limit(self, stage: int, wanted: int) -> int:
+        """``wanted`` micro-batches in flight, or as many as K, D and M allow if that is less."""
+        limits = [wanted, self.micro_batches]
+        limits += [counts[stage] for counts in (self.holds, self.warm_up) if counts is not None]
+        return min(limits)
+
+    def duration(self, job: Job) -> float:
+        """How long a job takes."""
+        forward, input_grad, weight_grad = self.seconds[job.stage]
+        if job.phase is Phase.FORWARD:
+            return forward
+        if job.phase is Phase.BACKWARD:
+            return input_grad + weight_grad
+        return input_grad if job.phase is Phase.INPUT_GRAD else weight_grad
+
+    def check_straight(self) -> None:
+        """Check that each device stands in one group only.
+
+        Raises:
+            ScheduleError: naming the device and two of its stages.
+        """
+        homes: dict[int, int] = {}
+        for index, group in enumerate(self.groups):
+            for device in self.devices[group[0]]:
+                if device in homes:
+                    first = self.groups[homes[device]]
+                    raise ScheduleError(
+                        f"device {device} stands in stage {first[-1]} on devices {list(self.devices[first[0]])} and in "
+                        f"stage {group[0]} on {list(self.devices[group[0]])}, but {self.policy} wants all stages of a "
+                        f"device next to each other and with one list of devices; use modulo, interleaved or zb_v, or "
+                        f"other devices"
+                    )
+                homes[device] = index
+
+
+def check_count(name: str, count: int) -> None:
+    """Check that a number is at least 1."""
+    if count < 1:
+        raise ScheduleError(f"{name} is {count}; it must be at least 1")
+
+
+def check_per_stage(name: str, counts: Sequence[int], stages: int) -> None:
+    """Check that there is a number of at least 1 for each stage."""
+    if len(counts) != stages:
+        raise ScheduleError(f"{name} has {len(counts)} entries for {stages} stages; give one for each stage")
+    for stage, count in enumerate(counts):
+        if count < 1:
+            raise ScheduleError(f"{name} of stage {stage} is {count}; it must be at least 1")
+
+
+def check_devices(devices: Sequence[Sequence[int]]) -> None:
+    """Check that each stage has devices, and each at most once."""
+    check_count("number of stages", len(devices))
+    for stage, replicas in enumerate(devices):
+        if not replicas:
+            raise ScheduleError(f"stage {stage} has no devices; give it at least one")
+        _check_once(f"stage {stage}", replicas)
+
+
+def check_weight_devices(devices: Sequence[Sequence[int]], weight_devices: Sequence[Sequence[int]] | None) -> None:
+    """Check that there is a weight device for each replica."""
+    if weight_devices is None:
+        return
+    counts, wanted = list(map(len, weight_devices)), list(map(len, devices))
+    if counts != wanted:
+        raise ScheduleError(
+            f"weight_devices has {counts} devices for stages of {wanted} replicas; give one for each replica"
+        )
+    for stage, replicas in enumerate(weight_devices):
+        _check_once(f"weight_devices of stage {stage}", replicas)
+
+
+def _check_once(where: str, devices: Sequence[int]) -> None:
+    seen: set[int] = set()
+    for device in devices:
+        if device in seen:
+            raise ScheduleError(f"device {device} stands twice, in {where}; a device runs one replica of a stage")
+        seen.add(device)
+
+
+def _seconds(task_seconds: TaskSeconds | None, stages: int) -> tuple[tuple[float, float, float], ...]:
+    if task_seconds is None:
+        return ((1.0, 1.0, 1.0),) * stages
+    if len(task_seconds) != stages:
+        raise ScheduleError(f"task_seconds has {len(task_seconds)} entries for {stages} stages; give one for each")
+    found = []
+    for stage, times in enumerate(task_seconds):
+        if len(times) != 3 or not all(0 <= time < math.inf for time in times):
+            raise ScheduleError(
+                f"task_seconds of stage {stage} is {list(times)}; give the times of F, Bx and Bw, such as [1, 1, 1]"
+            )
+        found.append((float(times[0]), float(times[1]), float(times[2])))
+    return tuple(found)

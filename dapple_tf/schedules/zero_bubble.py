@@ -1,0 +1,154 @@
+"""Zero Bubble Pipeline Parallelism (Qi et al., ICLR'24): Bw are put off by so many micro-batches as memory allows.
+
+On position i of p (a group of stages counts as one), with unit times, K = warm-up and d = delay of Bw in micro-batches:
+
+    policy    K                d = L - K          L, the most in flight     bubble (sections 2.1, 2.2)
+    1F1B      p - i            -                  p (position 0)            (p - 1)(T_F + T_B + T_W)
+    zb_h1     p - i            i                  p, as 1F1B's fullest      (p - 1)(T_F + T_B - T_W)
+    zb_h2     2(p - i) - 1     2i                 2p - 1                    (p - 1)(T_F + T_B - 2 T_W)
+    zb_v      a list schedule  -                  p, over both stages       see `zb_v`
+
+The bubble is that of position 0, between its first and its last task; the other positions start later as well.
+The order of a position is K forwards; then for each micro-batch j: Bx(j), Bw(j - d), F(j + K); at last the Bw that are
+left. L falls to what D (`holds`) or K (`warm_up`) allow, and with L = 1 this is the order F Bx Bw of each micro-batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from dapple_tf.schedules import list_scheduling, priorities
+from dapple_tf.schedules.list_scheduling import Timeline
+from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleError, ScheduleRequest
+from graph_passes.ir.tasks import Phase
+
+F, BX, BW = Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
+
+
+def in_flight_limits(request: ScheduleRequest) -> list[int]:
+    """L of each stage: p under zb_h1, else 2p - 1, or less if K, D or M say so; one number for a group."""
+    positions = len(request.groups)
+    wanted = positions if request.policy == "zb_h1" else 2 * positions - 1
+    limits = [min(request.limit(stage, wanted) for stage in group) for group in request.groups]
+    return [limit for limit, group in zip(limits, request.groups, strict=True) for _ in group]
+
+
+def handcrafted(request: ScheduleRequest, extra: int) -> Orders:
+    """The closed form with a warm-up of ``min(p - i + extra, 2(p - i) - 1)``: 0 is zb_h1, p - 1 is zb_h2."""
+    limits = in_flight_limits(request)
+    counts = _warm_up(request, extra)
+    orders: Orders = {}
+    for group, count in zip(request.groups, counts, strict=True):
+        jobs = _order(request.micro_batches, group, count, limits[group[0]] - count)
+        orders |= {device: list(jobs) for device in request.devices[group[0]]}
+    return orders
+
+
+def zb_h1(request: ScheduleRequest) -> Orders:
+    """ZB-H1 (section 2.1): 1F1B's warm-up and 1F1B's peak memory, a third of its bubble."""
+    return handcrafted(request, 0)
+
+
+def zb_h2(request: ScheduleRequest) -> Orders:
+    """ZB-H2 (section 2.2): no bubble between a device's first and last task, at twice the activations."""
+    return handcrafted(request, len(request.groups))
+
+
+def zero_bubble(request: ScheduleRequest) -> Orders:
+    """The best of several warm-ups for the given times and limits (section 3: the automatic schedule); zb_v on a V.
+
+    For each warm-up between zb_h1's and zb_h2's, the closed form and one whose Bw fill the gaps of a simulated run are
+    compared by the time of the step, then by the longest time between a device's first and last task.
+    """
+    if is_v(request):
+        return zb_v(request)
+    positions = len(request.groups)
+    limits = in_flight_limits(request)
+    found = []
+    tried = set()
+    for extra in range(positions):
+        counts = tuple(_warm_up(request, extra))
+        if counts in tried:
+            continue
+        tried.add(counts)
+        found.append(_replay(request, handcrafted(request, extra)))
+        queues: dict[int, list[list[Job]]] = {}
+        for group, count in zip(request.groups, counts, strict=True):
+            order = _order(request.micro_batches, group, count, 0)
+            main = [job for job in order if job.phase is not BW]
+            rest = [[job for job in order if job.phase is BW and job.stage == stage] for stage in reversed(group)]
+            queues |= {device: [main, *rest] for device in request.devices[group[0]]}
+        found.append(list_scheduling.run(request, queues, priorities.fill_gaps, limits=limits))
+    return list_scheduling.best(found).orders
+
+
+def zb_v(request: ScheduleRequest) -> Orders:
+    """ZB-V ("Pipeline Parallelism with Controllable Memory", Qi et al.): stages i and 2p - 1 - i on one device.
+
+    A device has at most p micro-batches' worth of activations: p times its number of stages, each one part of the
+    model's. With `warm_up`, K of its stages are the limit instead. Of two list schedules the one with the shorter step;
+    for equal times it has the ideal length of ``6 M + p - 1`` tasks.
+
+    Raises:
+        ScheduleError: the devices aren't a V.
+    """
+    check_v(request)
+    limits = [request.limit(stage, request.micro_batches) for stage in range(request.stages)]
+    hosted: dict[int, list[int]] = {}
+    for stage, devices in enumerate(request.devices):
+        for device in devices:
+            hosted.setdefault(device, []).append(stage)
+    positions = len({request.devices[stage] for stage in range(request.stages)})
+    room = None if request.warm_up else {device: positions * len(stages) for device, stages in hosted.items()}
+    queues = list_scheduling.free_queues(request)
+    keys = (priorities.oldest_first(request), priorities.deepest_first(request))
+    runs = [list_scheduling.run(request, queues, key, limits=limits, room=room) for key in keys]
+    return list_scheduling.best(runs).orders
+
+
+def is_v(request: ScheduleRequest) -> bool:
+    """Whether the second half of the stages goes back over the devices of the first."""
+    lists = request.devices
+    half = len(lists) // 2
+    if len(lists) % 2 or len(request.groups) == 1 or lists != lists[::-1]:
+        return False
+    first = [devices for devices, _ in itertools.groupby(lists[:half])]
+    return sum(map(len, first)) == len({device for devices in first for device in devices})
+
+
+def check_v(request: ScheduleRequest) -> None:
+    """Check that the devices are a V.
+
+    Raises:
+        ScheduleError: they aren't.
+    """
+    if not is_v(request):
+        raise ScheduleError(
+            f"zb_v wants stages i and {request.stages} - 1 - i on the same devices, such as [[0], [1], [1], [0]], and "
+            f"the first half on different ones, but the stages are on {list(map(list, request.devices))}; use such a "
+            f"list, or zb_h1, zb_h2 or modulo"
+        )
+
+
+def _warm_up(request: ScheduleRequest, extra: int) -> list[int]:
+    positions = len(request.groups)
+    limits = in_flight_limits(request)
+    wanted = [min(positions - i + extra, 2 * (positions - i) - 1) for i in range(positions)]
+    counts = [min(count, limits[group[0]]) for count, group in zip(wanted, request.groups, strict=True)]
+    return list(itertools.accumulate(counts, min))
+
+
+def _order(micro_batches: int, stages: range, warm_up: int, delay: int) -> list[Job]:
+    jobs = [Job(stage, F, micro_batch) for micro_batch in range(warm_up) for stage in stages]
+    for micro_batch in range(micro_batches):
+        jobs += [Job(stage, BX, micro_batch) for stage in reversed(stages)]
+        if micro_batch >= delay:
+            jobs += [Job(stage, BW, micro_batch - delay) for stage in reversed(stages)]
+        if micro_batch + warm_up < micro_batches:
+            jobs += [Job(stage, F, micro_batch + warm_up) for stage in stages]
+    first = max(0, micro_batches - delay)
+    return jobs + [Job(stage, BW, number) for number in range(first, micro_batches) for stage in reversed(stages)]
+
+
+def _replay(request: ScheduleRequest, orders: Orders) -> Timeline:
+    return list_scheduling.run(request, {device: [jobs] for device, jobs in orders.items()}, lambda job, ready: ())

@@ -1,0 +1,435 @@
+"""What the tasks, transfers and reductions of a plan cost on a cluster, by a profile; and the memory that it needs.
+
+The planner, the simulator and the emulator ask this one model, so that they can't disagree.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypedDict
+
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.profile import ZERO, Cost, Profile
+from dapple_tf.schedules.schedules import WHOLE_BACKWARD, ScheduleError, make_schedule, resolve_warm_up
+from dapple_tf.simulation.all_reduce import ALL_REDUCE, all_reduce_line, all_reduce_seconds
+from dapple_tf.simulation.device_memory import DeviceNeed, device_needs, stored_bytes
+from dapple_tf.simulation.stage_cost import MIN_CUT_SHARE, StageCost, stage_cost
+from dapple_tf.units import gib
+from graph_passes.ir.batching import Interval, intervals, slice_intervals, split_evenly
+from graph_passes.ir.tasks import Phase, Schedule, Task
+
+__all__ = [
+    "ALL_REDUCE",
+    "MIN_CUT_SHARE",
+    "CostModel",
+    "Piece",
+    "Reduction",
+    "StageCost",
+    "all_reduce_line",
+    "all_reduce_seconds",
+    "stage_cost",
+]
+
+
+class Piece(NamedTuple):
+    """What one replica sends to one replica of another stage for one micro-batch."""
+
+    sender: int
+    receiver: int
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The gradients of a parameter group, which are all-reduced together.
+
+    Attributes:
+        stages: the stages that read the parameters, ascending.
+        devices: the devices that keep them, each once.
+        bytes: size of the gradients.
+    """
+
+    stages: tuple[int, ...]
+    devices: tuple[int, ...]
+    bytes: float
+
+
+class _Limits(TypedDict):
+    """What a schedule is made from besides its policy, devices and micro-batches."""
+
+    holds: tuple[int, ...] | None
+    warm_up: tuple[int, ...] | None
+    reverse_first_k: int
+    task_seconds: tuple[tuple[float, float, float], ...] | None
+    weight_devices: tuple[tuple[int, ...], ...] | None
+    weight_regions: tuple[int, ...] | None
+
+
+class CostModel:
+    """Costs of one plan.
+
+    Attributes:
+        plan: the plan.
+        profile: what its layers cost.
+        cluster: what it runs on.
+        overlap: whether gradients are all-reduced as soon as each layer's last backward is over, rather than after the
+            stage's last one.
+        all_reduce: one of `ALL_REDUCE`.
+        stages: see :class:`StageCost`.
+        homes: for each stage the devices where its variables live, Bw runs and updates are made; those of the plan's
+            stages, unless it has `Plan.weight_devices`.
+        devices: all devices that the plan uses, each once.
+        routes: (producer stage, consumer stage) -> bytes of a slice forwards, and of its gradient backwards.
+
+    Raises:
+        PlanError: the plan needs devices that the cluster lacks, or cuts after layers that the profile lacks.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        profile: Profile,
+        cluster: Cluster,
+        *,
+        overlap: bool = False,
+        all_reduce: str = "hierarchical",
+    ) -> None:
+        if all_reduce not in ALL_REDUCE:
+            raise ValueError(f"all_reduce={all_reduce!r} is unknown; use one of {', '.join(ALL_REDUCE)}")
+        plan.validate_on(cluster)
+        try:
+            stage_of = profile.stage_of_layers(plan.cuts)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+        self.plan, self.profile, self.cluster = plan, profile, cluster
+        self.overlap, self.all_reduce = overlap, all_reduce
+        self.homes = plan.devices if plan.weight_devices is None else plan.weight_devices
+        self.devices = tuple(dict.fromkeys(device for group in (*plan.devices, *self.homes) for device in group))
+        self.micro_batches = intervals(split_evenly(plan.global_batch_size, plan.micro_batches))
+        self.routes = _routes(profile, stage_of)
+        self._differentiable = {
+            (stage_of[tensor.producer], stage_of[layer])
+            for tensor in profile.tensors
+            for layer in tensor.consumers
+            if tensor.differentiable
+        }
+        bounds = [0, *(profile.index[cut] + 1 for cut in plan.cuts), len(profile.layers)]
+        self.stages = tuple(
+            stage_cost(profile, start, stop, plan.recompute) for start, stop in itertools.pairwise(bounds)
+        )
+        self._receives = {consumer for producer, consumer in self._differentiable if producer != consumer}
+        self._slices: dict[tuple[int, int], tuple[Interval, ...]] = {}
+        self._seconds: dict[tuple[int, Phase, int], float] = {}
+        self._pieces: dict[tuple[int, int, int, bool], tuple[Piece, ...]] = {}
+
+    def alone(self, stage: int) -> bool:
+        """Whether no other stage shares a device of this one, and its variables live there too."""
+        return self.homes[stage] == self.plan.devices[stage] and all(
+            not set(self.plan.devices[stage]) & set(devices)
+            for other, devices in enumerate(self.plan.devices)
+            if other != stage
+        )
+
+    # ---- time
+
+    def slices(self, stage: int, micro_batch: int) -> tuple[Interval, ...]:
+        """The samples of each replica of a stage, counted from the start of the micro-batch."""
+        size = self.micro_batches[micro_batch].size
+        key = (stage, size)
+        if key not in self._slices:
+            self._slices[key] = slice_intervals(Interval(0, size), len(self.plan.devices[stage]))
+        return self._slices[key]
+
+    def computes(self, stage: int, phase: Phase) -> bool:
+        """Whether a phase of a stage has anything to do.
+
+        Bx hasn't where the stage receives nothing that has a gradient, as the first one; Bw then is the whole backward.
+        Bw hasn't where the stage has no parameters.
+        """
+        if phase is Phase.WEIGHT_GRAD:
+            return self.stages[stage].parameter_bytes > 0
+        return phase is not Phase.INPUT_GRAD or stage in self._receives or not self.stages[stage].parameter_bytes
+
+    def seconds(self, task: Task, device: int | None = None) -> float:
+        """Time of a task, undisturbed, on its device or on another one."""
+        samples = self.slices(task.stage, task.micro_batch)[task.replica].size
+        key = (task.stage, task.phase, samples)
+        if key not in self._seconds:
+            self._seconds[key] = self._task_seconds(*key)
+        if device is None:
+            devices = self.homes if task.phase is Phase.WEIGHT_GRAD else self.plan.devices
+            device = devices[task.stage][task.replica]
+        return self._seconds[key] / self.cluster.devices[device].speed
+
+    def _task_seconds(self, stage: int, phase: Phase, samples: int) -> float:
+        cost, timed = self.stages[stage], self.profile.timed_samples(samples)
+        start = self.profile.task_seconds
+        if not self.computes(stage, phase):
+            return 0.0
+        if phase is Phase.FORWARD:
+            return start + cost.forward.at(timed)
+        whole = cost.backward.at(timed)
+        weight = min(whole, cost.backward_weight.at(timed))
+        if phase is Phase.BACKWARD:
+            return start + whole
+        if phase is Phase.WEIGHT_GRAD:
+            return start + (weight if self.computes(stage, Phase.INPUT_GRAD) else whole)
+        return start + (whole - weight if self.computes(stage, Phase.WEIGHT_GRAD) else whole)
+
+    @property
+    def task_seconds(self) -> tuple[tuple[float, float, float], ...]:
+        """Times of F, Bx and Bw of each stage for the first micro-batch, as `Plan.task_seconds` takes them."""
+        return tuple(
+            (
+                self.seconds(Task(stage, Phase.FORWARD, 0)),
+                self.seconds(Task(stage, Phase.INPUT_GRAD, 0)),
+                self.seconds(Task(stage, Phase.WEIGHT_GRAD, 0)),
+            )
+            for stage in range(len(self.stages))
+        )
+
+    def pieces(self, producer: int, consumer: int, micro_batch: int, *, backward: bool = False) -> tuple[Piece, ...]:
+        """What goes between the replicas of two stages, owner to owner.
+
+        When ``backward`` these are gradients, from the consumer's replicas to the producer's.
+        """
+        size = self.micro_batches[micro_batch].size
+        key = (producer, consumer, size, backward)
+        if key not in self._pieces:
+            cost = self.routes[producer, consumer][backward]
+            ends = (consumer, producer) if backward else (producer, consumer)
+            senders, receivers = (self.slices(stage, micro_batch) for stage in ends)
+            found = []
+            for sender, interval in enumerate(senders):
+                for receiver, wanted in enumerate(receivers):
+                    common = interval.overlap(wanted).size
+                    if common and (not backward or (producer, consumer) in self._differentiable):
+                        found.append(Piece(sender, receiver, cost.at(common)))
+            self._pieces[key] = tuple(found)
+        return self._pieces[key]
+
+    @functools.cached_property
+    def reductions(self) -> tuple[Reduction, ...]:
+        """The all-reduces of a step: one for each replicated stage, one for each group of weights that stages share."""
+        found = []
+        stage_of = self.profile.stage_of_layers(self.plan.cuts)
+        for stage, cost in enumerate(self.stages):
+            own = sum(layer.parameter_bytes for layer in self.profile.layers[slice(*cost.layers)])
+            own += sum(
+                group.parameter_bytes
+                for group in self.profile.shared
+                if {stage_of[layer] for layer in group.layers} == {stage}
+            )
+            devices = self.homes[stage]
+            if len(devices) > 1 and own:
+                found.append(Reduction((stage,), devices, own))
+        for group in self.profile.shared:
+            stages = tuple(sorted({stage_of[layer] for layer in group.layers}))
+            if len(stages) > 1:
+                devices = tuple(dict.fromkeys(device for stage in stages for device in self.homes[stage]))
+                if len(devices) > 1:
+                    found.append(Reduction(stages, devices, group.parameter_bytes))
+        return tuple(found)
+
+    def reduction_seconds(self, reduction: Reduction, size: float | None = None) -> float:
+        """Time of an all-reduce, of all or of ``size`` of its bytes."""
+        size = reduction.bytes if size is None else size
+        return all_reduce_seconds(self.cluster, reduction.devices, size, self.all_reduce)
+
+    def buckets(self, stage: int) -> tuple[tuple[float, float], ...]:
+        """For overlapped reduction: (part of the last B's time after which it is ready, bytes) of each bucket.
+
+        B recomputes what it must, then runs through the layers from last to first; a bucket is full at
+        ``plan.bucket_bytes``. A parameter that several layers of the stage share is ready after the first of them.
+        """
+        first, stop = self.stages[stage].layers
+        samples = self.profile.timed_samples(self.slices(stage, len(self.micro_batches) - 1)[0].size)
+        layers = self.profile.layers[first:stop]
+        sizes = [layer.parameter_bytes for layer in layers]
+        for group in self.profile.shared:
+            if first <= group.layers[0] and group.layers[-1] < stop:
+                sizes[group.layers[0] - first] += group.parameter_bytes
+        total = self.profile.task_seconds + self.stages[stage].backward.at(samples)
+        passed = total - sum(layer.backward.at(samples) for layer in layers)
+        total = total or 1.0
+        found, pending = [], 0.0
+        for layer, size in zip(reversed(layers), reversed(sizes), strict=True):
+            passed += layer.backward.at(samples)
+            pending += size
+            if pending >= self.plan.bucket_bytes:
+                found.append((1.0 if layer is layers[0] else passed / total, pending))
+                pending = 0.0
+        if pending:
+            found.append((1.0, pending))
+        return tuple(found)
+
+    def apply_seconds(self, stage: int, device: int) -> float:
+        """Time of the optimizer's update of a stage on one of its devices."""
+        return self.stages[stage].apply_seconds / self.cluster.devices[device].speed
+
+    # ---- memory
+
+    def samples(self, stage: int) -> int:
+        """Samples of the largest slice of a stage."""
+        return max(interval.size for interval in self.slices(stage, 0))
+
+    def residual_bytes(self, stage: int, samples: int) -> float:
+        """What a slice keeps from F to B, or to Bx."""
+        return self.stages[stage].residual_bytes.at(samples)
+
+    def delayed_bytes(self, stage: int, samples: int) -> float:
+        """What a slice keeps from Bx to Bw: nothing where Bw has nothing to do, everything where Bx hasn't."""
+        if not self.computes(stage, Phase.WEIGHT_GRAD):
+            return 0.0
+        if not self.computes(stage, Phase.INPUT_GRAD):
+            return self.residual_bytes(stage, samples)
+        return self.stages[stage].delayed_bytes.at(samples)
+
+    def working_bytes(self, stage: int, samples: int, phase: Phase = Phase.BACKWARD) -> float:
+        """What a running B, Bx or Bw needs beyond what is kept. Of the two, Bx recomputes what it must."""
+        if not self.computes(stage, phase):
+            return 0.0
+        cost = self.stages[stage]
+        if cost.buffers is not None:
+            alone = phase is Phase.WEIGHT_GRAD and not self.computes(stage, Phase.INPUT_GRAD)
+            return cost.buffers.most(samples, Phase.BACKWARD if alone else phase)
+        recomputes = phase is not Phase.WEIGHT_GRAD or not self.computes(stage, Phase.INPUT_GRAD)
+        return cost.temporary_bytes.at(samples) + (cost.recomputed_bytes.at(samples) if recomputes else 0.0)
+
+    def reduction_bytes(self, stage: int) -> float:
+        """Buffers of collectives at the end of a step: gradients packed into buckets."""
+        return sum(reduction.bytes for reduction in self.reductions if stage in reduction.stages)
+
+    @functools.cached_property
+    def stored_bytes(self) -> Mapping[int, float]:
+        """Device -> bytes of variables, optimizer slots and accumulators, if any, of all stages that live there.
+
+        Parameters that several of its stages read are there once.
+        """
+        return stored_bytes(self)
+
+    @functools.cached_property
+    def _needs(self) -> tuple[tuple[DeviceNeed, ...], ...]:
+        return device_needs(self)
+
+    def delays(self, stage: int) -> bool:
+        """Whether the plan's schedule splits the backwards of a stage."""
+        plan = self.plan
+        offloaded = self.homes[stage] != plan.devices[stage]
+        return plan.schedule not in WHOLE_BACKWARD or stage < plan.reverse_first_k or offloaded
+
+    def needed_bytes(self, stage: int, in_flight: int) -> float:
+        """Peak memory of each device of a stage with ``in_flight`` micro-batches (K) in flight.
+
+        The device's other stages are taken to have as many; `Simulation.peak_bytes` tells what a schedule really needs.
+        """
+        return max(need.peak(in_flight) for need in self._needs[stage])
+
+    def memory_limit(self, stage: int) -> int | None:
+        """Memory of the smallest device of a stage; None where no device's is known."""
+        devices = {*self.plan.devices[stage], *self.homes[stage]}
+        known = [self.cluster.devices[device].memory_bytes for device in devices]
+        return min((limit for limit in known if limit is not None), default=None)
+
+    @functools.cached_property
+    def holds(self) -> tuple[int, ...] | None:
+        """D of each stage: how many micro-batches fit; None when no device's memory is known. 0: not even one.
+
+        On a device that hosts several stages, so many of each of them fit at the same time.
+        """
+        limits = [self.memory_limit(stage) for stage in range(len(self.stages))]
+        if all(limit is None for limit in limits):
+            return None
+        count = len(self.micro_batches)
+        return tuple(
+            count if limit is None else min(need.fitting(limit, count) for need in needs)
+            for limit, needs in zip(limits, self._needs, strict=True)
+        )
+
+    @functools.cached_property
+    def warm_up(self) -> tuple[int, ...]:
+        """K of each stage, under the memory limit.
+
+        Raises:
+            PlanError: a stage doesn't fit its devices; the text says which, by how much, and what would help.
+        """
+        self.check_memory()
+        try:
+            return resolve_warm_up(
+                self.plan.schedule,
+                len(self.stages),
+                len(self.micro_batches),
+                devices=self.plan.devices,
+                **self._limits,
+            )
+        except ScheduleError as error:
+            raise PlanError(f"the plan doesn't fit the devices' memory: {error}") from error
+
+    def check_memory(self) -> None:
+        """Check that each stage's devices hold at least one micro-batch.
+
+        Raises:
+            PlanError: naming the stage, what it needs and what there is.
+        """
+        for stage, count in enumerate(self.holds or ()):
+            limit = self.memory_limit(stage)
+            if count < 1 and limit is not None:
+                need = self.needed_bytes(stage, 1)
+                worst = max(self._needs[stage], key=lambda need: need.peak(1))
+                fix = "use more stages"
+                if worst.stored < limit:
+                    fix += ", smaller micro-batches, or more replicas"
+                    fix += ", or recompute='boundary'" if self.plan.recompute == "none" else ""
+                raise PlanError(
+                    f"stage {stage} needs {gib(need)} on each device ({gib(worst.stored)} for weights, gradients and "
+                    f"optimizer, {gib(worst.each + worst.working)} for one slice of {self.samples(stage)} samples), "
+                    f"{gib(need - limit)} more than its smallest device has ({gib(limit)}): {fix}"
+                )
+
+    # ---- schedule
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """The order of tasks on each device, K bounded by memory as the runtime does it.
+
+        Raises:
+            PlanError: as `warm_up`.
+        """
+        self.check_memory()
+        try:
+            return make_schedule(self.plan.schedule, self.plan.devices, len(self.micro_batches), **self._limits)
+        except ScheduleError as error:
+            raise PlanError(f"the plan doesn't fit the devices' memory: {error}") from error
+
+    @property
+    def _limits(self) -> _Limits:
+        plan = self.plan
+        return {
+            "holds": self.holds,
+            "warm_up": plan.warm_up,
+            "reverse_first_k": plan.reverse_first_k,
+            "task_seconds": plan.task_seconds,
+            "weight_devices": plan.weight_devices,
+            "weight_regions": plan.weight_regions,
+        }
+
+
+def _routes(profile: Profile, stage_of: Sequence[int]) -> dict[tuple[int, int], tuple[Cost, Cost]]:
+    """(producer stage, consumer stage) -> bytes forwards and backwards.
+
+    A stage gets a tensor from the one that made it, however many stages lie between.
+    """
+    found: dict[tuple[int, int], tuple[Cost, Cost]] = {}
+    for tensor in profile.tensors:
+        producer = stage_of[tensor.producer]
+        for consumer in sorted({stage_of[layer] for layer in tensor.consumers} - {producer}):
+            forward, backward = found.get((producer, consumer), (ZERO, ZERO))
+            found[producer, consumer] = (
+                forward + tensor.bytes,
+                backward + tensor.bytes if tensor.differentiable else backward,
+            )
+    return dict(sorted(found.items()))

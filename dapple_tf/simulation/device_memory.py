@@ -1,0 +1,113 @@
+"""The memory that devices need, by the stages that they run and those whose variables they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from graph_passes.ir.tasks import Phase
+
+if TYPE_CHECKING:
+    from dapple_tf.simulation.cost import CostModel
+
+
+class DeviceNeed(NamedTuple):
+    """The memory that a device needs.
+
+    Attributes:
+        stored: bytes of variables, slots and gradients: accumulators, or what a single micro-batch leaves at its end.
+        each: what one micro-batch keeps in all stages of the device.
+        working: what a running task needs besides.
+        alone: for reductions at the end of the step.
+        beside: for a reduction while tasks go on.
+    """
+
+    stored: float
+    each: float
+    working: float
+    alone: float
+    beside: float
+
+    def peak(self, in_flight: int) -> float:
+        """Bytes with so many micro-batches in flight."""
+        return self.stored + max(in_flight * self.each + self.working + self.beside, self.alone)
+
+    def fitting(self, limit: int, most: int) -> int:
+        """How many micro-batches fit in so many bytes, at most ``most``."""
+        room = limit - self.stored - self.working - self.beside
+        if room < self.each or limit < self.peak(1):
+            return 0
+        return min(most, int(room // self.each)) if self.each else most
+
+
+def stored_bytes(costs: CostModel) -> Mapping[int, float]:
+    """Device -> bytes of variables, optimizer slots and accumulators, if any, of all stages that live there."""
+    homes = _hosted(costs.devices, costs.homes)
+    accumulated = costs.plan.accumulates() or not costs.profile.has_buffers  # Buffers tell of gradients by themselves.
+    sizes = {stages: _stored(costs, stages, accumulated=accumulated) for stages in set(homes.values())}
+    return {device: sizes[homes[device]] for device in costs.devices}
+
+
+def device_needs(costs: CostModel) -> tuple[tuple[DeviceNeed, ...], ...]:
+    """For each stage what its devices need; devices that host the same stages need the same."""
+    runs, homes = _hosted(costs.devices, costs.plan.devices), _hosted(costs.devices, costs.homes)
+    hosts = {device: (runs[device], homes[device]) for device in costs.devices}
+    needs = {pair: _need(costs, *pair) for pair in dict.fromkeys(hosts.values())}
+    return tuple(
+        tuple(needs[pair] for pair in dict.fromkeys(hosts[device] for device in (*devices, *kept)))
+        for devices, kept in zip(costs.plan.devices, costs.homes, strict=True)
+    )
+
+
+def _need(costs: CostModel, runs: tuple[int, ...], homes: tuple[int, ...]) -> DeviceNeed:
+    """What a device needs that runs F and Bx of some stages, and has the variables of some."""
+    each = 0.0
+    for stage in {*runs, *homes}:
+        samples = costs.samples(stage)
+        residual = costs.residual_bytes(stage, samples) if stage in runs else 0.0
+        delayed = costs.delayed_bytes(stage, samples) if stage in homes and costs.delays(stage) else 0.0
+        each += max(residual, delayed)
+    stages = {*runs, *homes}
+    working = max(_working(costs, stage) for stage in stages)
+    buffers = {stage: own for stage in stages if (own := costs.stages[stage].buffers) is not None}
+    applying = [buffers[stage].apply for stage in homes if stage in buffers]
+    sending = sum(own.returned.at(costs.samples(stage)) for stage, own in buffers.items())
+    reducing = [reduction.bytes for reduction in costs.reductions if stages & {*reduction.stages}]
+    alone = sum(reducing) + (each + working if costs.overlap else 0.0)
+    alone += sum(applying) + sending
+    beside = max(reducing, default=0.0) if len(stages) > 1 else 0.0  # while other stages compute
+    beside += max(applying, default=0) if len(stages) > 1 else 0
+    return DeviceNeed(_stored(costs, homes, accumulated=True), each, working, alone, beside)
+
+
+def _working(costs: CostModel, stage: int) -> float:
+    """What the hungriest backward task of a stage needs."""
+    samples = costs.samples(stage)
+    split = (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
+    phases = split if costs.delays(stage) and costs.stages[stage].buffers is not None else (Phase.BACKWARD,)
+    return max(costs.working_bytes(stage, samples, phase) for phase in phases)
+
+
+def _stored(costs: CostModel, stages: Sequence[int], *, accumulated: bool) -> float:
+    """What some stages store on one device; parameters that several of them read are there once."""
+    total = sum(costs.stages[stage].stored_bytes for stage in stages)
+    copies = 2  # of parameters: with gradients
+    if not accumulated:
+        copies = 1
+        total -= sum(costs.stages[stage].parameter_bytes for stage in stages)
+    for group in costs.profile.shared:
+        readers = sum(
+            any(first <= layer < stop for layer in group.layers)
+            for first, stop in (costs.stages[stage].layers for stage in stages)
+        )
+        total -= max(0, readers - 1) * (copies * group.parameter_bytes + group.slot_bytes)
+    return total
+
+
+def _hosted(devices: Sequence[int], stages: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """Device -> the stages that stand on it."""
+    found: dict[int, tuple[int, ...]] = dict.fromkeys(devices, ())
+    for stage, members in enumerate(stages):
+        for device in members:
+            found[device] += (stage,)
+    return found

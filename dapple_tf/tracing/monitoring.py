@@ -1,0 +1,320 @@
+"""Metrics of the pipeline during training, from steps that are traced now and then."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections import deque
+from typing import Any
+
+import keras
+
+from dapple_tf.describe.plan import Plan
+from dapple_tf.simulation.simulation import Simulation
+from dapple_tf.tracing.scalar_log import ScalarLog
+from dapple_tf.tracing.stage_drift import StageDrift
+from dapple_tf.tracing.step_parts import NAMES, StepParts, mean
+from dapple_tf.tracing.step_profile import slowdown
+from dapple_tf.tracing.step_trace import MeasuredStep
+
+_WARM_UP = 2
+"""Steps that don't count: the first ones make graphs and allocate memory."""
+_RECENT = 51
+"""Steps whose median counts."""
+_CHECKED_AT = 10
+"""The step that is compared with its prediction where nobody monitors."""
+
+
+class TraceBudget:
+    """Decides which steps are traced, so that tracing stays a small part of the time.
+
+    The first trace comes early, since nobody knows what it costs; the next one when all of them together will have
+    cost no more than their part of the time that has gone by until then.
+
+    Attributes:
+        share: the part of the time, 0 to 1.
+        trained: seconds of training so far, without those of the steps before the first trace, which make graphs.
+        spent: seconds of these that tracing cost.
+        steps: how many there were.
+        traces: how many of these were traced.
+        prepared: seconds that TensorFlow took to prepare traced steps.
+    """
+
+    def __init__(self, share: float, first: int = _WARM_UP + 1) -> None:
+        """Nothing has been trained or traced.
+
+        Args:
+            share: the part of the time, above 0 and at most 1.
+            first: steps before the first trace.
+        """
+        if not 0 < share <= 1:
+            raise ValueError(
+                f"budget is {share}; give the part of the time that tracing may take, above 0 and at most 1"
+            )
+        self.share, self._first = share, first
+        self.trained = self.spent = self.prepared = 0.0
+        self.steps = self.traces = 0
+
+    def step(self, seconds: float) -> None:
+        """A step is over, with all that belongs to it."""
+        self.steps += 1
+        if self.steps > self._first:
+            self.trained += seconds
+
+    def traced(self, cost: float) -> None:
+        """A step was traced, which took so many seconds more than it would have otherwise."""
+        self.traces += 1
+        self.spent += max(0.0, cost)
+
+    @property
+    def due(self) -> bool:
+        """Whether the next step is to be traced."""
+        if not self.traces:
+            return self.steps >= self._first
+        expected = self.spent / self.traces
+        return self.prepared + self.spent + expected <= self.share * self.trained
+
+
+class PipelineMonitor(keras.callbacks.Callback):
+    """Adds what the pipeline does to the logs of ``PipelinedModel.fit``, and writes it for TensorBoard.
+
+    Logs, as every callback, History and the progress bar see them:
+
+    * ``samples_per_second``, ``tokens_per_second``: medians of the last steps, time for data included;
+    * ``step_ms``: the time of a step; ``input_ms``: waiting for its batch;
+    * ``forward_ms``, ``backward_ms``, ``accumulate_ms``, ``apply_ms``, ``all_reduce_ms``, ``transfers_ms``,
+      ``bubble_ms`` and ``host_ms``: what ``step_ms`` goes into, the mean of all devices (see `StepParts`);
+    * ``bubble_stage_0``: the part of the step in which the stage's devices compute nothing, 0 to 1;
+    * ``peak_mib_stage_0``: the most memory that one of the stage's devices has in use.
+
+    All but the first line and ``input_ms`` are those of the step that was traced last, as if it hadn't been traced, and
+    NaN before the first one, the fifth step. Where the model was profiled, each traced step is compared with its
+    prediction, and stages that are more than 20% off it are warned of in the log.
+
+    Attributes:
+        budget: tells how often steps were traced, and what that took.
+        latest: the metrics.
+    """
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] | None = None,
+        *,
+        budget: float = 0.01,
+        tokens_per_sample: float | None = None,
+    ) -> None:
+        """Says what is wanted.
+
+        Args:
+            log_dir: where to write event files for TensorBoard; None writes none.
+            budget: the part of the time that tracing may take, after the first trace.
+            tokens_per_sample: for ``tokens_per_second``.
+
+        Raises:
+            ValueError: the budget or the number of tokens is out of range.
+        """
+        super().__init__()
+        if tokens_per_sample is not None and not 0 < tokens_per_sample < math.inf:
+            raise ValueError(f"tokens_per_sample is {tokens_per_sample}; it must be above 0 and finite")
+        self.budget = TraceBudget(budget)
+        self.latest: dict[str, float] = {}
+        self._log_dir = None if log_dir is None else os.fspath(log_dir)
+        self._tokens = tokens_per_sample
+        self._rates: deque[float] = deque(maxlen=_RECENT)
+        self._waits: deque[float] = deque(maxlen=_RECENT)
+        self._untraced: deque[float] = deque(maxlen=_RECENT)
+        self._traced = False
+        self._log: ScalarLog | None = None
+        self._attached = False
+
+    # ---- what the pipelined model tells
+
+    def attach(self, plan: Plan) -> None:
+        """A fit of a pipelined model is about to begin."""
+        self._attached = True
+        self._rates.clear()
+        self._waits.clear()
+        self.latest = dict.fromkeys(self._names(plan), math.nan)
+
+    def detach(self) -> None:
+        """The fit is over."""
+        self._attached = False
+
+    def _names(self, plan: Plan) -> list[str]:
+        rates = ["samples_per_second"] + ["tokens_per_second"] * (self._tokens is not None)
+        stages = range(plan.num_stages)
+        return [
+            *rates,
+            "step_ms",
+            "input_ms",
+            *(f"{name}_ms" for name in _SHOWN),
+            *(f"bubble_stage_{stage}" for stage in stages),
+            *(f"peak_mib_stage_{stage}" for stage in stages),
+        ]
+
+    def stepped(self, samples: int, seconds: float, waited: float) -> None:
+        """A training step is over.
+
+        Args:
+            samples: of its batch.
+            seconds: that it took, with waiting for the batch, and with all that was done for its trace.
+            waited: for the batch.
+        """
+        self.budget.step(seconds)
+        if self._traced:
+            self._traced = False
+            self.budget.traced(seconds - statistics.median(self._untraced or [0.0]))
+            return
+        if self.budget.steps <= _WARM_UP:
+            return
+        self._untraced.append(seconds)
+        self._rates.append(samples / seconds)
+        self._waits.append(waited)
+        self.latest["samples_per_second"] = statistics.median(self._rates)
+        if self._tokens is not None:
+            self.latest["tokens_per_second"] = self.latest["samples_per_second"] * self._tokens
+        self.latest["input_ms"] = 1e3 * statistics.median(self._waits)
+
+    def sampled(self, step: MeasuredStep, untraced_seconds: float, plan: Plan, number: int) -> None:
+        """A step was traced.
+
+        Args:
+            step: what was measured.
+            untraced_seconds: of recent steps that weren't traced.
+            plan: of the pipeline.
+            number: how many training steps there have been.
+        """
+        self._traced = True
+        self.latest |= dict.fromkeys(self.latest.keys() - self._names(plan), math.nan)  # stages that are gone
+        self.latest |= step_metrics(step, untraced_seconds, plan)
+        self._write(number, self.latest)
+
+    # ---- Keras' callbacks
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Opens the event file.
+
+        Raises:
+            ValueError: this isn't the fit of a pipelined model.
+            OSError: the directory can't be written to.
+        """
+        if not self._attached:
+            raise ValueError(
+                "PipelineMonitor measures pipelined training: give it to PipelinedModel.fit, not to the model's own"
+            )
+        if self._log_dir is not None:
+            self._log = ScalarLog(self._log_dir)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Writes what is there."""
+        if self._log is not None:
+            self._log.flush()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Closes the event file."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _write(self, number: int, found: dict[str, float]) -> None:
+        if self._log is not None:
+            self._log.write(number, {tag(name): value for name, value in found.items()})
+
+
+_SHOWN = (*(name for name in NAMES if name not in ("before", "after")), "host")
+
+
+def step_metrics(step: MeasuredStep, untraced_seconds: float, plan: Plan) -> dict[str, float]:
+    """The metrics of a traced step, as it would be without tracing.
+
+    Args:
+        step: the step.
+        untraced_seconds: of such a step that isn't traced.
+        plan: of the pipeline.
+    """
+    factor = slowdown(step, untraced_seconds)
+    parts = {device: _untraced(own, factor) for device, own in step.parts.items()}
+    typical = mean(list(parts.values()))
+    found = {"step_ms": 1e3 * untraced_seconds}
+    found |= {f"{name}_ms": 1e3 * getattr(typical, name) for name in _SHOWN if name != "host"}
+    found["host_ms"] = max(0.0, found["step_ms"] - sum(found[f"{name}_ms"] for name in _SHOWN if name != "host"))
+    peaks = step.timeline.peak_bytes
+    for stage, devices in enumerate(plan.working_devices):
+        busy = statistics.fmean(
+            own.forward + own.backward + own.accumulate + own.apply for own in map(parts.__getitem__, devices)
+        )
+        found[f"bubble_stage_{stage}"] = max(0.0, 1 - busy / untraced_seconds)
+        found[f"peak_mib_stage_{stage}"] = max(peaks.get(device, math.nan) for device in devices) / 2**20
+    return found
+
+
+def _untraced(parts: StepParts, factor: float) -> StepParts:
+    return StepParts(**{name: getattr(parts, name) / factor for name in NAMES})
+
+
+def tag(name: str) -> str:
+    """The name of a metric for TensorBoard, which groups them by what stands before the first slash.
+
+    >>> tag("bubble_stage_0"), tag("forward_ms"), tag("samples_per_second")
+    ('bubble/stage_0', 'step_ms/forward', 'throughput/samples_per_second')
+    """
+    if name.endswith("_per_second"):
+        return f"throughput/{name}"
+    if name.endswith("_ms"):
+        return f"step_ms/{name.removesuffix('_ms').replace('step', 'whole')}"
+    what, _, stage = name.partition("_stage_")
+    return f"{what}/stage_{stage}"
+
+
+class StepMonitor:
+    """Follows the training steps of a pipelined model: which ones are traced, and what these tell.
+
+    Attributes:
+        callback: the user's `PipelineMonitor` while a fit has one.
+        drift: compares with the prediction; None where there is none.
+    """
+
+    def __init__(self, simulation: Simulation | None) -> None:
+        self.callback: PipelineMonitor | None = None
+        self.drift = None if simulation is None else StageDrift(simulation)
+        self._times: deque[float] = deque(maxlen=_RECENT)
+        self._steps = 0
+
+    @property
+    def due(self) -> bool:
+        """Whether the next full step is to be traced."""
+        if not self._times:
+            return False
+        if self.drift is not None and self.drift.suspected:
+            return True
+        if self.callback is not None:
+            return self.callback.budget.due
+        return self.drift is not None and self._steps == _CHECKED_AT - 1
+
+    def stepped(self, seconds: float) -> None:
+        """A full step took so long, without being traced."""
+        self._steps += 1
+        if self._steps > _WARM_UP:
+            self._times.append(seconds)
+
+    def prepared(self, seconds: float) -> None:
+        """A full step was traced for the first time, which tells nothing but what that cost."""
+        if self.callback is not None:
+            self.callback.budget.prepared += max(0.0, seconds - statistics.median(self._times))
+
+    def sampled(self, step: MeasuredStep, plan: Plan, number: int) -> None:
+        """A full step was traced.
+
+        Args:
+            step: what was measured.
+            plan: of the pipeline.
+            number: how many training steps there have been.
+        """
+        self._steps += 1
+        untraced = statistics.median(self._times)
+        if self.drift is not None:
+            factor = slowdown(step, untraced)
+            self.drift.check({task: taken / factor for task, taken in step.tasks.items()})
+        if self.callback is not None:
+            self.callback.sampled(step, untraced, plan, number)

@@ -1,0 +1,170 @@
+"""What the nodes of a step's graph do, as far as a trace of the step needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from graph_passes.ir.graph import (
+    CALL_ATTR,
+    MICRO_BATCH_ATTR,
+    PHASE_ATTR,
+    REPLICA_ATTR,
+    STAGE_ATTR,
+    NodeDef,
+    Ref,
+    control_inputs,
+    data_inputs,
+)
+from graph_passes.ir.program import Program, Step
+from graph_passes.ir.tasks import Phase, Task
+from graph_passes.ir.tensorflow_bridge import dtype_size
+from graph_passes.passes.accumulate import accumulated_gradients
+from graph_passes.passes.replicate import PHASE_NAMES
+
+METRICS, ACCUMULATE, PACK, ALL_REDUCE, APPLY = "metrics", "accumulate", "pack", "all_reduce", "apply"
+HOST = "host"
+"""What the host does: cut the batch, and compute what slices need of the whole."""
+TASKS = frozenset(phase.value for phase in Phase)
+"""Kinds of the calls of tasks."""
+
+_KINDS = {
+    "accumulate": ACCUMULATE,
+    "accumulate_nothing": ACCUMULATE,
+    "metrics": METRICS,
+    "pack": PACK,
+    "all_reduce": ALL_REDUCE,
+    "apply": APPLY,
+    "carried_apply": APPLY,
+    "counters": APPLY,
+    "statistics": APPLY,
+    "slices": HOST,
+    "normalizers": HOST,
+}
+"""`PHASE_ATTR` of nodes that aren't tasks' calls -> kind."""
+_PHASES = {name: phase for phase, name in PHASE_NAMES.items()}
+"""`PHASE_ATTR` of tasks' calls, and of operators that were in them -> phase."""
+
+
+class StepNode(NamedTuple):
+    """A node of a step's top level.
+
+    Attributes:
+        kind: a phase's value for the call of a task; one of the names above; empty for what connects these.
+        device: name of its device; empty where TensorFlow chooses.
+        stage: whose work it is; None for what belongs to no stage.
+        replica: of the stage.
+        task: the task that it belongs to; None for what comes once in a step.
+        inputs: the tensors that it reads.
+        after: names of the nodes that it waits for without reading them.
+        reduction: of an all-reduce, a number that its members on all devices have in common.
+        operator: whether it is a single operator of a task or update that has been taken apart.
+    """
+
+    kind: str
+    device: str
+    stage: int | None
+    replica: int
+    task: Task | None
+    inputs: tuple[Ref, ...]
+    after: tuple[str, ...]
+    reduction: int | None = None
+    operator: bool = False
+
+    @property
+    def waits_for(self) -> Iterable[str]:
+        """Names of the nodes that must have ended before it begins."""
+        return *(ref.node for ref in self.inputs), *self.after
+
+
+def step_nodes(program: Program) -> dict[str, StepNode]:
+    """Name -> node of a complete step."""
+    step = program.step
+    assert step is not None
+    tasks = {name: task for task, names in step.exit.items() for name in names}
+    tasks |= {name: task for task, name in step.entry.items()}
+    entries = {name: task.phase.value for task, name in step.entry.items()}
+    constants = {node.name: node.attr["value"].tensor for node in program.graph.node if node.op == "Const"}
+    found: dict[str, StepNode] = {}
+    for node in program.graph.node:
+        if node.op == "Const":
+            continue
+        phase = node.attr[PHASE_ATTR].s.decode() if PHASE_ATTR in node.attr else ""
+        operator = CALL_ATTR in node.attr and node.op != "NoOp"
+        task = tasks.get(node.name)
+        kind = entries.get(node.name) or _KINDS.get(phase, "")
+        if operator and phase in _PHASES:
+            task = _task_of(node, _PHASES[phase])
+            kind = task.phase.value
+        stage, replica = None, 0
+        if task is not None:
+            stage, replica = task.stage, task.replica
+        elif STAGE_ATTR in node.attr:
+            stage = int(node.attr[STAGE_ATTR].i)
+            told = node.attr.get(REPLICA_ATTR)
+            replica = _replica(step, stage, node.device) if told is None else int(told.i)
+        inputs = tuple(ref for ref in data_inputs(node) if ref.node not in constants)
+        reduction = None
+        if kind == ALL_REDUCE:
+            instance = data_inputs(node)[3].node  # of CollectiveReduceV2
+            reduction = int(constants[instance].int_val[0])
+        after = tuple(control_inputs(node))
+        found[node.name] = StepNode(kind, node.device, stage, replica, task, inputs, after, reduction, operator)
+    return found
+
+
+def _task_of(node: NodeDef, phase: Phase) -> Task:
+    """The task of a single operator."""
+    stage, micro_batch, replica = (int(node.attr[name].i) for name in (STAGE_ATTR, MICRO_BATCH_ATTR, REPLICA_ATTR))
+    return Task(stage, phase, micro_batch, replica)
+
+
+def _replica(step: Step, stage: int, device: str) -> int:
+    devices = step.layout.homes[stage]
+    return devices.index(device) if device in devices else 0
+
+
+def replaced_bytes(program: Program, step: Step) -> dict[str, int]:
+    """Node that sets accumulators anew -> bytes of their values from the step before, which it frees.
+
+    They were allocated then, so that the step's allocation records don't tell.
+    """
+    found = {}
+    for stage in program.stages:
+        phase, _ = stage.parameter_gradients
+        sizes = [_bytes(variable.shape, variable.dtype) for _, variable in accumulated_gradients(program, stage)]
+        first: dict[int, Task] = {}
+        for task in sorted(step.entry, key=lambda task: task.micro_batch) if sizes else ():
+            if (task.stage, task.phase) == (stage.index, phase):
+                first.setdefault(task.replica, task)
+        for task in first.values():
+            for node in set(step.exit[task]) - {step.entry[task]}:
+                found[node] = sum(sizes)
+    return found
+
+
+def _bytes(shape: Iterable[int], dtype: int) -> int:
+    size = dtype_size(dtype)
+    for length in shape:
+        size *= length
+    return size
+
+
+def sources(nodes: Mapping[str, StepNode]) -> dict[str, tuple[str, ...]]:
+    """Node -> the nearest nodes of any kind that its results are made of: itself, or some before it."""
+    found: dict[str, tuple[str, ...]] = {}
+    stack = list(nodes)
+    while stack:
+        name = stack[-1]
+        node = nodes.get(name)
+        if name in found or node is None or node.kind:
+            found.setdefault(name, (name,) if node is not None else ())
+            stack.pop()
+            continue
+        missing = [ref.node for ref in node.inputs if ref.node not in found]
+        if missing:
+            stack += missing
+            continue
+        found[name] = tuple(dict.fromkeys(source for ref in node.inputs for source in found[ref.node]))
+        stack.pop()
+    return found

@@ -1,0 +1,1 @@
+"""Which devices keep which variables, and how values get there and back."""

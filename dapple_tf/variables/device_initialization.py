@@ -1,0 +1,215 @@
+"""Graphs that give variables their values without the client: by their initializers, or from other devices.
+
+On each device one variable comes after the other, so that beside the variables no more memory is needed than for the
+largest of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from dapple_tf.frontend.initialization import Initial
+from dapple_tf.variables.device_values import Holding
+from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, control_inputs, data_inputs, shape_attr
+from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
+from graph_passes.ir.program import Variable
+from graph_passes.ir.storage import assign, handle, merge_library, read_function
+from graph_passes.ir.tensorflow_bridge import empty_graph
+
+
+class _Chains:
+    """Call nodes, each of which waits for those before it on its device.
+
+    Attributes:
+        builder: of the graph.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.builder = Builder(empty_graph())
+        self._prefix = prefix
+        self._functions: dict[str, FunctionDef] = {}
+        self._numbers: dict[str, int] = {}
+        self._last: dict[str, str] = {}
+
+    def function_name(self, label: str) -> str:
+        """A name in the library, which allows fewer characters; the same for the same label."""
+        return f"{self._prefix}_{self._numbers.setdefault(label, len(self._numbers))}"
+
+    def call(self, name: str, function: FunctionDef, inputs: Sequence[Ref], device: str) -> Ref:
+        """Calls a function on a device, after what has been added for this device before."""
+        self._functions[function.signature.name] = function
+        control = [self._last[device]] if device in self._last else []
+        fresh = self.builder.names.fresh(name)
+        self._last[device] = fresh
+        return self.builder.append(call_node(fresh, function, inputs, device=device, control=control))
+
+    def finished(self) -> tuple[GraphDef, list[str]]:
+        """The graph, and the last node of each device."""
+        merge_library(self.builder.graph, self._functions.values())
+        return self.builder.graph, list(self._last.values())
+
+
+def initialization(
+    holdings: Sequence[Holding], initials: Mapping[str, Initial], prefix: str
+) -> tuple[GraphDef, list[str]]:
+    """A graph in which devices initialise variables.
+
+    Every device computes a value for itself, unless a second run could give another one: such a value is computed by
+    the variable's first device, which sends it to the others.
+
+    Args:
+        holdings: what devices keep.
+        initials: variable -> how its first value is computed; other variables are left alone.
+        prefix: begins the names of functions.
+
+    Returns:
+        The graph and the nodes to run.
+    """
+    chains = _Chains(prefix)
+    libraries = GraphDef()
+    for initial in initials.values():
+        merge_library(libraries, initial.graph.library.function)
+    for holding in holdings:
+        chosen = [v for v in holding.variables if v.name in initials and initials[v.name].repeatable]
+        if chosen:
+            function = _initializing(chains.function_name(holding.label), chosen, initials)
+            for replica, device in enumerate(holding.devices):
+                chains.call(f"{holding.label}/replica{replica}", function, [], device)
+    places: dict[str, list[tuple[Variable, str]]] = {}
+    for holding in holdings:
+        for variable in holding.variables:
+            if variable.name in initials and not initials[variable.name].repeatable:
+                places.setdefault(variable.name, []).extend((variable, device) for device in holding.devices)
+    for name, found in places.items():
+        once = _computing(chains.function_name(f"{name}/value"), initials[name])
+        value = chains.call(f"{name}/value", once, [], found[0][1])
+        for variable, device in found:
+            chains.call(f"{variable.place}/assign", _assigning(chains, variable), [value], device)
+    graph, nodes = chains.finished()
+    merge_library(graph, libraries.library.function)
+    return graph, nodes
+
+
+def rearrangement(
+    before: Sequence[Holding], after: Sequence[Holding], prefix: str
+) -> tuple[GraphDef, list[str], list[Holding]]:
+    """A graph that brings variables to the devices that are to keep them, from one that does, and frees the rest.
+
+    Args:
+        before: what devices keep.
+        after: what they are to keep. A variable that parameter groups keep for themselves, each under a name of its
+            own, may have another name there; a new group gets the value of the first.
+        prefix: begins the names of functions.
+
+    Returns:
+        The graph, the nodes to run, and what of ``after`` no device has a value of.
+    """
+    chains = _Chains(prefix)
+    had = {(variable.place, device) for holding in before for variable, device in _placed(holding)}
+    first: dict[str, tuple[Variable, str]] = {}
+    for holding in before:
+        for variable in holding.variables:
+            for key in (f"place {variable.place}", f"name {variable.name}"):
+                first.setdefault(key, (variable, holding.devices[0]))
+    missing = []
+    for holding in after:
+        unknown = []
+        for variable in holding.variables:
+            source = first.get(f"place {variable.place}") or first.get(f"name {variable.name}")
+            if source is None:
+                unknown.append(variable)
+                continue
+            targets = [device for device in holding.devices if (variable.place, device) not in had]
+            if targets:
+                own, device = source
+                read = read_function(chains.function_name(f"{own.place}/read"), [own])
+                value = chains.call(f"{own.place}/read", read, [], device)
+                for target in targets:
+                    chains.call(f"{variable.place}/assign", _assigning(chains, variable), [value], target)
+        if unknown:
+            missing.append(dataclasses.replace(holding, variables=tuple(unknown)))
+    graph, nodes = chains.finished()
+    return graph, nodes, missing
+
+
+def removal(before: Sequence[Holding], after: Sequence[Holding], prefix: str) -> tuple[GraphDef, list[str]]:
+    """A graph that frees variables which devices needn't keep any more; returns it and the nodes to run."""
+    chains = _Chains(prefix)
+    wanted = {(variable.place, device) for holding in after for variable, device in _placed(holding)}
+    for holding in before:
+        for variable, device in _placed(holding):
+            if (variable.place, device) not in wanted:
+                builder = Builder(empty_graph())
+                target = handle(builder, variable.place, variable.dtype, variable.shape)
+                effect = builder.add("destroy", "DestroyResourceOp", [target], ignore_lookup_error=True).node
+                name = chains.function_name(f"{variable.place}/destroy")
+                function = outline(name, Graph(builder.graph), [], [], effects=[effect])
+                chains.call(f"{variable.place}/destroy", function, [], device)
+    return chains.finished()
+
+
+def reading(device: str, variables: Sequence[Variable], prefix: str) -> tuple[GraphDef, list[Ref]]:
+    """A graph that reads variables of a device; returns it and their values."""
+    chains = _Chains(prefix)
+    function = read_function(chains.function_name("read"), variables)
+    node = chains.call("read", function, [], device).node
+    return chains.finished()[0], [Ref(node, index) for index in range(len(variables))]
+
+
+def _placed(holding: Holding) -> Iterator[tuple[Variable, str]]:
+    return ((variable, device) for variable in holding.variables for device in holding.devices)
+
+
+def _assigning(chains: _Chains, variable: Variable) -> FunctionDef:
+    """A value -> (); assigns it."""
+    builder = Builder(empty_graph())
+    value = builder.append(placeholder("value", variable.dtype))
+    effect = assign(builder, variable.place, value, variable.dtype, variable.shape)
+    return outline(
+        chains.function_name(f"{variable.place}/assign"), Graph(builder.graph), [value], [], effects=[effect]
+    )
+
+
+def _computing(name: str, initial: Initial) -> FunctionDef:
+    """() -> the first value."""
+    builder = Builder(empty_graph())
+    value = _copied(builder, initial)
+    return outline(name, Graph(builder.graph), [], [value])
+
+
+def _initializing(name: str, variables: Sequence[Variable], initials: Mapping[str, Initial]) -> FunctionDef:
+    """() -> (); computes and assigns the variables' first values, one after the other."""
+    builder = Builder(empty_graph())
+    last: str | None = None
+    for variable in variables:
+        value = _copied(builder, initials[variable.name], last)
+        last = assign(builder, variable.place, value, variable.dtype, variable.shape)
+    assert last is not None
+    return outline(name, Graph(builder.graph), [], [], effects=[last])
+
+
+def _copied(builder: Builder, initial: Initial, after: str | None = None) -> Ref:
+    """Adds a copy of an initializer's graph, which begins when the node ``after`` has run.
+
+    Constants can be fed, as far as TensorFlow knows: it would compute what follows from constants alone while it
+    optimises the graph, in the client's process or twice.
+    """
+    control = [f"^{after}"] if after is not None else []
+    names = {node.name: builder.names.fresh(f"initial/{node.name}") for node in initial.graph.node}
+    for node in initial.graph.node:
+        copy = builder.graph.node.add()
+        copy.CopyFrom(node)
+        del copy.input[:]
+        copy.input.extend(str(Ref(names[ref.node], ref.output)) for ref in data_inputs(node))
+        copy.input.extend(f"^{names[waited]}" for waited in control_inputs(node))
+        copy.name = names[node.name]
+        if not node.input:
+            copy.input.extend(control)
+        if node.op == "Const":
+            copy.name = builder.names.fresh(f"{names[node.name]}/value")
+            shape = [dim.size for dim in node.attr["value"].tensor.tensor_shape.dim]
+            feedable = builder.graph.node.add(name=names[node.name], op="PlaceholderWithDefault", input=[copy.name])
+            feedable.attr["dtype"].CopyFrom(node.attr["dtype"])
+            feedable.attr["shape"].CopyFrom(shape_attr(shape))
+    return Ref(names[initial.output.node], initial.output.output)

@@ -1,0 +1,106 @@
+"""Parameter groups: variables that the same stages read, the optimizer's part for them, and where they are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import keras
+import tensorflow as tf
+
+from dapple_tf.frontend.optimizer import capture_updates, check_optimizer
+from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.variables.device_values import Holding
+from graph_passes.ir.graph import Graph
+from graph_passes.ir.group_update import GroupUpdate
+from graph_passes.ir.outline import dtype_of
+from graph_passes.ir.program import Program, Variable, VariableKind
+from graph_passes.passes.accumulate import accumulated_gradients
+from graph_passes.passes.row_gradients import index_dtype
+
+Places: TypeAlias = Mapping[tuple[int, str], str]
+"""(Stage, name of a variable's storage) -> name of the device that keeps it for that stage."""
+
+
+def group_updates(model: keras.Model, table: VariableTable, program: Program) -> tuple[GroupUpdate, ...]:
+    """The optimizer's part for each parameter group of a program with stage functions; adds its variables to the table.
+
+    Raises:
+        CaptureError: the optimizer can't be split over groups.
+    """
+    optimizer = model.optimizer
+    check_optimizer(optimizer, model.trainable_variables)
+    table.add_optimizer(optimizer)
+    dtypes = {variable.name: index_dtype(program, variable) for variable in program.roles.variables}
+    sliced = {name: tf.dtypes.as_dtype(dtype) for name, dtype in dtypes.items() if dtype is not None}
+    trained = sliced.keys() | {v.name for stage in program.stages for _, v in accumulated_gradients(program, stage)}
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, stages in readers_of(program).items():
+        if name in trained:
+            groups.setdefault(stages, []).append(name)
+    loss = program.roles.loss
+    assert loss is not None
+    loss_dtype = tf.dtypes.as_dtype(dtype_of(Graph(program.graph), loss))
+    return capture_updates(optimizer, table, groups, sliced, loss_dtype)
+
+
+def readers_of(program: Program) -> dict[str, tuple[int, ...]]:
+    """The stages that read each variable of the model, ascending; variables in the model's order.
+
+    State that is assigned but not read, the last batch's mean, say, belongs to the stage that computes it.
+    """
+    reads: dict[str, tuple[int, ...]] = {}
+    for stage in program.stages:
+        for name in stage.reads:
+            reads[name] = (*reads.get(name, ()), stage.index)
+    for variable in program.roles.variables:
+        if variable.kind is VariableKind.STATE and variable.update is not None:
+            reads.setdefault(variable.name, (program.node_stage.get(variable.update.node, len(program.stages) - 1),))
+    return {variable.name: reads[variable.name] for variable in program.roles.variables if variable.name in reads}
+
+
+def optimizer_variables(updates: Sequence[GroupUpdate]) -> dict[tuple[int, ...], tuple[Variable, ...]]:
+    """The optimizer's variables of each parameter group."""
+    return {
+        update.stages: tuple(
+            dict.fromkeys(v for v in update.apply.variables.values() if v.kind is VariableKind.OPTIMIZER)
+        )
+        for update in updates
+    }
+
+
+def holdings(
+    table: VariableTable,
+    hosts: Mapping[str, tuple[int, ...]],
+    optimizer: Mapping[tuple[int, ...], Sequence[Variable]],
+    homes: Sequence[Sequence[str]],
+    places: Places | None = None,
+) -> list[Holding]:
+    """What devices keep.
+
+    Args:
+        table: names of the variables.
+        hosts: variable of the model -> the stages that read it.
+        optimizer: stages -> the optimizer's variables of their parameter group.
+        homes: for each stage the names of the devices that keep its variables.
+        places: where variables are that have been placed one by one.
+    """
+    found: dict[tuple[int, ...], list[Variable]] = {}
+    for name, stages in hosts.items():
+        found.setdefault(stages, []).append(table.describe(name))
+    for stages, variables in optimizer.items():
+        found.setdefault(stages, []).extend(variables)
+    held = []
+    for stages, variables in sorted(found.items()):
+        together: dict[tuple[str, ...], list[Variable]] = {}
+        for variable in variables:
+            placed = [(places or {}).get((stage, variable.place)) for stage in stages]
+            devices = [
+                device
+                for stage, place in zip(stages, placed, strict=True)
+                for device in (homes[stage] if place is None else (place,))
+            ]
+            together.setdefault(tuple(dict.fromkeys(devices)), []).append(variable)
+        for part, (kept_on, group) in enumerate(together.items()):
+            held.append(Holding(stages, kept_on, tuple(group), part))
+    return held

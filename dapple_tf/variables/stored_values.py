@@ -1,0 +1,220 @@
+"""The values that devices keep in one session, and how they come from the Keras model and go back to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+
+from dapple_tf.frontend.initialization import Initial, initial_of
+from dapple_tf.frontend.variables import VariableTable, assign_value
+from dapple_tf.variables.device_initialization import initialization, reading, rearrangement, removal
+from dapple_tf.variables.device_values import DeviceValues, Holding, load_each, save_each
+from graph_passes.ir.graph import GraphDef
+from graph_passes.ir.storage import buckets, by_dtype
+
+# What is fetched at once of models that were never all on the client.
+_BUCKET_BYTES = 2**26
+
+
+class Run(Protocol):
+    """Runs nodes of a session's graph: what to fetch, and placeholders' values."""
+
+    def __call__(self, fetches: Any, feed: Mapping[str, Any] | None = None, /) -> Any:
+        """What the session gives for them."""
+
+
+class StoredValues:
+    """The variables of the devices of one session.
+
+    Nodes that load and save them are made when they are first needed; from then on the holdings don't change, but by
+    ``rearrange``.
+    """
+
+    def __init__(
+        self,
+        table: VariableTable,
+        holdings: Callable[[], list[Holding]],
+        run: Run,
+        add: Callable[[GraphDef, str], None],
+    ) -> None:
+        """Nothing is on the devices yet.
+
+        Args:
+            table: names of the variables.
+            holdings: tells what devices keep.
+            run: runs nodes of the session's graph.
+            add: adds a graph to the session's, under a name.
+        """
+        self._table, self._holdings, self._run, self._add = table, holdings, run, add
+        self._nodes: DeviceValues | None = None
+        self._numbers = itertools.count()  # of graphs that have been added
+        self._rate: float | None = None  # that the devices have
+        self._loaders: dict[str, tuple[str, list[str]]] = {}  # variable -> placeholder, nodes
+        self._savers: dict[str, str] = {}  # variable -> its value
+
+    @property
+    def used(self) -> bool:
+        """Whether devices may have values."""
+        return self._nodes is not None
+
+    def load(self, rate: keras.Variable | None, given: Mapping[str, Any] | None = None) -> None:
+        """Keras values -> devices, which initialise by themselves what has none (see `deferred_init`).
+
+        Args:
+            rate: the learning rate, where it is a variable; devices have its value then.
+            given: values that count in place of Keras'.
+        """
+        nodes = self._made()
+        if self.deferred:
+            self._bring(nodes.holdings, given or {})
+        else:
+            self._feed(nodes, given or {})
+        self._rate = None if rate is None else float(rate.numpy())
+
+    @property
+    def deferred(self) -> bool:
+        """Whether some of the variables have no value in the Keras model."""
+        return bool(self._initials(self._holdings()))
+
+    def _initials(self, holdings: Iterable[Holding]) -> dict[str, Initial]:
+        names = {variable.name for holding in holdings for variable in holding.variables}
+        found = ((name, initial_of(self._table.keras_variables[name])) for name in names)
+        return {name: initial for name, initial in found if initial is not None}
+
+    def _bring(self, holdings: Sequence[Holding], given: Mapping[str, Any]) -> None:
+        """Gives devices the values of variables, of which some are deferred."""
+        initials = self._initials(holdings)
+        self._added(initialization, holdings, initials)
+        known = [
+            dataclasses.replace(h, variables=tuple(v for v in h.variables if v.name not in initials)) for h in holdings
+        ]
+        nodes = DeviceValues([holding for holding in known if holding.variables], self._prefix())
+        self._add(nodes.graph, nodes.prefix)
+        self._feed(nodes, given)
+
+    def _feed(self, nodes: DeviceValues, given: Mapping[str, Any]) -> None:
+        for holding, feeds, loads in zip(nodes.holdings, nodes.feeds, nodes.loads, strict=True):
+            feed = {}
+            for place, (_, group) in zip(feeds, by_dtype(holding.variables).items(), strict=True):
+                values = [np.asarray(given[v.name]) if v.name in given else self._table.value(v.name) for v in group]
+                feed[f"{nodes.prefix}/{place}:0"] = np.concatenate([value.ravel() for value in values])
+            if feed:
+                self._run([f"{nodes.prefix}/{node}" for node in loads], feed)
+
+    def rearrange(self, before: Sequence[Holding]) -> None:
+        """Has devices hand values on to those that are to keep them now that the holdings have changed.
+
+        Args:
+            before: what the devices have values of.
+        """
+        self._nodes = None
+        self._loaders, self._savers = {}, {}
+        after = self._made().holdings
+        missing = self._added(rearrangement, before, after)
+        if missing:
+            self._bring(missing, {})
+        self._added(removal, before, after)
+
+    def _added(self, make: Callable[..., Any], *arguments: Any) -> Any:
+        """Adds a graph and runs its nodes; what else was returned beside them."""
+        prefix = self._prefix()
+        graph, nodes, *others = make(*arguments, prefix)
+        if nodes:
+            self._add(graph, prefix)
+            self._run([f"{prefix}/{node}" for node in nodes])
+        return others[0] if others else None
+
+    def _prefix(self) -> str:
+        return f"{DeviceValues.PREFIX}{next(self._numbers)}"
+
+    def save(self, rate: keras.Variable | None, others: Collection[str] = ()) -> None:
+        """Devices -> Keras values, each variable from the first device that keeps it.
+
+        Args:
+            rate: the learning rate, where it is a variable; it isn't saved: devices get it from Keras, and what a
+                callback has assigned last may not be there yet.
+            others: variables that aren't to be saved either.
+        """
+        nodes = self._made()
+        seen = {self._table.name_of(rate)} if rate is not None and self._table.knows(rate) else set()
+        seen |= set(others)
+        if self.deferred:
+            self._save_in_parts(nodes.holdings, seen)
+            return
+        # All before the first is assigned: where one can't be had, the model keeps what fits together.
+        wanted = [[f"{nodes.prefix}/{ref.node}:{ref.output}" for ref in names] for names in nodes.saves]
+        fetched = self._run(wanted)
+        for holding, vectors in zip(nodes.holdings, fetched, strict=True):
+            for vector, group in zip(vectors, by_dtype(holding.variables).values(), strict=True):
+                sizes = [math.prod(variable.shape) for variable in group]
+                parts = np.split(vector, np.cumsum(sizes)[:-1])
+                for variable, part in zip(group, parts, strict=True):
+                    if variable.name not in seen:
+                        seen.add(variable.name)
+                        assign_value(self._table.keras_variables[variable.name], part.reshape(variable.shape))
+
+    def _save_in_parts(self, holdings: Iterable[Holding], seen: set[str]) -> None:
+        """Devices -> Keras values, some at a time."""
+        for holding in holdings:
+            wanted = [variable for variable in holding.variables if variable.name not in seen]
+            for bucket in buckets(sorted(wanted, key=lambda variable: variable.dtype), _BUCKET_BYTES):
+                seen |= {variable.name for variable in bucket}
+                graph, results = reading(holding.devices[0], bucket, prefix := self._prefix())
+                self._add(graph, prefix)
+                values = self._run([f"{prefix}/{ref.node}:{ref.output}" for ref in results])
+                for variable, value in zip(bucket, values, strict=True):
+                    self._table.keras_variables[variable.name].assign(value)
+
+    def save_some(self, names: Collection[str]) -> None:
+        """Devices -> Keras values of these variables, which have values there, as far as devices keep them."""
+        holdings = self._made().holdings
+        missing = [name for name in names if name not in self._savers]
+        if missing:
+            prefix = self._prefix()
+            graph, nodes = save_each(missing, holdings, prefix)
+            self._add(graph, prefix)
+            self._savers |= {name: f"{prefix}/{nodes[name]}:0" if name in nodes else "" for name in missing}
+        held = [name for name in names if self._savers[name]]
+        for name, value in zip(held, self._run([self._savers[name] for name in held]) if held else (), strict=True):
+            variable = self._table.keras_variables[name]
+            assign_value(variable, value.reshape(variable.shape))
+
+    def load_some(self, values: Mapping[str, Any]) -> None:
+        """Values of variables -> the devices that keep them, if any do."""
+        holdings = self._made().holdings
+        missing = [name for name in values if name not in self._loaders]
+        if missing:
+            prefix = self._prefix()
+            graph, loaders = load_each(missing, holdings, prefix)
+            self._add(graph, prefix)
+            for name in missing:
+                feed, nodes = loaders.get(name, ("", []))
+                self._loaders[name] = f"{prefix}/{feed}:0", [f"{prefix}/{node}" for node in nodes]
+        held = {self._loaders[name][0]: np.ravel(value) for name, value in values.items() if self._loaders[name][1]}
+        if held:
+            self._run([node for name in values for node in self._loaders[name][1]], held)
+
+    def forget_rate(self) -> None:
+        """After devices have got a learning rate from elsewhere, so that the model's is loaded again."""
+        self._rate = None
+
+    def lacks_rate(self, rate: keras.Variable | None) -> bool:
+        """Whether the learning rate is a variable that devices keep, and they have another value of it."""
+        return rate is not None and self._table.knows(rate) and float(rate.numpy()) != self._rate
+
+    def load_rate(self, rate: keras.Variable) -> None:
+        """The learning rate -> devices."""
+        self._rate = float(rate.numpy())
+        self.load_some({self._table.name_of(rate): self._rate})
+
+    def _made(self) -> DeviceValues:
+        if self._nodes is None:
+            self._nodes = DeviceValues(self._holdings(), self._prefix())
+            self._add(self._nodes.graph, self._nodes.prefix)
+        return self._nodes

@@ -1,0 +1,138 @@
+"""Means over the rows that a mask chooses, written as sums over numbers of rows: these can be the whole batch's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+
+from tensorflow.core.framework import types_pb2
+
+from graph_passes.analysis.operator_traits import ELEMENTWISE
+from graph_passes.analysis.sample_dependence import SampleDependence
+from graph_passes.ir.graph import (
+    OWN_ATTRS,
+    Graph,
+    GraphDef,
+    Names,
+    NodeDef,
+    Ref,
+    dtype_attr,
+    make_const,
+    make_node,
+)
+from graph_passes.ir.outline import dtype_of
+from graph_passes.ir.program import Program
+from graph_passes.ir.spreads import CONSTANT
+from graph_passes.ir.tensorflow_bridge import Shape, constant_value
+
+_BY_ROWS = ELEMENTWISE | {
+    "Log1p",
+    "Expm1",
+    "Softplus",
+    "Relu6",
+    "Elu",
+    "LeakyRelu",
+    "Pow",
+    "Reciprocal",
+    "Rsqrt",
+}
+"""They make of each row of their inputs one of their result."""
+
+
+def with_counted_rows(program: Program, dependence: SampleDependence, loss_nodes: Container[str]) -> Program | None:
+    """Rewrites means of a loss over rows that a mask of batch inputs chooses.
+
+        Mean(Gather(e, Where(m)))   becomes   Sum(Gather(e, Where(m))) / Sum(m)
+
+    A slice's mean is over its own rows, however few; its sum and the number of the whole batch's rows are what
+    `scale_losses` can add up.
+
+    Returns:
+        None where there is no such mean.
+    """
+    rows = _Rows(program, dependence)
+    graph = GraphDef(versions=program.graph.versions, library=program.graph.library)
+    names = Names(rows.view.nodes)
+    for node in program.graph.node:
+        parts = rows.counted(node, names) if node.op == "Mean" and node.name in loss_nodes else None
+        graph.node.extend([node] if parts is None else parts)
+    return program.replace(graph=graph) if len(graph.node) > len(program.graph.node) else None
+
+
+class _Rows:
+    """Where the rows of a graph's tensors come from."""
+
+    def __init__(self, program: Program, dependence: SampleDependence) -> None:
+        self.view = Graph(program.graph)
+        self._spreads, self._shapes = dependence.spreads, dependence.shapes
+
+    def counted(self, node: NodeDef, names: Names) -> Sequence[NodeDef] | None:
+        """What takes the place of a mean; None where it isn't one over rows that a mask of inputs chooses."""
+        ref, axes = self.view.inputs(node.name)
+        spread, shape, over = self._spreads.get(ref, CONSTANT), self._shapes.get(ref), self._integers(axes)
+        if not spread.partial or spread.axis != 0 or shape is None or over is None:
+            return None
+        over = [axis % len(shape) for axis in over]
+        others = _product(shape, [axis for axis in over if axis])
+        mask = self._mask(ref)
+        if 0 not in over or others is None or mask is None or not self._spreads.get(mask, CONSTANT).known:
+            return None
+        kind = node.attr["T"]
+        index = {"Tidx": dtype_attr(types_pb2.DT_INT32)}
+
+        def name(what: str) -> str:
+            return names.fresh(f"{node.name}/{what}")
+
+        attrs = {key: node.attr[key] for key in ("T", "Tidx", "keep_dims")}
+        total = make_node(name("total"), "Sum", [ref, axes], attrs=attrs)
+        types = {"SrcT": dtype_attr(types_pb2.DT_BOOL), "DstT": kind}
+        flags = make_node(name("flags"), "Cast", [mask], attrs=types)
+        flat = make_const(name("flat"), [-1], types_pb2.DT_INT32)
+        first = make_const(name("first"), [0], types_pb2.DT_INT32)
+        shaped = {"T": kind, "Tshape": dtype_attr(types_pb2.DT_INT32)}
+        row = make_node(name("row"), "Reshape", [Ref(flags.name), Ref(flat.name)], attrs=shaped)
+        count = make_node(name("rows"), "Sum", [Ref(row.name), Ref(first.name)], attrs={"T": kind, **index})
+        width = make_const(name("width"), float(others), kind.type)
+        divisor = make_node(name("divisor"), "Mul", [Ref(count.name), Ref(width.name)], attrs={"T": kind})
+        quotient = make_node(node.name, "RealDiv", [Ref(total.name), Ref(divisor.name)], attrs={"T": kind})
+        made = [total, flags, flat, first, row, count, width, divisor, quotient]
+        for own in made:
+            for key in (key for key in node.attr if key.startswith(OWN_ATTRS)):
+                own.attr[key].CopyFrom(node.attr[key])
+        return made
+
+    def _mask(self, ref: Ref) -> Ref | None:
+        """The condition that has chosen a tensor's rows, if each is of one true entry."""
+        node, inputs = self.view.nodes[ref.node], self.view.inputs(ref.node)
+        if node.op == "GatherV2":
+            return self._condition(inputs[1]) if self._integers(inputs[2]) == [0] else None
+        if node.op in ("Sum", "Mean", "Max", "Min"):
+            over, rank = self._integers(inputs[1]), len(self._shapes.get(inputs[0]) or ())
+            return self._mask(inputs[0]) if over is not None and rank and all(axis % rank for axis in over) else None
+        if node.op not in _BY_ROWS:
+            return None
+        given = [own for own in inputs if self._spreads.get(own, CONSTANT).axis is not None]
+        masks = {self._mask(own) for own in given}
+        ranks = {len(self._shapes.get(own) or ()) for own in given}
+        return masks.pop() if len(masks) == len(ranks) == 1 else None
+
+    def _condition(self, ref: Ref) -> Ref | None:
+        """The condition whose true entries are at these places."""
+        node, inputs = self.view.nodes[ref.node], self.view.inputs(ref.node)
+        if node.op in ("Squeeze", "Identity"):
+            return self._condition(inputs[0])
+        if node.op != "Where" or len(self._shapes.get(inputs[0]) or ()) != 1:
+            return None
+        mask = inputs[0]
+        while self.view.nodes[mask.node].op in ("Reshape", "Identity"):  # as many true entries in the same order
+            mask = self.view.inputs(mask.node)[0]
+        return mask if dtype_of(self.view, mask) == types_pb2.DT_BOOL else None
+
+    def _integers(self, ref: Ref) -> list[int] | None:
+        node = self.view.nodes[ref.node]
+        return [int(number) for number in constant_value(node).ravel()] if node.op == "Const" else None
+
+
+def _product(shape: Shape, axes: Sequence[int]) -> int | None:
+    sizes = [shape[axis] for axis in axes]
+    return None if None in sizes else math.prod(size or 0 for size in sizes)

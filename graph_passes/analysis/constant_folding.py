@@ -1,0 +1,193 @@
+"""What follows from shapes alone becomes constants, so that it binds no operators to each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from tensorflow.core.framework import types_pb2
+
+from graph_passes.analysis.split_signatures import Shape
+from graph_passes.ir.graph import (
+    OWN_ATTRS,
+    Graph,
+    GraphDef,
+    Names,
+    NodeDef,
+    Ref,
+    control_inputs,
+    make_node,
+)
+from graph_passes.ir.tensorflow_bridge import (
+    constant_value,
+    evaluate,
+    is_stateful,
+    make_constant,
+    output_dtypes,
+    takes_functions,
+)
+
+_ASKING = frozenset({"Shape", "ShapeN", "Size", "Rank"})
+_LARGEST = 1024
+"""Elements of a tensor that may become a constant: shapes, axes and counts are small."""
+_NUMBERS = frozenset(
+    {types_pb2.DT_BOOL, types_pb2.DT_INT32, types_pb2.DT_INT64, types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE}
+)
+
+
+class Folded(NamedTuple):
+    """A graph in which what follows from shapes is constant.
+
+    Attributes:
+        graph: the graph.
+        shapes: those that were given, and those of new constants. Inferring them anew may tell more: a sum's shape, now
+            that its axes are known.
+        moved: tensor -> the constant that has taken its place.
+    """
+
+    graph: GraphDef
+    shapes: dict[Ref, Shape | None]
+    moved: dict[Ref, Ref]
+
+
+def fold_shapes(
+    graph: GraphDef,
+    shapes: Mapping[Ref, Shape | None],
+    kept: Collection[str] = (),
+    results: Collection[Ref] = (),
+    largest: int = _LARGEST,
+) -> Folded:
+    """A graph with constants in place of what follows from known shapes; see `FoldShapes`.
+
+    Constants have the names of the nodes that they replace; of further outputs ``<node>/output<k>``. They wait for
+    nothing. What only served to compute them is gone.
+
+    Args:
+        graph: a flat graph; it isn't changed.
+        shapes: of its tensors.
+        kept: nodes that stay, under their names, even where nothing reads them.
+        results: tensors that stay, or that constants take the place of, even where nothing reads them.
+        largest: elements of a tensor that may become a constant.
+    """
+    return _Folding(graph, shapes, largest).result(kept, results)
+
+
+class _Folding:
+    """A graph while it is being folded."""
+
+    def __init__(self, graph: GraphDef, shapes: Mapping[Ref, Shape | None], largest: int) -> None:
+        self.view = Graph(graph)
+        self.shapes = shapes
+        self.largest = largest
+        self.outputs = {name: output_dtypes(node) for name, node in self.view.nodes.items()}
+        self.constant: set[str] = set()
+        self.folded: list[str] = []  # producers first
+        for name in self.view.topological():
+            node = self.view.nodes[name]
+            if node.op == "Const":
+                self.constant.add(name)
+            elif self._follows(node):
+                self.constant.add(name)
+                self.folded.append(name)
+
+    def result(self, kept: Collection[str], results: Collection[Ref]) -> Folded:
+        """The folded graph."""
+        read = {ref for name in self.view.nodes if name not in self.constant for ref in self.view.inputs(name)}
+        read.update(results)
+        named = {name for node in self.view for name in control_inputs(node)} | set(kept)
+        wanted = [
+            ref
+            for name in self.folded
+            for ref in self._refs(name)
+            if ref in read or (name in named and ref.output == 0)
+        ]
+        shapes, names = dict(self.shapes), Names(self.view.nodes)
+        made: dict[str, list[NodeDef]] = {}
+        moved: dict[Ref, Ref] = {}
+        for ref, value in self._values(wanted).items():
+            name = ref.node if ref.output == 0 else names.fresh(f"{ref.node}/output{ref.output}")
+            made.setdefault(ref.node, []).append(self._constant(name, self.view.nodes[ref.node], value))
+            moved[ref] = Ref(name)
+            shapes[Ref(name)] = tuple(value.shape)
+        needed = {ref.node for ref in read} | named
+        gone = {name for name in self.constant if name not in made and name not in needed}
+        graph = GraphDef(versions=self.view.graph.versions, library=self.view.graph.library)
+        for name, node in self.view.nodes.items():
+            if name in made:
+                graph.node.extend(made[name])
+            elif name not in gone:
+                own = graph.node.add()
+                own.CopyFrom(node)
+                for index, text in enumerate(node.input):
+                    if not text.startswith("^"):
+                        own.input[index] = str(moved.get(Ref.parse(text), text))
+        return Folded(graph, shapes, moved)
+
+    def _follows(self, node: NodeDef) -> bool:
+        """Whether a node asks for a known shape, or computes something small from what is known."""
+        inputs, refs = self.view.inputs(node.name), self._refs(node.name)
+        if not inputs or not refs or not _NUMBERS.issuperset(self.outputs[node.name]):
+            return False
+        if node.op in _ASKING:
+            return all(self._size(ref) is not None for ref in inputs)
+        if not all(ref.node in self.constant for ref in inputs) or takes_functions(node.op) or is_stateful(node.op):
+            return False
+        # Only lists of axes have no known length here (those of BroadcastGradientArgs).
+        return all((self._size(ref) or 0) <= self.largest for ref in refs)
+
+    def _refs(self, name: str) -> list[Ref]:
+        return [Ref(name, output) for output in range(len(self.outputs[name]))]
+
+    def _size(self, ref: Ref) -> int | None:
+        """Elements of a tensor, where its shape is known."""
+        shape = self.shapes.get(ref)
+        return None if shape is None or None in shape else math.prod(size or 0 for size in shape)
+
+    def _values(self, wanted: Sequence[Ref]) -> dict[Ref, np.ndarray]:
+        """The values of tensors that follow from shapes."""
+        asked = {name: self._asked(name) for name in self.folded if self.view.nodes[name].op in _ASKING}
+        graph = GraphDef(versions=self.view.graph.versions)
+        constants: dict[Ref, str] = {}
+        names = Names(self.view.nodes)
+        for name in self.folded:
+            if name in asked:
+                continue
+            node = graph.node.add()
+            node.CopyFrom(self.view.nodes[name])
+            node.device = ""
+            for key in [key for key in node.attr if key.startswith("_")]:
+                del node.attr[key]
+            del node.input[:]
+            for ref in self.view.inputs(name):
+                producer = self.view.nodes[ref.node]
+                if producer.op != "Const" and ref.node not in asked:
+                    node.input.append(str(ref))
+                    continue
+                if ref not in constants:
+                    constants[ref] = names.fresh(ref.node)
+                    value = constant_value(producer) if producer.op == "Const" else asked[ref.node][ref.output]
+                    make_constant(graph.node.add(name=constants[ref]), value)
+                node.input.append(constants[ref])
+        computed = evaluate(graph, [ref for ref in wanted if ref.node not in asked])
+        return {ref: asked[ref.node][ref.output] if ref.node in asked else computed[ref] for ref in wanted}
+
+    def _asked(self, name: str) -> list[np.ndarray]:
+        """What a node that asks for shapes gives."""
+        node, found = self.view.nodes[name], []
+        for ref, dtype in zip(self.view.inputs(name), self.outputs[name], strict=True):
+            shape = self.shapes[ref]
+            assert shape is not None
+            answer = {"Rank": len(shape), "Size": math.prod(size or 0 for size in shape)}.get(node.op, shape)
+            found.append(np.array(answer, np.int64 if dtype == types_pb2.DT_INT64 else np.int32))
+        return found
+
+    def _constant(self, name: str, original: NodeDef, value: np.ndarray) -> NodeDef:
+        """A constant where a node was; it waits for nothing."""
+        node = make_node(name, "Const", device=original.device)
+        make_constant(node, value)
+        for key, attr in original.attr.items():
+            if key.startswith(OWN_ATTRS):
+                node.attr[key].CopyFrom(attr)
+        return node

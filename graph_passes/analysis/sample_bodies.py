@@ -1,0 +1,141 @@
+"""What functions make of the samples of a slice: calls, branches, and loops round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from graph_passes.analysis.operator_shapes import BRANCHES, LOOPS
+from graph_passes.analysis.sample_interpreter import Body, Interpreter, Rule
+from graph_passes.ir.call_order import CALLS
+from graph_passes.ir.graph import NodeDef, function_names
+from graph_passes.ir.spreads import Coupling, Spread, all_shared
+
+_MOST_ROUNDS = 8
+"""How often a loop's body is interpreted: what one variable depends on may become another's, round by round."""
+
+
+def _called(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
+    """What a function makes of its arguments."""
+    refs = interpreter.graph.inputs(node.name)
+    body = interpreter.body(node.attr["f"].func.name, *interpreter.call_shapes(refs))
+    if body is None:
+        _unknown(interpreter, node)
+        return None
+    scalars = interpreter.scalars_of(body, refs)
+    inside = interpreter.inside(body, [interpreter.of(ref) for ref in refs], scalars)
+    return _taken_over(interpreter, node, body, inside)
+
+
+def _branched(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
+    """What the branches have in common; which one is run mustn't depend on a slice."""
+    choice, *refs = interpreter.graph.inputs(node.name)
+    used = _used(interpreter, node)[1:]
+    chosen = interpreter.of(choice)
+    if chosen.varies:
+        interpreter.couple(node, Coupling.NOT_LINEAR if interpreter.in_loss(node) else Coupling.TOGETHER)
+    elif not chosen.constant:
+        interpreter.couple(node, Coupling.BATCH_SIZE)
+    results: list[list[Spread]] = []
+    for name in function_names(node):
+        body = interpreter.body(name, *interpreter.call_shapes(refs))
+        if body is None:
+            _unknown(interpreter, node)
+            return None
+        inside = interpreter.inside(body, used, interpreter.scalars_of(body, refs))
+        results.append(list(_taken_over(interpreter, node, body, inside)))
+    merged = [_merged(several) for several in zip(*results, strict=True)]
+    return [spread._replace(known=spread.known and chosen.known) for spread in merged]
+
+
+def _looped(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
+    """What stays true of a loop's variables from round to round."""
+    refs = interpreter.graph.inputs(node.name)
+    spreads = _used(interpreter, node)
+    given = [interpreter.inference.call(node, shapes) for shapes in interpreter.call_shapes(refs)]
+    if given[0] is None or given[1] is None:
+        _unknown(interpreter, node)
+        return None
+    body = interpreter.body(node.attr["body"].func.name, given[0], given[1])
+    condition = interpreter.body(node.attr["cond"].func.name, given[0], given[1])
+    if body is None or condition is None:
+        _unknown(interpreter, node)
+        return None
+    same = [result == argument for argument, result in zip(body.arguments, body.results, strict=True)]
+    scalars = interpreter.scalars_of(body, refs, same)
+    for _ in range(_MOST_ROUNDS):
+        inside = interpreter.inside(body, spreads, scalars)
+        after = [_merged(both) for both in zip(spreads, map(inside.of, body.results), strict=True)]
+        if after == spreads:
+            break
+        spreads = after
+    else:
+        _unknown(interpreter, node)
+        return None
+    _taken_over(interpreter, node, body, inside)
+    asked = interpreter.inside(condition, spreads, interpreter.scalars_of(condition, refs, same))
+    goes_on = asked.of(condition.results[0])
+    carried = [ref for ref, kept in zip(refs, same, strict=True) if not kept and interpreter.is_float(ref)]
+    for number, (ref, spread) in enumerate(zip(refs, spreads, strict=True)):
+        if spread.one_by_one and ref in carried:  # from sample to sample
+            interpreter.couple(node, Coupling.TOGETHER)
+            spreads[number] = Spread(varies=True, linear=False, known=spread.known)
+    if carried and goes_on.varies:
+        interpreter.couple(node, Coupling.NOT_LINEAR if interpreter.in_loss(node) else Coupling.TOGETHER)
+    elif carried and not goes_on.constant:
+        interpreter.couple(node, Coupling.BATCH_SIZE)
+    if any(spread.axis is not None and spread.degree != 0 for spread in spreads):
+        interpreter.couple(node, Coupling.BATCH_SIZE)
+    return [
+        spread._replace(
+            known=spread.known and (kept or goes_on.known), degree=spread.degree if spread.axis is None else 0
+        )
+        for spread, kept in zip(spreads, same, strict=True)
+    ]
+
+
+def _used(interpreter: Interpreter, node: NodeDef) -> list[Spread]:
+    """The inputs' spreads; sums of samples aren't used linearly in bodies, but for those that hand them on."""
+    refs = interpreter.graph.inputs(node.name)
+    has_rows = any(spread.axis is not None for spread in interpreter.inputs(node))
+    return [interpreter.fixed(node, index, rows=has_rows) for index in range(len(refs))]
+
+
+def _taken_over(interpreter: Interpreter, node: NodeDef, body: Body, inside: Interpreter) -> list[Spread]:
+    """A body's couplings are those of the node that runs it; what it gives."""
+    for _, coupling in inside.couplings:
+        interpreter.couple(node, coupling)
+    return [inside.of(ref) for ref in body.results]
+
+
+def _unknown(interpreter: Interpreter, node: NodeDef) -> None:
+    """Of a body that can't be looked into, it is said that nothing is known."""
+    if any(spread.axis is not None and spread.varies for spread in interpreter.inputs(node)):
+        interpreter.couple(node, Coupling.UNKNOWN)
+
+
+def _merged(several: Sequence[Spread]) -> Spread:
+    """What is true of all of some tensors, one of which is taken."""
+    if len(set(several)) == 1:
+        return several[0]
+    axes = [spread.axis for spread in several if spread.axis is not None]
+    degrees = {spread.degree for spread in several}
+    outers = {spread.outer for spread in several if spread.axis is not None}
+    return Spread(
+        axis=axes[0] if axes else None,
+        outer=outers.pop() if len(outers) == 1 else 1,
+        varies=any(spread.varies for spread in several),
+        degree=degrees.pop() if len(degrees) == 1 else None,
+        linear=all(spread.linear for spread in several),
+        known=all(spread.known for spread in several),
+        place=any(spread.place for spread in several),
+        partial=any(spread.partial for spread in several),
+        shared=not axes and all_shared(several),
+    )
+
+
+BODIES: Mapping[str, Rule] = {
+    **dict.fromkeys(CALLS, _called),
+    **dict.fromkeys(BRANCHES, _branched),
+    **dict.fromkeys(LOOPS, _looped),
+}
+"""Rules for `RULES`."""

@@ -1,0 +1,123 @@
+"""How every tensor of a captured graph depends on the samples of a slice, by abstract interpretation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Mapping, Sequence
+from typing import NamedTuple
+
+from graph_passes.analysis.operator_shapes import BRANCHES, LOOPS, ShapeInference
+from graph_passes.analysis.sample_interpreter import Interpreter, Whole
+from graph_passes.analysis.sample_rules import RULES
+from graph_passes.analysis.slice_shapes import Dependence, SliceShapes
+from graph_passes.ir.graph import Graph, GraphDef, PassError, Ref
+from graph_passes.ir.program import Program
+from graph_passes.ir.spreads import TRAINED, Coupling, Spread
+from graph_passes.ir.tensorflow_bridge import Shape
+
+
+class SampleDependence(NamedTuple):
+    """What the interpretation has found out.
+
+    Attributes:
+        spreads: tensor -> how it relates to that of the whole batch.
+        couplings: (node, what it does), in the order of the graph.
+        wholes: see `Whole`.
+        shapes: those of tensors without batch axes, and of others for some number of samples.
+        partial: whether this is of what computes the outputs alone, as shapes contradict each other in the rest.
+    """
+
+    spreads: Mapping[Ref, Spread]
+    couplings: Sequence[tuple[str, Coupling]]
+    wholes: Sequence[Whole]
+    shapes: Mapping[Ref, Shape | None]
+    partial: bool = False
+
+
+def sample_dependence(
+    program: Program, loss_nodes: Container[str], outputs: Sequence[Ref] = ()
+) -> SampleDependence | None:
+    """Interprets a captured graph.
+
+    Args:
+        program: a flat program, producers first.
+        loss_nodes: the nodes that serve the loss alone, which may read statistics of the whole batch.
+        outputs: the model's outputs: with the samples along two axes, they are coupled as pairs. Where shapes
+            contradict each other, of the loss and the labels, say, what these are computed by is interpreted alone.
+
+    Returns:
+        What is known; None where shapes contradict each other whatever the number of samples in that part, too.
+    """
+    graph, partial = Graph(program.graph), False
+    shapes = _shapes(program, program.graph)
+    if shapes is None:
+        before, partial = graph.ancestors([ref for ref in outputs if ref.node in graph], control=False), True
+        part = GraphDef(versions=program.graph.versions, library=program.graph.library)
+        part.node.extend(node for node in program.graph.node if node.name in before)
+        graph, shapes = Graph(part), _shapes(program, part)
+    if shapes is None or shapes.samples is None:
+        return None
+    inference = ShapeInference(program.graph.library)
+    samples = shapes.samples
+    shapes, elements = _inside(program, graph.graph, shapes, inference)
+    roles = program.roles
+    spreads: dict[Ref, Spread] = {ref: Spread(axis=0, varies=True) for ref in roles.inputs}
+    for variable in roles.variables:
+        if variable.value is not None:
+            spreads[variable.value] = TRAINED
+    spreads |= {normalizer.placeholder: TRAINED for normalizer in roles.normalizers}
+    spreads[roles.slice.weight] = Spread(degree=1, known=False)
+    spreads[roles.slice.number] = TRAINED
+    spreads[roles.slice.samples] = Spread(degree=1)
+    scalars = [{roles.slice.weight: float(few), roles.slice.samples: float(few)} for few in samples]
+    told = (Dependence.FIXED, Dependence.BATCH)
+    sources = {node.name: shapes.axes(graph.inputs(node.name)[0]) for node in graph if node.op == "Shape"}
+    open_shapes = {
+        name for name, axes in sources.items() if axes is None or any(axis.dependence not in told for axis in axes)
+    }
+    interpreter = Interpreter(
+        graph,
+        RULES,
+        samples,
+        shapes.found[:2],
+        scalars,
+        loss_nodes,
+        open_shapes,
+        elements=elements,
+        inference=inference,
+    )
+    interpreter.run(spreads)
+    pairs = [(ref.node, Coupling.PAIRS) for ref in outputs if ref.node in graph and len(interpreter.growing(ref)) > 1]
+    couplings = list(dict.fromkeys([*interpreter.couplings, *pairs]))
+    return SampleDependence(interpreter.spreads, couplings, interpreter.wholes, shapes.found[0], partial)
+
+
+def _shapes(program: Program, graph: GraphDef) -> SliceShapes | None:
+    """None where shapes contradict each other for all numbers of samples: an error of what needs them."""
+    try:
+        shapes = SliceShapes.of(program, graph)
+    except PassError:
+        return None
+    return None if shapes.samples is None else shapes
+
+
+def _inside(
+    program: Program, graph: GraphDef, shapes: SliceShapes, inference: ShapeInference
+) -> tuple[SliceShapes, Sequence[Mapping[Ref, Shape]]]:
+    """The shapes also behind loops and branches, and of lists' elements for both numbers of samples."""
+    assert shapes.samples is not None
+    few, many = shapes.samples
+    nothing: Sequence[Mapping[Ref, Shape]] = ({}, {})
+    try:
+        if not any(node.op in (*LOOPS, *BRANCHES) for node in graph.node):
+            return shapes.through_functions(program, shapes.found[0]), nothing
+        open_lengths = [] if shapes.assumed[2] == shapes.assumed[0] else [(shapes.assumed[2], few)]
+        known = [
+            inference.of(graph, inputs, values={program.roles.slice.samples: samples})
+            for inputs, samples in [(shapes.assumed[0], few), (shapes.assumed[1], many), *open_lengths]
+        ]
+    except PassError:  # Without that, sizes are told by axes.
+        return shapes, nothing
+    first, second, last = known[0], known[1], known[-1] if open_lengths else known[0]
+    found = first.shapes, second.shapes, last.shapes
+    return dataclasses.replace(shapes, found=found), (first.elements, second.elements)

@@ -1,0 +1,400 @@
+"""Walks through a graph and asks of each node what it makes of the samples of a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from tensorflow.core.framework import types_pb2
+
+from graph_passes.analysis.operator_shapes import CallShapes, KnownShapes, ShapeInference
+from graph_passes.analysis.operator_traits import draws
+from graph_passes.analysis.shape_values import ASKING, ShapeValues
+from graph_passes.ir.graph import COUNTABLE_DTYPES, Graph, GraphDef, NodeDef, PassError, Ref
+from graph_passes.ir.spreads import CONSTANT, Coupling, Spread, all_shared, degree_of
+from graph_passes.ir.tensorflow_bridge import Shape, function_graph, is_stateful, output_dtypes
+
+Rule: TypeAlias = "Callable[[Interpreter, NodeDef], Spread | Sequence[Spread] | None]"
+_SOME_LENGTH = 48
+"""Of an axis of unknown length: how what is computed of it grows with the samples doesn't depend on which."""
+_DEEPEST = 8
+"""Calls within calls that are looked into."""
+
+
+class Whole(NamedTuple):
+    """A tensor that a node of the loss must read of the whole batch, for being neither a sum nor a mean to it.
+
+    Attributes:
+        node: the reader.
+        argument: which of its inputs.
+        ref: what it reads; computed from batch inputs alone.
+    """
+
+    node: str
+    argument: int
+    ref: Ref
+
+
+class Body(NamedTuple):
+    """A function, and what is known inside it of shapes, for two numbers of samples.
+
+    Attributes:
+        graph: producers first.
+        arguments: its placeholders.
+        results: what it gives.
+        known: shapes of its tensors, and of what is behind handles.
+    """
+
+    graph: Graph
+    arguments: tuple[Ref, ...]
+    results: tuple[Ref, ...]
+    known: Sequence[KnownShapes]
+
+
+class Interpreter:
+    """Finds the spreads of one graph's tensors.
+
+    Args:
+        graph: a flat graph, producers first.
+        rules: op -> what it makes of its inputs; None where it does something with each sample by itself.
+        samples: two numbers of samples of a slice.
+        shapes: of its tensors, for each of them.
+        scalars: values of some placeholders, for each of them.
+        loss_nodes: the nodes that serve the loss alone, which may read statistics of the whole batch.
+        open_shapes: ``Shape`` nodes that can only be computed where their tensor is.
+        elements: shapes of the elements of lists, for each of ``samples``.
+        inference: of the graph's library.
+        depth: of calls.
+
+    Attributes:
+        inference: tells shapes inside functions.
+        spreads: those found so far.
+        couplings: (node, what it does), in the order of the graph.
+        places: where elements of lists with one for each sample are taken from and put to.
+        wholes: see `Whole`.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        rules: Mapping[str, Rule],
+        samples: tuple[int, int],
+        shapes: Sequence[Mapping[Ref, Shape | None]],
+        scalars: Sequence[Mapping[Ref, float]],
+        loss_nodes: Container[str] = (),
+        open_shapes: Container[str] = (),
+        *,
+        elements: Sequence[Mapping[Ref, Shape]] = ({}, {}),
+        inference: ShapeInference | None = None,
+        depth: int = 0,
+    ) -> None:
+        self.graph, self._rules, self._samples, self._shapes = graph, rules, samples, shapes
+        self._elements, self.inference = elements, inference or ShapeInference(graph.graph.library)
+        self._loss_nodes, self._open_shapes, self._depth = loss_nodes, open_shapes, depth
+        self._values = [ShapeValues(graph, known, given) for known, given in zip(shapes, scalars, strict=True)]
+        self._supposed = self._values
+        if any(None in (shape or ()) for shape in shapes[0].values()):
+            self._supposed = [ShapeValues(graph, known, given) for known, given in zip(shapes, scalars, strict=True)]
+        self._dtypes: dict[str, list[int]] = {}
+        self.spreads: dict[Ref, Spread] = {}
+        self.couplings: list[tuple[str, Coupling]] = []
+        self.places: set[Ref] = set()
+        self.wholes: list[Whole] = []
+
+    def run(self, given: Mapping[Ref, Spread]) -> None:
+        """Interprets all nodes; ``given`` are the spreads of placeholders."""
+        self.spreads |= given
+        for node in self.graph:
+            self._evaluate(node)
+            if Ref(node.name) in given:
+                continue
+            for output, spread in enumerate(self._outputs(node)):
+                self.spreads[Ref(node.name, output)] = spread
+
+    def _outputs(self, node: NodeDef) -> list[Spread]:
+        count = len(self.dtypes(node.name))
+        if node.op in ("Const", "Placeholder"):
+            return [CONSTANT] * count
+        numbers = self.numbers(Ref(node.name))
+        if numbers is not None and count == 1 and numbers[0].shape == numbers[1].shape:
+            known = all(self.of(ref).known for ref in self.graph.inputs(node.name))
+            known |= node.op == "Shape" and not np.isnan(numbers[0]).any()
+            if np.isnan(numbers[0]).any() and any(spread.partial for spread in self.inputs(node)):
+                return [Spread(varies=True, degree=1, known=known)]  # the number of rows that a mask leaves
+            if np.isnan(numbers[0]).any():
+                numbers = self._numbers(self._supposed, Ref(node.name)) or numbers
+            if np.isnan(numbers[0]).any() and any(spread.degree is None for spread in self.inputs(node)):
+                return [Spread(degree=None, known=known)]  # of lengths that nobody knows, perhaps the slice's own
+            if not np.isnan(numbers[0]).any() or node.op in ASKING:
+                return [Spread(degree=degree_of(*numbers, self._samples[1] / self._samples[0]), known=known)]
+        rule = self._rules.get(node.op)
+        if rule is not None:
+            found = rule(self, node)
+            if found is not None:
+                return [found] * count if isinstance(found, Spread) else list(found)
+        return self.generic(node)
+
+    def _evaluate(self, node: NodeDef) -> None:
+        """What of the node follows from shapes; an axis with samples of unknown length has a row for each."""
+        spread = self.inputs(node)[0] if node.op in ASKING else CONSTANT
+        axis = None if spread.partial or spread.one_by_one else spread.axis
+        for own, samples in zip(self._values, self._samples, strict=True):
+            own.add(node, axis, samples * spread.outer)
+        if self._supposed is not self._values:
+            for own, samples in zip(self._supposed, self._samples, strict=True):
+                own.add(node, axis, samples * spread.outer, _SOME_LENGTH)
+
+    # ---- functions
+
+    def call_shapes(self, refs: Sequence[Ref]) -> tuple[CallShapes, CallShapes]:
+        """What is known of a call's inputs, for both numbers of samples."""
+        few, many = (
+            CallShapes(tuple(shapes.get(ref) for ref in refs), tuple(elements.get(ref) for ref in refs))
+            for shapes, elements in zip(self._shapes, self._elements, strict=True)
+        )
+        return few, many
+
+    def body(self, name: str, few: CallShapes, many: CallShapes) -> Body | None:
+        """A function for arguments of some shapes; None where it can't be computed for these, or calls go too deep."""
+        if self._depth == _DEEPEST:
+            return None
+        graph, results = function_graph(self.graph.graph.library, name)
+        arguments = tuple(Ref(node.name) for node in graph.node if node.op == "Placeholder")
+        try:
+            known = [self.inference.of_function(graph, given) for given in (few, many)]
+        except PassError:
+            return None
+        return Body(_sorted(graph), arguments, results, known)
+
+    def scalars_of(self, body: Body, refs: Sequence[Ref], same: Sequence[bool] = ()) -> list[dict[Ref, float]]:
+        """Numbers that follow from shapes and that a function is given; ``same`` tells which are so in all rounds."""
+        kept = same or [True] * len(refs)
+        return [
+            {
+                inner: float(own.values[ref])
+                for inner, ref, known in zip(body.arguments, refs, kept, strict=True)
+                if known and ref in own.values and own.values[ref].ndim == 0
+            }
+            for own in self._values
+        ]
+
+    def inside(self, body: Body, given: Sequence[Spread], scalars: Sequence[Mapping[Ref, float]]) -> Interpreter:
+        """Interprets a function for arguments of these spreads."""
+        shapes, elements = [known.shapes for known in body.known], [known.elements for known in body.known]
+        found = Interpreter(
+            body.graph,
+            self._rules,
+            self._samples,
+            shapes,
+            scalars,
+            elements=elements,
+            inference=self.inference,
+            depth=self._depth + 1,
+        )
+        found.run(dict(zip(body.arguments, given, strict=True)))
+        return found
+
+    # ---- what rules ask
+
+    def of(self, ref: Ref) -> Spread:
+        """A tensor's spread."""
+        return self.spreads.get(ref, CONSTANT)
+
+    def inputs(self, node: NodeDef) -> list[Spread]:
+        """The spreads of a node's inputs."""
+        return [self.of(ref) for ref in self.graph.inputs(node.name)]
+
+    def dtypes(self, name: str) -> list[int]:
+        """The dtypes of a node's outputs."""
+        if name not in self._dtypes:
+            self._dtypes[name] = output_dtypes(self.graph.nodes[name])
+        return self._dtypes[name]
+
+    def is_float(self, ref: Ref) -> bool:
+        """Whether a tensor is of floating-point numbers."""
+        return self.dtypes(ref.node)[ref.output] in COUNTABLE_DTYPES
+
+    def is_handle(self, ref: Ref) -> bool:
+        """Whether a tensor is a list of tensors, say."""
+        return self.dtypes(ref.node)[ref.output] in (types_pb2.DT_VARIANT, types_pb2.DT_RESOURCE)
+
+    def shape(self, ref: Ref) -> Shape | None:
+        """A tensor's shape for the smaller number of samples."""
+        return self._shapes[0].get(ref)
+
+    def numbers(self, ref: Ref) -> tuple[np.ndarray, np.ndarray] | None:
+        """What follows from shapes: the value for both numbers of samples."""
+        return self._numbers(self._values, ref)
+
+    @staticmethod
+    def _numbers(values: Sequence[ShapeValues], ref: Ref) -> tuple[np.ndarray, np.ndarray] | None:
+        few, many = (own.values.get(ref) for own in values)
+        return None if few is None or many is None else (few, many)
+
+    def integers(self, ref: Ref) -> list[int] | None:
+        """The value of a small tensor that is the same for all slices."""
+        numbers = self.numbers(ref)
+        if numbers is None or numbers[0].shape != numbers[1].shape or not np.array_equal(*numbers):
+            return None
+        return [int(number) for number in numbers[0].ravel()]
+
+    def axes_of(self, ref: Ref, rank: int) -> list[int] | None:
+        """Axes that a constant input names, counted from the first."""
+        axes = self.integers(ref)
+        return None if axes is None else [axis % rank if rank else 0 for axis in axes]
+
+    def growing(self, ref: Ref) -> list[int]:
+        """The axes of a tensor whose lengths are proportional to the number of samples."""
+        few, many = (shapes.get(ref) for shapes in self._shapes)
+        return _growing(few, many, self._samples)
+
+    def differing(self, ref: Ref) -> list[int]:
+        """The axes of a tensor whose lengths depend on the number of samples, in whatever way."""
+        few, many = (shapes.get(ref) for shapes in self._shapes)
+        if few is None or many is None or len(few) != len(many):
+            return []
+        return [axis for axis, (one, other) in enumerate(zip(few, many, strict=True)) if one != other]
+
+    def batch_axis(self, node: NodeDef, output: int, inputs: Sequence[tuple[Ref, Spread]]) -> int | None:
+        """The axis with the samples of an output that is computed from others; two such axes are a coupling."""
+        ref = Ref(node.name, output)
+        axes = self.growing(ref)
+        rows = [
+            (source, spread.axis)
+            for source, spread in inputs
+            if spread.axis is not None and not self.is_handle(source)  # the axis of a list is that of its elements
+        ]
+        if len(axes) > 1:
+            same = [axis for axis in axes if any(axis == own for _, own in rows)]
+            if self.is_float(ref) and any(spread.varies for _, spread in inputs):
+                self.couple(node, Coupling.TOGETHER)
+            return (same or axes)[0]
+        single = [axis for _, axis in rows if axis < 0]
+        if axes and single and any(spread.varies for _, spread in inputs):
+            self.couple(node, Coupling.TOGETHER)  # one sample beside all others
+        if axes or single:
+            return (axes or single)[0]
+        shape = self.shape(ref)
+        for source, axis in rows:
+            before = self.shape(source)
+            if shape is None or before is None:
+                return axis
+            if len(shape) == len(before) and shape[axis] is None:
+                return axis
+            open_axes = [number for number, size in enumerate(shape) if size is None]
+            if before[axis] is None and len(open_axes) == 1:
+                return open_axes[0]
+        return None
+
+    def lead(self, ref: Ref) -> int | None:
+        """Number of places before the samples' own in the order of a tensor's elements."""
+        spread, shape = self.of(ref), self.shape(ref)
+        if spread.axis is None or spread.one_by_one or shape is None:
+            return None
+        lead = spread.outer
+        for size in shape[: spread.axis]:
+            if size is None:
+                return None
+            lead *= size
+        return lead
+
+    def couple(self, node: NodeDef, coupling: Coupling) -> None:
+        """Notes what a node does."""
+        self.couplings.append((node.name, coupling))
+
+    def couple_size(self, node: NodeDef) -> None:
+        """Notes that samples depend on the size of their slice, of the node where they begin to."""
+        before: str | None = node.name
+        while before is not None:
+            name = before
+            sized = (ref for ref in self.graph.inputs(name) if self.of(ref).axis is not None and self.of(ref).degree)
+            before = next((ref.node for ref in sized), None)
+        self.couple(self.graph.nodes[name], Coupling.BATCH_SIZE)
+
+    def in_loss(self, node: NodeDef) -> bool:
+        """Whether a node serves the loss alone."""
+        return node.name in self._loss_nodes
+
+    def _asks_open_shapes(self, ref: Ref) -> bool:
+        """Whether a tensor is computed from the shape of one that must be there for that."""
+        asked = [Ref(node.name) for node in self.graph if node.op == "Shape"]
+        body = self.graph.ancestors([ref], asked, control=False)
+        return any(own.node in self._open_shapes for name in body for own in self.graph.inputs(name))
+
+    def fixed(self, node: NodeDef, index: int, *, rows: bool) -> Spread:
+        """The spread of an input that isn't used linearly: that of the whole batch, if it can be known before.
+
+        Args:
+            node: the reader.
+            index: which input.
+            rows: whether the reader combines it with samples.
+        """
+        ref = self.graph.inputs(node.name)[index]
+        spread = self.of(ref)
+        if spread.axis is not None or spread.constant or not self.is_float(ref):
+            return spread
+        if spread.known and self.in_loss(node) and not self._asks_open_shapes(ref):
+            self.wholes.append(Whole(node.name, index, ref))
+            return CONSTANT
+        if spread.varies or not spread.linear:
+            together = Coupling.MICRO_BATCH if spread.shared else Coupling.TOGETHER
+            self.couple(node, together if rows or not self.in_loss(node) else Coupling.NOT_LINEAR)
+        else:
+            self.couple(node, Coupling.BATCH_SIZE)
+        return spread._replace(degree=0, linear=False)
+
+    def generic(self, node: NodeDef) -> list[Spread]:
+        """What an operation is taken to do of which nothing else is known: something with each sample by itself."""
+        refs = self.graph.inputs(node.name)
+        spreads = self.inputs(node)
+        has_rows = any(spread.axis is not None and spread.varies for spread in spreads)
+        used = [(ref, self.fixed(node, index, rows=has_rows)) for index, ref in enumerate(refs)]
+        if _draws(node) and (is_stateful(node.op) or self.growing(Ref(node.name))):
+            self.couple(node, Coupling.DRAWS)
+        if any(s.axis is not None and s.degree != 0 and self.is_float(ref) for ref, s in used):
+            self.couple_size(node)
+        known = all(spread.known for _, spread in used) and not _draws(node)
+        given = any(spread.varies for _, spread in used)
+        found = []
+        for output in range(len(self.dtypes(node.name))):
+            ref = Ref(node.name, output)
+            axis = self.batch_axis(node, output, used)
+            varies = given or (axis is not None and _draws(node))
+            place = any(spread.place for _, spread in used)
+            if place and self.is_float(ref):
+                self.couple(node, Coupling.PLACE)
+                place = False
+            outers = {s.outer for _, s in used if s.axis is not None}
+            outer = outers.pop() if len(outers) == 1 and axis is not None else 1
+            collapsed = axis is None and has_rows
+            linear = not collapsed and (axis is not None or not varies)
+            partial = axis is not None and any(spread.partial for _, spread in used)
+            shared = axis is None and all_shared(spread for _, spread in used)
+            sized = axis is None and not self.is_float(ref) and any(s.axis is None and s.degree != 0 for _, s in used)
+            found.append(Spread(axis, outer, varies, None if sized else 0, linear, known, place, partial, shared))
+        return found
+
+
+def _growing(few: Shape | None, many: Shape | None, samples: tuple[int, int]) -> list[int]:
+    """The axes whose lengths are proportional to the number of samples."""
+    if few is None or many is None or len(few) != len(many):
+        return []
+    return [
+        axis
+        for axis, (one, other) in enumerate(zip(few, many, strict=True))
+        if one and other and one * samples[1] == other * samples[0]
+    ]
+
+
+def _draws(node: NodeDef) -> bool:
+    """Whether a node draws random numbers, also by an operator that only its seeds tell of."""
+    return draws(node.op) or (is_stateful(node.op) and {"seed", "seed2"} <= set(node.attr))
+
+
+def _sorted(graph: GraphDef) -> Graph:
+    """A function's body, producers first."""
+    view = Graph(graph)
+    ordered = GraphDef(versions=graph.versions, library=graph.library)
+    ordered.node.extend(view.nodes[name] for name in view.topological())
+    return Graph(ordered)

@@ -1,0 +1,359 @@
+"""What single operations make of the samples of a slice: those that are linear, and those that mix samples.
+
+All others do something with each sample by itself (`Interpreter.generic`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from graph_passes.analysis.sample_bodies import BODIES
+from graph_passes.analysis.sample_indexing import INDEXING
+from graph_passes.analysis.sample_interpreter import Interpreter, Rule
+from graph_passes.ir.graph import FLOAT_DTYPES, NodeDef, Ref
+from graph_passes.ir.spreads import CONSTANT, Coupling, Spread, together
+
+
+def _placed(interpreter: Interpreter, node: NodeDef, spread: Spread) -> Spread:
+    """A place that becomes a floating-point number counts."""
+    if spread.place and interpreter.is_float(Ref(node.name)):
+        interpreter.couple(node, Coupling.PLACE)
+        return spread._replace(place=False)
+    return spread
+
+
+def _same(interpreter: Interpreter, node: NodeDef) -> Spread | Sequence[Spread]:
+    """Identity and the like, output by output."""
+    spreads = interpreter.inputs(node)
+    return spreads if len(interpreter.dtypes(node.name)) == len(spreads) else spreads[0]
+
+
+def _cast(interpreter: Interpreter, node: NodeDef) -> Spread | None:
+    if node.attr["SrcT"].type in FLOAT_DTYPES and node.attr["DstT"].type not in FLOAT_DTYPES:
+        return None
+    return _placed(interpreter, node, interpreter.inputs(node)[0])
+
+
+def _is_zero(interpreter: Interpreter, ref: Ref) -> bool:
+    numbers = interpreter.numbers(ref)
+    return numbers is not None and all(not value.any() for value in numbers)
+
+
+def _of_samples(
+    interpreter: Interpreter, node: NodeDef, used: Sequence[tuple[Ref, Spread]], degree: int | None
+) -> Spread:
+    """The spread of a tensor with a batch axis that is computed from others sample by sample."""
+    spreads = [spread for _, spread in used]
+    axis = interpreter.batch_axis(node, 0, used)
+    outers = {spread.outer for spread in spreads if spread.axis is not None}
+    if degree is None:
+        interpreter.couple_size(node)
+        degree = 0
+    found = Spread(
+        axis=axis,
+        outer=outers.pop() if len(outers) == 1 else 1,
+        varies=any(spread.varies for spread in spreads),
+        degree=degree,
+        known=all(spread.known for spread in spreads),
+        place=any(spread.place for spread in spreads),
+        partial=any(spread.partial for spread in spreads),
+    )
+    return _placed(interpreter, node, found)
+
+
+def _sum(interpreter: Interpreter, node: NodeDef) -> Spread:
+    """A sum of all inputs."""
+    refs = [ref for ref in interpreter.graph.inputs(node.name) if not _is_zero(interpreter, ref)]
+    spreads = [interpreter.of(ref) for ref in refs]
+    if all(spread.axis is None for spread in spreads):
+        return together(spreads) if spreads else CONSTANT
+    used = []
+    for index, ref in enumerate(interpreter.graph.inputs(node.name)):
+        if ref in refs:
+            used.append((ref, interpreter.fixed(node, index, rows=True)))
+    degrees = {spread.degree for ref, spread in used if interpreter.is_float(ref)}
+    return _of_samples(interpreter, node, used, degrees.pop() if len(degrees) == 1 else None if degrees else 0)
+
+
+def _chosen(interpreter: Interpreter, node: NodeDef) -> Spread | None:
+    """One of two tensors, by a condition."""
+    condition, *values = interpreter.graph.inputs(node.name)
+    chosen = interpreter.of(condition)
+    if chosen.varies and chosen.axis is None and interpreter.is_float(Ref(node.name)):
+        interpreter.couple(node, Coupling.NOT_LINEAR if interpreter.in_loss(node) else Coupling.TOGETHER)
+    spreads = [interpreter.of(ref) for ref in values if not _is_zero(interpreter, ref)]
+    if any(spread.axis is not None for spread in (*spreads, interpreter.of(condition))) or not spreads:
+        return None
+    found = together(spreads)
+    return found._replace(known=found.known and interpreter.of(condition).known)
+
+
+def _times(interpreter: Interpreter, node: NodeDef, signs: Sequence[int] = (1, 1)) -> Spread:
+    """A product, or a quotient where a sign is -1."""
+    refs = interpreter.graph.inputs(node.name)
+    spreads = list(interpreter.inputs(node))
+    rows = any(spread.axis is not None for spread in spreads)
+
+    def fix(index: int) -> None:
+        spreads[index] = interpreter.fixed(node, index, rows=rows)
+
+    for index, (spread, sign) in enumerate(zip(spreads, signs, strict=True)):
+        unfit = not spread.linear or spread.degree is None or (spread.varies and (rows or sign < 0))
+        others = [other for number, other in enumerate(spreads) if number != index]
+        if (
+            spread.axis is None
+            and unfit
+            and not (sign > 0 and not rows and spread.linear and all(other.constant for other in others))
+        ):
+            fix(index)
+    varying = [index for index, spread in enumerate(spreads) if spread.axis is None and spread.varies]
+    if not rows and len(varying) > 1:
+        fix(next((index for index in reversed(varying) if spreads[index].known), varying[-1]))
+    degrees = [spread.degree for spread in spreads]
+    known = [degree * sign for degree, sign in zip(degrees, signs, strict=True) if degree is not None]
+    degree = sum(known) if len(known) == len(degrees) else None
+    if rows:
+        return _of_samples(interpreter, node, list(zip(refs, spreads, strict=True)), degree)
+    found = together(spreads)
+    return found._replace(degree=degree)
+
+
+def _divided(interpreter: Interpreter, node: NodeDef) -> Spread:
+    return _times(interpreter, node, (1, -1))
+
+
+def _square(interpreter: Interpreter, node: NodeDef) -> Spread | None:
+    spread = interpreter.inputs(node)[0]
+    if spread.degree is None or (spread.axis is None and (spread.varies or not spread.linear)):
+        return None
+    return _placed(interpreter, node, spread._replace(degree=2 * spread.degree))
+
+
+def _reduced(interpreter: Interpreter, node: NodeDef) -> Spread:
+    """A sum or mean over axes."""
+    ref, axes = interpreter.graph.inputs(node.name)[:2]
+    spread = interpreter.of(ref)
+    if spread.axis is None or not _over_samples(interpreter, node, ref, axes):
+        axis = None if spread.axis is None else interpreter.batch_axis(node, 0, [(ref, spread)])
+        return spread._replace(axis=axis)
+    mean = node.op == "Mean"
+    if mean and spread.partial:
+        interpreter.couple(node, Coupling.NOT_LINEAR if interpreter.in_loss(node) else Coupling.TOGETHER)
+    degree = None if spread.degree is None else spread.degree + (not mean)
+    return Spread(varies=spread.varies or spread.partial, degree=degree, known=spread.known)
+
+
+def _over_samples(interpreter: Interpreter, node: NodeDef, ref: Ref, axes: Ref) -> bool:
+    """Whether a reduction leaves no batch axis."""
+    spread, shape = interpreter.of(ref), interpreter.shape(ref)
+    if shape is not None and (over := interpreter.axes_of(axes, len(shape))) is not None:
+        return spread.axis in over
+    return interpreter.batch_axis(node, 0, [(ref, spread)]) is None
+
+
+def _extreme(interpreter: Interpreter, node: NodeDef) -> Spread | None:
+    """A maximum, product or the like over axes."""
+    ref, axes = interpreter.graph.inputs(node.name)[:2]
+    spread = interpreter.of(ref)
+    if spread.axis is None or not _over_samples(interpreter, node, ref, axes):
+        return None
+    if not spread.varies:
+        return Spread(known=spread.known)
+    if interpreter.is_float(ref) and not (spread.known and interpreter.in_loss(node)):
+        interpreter.couple(node, Coupling.TOGETHER)
+    return Spread(varies=True, linear=False, known=spread.known)
+
+
+def _half_of_squares(interpreter: Interpreter, node: NodeDef) -> Spread | None:
+    spread = interpreter.inputs(node)[0]
+    if spread.axis is None or spread.one_by_one or spread.degree is None:
+        return None
+    return Spread(varies=spread.varies, degree=2 * spread.degree + 1, known=spread.known)
+
+
+def _matmul(interpreter: Interpreter, node: NodeDef) -> Spread | None:
+    refs = interpreter.graph.inputs(node.name)[:2]
+    spreads = [interpreter.of(ref) for ref in refs]
+    if all(spread.axis is None for spread in spreads):
+        return _times(interpreter, node)
+    names = ("transpose_a", "transpose_b") if node.op == "MatMul" else ("adj_x", "adj_y")
+    contracted = []
+    for ref, name, last in zip(refs, names, (True, False), strict=True):
+        shape = interpreter.shape(ref)
+        if shape is None:
+            return None
+        contracted.append(len(shape) - (1 if last != node.attr[name].b else 2))
+    over = [spread.axis == axis for spread, axis in zip(spreads, contracted, strict=True) if spread.axis is not None]
+    return _contraction(interpreter, node, refs, over)
+
+
+def _einsum(interpreter: Interpreter, node: NodeDef) -> Spread | None:
+    refs = interpreter.graph.inputs(node.name)
+    terms, _, result = node.attr["equation"].s.decode().replace(" ", "").partition("->")
+    if all(interpreter.of(ref).axis is None for ref in refs):
+        return _times(interpreter, node, [1] * len(refs))
+    letters = []
+    for ref, term in zip(refs, terms.split(","), strict=True):
+        spread, shape = interpreter.of(ref), interpreter.shape(ref)
+        if spread.axis is None:
+            continue
+        if spread.one_by_one:
+            letters.append("")
+            continue
+        if shape is None:
+            return None
+        before, dots, _ = term.partition("...")
+        more = len(shape) - len(term.replace("...", ""))
+        expanded = term
+        if dots:
+            expanded = term.replace("...", "".join(chr(0x4E00 + number) for number in range(8 - more, 8)))
+        letters.append(expanded[spread.axis] if spread.axis < len(expanded) else before)
+    if "..." in result and any(ord(letter[:1] or "a") >= 0x4E00 for letter in letters):
+        return _contraction(interpreter, node, refs, [False] * len(letters))
+    over = [letter not in result for letter in letters]  # that of one sample at a time is in every text
+    if len(set(letters)) > 1 and any(over):
+        interpreter.couple(node, Coupling.TOGETHER)
+    return _contraction(interpreter, node, refs, over)
+
+
+def _contraction(interpreter: Interpreter, node: NodeDef, refs: Sequence[Ref], over: Sequence[bool]) -> Spread:
+    """A product of tensors; ``over`` says of those with samples whether it is summed over these."""
+    used = [(ref, interpreter.fixed(node, index, rows=True)) for index, ref in enumerate(refs)]
+    spreads = [spread for _, spread in used]
+    known = [spread.degree for spread in spreads if spread.degree is not None]
+    degree = sum(known) if len(known) == len(spreads) else None
+    if not all(over):
+        return _of_samples(interpreter, node, used, degree)
+    varies, before = any(spread.varies for spread in spreads), all(spread.known for spread in spreads)
+    return Spread(varies=varies, degree=None if degree is None else degree + 1, known=before)
+
+
+def _batch_norm(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
+    spread = interpreter.inputs(node)[0]
+    channels = 1 if node.attr["data_format"].s.startswith(b"NC") else -1
+    shape = interpreter.shape(interpreter.graph.inputs(node.name)[0])
+    if (
+        not node.attr["is_training"].b
+        or spread.axis is None
+        or spread.one_by_one
+        or shape is None
+        or spread.axis == channels % len(shape)
+    ):
+        return None
+    interpreter.couple(node, Coupling.TOGETHER)
+    mean = Spread(varies=True, known=spread.known)
+    others = [mean._replace(linear=False)] * (len(interpreter.dtypes(node.name)) - 2)
+    return [spread._replace(known=False), mean, *others]
+
+
+def _reduced_over_replicas(interpreter: Interpreter, node: NodeDef) -> Spread:
+    """A sum over the slices of a micro-batch."""
+    spread = interpreter.inputs(node)[0]
+    return spread._replace(axis=None, known=False, shared=True)
+
+
+def _added_up(interpreter: Interpreter, node: NodeDef) -> Spread | None:
+    """Samples are added up in the rows of a table, if the result has no batch axis."""
+    used = list(zip(interpreter.graph.inputs(node.name), interpreter.inputs(node), strict=True))
+    rows = [spread for _, spread in used if spread.axis is not None]
+    if not rows or interpreter.batch_axis(node, 0, used) is not None:
+        return None
+    degrees = [spread.degree for spread in rows if spread.degree is not None]
+    return Spread(varies=True, degree=1 + max(degrees, default=0), known=all(spread.known for _, spread in used))
+
+
+def _along(index: int) -> Rule:
+    """Something along axes that another input names: across samples if these are among them."""
+
+    def rule(interpreter: Interpreter, node: NodeDef) -> Spread | None:
+        refs = interpreter.graph.inputs(node.name)
+        spread, shape = interpreter.of(refs[0]), interpreter.shape(refs[0])
+        if spread.axis is None or shape is None:
+            return spread if spread.axis is None and node.op != "CumulativeLogsumexp" else None
+        axes = interpreter.axes_of(refs[index], len(shape))
+        if axes is None or spread.axis not in axes:
+            return spread
+        counts = "Cum" in node.op
+        if counts and not spread.varies:
+            return spread._replace(place=True)
+        interpreter.couple(node, Coupling.PLACE if counts else Coupling.TOGETHER)
+        return spread._replace(place=False)
+
+    return rule
+
+
+def _along_last(interpreter: Interpreter, node: NodeDef) -> None:
+    """Something along the last axis."""
+    ref = interpreter.graph.inputs(node.name)[0]
+    spread, shape = interpreter.of(ref), interpreter.shape(ref)
+    if shape and spread.axis == len(shape) - 1 and spread.varies:
+        interpreter.couple(node, Coupling.TOGETHER)
+
+
+def _reversed_sequences(interpreter: Interpreter, node: NodeDef) -> None:
+    spread = interpreter.inputs(node)[0]
+    if spread.axis is not None and spread.axis == node.attr["seq_dim"].i:
+        interpreter.couple(node, Coupling.TOGETHER)
+
+
+def _alike(interpreter: Interpreter, node: NodeDef) -> Spread:
+    """Zeros or ones in the shape of a tensor."""
+    spread = interpreter.inputs(node)[0]
+    return Spread(axis=spread.axis, outer=spread.outer, known=spread.known, partial=spread.partial)
+
+
+def _filled(interpreter: Interpreter, node: NodeDef) -> Spread:
+    """A value in every element, or along new axes."""
+    index = 1 if node.op == "Fill" else 0
+    ref = interpreter.graph.inputs(node.name)[index]
+    spread = interpreter.of(ref)
+    axis = interpreter.batch_axis(node, 0, [(ref, spread)])
+    if spread.axis is None and axis is not None:
+        spread = interpreter.fixed(node, index, rows=True)
+    return spread._replace(axis=axis)
+
+
+def _chosen_elements(interpreter: Interpreter, node: NodeDef) -> Spread | None:
+    """Elements of the first input at other places, or zeros between them."""
+    first, *others = interpreter.inputs(node)
+    return first if first.axis is None and all(other.constant for other in others) else None
+
+
+_SAME = ("Identity", "IdentityN", "StopGradient", "Neg", "PreventGradient", "CheckNumerics", "EnsureShape", "Snapshot")
+_SUMS = ("AddV2", "Add", "Sub", "AddN", "BiasAdd")
+_DIAGONALS = ("MatrixDiag", "MatrixDiagPart", "MatrixSetDiag")
+_MOVES = (
+    *(f"{name}{version}" for name in _DIAGONALS for version in ("", "V2", "V3")),
+    *("Diag", "DiagPart", "MatrixBandPart", "Pad", "MirrorPad"),
+)
+_TABLES = (
+    *("UnsortedSegmentSum", "SegmentSum", "SegmentSumV2", "SparseSegmentSum", "Bincount", "DenseBincount"),
+    *("ScatterNd", "TensorScatterAdd", "HistogramFixedWidth"),
+)
+RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(_SAME, _same),
+    **dict.fromkeys(_SUMS, _sum),
+    **dict.fromkeys(("Select", "SelectV2"), _chosen),
+    **dict.fromkeys(("Mul", "MulNoNan"), _times),
+    **dict.fromkeys(("RealDiv", "Div", "DivNoNan"), _divided),
+    **dict.fromkeys(("Sum", "Mean"), _reduced),
+    **dict.fromkeys(("Max", "Min", "Prod", "Any", "All", "EuclideanNorm", "ArgMax", "ArgMin"), _extreme),
+    **dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _matmul),
+    **dict.fromkeys(("Einsum", "XlaEinsum"), _einsum),
+    **dict.fromkeys(("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"), _batch_norm),
+    **dict.fromkeys(_MOVES, _chosen_elements),
+    **dict.fromkeys(_TABLES, _added_up),
+    **dict.fromkeys(("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2"), _along(1)),
+    **dict.fromkeys(("Softmax", "LogSoftmax", "TopK", "TopKV2"), _along_last),
+    **dict.fromkeys(("ZerosLike", "OnesLike"), _alike),
+    **dict.fromkeys(("Fill", "BroadcastTo"), _filled),
+    "Cast": _cast,
+    "CollectiveReduceV2": _reduced_over_replicas,
+    "Square": _square,
+    "L2Loss": _half_of_squares,
+    "Roll": _along(2),
+    "ReverseSequence": _reversed_sequences,
+    **INDEXING,
+    **BODIES,
+}
+"""What each operation makes of its inputs; where it is missing, or gives None, see `Interpreter.generic`."""

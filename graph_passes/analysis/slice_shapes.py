@@ -1,0 +1,242 @@
+"""How shapes of a flat graph's tensors depend on a slice: on its samples, and on lengths that the model leaves open.
+
+Shapes are inferred for two numbers of samples, so that an axis that differs between them is the batch's; with the
+lengths of the batch at hand, so that none is invented which the model can't be computed for; and once with these left
+open, so that what is known then holds for all lengths.
+
+    samples, length at hand    7, 20        11, 20       7, ?         depends on
+    x                          7, 20, 8     11, 20, 8    7, ?, 8      batch, length, nothing
+    Conv1D(4, 3, strides=2)    7, 9, 4      11, 9, 4     7, ?, 4      batch, length, nothing
+    Reshape((-1,))             252          396          ?            both
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from graph_passes.analysis.operator_shapes import ShapeInference
+from graph_passes.ir.graph import Graph, GraphDef, NodeDef, PassError, Ref
+from graph_passes.ir.program import Program, Roles
+from graph_passes.ir.replica_sums import without_sums
+from graph_passes.ir.tensorflow_bridge import Shape, infer_shapes, measure_shapes
+
+SAMPLES = ((7, 11), (84, 132))
+"""Pairs of numbers of samples, the first that the model can be computed for counts.
+
+Multiples of primes, so that nothing else grows as they do; the second pair is for models that take samples by twos,
+threes or fours.
+"""
+_Shapes = Mapping[Ref, Shape | None]
+_Inputs = Mapping[str, Sequence[int | None]]
+
+
+class LengthsUnknownError(PassError):
+    """What a tensor's axes are depends on lengths that the model leaves open, and no batch is at hand."""
+
+
+class Dependence(enum.Enum):
+    """What the length of an axis depends on."""
+
+    FIXED = enum.auto()
+    LENGTH = enum.auto()  # the lengths that the model leaves open
+    BATCH = enum.auto()  # proportional to the batch
+    BOTH = enum.auto()  # proportional to the batch, by a factor that depends on those lengths
+    UNKNOWN = enum.auto()  # the data themselves, or not proportional, or lengths that aren't known
+
+
+class Axis(NamedTuple):
+    """One axis of a tensor.
+
+    Attributes:
+        dependence: what its length depends on.
+        size: its length with the lengths of the batch at hand: per sample if it depends on the batch. None if unknown.
+    """
+
+    dependence: Dependence
+    size: int | None
+
+    @property
+    def of_batch(self) -> bool:
+        """Whether it grows with the batch."""
+        return self.dependence in (Dependence.BATCH, Dependence.BOTH)
+
+
+@dataclasses.dataclass(frozen=True)
+class SliceShapes:
+    """Shapes of the tensors of a flat graph under three assumptions.
+
+    Attributes:
+        samples: the two numbers of samples; None where shapes contradict each other for all of `SAMPLES`.
+        assumed: shapes of batch inputs: few samples, many, and few with lengths open.
+        found: shapes of all tensors under these assumptions.
+        contradiction: why shapes contradict each other for some number of samples; empty if they don't.
+        lengths_known: whether the model leaves no lengths open, or a batch is at hand.
+    """
+
+    samples: tuple[int, int] | None
+    assumed: tuple[_Inputs, _Inputs, _Inputs]
+    found: tuple[_Shapes, _Shapes, _Shapes]
+    contradiction: str = ""
+    lengths_known: bool = True
+
+    @classmethod
+    def of(cls, program: Program, part: GraphDef | None = None) -> SliceShapes:
+        """Infers the shapes of a flat program's tensors, or of a part of its graph.
+
+        Raises:
+            PassError: they contradict each other whatever the number of samples, with the lengths of the batch at hand;
+                the text names the layer.
+        """
+        graph: GraphDef = program.graph if part is None else part
+        number = program.roles.slice.samples
+        contradiction = ""
+        for pair in (*SAMPLES, None):
+            few, many = pair or (None, None)
+            whole = Graph(program.graph)
+            assumed = (
+                input_shapes(whole, program.roles, few),
+                input_shapes(whole, program.roles, many),
+                input_shapes(whole, program.roles, few, lengths=False),
+            )
+            known = all(size is not None for shape in assumed[0].values() for size in shape[1:])
+            values = [{} if samples is None else {number: samples} for samples in (few, many, few)]
+            try:
+                found = _each(assumed, values, lambda inputs, values: infer_shapes(graph, inputs, values))
+            except PassError as error:
+                contradiction = contradiction or str(error)
+                if pair is None:
+                    raise PassError(f"{error}, for {_told(program.roles, assumed[0])}") from error
+                continue
+            return cls(pair, assumed, found, contradiction, known)
+        raise AssertionError("the last attempt returns or raises")
+
+    def axes(self, ref: Ref) -> list[Axis] | None:
+        """What each axis of a tensor depends on; None where not even its rank is known."""
+        few, many, whatever = (found.get(ref) for found in self.found)
+        if few is None or many is None:
+            return None
+        whatever = (None,) * len(few) if whatever is None else whatever
+        return [self._axis(*sizes) for sizes in zip(few, many, whatever, strict=True)]
+
+    def _axis(self, few: int | None, many: int | None, whatever: int | None) -> Axis:
+        if few is None or many is None:
+            return Axis(Dependence.UNKNOWN, None)
+        if few == many and (few or whatever is not None):
+            return Axis(Dependence.FIXED if whatever == few else Dependence.LENGTH, few)
+        least, most = self.samples or (0, 0)
+        if 0 in (few, many, least) or few * most != many * least or few % least:
+            return Axis(Dependence.UNKNOWN, None)
+        return Axis(Dependence.BATCH if whatever == few else Dependence.BOTH, few // least)
+
+    def vague(self, refs: Iterable[Ref]) -> list[Ref]:
+        """Those of the tensors of which it isn't known what some axis depends on."""
+        found = {ref: self.axes(ref) for ref in refs}
+        return [
+            ref
+            for ref, axes in found.items()
+            if axes is None or any(axis.dependence is Dependence.UNKNOWN for axis in axes)
+        ]
+
+    def through_functions(self, program: Program, refs: Iterable[Ref]) -> SliceShapes:
+        """Of ``refs`` also what is told through loops, branches and lists: the batch behind an LSTM, say.
+
+        Where the whole graph's shapes contradict each other, what comes before ``refs`` is asked by itself.
+        """
+        vague = self.vague(refs)
+        if not vague:
+            return self
+        part = _before(program.graph, vague)
+        if self.samples is None:
+            alone = SliceShapes.of(program, part)
+            if alone.samples is None:
+                return self
+            known = dataclasses.replace(self, samples=alone.samples, assumed=alone.assumed)
+            return known._with(alone.found).through_functions(program, vague)
+        inference, number = ShapeInference(part.library), program.roles.slice.samples
+        few, many = self.samples
+
+        def infer(inputs: _Inputs, values: Mapping[Ref, int]) -> _Shapes:
+            shapes = inference.of(part, inputs, values=values).shapes
+            return {ref: shapes[ref] for ref in vague}
+
+        return self._with(_each(self.assumed, [{number: samples} for samples in (few, many, few)], infer))
+
+    def measured(self, program: Program, refs: Iterable[Ref]) -> SliceShapes:
+        """Of ``refs`` also what only running what makes them can tell: it depends on values.
+
+        A run uses random inputs, so that a length which the data decide isn't proportional to the batch.
+        """
+        vague = self.vague(refs)
+        if not vague or self.samples is None or not self.lengths_known:
+            return self
+        number = program.roles.slice.samples
+        alone = without_sums(program.graph)
+        few, many = (
+            measure_shapes(alone, {name: _whole(shape) for name, shape in inputs.items()}, values, vague)
+            for inputs, values in zip(self.assumed, [{number: samples} for samples in self.samples], strict=False)
+        )
+        # What a run tells of an axis holds for the lengths of the batch at hand only.
+        return self._with((few, many, few if self.assumed[2] == self.assumed[0] else {}))
+
+    def _with(self, more: Sequence[_Shapes]) -> SliceShapes:
+        few, many, whatever = ({**found, **added} for found, added in zip(self.found, more, strict=True))
+        return dataclasses.replace(self, found=(few, many, whatever))
+
+
+def input_shapes(
+    graph: Graph, roles: Roles, samples: int | None, *, lengths: bool = True
+) -> dict[str, list[int | None]]:
+    """Shapes of a flat graph's batch inputs for a slice of ``samples`` samples.
+
+    Args:
+        graph: the flat graph.
+        roles: what its tensors mean.
+        samples: of the slice; None leaves them open.
+        lengths: take lengths that the model leaves open from the batch at hand, if there is one; else they stay open.
+    """
+    examples = roles.example_shapes if lengths and roles.example_shapes else (None,) * len(roles.inputs)
+    return {
+        ref.node: input_shape(graph.nodes[ref.node], samples, example)
+        for ref, example in zip(roles.inputs, examples, strict=True)
+    }
+
+
+def input_shape(node: NodeDef, samples: int | None, example: Sequence[int | None] | None) -> list[int | None]:
+    """The shape of a batch input, with lengths that the model leaves open taken from an example if there is one."""
+    dims = [dim.size if dim.size >= 0 else None for dim in node.attr["shape"].shape.dim[1:]]
+    known = dims if example is None else example[1:]
+    return [samples, *(other if size is None else size for size, other in zip(dims, known, strict=True))]
+
+
+def _each(
+    assumed: Sequence[_Inputs],
+    values: Sequence[Mapping[Ref, int]],
+    infer: Callable[[_Inputs, Mapping[Ref, int]], _Shapes],
+) -> tuple[_Shapes, _Shapes, _Shapes]:
+    """Shapes under each assumption; the third is the first where no lengths are open."""
+    few, many = infer(assumed[0], values[0]), infer(assumed[1], values[1])
+    return few, many, few if assumed[2] == assumed[0] else infer(assumed[2], values[2])
+
+
+def _before(graph: GraphDef, refs: Sequence[Ref]) -> GraphDef:
+    """The part of a graph that tensors are computed by."""
+    names = Graph(graph).ancestors(refs)
+    part = GraphDef(versions=graph.versions, library=graph.library)
+    part.node.extend(node for node in graph.node if node.name in names)
+    return part
+
+
+def _whole(shape: Sequence[int | None]) -> list[int]:
+    return [size for size in shape if size is not None]
+
+
+def _told(roles: Roles, inputs: _Inputs) -> str:
+    """The batch inputs' shapes for a message."""
+    shown = (
+        f"{ref.node} of shape ({', '.join('?' if size is None else str(size) for size in inputs[ref.node])})"
+        for ref in roles.inputs
+    )
+    return ", ".join(shown)

@@ -1,0 +1,407 @@
+"""Signatures of TensorFlow's operators: one letter for each axis of their inputs and outputs, as in an einsum.
+
+    Conv2D    bhwi xyio -> bHWo      batch b, channel o
+
+A term stands for a tensor: equal letters are axes that are cut together, ``_`` an axis that is never cut. ``.`` is an
+input that is read whole, ``*`` a tensor of which every part has its own (or all have the same), ``[bhwi]`` an input
+that holds the shape of the first output. ``...`` stands for as many axes as a tensor has.
+
+Which letters an operator may be cut along is part of its row: a row's author vouches that a part computes a slice of
+each output that has the letter, and a partial sum of each that hasn't.
+"""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from tensorflow.core.framework import types_pb2
+
+from graph_passes.ir.graph import NodeDef
+
+ANY = "*"
+WHOLE = ""
+"""The term of an input that is read whole, and of an output that all parts add to."""
+
+Shape: TypeAlias = tuple[int | None, ...]
+Known: TypeAlias = tuple[int, ...]
+"""A shape without unknown lengths."""
+
+BATCH = (("batch", "b"),)
+CHANNEL = (("channel", "c"),)
+
+
+class Signature(NamedTuple):
+    """The axes of an operator's inputs and outputs.
+
+    Attributes:
+        inputs: a letter for each axis of each data input; `WHOLE`, or `ANY`.
+        outputs: the same of each output.
+        dimensions: names of dimensions and the letters that are cut for them.
+        shape_inputs: data inputs that hold the first output's shape; their term has a letter for each element.
+        divisor: see `SplitRule`.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    dimensions: tuple[tuple[str, str], ...]
+    shape_inputs: frozenset[int] = frozenset()
+    divisor: int = 0
+
+
+class Operator(NamedTuple):
+    """What a signature is derived from.
+
+    Attributes:
+        node: the operator.
+        inputs: shapes of its data inputs; None where one isn't fully known.
+        outputs: the same of its outputs.
+        constants: data input -> its value, where that is known.
+    """
+
+    node: NodeDef
+    inputs: tuple[Known | None, ...]
+    outputs: tuple[Known | None, ...]
+    constants: Mapping[int, np.ndarray]
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A boolean attribute."""
+        return bool(self.node.attr[name].b) if name in self.node.attr else default
+
+    def number(self, name: str, default: int = 0) -> int:
+        """An integer attribute."""
+        return int(self.node.attr[name].i) if name in self.node.attr else default
+
+    def numbers(self, name: str) -> list[int]:
+        """An attribute that is a list of integers."""
+        return list(self.node.attr[name].list.i) if name in self.node.attr else []
+
+    def text(self, name: str, default: str = "") -> str:
+        """An attribute that is a string."""
+        return self.node.attr[name].s.decode() if name in self.node.attr else default
+
+    def integers(self, argument: int) -> list[int] | None:
+        """The value of a constant input, flattened."""
+        value = self.constants.get(argument)
+        return None if value is None else [int(number) for number in np.ravel(value)]
+
+
+def matmul_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """Rows, columns, and the inner axis, over which the result is a sum."""
+    a, b = operator.flag("transpose_a"), operator.flag("transpose_b")
+    # x' dy, the gradient of weights, is a sum over the batch.
+    names = ("inner", "batch") if not a else ("batch", "row")
+    dimensions = ((names[1], "i"), ("channel", "k"), (names[0], "j"))
+    return (Signature(("ji" if a else "ij", "kj" if b else "jk"), ("ik",), dimensions),)
+
+
+def batch_matmul_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """Matrices of a batch, rows and columns; axes of the batch may be broadcast."""
+    x, y, out = operator.inputs[0], operator.inputs[1], operator.outputs[0]
+    if x is None or y is None or out is None:
+        return ()
+    letters = _letters(len(out) - 2)
+    left = _aligned(letters, out[:-2], x[:-2]) + ("JI" if operator.flag("adj_x") else "IJ")
+    right = _aligned(letters, out[:-2], y[:-2]) + ("KJ" if operator.flag("adj_y") else "JK")
+    dimensions = (*_axes(letters + "_"), ("row", "I"), ("channel", "K"))
+    return (Signature((left, right), (letters + "IK",), dimensions),)
+
+
+def einsum_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """``abc,cd->abd``: a label that isn't in the output is summed over."""
+    equation = operator.text("equation").replace(" ", "")
+    if "." in equation or equation.count("->") != 1:
+        return ()
+    left, output = equation.split("->")
+    inputs = tuple(left.split(","))
+    if any(len(set(term)) < len(term) for term in (*inputs, output)):
+        return ()
+    contracted = sorted(set("".join(inputs)) - set(output))
+    sums = tuple((f"sum_{label}", label) for label in contracted)
+    return (Signature(inputs, (output,), _axes(output) + sums),)
+
+
+def _letters(rank: int) -> str:
+    return string.ascii_lowercase[:rank]
+
+
+def _axes(letters: str) -> tuple[tuple[str, str], ...]:
+    """Names of a tensor's axes: batch is the first, channel the last, whatever they hold."""
+    last = len(letters) - 1
+    names = ("batch" if axis == 0 else "channel" if axis == last else f"axis{axis}" for axis in range(len(letters)))
+    return tuple((name, letter) for name, letter in zip(names, letters, strict=True) if letter != "_")
+
+
+def _aligned(letters: str, output: Known, shape: Known) -> str:
+    """The term of an input that is broadcast to the output: its axes are the output's last ones, or have length 1."""
+    start = len(output) - len(shape)
+    return "".join(
+        letter if size == wanted else "_"
+        for letter, wanted, size in zip(letters[start:], output[start:], shape, strict=True)
+    )
+
+
+def elementwise_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """Any axis of the output; inputs that are broadcast along it are read whole."""
+    output = operator.outputs[0]
+    if output is None or not output or any(shape is None or len(shape) > len(output) for shape in operator.inputs):
+        return ()
+    letters = _letters(len(output))
+    terms = tuple(_aligned(letters, output, shape) for shape in operator.inputs if shape is not None)
+    return (Signature(terms, (letters,), _axes(letters)),)
+
+
+def select_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """The condition of the old Select, if it isn't a scalar and has another shape, chooses among rows."""
+    condition, output = operator.inputs[0], operator.outputs[0]
+    return elementwise_signatures(operator) if condition in ((), output) else ()
+
+
+def broadcast_to_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """Any axis of the output."""
+    source, output = operator.inputs[0], operator.outputs[0]
+    if source is None or output is None:
+        return ()
+    letters = _letters(len(output))
+    return (Signature((_aligned(letters, output, source), letters), (letters,), _axes(letters), frozenset({1})),)
+
+
+def fill_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """Any axis of the output."""
+    output = operator.outputs[0]
+    if output is None:
+        return ()
+    letters = _letters(len(output))
+    return (Signature((letters, WHOLE), (letters,), _axes(letters), frozenset({0})),)
+
+
+def identities_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """Tensors that pass through; those are cut whose first, or last, axis is as long as that of the first tensor."""
+    first = operator.inputs[0]
+    if not first:
+        return ()
+    found = []
+    for axis, dimension in ((0, BATCH), (-1, CHANNEL)):
+        letter = dimension[0][1]
+        terms = []
+        for shape in operator.inputs:
+            rest = "_" * (len(shape or ()) - 1)
+            term = letter + rest if axis == 0 else rest + letter
+            terms.append(term if shape and shape[axis] == first[axis] else WHOLE)
+        found.append(Signature(tuple(terms), tuple(term or ANY for term in terms), dimension))
+    return tuple(found)
+
+
+def same_lengths_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """Padding and the like: an axis whose length doesn't change isn't touched; other inputs are read whole."""
+    source, output = operator.inputs[0], operator.outputs[0]
+    if source is None or output is None or len(source) != len(output):
+        return ()
+    letters = _aligned(_letters(len(output)), output, source)
+    rest = (WHOLE,) * (len(operator.inputs) - 1)
+    return (Signature((letters, *rest), (letters,), _axes(letters)),)
+
+
+def slice_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """An axis whose length doesn't change is taken whole; the slice's size is the output's shape."""
+    return tuple(
+        found._replace(inputs=(found.inputs[0], WHOLE, found.outputs[0]), shape_inputs=frozenset({2}))
+        for found in same_lengths_signatures(operator)
+    )
+
+
+def strided_slice_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """An axis is whole where both masks say so and the stride is 1. Of the gradient, input and output change places."""
+    backward = operator.node.op == "StridedSliceGrad"
+    source = operator.outputs[0] if backward else operator.inputs[0]
+    strides = operator.integers(3)
+    if source is None or strides is None or operator.number("ellipsis_mask") or operator.number("new_axis_mask"):
+        return ()
+    whole = operator.number("begin_mask") & operator.number("end_mask")
+    gone = operator.number("shrink_axis_mask")
+    letters = "".join(
+        letter if axis >= len(strides) or (whole >> axis & 1 and strides[axis] == 1) else "_"
+        for axis, letter in enumerate(_letters(len(source)))
+    )
+    sliced = "".join(letter for axis, letter in enumerate(letters) if not gone >> axis & 1)
+    # A removed axis is never whole: it is one element.
+    letters = "".join("_" if gone >> axis & 1 else letter for axis, letter in enumerate(letters))
+    rest = (WHOLE,) * 3
+    if backward:
+        return (Signature((letters, *rest, sliced), (letters,), _axes(letters), frozenset({0})),)
+    return (Signature((letters, *rest), (sliced,), _axes(letters)),)
+
+
+def concat_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """Along another axis than that of the concatenation."""
+    first, output = operator.inputs[0], operator.outputs[0]
+    if first is None or output is None or len(operator.inputs) < 3:
+        return ()
+    letters = _aligned(_letters(len(output)), output, first)
+    return (Signature((letters,) * (len(operator.inputs) - 1) + (WHOLE,), (letters,), _axes(letters)),)
+
+
+def split_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """Split and SplitV: along another axis than theirs."""
+    value = 1 if operator.node.op == "Split" else 0
+    source, output = operator.inputs[value], operator.outputs[0]
+    if source is None or output is None or len(operator.outputs) < 2:
+        return ()
+    letters = _aligned(_letters(len(source)), source, output)
+    inputs = (letters, WHOLE, WHOLE) if value == 0 else (WHOLE, letters)
+    return (Signature(inputs, (letters,) * len(operator.outputs), _axes(letters)),)
+
+
+def pack_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """Pack and Unpack: one of the two sides has an axis more."""
+    unpack = operator.node.op == "Unpack"
+    short = operator.outputs[0] if unpack else operator.inputs[0]
+    if short is None:
+        return ()
+    letters = _letters(len(short))
+    axis = operator.number("axis") % (len(short) + 1)
+    long = letters[:axis] + "_" + letters[axis:]
+    count = len(operator.outputs if unpack else operator.inputs)
+    if unpack:
+        return (Signature((long,), (letters,) * count, _axes(letters)),)
+    return (Signature((letters,) * count, (long,), _axes(letters)),)
+
+
+def reshape_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """Elements keep their order: along the first axes in units that both shapes have, or along a last axis that stays.
+
+    [6, 4] becomes [4, 6]: two units of 12 elements, 3 rows before and 2 rows after it.
+    """
+    source, output = operator.inputs[0], operator.outputs[0]
+    if not source or not output:
+        return ()
+    before, after = "b" + "_" * (len(source) - 1), "b" + "_" * (len(output) - 1)
+    found = [Signature((before, after), (after,), BATCH, frozenset({1}))]
+    if source[-1] == output[-1] and len(source) + len(output) > 2:
+        before, after = "_" * (len(source) - 1) + "c", "_" * (len(output) - 1) + "c"
+        found.append(Signature((before, after), (after,), CHANNEL, frozenset({1})))
+    return tuple(found)
+
+
+def units_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """ExpandDims and Squeeze: the first axis and the last one, where they stay."""
+    source, output = operator.inputs[0], operator.outputs[0]
+    # Without a list, Squeeze would remove the batch of a part that has one sample.
+    if not source or not output or (operator.node.op == "Squeeze" and not operator.numbers("squeeze_dims")):
+        return ()
+    rest = (WHOLE,) * (len(operator.inputs) - 1)
+    found = []
+    if source[0] == output[0]:
+        found.append(Signature(("b" + "_" * (len(source) - 1), *rest), ("b" + "_" * (len(output) - 1),), BATCH))
+    if source[-1] == output[-1]:
+        found.append(Signature(("_" * (len(source) - 1) + "c", *rest), ("_" * (len(output) - 1) + "c",), CHANNEL))
+    return tuple(found)
+
+
+def transpose_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """By the permutation, or, where it isn't known, of axes that no other is as long as."""
+    source, output = operator.inputs[0], operator.outputs[0]
+    if source is None or output is None:
+        return ()
+    letters, permutation = _letters(len(source)), operator.integers(1)
+    if permutation is None:
+        places = [source.index(size) if source.count(size) == 1 else None for size in output]
+        after = "".join("_" if place is None else letters[place] for place in places)
+        letters = "".join(letter if letter in after else "_" for letter in letters)
+    else:
+        after = "".join(letters[place] for place in permutation)
+    return (Signature((letters, WHOLE), (after,), _axes(after)),)
+
+
+def _kept_axes(operator: Operator) -> tuple[str, str] | None:
+    """The terms of what is reduced and of the result; axes of which it isn't certain whether they stay are ``_``."""
+    source, output, axes = operator.inputs[0], operator.outputs[0], operator.integers(1)
+    if source is None or output is None:
+        return None
+    letters = _letters(len(source))
+    if operator.flag("keep_dims"):
+        return letters, "".join(a if size == new else "_" for a, size, new in zip(letters, source, output, strict=True))
+    if axes is not None:
+        gone = {axis % len(source) for axis in axes} if source else set()
+        return letters, "".join(letter for axis, letter in enumerate(letters) if axis not in gone)
+    first, last = _embedding(source, output), _embedding(source[::-1], output[::-1])
+    if first is None or last is None:
+        return None
+    ends = [(low, len(source) - 1 - high) for low, high in zip(first, last[::-1], strict=True)]
+    after = "".join(letters[low] if low == high else "_" for low, high in ends)
+    possible = {axis for low, high in ends if low < high for axis in range(low, high + 1)}
+    certain = {low for low, high in ends if low == high}
+    return "".join("_" if axis in possible - certain else a for axis, a in enumerate(letters)), after
+
+
+def _embedding(source: Known, output: Known) -> list[int] | None:
+    """The first place in ``source`` for each length of ``output``, in order."""
+    places, axis = [], 0
+    for size in output:
+        while axis < len(source) and source[axis] != size:
+            axis += 1
+        if axis == len(source):
+            return None
+        places.append(axis)
+        axis += 1
+    return places
+
+
+def reduction_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """Along axes that stay; a sum also along those that it is taken over, and a mean as such a sum."""
+    terms = _kept_axes(operator)
+    if terms is None:
+        return ()
+    before, after = terms
+    kept = tuple((name, letter) for name, letter in _axes(before) if letter in after)
+    gone = tuple((name, letter) for name, letter in _axes(before) if letter not in after)
+    op = operator.node.op
+    if op == "Sum":
+        return (Signature((before, WHOLE), (after,), kept + gone),)
+    found = Signature((before, WHOLE), (after,), kept)
+    source, output = operator.inputs[0], operator.outputs[0]
+    if op == "Mean" and gone and source and output is not None and operator.node.attr["T"].type in _SUMMED:
+        averaged = math.prod(source) // max(1, math.prod(output))
+        return found, found._replace(dimensions=gone, divisor=averaged)
+    return (found,)
+
+
+_SUMMED = frozenset({types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE})
+"""Dtypes in which a sum can't overflow, or lose digits, where the mean would not."""
+
+
+def segment_sum_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """Sums of rows by their numbers: a sum over the rows, or along the axes of a row."""
+    rows, numbers = operator.inputs[0], operator.inputs[1]
+    if rows is None or numbers is None or len(rows) < len(numbers):
+        return ()
+    letters = _letters(len(rows))
+    own = letters[len(numbers) :]
+    dimensions = (
+        _axes(letters) if own else tuple((f"axis{axis}" if axis else "batch", a) for axis, a in enumerate(letters))
+    )
+    return (Signature((letters, letters[: len(numbers)], WHOLE), ("_" + own,), dimensions),)
+
+
+def gather_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """Rows of a table: along the indices, or along the axes of a row."""
+    table, indices = operator.inputs[0], operator.inputs[1]
+    axis = operator.integers(2) if operator.node.op == "GatherV2" else [0]
+    if table is None or indices is None or axis != [0] or operator.number("batch_dims"):
+        return ()
+    letters = _letters(len(indices) + len(table) - 1)
+    rows = "_" + letters[len(indices) :]
+    rest = (WHOLE,) * (len(operator.inputs) - 2)
+    return (Signature((rows, letters[: len(indices)], *rest), (letters,), _axes(letters)),)
+
+
+def one_hot_signatures(operator: Operator) -> tuple[Signature, ...]:
+    """Any axis of the indices."""
+    indices = operator.inputs[0]
+    if indices is None or operator.number("axis", -1) != -1:
+        return ()
+    letters = _letters(len(indices))
+    return (Signature((letters, WHOLE, WHOLE, WHOLE), (letters + "_",), _axes(letters + "_")),)

@@ -1,0 +1,474 @@
+"""A Program: a GraphDef and what its tensors mean. Passes take one and return a new one.
+
+A program starts flat: the model's graph as it was captured, for one slice of a batch. ``assign_stages`` cuts it,
+``build_forward`` and ``build_backward`` move each stage into library functions, and ``replicate`` starts a new top
+level with one call per task, which the later passes connect, order and complete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from graph_passes.ir.batching import Interval, micro_batch_intervals, slice_intervals
+from graph_passes.ir.graph import COUNTABLE_DTYPES, GraphDef, Ref
+from graph_passes.ir.outline import FunctionDef
+from graph_passes.ir.spreads import Coupling
+from graph_passes.ir.tasks import Phase, Schedule, Task
+
+
+class VariableKind(enum.Enum):
+    """What a variable is to a training step."""
+
+    PARAMETER = "parameter"  # has a gradient
+    STATE = "state"  # is updated by the forward pass (moving averages, counters, random seeds)
+    METRIC = "metric"  # is updated from outputs and labels; lives on the host between steps
+    OPTIMIZER = "optimizer"  # slots, step counter, learning rate, loss scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """One logical variable of the user's model.
+
+    Attributes:
+        name: unique in the program; also the name of its storage on every device that hosts it.
+        dtype: a ``DT_*`` number.
+        shape: fully known.
+        kind: see :class:`VariableKind`.
+        value: the placeholder that stands for it in the flat graph; None when the flat graph doesn't read it.
+        update: what this slice contributes to its value after the step, in the flat graph; None when the forward pass
+            doesn't change it. Contributions of floating-point state add up over the slices of the global batch (each is
+            weighted by its samples); of other state (counters, random seeds) that of the first slice is the new value;
+            metric values pass from one micro-batch to the next.
+        additive: of a metric: whether an update only adds to the value, so that each replica can keep a sum of its
+            own. One value passes through all replicas otherwise, in the order of samples.
+        metric: of a metric: which one, so that all its variables are updated from the same slices; None for one of its
+            own.
+        storage: name of its storage on devices; None for the variable's own. Counters that every parameter group steps
+            for itself have one for each group.
+    """
+
+    name: str
+    dtype: int
+    shape: tuple[int, ...]
+    kind: VariableKind
+    value: Ref | None = None
+    update: Ref | None = None
+    additive: bool = True
+    metric: str | None = None
+    storage: str | None = None
+
+    @property
+    def place(self) -> str:
+        """Name of its storage on the devices that keep it."""
+        return self.storage or self.name
+
+    @property
+    def is_counter(self) -> bool:
+        """Whether it is integer state: a random seed or a counter, which every reader may step for itself."""
+        return self.kind is VariableKind.STATE and self.dtype not in COUNTABLE_DTYPES
+
+
+@dataclasses.dataclass(frozen=True)
+class Normalizer:
+    """A number of the whole global batch that slices read: the divisor of a loss term, for one.
+
+    A masked mean divides by the number of valid entries of the whole batch, which no slice knows by itself. In the flat
+    graph slices read a placeholder for ``1 / divisor``; ``of_whole_batch`` computes it when it is given whole batches.
+    Losses that are written as functions read other statistics of batch inputs in the same way (`scale_losses`).
+
+    Attributes:
+        placeholder: of floating-point numbers, mostly a scalar, that slices read.
+        of_whole_batch: its value, computed from batch inputs alone.
+        loss: name of the loss, for messages.
+    """
+
+    placeholder: Ref
+    of_whole_batch: Ref
+    loss: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCall:
+    """One call of a layer while the model was captured: the nodes ``start`` to ``stop`` of the flat graph.
+
+    Attributes:
+        path: names of the layers around it and its own: ``encoder/block_1``.
+        start: position of the first node that was made inside the call.
+        stop: position after the last one.
+        number: 0 for the first call of this layer, 1 for the second.
+    """
+
+    path: str
+    start: int
+    stop: int
+    number: int = 0
+
+
+class Slice(NamedTuple):
+    """The scalars that tell a stage function which slice of the global batch it works on (placeholders)."""
+
+    weight: Ref  # float64: samples of the slice / samples of the global batch
+    number: Ref  # int32: a number unique among the slices of one stage and step; 0 for the first
+    samples: Ref  # int32: samples of the slice
+
+
+@dataclasses.dataclass(frozen=True)
+class Peers:
+    """What tells a stage function with which others it adds up: the replicas that have samples of its micro-batch.
+
+    All are int32 placeholders. Keys are those of TensorFlow's collective operations.
+
+    Attributes:
+        count: number of these replicas, its own included.
+        group: key of their devices.
+        instance: the first of the keys that are this task's own: each sum takes one, its gradient the next.
+        keys: number of keys that one task takes.
+    """
+
+    count: Ref
+    group: Ref
+    instance: Ref
+    keys: int
+
+    @property
+    def refs(self) -> tuple[Ref, ...]:
+        """The placeholders."""
+        return self.count, self.group, self.instance
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """What the tensors of the flat graph mean.
+
+    Attributes:
+        inputs: leaves of x, y and sample_weight, in feed order; their first axis is the batch.
+        variables: all variables of the model, in the model's order.
+        slice: see :class:`Slice`.
+        normalizers: see :class:`Normalizer`.
+        outputs: leaves of the model's output, in order.
+        loss: the slice's contribution to the mean loss over the global batch (a scalar); None for prediction.
+        calls: layer calls in the order in which they began.
+        model_end: position after the last node of the model itself; losses and metrics come behind it.
+        example_shapes: shapes of ``inputs`` in a batch at hand, by which lengths are known that the model leaves open,
+            None for the number of samples; empty where no batch is at hand.
+        peers: see :class:`Peers`; None where nothing is added up over replicas.
+    """
+
+    inputs: tuple[Ref, ...]
+    variables: tuple[Variable, ...]
+    slice: Slice
+    normalizers: tuple[Normalizer, ...] = ()
+    outputs: tuple[Ref, ...] = ()
+    loss: Ref | None = None
+    calls: tuple[LayerCall, ...] = ()
+    model_end: int = 0
+    example_shapes: tuple[tuple[int | None, ...], ...] = ()
+    peers: Peers | None = None
+
+    @property
+    def scalars(self) -> tuple[Ref, ...]:
+        """What tells a stage function about its slice, and with whom it adds up."""
+        return *self.slice, *(() if self.peers is None else self.peers.refs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Boundary:
+    """A tensor that crosses a cut, from the stage that makes it to all stages that read it.
+
+    Attributes:
+        ref: the tensor in the flat graph.
+        producer: stage that computes it.
+        consumers: later stages that read it, ascending; skip connections have several.
+        dtype: a ``DT_*`` number.
+        batch_axis: the axis along which it is cut into slices; None when it has no batch axis (a scalar loss term,
+        say). rows_per_sample: length of that axis per sample; None when it is only known at run time.
+        shape: static shape; None for axes that grow with the batch or are unknown.
+        differentiable: whether a gradient flows back through it.
+        example_shape: its shape for one sample of the batch at hand (see `Roles`); None for what isn't known then.
+    """
+
+    ref: Ref
+    producer: int
+    consumers: tuple[int, ...]
+    dtype: int
+    batch_axis: int | None
+    rows_per_sample: int | None
+    shape: tuple[int | None, ...]
+    differentiable: bool
+    example_shape: tuple[int | None, ...]
+
+    def slice_shape(self, samples: int) -> tuple[int | None, ...]:
+        """The shape for a slice of ``samples`` samples, whatever the lengths that the model leaves open."""
+        return self._sliced(self.shape, self.rows_per_sample, samples)
+
+    def example_slice_shape(self, samples: int) -> tuple[int | None, ...]:
+        """The shape for a slice of ``samples`` samples with the lengths of the batch at hand."""
+        rows = None if self.batch_axis is None else self.example_shape[self.batch_axis]
+        return self._sliced(self.example_shape, rows, samples)
+
+    def _sliced(self, shape: tuple[int | None, ...], rows: int | None, samples: int) -> tuple[int | None, ...]:
+        if self.batch_axis is None:
+            return shape
+        length = None if rows is None else rows * samples
+        return (*shape[: self.batch_axis], length, *shape[self.batch_axis + 1 :])
+
+
+class ValueKind(enum.Enum):
+    """What a function's argument or result is."""
+
+    FORWARD = "forward"  # a tensor of the flat graph
+    GRADIENT = "gradient"  # the gradient with respect to a tensor of the flat graph
+    SLICE_VALUES = "slice_values"  # a slice's own rows of the gradient of a parameter that is only gathered from
+    SLICE_INDICES = "slice_indices"  # the rows of the parameter that they belong to
+    SHARED_VALUES = "shared_values"  # rows that all slices have in common, with this one's share of their values
+    SHARED_INDICES = "shared_indices"  # the rows of the parameter that they belong to, the same in every slice
+    RESIDUAL = "residual"  # a tensor that the stage's forward function keeps for its backward functions
+    PARTIAL = "partial"  # a tensor that Bx computes and Bw reads
+
+
+OWN_ROWS = (ValueKind.SLICE_VALUES, ValueKind.SLICE_INDICES)
+SHARED_ROWS = (ValueKind.SHARED_VALUES, ValueKind.SHARED_INDICES)
+ROWS = frozenset((*OWN_ROWS, *SHARED_ROWS))
+"""Of a gradient that isn't a whole tensor."""
+
+
+class Value(NamedTuple):
+    """What an argument or a result of a stage function means."""
+
+    ref: Ref
+    kind: ValueKind = ValueKind.FORWARD
+
+    def __str__(self) -> str:
+        return str(self.ref) if self.kind is ValueKind.FORWARD else f"{self.kind.value}({self.ref})"
+
+
+@dataclasses.dataclass(frozen=True)
+class StageFunction:
+    """A library function and what its arguments and results mean.
+
+    Attributes:
+        function: the function.
+        inputs: meaning of its arguments, in order.
+        outputs: meaning of its results, in order.
+    """
+
+    function: FunctionDef
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+    @property
+    def name(self) -> str:
+        """Name in the function library."""
+        return str(self.function.signature.name)
+
+    def result_dtype(self, value: Value) -> int:
+        """The dtype (a ``DT_*`` number) of a result."""
+        return int(self.function.signature.output_arg[self.outputs.index(value)].type)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One stage: the variables that it reads and, as they come to be, its graph and its functions.
+
+    Attributes:
+        index: 0 for the first stage.
+        reads: names of the variables that it reads, parameters and state, in the model's order.
+        graph: its nodes, with placeholders for what comes from outside; after ``build_backward`` with its gradients.
+        arguments: what its placeholders mean.
+        results: its results, forward and gradients, as tensors of ``graph``.
+        metric_results: its new metric values, likewise.
+        forward: F: (variables, batch inputs, boundary inputs) -> (boundary outputs, new state, loss, residuals).
+        backward: B: (variables, residuals, gradients of boundary outputs) -> (gradients of boundary inputs and
+            parameters). None where it is split.
+        input_grad: Bx: (variables, residuals, gradients of boundary outputs) -> (gradients of boundary inputs,
+            partial results for Bw). None where B isn't split, or nothing that the stage receives has a gradient.
+        weight_grad: Bw: (variables, residuals, partial results of Bx, gradients of boundary outputs) -> (gradients of
+            parameters). None where B isn't split, or the stage has no parameters.
+        split: whether Bx and Bw take the place of B.
+        fused: F and B in one function, which is called in their place: (variables, batch inputs, boundary inputs,
+            gradient of the loss) -> (results of F, results of B). None where there is no such function.
+        metrics: (tensors of F, labels, metric values) -> metric values.
+        residual_bytes: bytes that a slice keeps from F to B, boundary inputs included, per sample.
+        fixed_residual_bytes: bytes that it keeps whatever its size.
+        undecided_rows: parameter -> why it can't be told which rows of its gradient slices have in common.
+        delayed_bytes: bytes that a slice keeps from Bx to Bw, per sample: residuals, partial results and gradients of
+            boundary outputs that Bw reads. fixed_delayed_bytes: those whatever its size.
+    """
+
+    index: int
+    reads: tuple[str, ...]
+    graph: GraphDef | None = None
+    arguments: Mapping[Value, Ref] = dataclasses.field(default_factory=dict)
+    results: Mapping[Value, Ref] = dataclasses.field(default_factory=dict)
+    metric_results: Mapping[Value, Ref] = dataclasses.field(default_factory=dict)
+    forward: StageFunction | None = None
+    backward: StageFunction | None = None
+    input_grad: StageFunction | None = None
+    weight_grad: StageFunction | None = None
+    split: bool = False
+    fused: StageFunction | None = None
+    metrics: StageFunction | None = None
+    undecided_rows: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    residual_bytes: int = 0
+    fixed_residual_bytes: int = 0
+    delayed_bytes: int = 0
+    fixed_delayed_bytes: int = 0
+
+    @property
+    def phases(self) -> tuple[tuple[Phase, StageFunction | None], ...]:
+        """What a slice runs, and the function that does it; None for what there is nothing to do."""
+        forward = (Phase.FORWARD, self.forward if self.fused is None else self.fused)
+        if self.split:
+            return forward, (Phase.INPUT_GRAD, self.input_grad), (Phase.WEIGHT_GRAD, self.weight_grad)
+        backward = (Phase.BACKWARD, self.backward if self.fused is None else None)
+        return (forward, backward) if self.backward is not None else (forward,)
+
+    @property
+    def functions(self) -> tuple[StageFunction, ...]:
+        """All its functions, makers of residuals and partial results before their readers."""
+        made = self.forward, self.backward, self.input_grad, self.weight_grad, self.fused, self.metrics
+        return tuple(function for function in made if function is not None)
+
+    @property
+    def gives_gradients(self) -> Phase:
+        """The phase that takes the gradients of what the stage sends, and gives those of what it receives."""
+        return Phase.INPUT_GRAD if self.split else Phase.BACKWARD
+
+    @property
+    def parameter_gradients(self) -> tuple[Phase, StageFunction | None]:
+        """The phase that gives the gradients of the stage's parameters, and its function."""
+        return (Phase.WEIGHT_GRAD, self.weight_grad) if self.split else (Phase.BACKWARD, self.backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Which samples each task works on, and where.
+
+    Attributes:
+        devices: names of the devices of each stage's replicas.
+        weight_devices: names of those that compute weight gradients (Bw), keep the variables and update them; None for
+            the same.
+        batch: samples in this step's batch.
+        global_batch_size: samples in a full batch.
+        micro_batches: micro-batches of a full batch.
+    """
+
+    devices: tuple[tuple[str, ...], ...]
+    batch: int
+    global_batch_size: int
+    micro_batches: int
+    weight_devices: tuple[tuple[str, ...], ...] | None = None
+
+    @property
+    def homes(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the devices that keep each stage's variables, for each replica."""
+        return self.devices if self.weight_devices is None else self.weight_devices
+
+    def device_of(self, task: Task) -> str:
+        """Name of the device that runs a task."""
+        places = self.homes if task.phase is Phase.WEIGHT_GRAD else self.devices
+        return places[task.stage][task.replica]
+
+    @property
+    def micro_batch_intervals(self) -> tuple[Interval, ...]:
+        """The samples of each micro-batch."""
+        return micro_batch_intervals(self.batch, self.global_batch_size, self.micro_batches)
+
+    def slices(self, stage: int, micro_batch: int) -> tuple[Interval, ...]:
+        """The samples of each replica of a stage; empty intervals where there are fewer samples than replicas."""
+        return slice_intervals(self.micro_batch_intervals[micro_batch], len(self.devices[stage]))
+
+    def slice(self, stage: int, micro_batch: int, replica: int) -> Interval:
+        """The samples of one replica."""
+        return self.slices(stage, micro_batch)[replica]
+
+    def active(self, stage: int, micro_batch: int, replica: int) -> bool:
+        """Whether the replica has any sample of this micro-batch."""
+        return self.slice(stage, micro_batch, replica).size > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The top level of a step graph, as far as it has been built.
+
+    Attributes:
+        layout: see :class:`Layout`.
+        entry: the first node of each task: the one that control edges make wait.
+        exit: the last nodes of each task: those that the next task of the device waits for.
+        values: where each result of each task is: (task, value) -> tensor.
+        pending: (task, value) -> the placeholder that stands for an argument until a later pass connects it.
+        schedule: the order of tasks on each device, once it is fixed.
+        reads: (stage, replica) -> the nodes that read its variables.
+        feeds: flat batch input -> placeholder of the whole batch.
+        metric_feeds: metric variable -> placeholders of its value before the step and of its value after a reset.
+        metric_results: metric variable -> its value on each replica after the step, the first replica first.
+        loss: mean loss over the global batch.
+        outputs: for each of the model's outputs, its slices in the order of samples.
+        gradients: parameter -> its reduced gradient, on the first replica of its first stage; for checks.
+        train: the node that has run when all variables have been updated.
+        dissolved: stages that have no tasks any more: their operators are ordered one by one, or the step is one
+            function (`Join`). ``entry`` and ``exit`` have none of theirs; ``schedule`` still tells their order.
+        placed_on: devices of operators that were placed one by one.
+    """
+
+    layout: Layout
+    entry: Mapping[Task, str] = dataclasses.field(default_factory=dict)
+    exit: Mapping[Task, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    values: Mapping[tuple[Task, Value], Ref] = dataclasses.field(default_factory=dict)
+    pending: Mapping[tuple[Task, Value], str] = dataclasses.field(default_factory=dict)
+    schedule: Schedule | None = None
+    reads: Mapping[tuple[int, int], tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    feeds: Mapping[Ref, Ref] = dataclasses.field(default_factory=dict)
+    metric_feeds: Mapping[str, tuple[Ref, Ref]] = dataclasses.field(default_factory=dict)
+    metric_results: Mapping[str, tuple[Ref, ...]] = dataclasses.field(default_factory=dict)
+    loss: Ref | None = None
+    outputs: tuple[tuple[Ref, ...], ...] = ()
+    gradients: Mapping[str, Ref] = dataclasses.field(default_factory=dict)
+    train: str | None = None
+    dissolved: frozenset[int] = frozenset()
+    placed_on: frozenset[str] = frozenset()
+
+    @property
+    def named_nodes(self) -> set[str]:
+        """The nodes that the step speaks of, feeds apart."""
+        refs = [*([self.loss] if self.loss is not None else []), *self.gradients.values(), *self.values.values()]
+        refs += [ref for several in (*self.outputs, *self.metric_results.values()) for ref in several]
+        names = {*(ref.node for ref in refs), *self.entry.values(), *(n for names in self.exit.values() for n in names)}
+        return names | ({self.train} if self.train is not None else set())
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A GraphDef and what its tensors mean.
+
+    Attributes:
+        graph: the flat graph until ``replicate``; then the step's top level. Its library holds all functions so far.
+        roles: what the tensors of the flat graph mean.
+        flat: the flat graph that the roles speak of, kept once ``graph`` is something else.
+        node_stage: stage of each node of the flat graph; nodes that belong to no single stage are missing.
+        boundaries: tensors that cross cuts, in the order of the graph.
+        stages: see :class:`Stage`.
+        step: see :class:`Step`.
+        couplings: nodes of the flat graph that make a slice's results differ from the whole batch's, and how.
+    """
+
+    graph: GraphDef
+    roles: Roles
+    flat: GraphDef | None = None
+    node_stage: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    boundaries: tuple[Boundary, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    step: Step | None = None
+    couplings: tuple[tuple[str, Coupling], ...] = ()
+
+    def replace(self, **changes: object) -> Program:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    @property
+    def variables(self) -> dict[str, Variable]:
+        """Variables by name."""
+        return {variable.name: variable for variable in self.roles.variables}

@@ -1,0 +1,56 @@
+"""Sums over the replicas that work on one micro-batch: of a layer's moments, say, and of their gradients.
+
+They are collective operations inside stage functions. What tells them which replicas they add up (`Peers`) are
+arguments, so that one function serves all replicas and micro-batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterable
+
+from graph_passes.ir.graph import OWN_ATTRS, Graph, GraphDef, NodeDef, Ref, control_inputs
+from graph_passes.ir.outline import FunctionDef
+
+SUM_OP = "CollectiveReduceV2"
+
+
+def sums_of(nodes: Iterable[NodeDef]) -> list[NodeDef]:
+    """The sums over replicas among nodes, in their order."""
+    return [node for node in nodes if node.op == SUM_OP]
+
+
+def without_sums(graph: GraphDef) -> GraphDef:
+    """The graph of a replica that works alone: it adds nothing to what it has.
+
+    x -> CollectiveReduceV2 -> y   becomes   x -> Identity -> y
+    """
+    if not sums_of(graph.node):
+        return graph
+    alone = GraphDef()
+    alone.CopyFrom(graph)
+    for node in sums_of(alone.node):
+        node.op = "Identity"
+        inputs = [node.input[0], *(f"^{waited}" for waited in control_inputs(node))]
+        del node.input[:]
+        node.input.extend(inputs)
+        for key in [key for key in node.attr if key != "T" and not key.startswith(OWN_ATTRS)]:
+            del node.attr[key]
+    return alone
+
+
+def key_nodes(graph: Graph, peers: Container[Ref]) -> set[str]:
+    """Nodes that compute keys of sums: from ``peers``, the stage's arguments, and constants alone."""
+    found: set[str] = set()
+    for node in graph:
+        producers = [ref for ref in graph.inputs(node.name) if graph.nodes[ref.node].op != "Const"]
+        if producers and all(ref in peers or ref.node in found for ref in producers):
+            found.add(node.name)
+    return found
+
+
+def order_sums(function: FunctionDef) -> None:
+    """Makes each sum of a function wait for the one before, in place, so that all replicas run them in one order."""
+    for before, after in itertools.pairwise(sums_of(function.node_def)):
+        if before.name not in control_inputs(after):
+            after.input.append(f"^{before.name}")

@@ -1,0 +1,163 @@
+"""Variables on devices: library functions that read, load, save and accumulate them.
+
+A variable is a resource of the device on which its handle is made, under the variable's name. The handles live inside
+functions, so that one function serves all replicas of a stage (each call finds the variables of its own device), and
+the top level of a step grows with tasks, not with the number of variables.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from tensorflow.core.framework import types_pb2
+
+from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, dtype_attr, shape_attr
+from graph_passes.ir.outline import FunctionDef, outline, placeholder
+from graph_passes.ir.program import Variable
+from graph_passes.ir.tensorflow_bridge import dtype_size, empty_graph
+
+
+def handle(builder: Builder, name: str, dtype: int, shape: Sequence[int]) -> Ref:
+    """The handle of the variable ``name`` of whichever device runs the node."""
+    kind = {"dtype": dtype_attr(dtype), "shape": shape_attr(tuple(shape)), "shared_name": name}
+    return builder.add(f"handle/{name}", "VarHandleOp", **kind)
+
+
+def read(builder: Builder, name: str, dtype: int, shape: Sequence[int]) -> Ref:
+    """The value of a variable."""
+    source = handle(builder, name, dtype, shape)
+    return builder.add(f"read/{name}", "ReadVariableOp", [source], dtype=dtype_attr(dtype))
+
+
+def assign(
+    builder: Builder, name: str, value: Ref, dtype: int, shape: Sequence[int], op: str = "AssignVariableOp"
+) -> str:
+    """Assigns (or, with ``AssignAddVariableOp``, adds to) a variable; returns the node that does."""
+    target = handle(builder, name, dtype, shape)
+    return builder.add(f"assign/{name}", op, [target, value], dtype=dtype_attr(dtype)).node
+
+
+def flatten(builder: Builder, tensor: Ref, dtype: int) -> Ref:
+    """All elements as a vector."""
+    minus_one = builder.const([-1], types_pb2.DT_INT32)
+    return builder.add("flat", "Reshape", [tensor, minus_one], T=dtype_attr(dtype))
+
+
+def unflatten(builder: Builder, vector: Ref, dtype: int, shapes: Sequence[Sequence[int]]) -> list[Ref]:
+    """Consecutive parts of a vector in the given shapes."""
+    parts = builder.split("parts", vector, dtype, [math.prod(shape) for shape in shapes], 0)
+    return [
+        builder.add("shaped", "Reshape", [part, builder.const(list(shape), types_pb2.DT_INT32)], T=dtype_attr(dtype))
+        for part, shape in zip(parts, shapes, strict=True)
+    ]
+
+
+def zeros(builder: Builder, dtype: int, shape: Sequence[int], device: str = "") -> Ref:
+    """A tensor of zeros."""
+    dims = builder.const(list(shape), types_pb2.DT_INT32)
+    kind = {"T": dtype_attr(dtype), "index_type": dtype_attr(types_pb2.DT_INT32)}
+    return builder.add("zeros", "Fill", [dims, builder.const(0, dtype)], device=device, **kind)
+
+
+def by_dtype(variables: Iterable[Variable]) -> dict[int, tuple[Variable, ...]]:
+    """Variables grouped by dtype, in order: each group travels as one vector when variables are loaded and saved."""
+    ordered = sorted(variables, key=lambda variable: variable.dtype)
+    return {dtype: tuple(group) for dtype, group in itertools.groupby(ordered, key=lambda variable: variable.dtype)}
+
+
+def read_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
+    """() -> the variables' values."""
+    builder = Builder(empty_graph())
+    values = [read(builder, variable.place, variable.dtype, variable.shape) for variable in variables]
+    return outline(name, Graph(builder.graph), [], values)
+
+
+def load_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
+    """One vector per dtype (in the order of :func:`by_dtype`) -> (); assigns all variables."""
+    builder = Builder(empty_graph())
+    vectors, effects = [], []
+    for dtype, group in by_dtype(variables).items():
+        vector = builder.append(placeholder(builder.names.fresh("values"), dtype))
+        vectors.append(vector)
+        parts = unflatten(builder, vector, dtype, [variable.shape for variable in group])
+        for variable, part in zip(group, parts, strict=True):
+            effects.append(assign(builder, variable.place, part, dtype, variable.shape))
+    return outline(name, Graph(builder.graph), vectors, [], effects=effects)
+
+
+def assign_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
+    """The variables' values -> (); assigns all variables."""
+    builder = Builder(empty_graph())
+    values = [builder.append(placeholder(builder.names.fresh("value"), v.dtype)) for v in variables]
+    effects = [assign(builder, v.place, value, v.dtype, v.shape) for v, value in zip(variables, values, strict=True)]
+    return outline(name, Graph(builder.graph), values, [], effects=effects)
+
+
+def save_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
+    """() -> one vector per dtype, in the order of :func:`by_dtype`."""
+    builder = Builder(empty_graph())
+    vectors = []
+    for dtype, group in by_dtype(variables).items():
+        parts = [flatten(builder, read(builder, v.place, dtype, v.shape), dtype) for v in group]
+        vectors.append(builder.concat("values", parts, dtype, 0))
+    return outline(name, Graph(builder.graph), [], vectors)
+
+
+def accumulate_function(name: str, targets: Sequence[Variable], mode: str) -> FunctionDef:
+    """Values -> (); adds them to their accumulators in place.
+
+    Args:
+        name: the function's name.
+        targets: the accumulators, in the order of the arguments.
+        mode: ``first`` overwrites (the first micro-batch of a step), ``next`` adds, ``none`` takes no arguments and
+            sets zeros (a replica that has no samples in this step).
+    """
+    builder = Builder(empty_graph())
+    arguments, effects = [], []
+    for target in targets:
+        if mode == "none":
+            value = zeros(builder, target.dtype, target.shape)
+        else:
+            value = builder.append(placeholder(builder.names.fresh("value"), target.dtype))
+            arguments.append(value)
+        op = "AssignAddVariableOp" if mode == "next" else "AssignVariableOp"
+        effects.append(assign(builder, target.name, value, target.dtype, target.shape, op))
+    return outline(name, Graph(builder.graph), arguments, [], effects=effects)
+
+
+def buckets(variables: Iterable[Variable], limit: int) -> list[tuple[Variable, ...]]:
+    """Consecutive variables of one dtype, up to ``limit`` bytes together; one that is larger gets its own bucket."""
+    found: list[list[Variable]] = []
+    size = 0
+    for variable in variables:
+        added = bytes_of([variable])
+        if not found or found[-1][-1].dtype != variable.dtype or size + added > limit:
+            found.append([])
+            size = 0
+        found[-1].append(variable)
+        size += added
+    return [tuple(bucket) for bucket in found]
+
+
+def bytes_of(variables: Iterable[Variable]) -> int:
+    """Bytes of the values of variables."""
+    return sum(math.prod(variable.shape) * dtype_size(variable.dtype) for variable in variables)
+
+
+def merge_library(graph: GraphDef, functions: Iterable[FunctionDef]) -> None:
+    """Adds functions to a graph's library, each name once."""
+    present = {function.signature.name for function in graph.library.function}
+    for function in functions:
+        if function.signature.name not in present:
+            present.add(function.signature.name)
+            graph.library.function.add().CopyFrom(function)
+
+
+def merge_gradients(graph: GraphDef, gradients: Mapping[str, str]) -> None:
+    """Adds registrations of functions' gradients to a graph's library."""
+    present = {gradient.function_name for gradient in graph.library.gradient}
+    for function, gradient in gradients.items():
+        if function not in present:
+            graph.library.gradient.add(function_name=function, gradient_func=gradient)

@@ -1,0 +1,223 @@
+"""What a device does in one step, as data: a `Task` is one call, a `Schedule` is every device's ordered tasks.
+
+Both have a text form that parses back. ``2F0`` is stage 2, forward, micro-batch 0; ``0B3.r1`` is stage 0, backward,
+micro-batch 3, replica 1. A schedule has one line per device; ``1Bw0>2Bx0`` is a task that besides waits for the end of
+another, which need not be on its device::
+
+    0: 0F0 0F1 0B0 0B1
+    1: 1F0 1B0 1F1 1B1
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@functools.total_ordering
+class Phase(enum.Enum):
+    """Which part of a stage's work a task is; ordered as a micro-batch meets them.
+
+    A stage has either B for all micro-batches, or Bx (the gradients of what it received) and Bw (those of its
+    parameters) for all.
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_GRAD = "Bx"
+    WEIGHT_GRAD = "Bw"
+
+    def __lt__(self, other: object) -> bool:
+        if not isinstance(other, Phase):
+            return NotImplemented
+        phases = list(Phase)
+        return phases.index(self) < phases.index(other)
+
+
+_TASK_PATTERN = re.compile(r"([0-9]+)(F|Bx|Bw|B)([0-9]+)(?:\.r([0-9]+))?")
+
+
+@dataclass(frozen=True, order=True)
+class Task:
+    """One phase of one micro-batch (the slice of one replica) in one stage; all numbers count from 0.
+
+    Raises:
+        ValueError: a number is negative.
+    """
+
+    stage: int
+    phase: Phase
+    micro_batch: int
+    replica: int = 0
+
+    def __post_init__(self) -> None:
+        if self.stage < 0 or self.micro_batch < 0 or self.replica < 0:
+            numbers = {name: getattr(self, name) for name in ("stage", "micro_batch", "replica")}
+            name, number = next((name, number) for name, number in numbers.items() if number < 0)
+            raise ValueError(f"task's {name} is {number}; it must be 0 or more")
+        # Tasks are looked up by the ten thousand, and an enum's own hash is slow.
+        key = (self.stage, self.micro_batch, self.replica, self.phase._value_)
+        object.__setattr__(self, "_hash", hash(key))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> tuple[type[Task], tuple[int, Phase, int, int]]:
+        # Texts hash differently in another process.
+        return Task, (self.stage, self.phase, self.micro_batch, self.replica)
+
+    def __str__(self) -> str:
+        replica = f".r{self.replica}" if self.replica else ""
+        return f"{self.stage}{self.phase.value}{self.micro_batch}{replica}"
+
+    @classmethod
+    def parse(cls, text: str) -> Task:
+        """Return the task that prints as ``text``.
+
+        Raises:
+            ValueError: ``text`` isn't a task.
+        """
+        match = _TASK_PATTERN.fullmatch(text)
+        if match is None:
+            raise ValueError(
+                f"{text!r} isn't a task; write <stage><phase><micro-batch>[.r<replica>] "
+                f"with a phase of F, B, Bx or Bw, such as '2F0' or '0B3.r1'"
+            )
+        stage, phase, micro_batch, replica = match.groups()
+        return cls(int(stage), Phase(phase), int(micro_batch), int(replica or 0))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The ordered tasks of one training step for every device.
+
+    Attributes:
+        name: the policy that made it.
+        orders: device index -> its tasks in order. A device without tasks has an empty tuple. Read-only.
+        after: task -> another for whose end it waits, besides its place in its device's order and its data: how the
+            orders of a main stream and a sub-stream are tied together. Read-only.
+
+    Raises:
+        ValueError: ``after`` has a task that no device runs, or one that waits for itself.
+    """
+
+    name: str
+    orders: Mapping[int, tuple[Task, ...]]
+    after: Mapping[Task, Task] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        orders = {device: tuple(tasks) for device, tasks in sorted(self.orders.items())}
+        object.__setattr__(self, "orders", MappingProxyType(orders))
+        object.__setattr__(self, "after", MappingProxyType(dict(sorted(self.after.items()))))
+        for task, other in self.after.items():
+            for end in (task, other):
+                if end not in self._devices:
+                    raise ValueError(f"{task} waits for {other}, but no device runs {end}; leave the wait out")
+            if task == other:
+                raise ValueError(f"{task} waits for itself; leave the wait out")
+
+    def __hash__(self) -> int:
+        return hash((self.name, tuple(self.orders.items()), tuple(self.after.items())))
+
+    def __reduce__(self) -> tuple[type[Schedule], tuple[str, dict[int, tuple[Task, ...]], dict[Task, Task]]]:
+        return Schedule, (self.name, dict(self.orders), dict(self.after))  # read-only views don't copy or pickle
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join([f"{device}:", *map(self._text, tasks)]) for device, tasks in self.orders.items())
+
+    def _text(self, task: Task) -> str:
+        return f"{task}>{self.after[task]}" if task in self.after else str(task)
+
+    @classmethod
+    def parse(cls, text: str, name: str = "parsed") -> Schedule:
+        """Return the schedule that prints as ``text``; blank lines are ignored.
+
+        Raises:
+            ValueError: a line isn't ``<device>: <task> <task> ...``, a device has two lines, or as `Schedule`.
+        """
+        orders: dict[int, tuple[Task, ...]] = {}
+        after: dict[Task, Task] = {}
+        for number, line in enumerate(text.splitlines(), start=1):
+            if not line.strip():
+                continue
+            head, colon, rest = line.partition(":")
+            head = head.strip()
+            if not colon or not (head.isascii() and head.isdigit()):
+                raise ValueError(f"line {number} of the schedule is {line!r}; write <device>: <task> <task> ...")
+            device = int(head)
+            if device in orders:
+                raise ValueError(f"line {number} of the schedule lists device {device} again; give it one line only")
+            tasks = []
+            try:
+                for word in rest.split():
+                    first, wait, other = word.partition(">")
+                    tasks.append(Task.parse(first))
+                    if wait:
+                        after[tasks[-1]] = Task.parse(other)
+            except ValueError as error:
+                raise ValueError(f"line {number} of the schedule: {error}") from error
+            orders[device] = tuple(tasks)
+        return cls(name, orders, after)
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """Every task, device by device, each device's in its order."""
+        return tuple(task for tasks in self.orders.values() for task in tasks)
+
+    @functools.cached_property
+    def split(self) -> frozenset[int]:
+        """The stages whose backward is two tasks, Bx and Bw."""
+        return frozenset(task.stage for task in self.tasks if task.phase in (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD))
+
+    @functools.cached_property
+    def _devices(self) -> dict[Task, int]:
+        return {task: device for device, tasks in self.orders.items() for task in tasks}
+
+    def device_of(self, task: Task) -> int:
+        """Return the index of the device that runs ``task``.
+
+        Raises:
+            LookupError: no device runs it.
+        """
+        try:
+            return self._devices[task]
+        except KeyError:
+            raise LookupError(
+                f"no device runs {task} in schedule {self.name!r}, which has {len(self._devices)} tasks on "
+                f"{len(self.orders)} devices"
+            ) from None
+
+
+def reduction_order(
+    groups: Sequence[tuple[int, ...]], schedule: Schedule | None, devices: Sequence[Sequence[int]]
+) -> list[int]:
+    """The order in which groups are all-reduced, on every device: that in which the schedule completes gradients.
+
+    A group counts from where its last gradient stands in the order of a device; devices that run several of its stages
+    decide for each of them. Of groups that are complete at the same place, the one whose first stage is later goes
+    first: backward ends with the first stage.
+
+    Args:
+        groups: the stages of each group.
+        schedule: the order of tasks; None takes them all as complete at the same place.
+        devices: for each stage the numbers of the devices, in the schedule, that compute its parameters' gradients.
+
+    Returns:
+        Positions in ``groups``.
+    """
+    last: dict[tuple[int, int], int] = {}
+    for device, tasks in ({} if schedule is None else schedule.orders).items():
+        for position, task in enumerate(tasks):
+            last[device, task.stage] = position
+
+    def complete(stages: tuple[int, ...]) -> int:
+        return max((last.get((device, stage), 0) for stage in stages for device in devices[stage]), default=0)
+
+    def rank(index: int) -> tuple[int, ...]:
+        return complete(groups[index]), -groups[index][0], -groups[index][-1]
+
+    return sorted(range(len(groups)), key=rank)

@@ -1,0 +1,526 @@
+"""What only TensorFlow itself can tell: gradients, shapes and op signatures. The one module that imports it.
+
+Everything goes in and comes out as GraphDefs and references, so that the passes stay plain data transformations.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import function_pb2, op_def_pb2, types_pb2
+from tensorflow.python.framework import op_def_registry
+
+from graph_passes.ir.graph import (
+    LAYER_ATTR,
+    OWN_ATTRS,
+    AttrValue,
+    GraphDef,
+    Names,
+    NodeDef,
+    PassError,
+    Ref,
+    control_inputs,
+    data_inputs,
+    make_const,
+    shape_attr,
+)
+
+XLA = "_XlaMustCompile"
+"""Attribute of functions and calls that XLA compiles as a whole."""
+FunctionDefLibrary: TypeAlias = function_pb2.FunctionDefLibrary
+Shape = tuple[int | None, ...]
+_Place = tuple[int, int]
+"""Number of a node and of its output."""
+
+
+@functools.cache
+def op_def(op: str) -> op_def_pb2.OpDef:
+    """The definition of a primitive op.
+
+    Raises:
+        PassError: TensorFlow doesn't know the op (a custom op whose library isn't loaded, say).
+    """
+    found = op_def_registry.get(op)
+    if found is None:
+        raise PassError(f"TensorFlow knows no op {op!r}; load the library that defines it before the transform")
+    return found
+
+
+def is_stateful(op: str) -> bool:
+    """Whether running the op twice may differ from running it once."""
+    return bool(op_def(op).is_stateful)
+
+
+def _attr(node: NodeDef, name: str) -> AttrValue:
+    """An attribute of a node, or the op's default for one that it leaves out; ``node.attr[name]`` would add it."""
+    if name in node.attr:
+        return node.attr[name]
+    return next(attr.default_value for attr in op_def(node.op).attr if attr.name == name)
+
+
+def _count(arg: op_def_pb2.OpDef.ArgDef, node: NodeDef) -> int:
+    if arg.number_attr:
+        return int(_attr(node, arg.number_attr).i)
+    if arg.type_list_attr:
+        return len(_attr(node, arg.type_list_attr).list.type)
+    return 1
+
+
+def output_dtypes(node: NodeDef) -> list[int]:
+    """The dtype (a ``DT_*`` number) of each output of a node."""
+    dtypes: list[int] = []
+    for arg in op_def(node.op).output_arg:
+        if arg.type_list_attr:
+            dtypes += _attr(node, arg.type_list_attr).list.type
+        else:
+            dtypes += [_attr(node, arg.type_attr).type if arg.type_attr else arg.type] * _count(arg, node)
+    return dtypes
+
+
+def function_body_name(node: NodeDef, index: int) -> str:
+    """Output ``index`` of a node as a function body spells it: ``node:output_name:index_within_it``."""
+    left = index
+    for arg in op_def(node.op).output_arg:
+        count = _count(arg, node)
+        if left < count:
+            return f"{node.name}:{arg.name}:{left}"
+        left -= count
+    raise PassError(f"node {node.name!r} ({node.op}) has no output {index}")
+
+
+def output_number(node: NodeDef, argument: str, index: int) -> int:
+    """The number of the output that a function body spells ``node:argument:index``; see `function_body_name`."""
+    before = 0
+    for arg in op_def(node.op).output_arg:
+        if arg.name == argument:
+            return before + index
+        before += _count(arg, node)
+    raise PassError(f"node {node.name!r} ({node.op}) has no output {argument!r}")
+
+
+@functools.cache
+def takes_functions(op: str) -> bool:
+    """Whether nodes of a primitive op run functions of the library: loops, branches, calls."""
+    return any(attr.type in ("func", "list(func)") for attr in op_def(op).attr)
+
+
+@functools.cache
+def makes_resource(op: str) -> bool:
+    """Whether a primitive op gives a handle of its own: of a variable, a table and the like."""
+    definition = op_def(op)
+    given = any(arg.type == types_pb2.DT_RESOURCE for arg in definition.output_arg)
+    return given and not any(arg.type == types_pb2.DT_RESOURCE for arg in definition.input_arg)
+
+
+def make_constant(node: NodeDef, value: np.ndarray) -> None:
+    """Turns a node into a constant, in place: the placeholder of a tensor that a trace captured, say."""
+    tensor = tf.make_tensor_proto(value)
+    node.op = "Const"
+    del node.input[:]
+    node.attr.clear()
+    node.attr["dtype"].type = tensor.dtype
+    node.attr["value"].tensor.CopyFrom(tensor)
+
+
+def empty_graph() -> GraphDef:
+    """A GraphDef without nodes, at TensorFlow's current version."""
+    graph = GraphDef()
+    graph.versions.producer = tf.version.GRAPH_DEF_VERSION
+    graph.versions.min_consumer = tf.version.GRAPH_DEF_VERSION_MIN_CONSUMER
+    return graph
+
+
+class Gradient(NamedTuple):
+    """A gradient as tensors of the extended graph.
+
+    Attributes:
+        dense: the whole gradient.
+        slices: (values, indices) when it was computed as rows, one for each use of a row; None for a dense one.
+    """
+
+    dense: Ref
+    slices: tuple[Ref, Ref] | None
+
+
+def add_gradients(
+    graph: GraphDef, outputs: Sequence[tuple[Ref, Ref]], sources: Sequence[Ref]
+) -> tuple[GraphDef, list[Gradient | None]]:
+    """Extends a graph by the gradients of its outputs.
+
+    Args:
+        graph: a flat graph.
+        outputs: pairs of an output and the tensor (of the same shape) that holds the gradient with respect to it.
+        sources: tensors to differentiate with respect to.
+
+    Returns:
+        The extended graph and, for each source, its gradient (None when no output depends on it differentiably).
+    """
+    numbers = {node.name: number for number, node in enumerate(graph.node)}
+    names = [node.name for node in graph.node]
+
+    def numbered(ref: Ref) -> _Place:
+        return numbers[ref.node], ref.output
+
+    anonymous = GraphDef()
+    anonymous.CopyFrom(graph)
+    for node in anonymous.node:
+        _rename(node, lambda name: f"n{numbers[name]}")
+        for attr in [attr for attr in node.attr if attr.startswith(OWN_ATTRS) or attr == "_class"]:
+            del node.attr[attr]
+    extended, found = _gradients(
+        anonymous.SerializeToString(deterministic=True),
+        tuple((numbered(output), numbered(gradient)) for output, gradient in outputs),
+        tuple(map(numbered, sources)),
+    )
+    renaming = {f"n{number}": name for name, number in numbers.items()}
+    taken = Names(names)
+    result = GraphDef()
+    result.CopyFrom(extended)
+    for node in result.node:
+        if node.name not in renaming:
+            # n3_grad is TensorFlow's name for what is computed for node n3.
+            told = re.sub(r"(?<![^/])n(\d+)_grad", lambda match: f"{names[int(match[1])]}_grad", node.name)
+            renaming[node.name] = taken.fresh(told)
+    for node in result.node:
+        _rename(node, renaming.__getitem__)
+        if node.name in numbers:
+            for attr, value in graph.node[numbers[node.name]].attr.items():
+                if attr not in node.attr:
+                    node.attr[attr].CopyFrom(value)
+        elif "_class" in node.attr:
+            del node.attr["_class"]
+
+    def named(ref: Ref) -> Ref:
+        return Ref(renaming[ref.node], ref.output)
+
+    return result, [
+        None
+        if gradient is None
+        else Gradient(
+            named(gradient.dense),
+            None if gradient.slices is None else (named(gradient.slices[0]), named(gradient.slices[1])),
+        )
+        for gradient in found
+    ]
+
+
+def _rename(node: NodeDef, rename: Callable[[str], str]) -> None:
+    """Gives a node, and those that it names, other names."""
+    inputs = [str(Ref(rename(ref.node), ref.output)) for ref in data_inputs(node)]
+    inputs += [f"^{rename(waited)}" for waited in control_inputs(node)]
+    node.name = rename(node.name)
+    del node.input[:]
+    node.input.extend(inputs)
+
+
+@functools.lru_cache(maxsize=8)
+def _gradients(
+    serialized: bytes,
+    outputs: tuple[tuple[_Place, _Place], ...],
+    sources: tuple[_Place, ...],
+) -> tuple[GraphDef, tuple[Gradient | None, ...]]:
+    """`add_gradients` of a graph whose nodes are n0, n1, ...: stages of equal layers have equal ones, but for names."""
+    graph = GraphDef.FromString(serialized)
+    _rename_functions(graph, f"_differentiated{next(_differentiations)}")
+    with tf.Graph().as_default() as scope:
+        tf.graph_util.import_graph_def(graph, name="")
+
+        def tensor(place: _Place) -> tf.Tensor:
+            return scope.get_tensor_by_name(f"n{place[0]}:{place[1]}")
+
+        stopped = _without_stopped(scope)
+        gradients = tf.gradients(
+            [tensor(output) for output, _ in outputs],
+            [tensor(source) for source in sources],
+            grad_ys=[tensor(gradient) for _, gradient in outputs],
+            name="gradients",
+        )
+        found = tuple(None if gradient is None else _gradient(gradient) for gradient in gradients)
+        extended = scope.as_graph_def()
+    made = GraphDef(versions=extended.versions, library=extended.library)
+    inputs = {node.name: node.input for node in graph.node if node.name in stopped}
+    placeholders = set(stopped.values())
+    for node in extended.node:
+        if node.name not in placeholders:
+            kept = made.node.add()
+            kept.CopyFrom(node)
+            if node.name in inputs:
+                kept.input[:] = inputs[node.name]
+    return made, found
+
+
+CALL_GRADIENT = "DappleCall"
+"""Type of the gradient of a call; see `call_gradients.differentiable_calls`, which gives calls these attributes."""
+CALL_GRADIENT_FUNCTION = "_gradient_function"
+"""The function that computes it."""
+CALL_GRADIENT_DTYPES = "_gradient_dtypes"
+"""Of its results."""
+CALL_GRADIENT_READS = "_gradient_reads"
+"""What that reads: numbers of the call's inputs, of its outputs, of outputs whose gradients it reads; -1 between."""
+CALL_GRADIENT_RESULTS = "_gradient_results"
+"""For each of its results twice the number of the input; plus 1 for the values of rows, before their indices."""
+
+
+@tf.RegisterGradient(CALL_GRADIENT)
+def _differentiate_call(operation: tf.Operation, *gradients: tf.Tensor | None) -> list[tf.Tensor | None]:
+    """The gradients of a call's inputs, in whichever graph the gradient of its graph is made."""
+    reads = iter(operation.get_attr(CALL_GRADIENT_READS))
+    of_inputs, of_outputs, of_gradients = (list(itertools.takewhile(lambda number: number >= 0, reads)) for _ in "123")
+    outputs = operation.outputs
+    arguments = [operation.inputs[number] for number in of_inputs] + [outputs[number] for number in of_outputs]
+    for number in of_gradients:
+        gradient = gradients[number]
+        arguments.append(tf.zeros_like(outputs[number]) if gradient is None else tf.convert_to_tensor(gradient))
+    inputs = operation.inputs
+    dtypes = operation.get_attr(CALL_GRADIENT_DTYPES)
+    attrs = {
+        "Tin": AttrValue(list=AttrValue.ListValue(type=[tensor.dtype.as_datatype_enum for tensor in arguments])),
+        "Tout": AttrValue(list=AttrValue.ListValue(type=[dtype.as_datatype_enum for dtype in dtypes])),
+        "f": AttrValue(func=operation.get_attr(CALL_GRADIENT_FUNCTION)),
+    }
+    attrs |= {name: value for name, value in operation.node_def.attr.items() if name == XLA}
+    graph = tf.compat.v1.get_default_graph()  # In the gradient of a loop it isn't the operation's.
+    computed = iter(graph.create_op(operation.type, arguments, dtypes, attrs=attrs, name="gradient_call").outputs)
+    found: dict[int, tf.Tensor | tf.IndexedSlices] = {}
+    for number in operation.get_attr(CALL_GRADIENT_RESULTS):
+        values = next(computed)
+        source = inputs[number // 2]
+        found[number // 2] = tf.IndexedSlices(values, next(computed), tf.shape(source)) if number % 2 else values
+    return [found.get(number) for number in range(len(inputs))]
+
+
+def _without_stopped(graph: tf.Graph) -> dict[str, str]:
+    """Gives operators through which no gradient flows a placeholder to read; operator -> placeholder.
+
+    tf.gradients lets what comes before them wait for them, as a tape doesn't: sums of gradients would have another
+    order than in plain Keras, round differently, and be fused differently by XLA, which repeats whole chains of sums.
+    """
+    found = {}
+    for stopped in [each for each in graph.get_operations() if each.type == "StopGradient"]:
+        given = stopped.inputs[0]
+        stopped._update_input(0, tf.compat.v1.placeholder(given.dtype, given.shape, name="stopped"))
+        found[stopped.name] = stopped.inputs[0].op.name
+    return found
+
+
+_differentiations = itertools.count()
+
+
+def _rename_functions(graph: GraphDef, suffix: str) -> None:
+    """Gives the functions of a graph other names.
+
+    TensorFlow changes the functions of a loop that it differentiates, under names that it derives from theirs and that
+    hold for the whole process as long as anything keeps them. Differentiating the same loop again, in a stage that is
+    cut elsewhere, would give these names to other functions, which is an error.
+    """
+    names = {function.signature.name for function in graph.library.function}
+
+    def renamed(name: str) -> str:
+        return name + suffix if name in names else name
+
+    for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
+        for node in nodes:
+            node.op = renamed(node.op)
+            for attr in node.attr.values():
+                for called in (*([attr.func] if attr.HasField("func") else []), *attr.list.func):
+                    called.name = renamed(called.name)
+    for function in graph.library.function:
+        function.signature.name = renamed(function.signature.name)
+    for gradient in graph.library.gradient:
+        gradient.function_name = renamed(gradient.function_name)
+        gradient.gradient_func = renamed(gradient.gradient_func)
+
+
+def _gradient(gradient: tf.Tensor | tf.IndexedSlices) -> Gradient:
+    slices = None
+    if isinstance(gradient, tf.IndexedSlices):
+        slices = (Ref.parse(gradient.values.name), Ref.parse(gradient.indices.name))
+    return Gradient(Ref.parse(tf.convert_to_tensor(gradient).name), slices)
+
+
+def infer_shapes(
+    graph: GraphDef, placeholders: Mapping[str, Sequence[int | None]], values: Mapping[Ref, int]
+) -> dict[Ref, Shape | None]:
+    """The static shape of every tensor; None is an unknown rank.
+
+    Args:
+        graph: a flat graph.
+        placeholders: shapes to assume for placeholders.
+        values: values to assume for scalar int32 placeholders.
+
+    Raises:
+        PassError: the shapes contradict each other, as they didn't when less was known; the text names the layer.
+    """
+    constants = {ref.node: value for ref, value in values.items()}
+    names = {node.name: f"n{number}" for number, node in enumerate(graph.node)}
+    anonymous = GraphDef(versions=graph.versions, library=graph.library)
+    for original in graph.node:
+        node = anonymous.node.add()
+        if original.name in constants:
+            node.CopyFrom(make_const("", constants[original.name], types_pb2.DT_INT32))
+        else:
+            node.CopyFrom(original)
+            for attr in [attr for attr in node.attr if attr.startswith("_")]:  # names, places and the like
+                del node.attr[attr]
+            if original.name in placeholders:
+                node.attr["shape"].CopyFrom(shape_attr(placeholders[original.name]))
+            del node.input[:]
+            node.input.extend(str(Ref(names[ref.node], ref.output)) for ref in data_inputs(original))
+            node.input.extend(f"^{names[waited]}" for waited in control_inputs(original))
+        node.name = names[original.name]
+        node.device = ""
+    try:
+        found = _shapes_of_outputs(anonymous.SerializeToString(deterministic=True))
+    except ValueError as error:
+        raise PassError(_contradiction(graph, str(error))) from error
+    return {
+        Ref(node.name, index): shape
+        for node, shapes in zip(graph.node, found, strict=True)
+        for index, shape in enumerate(shapes)
+    }
+
+
+def _contradiction(graph: GraphDef, text: str) -> str:
+    """Which layer can't be computed from which shapes, of what TensorFlow says of the graph with numbers for names."""
+    said = re.fullmatch(
+        r"(.*?) for '\{\{node n(\d+)\}\}.*? with input shapes: (.*?)\.?", text.partition(" and with ")[0], re.S
+    )
+    if said is None:
+        return f"the shapes of the model's tensors contradict each other: {text}"
+    node = graph.node[int(said[2])]
+    layer = node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else ""
+    where = f"layer {layer!r}" if layer else f"node {node.name!r}"
+    return f"{where} can't compute {node.op} of tensors of shapes {said[3]}: {said[1]}"
+
+
+@functools.lru_cache(maxsize=8)
+def _shapes_of_outputs(serialized: bytes) -> tuple[tuple[Shape | None, ...], ...]:
+    """The shapes of each node's outputs. Stages of equal layers have equal graphs, but for names, one after another."""
+    graph = GraphDef.FromString(serialized)
+    _rename_functions(graph, f"_differentiated{next(_differentiations)}")
+    with tf.Graph().as_default() as scope:
+        tf.graph_util.import_graph_def(graph, name="")
+        operations = [scope.get_operation_by_name(node.name) for node in graph.node]
+        return tuple(
+            tuple(None if output.shape.rank is None else tuple(output.shape.as_list()) for output in operation.outputs)
+            for operation in operations
+        )
+
+
+def measure_shapes(
+    graph: GraphDef, placeholders: Mapping[str, Sequence[int]], values: Mapping[Ref, int], wanted: Sequence[Ref]
+) -> dict[Ref, Shape]:
+    """The shapes of tensors in one run of what makes them, for those that depend on values.
+
+    Args:
+        graph: a flat graph.
+        placeholders: shapes of placeholders; others (parameters, say) have fixed ones. All get random numbers, integers
+            0 and 1. Large ones are drawn where they are read, and gone when the run has read them.
+        values: values of scalar placeholders.
+        wanted: what to measure.
+
+    Returns:
+        Shapes; nothing when the graph doesn't run on such numbers, so that no more is known than before.
+    """
+    generator = np.random.default_rng(0)
+    config = tf.compat.v1.ConfigProto()
+    # Nothing is fed: optimized, it would all be constants.
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    config.graph_options.optimizer_options.opt_level = tf.compat.v1.OptimizerOptions.L0
+    given: dict[str, tf.Tensor] = {}
+    with tf.Graph().as_default() as scope:
+        for number, node in enumerate(graph.node):
+            if node.op != "Placeholder":
+                continue
+            dtype = tf.dtypes.as_dtype(node.attr["dtype"].type)
+            declared = [dim.size for dim in node.attr["shape"].shape.dim]
+            size = placeholders.get(node.name) or declared
+            if dtype.is_floating and Ref(node.name) not in values:
+                tensor = tf.random.stateless_normal(size, (0, number))
+            else:
+                tensor = tf.constant(values.get(Ref(node.name), generator.integers(0, 2, size=size)))
+            # TensorFlow mustn't see which numbers they are, either, before the run.
+            hidden = [size if size >= 0 else None for size in declared]
+            given[f"{node.name}:0"] = tf.compat.v1.placeholder_with_default(tf.cast(tensor, dtype), hidden)
+        tf.graph_util.import_graph_def(graph, input_map=given, name="measured")
+        shapes = [tf.shape(scope.get_tensor_by_name(f"measured/{ref.node}:{ref.output}")) for ref in wanted]
+        try:
+            with tf.compat.v1.Session(graph=scope, config=config) as session:
+                found = session.run(shapes)
+        except tf.errors.OpError:
+            return {}
+    return {ref: tuple(map(int, shape)) for ref, shape in zip(wanted, found, strict=True)}
+
+
+def function_graph(library: FunctionDefLibrary, name: str) -> tuple[GraphDef, tuple[Ref, ...]]:
+    """A library function as a flat graph: its arguments are placeholders, in order and before all other nodes.
+
+    Args:
+        library: functions, with those that this one calls.
+        name: the function's name.
+
+    Returns:
+        The graph and the function's results.
+
+    Raises:
+        PassError: there is no such function.
+    """
+    function = next((function for function in library.function if function.signature.name == name), None)
+    if function is None:
+        raise PassError(f"the graph calls function {name!r}, which its library lacks")
+    graph = GraphDef(versions=tf.Graph().as_graph_def().versions, library=library)
+    body = {node.name: node for node in function.node_def}
+    arguments: dict[str, str] = {}
+    for argument in function.signature.input_arg:
+        node = graph.node.add(name=f"{argument.name}/argument", op="Placeholder")
+        node.attr["dtype"].type = argument.type
+        arguments[argument.name] = node.name
+
+    def tensor(text: str) -> Ref:
+        if text in arguments:
+            return Ref(arguments[text])
+        producer, output, index = text.split(":")
+        return Ref(producer, output_number(body[producer], output, int(index)))
+
+    for original in function.node_def:
+        node = graph.node.add()
+        node.CopyFrom(original)
+        del node.input[:]
+        node.input.extend(text if text.startswith("^") else str(tensor(text)) for text in original.input)
+    return graph, tuple(tensor(function.ret[result.name]) for result in function.signature.output_arg)
+
+
+def constant_value(node: NodeDef) -> np.ndarray:
+    """The value of a ``Const`` node."""
+    value: np.ndarray = tf.make_ndarray(node.attr["value"].tensor)
+    return value
+
+
+def dtype_size(dtype: int) -> int:
+    """Bytes per element; 0 for what has no fixed size (variants, resources, strings)."""
+    kind = tf.dtypes.as_dtype(dtype)
+    return int(kind.size) if kind.is_numpy_compatible and kind != tf.string else 0
+
+
+def numpy_dtype(dtype: int) -> np.dtype[Any]:
+    """The dtype of arrays with values of a dtype (a ``DT_*`` number)."""
+    return np.dtype(tf.dtypes.as_dtype(dtype).as_numpy_dtype)
+
+
+def evaluate(graph: GraphDef, wanted: Sequence[Ref]) -> dict[Ref, np.ndarray]:
+    """The values of tensors of a graph that reads nothing from outside, computed on the CPU as they are written."""
+    if not wanted:
+        return {}
+    config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    with tf.Graph().as_default() as scope:
+        tf.graph_util.import_graph_def(graph, name="")
+        with tf.compat.v1.Session(graph=scope, config=config) as session:
+            values = session.run([f"{ref.node}:{ref.output}" for ref in wanted])
+    return dict(zip(wanted, map(np.asarray, values), strict=True))

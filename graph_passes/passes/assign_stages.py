@@ -1,0 +1,374 @@
+"""Pass 1: which stage each node of the flat graph belongs to, and which tensors cross each cut.
+
+A traced graph lists its nodes in the order in which the model made them, which is a topological order. A cut after a
+layer is a position in that order, so that no tensor can flow backwards over it, whatever branches and skips the model
+has.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import difflib
+from collections.abc import Container, Mapping, Sequence
+from typing import ClassVar
+
+from tensorflow.core.framework import types_pb2
+
+from graph_passes.analysis.known_shapes import with_known_shapes
+from graph_passes.analysis.slice_shapes import Axis, Dependence, LengthsUnknownError, SliceShapes
+from graph_passes.ir.graph import (
+    COUNTABLE_DTYPES,
+    POSITION_ATTR,
+    STAGE_ATTR,
+    Graph,
+    GraphDef,
+    PassError,
+    Ref,
+    dtype_name,
+)
+from graph_passes.ir.outline import dtype_of, layer_of
+from graph_passes.ir.program import Boundary, LayerCall, Program, Roles, Stage, VariableKind
+from graph_passes.ir.tensorflow_bridge import output_dtypes
+from graph_passes.passes.metric_stages import metric_stages
+
+_NOT_DIFFERENTIABLE = frozenset({"StopGradient", "Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"})
+_CARRIES_GRADIENTS = COUNTABLE_DTYPES | {types_pb2.DT_VARIANT}
+_UNSENDABLE = frozenset({types_pb2.DT_VARIANT, types_pb2.DT_RESOURCE})
+
+
+@dataclasses.dataclass(frozen=True)
+class AssignStages:
+    """Assigns nodes to stages.
+
+        embed -> block_0 -> block_1 -> loss,  cuts ("block_0",)   becomes   0: embed, block_0   1: block_1, loss
+
+    Within the model a node's stage is told by its position between the cuts. Losses are made after the model: such a
+    node goes to the earliest stage that has what it reads, so that an auxiliary loss or a regularizer is computed where
+    its tensors are. All of a metric goes to one stage, see `metric_stages`. Integer and boolean tensors that depend on
+    batch inputs and integer state alone (masks, positions, random seeds) and everything that depends on labels alone
+    belong to no stage: each stage that reads them computes them from its own slice. Integers that are drawn for each
+    sample are drawn once, as slices of other stages draw others.
+
+    Attributes:
+        cuts: names of the layers after which a stage ends, in order: a name, a path (``encoder/block_1``), or, for a
+            layer that is called several times, a name and the number of the call (``shared#0``).
+
+    Source: DAPPLE (PPoPP'21), section 5.2.1: "we first construct the forward graph of each stage in sequence and record
+    the boundary tensors".
+    """
+
+    name: ClassVar[str] = "assign_stages"
+    cuts: tuple[str, ...] = ()
+
+    def run(self, program: Program) -> Program:
+        """Flat program -> flat program with ``node_stage``, ``boundaries`` and ``stages``.
+
+        Raises:
+            PassError: unknown or ambiguous cut, a stage without layers, or a tensor at a cut that can't be sent.
+        """
+        calls = [find_call(name, program.roles.calls) for name in self.cuts]
+        positions = self._positions(calls, program.roles)
+        roles = program.roles
+        graph_def = GraphDef()
+        graph_def.CopyFrom(program.graph)
+        graph = Graph(graph_def)
+        shapes = SliceShapes.of(program) if self.cuts else None
+        stage_of = _node_stages(graph, roles, positions, shapes)
+        foreign = _shapes_read_later(graph, stage_of) | _shapes_of_normalizers(graph, roles)
+        even: frozenset[str] = frozenset()
+        if foreign:
+            shapes = shapes or SliceShapes.of(program)
+            given = Graph(program.graph)
+            sources = [given.inputs(name)[0] for name in foreign]
+            known = shapes.through_functions(program, sources)
+            graph_def, even = with_known_shapes(program, known, foreign, stage_of)
+            graph = Graph(graph_def)
+            stage_of = _node_stages(graph, roles, positions, shapes, even)
+        _check_normalizers(graph, roles)
+        boundaries = _boundaries(program.replace(graph=graph_def), stage_of, even, shapes, self.cuts)
+        reads = _reads(graph, roles, stage_of, len(self.cuts))
+        stages = tuple(Stage(index, reads=reads[index]) for index in range(len(self.cuts) + 1))
+        for node in graph_def.node:
+            if node.name in stage_of:
+                node.attr[STAGE_ATTR].i = stage_of[node.name]
+        return program.replace(graph=graph_def, node_stage=stage_of, boundaries=boundaries, stages=stages)
+
+    def _positions(self, calls: Sequence[LayerCall], roles: Roles) -> list[int]:
+        positions = [call.stop for call in calls]
+        ends = [*positions, roles.model_end]
+        start = 0
+        for stage, stop in enumerate(ends):
+            if not any(call.start >= start and call.stop <= stop and call.stop > call.start for call in roles.calls):
+                before = f"after {self.cuts[stage - 1]!r}" if stage else "at the model's input"
+                behind = f"after {self.cuts[stage]!r}" if stage < len(self.cuts) else "at the model's output"
+                raise PassError(
+                    f"cuts leave stage {stage} of {len(ends)} without a layer: it starts {before} and ends {behind}; "
+                    f"name cuts in the order in which the model calls its layers, none behind its last layer, and give "
+                    f"each stage a layer that computes something in inference, too (dropout doesn't)"
+                )
+            start = stop
+        return positions
+
+
+def find_call(name: str, calls: Sequence[LayerCall]) -> LayerCall:
+    """The call that a cut's name means.
+
+    Raises:
+        PassError: no such layer, several layers of that name, or a layer called several times without a call's number.
+    """
+    wanted, sharp, number = name.partition("#")
+    found = [call for call in calls if call.path == wanted or call.path.endswith("/" + wanted)]
+    paths = sorted({call.path for call in found})
+    if not found:
+        known = sorted({call.path.rpartition("/")[2] for call in calls} | {call.path for call in calls})
+        close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5) or known[:8]
+        raise PassError(f"cut {name!r} names no layer of the model; did you mean one of {', '.join(map(repr, close))}?")
+    if len(paths) > 1:
+        raise PassError(f"cut {name!r} could be any of the layers {', '.join(map(repr, paths))}; give the path")
+    if sharp:
+        exact = [call for call in found if number.isdigit() and call.number == int(number)]
+        if not exact:
+            raise PassError(
+                f"cut {name!r} asks for call {number!r} of layer {wanted!r}, which is called {len(found)} times: "
+                f"use a number from 0 to {len(found) - 1}"
+            )
+        return exact[0]
+    if len(found) > 1:
+        raise PassError(
+            f"cut {name!r} is ambiguous: the layer is called {len(found)} times; write '{wanted}#0' to cut after its "
+            f"first call, up to '{wanted}#{len(found) - 1}' for the last"
+        )
+    return found[0]
+
+
+def _shapes_read_later(graph: Graph, stage_of: Mapping[str, int]) -> set[str]:
+    """``Shape`` nodes of which something that a later stage reads is computed, with integers all the way."""
+    latest: dict[str, int] = {}
+    for name in reversed(list(graph.nodes)):
+        for consumer in graph.consumers(name):
+            stage = stage_of.get(consumer, -1)
+            if not COUNTABLE_DTYPES.intersection(output_dtypes(graph.nodes[consumer])):
+                stage = max(stage, latest.get(consumer, -1))
+            latest[name] = max(latest.get(name, -1), stage)
+    shapes = [node.name for node in graph if node.op == "Shape"]
+    # The shape of an earlier stage's tensor would take the whole tensor along.
+    sources = {name: stage_of.get(graph.inputs(name)[0].node, stage_of.get(name, 0)) for name in shapes}
+    return {name for name in shapes if max(latest.get(name, -1), stage_of.get(name, 0)) > sources[name]}
+
+
+def _shapes_of_normalizers(graph: Graph, roles: Roles) -> set[str]:
+    """``Shape`` nodes that a divisor of the whole batch is computed from."""
+    body = graph.ancestors([normalizer.of_whole_batch for normalizer in roles.normalizers], control=False)
+    return {name for name in body if graph.nodes[name].op == "Shape"}
+
+
+def _check_normalizers(graph: Graph, roles: Roles) -> None:
+    given = {ref.node for ref in (*roles.inputs, roles.slice.samples)}
+    for normalizer in roles.normalizers:
+        body = graph.ancestors([normalizer.of_whole_batch], control=False)
+        foreign = [name for name in body if graph.nodes[name].op == "Placeholder" and name not in given]
+        if foreign:
+            raise PassError(
+                f"loss {normalizer.loss!r} divides by the number of entries that a mask leaves, and the mask depends "
+                f"on "
+                f"{foreign[0]!r}, which isn't batch data: the divisor of the whole batch can't be known before its "
+                f"first "
+                f"backward pass; derive the mask from the inputs, or give it as sample_weight with reduction='sum'"
+            )
+
+
+def _node_stages(
+    graph: Graph, roles: Roles, positions: Sequence[int], shapes: SliceShapes | None, even: Container[str] = ()
+) -> dict[str, int]:
+    """Stage of each node; those without are computed wherever they are read.
+
+    Args:
+        graph: the flat graph.
+        roles: what its tensors mean.
+        positions: of the cuts.
+        shapes: of its tensors; None where there are no cuts.
+        even: nodes that are the same in all slices: what is computed from them needn't be where they are.
+    """
+    last = len(positions)
+    roots = {ref.node for ref in (*roles.inputs, *roles.scalars)} | {n.placeholder.node for n in roles.normalizers}
+    variables = {v.value.node for v in roles.variables if v.value is not None and not v.is_counter}
+    given = roots | {v.value.node for v in roles.variables if v.value is not None}
+    homes: dict[str, int] = {}
+    stage_of: dict[str, int] = {}
+    earliest: dict[str, int] = {}  # stage before which a node can't be computed
+    position = -1
+    original = _original_positions(graph, roles)
+    in_model: set[str] = set()
+    drawn = {roles.slice.number.node}  # what random numbers are drawn by: others for each slice
+    for node in graph:
+        position = original.get(node.name, position)
+        if position < roles.model_end:
+            in_model.add(node.name)
+        if node.name in given or node.op == "Const":
+            continue
+        producers = {ref.node for ref in graph.inputs(node.name)}
+        staged = [stage_of[name] for name in producers if name in stage_of and name not in even]
+        earliest[node.name] = max((earliest.get(name, 0) for name in producers), default=0)
+        read = producers & variables
+        free = not staged and not read
+        if producers & drawn:
+            drawn.add(node.name)
+        if position < roles.model_end:
+            if free and not COUNTABLE_DTYPES.intersection(output_dtypes(node)):
+                samples = node.name in drawn and shapes is not None and _may_be_cut(shapes, Ref(node.name))
+                if not samples:
+                    continue
+            stage = bisect.bisect_right(positions, position)
+            for name in read:
+                homes.setdefault(name, stage)
+        else:
+            if free:
+                continue
+            stage = max([earliest[node.name], *staged, *(homes.get(name, last) for name in read)])
+        stage_of[node.name] = earliest[node.name] = stage
+    if shapes is None:
+        return stage_of
+    known = shapes
+    return stage_of | metric_stages(graph, roles, stage_of, in_model, last, lambda ref: _may_be_cut(known, ref))
+
+
+def _may_be_cut(shapes: SliceShapes, ref: Ref) -> bool:
+    """Whether a tensor has an axis that isn't known to be the same for any number of samples."""
+    same = (Dependence.FIXED, Dependence.LENGTH)
+    axes = shapes.axes(ref)
+    return axes is None or any(axis.dependence not in same for axis in axes)
+
+
+def _original_positions(graph: Graph, roles: Roles) -> dict[str, int]:
+    """Positions before nodes were inserted; capture writes them down as it knows the order of creation."""
+    return {node.name: int(node.attr[POSITION_ATTR].i) for node in graph if POSITION_ATTR in node.attr}
+
+
+def _boundaries(
+    program: Program,
+    stage_of: Mapping[str, int],
+    even: Container[str],
+    shapes: SliceShapes | None,
+    cuts: Sequence[str],
+) -> tuple[Boundary, ...]:
+    graph, roles = Graph(program.graph), program.roles
+    readers = _readers(graph, roles, stage_of, len(cuts))
+    consumers: dict[Ref, set[int]] = {}
+    for node in graph:
+        for ref in graph.inputs(node.name):
+            producer = stage_of.get(ref.node)
+            stages = set() if producer is None else readers[node.name] - {producer}
+            if stages:
+                consumers.setdefault(ref, set()).update(stages)
+    if not consumers:
+        return ()
+    assert shapes is not None
+    differentiable = _differentiable(graph, roles)
+    sized = _depends_on_slice_size(graph, roles)
+    found = []
+    sendable = [ref for ref in consumers if dtype_of(graph, ref) not in _UNSENDABLE]
+    shapes = shapes.through_functions(program, sendable).measured(program, sendable)
+    unknown: LengthsUnknownError | None = None
+    for ref in sorted(consumers, key=lambda ref: (graph.position[ref.node], ref.output)):
+        producer, dtype = stage_of[ref.node], dtype_of(graph, ref)
+        where = f"tensor {ref} of layer {layer_of(graph, ref)!r}, which crosses the cut after {cuts[producer]!r},"
+        if dtype in _UNSENDABLE:
+            raise PassError(
+                f"{where} is a {dtype_name(dtype)} (the inside of a loop, say) and can't be sent between devices; cut "
+                f"before or after that layer"
+            )
+        try:
+            axes = shapes.axes(ref)
+            axis = _batch_axis(axes, where, shapes)
+            if axis is None and ref.node in sized and ref.node not in even and dtype not in COUNTABLE_DTYPES:
+                raise _refusal(
+                    shapes,
+                    f"{where} is computed from the batch but has no batch axis, and as {dtype_name(dtype)} it can't be "
+                    f"averaged over slices; cut before the layer that makes it or after the last one that reads it",
+                )
+        except LengthsUnknownError as error:
+            unknown = unknown or error
+            continue
+        assert axes is not None
+        rows = None if axis is None or axes[axis].dependence is not Dependence.BATCH else axes[axis].size
+        shape = tuple(each.size if each.dependence is Dependence.FIXED else None for each in axes)
+        example = tuple(each.size for each in axes)
+        reading, reaches = tuple(sorted(consumers[ref])), ref.node in differentiable
+        found.append(Boundary(ref, producer, reading, dtype, axis, rows, shape, reaches, example))
+    if unknown is not None:
+        raise unknown
+    return tuple(found)
+
+
+def _batch_axis(axes: Sequence[Axis] | None, where: str, shapes: SliceShapes) -> int | None:
+    """The axis that is cut into slices; None where there is none."""
+    if axes is None:
+        raise _refusal(shapes, f"{where} has no known rank; cut elsewhere")
+    grows = [index for index, axis in enumerate(axes) if axis.of_batch]
+    if len(grows) > 1:
+        raise PassError(
+            f"{where} has shape {_shown(axes)} with the batch in axes {grows}: it couples samples; cut elsewhere"
+        )
+    unknown = [index for index, axis in enumerate(axes) if axis.dependence is Dependence.UNKNOWN]
+    if unknown and not (grows and unknown > grows):
+        raise _refusal(
+            shapes, f"{where} has shape {_shown(axes)}: which axis is the batch can't be told; cut elsewhere"
+        )
+    return grows[0] if grows else None
+
+
+def _refusal(shapes: SliceShapes, text: str) -> PassError:
+    """The error for a tensor of which too little is known; why, if that is known."""
+    if not shapes.lengths_known:
+        return LengthsUnknownError(text)
+    return PassError(f"{text} ({shapes.contradiction})" if shapes.contradiction else text)
+
+
+def _shown(axes: Sequence[Axis]) -> str:
+    return "(" + ", ".join(str(axis.size) if axis.dependence is Dependence.FIXED else "?" for axis in axes) + ")"
+
+
+def _differentiable(graph: Graph, roles: Roles) -> set[str]:
+    """Nodes through which a gradient flows to some parameter."""
+    found = {v.value.node for v in roles.variables if v.value is not None and v.kind is VariableKind.PARAMETER}
+    for node in graph:
+        # A loop's tensor lists are variants, and carry gradients as floats do.
+        carries = _CARRIES_GRADIENTS.intersection(output_dtypes(node)) and node.op not in _NOT_DIFFERENTIABLE
+        if carries and any(ref.node in found for ref in graph.inputs(node.name)):
+            found.add(node.name)
+    return found
+
+
+def _depends_on_slice_size(graph: Graph, roles: Roles) -> set[str]:
+    found = {ref.node for ref in (*roles.inputs, *roles.scalars)}
+    for node in graph:
+        if any(ref.node in found for ref in graph.inputs(node.name)):
+            found.add(node.name)
+    return found
+
+
+def _readers(graph: Graph, roles: Roles, stage_of: Mapping[str, int], last: int) -> dict[str, set[int]]:
+    """Stages in which each node is computed: its own, or those of what reads a node that belongs to none."""
+    readers: dict[str, set[int]] = {name: set() for name in graph.nodes}
+    results = [*roles.outputs, *(variable.update for variable in roles.variables), roles.loss]
+    for ref in results:
+        if ref is not None and ref.node not in stage_of:
+            readers[ref.node].add(last)
+    for name in reversed(list(graph.nodes)):
+        if name in stage_of:
+            readers[name] = {stage_of[name]}
+            continue
+        for consumer in graph.consumers(name):
+            readers[name] |= readers[consumer]
+    return readers
+
+
+def _reads(graph: Graph, roles: Roles, stage_of: Mapping[str, int], last: int) -> list[tuple[str, ...]]:
+    """For each stage the variables that it reads, also through nodes that belong to no stage; metrics have no stage."""
+    readers = _readers(graph, roles, stage_of, last)
+    stored = [v for v in roles.variables if v.value is not None and v.kind is not VariableKind.METRIC]
+    return [
+        tuple(variable.name for variable in stored if variable.value and stage in readers[variable.value.node])
+        for stage in range(last + 1)
+    ]

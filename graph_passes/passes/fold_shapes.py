@@ -1,0 +1,35 @@
+"""What follows from shapes alone becomes constants, so that it binds no operators to each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+from graph_passes.analysis.constant_folding import fold_shapes
+from graph_passes.analysis.split_signatures import Shape
+from graph_passes.ir.graph import Ref
+from graph_passes.ir.program import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldShapes:
+    """Computes beforehand what depends on shapes and constants alone.
+
+        x -> Shape -> Reshape(dy)    becomes   Const -> Reshape(dy)
+
+    Gradients ask for the shapes of what the forward pass has computed. On one device that costs nothing; across devices
+    a whole tensor would be sent for it, and parts of a split operator would be joined.
+
+    Attributes:
+        shapes: of all tensors of the step.
+    """
+
+    name: ClassVar[str] = "fold_shapes"
+    shapes: Mapping[Ref, Shape | None]
+
+    def run(self, program: Program) -> Program:
+        """Flat step program -> the same with constants."""
+        step = program.step
+        kept = set() if step is None else step.named_nodes
+        return program.replace(graph=fold_shapes(program.graph, self.shapes, kept).graph)

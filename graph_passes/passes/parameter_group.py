@@ -1,0 +1,90 @@
+"""Parameter groups: the variables that the same stages read, which are reduced and updated together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from graph_passes.ir.group_update import GroupUpdate
+from graph_passes.ir.program import Program, Step, Variable, VariableKind
+from graph_passes.ir.tasks import reduction_order
+from graph_passes.passes.accumulate import (
+    accumulated_gradients,
+    accumulated_state,
+    gradient_accumulator,
+    state_accumulator,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterGroup:
+    """Variables that the same stages read.
+
+    Attributes:
+        stages: the stages, ascending.
+        devices: their devices, each once, in the order of stages and replicas.
+        kept: the variables.
+        variables: those of them with gradients or floating-point state that are added up over slices.
+        update: the optimizer's part; None where there are no parameters.
+    """
+
+    stages: tuple[int, ...]
+    devices: tuple[str, ...]
+    kept: tuple[Variable, ...]
+    variables: tuple[Variable, ...]
+    update: GroupUpdate | None
+
+    @property
+    def label(self) -> str:
+        """Name in nodes and functions."""
+        return "stage" + "_".join(map(str, self.stages))
+
+
+def contributors(program: Program) -> dict[str, dict[int, Variable]]:
+    """Variable -> the stages that contribute to it, with their accumulators."""
+    found: dict[str, dict[int, Variable]] = {}
+    for stage in program.stages:
+        for _, variable in accumulated_gradients(program, stage):
+            found.setdefault(variable.name, {})[stage.index] = gradient_accumulator(variable, stage.index)
+        for _, variable in accumulated_state(program, stage):
+            found.setdefault(variable.name, {})[stage.index] = state_accumulator(variable, stage.index)
+    return found
+
+
+def parameter_groups(
+    program: Program, updates: Sequence[GroupUpdate], hosts: Mapping[str, Sequence[int]]
+) -> list[ParameterGroup]:
+    """All groups of a program with ordered tasks, in the order in which they are reduced.
+
+    Args:
+        program: the program.
+        updates: the optimizer's part for each group that has parameters.
+        hosts: the stages that keep each variable.
+    """
+    assert program.step is not None
+    contributing = contributors(program)
+    kept: dict[tuple[int, ...], list[Variable]] = {update.stages: [] for update in updates}
+    for variable in program.roles.variables:
+        stages = {*hosts.get(variable.name, ()), *contributing.get(variable.name, ())}
+        if stages and variable.kind is not VariableKind.METRIC:
+            kept.setdefault(tuple(sorted(stages)), []).append(variable)
+    by_stages = {update.stages: update for update in updates}
+    keys, homes = list(kept), program.step.layout.homes
+    numbers = _device_numbers(program.step)
+    devices = [[numbers[device] for device in names if device in numbers] for names in homes]
+    return [
+        ParameterGroup(
+            stages,
+            tuple(dict.fromkeys(device for stage in stages for device in homes[stage])),
+            tuple(kept[stages]),
+            tuple(variable for variable in kept[stages] if variable.name in contributing),
+            by_stages.get(stages),
+        )
+        for stages in (keys[index] for index in reduction_order(keys, program.step.schedule, devices))
+    ]
+
+
+def _device_numbers(step: Step) -> dict[str, int]:
+    """Name of a device that runs some task -> its number in the schedule."""
+    orders = {} if step.schedule is None else step.schedule.orders
+    return {step.layout.device_of(task): device for device, tasks in orders.items() for task in tasks}

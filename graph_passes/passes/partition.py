@@ -1,0 +1,397 @@
+"""Pass 4: which tensors a stage keeps from forward to backward, and which it computes again."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import networkx
+
+from graph_passes.analysis.constant_folding import fold_shapes
+from graph_passes.analysis.slice_shapes import SAMPLES, input_shape
+from graph_passes.ir.graph import Graph, PassError, Ref, shape_attr
+from graph_passes.ir.outline import dtype_of, outline
+from graph_passes.ir.program import Program, Stage, StageFunction, Value, ValueKind
+from graph_passes.ir.replica_sums import key_nodes, order_sums, sums_of, without_sums
+from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, infer_shapes, is_stateful, output_dtypes
+from graph_passes.passes.drop_no_ops import drop_no_ops
+
+logger = logging.getLogger(__name__)
+
+POLICIES = ("none", "boundary", "min_cut")
+
+# They read only the shape of a tensor: computed with the forward part, they keep a few integers instead of the tensor.
+_METADATA = frozenset({"Shape", "ShapeN", "Size", "Rank", "BroadcastGradientArgs", "ConcatOffset"})
+# Computing these again costs about as much as reading their result from memory: elementwise maths and data movement.
+_CHEAP_NAMES = """
+    Abs Add AddN AddV2 BiasAdd BroadcastTo Cast ConcatV2 Cos Div DivNoNan Elu Equal Erf Exp ExpandDims Expm1
+    Fill Floor GatherV2 Greater GreaterEqual Identity IdentityN Inv InvertPermutation IsFinite LeakyRelu Less
+    LessEqual Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mul MulNoNan Neg NotEqual OnesLike Pack
+    Pad PadV2 Pow Prod Range RealDiv Reciprocal Relu Relu6 Reshape Rsqrt Select SelectV2 Selu Sigmoid Sign Sin
+    Slice Softplus Softsign Split SplitV Sqrt Square SquaredDifference Squeeze StatelessRandomGetAlg
+    StatelessRandomGetKeyCounter StatelessRandomUniform StatelessRandomUniformV2 StopGradient StridedSlice Sub
+    Tanh Tile Transpose Unpack Xdivy Xlogy ZerosLike
+"""
+_CHEAP = frozenset(_CHEAP_NAMES.split()) | _METADATA
+_CONTROL_FLOW = frozenset({"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """Splits each stage's graph into its functions F and B by data flow, never by an op's type or name.
+
+        whole: (params, state, x, dy) -> (y, state', dx, dparams)
+        F:     (params, state, x)     -> (y, state', residuals)
+        B:     (residuals, params, x, dy) -> (dx, dparams)
+        Bx:    (residuals, params, x, dy) -> (dx, partial results)
+        Bw:    (residuals, partial results, params, x, dy) -> dparams
+
+    What the outputs need is forward; residuals are the tensors that backward reads of it. Arguments of F that B reads
+    are handed to both and are no residuals, although they stay in memory as long. What the gradients of the received
+    tensors need is Bx (dO in Out-Of-Order BackProp, section 3), the rest Bw (dW), which takes what Bx has computed as
+    partial results. Whether a weight is used once or several times makes no difference.
+
+    Attributes:
+        recompute: ``none`` keeps every residual; ``boundary`` keeps only what enters the stage and computes the rest
+            again (GPipe, section 2.3); ``min_cut`` keeps the set of fewest bytes from which the rest follows by cheap
+            elementwise work. Results of stateful ops (random draws without a seed) are always kept.
+        jit_compile: compile F and B with XLA, except in stages with loops (recurrent layers) and branches: the tensor
+            lists and optional values that B needs of them can't pass from one compiled function to another. Nor are
+            stages compiled that add up over their replicas, which XLA can't.
+        training: whether stages have a B; without gradients of its own a stage's B is empty.
+        split: the stages that have Bx and Bw in place of B.
+        fuse: the stages whose B follows F at once. With XLA F and B are one function there, if B needs nothing from
+            other stages: residuals stay inside, where XLA computes again what is cheaper than to keep.
+        prefix: start of the functions' names: unique in the library.
+        samples: samples of each stage's slices where all of them have as many; None where they haven't. What follows
+            from shapes is constant then, and B needn't be handed it by F; such functions serve no other slices.
+        replicas: number of each stage's replicas; by default one. A replica that is alone adds nothing up.
+        counted: whether to count the bytes that stages keep, which only ``min_cut`` needs itself.
+    """
+
+    name: ClassVar[str] = "partition"
+    recompute: str = "none"
+    jit_compile: bool = False
+    training: bool = True
+    prefix: str = ""
+    split: Container[int] = ()
+    fuse: Container[int] = ()
+    samples: Sequence[int | None] = ()
+    replicas: Sequence[int] = ()
+    counted: bool = True
+
+    def run(self, program: Program) -> Program:
+        """Program whose stages have graphs -> program whose stages have functions: F, B or Bx and Bw, metrics."""
+        if self.recompute not in POLICIES:
+            raise PassError(f"recompute={self.recompute!r} is unknown; use one of {', '.join(POLICIES)}")
+        return program.replace(stages=tuple(self._stage(program, stage) for stage in program.stages))
+
+    def _stage(self, program: Program, stage: Stage) -> Stage:
+        assert stage.graph is not None
+        whole, samples = stage, self.samples[stage.index] if self.samples else None
+        if not self.replicas or self.replicas[stage.index] == 1:
+            stage = dataclasses.replace(stage, graph=without_sums(stage.graph))
+            assert stage.graph is not None
+        counted = _counted(program, stage) if self.training and (self.counted or self.recompute == "min_cut") else {}
+        sizes = list(counted.values())
+        shapes: Mapping[Ref, Shape | None] = {}
+        if samples is not None:
+            stage, shapes = _of_samples(program, stage, samples)
+        assert stage.graph is not None
+        graph = Graph(stage.graph)
+        given = set(stage.arguments.values())
+        forward = {value: ref for value, ref in stage.results.items() if value.kind is ValueKind.FORWARD}
+        gradients = {value: ref for value, ref in stage.results.items() if value.kind is not ValueKind.FORWARD}
+
+        first = _with_metadata(graph, graph.ancestors(forward.values(), given, control=False), given)
+        # Whoever adds up has its keys as arguments.
+        peers = program.roles.peers
+        if peers is not None:
+            first -= key_nodes(graph, peers.refs)
+        second = graph.ancestors(gradients.values(), given, control=False) - first
+        measured = graph.ancestors(stage.metric_results.values(), given, control=False) - first
+        taps = _crossing(graph, measured, stage.metric_results.values(), first, given)
+        crossing = _crossing(graph, second, gradients.values(), first, given)
+        residuals = _residuals(self.recompute, graph, crossing, given, sizes)
+
+        results = forward | {Value(ref): ref for ref in taps}
+        results |= {Value(ref, ValueKind.RESIDUAL): ref for ref in residuals}
+        name = f"{self.prefix}stage{stage.index}" + ("" if samples is None else f"_of{samples}")
+        control_flow = [node.name for node in graph if node.op in _CONTROL_FLOW]
+        sums = [node.name for node in sums_of(graph)]
+        jit_compile = self.jit_compile and not control_flow and not sums
+        if self.jit_compile and not jit_compile:
+            why, names = ("has a loop or branch", control_flow) if control_flow else ("adds up over its replicas", sums)
+            logger.warning("stage %d isn't compiled with XLA: it %s, %s", stage.index, why, names[0])
+        changes: dict[str, Any] = {
+            "forward": _function(f"{name}_forward", graph, stage.arguments, results, jit_compile)
+        }
+        if self.training:
+            arguments = {**stage.arguments, **{Value(ref, ValueKind.RESIDUAL): ref for ref in residuals}}
+            received = {boundary.ref for boundary in program.boundaries}
+            parts: tuple[StageFunction | None, StageFunction | None]
+            if stage.index in self.split:
+                recomputed = first if self.recompute == "min_cut" else set()
+                parts = _split_backward(name, graph, arguments, gradients, received, recomputed, jit_compile)
+                changes |= {"input_grad": parts[0], "weight_grad": parts[1], "split": True}
+                delayed = [
+                    arguments.get(value, value.ref)
+                    for value in (() if parts[1] is None else parts[1].inputs)
+                    if value.kind is not ValueKind.FORWARD or _is_kept(value, received)
+                ]
+                if counted:
+                    changes["delayed_bytes"], changes["fixed_delayed_bytes"] = _growth(delayed, counted)
+            else:
+                backward = _function(f"{name}_backward", graph, arguments, gradients, jit_compile)
+                parts = (backward, None)
+                changes["backward"] = backward
+                changes["fused"] = None
+                if jit_compile and stage.index in self.fuse:
+                    given_back = [v for v in backward.inputs if v.kind is ValueKind.GRADIENT]
+                    if all(value.ref == program.roles.loss for value in given_back):
+                        both = {v: ref for v, ref in results.items() if v.kind is not ValueKind.RESIDUAL} | gradients
+                        changes["fused"] = _function(f"{name}_fused", graph, stage.arguments, both, jit_compile)
+            read = {value for part in parts if part is not None for value in part.inputs}
+            kept = [arguments[value] for value in arguments if value in read and _is_kept(value, received)]
+            if counted:
+                changes["residual_bytes"], changes["fixed_residual_bytes"] = _growth(kept, counted)
+        if stage.metric_results:
+            arguments = {**stage.arguments, **{Value(ref): ref for ref in taps}}
+            changes["metrics"] = _function(f"{name}_metrics", graph, arguments, stage.metric_results, jit_compile=False)
+        for function in changes.values():
+            if isinstance(function, StageFunction):
+                _tell_shapes(function, stage.arguments, shapes)
+        return dataclasses.replace(whole, **changes)
+
+
+def _of_samples(program: Program, stage: Stage, samples: int) -> tuple[Stage, Mapping[Ref, Shape | None]]:
+    """A stage for slices of so many samples, in which what follows from their shapes is constant; and these shapes."""
+    assert stage.graph is not None
+    wanted = [*stage.results.values(), *stage.metric_results.values()]
+    found = fold_shapes(stage.graph, _inferred(program, stage, samples), results=wanted)
+    graph, moved = drop_no_ops(found.graph, found.shapes)
+
+    def now(ref: Ref) -> Ref:
+        ref = found.moved.get(ref, ref)
+        return moved.get(ref, ref)
+
+    results, metrics = (
+        {value: now(ref) for value, ref in results.items()} for results in (stage.results, stage.metric_results)
+    )
+    return dataclasses.replace(stage, graph=graph, results=results, metric_results=metrics), found.shapes
+
+
+def _tell_shapes(function: StageFunction, arguments: Mapping[Value, Ref], shapes: Mapping[Ref, Shape | None]) -> None:
+    """Tells TensorFlow's optimizer, which sees a function by itself, the shapes of its arguments."""
+    for index, value in enumerate(function.inputs):
+        shape = shapes.get(arguments.get(value, value.ref))
+        if shape is not None:
+            function.function.arg_attr[index].attr["_output_shapes"].list.shape.add().CopyFrom(shape_attr(shape).shape)
+
+
+def _inferred(program: Program, stage: Stage, samples: int, *, example: bool = False) -> dict[Ref, Shape | None]:
+    """The shapes of a stage's tensors for slices of so many samples.
+
+    Args:
+        program: the stage's program.
+        stage: a stage with a graph.
+        samples: of a slice.
+        example: take lengths that the model leaves open from the batch at hand, if there is one; else they stay open.
+    """
+    assert stage.graph is not None
+    graph = Graph(stage.graph)
+    boundaries = {boundary.ref: boundary for boundary in program.boundaries}
+    inputs, shapes = program.roles.inputs, program.roles.example_shapes
+    examples = dict(zip(inputs, shapes, strict=True)) if example and shapes else {}
+    assumed: dict[str, Sequence[int | None]] = {}
+    for value, ref in stage.arguments.items():
+        known = graph.nodes[ref.node].attr["shape"].shape
+        boundary = boundaries.get(value.ref)
+        if boundary is not None:
+            assumed[ref.node] = boundary.example_slice_shape(samples) if example else boundary.slice_shape(samples)
+        elif value.ref in inputs:
+            assumed[ref.node] = input_shape(graph.nodes[ref.node], samples, examples.get(value.ref))
+        elif not known.unknown_rank:
+            assumed[ref.node] = [None if dim.size < 0 else dim.size for dim in known.dim]
+    return infer_shapes(stage.graph, assumed, {program.roles.slice.samples: samples})
+
+
+def _is_kept(value: Value, received: Container[Ref]) -> bool:
+    """Whether an argument of a backward function is kept from the forward one: not a variable, say."""
+    return value.kind is ValueKind.RESIDUAL or (value.kind is ValueKind.FORWARD and value.ref in received)
+
+
+def _split_backward(
+    name: str,
+    graph: Graph,
+    arguments: Mapping[Value, Ref],
+    gradients: Mapping[Value, Ref],
+    received: Container[Ref],
+    recomputed: Container[str],
+    jit_compile: bool,
+) -> tuple[StageFunction | None, StageFunction | None]:
+    """Bx and Bw.
+
+    Args:
+        name: start of the functions' names.
+        graph: the stage's graph.
+        arguments: what backward functions may be given.
+        gradients: what they are to compute.
+        received: tensors that come from other stages.
+        recomputed: cheap nodes of the forward part: Bw computes them again rather than keep their results from Bx.
+        jit_compile: compile both with XLA.
+    """
+    sent = {
+        value: ref for value, ref in gradients.items() if value.kind is ValueKind.GRADIENT and value.ref in received
+    }
+    own = {value: ref for value, ref in gradients.items() if value not in sent}
+    given = set(arguments.values())
+    body = graph.ancestors(sent.values(), given, control=False)
+    done = {node for node in body if node not in recomputed and graph.nodes[node].op != "Const"}
+    rest = graph.ancestors(own.values(), given, control=False) - done
+    read = [ref for node in graph.ordered(rest) for ref in graph.inputs(node)] + list(own.values())
+    partial = {
+        Value(ref, ValueKind.PARTIAL): ref for ref in dict.fromkeys(read) if ref.node in done and ref not in given
+    }
+    input_grad = weight_grad = None
+    if sent:
+        input_grad = _function(f"{name}_input_grad", graph, arguments, sent | partial, jit_compile)
+    if own:
+        weight_grad = _function(f"{name}_weight_grad", graph, {**arguments, **partial}, own, jit_compile)
+    return input_grad, weight_grad
+
+
+def _with_metadata(graph: Graph, forward: set[str], given: set[Ref]) -> set[str]:
+    """The forward part and what reads only shapes of its tensors."""
+    found = set(forward)
+    for node in graph:
+        reads = graph.inputs(node.name)
+        if node.op in _METADATA and all(ref.node in found or ref in given or _is_const(graph, ref) for ref in reads):
+            found.add(node.name)
+    return found
+
+
+def _is_const(graph: Graph, ref: Ref) -> bool:
+    return graph.nodes[ref.node].op == "Const"
+
+
+def _crossing(
+    graph: Graph, readers: Iterable[str], results: Iterable[Ref], forward: set[str], given: set[Ref]
+) -> list[Ref]:
+    """Tensors of the forward part that the readers, or the results themselves, need."""
+    read = [ref for name in graph.ordered(readers) for ref in graph.inputs(name)] + list(results)
+    return [
+        ref for ref in dict.fromkeys(read) if ref.node in forward and ref not in given and not _is_const(graph, ref)
+    ]
+
+
+def _function(
+    name: str, graph: Graph, arguments: Mapping[Value, Ref], results: Mapping[Value, Ref], jit_compile: bool
+) -> StageFunction:
+    """The function of ``results``, with those arguments that it needs."""
+    body = graph.ancestors(results.values(), arguments.values(), control=False)
+    needed = {ref for node in body for ref in graph.inputs(node)} | set(results.values())
+    used = {value: ref for value, ref in arguments.items() if ref in needed}
+    function = outline(name, graph, list(used.values()), list(results.values()), jit_compile=jit_compile)
+    order_sums(function)
+    return StageFunction(function, tuple(used), tuple(results))
+
+
+def _counted(program: Program, stage: Stage) -> dict[int, dict[Ref, int]]:
+    """Bytes of each tensor of a stage for slices of few and of many samples; 0 where that isn't known statically.
+
+    Nothing is known of a stage that works on slices of certain sizes only.
+    """
+    assert stage.graph is not None
+    graph = Graph(stage.graph)
+    for pair in SAMPLES:
+        try:
+            shapes = {samples: _inferred(program, stage, samples, example=True) for samples in pair}
+        except PassError as error:
+            logger.debug("bytes of stage %d can't be counted for %s samples: %s", stage.index, pair, error)
+            continue
+        return {
+            samples: {ref: _size(shape, dtype_of(graph, ref)) for ref, shape in found.items()}
+            for samples, found in shapes.items()
+        }
+    unknown = {Ref(node.name, output): 0 for node in graph for output in range(len(output_dtypes(node)))}
+    return dict.fromkeys(SAMPLES[0], unknown)
+
+
+def _size(shape: Shape | None, dtype: int) -> int:
+    if shape is None or any(size is None for size in shape):
+        return 0
+    return math.prod(size or 0 for size in shape) * dtype_size(dtype)
+
+
+def _growth(kept: Sequence[Ref], counted: Mapping[int, Mapping[Ref, int]]) -> tuple[int, int]:
+    """Bytes of ``kept`` per sample and whatever the number of samples is."""
+    (few, least), (many, most) = ((samples, sum(size[ref] for ref in kept)) for samples, size in counted.items())
+    per_sample = (most - least) // (many - few)
+    return per_sample, max(0, least - per_sample * few)
+
+
+def _residuals(
+    policy: str, graph: Graph, crossing: Sequence[Ref], given: set[Ref], sizes: Sequence[Mapping[Ref, int]]
+) -> list[Ref]:
+    """The tensors to keep, in the order of the graph."""
+    if policy == "none" or not crossing:
+        kept = set(crossing)
+    elif policy == "boundary":
+        kept = _unrepeatable(graph, crossing, given)
+    else:
+        kept = _min_cut(graph, crossing, given, sizes[0])
+    return sorted(kept, key=lambda ref: (graph.position[ref.node], ref.output))
+
+
+def _unrepeatable(graph: Graph, crossing: Sequence[Ref], given: set[Ref]) -> set[Ref]:
+    """Results of stateful ops without which ``crossing`` can't be computed again as it was."""
+    kept: set[Ref] = set()
+    seen: set[Ref] = set()
+    pending = list(crossing)
+    while pending:
+        ref = pending.pop()
+        if ref in seen or ref in given:
+            continue
+        seen.add(ref)
+        if is_stateful(graph.nodes[ref.node].op):
+            kept.add(ref)
+        else:
+            pending += graph.inputs(ref.node)
+    return kept
+
+
+def _min_cut(graph: Graph, crossing: Sequence[Ref], given: set[Ref], sizes: Mapping[Ref, int]) -> set[Ref]:
+    """The fewest bytes from which all of ``crossing`` follows by cheap ops.
+
+    Each tensor is an edge whose capacity is its size; a cheap op lets what it reads flow on to its result, the result
+    of any other op flows in from the source, and ``crossing`` flows out to the sink. The cheapest cut is what to keep.
+    """
+    network = networkx.DiGraph()
+    network.add_nodes_from(["source", "sink"])
+    seen: set[Ref] = set()
+    pending = list(crossing)
+    for ref in crossing:
+        network.add_edge((ref, "out"), "sink")
+    while pending:
+        ref = pending.pop()
+        if ref in seen:
+            continue
+        seen.add(ref)
+        network.add_edge((ref, "in"), (ref, "out"), capacity=max(1, sizes[ref]))
+        node = graph.nodes[ref.node]
+        if node.op not in _CHEAP or is_stateful(node.op):
+            network.add_edge("source", (ref, "in"))
+            continue
+        for read in graph.inputs(ref.node):
+            if read in given or _is_const(graph, read):
+                continue
+            network.add_edge((read, "out"), (ref, "in"))
+            pending.append(read)
+    if not any(network.successors("source")):
+        return set()
+    _, (reachable, _) = networkx.minimum_cut(network, "source", "sink")
+    return {ref for ref in seen if (ref, "in") in reachable and (ref, "out") not in reachable}

@@ -1,0 +1,209 @@
+"""Pass 14: every operator gets its device, and devices run theirs in the order of a queue."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
+
+from graph_passes.ir.graph import CALL_ATTR, Graph, GraphDef, Names, PassError, Ref, control_inputs
+from graph_passes.ir.program import Program, Step
+from graph_passes.ir.resource_use import ResourceUse, resource_name
+from graph_passes.ir.tensorflow_bridge import makes_resource
+from graph_passes.passes.unfused import unfused
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaceOperators:
+    """Writes devices, and an edge from each operator to the next one of its device.
+
+        a@0 b@0 c@0   becomes   a@0 -> c@0, b@1
+
+    A constant has a copy ``<constant>/on<k>`` on each further device that reads it. Placeholders stay where they are
+    fed. An operator that isn't named goes where the variable is that it touches, or else what it reads first.
+
+    Operators that only serve the fetching of gradients are placed but not ordered. Where gradients can be fetched in
+    place of training (``step.gradients``), what such a fetch needs doesn't wait for updates that come before it in the
+    order: it would make them.
+
+    Attributes:
+        devices: S: name of an operator -> name of its device.
+        order: Q: the same operators in a topological order.
+        chained: whether each device runs its operators one after another as they come in ``order``; otherwise as soon
+            as their inputs are there.
+
+    Source: FD-DPS (Mathematics 2022), section 5, algorithm 3: "the placement strategy S and the execution queue Q".
+    """
+
+    name: ClassVar[str] = "place_operators"
+    devices: Mapping[str, str]
+    order: Sequence[str]
+    chained: bool = True
+
+    def run(self, program: Program) -> Program:
+        """Flat step program -> the same with devices and control edges.
+
+        Raises:
+            PassError: an operator doesn't exist or is named only once or twice, the order isn't topological, or
+                operators that touch the same variable are on different devices.
+        """
+        return _Placement(self, program).result()
+
+
+class _Placement:
+    """The devices while they are being written."""
+
+    def __init__(self, options: PlaceOperators, program: Program) -> None:
+        assert program.step is not None
+        self.options = options
+        self.program = program
+        self.step: Step = program.step
+        self.view = Graph(program.graph)
+        self.position = {name: number for number, name in enumerate(options.order)}
+        self.device: dict[str, str] = {}
+        self.names = Names(self.view.nodes)
+        self.copies: dict[tuple[str, str], str] = {}  # constant, device -> the copy that is read there
+
+    def result(self) -> Program:
+        self._check_names()
+        topological = self.view.topological()
+        self._check_order(topological)
+        self._place(topological)
+        waits = self._chain() if self.options.chained else {}
+        graph = unfused(self._written(waits)) if self.options.chained else self._written(waits)
+        placed_on = self.step.placed_on | frozenset(self.options.devices.values())
+        return self.program.replace(graph=graph, step=dataclasses.replace(self.step, placed_on=placed_on))
+
+    # ---- checks
+
+    def _check_names(self) -> None:
+        devices, position = self.options.devices, self.position
+        for name in (*devices, *position):
+            if name not in self.view:
+                raise PassError(f"operator {name!r} is to be placed, but the step has no such node")
+        for name in devices.keys() - position.keys():
+            raise PassError(f"operator {name!r} has a device but no place in the order")
+        for name in position.keys() - devices.keys():
+            raise PassError(f"operator {name!r} has a place in the order but no device")
+        if len(position) < len(self.options.order):
+            twice = next(name for number, name in enumerate(self.options.order) if position[name] != number)
+            raise PassError(f"operator {twice!r} is twice in the order")
+
+    def _check_order(self, topological: Iterable[str]) -> None:
+        """No operator comes before one that it needs, whether it reads it itself or through nodes without a place."""
+        last: dict[str, str | None] = {}  # node -> the operator among those before it that comes last in the order
+        for name in topological:
+            node = self.view.nodes[name]
+            found: str | None = None
+            for producer in (*(ref.node for ref in self.view.inputs(name)), *control_inputs(node)):
+                before = producer if producer in self.position else last[producer]
+                if before is not None and (found is None or self.position[before] > self.position[found]):
+                    found = before
+            last[name] = found
+            if name in self.position and found is not None and self.position[found] > self.position[name]:
+                raise PassError(
+                    f"the order isn't topological: {name!r} (number {self.position[name]}) needs {found!r} "
+                    f"(number {self.position[found]})"
+                )
+
+    # ---- devices
+
+    def _place(self, topological: Iterable[str]) -> None:
+        together = self._variables()
+        for name in topological:
+            node = self.view.nodes[name]
+            place = self.options.devices.get(name)
+            if place is None and name in together:
+                place = together[name]
+            if place is None and CALL_ATTR in node.attr and node.op not in ("Const", "NoOp"):
+                producers = (ref.node for ref in self.view.inputs(name))
+                beside = (each for each in producers if self.view.nodes[each].op not in ("Const", "Placeholder"))
+                # What another device computes stays there.
+                beside = (each for each in beside if self.view.nodes[each].device == node.device)
+                place = next((self.device[each] for each in beside), None)
+            self.device[name] = node.device if place is None else place
+        self._copy_constants()
+
+    def _variables(self) -> dict[str, str]:
+        """The nodes that touch variables of which some operator has a device -> that device."""
+        functions = {function.signature.name: function for function in self.program.graph.library.function}
+        members: dict[tuple[str, str], dict[str, None]] = {}
+        for node in self.view:
+            if node.op not in functions and makes_resource(node.op):
+                members.setdefault((node.device, resource_name(node)), {})[node.name] = None
+        for use in ResourceUse(functions).of_nodes(self.program.graph.node):
+            members.setdefault((self.view.nodes[use.node].device, use.resource), {})[use.node] = None
+        found: dict[str, str] = {}
+        named: dict[str, str] = {}  # node -> the operator whose device it has
+        for (_, resource), names in members.items():
+            placed = next((name for name in names if name in self.options.devices), None)
+            if placed is None:
+                continue
+            device = self.options.devices[placed]
+            for name in names:
+                other = self.options.devices.get(name, found.get(name, device))
+                if other != device:
+                    raise PassError(
+                        f"operators of variable {resource!r} are on different devices: {placed!r} on {device}, "
+                        f"{named.get(name, name)!r} on {other}; place them together"
+                    )
+                found[name] = device
+                named.setdefault(name, placed)
+        return found
+
+    def _copy_constants(self) -> None:
+        """Puts each constant on the first device that reads it, and notes the copies that others need."""
+        number = {device: index for index, device in enumerate(sorted({*self.options.devices.values()}))}
+        for name, node in self.view.nodes.items():
+            if node.op != "Const":
+                continue
+            readers = list(dict.fromkeys(self.device[reader] for reader in self.view.consumers(name)))
+            placed = [device for device in readers if device in number]
+            if placed and node.device not in readers:
+                self.device[name] = placed[0]
+            for device in placed:
+                if device != self.device[name]:
+                    self.copies[name, device] = self.names.fresh(f"{name}/on{number[device]}")
+
+    # ---- order
+
+    def _chain(self) -> dict[str, list[str]]:
+        """Operator -> those that it has to wait for because it comes after them on its device."""
+        step = self.step
+        told = [*([step.loss] if step.loss is not None else []), *itertools.chain(*step.outputs)]
+        told += itertools.chain(*step.metric_results.values())
+        needed = self.view.ancestors([*told, *([Ref(step.train)] if step.train else [])])
+        apart = self.view.ancestors([*told, *step.gradients.values()]) if step.gradients else set()
+        last: dict[tuple[str, bool], str] = {}
+        found: dict[str, list[str]] = {}
+        for name in self.options.order:
+            if name not in needed:
+                continue
+            device, own = self.device[name], name in apart
+            before = [last.get((device, True)), None if own else last.get((device, False))]
+            found[name] = [each for each in before if each is not None]
+            last[device, own] = name
+        return found
+
+    def _written(self, waits: Mapping[str, Sequence[str]]) -> GraphDef:
+        graph = GraphDef(versions=self.program.graph.versions, library=self.program.graph.library)
+        devices: dict[str, list[str]] = {}  # constant -> where it has copies
+        for name, device in self.copies:
+            devices.setdefault(name, []).append(device)
+        for name, original in self.view.nodes.items():
+            node = graph.node.add()
+            node.CopyFrom(original)
+            node.device = self.device[name]
+            for index, text in enumerate(node.input):
+                if text in devices and (copied := self.copies.get((text, node.device))) is not None:
+                    node.input[index] = copied
+            if name in waits:
+                known = {text.removeprefix("^").partition(":")[0] for text in original.input}
+                node.input.extend(f"^{waited}" for waited in waits[name] if waited not in known)
+            for device in devices.get(name, ()):
+                copy = graph.node.add()
+                copy.CopyFrom(original)
+                copy.name, copy.device = self.copies[name, device], device
+                del copy.input[:]  # what it waits for; a constant is one whenever it is there
+        return graph

@@ -1,0 +1,371 @@
+"""Pass 5: one call node for each phase, stage, micro-batch and replica, on its device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from tensorflow.core.framework import types_pb2
+
+from graph_passes.ir.graph import (
+    MICRO_BATCH_ATTR,
+    PHASE_ATTR,
+    REPLICA_ATTR,
+    STAGE_ATTR,
+    Builder,
+    Graph,
+    GraphDef,
+    Ref,
+    dtype_attr,
+    shape_attr,
+)
+from graph_passes.ir.outline import FunctionDef, call_node, dtype_of, outline
+from graph_passes.ir.program import (
+    Layout,
+    Peers,
+    Program,
+    Stage,
+    StageFunction,
+    Step,
+    Value,
+    ValueKind,
+    Variable,
+    VariableKind,
+)
+from graph_passes.ir.storage import merge_gradients, merge_library, read_function
+from graph_passes.ir.tasks import Phase, Task
+from graph_passes.ir.tensorflow_bridge import empty_graph
+
+# What phases are called in the names of nodes.
+PHASE_NAMES = {
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.INPUT_GRAD: "input_grad",
+    Phase.WEIGHT_GRAD: "weight_grad",
+}
+"""`PHASE_ATTR` of tasks' calls."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicate:
+    """Starts the step's top level.
+
+        2 stages x 2 micro-batches, 2 replicas of stage 0   becomes   0F0 0F0.r1 0F1 0F1.r1 1F0 1F1 (and as many B)
+
+    Where B is split there are as many Bx and Bw. A task that has nothing to compute is a NoOp, so that schedules
+    needn't know: a Bx, say, or a B whose work is done in one function with F's.
+
+    Every replica of a stage works on each micro-batch, on its own slice of it. Calls of one slice are connected here
+    (residuals, variables, batch inputs); what comes from other stages stays pending.
+
+    Attributes:
+        layout: devices and batch sizes.
+        host_device: where batches are fed, and cut into slices.
+        hosts: the stages that keep each variable on their devices. A stage that reads a variable without keeping it
+            reads it from the first device of the first of them.
+        prefix: start of the names of the functions that are made here.
+        first_key: the first of the keys of collective operations inside tasks, see `sum_keys`.
+
+    Source: DAPPLE (PPoPP'21), section 5.2.2 and figure 8(a): "we split the micro-batch further into 2 even slices, and
+    assign each to a device."
+    """
+
+    name: ClassVar[str] = "replicate"
+    layout: Layout
+    host_device: str
+    hosts: Mapping[str, Sequence[int]]
+    prefix: str = ""
+    first_key: int = 1
+
+    def run(self, program: Program) -> Program:
+        """Program with stage functions -> program whose graph is a step's top level, with ``step``."""
+        return _Replication(self, program).result()
+
+
+class _Replication:
+    """The top level while it is being made."""
+
+    def __init__(self, options: Replicate, program: Program) -> None:
+        assert program.flat is not None
+        self.options = options
+        self.layout = options.layout
+        self.program = program
+        self.flat = Graph(program.flat)
+        self.variable_of_value = {v.value: v for v in program.roles.variables if v.value is not None}
+        self.builder = Builder(empty_graph())
+        self.entry: dict[Task, str] = {}
+        self.exit: dict[Task, tuple[str, ...]] = {}
+        self.values: dict[tuple[Task, Value], Ref] = {}
+        self.pending: dict[tuple[Task, Value], str] = {}
+        self.metric_values: dict[tuple[str, int], Ref] = {}
+        self.feeds: dict[Ref, Ref] = {}
+        self.slices: dict[tuple[Ref, int], dict[tuple[int, int], Ref]] = {}
+        self.metric_feeds: dict[str, tuple[Ref, Ref]] = {}
+        self.variables: dict[tuple[str, int, int], Ref] = {}
+        self.reads: dict[tuple[int, int], tuple[str, ...]] = {}
+        self.functions: list[FunctionDef] = []
+        self.groups: dict[tuple[str, ...], int] = {}
+
+    def result(self) -> Program:
+        program, graph = self.program, self.builder.graph
+        for stage in program.stages:
+            assert stage.graph is not None
+            merge_library(graph, stage.graph.library.function)
+            merge_gradients(graph, {g.function_name: g.gradient_func for g in stage.graph.library.gradient})
+        self._feed_batches()
+        self._normalizers()
+        for stage in program.stages:
+            self._read_variables(stage)
+            for micro_batch in range(len(self.layout.micro_batch_intervals)):
+                for replica in range(len(self.layout.devices[stage.index])):
+                    if self.layout.active(stage.index, micro_batch, replica):
+                        self._tasks(stage, micro_batch, replica)
+        merge_library(graph, self.functions)
+        step = Step(
+            self.layout,
+            entry=self.entry,
+            exit=self.exit,
+            values=self.values,
+            pending=self.pending,
+            reads=self.reads,
+            feeds=self.feeds,
+            metric_feeds=self.metric_feeds,
+            metric_results=self._metric_results(),
+            loss=self._loss(),
+            outputs=tuple(self._output(ref) for ref in program.roles.outputs),
+        )
+        return program.replace(graph=graph, step=step)
+
+    def _feed_batches(self) -> None:
+        for ref in self.program.roles.inputs:
+            node = self.flat.nodes[ref.node]
+            self.feeds[ref] = self.builder.add(
+                f"batch/{ref.node}", "Placeholder", device=self.options.host_device, **node.attr
+            )
+
+    def _slices_of(self, ref: Ref, stage: int) -> dict[tuple[int, int], Ref]:
+        """A batch input, cut for the replicas of a stage: (micro-batch, replica) -> slice."""
+        if (ref, stage) not in self.slices:
+            places = [
+                (micro_batch, replica)
+                for micro_batch in range(len(self.layout.micro_batch_intervals))
+                for replica in range(len(self.layout.devices[stage]))
+                if self.layout.active(stage, micro_batch, replica)
+            ]
+            sizes = [self.layout.slice(stage, *place).size for place in places]
+            with self.builder.marked({PHASE_ATTR: "slices", STAGE_ATTR: stage}):
+                parts = self.builder.split(
+                    f"stage{stage}/slices/{ref.node}",
+                    self.feeds[ref],
+                    dtype_of(self.flat, ref),
+                    sizes,
+                    0,
+                    device=self.options.host_device,
+                )
+            self.slices[ref, stage] = dict(zip(places, parts, strict=True))
+        return self.slices[ref, stage]
+
+    def _normalizers(self) -> None:
+        """Divisors of the whole batch, each computed once from the batch inputs."""
+        self.inverses: dict[Ref, Ref] = {}
+        normalizers = self.program.roles.normalizers
+        if not normalizers:
+            return
+        wanted = [normalizer.of_whole_batch for normalizer in normalizers]
+        body = self.flat.ancestors(wanted, self.feeds, control=False)
+        read = {ref for name in body for ref in self.flat.inputs(name)}
+        used = [ref for ref in self.feeds if ref in read]
+        inputs = [self.feeds[ref] for ref in used]
+        samples = self.program.roles.slice.samples
+        if samples in read:  # the slice is the whole batch
+            used.append(samples)
+            inputs.append(self.builder.const(self.layout.batch, types_pb2.DT_INT32))
+        function = outline(f"{self.options.prefix}normalizers", self.flat, used, wanted)
+        self.functions.append(function)
+        name = self.builder.names.fresh("normalizers")
+        attrs = {PHASE_ATTR: "normalizers"}
+        self.builder.append(call_node(name, function, inputs, device=self.options.host_device, attrs=attrs))
+        for index, normalizer in enumerate(normalizers):
+            self.inverses[normalizer.placeholder] = Ref(name, index)
+
+    def _read_variables(self, stage: Stage) -> None:
+        variables = self.program.variables
+        sources: dict[int, list[Variable]] = {}
+        for name in stage.reads:
+            hosts = self.options.hosts[name]
+            sources.setdefault(stage.index if stage.index in hosts else hosts[0], []).append(variables[name])
+        for source, group in sources.items():
+            function = read_function(f"{self.options.prefix}stage{stage.index}_read_from{source}", group)
+            self.functions.append(function)
+            for replica, device in enumerate(self.layout.homes[stage.index]):
+                remote = source != stage.index
+                if not any(self.layout.active(stage.index, m, replica) for m in range(self._micro_batches)):
+                    continue
+                if not remote or replica == 0:
+                    name = self.builder.names.fresh(f"stage{stage.index}/replica{replica}/read_from{source}")
+                    place = self.layout.homes[source][0] if remote else device
+                    attrs: dict[str, str | int] = {
+                        PHASE_ATTR: "read",
+                        STAGE_ATTR: stage.index,
+                        REPLICA_ATTR: replica,
+                    }
+                    self.builder.append(call_node(name, function, [], device=place, attrs=attrs))
+                reader = stage.index, replica
+                self.reads[reader] = (*self.reads.get(reader, ()), name)
+                for index, variable in enumerate(group):
+                    self.variables[variable.name, stage.index, replica] = Ref(name, index)
+
+    @property
+    def _micro_batches(self) -> int:
+        return len(self.layout.micro_batch_intervals)
+
+    def _tasks(self, stage: Stage, micro_batch: int, replica: int) -> None:
+        for phase, part in stage.phases:
+            task = Task(stage.index, phase, micro_batch, replica)
+            if part is not None:
+                self._call(stage, task, part, PHASE_NAMES[phase])
+            else:
+                name = f"stage{stage.index}/replica{replica}/{PHASE_NAMES[phase]}{micro_batch}"
+                device = self.layout.device_of(task)
+                node = self.builder.add(name, "NoOp", device=device, **task_attrs(task, PHASE_NAMES[phase])).node
+                self.entry[task], self.exit[task] = node, (node,)
+        if stage.metrics is not None:
+            forward = Task(stage.index, Phase.FORWARD, micro_batch, replica)
+            metrics = self._call(stage, forward, stage.metrics, "metrics", keep=False)
+            self.exit[forward] = (*self.exit[forward], metrics)
+            for index, value in enumerate(stage.metrics.outputs):
+                variable = self._variable_of_update(value.ref)
+                self.metric_values[variable.name, replica if variable.additive else 0] = Ref(metrics, index)
+
+    def _call(self, stage: Stage, task: Task, function: StageFunction, phase: str, *, keep: bool = True) -> str:
+        """Adds the call of a task; returns its node."""
+        name = self.builder.names.fresh(f"stage{stage.index}/replica{task.replica}/{phase}{task.micro_batch}")
+        self.functions.append(function.function)
+        inputs = [self._argument(task, value, function, index) for index, value in enumerate(function.inputs)]
+        device = self.layout.device_of(task)
+        self.builder.append(call_node(name, function.function, inputs, device=device, attrs=task_attrs(task, phase)))
+        if keep:
+            self.entry[task], self.exit[task] = name, (name,)
+            backward = dataclasses.replace(task, phase=Phase.BACKWARD)
+            of_backward = set(stage.backward.outputs) if stage.fused is not None and stage.backward is not None else ()
+            for index, value in enumerate(function.outputs):
+                self.values[backward if value in of_backward else task, value] = Ref(name, index)
+        return name
+
+    def _argument(self, task: Task, value: Value, function: StageFunction, index: int) -> Ref:
+        dtype = function.function.signature.input_arg[index].type
+        forward = Task(task.stage, Phase.FORWARD, task.micro_batch, task.replica)
+        if value.kind is ValueKind.GRADIENT:
+            return self._pending(
+                dataclasses.replace(task, phase=self.program.stages[task.stage].gives_gradients), value, dtype
+            )
+        if value.kind is ValueKind.PARTIAL:
+            return self.values[dataclasses.replace(task, phase=Phase.INPUT_GRAD), value]
+        if (forward, value) in self.values:
+            return self.values[forward, value]
+        variable = self.variable_of_value.get(value.ref)
+        if variable is not None:
+            if variable.kind is VariableKind.METRIC:
+                return self._metric_value(variable, task.replica)
+            return self.variables[variable.name, task.stage, task.replica]
+        if value.ref in self.feeds:
+            return self._slices_of(value.ref, task.stage)[task.micro_batch, task.replica]
+        samples = self.layout.slice(task.stage, task.micro_batch, task.replica).size
+        scalars, peers = self.program.roles.slice, self.program.roles.peers
+        device = self.layout.device_of(task)
+        if value.ref == scalars.weight:
+            return self.builder.const(samples / self.layout.batch, dtype, device=device)
+        if value.ref == scalars.number:
+            number = task.micro_batch * len(self.layout.devices[task.stage]) + task.replica
+            return self.builder.const(number, dtype, device=device)
+        if value.ref == scalars.samples:
+            return self.builder.const(samples, dtype, device=device)
+        if peers is not None and value.ref in peers.refs:
+            return self.builder.const(self._peers(task, peers)[peers.refs.index(value.ref)], dtype, device=device)
+        if value.ref in self.inverses:
+            return self.inverses[value.ref]
+        return self._pending(forward, value, dtype)
+
+    def _peers(self, task: Task, peers: Peers) -> tuple[int, int, int]:
+        """What `Peers` stands for in a task: number of its peers, key of their devices, first key of its own."""
+        replicas = range(len(self.layout.devices[task.stage]))
+        active = [replica for replica in replicas if self.layout.active(task.stage, task.micro_batch, replica)]
+        devices = tuple(self.layout.device_of(dataclasses.replace(task, replica=replica)) for replica in active)
+        group = self.groups.setdefault(devices, self.options.first_key + len(self.groups))
+        number = task.stage * self._micro_batches + task.micro_batch
+        return len(active), group, self.options.first_key + number * peers.keys
+
+    def _pending(self, task: Task, value: Value, dtype: int) -> Ref:
+        if (task, value) not in self.pending:
+            placeholder = self.builder.add(
+                f"pending/{task}/{value.ref.node}", "Placeholder", dtype=dtype_attr(dtype), shape=shape_attr(None)
+            )
+            self.pending[task, value] = placeholder.node
+        return Ref(self.pending[task, value])
+
+    def _metric_value(self, variable: Variable, replica: int) -> Ref:
+        """The value that the replica's last micro-batch left behind, or the one from before the step.
+
+        Only the first replica goes on from the running value; the others start afresh, so that their sums can be added.
+        What isn't a sum goes on from the replica before.
+        """
+        replica = replica if variable.additive else 0
+        if (variable.name, replica) in self.metric_values:
+            return self.metric_values[variable.name, replica]
+        if variable.name not in self.metric_feeds:
+            kind = {"dtype": dtype_attr(variable.dtype), "shape": shape_attr(variable.shape)}
+            running, initial = (
+                self.builder.add(f"metric/{part}", "Placeholder", device=self.options.host_device, **kind)
+                for part in ("running", "initial")
+            )
+            self.metric_feeds[variable.name] = (running, initial)
+        return self.metric_feeds[variable.name][replica > 0]
+
+    def _variable_of_update(self, ref: Ref) -> Variable:
+        return next(variable for variable in self.program.roles.variables if variable.update == ref)
+
+    def _metric_results(self) -> dict[str, tuple[Ref, ...]]:
+        found: dict[str, list[Ref]] = {}
+        for (name, _), ref in sorted(self.metric_values.items()):
+            found.setdefault(name, []).append(ref)
+        return {name: tuple(refs) for name, refs in found.items()}
+
+    def _loss(self) -> Ref | None:
+        """The sum of all slices' contributions, in the order of samples."""
+        loss = self.program.roles.loss
+        if loss is None:
+            return None
+        parts = self._output(loss)
+        task = next(task for task, value in self.values if value.ref == loss)
+        device = self.layout.devices[task.stage][0]
+        with self.builder.marked({PHASE_ATTR: "loss", STAGE_ATTR: task.stage}):
+            return self.builder.add_n("loss", parts, dtype_of(self.flat, loss), device=device)
+
+    def _output(self, ref: Ref) -> tuple[Ref, ...]:
+        tasks = sorted((t for t, value in self.values if value == Value(ref)), key=lambda t: (t.micro_batch, t.replica))
+        return tuple(self.values[task, Value(ref)] for task in tasks)
+
+
+def sum_keys(program: Program, layout: Layout) -> int:
+    """Number of keys that the collective operations inside the tasks of a step take."""
+    peers, micro_batches = program.roles.peers, len(layout.micro_batch_intervals)
+    # Groups have keys of their own, at most one for each phase of each stage's micro-batches.
+    return 0 if peers is None else len(layout.devices) * micro_batches * max(peers.keys, len(Phase))
+
+
+def task_attrs(task: Task, phase: str) -> dict[str, Any]:
+    """The attributes that tell what a node of a task is."""
+    return {
+        PHASE_ATTR: phase,
+        STAGE_ATTR: task.stage,
+        MICRO_BATCH_ATTR: task.micro_batch,
+        REPLICA_ATTR: task.replica,
+    }
+
+
+def top_level(program: Program) -> GraphDef:
+    """A copy of the step's top level, for a pass to change."""
+    graph = GraphDef()
+    graph.CopyFrom(program.graph)
+    return graph

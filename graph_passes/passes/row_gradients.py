@@ -1,0 +1,152 @@
+"""Gradients that are rows of an embedding: joined where they were made, then gathered where they are applied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tensorflow.core.framework import types_pb2
+
+from graph_passes.ir.graph import PHASE_ATTR, REPLICA_ATTR, STAGE_ATTR, Builder, Ref, dtype_attr
+from graph_passes.ir.program import OWN_ROWS, SHARED_ROWS, Program, Stage, Value, Variable
+from graph_passes.ir.tasks import Task
+from graph_passes.passes.row_sets import refusal
+
+
+def index_dtype(program: Program, variable: Variable) -> int | None:
+    """The dtype (a ``DT_*`` number) of the indices of a parameter's rows: the wider of several; None without rows."""
+    dtypes = {_stage_dtype(stage, variable) for stage in program.stages} - {None}
+    return types_pb2.DT_INT64 if len(dtypes) > 1 else next(iter(dtypes), None)
+
+
+def _stage_dtype(stage: Stage, variable: Variable) -> int | None:
+    _, function = stage.parameter_gradients
+    for _, kind in (OWN_ROWS, SHARED_ROWS):
+        value = Value(variable.value or Ref(""), kind)
+        if function is not None and value in function.outputs:
+            return function.result_dtype(value)
+    return None
+
+
+class RowGradients:
+    """The rows of gradients on the devices that ask for them; each set of rows is joined and gathered once.
+
+        B0, B1 of a replica -> own rows -> rows,  those of the other replicas -> rows
+
+    Rows that all slices have in common are added up instead, as soon as tasks have made them.
+
+        B0 -> rows -> sum -> sum over replicas -> rows
+        B1 -> rows ---^
+
+    Args:
+        program: a program with ordered tasks.
+        builder: of the step's top level, which gets the nodes.
+
+    Raises:
+        PassError: of a gradient it can't be told which rows slices have in common, and there are several slices.
+    """
+
+    def __init__(self, program: Program, builder: Builder) -> None:
+        assert program.step is not None
+        self._program, self._builder, self._step = program, builder, program.step
+        self._homes: Sequence[Sequence[str]] = program.step.layout.homes
+        self._gathered: dict[tuple[str, str], tuple[Ref, Ref]] = {}
+        self._own: dict[tuple[Value, int, int], Ref | None] = {}
+        self._tasks: dict[Value, list[Task]] = {}
+        for stage in program.stages:
+            for name, why in stage.undecided_rows.items():
+                value = Value(program.variables[name].value or Ref(""), OWN_ROWS[0])
+                slices = sum(task.stage == stage.index for task in self._tasks_with(value))
+                if slices > 1:
+                    raise refusal(name, why, stage.index, slices)
+
+    def gather(self, name: str, device: str) -> tuple[Ref, Ref]:
+        """The rows of a parameter's gradient from all slices (by stage, replica, micro-batch), on one device.
+
+        Returns:
+            The values, [rows, ...], and their indices, [rows].
+        """
+        if (name, device) not in self._gathered:
+            variable = self._program.variables[name]
+            dtype = index_dtype(self._program, variable)
+            assert dtype is not None
+            values: list[Ref] = []
+            indices: list[Ref] = []
+            for stage in self._program.stages:
+                own_values, own_indices = self._own_rows(variable, stage.index, device)
+                values += own_values
+                indices += [self._cast(index, stage, variable, dtype, device) for index in own_indices]
+            with self._builder.marked({PHASE_ATTR: "concat"}):
+                self._gathered[name, device] = (
+                    self._builder.concat("rows", values, variable.dtype, 0, device=device),
+                    self._builder.concat("rows", indices, dtype, 0, device=device),
+                )
+        return self._gathered[name, device]
+
+    def _own_rows(self, variable: Variable, stage: int, device: str) -> tuple[list[Ref], list[Ref]]:
+        """The values and indices of a stage's rows: sets of each replica, and one that all have in common."""
+        ref = variable.value or Ref("")
+        found: list[list[Ref]] = []
+        for kind in OWN_ROWS:
+            parts = [self._rows_of(Value(ref, kind), stage, replica) for replica in range(len(self._homes[stage]))]
+            found.append([part for part in parts if part is not None])
+        values, indices = found
+        shared, shared_indices = (Value(ref, kind) for kind in SHARED_ROWS)
+        sums = [self._sum_of(shared, variable, stage, replica) for replica in range(len(self._homes[stage]))]
+        present = [part for part in sums if part is not None]
+        if present:
+            with self._builder.marked({PHASE_ATTR: "sum", STAGE_ATTR: stage}):
+                values.append(self._builder.add_n("rows", present, variable.dtype, device=device))
+            first = min(task for task in self._tasks_with(shared_indices) if task.stage == stage)
+            indices.append(self._step.values[first, shared_indices])
+        return values, indices
+
+    def _cast(self, indices: Ref, stage: Stage, variable: Variable, dtype: int, device: str) -> Ref:
+        """Indices of a stage in the dtype that those of all stages have."""
+        own = _stage_dtype(stage, variable)
+        if own == dtype:
+            return indices
+        assert own is not None
+        kinds = {"SrcT": dtype_attr(own), "DstT": dtype_attr(dtype)}
+        with self._builder.marked({PHASE_ATTR: "concat", STAGE_ATTR: stage.index}):
+            return self._builder.add("indices", "Cast", [indices], device=device, **kinds)
+
+    def _rows_of(self, value: Value, stage: int, replica: int) -> Ref | None:
+        """The rows from one device, joined there before they are sent."""
+        key = (value, stage, replica)
+        if key not in self._own:
+            parts, device, marks = self._made(key)
+            _, function = self._program.stages[stage].parameter_gradients
+            joined = None
+            if parts:
+                assert function is not None
+                name, dtype = f"stage{stage}/replica{replica}/own_rows", function.result_dtype(value)
+                with self._builder.marked({PHASE_ATTR: "concat", **marks}):
+                    joined = self._builder.concat(name, parts, dtype, 0, device=device)
+            self._own[key] = joined
+        return self._own[key]
+
+    def _sum_of(self, value: Value, variable: Variable, stage: int, replica: int) -> Ref | None:
+        """The rows that all slices have in common, added up over those of one device, one after the other."""
+        key = (value, stage, replica)
+        if key not in self._own:
+            parts, device, marks = self._made(key)
+            total = parts[0] if parts else None
+            for part in parts[1:]:
+                assert total is not None
+                name = f"stage{stage}/replica{replica}/shared_rows"
+                with self._builder.marked({PHASE_ATTR: "sum", **marks}):
+                    total = self._builder.add_n(name, [total, part], variable.dtype, device=device)
+            self._own[key] = total
+        return self._own[key]
+
+    def _made(self, key: tuple[Value, int, int]) -> tuple[list[Ref], str, dict[str, int]]:
+        """What tasks of a stage's replica have made of a value, the device where it is, and marks of what uses it."""
+        value, stage, replica = key
+        own = sorted(task for task in self._tasks_with(value) if (task.stage, task.replica) == (stage, replica))
+        marks = {STAGE_ATTR: stage, REPLICA_ATTR: replica}
+        return [self._step.values[task, value] for task in own], self._homes[stage][replica], marks
+
+    def _tasks_with(self, value: Value) -> list[Task]:
+        if value not in self._tasks:
+            self._tasks[value] = [task for task, v in self._step.values if v == value]
+        return self._tasks[value]

@@ -1,0 +1,288 @@
+"""Scales losses and state so that what slices contribute adds up to what the whole batch gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+from graph_passes.analysis.chosen_rows import with_counted_rows
+from graph_passes.analysis.running_sums import parts_of_update
+from graph_passes.analysis.sample_dependence import SampleDependence, sample_dependence
+from graph_passes.ir.graph import (
+    FLOAT_DTYPES,
+    LAYER_ATTR,
+    OWN_ATTRS,
+    AttrValue,
+    Builder,
+    Graph,
+    GraphDef,
+    Names,
+    NodeDef,
+    Ref,
+    data_inputs,
+    dtype_attr,
+    make_node,
+    shape_attr,
+)
+from graph_passes.ir.outline import dtype_of
+from graph_passes.ir.program import Normalizer, Program, Roles, Variable, VariableKind
+from graph_passes.ir.spreads import CONSTANT, Coupling, Spread
+
+_LINEAR = frozenset({"Identity", "Neg", "Cast", "Reshape", "Squeeze", "ExpandDims", "Sum", "Mean", "StopGradient"})
+"""Ops that are linear in their first input."""
+_SUMS = frozenset({"AddV2", "Add", "Sub", "AddN", "Pack"})
+
+
+def scale_losses(program: Program, outputs: Sequence[Ref] = ()) -> Program:
+    """A captured program whose loss and state are slices' contributions to those of the whole batch.
+
+        weight * (sum(e) + mean(f))       becomes   weight * (sum(e) / weight + mean(f))
+        sum(m * e) / sum(m)               becomes   sum(m * e) / (sum(m) of the whole batch)
+
+    Capture has multiplied the whole loss by ``weight``, as if it were a mean. That stays where it is one, or where
+    nothing can be told. A sum is divided by the weight where it is made, so that it is an estimate of the whole batch's
+    in each slice, as a mean is: its mean over the slices of one stage is what the slices of another one read.
+    Statistics of batch inputs that the loss alone uses, and not linearly, are computed from the whole batch before the
+    step, as divisors of masked losses are. What remains is written down in ``couplings``.
+
+    Args:
+        program: a flat program, its loss and its floating-point state multiplied by the slice's weight.
+        outputs: the model's outputs.
+    """
+    view, roles = Graph(program.graph), program.roles
+    state = [v.update for v in roles.variables if v.update is not None and v.kind is VariableKind.STATE]
+    model = view.ancestors([*(ref for ref in outputs if ref.node in view), *state], control=False)
+    loss = set[str]() if roles.loss is None else view.ancestors([roles.loss], control=False)
+    dependence = sample_dependence(program, loss - model, outputs)
+    if dependence is None or dependence.partial:
+        unknown = view.ordered(loss - model if dependence else model | loss)[-1:]
+        told = [] if dependence is None else [*dependence.couplings]
+        return program.replace(couplings=(*told, *((name, Coupling.UNKNOWN) for name in unknown)))
+    counted = with_counted_rows(program, dependence, loss - model)
+    if counted is not None:
+        return scale_losses(counted, outputs)
+    return _Scaling(with_whole_batches(program, dependence), dependence).result()
+
+
+def with_whole_batches(program: Program, dependence: SampleDependence) -> Program:
+    """Placeholders in place of what the loss must read of the whole batch, which is computed apart."""
+    if not dependence.wholes:
+        return program
+    view = Graph(program.graph)
+    graph = GraphDef(versions=program.graph.versions, library=program.graph.library)
+    graph.node.extend(program.graph.node)
+    own = {node.name: node for node in graph.node}
+    names, placeholders, copies = Names(view.nodes), list[NodeDef](), list[NodeDef]()
+    copied: dict[str, str] = {}
+    normalizers: dict[Ref, Normalizer] = {}
+    for whole in dependence.wholes:
+        ref = whole.ref
+        if ref not in normalizers:
+            name = names.fresh(f"{ref.node}/whole_batch")
+            attrs = {"dtype": dtype_attr(dtype_of(view, ref)), "shape": shape_attr(dependence.shapes.get(ref))}
+            placeholders.append(make_node(name, "Placeholder", attrs=attrs))
+            for original in view.ordered(_computing(view, ref)):
+                if original not in copied:
+                    copied[original] = names.fresh(f"{original}/of_whole_batch")
+                    copies.append(_copy(view.nodes[original], copied))
+            layer = view.nodes[ref.node].attr[LAYER_ATTR].s.decode() if LAYER_ATTR in view.nodes[ref.node].attr else ""
+            result = Ref(copied.get(ref.node, ref.node), ref.output)
+            normalizers[ref] = Normalizer(Ref(name), result, layer or ref.node)
+        own[whole.node].input[whole.argument] = str(normalizers[ref].placeholder)
+    ordered = GraphDef(versions=graph.versions, library=graph.library)
+    ordered.node.extend([*placeholders, *graph.node, *copies])
+    roles = program.roles
+    roles = dataclasses.replace(roles, normalizers=(*roles.normalizers, *normalizers.values()))
+    return program.replace(graph=ordered, roles=roles)
+
+
+def _computing(view: Graph, ref: Ref) -> set[str]:
+    """The nodes that compute a tensor from batch inputs; of shapes it isn't asked what they are the shapes of."""
+    asked = [Ref(node.name) for node in view if node.op == "Shape"]
+    body = view.ancestors([ref], asked, control=False)
+    shapes = {own.node for name in body for own in view.inputs(name) if view.nodes[own.node].op == "Shape"}
+    return {name for name in body | shapes if view.nodes[name].op not in ("Const", "Placeholder")}
+
+
+def _copy(node: NodeDef, renamed: Mapping[str, str]) -> NodeDef:
+    """A node under its new name, reading others under theirs; it belongs to no layer."""
+    copy = NodeDef()
+    copy.CopyFrom(node)
+    copy.name = renamed[node.name]
+    del copy.input[:]
+    copy.input.extend(str(ref._replace(node=renamed.get(ref.node, ref.node))) for ref in data_inputs(node))
+    for key in [key for key in copy.attr if key.startswith(OWN_ATTRS)]:
+        del copy.attr[key]
+    return copy
+
+
+class _Scaling:
+    """A program while it is being scaled."""
+
+    def __init__(self, program: Program, dependence: SampleDependence) -> None:
+        self.program, self.dependence = program, dependence
+        self.view = Graph(program.graph)
+        self.graph = GraphDef(versions=program.graph.versions, library=program.graph.library)
+        self.graph.node.extend(program.graph.node)
+        self.builder = Builder(self.graph)
+        self.couplings = [  # Capture's own products with the weight say nothing of the model.
+            (name, coupling) for name, coupling in dependence.couplings if not self._is_weighted(self.view.nodes[name])
+        ]
+        self.shares: dict[Ref, Ref] = {}
+
+    def result(self) -> Program:
+        """The program with scaled losses."""
+        roles, view = self.program.roles, self.view
+        needed = [roles.loss, *roles.outputs, *(v.update for v in roles.variables if v.kind is VariableKind.STATE)]
+        used = view.ancestors([ref for ref in needed if ref is not None], control=False)
+        self.couplings = [(name, coupling) for name, coupling in self.couplings if name in used]
+        loss = None if roles.loss is None else self._scaled(roles.loss, Coupling.NOT_LINEAR)
+        variables = tuple(self._updated(variable) for variable in roles.variables)
+        roles = dataclasses.replace(roles, loss=loss, variables=variables)
+        scaled = self.program.replace(roles=roles, couplings=tuple(self.couplings))
+        return scaled.replace(graph=_pruned(self.graph, roles)) if self.shares else scaled
+
+    def _updated(self, variable: Variable) -> Variable:
+        if variable.update is None:
+            return variable
+        if variable.kind is VariableKind.STATE and variable.dtype in FLOAT_DTYPES:
+            return dataclasses.replace(variable, update=self._scaled(variable.update, Coupling.STATE))
+        if variable.kind is VariableKind.STATE and not self._alike(self.of(variable.update)):
+            self.couplings.append((variable.update.node, Coupling.STATE))
+        if variable.kind is VariableKind.METRIC and not self._adds(variable.update, variable):
+            self.couplings.append((variable.update.node, Coupling.METRIC))
+        return variable
+
+    def _alike(self, spread: Spread) -> bool:
+        return not spread.varies and spread.degree == 0
+
+    def _adds(self, update: Ref, variable: Variable) -> bool:
+        """Whether a metric's update adds a sum over samples to its value, or compares it with a largest sample."""
+        parts = None if variable.value is None else parts_of_update(self.view, update, variable.value)
+        return parts is not None and all(not part.added or self._is_sum(self.of(part.ref)) for part in parts)
+
+    @staticmethod
+    def _is_sum(spread: Spread) -> bool:
+        return spread.axis is None and spread.linear and spread.degree == 1
+
+    def of(self, ref: Ref) -> Spread:
+        """A tensor's spread."""
+        return self.dependence.spreads.get(ref, CONSTANT)
+
+    # ---- contributions
+
+    def _scaled(self, contribution: Ref, coupling: Coupling) -> Ref:
+        """What takes the place of something that capture has multiplied by the weight, or of a sum that it hasn't."""
+        node, inputs = self.view.nodes[contribution.node], self.view.inputs(contribution.node)
+        if node.op == "Identity":
+            scaled = self._scaled(inputs[0], coupling)
+            return contribution if scaled == inputs[0] else scaled
+        weighted = self._is_weighted(node)
+        value = inputs[0] if weighted else contribution
+        spread = self.of(value)
+        if spread.degree == (0 if weighted else 1) and spread.axis is None:
+            if not spread.linear and value.node not in self._coupled:
+                self.couplings.append((value.node, coupling))
+            return contribution
+        share = self._share(value)
+        if share is None:
+            if value.node not in self._coupled:
+                self.couplings.append((value.node, coupling))
+            return contribution
+        return self._times_weight(share, 1, dtype_of(self.view, value), f"{value.node}/contribution", {})
+
+    def _is_weighted(self, node: NodeDef) -> bool:
+        """Whether capture has multiplied something by the weight."""
+        if node.op != "Mul":
+            return False
+        weight, factor = self.program.roles.slice.weight, self.view.inputs(node.name)[1]
+        origin = self.view.nodes[factor.node]
+        return factor == weight or (origin.op == "Cast" and self.view.inputs(origin.name)[0] == weight)
+
+    @functools.cached_property
+    def _coupled(self) -> set[str]:
+        """The nodes that couple samples, and all that follows from them."""
+        found = {name for name, _ in self.dependence.couplings}
+        for name in self.view.nodes:
+            if any(ref.node in found for ref in self.view.inputs(name)):
+                found.add(name)
+        return found
+
+    def _share(self, ref: Ref) -> Ref | None:
+        """A tensor whose mean over slices, weighted, is that of the whole batch; None where it can't be told."""
+        if ref not in self.shares:
+            share = self._contribution(ref)
+            if share is None:
+                return None
+            self.shares[ref] = share
+        return self.shares[ref]
+
+    def _contribution(self, ref: Ref) -> Ref | None:
+        spread, node = self.of(ref), self.view.nodes[ref.node]
+        if spread.axis is not None:
+            return None
+        if spread.degree == 0:
+            return ref
+        # A sum of sums, too, is divided term by term: they may be made in several stages.
+        combined = self._combined(ref)
+        if combined is None and spread.degree is not None:
+            marks = {LAYER_ATTR: node.attr[LAYER_ATTR]} if LAYER_ATTR in node.attr else {}
+            return self._times_weight(ref, -spread.degree, dtype_of(self.view, ref), f"{node.name}/share", marks)
+        return combined
+
+    def _combined(self, ref: Ref) -> Ref | None:
+        """The node's result for the shares of what it is linear in; None where it is linear in no such thing."""
+        node = self.view.nodes[ref.node]
+        inputs = self.view.inputs(node.name)
+        if node.op in _LINEAR:
+            scaled = [0]
+        elif node.op in _SUMS:
+            scaled = list(range(len(inputs)))
+        elif node.op in ("SelectV2", "Select"):
+            scaled = [1, 2]
+        elif node.op in ("Mul", "RealDiv", "DivNoNan"):
+            scaled = [index for index, own in enumerate(inputs) if not self.of(own).constant]
+            if len(scaled) != 1 or (node.op != "Mul" and scaled != [0]):
+                return None
+        else:
+            return None
+        if not all(dtype_of(self.view, inputs[index]) in FLOAT_DTYPES for index in scaled):
+            return None
+        shares = {index: self._share(inputs[index]) for index in scaled}
+        if None in shares.values():
+            return None
+        copy = self.builder.graph.node.add()
+        copy.CopyFrom(node)
+        copy.name = self.builder.names.fresh(f"{node.name}/share")
+        for index, share in shares.items():
+            copy.input[index] = str(share)
+        return Ref(copy.name, ref.output)
+
+    def _times_weight(self, ref: Ref, power: int, dtype: int, name: str, marks: Mapping[str, AttrValue]) -> Ref:
+        """A tensor of a dtype, multiplied by a power of the slice's weight."""
+        weight = self.program.roles.slice.weight
+        if dtype_of(self.view, weight) != dtype:
+            types = {"SrcT": dtype_attr(dtype_of(self.view, weight)), "DstT": dtype_attr(dtype)}
+            weight = self.builder.add(f"{weight.node}/cast", "Cast", [weight], **types)
+        for _ in range(abs(power)):
+            op = "Mul" if power > 0 else "RealDiv"
+            ref = self.builder.add(name, op, [ref, weight], T=dtype_attr(dtype), **marks)
+        return ref
+
+
+def _pruned(graph: GraphDef, roles: Roles) -> GraphDef:
+    """Without what has been replaced."""
+    wanted = [roles.loss, *roles.outputs, *(variable.update for variable in roles.variables)]
+    wanted += [normalizer.of_whole_batch for normalizer in roles.normalizers]
+    used = Graph(graph).ancestors([ref for ref in wanted if ref is not None], control=False)
+    used |= {ref.node for ref in (*roles.inputs, *roles.scalars)}
+    pruned = GraphDef(versions=graph.versions, library=graph.library)
+    for node in graph.node:
+        if node.name in used:
+            copy = pruned.node.add()
+            copy.CopyFrom(node)
+            inputs = [text for text in node.input if not text.startswith("^") or text[1:] in used]
+            del copy.input[:]
+            copy.input.extend(inputs)
+    return pruned

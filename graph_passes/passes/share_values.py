@@ -1,0 +1,104 @@
+"""Small values that are computed several times are computed once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Hashable, Mapping
+from typing import ClassVar
+
+from graph_passes.analysis.split_signatures import Shape
+from graph_passes.ir.graph import CALL_ATTR, OWN_ATTRS, Graph, GraphDef, NodeDef, Ref, control_inputs
+from graph_passes.ir.program import Program
+from graph_passes.ir.tensorflow_bridge import is_stateful, makes_resource, output_dtypes, takes_functions
+
+_LARGEST = 1024
+"""Elements of what is shared."""
+_READ = "ReadVariableOp"
+
+
+@dataclasses.dataclass(frozen=True)
+class ShareValues:
+    """One node in place of several that compute the same small value.
+
+        read rate -> scale a, read rate -> scale b   becomes   read rate -> scale a, scale b
+
+    An optimizer traced variable by variable reads the learning rate and counts steps for each: on several devices each
+    of these would be sent by itself. Larger values stay: they may be computed again on purpose, to save memory.
+
+    Attributes:
+        shapes: of all tensors of the step.
+        within_calls: whether only what was in one call is shared, where tasks have an order.
+    """
+
+    name: ClassVar[str] = "share_values"
+    shapes: Mapping[Ref, Shape | None]
+    within_calls: bool = False
+
+    def run(self, program: Program) -> Program:
+        """Flat step program -> the same with fewer nodes."""
+        kept = set() if program.step is None else program.step.named_nodes
+        return program.replace(graph=share_values(program.graph, self.shapes, kept, within_calls=self.within_calls))
+
+
+def share_values(
+    graph: GraphDef, shapes: Mapping[Ref, Shape | None], kept: Collection[str] = (), *, within_calls: bool = False
+) -> GraphDef:
+    """A graph in which equal small values are computed once.
+
+    Args:
+        graph: a flat graph; it isn't changed.
+        shapes: of its tensors.
+        kept: nodes that must stay.
+        within_calls: see `ShareValues`.
+    """
+    view = Graph(graph)
+    first: dict[Hashable, str] = {}
+    instead: dict[str, str] = {}  # node -> the one that computes the same
+    for name in view.topological():
+        node = view.nodes[name]
+        if _can_be_shared(node, shapes):
+            inputs = tuple((instead.get(ref.node, ref.node), ref.output) for ref in view.inputs(name))
+            waits = frozenset(instead.get(waited, waited) for waited in control_inputs(node))
+            attrs = tuple(
+                (key, node.attr[key].SerializeToString(deterministic=True))
+                for key in sorted(node.attr)
+                if not key.startswith(OWN_ATTRS) or (within_calls and key == CALL_ATTR)
+            )
+            other = first.setdefault((node.op, node.device, inputs, waits, attrs), name)
+            if other != name and name not in kept:
+                instead[name] = other
+    found = GraphDef(versions=graph.versions, library=graph.library)
+    for node in graph.node:
+        if node.name in instead:
+            continue
+        own = found.node.add()
+        own.CopyFrom(node)
+        if any(ref.node in instead for ref in view.inputs(node.name)) or any(
+            waited in instead for waited in control_inputs(node)
+        ):
+            data = [str(Ref(instead.get(ref.node, ref.node), ref.output)) for ref in view.inputs(node.name)]
+            waits_now = dict.fromkeys(f"^{instead.get(waited, waited)}" for waited in control_inputs(node))
+            del own.input[:]
+            own.input.extend([*data, *waits_now])
+    return found
+
+
+def _can_be_shared(node: NodeDef, shapes: Mapping[Ref, Shape | None]) -> bool:
+    """Whether a node gives a small value that depends on what it reads and waits for alone."""
+    if node.op == "VarHandleOp":
+        return True
+    if node.op == _READ:
+        # Without anything to wait for, it reads what the variable is before the step.
+        return not control_inputs(node) and _is_small(node, shapes)
+    if node.op in ("Placeholder", "NoOp") or is_stateful(node.op) or makes_resource(node.op):
+        return False
+    return not takes_functions(node.op) and _is_small(node, shapes)
+
+
+def _is_small(node: NodeDef, shapes: Mapping[Ref, Shape | None]) -> bool:
+    outputs = [shapes.get(Ref(node.name, index)) for index in range(len(output_dtypes(node)))]
+    return bool(outputs) and all(
+        shape is not None and None not in shape and math.prod(size or 0 for size in shape) <= _LARGEST
+        for shape in outputs
+    )

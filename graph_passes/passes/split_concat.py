@@ -1,0 +1,224 @@
+"""Pass 6: connects the replicas of stages, whatever their numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+from tensorflow.core.framework import types_pb2
+
+from graph_passes.ir.batching import Interval
+from graph_passes.ir.graph import Builder, Ref, dtype_attr, substitute
+from graph_passes.ir.program import Boundary, Program, Step, Value, ValueKind
+from graph_passes.ir.tasks import Phase, Task
+from graph_passes.passes.replicate import task_attrs, top_level
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitConcat:
+    """Binds what is pending between stages: one-to-many, many-to-one and many-to-many, for any n : m.
+
+        3 replicas [0,2) [2,4) [4,5)  ->  2 replicas [0,3) [3,5)
+        sender 0 sends all to 0; sender 1 splits [2,3) to 0 and [3,4) to 1; sender 2 sends all to 1
+
+    Slices go from owner to owner, never through a gather on one device; gradients flow back through the mirror image. A
+    tensor that has no batch axis (a loss term of an earlier stage, say) is the mean over the sender's slices, weighted
+    by their samples; its gradient is shared out by the same weights.
+
+    Source: DAPPLE (PPoPP'21), section 5.2.2; arXiv 2007.01045, figure 9 (b) to (d).
+    """
+
+    name: ClassVar[str] = "split_concat"
+
+    def run(self, program: Program) -> Program:
+        """Program after ``replicate`` -> the same with boundary tensors and their gradients connected."""
+        assert program.step is not None
+        graph = top_level(program)
+        phases = [stage.gives_gradients for stage in program.stages]
+        connection = _Connection(Builder(graph), program.step, phases)
+        for boundary in program.boundaries:
+            for stage in boundary.consumers:
+                connection.send(boundary, stage)
+            connection.send_back(boundary)
+        substitute(graph, connection.bound)
+        pending = {key: name for key, name in program.step.pending.items() if name not in connection.bound}
+        return program.replace(graph=graph, step=dataclasses.replace(program.step, pending=pending))
+
+
+class _Connection:
+    def __init__(self, builder: Builder, step: Step, phases: Sequence[Phase]) -> None:
+        self.builder = builder
+        self.phases = phases  # of each stage, the one that gradients go to and come from
+        self.step = step
+        self.layout = step.layout
+        self.bound: dict[str, Ref] = {}
+
+    def _device(self, task: Task) -> str:
+        return self.layout.devices[task.stage][task.replica]
+
+    def _slices(self, stage: int, phase: Phase, micro_batch: int) -> list[tuple[Task, Interval]]:
+        return [
+            (Task(stage, phase, micro_batch, replica), interval)
+            for replica, interval in enumerate(self.layout.slices(stage, micro_batch))
+            if interval.size
+        ]
+
+    def send(self, boundary: Boundary, stage: int) -> None:
+        """Forward: from the producer's slices to those of stage ``stage``."""
+        value = Value(boundary.ref)
+        for micro_batch in range(len(self.layout.micro_batch_intervals)):
+            senders = self._slices(boundary.producer, Phase.FORWARD, micro_batch)
+            receivers = [
+                (task, interval)
+                for task, interval in self._slices(stage, Phase.FORWARD, micro_batch)
+                if (task, value) in self.step.pending
+            ]
+            if not receivers:
+                continue
+            sources = [(task, interval, self.step.values[task, value]) for task, interval in senders]
+            for (receiver, _), tensor in zip(receivers, self._move(boundary, sources, receivers), strict=True):
+                self.bound[self.step.pending[receiver, value]] = tensor
+
+    def send_back(self, boundary: Boundary) -> None:
+        """Backward: from all consumers' slices to those of the producer."""
+        value = Value(boundary.ref, ValueKind.GRADIENT)
+        for micro_batch in range(len(self.layout.micro_batch_intervals)):
+            receivers = [
+                (task, interval)
+                for task, interval in self._slices(boundary.producer, self.phases[boundary.producer], micro_batch)
+                if (task, value) in self.step.pending
+            ]
+            if not receivers:
+                continue
+            parts: list[list[Ref]] = [[] for _ in receivers]
+            for stage in boundary.consumers:
+                sources = [
+                    (task, interval, self.step.values[task, value])
+                    for task, interval in self._slices(stage, self.phases[stage], micro_batch)
+                    if (task, value) in self.step.values
+                ]
+                if sources:
+                    moved = self._move(boundary, sources, receivers, backward=True)
+                    for found, tensor in zip(parts, moved, strict=True):
+                        found.append(tensor)
+            for (receiver, _), found in zip(receivers, parts, strict=True):
+                name = f"sum/{receiver}/{boundary.ref.node}"
+                with self.builder.marked(task_attrs(receiver, "sum")):
+                    total = self.builder.add_n(name, found, boundary.dtype, device=self._device(receiver))
+                self.bound[self.step.pending[receiver, value]] = total
+
+    def _move(
+        self,
+        boundary: Boundary,
+        sources: list[tuple[Task, Interval, Ref]],
+        receivers: list[tuple[Task, Interval]],
+        *,
+        backward: bool = False,
+    ) -> list[Ref]:
+        """The tensor as each receiver needs it."""
+        if boundary.batch_axis is None:
+            if backward:
+                return self._share(boundary, sources, receivers)
+            means = []
+            for receiver, _ in receivers:
+                with self.builder.marked(task_attrs(receiver, "mean")):
+                    means.append(self._mean(boundary, sources, receiver))
+            return means
+        pieces: dict[int, list[Ref]] = {index: [] for index in range(len(receivers))}
+        for task, interval, tensor in sources:
+            targets = [
+                (index, overlap)
+                for index, (_, wanted) in enumerate(receivers)
+                if (overlap := interval.overlap(wanted)).size
+            ]
+            sizes = [overlap.size for _, overlap in targets]
+            for (index, _), part in zip(targets, self._split(boundary, task, interval, tensor, sizes), strict=True):
+                pieces[index].append(part)
+        return [self._concat(boundary, receiver, pieces[index]) for index, (receiver, _) in enumerate(receivers)]
+
+    def _concat(self, boundary: Boundary, receiver: Task, pieces: list[Ref]) -> Ref:
+        assert boundary.batch_axis is not None
+        name, device = f"concat/{receiver}/{boundary.ref.node}", self._device(receiver)
+        with self.builder.marked(task_attrs(receiver, "concat")):
+            return self.builder.concat(name, pieces, boundary.dtype, boundary.batch_axis, device=device)
+
+    def _split(self, boundary: Boundary, task: Task, interval: Interval, tensor: Ref, sizes: list[int]) -> list[Ref]:
+        assert boundary.batch_axis is not None
+        name, device = f"split/{task}/{boundary.ref.node}", self._device(task)
+        if len(sizes) == 1:
+            return [tensor]
+        if boundary.rows_per_sample is not None:
+            lengths = [size * boundary.rows_per_sample for size in sizes]
+            with self.builder.marked(task_attrs(task, "split")):
+                return self.builder.split(name, tensor, boundary.dtype, lengths, boundary.batch_axis, device=device)
+        # The rows of a sample are known at run time only.
+        int64 = dtype_attr(types_pb2.DT_INT64)
+        axis = self.builder.const(boundary.batch_axis, types_pb2.DT_INT32)
+        with self.builder.marked(task_attrs(task, "lengths")):
+            rows = self._lengths(name, boundary, interval, tensor, sizes, axis, device)
+        kind = {"T": dtype_attr(boundary.dtype), "Tlen": int64, "num_split": len(sizes)}
+        with self.builder.marked(task_attrs(task, "split")):
+            split = self.builder.add(name, "SplitV", [tensor, rows, axis], device=device, **kind)
+        return [Ref(split.node, index) for index in range(len(sizes))]
+
+    def _lengths(
+        self,
+        name: str,
+        boundary: Boundary,
+        interval: Interval,
+        tensor: Ref,
+        sizes: list[int],
+        axis: Ref,
+        device: str,
+    ) -> Ref:
+        """The rows of each part: samples of the part * length of the axis / samples of the slice."""
+        int64 = dtype_attr(types_pb2.DT_INT64)
+        shape = self.builder.add(
+            f"{name}/shape", "Shape", [tensor], device=device, T=dtype_attr(boundary.dtype), out_type=int64
+        )
+        kind = {"Tparams": int64, "Tindices": dtype_attr(types_pb2.DT_INT32), "Taxis": dtype_attr(types_pb2.DT_INT32)}
+        zero = self.builder.const(0, types_pb2.DT_INT32)
+        length = self.builder.add(f"{name}/length", "GatherV2", [shape, axis, zero], device=device, **kind)
+        samples = self.builder.const(interval.size, types_pb2.DT_INT64)
+        rows = self.builder.add(f"{name}/rows", "FloorDiv", [length, samples], device=device, T=int64)
+        return self.builder.add(
+            f"{name}/sizes", "Mul", [self.builder.const(sizes, types_pb2.DT_INT64), rows], device=device, T=int64
+        )
+
+    def _mean(self, boundary: Boundary, sources: list[tuple[Task, Interval, Ref]], receiver: Task) -> Ref:
+        if len(sources) == 1 or boundary.dtype not in _AVERAGED:
+            return sources[0][2]
+        total = sum(interval.size for _, interval, _ in sources)
+        device, kind = self._device(receiver), dtype_attr(boundary.dtype)
+        parts = [
+            self.builder.add(
+                f"mean/{receiver}/{boundary.ref.node}",
+                "Mul",
+                [tensor, self.builder.const(interval.size / total, boundary.dtype, device=device)],
+                device=device,
+                T=kind,
+            )
+            for _, interval, tensor in sources
+        ]
+        return self.builder.add_n(f"mean/{receiver}/{boundary.ref.node}", parts, boundary.dtype, device=device)
+
+    def _share(
+        self, boundary: Boundary, sources: list[tuple[Task, Interval, Ref]], receivers: list[tuple[Task, Interval]]
+    ) -> list[Ref]:
+        total = sum(interval.size for _, interval in receivers)
+        shares = []
+        for receiver, interval in receivers:
+            device, name = self._device(receiver), f"share/{receiver}/{boundary.ref.node}"
+            received = [tensor for _, _, tensor in sources]
+            with self.builder.marked(task_attrs(receiver, "share")):
+                gradient = self.builder.add_n(name, received, boundary.dtype, device=device)
+                if len(receivers) > 1:
+                    weight = self.builder.const(interval.size / total, boundary.dtype, device=device)
+                    kind = dtype_attr(boundary.dtype)
+                    gradient = self.builder.add(name, "Mul", [gradient, weight], device=device, T=kind)
+            shares.append(gradient)
+        return shares
+
+
+_AVERAGED = frozenset({types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE, types_pb2.DT_HALF, types_pb2.DT_BFLOAT16})

@@ -1,0 +1,381 @@
+"""Pass 13: heavy operators become parts, each of which can have a device of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from tensorflow.core.framework import types_pb2
+
+from graph_passes.analysis.split_rules import (
+    FIRST,
+    Cut,
+    Shape,
+    Split,
+    SplitRule,
+    chosen_rule,
+    joined_name,
+    part_name,
+    split_name,
+    split_rules,
+    total_name,
+)
+from graph_passes.ir.graph import (
+    OWN_ATTRS,
+    Builder,
+    Graph,
+    GraphDef,
+    NodeDef,
+    PassError,
+    Ref,
+    control_inputs,
+    dtype_attr,
+    make_node,
+)
+from graph_passes.ir.program import Program, Step
+from graph_passes.ir.tensorflow_bridge import constant_value, make_constant, output_dtypes
+
+_SMALL = 64
+"""Elements of a constant that could hold axes, a permutation or strides."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitOperators:
+    """Splits operators along dimensions of their tensors, with the same results.
+
+        a -> Conv2D -> b        becomes   a -> SplitV -> Conv2D/part0, Conv2D/part1 -> ConcatV2 -> b
+        Conv2D -> Relu -> b               Conv2D/part0 -> Relu/part0, Conv2D/part1 -> Relu/part1 -> ConcatV2 -> b
+
+    Parts are named ``N/part<k>``. What one of them reads cut comes from a node ``<producer>/split_<output>_<cut>`` that
+    all share who read it cut alike; from the parts of the producer, where these have it like that; or, of a constant,
+    from smaller constants. ``N/joined_<output>`` is the whole result, a concatenation or a sum; it is there where
+    anything reads it whole. The parts of a mean are sums, whose total is divided. All of them have the device and the
+    roles of the operator that they come from. Whatever waited for the operator waits for its parts.
+
+    Results are the same but for the last bits, see `split_rules`.
+
+    Attributes:
+        splits: name of an operator -> how it is split.
+        shapes: of all tensors that these operators read and make.
+        optional: those of the operators that stay whole where they can't be split like this: the same operator of a
+            smaller micro-batch, say.
+
+    Source: FD-DPS (Mathematics 2022, 10, 4788), section 4.1 and algorithm 3, lines 2 to 6.
+    """
+
+    name: ClassVar[str] = "split_operators"
+    splits: Mapping[str, Split]
+    shapes: Mapping[Ref, Shape | None]
+    optional: frozenset[str] = frozenset()
+
+    def run(self, program: Program) -> Program:
+        """Flat step program -> the same with parts in place of operators.
+
+        Raises:
+            PassError: there is no such operator, or it can't be split like this.
+        """
+        if not self.splits:
+            return program
+        step = program.step
+        assert step is not None
+        splitting = _Splitting(program.graph, self.splits, self.shapes, self.optional)
+        found = splitting.result(_fetched(step))
+        return program.replace(graph=found.graph, step=_redirected(step, found, splitting.wholes))
+
+
+class SplitGraph(NamedTuple):
+    """A graph whose operators were split.
+
+    Attributes:
+        graph: the graph.
+        joined: output of a split operator -> the whole tensor, of all that anything reads whole.
+    """
+
+    graph: GraphDef
+    joined: Mapping[Ref, Ref]
+
+
+def split_operators(
+    graph: GraphDef,
+    splits: Mapping[str, Split],
+    shapes: Mapping[Ref, Shape | None],
+    fetched: Iterable[Ref] = (),
+) -> SplitGraph:
+    """Splits operators of a graph, which isn't changed; see `SplitOperators`.
+
+    Args:
+        graph: a flat graph.
+        splits: name of an operator -> how it is split.
+        shapes: of all tensors that these operators read and make.
+        fetched: tensors that are wanted whole, even where no node reads them.
+
+    Raises:
+        PassError: there is no such operator, or it can't be split like this.
+    """
+    return _Splitting(graph, splits, shapes).result(fetched)
+
+
+def _fetched(step: Step) -> list[Ref]:
+    refs = [*([step.loss] if step.loss is not None else []), *step.gradients.values()]
+    return refs + [ref for several in (*step.outputs, *step.metric_results.values()) for ref in several]
+
+
+def _redirected(step: Step, found: SplitGraph, splits: Mapping[str, _Whole]) -> Step:
+    """The step's tensors and nodes where they are now."""
+    for what in (*step.entry.values(), *([step.train] if step.train is not None else [])):
+        if what in splits:
+            raise PassError(f"{what!r} can't be split: the step is ordered by it as one node")
+
+    def now(ref: Ref) -> Ref:
+        return found.joined.get(ref, ref)
+
+    def parts(name: str) -> tuple[str, ...]:
+        return tuple(part_name(name, part) for part in range(splits[name].parts)) if name in splits else (name,)
+
+    return dataclasses.replace(
+        step,
+        exit={task: tuple(part for name in names for part in parts(name)) for task, names in step.exit.items()},
+        values={key: now(ref) for key, ref in step.values.items() if ref.node not in splits or ref in found.joined},
+        metric_results={name: tuple(map(now, refs)) for name, refs in step.metric_results.items()},
+        loss=None if step.loss is None else now(step.loss),
+        outputs=tuple(tuple(map(now, refs)) for refs in step.outputs),
+        gradients={name: now(ref) for name, ref in step.gradients.items()},
+    )
+
+
+class _Whole(NamedTuple):
+    """An operator that is split, and its outputs' shapes."""
+
+    node: NodeDef
+    rule: SplitRule
+    parts: int
+    outputs: tuple[tuple[int, ...], ...]
+
+    def cut(self, output: int) -> Cut | None:
+        """How its parts make an output."""
+        return self.rule.output_cut(output, self.parts)
+
+
+class _Splitting:
+    """A graph while its operators are being split."""
+
+    def __init__(
+        self,
+        graph: GraphDef,
+        splits: Mapping[str, Split],
+        shapes: Mapping[Ref, Shape | None],
+        optional: frozenset[str] = frozenset(),
+    ) -> None:
+        self.view = Graph(graph)
+        self.shapes = shapes
+        self.builder = Builder(GraphDef(versions=graph.versions, library=graph.library))
+        for name in self.view.nodes:
+            self.builder.names.fresh(name)
+        self.wholes: dict[str, _Whole] = {}
+        for name, split in splits.items():
+            try:
+                self.wholes[name] = self._chosen(name, split)
+            except PassError:
+                if name not in optional:
+                    raise
+        self.joined: dict[Ref, Ref] = {}
+        self.cut: dict[tuple[Ref, Cut], list[Ref]] = {}
+        self.behind: dict[str, list[NodeDef]] = {}  # operator -> nodes that join or cut its outputs
+        self.parts: dict[str, list[NodeDef]] = {}
+
+    def result(self, fetched: Iterable[Ref]) -> SplitGraph:
+        """The graph whose operators have been split."""
+        changed: dict[str, NodeDef] = {}
+        for name, node in self.view.nodes.items():
+            if name in self.wholes:
+                self.parts[name] = self._make_parts(self.wholes[name])
+            elif any(ref.node in self.wholes for ref in self.view.inputs(name)) or any(
+                waited in self.wholes for waited in control_inputs(node)
+            ):
+                changed[name] = NodeDef()
+                changed[name].CopyFrom(node)
+                refs = self.view.inputs(name)
+                self._rewire(changed[name], [self._whole(ref) for ref in refs], refs)
+        for ref in fetched:
+            self._whole(ref)
+        graph = self.builder.graph
+        for name, node in self.view.nodes.items():
+            graph.node.extend(self.parts.get(name) or [changed.get(name, node)])
+            graph.node.extend(self.behind.get(name, ()))
+        self._forget_places(graph)
+        return SplitGraph(graph, {ref: now for ref, now in self.joined.items() if ref != now})
+
+    # ---- what is split
+
+    def _chosen(self, name: str, split: Split) -> _Whole:
+        if name not in self.view:
+            raise PassError(f"there is no operator {name!r} that could be split")
+        node = self.view.nodes[name]
+        inputs = [self.shapes.get(ref) for ref in self.view.inputs(name)]
+        outputs = [self.shapes.get(Ref(name, index)) for index in range(len(output_dtypes(node)))]
+        try:
+            rule = chosen_rule(name, split_rules(node, inputs, outputs, self._constants(name)), split)
+        except ValueError as error:
+            raise PassError(f"{error} ({node.op}, which reads {inputs} and makes {outputs})") from error
+        known = tuple(tuple(size or 0 for size in shape or ()) for shape in outputs)
+        return _Whole(node, rule, split.parts, known)
+
+    def _constants(self, name: str) -> dict[int, np.ndarray]:
+        """The inputs of a node that may be axes and the like."""
+        found = {}
+        for argument, ref in enumerate(self.view.inputs(name)):
+            producer = self.view.nodes[ref.node]
+            if producer.op == "Const" and producer.attr["dtype"].type in _INTEGERS:
+                size = int(np.prod([dim.size for dim in producer.attr["value"].tensor.tensor_shape.dim]))
+                if size <= _SMALL:
+                    found[argument] = constant_value(producer)
+        return found
+
+    # ---- parts
+
+    def _make_parts(self, whole: _Whole) -> list[NodeDef]:
+        refs = self.view.inputs(whole.node.name)
+        sources = [self._read_by_parts(ref, argument, whole) for argument, ref in enumerate(refs)]
+        read = [ref for argument, ref in enumerate(refs) if argument not in whole.rule.shape_inputs]
+        found = []
+        for number in range(whole.parts):
+            part = NodeDef()
+            part.CopyFrom(whole.node)
+            part.name = self._name(part_name(whole.node.name, number))
+            part.op = whole.rule.part_op(part.op)
+            for key in ("_class", "_output_shapes"):
+                if key in part.attr:
+                    del part.attr[key]
+            self._rewire(part, [source[number] for source in sources], read)
+            found.append(part)
+        return found
+
+    def _rewire(self, node: NodeDef, inputs: Sequence[Ref], read: Iterable[Ref]) -> None:
+        """Gives a node other inputs. What it waited for it still does, except for what it ``read`` and needs anyway."""
+        needed = {ref.node for ref in read}
+        waits: list[str] = []
+        for waited in control_inputs(node):
+            if waited not in needed:
+                whole = self.wholes.get(waited)
+                waits += [waited] if whole is None else [part_name(waited, number) for number in range(whole.parts)]
+        del node.input[:]
+        node.input.extend(map(str, inputs))
+        node.input.extend(f"^{waited}" for waited in waits)
+
+    def _read_by_parts(self, ref: Ref, argument: int, whole: _Whole) -> list[Ref]:
+        """The tensor as each part reads it."""
+        rule, parts = whole.rule, whole.parts
+        if argument in rule.shape_inputs:
+            return self._shapes_of_parts(ref, rule.shape_inputs[argument], whole)
+        cut = rule.input_cut(argument, parts)
+        producer = self.wholes.get(ref.node)
+        if cut is not None and producer is not None and producer.cut(ref.output) == cut:
+            return [Ref(part_name(ref.node, number), ref.output) for number in range(parts)]
+        tensor = self._whole(ref)
+        if cut is None or cut.axis == FIRST:
+            return [tensor] * parts
+        if (ref, cut) not in self.cut:
+            constant = self.view.nodes[ref.node].op == "Const"
+            self.cut[ref, cut] = self._cut_constant(ref, cut) if constant else self._cut(ref, tensor, cut)
+        return self.cut[ref, cut]
+
+    def _shapes_of_parts(self, ref: Ref, axis: int, whole: _Whole) -> list[Ref]:
+        """Constants in place of a shape that is the first output's."""
+        shape, found = whole.outputs[0], []
+        dtype = self._dtype(ref)
+        for size in Cut.of(axis, whole.parts, whole.rule.length).sizes(shape[axis]):
+            part = (*shape[:axis], size, *shape[axis + 1 :])
+            found.append(self.builder.const(part, dtype, device=whole.node.device))
+        return found
+
+    # ---- tensors
+
+    def _whole(self, ref: Ref) -> Ref:
+        """A whole tensor."""
+        whole = self.wholes.get(ref.node)
+        if whole is None:
+            return ref
+        if ref not in self.joined:
+            self.joined[ref] = self._join(ref, whole)
+        return self.joined[ref]
+
+    def _join(self, ref: Ref, whole: _Whole) -> Ref:
+        parts = [Ref(part_name(ref.node, number), ref.output) for number in range(whole.parts)]
+        axis = whole.rule.output_axes[ref.output]
+        if axis == FIRST:
+            return parts[0]
+        dtype, device = self._dtype(ref), whole.node.device
+        kind = {"T": dtype_attr(dtype), "N": whole.parts}
+        if axis is not None:
+            inputs = [*parts, self.builder.const(axis, types_pb2.DT_INT32, device=device)]
+            kind["Tidx"] = dtype_attr(types_pb2.DT_INT32)
+            return self._put(ref.node, joined_name(ref), "ConcatV2", inputs, kind)
+        divisor = whole.rule.divisor
+        total = self._put(ref.node, total_name(ref) if divisor else joined_name(ref), "AddN", parts, kind)
+        if not divisor:
+            return total
+        inputs = [total, self.builder.const(float(divisor), dtype, device=device)]
+        return self._put(ref.node, joined_name(ref), "RealDiv", inputs, {"T": dtype_attr(dtype)})
+
+    def _cut(self, ref: Ref, tensor: Ref, cut: Cut) -> list[Ref]:
+        device = self.view.nodes[ref.node].device
+        sizes = self.builder.const(cut.sizes(self._length(ref, cut.axis)), types_pb2.DT_INT64, device=device)
+        axis = self.builder.const(cut.axis, types_pb2.DT_INT32, device=device)
+        kind = {"T": dtype_attr(self._dtype(ref)), "Tlen": dtype_attr(types_pb2.DT_INT64), "num_split": cut.parts}
+        node = self._put(ref.node, split_name(ref, cut), "SplitV", [tensor, sizes, axis], kind)
+        return [Ref(node.node, number) for number in range(cut.parts)]
+
+    def _cut_constant(self, ref: Ref, cut: Cut) -> list[Ref]:
+        """Smaller constants, for every device has its own of them."""
+        producer = self.view.nodes[ref.node]
+        value = constant_value(producer)
+        stops = np.cumsum(cut.sizes(value.shape[cut.axis]))[:-1]
+        found = []
+        for number, part in enumerate(np.split(value, stops, axis=cut.axis)):
+            node = make_node(self._name(part_name(split_name(ref, cut), number)), "Const", device=producer.device)
+            make_constant(node, part)
+            self._mark(node, producer)
+            self.behind.setdefault(ref.node, []).append(node)
+            found.append(Ref(node.name))
+        return found
+
+    def _put(self, operator: str, name: str, op: str, inputs: Sequence[Ref], kind: Mapping[str, Any]) -> Ref:
+        """Adds a node behind an operator, with its device and roles."""
+        original = self.view.nodes[operator]
+        node = make_node(self._name(name), op, inputs, device=original.device, attrs=kind)
+        self._mark(node, original)
+        self.behind.setdefault(operator, []).append(node)
+        return Ref(node.name)
+
+    def _mark(self, node: NodeDef, original: NodeDef) -> None:
+        for key, value in original.attr.items():
+            if key.startswith(OWN_ATTRS):
+                node.attr[key].CopyFrom(value)
+
+    def _name(self, name: str) -> str:
+        """A name as others compute it, too."""
+        if self.builder.names.fresh(name) != name:
+            raise PassError(f"there is a node {name!r} already; rename it, or don't split what it is named after")
+        return name
+
+    def _dtype(self, ref: Ref) -> int:
+        return output_dtypes(self.view.nodes[ref.node])[ref.output]
+
+    def _length(self, ref: Ref, axis: int) -> int:
+        shape = self.shapes.get(ref)
+        assert shape is not None and shape[axis] is not None, ref  # or there would have been no rule
+        return shape[axis] or 0
+
+    def _forget_places(self, graph: GraphDef) -> None:
+        """Nobody is to be where an operator is that is gone."""
+        gone = {f"loc:@{name}".encode() for name in self.wholes}
+        for node in graph.node:
+            if "_class" in node.attr:
+                kept = [place for place in node.attr["_class"].list.s if place not in gone]
+                del node.attr["_class"].list.s[:]
+                node.attr["_class"].list.s.extend(kept)
+
+
+_INTEGERS = frozenset({types_pb2.DT_INT32, types_pb2.DT_INT64})

@@ -1,0 +1,42 @@
+"""Keeps TensorFlow from fusing operators whose order and devices have been decided one by one."""
+
+from __future__ import annotations
+
+from graph_passes.ir.graph import Graph, GraphDef, Names, NodeDef, control_inputs, data_inputs, make_node
+
+_READERS = frozenset({"BiasAdd", "BiasAddGrad"})
+_PADDED = frozenset({"Conv2D", "DepthwiseConv2dNative"})
+
+
+def unfused(graph: GraphDef) -> GraphDef:
+    """A graph in which what would be fused reads through an Identity, which takes its control edges, too.
+
+        Conv2D -> BiasAdd (^x)   becomes   Conv2D -> Identity (^x) -> BiasAdd
+
+    TensorFlow's layout pass for oneDNN (mkl_layout_pass.cc) merges a convolution with its BiasAdd, a Pad with its
+    convolution, and the gradients of a filter and of a bias. Two of them with the same control edges it takes for
+    mergeable, and then aborts the process because there are control edges. Merged, they wouldn't run in the order of
+    the queue, either.
+    """
+    view = Graph(graph)
+    names = Names(view.nodes)
+    found = GraphDef(versions=graph.versions, library=graph.library)
+    for node in graph.node:
+        own = found.node.add()
+        own.CopyFrom(node)
+        if node.op in _READERS or (node.op in _PADDED and view.nodes[view.inputs(node.name)[0].node].op == "Pad"):
+            found.node.append(_apart(own, names))
+    return found
+
+
+def _apart(node: NodeDef, names: Names) -> NodeDef:
+    """An Identity in front of a node, which is changed."""
+    waits = control_inputs(node)
+    first, *others = data_inputs(node)
+    kind = {"T": node.attr["T"]}
+    identity = make_node(
+        names.fresh(f"{node.name}/unfused"), "Identity", [first], device=node.device, control=waits, attrs=kind
+    )
+    del node.input[:]
+    node.input.extend([identity.name, *map(str, others)])
+    return identity

@@ -1,0 +1,82 @@
+"""Pass 9: gradients are reduced over the replicas, and the user's optimizer is applied on every replica."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from graph_passes.ir.graph import GraphDef
+from graph_passes.ir.group_update import GroupUpdate
+from graph_passes.ir.program import Program
+from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.passes.replicate import top_level
+from graph_passes.passes.update_graph import UpdateGraph
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """Adds AllReduce and Apply.
+
+        GA, GA.r1   becomes   pack -> all-reduce -> apply,  pack.r1 -> all-reduce.r1 -> apply.r1
+
+    Slices weigh their loss by their samples, so that the sum over replicas is the gradient of the mean over the global
+    batch. Variables that the same stages read form a group, which is reduced over the devices of these stages, each of
+    which then makes the same update; a device that runs several of the stages adds up their gradients first. A group is
+    reduced and updated as soon as its gradients are complete, while other stages of the device still compute. Devices
+    start their all-reduces in one order, that in which the schedule completes gradients, so that none waits for another
+    in a circle.
+
+    Attributes:
+        updates: the parameter groups' parts of the optimizer.
+        hosts: the stages that keep each variable on their devices.
+        host_device: where the step's end is told.
+        bucket_bytes: gradients are reduced in vectors of about this size.
+        first_key: the first of the collective keys; steps that share workers mustn't share keys.
+        prefix: start of the functions' names.
+        wait_free: False makes a group wait until its devices have run all their tasks.
+        want_gradients: whether the reduced gradients can be fetched (``step.gradients``); those of groups that are
+            carried over can't be.
+        carried: the groups, by their stages and in order, that aren't reduced in this step but during the forward of
+            the next one. Groups with rows of embeddings can't be: these aren't kept beyond a step.
+        head: whether a step before this one has carried groups over: this one begins by reducing and updating them, and
+            each stage's forward waits for its own groups only.
+        jit_compile: compile the optimizer with XLA.
+        accumulated: whether gradients are in accumulators. Without, each replica has made them in one task, and they
+            are taken from there; the optimizer works in their memory then, which is warm. Nothing can be carried over.
+
+    Source: DAPPLE (PPoPP'21), section 5.2.3: "AllReduce operation to synchronize gradients among all replicas [...] A
+    normal Apply operation updates weights with averaged gradients eventually." Out-Of-Order BackProp (EuroSys'22),
+    sections 2 and 5.1, for the order and for what the next forward waits for.
+    """
+
+    name: ClassVar[str] = "update"
+    updates: tuple[GroupUpdate, ...]
+    hosts: Mapping[str, Sequence[int]]
+    host_device: str
+    bucket_bytes: int
+    first_key: int = 1
+    prefix: str = ""
+    wait_free: bool = True
+    want_gradients: bool = True
+    carried: tuple[tuple[int, ...], ...] = ()
+    head: bool = False
+    jit_compile: bool = False
+    accumulated: bool = True
+
+    def run(self, program: Program) -> Program:
+        """Program with ordered tasks -> complete one: nothing pending, ``step.train`` and ``step.gradients`` set."""
+        return UpdateGraph(self, program, top_level(program)).result()
+
+
+def flush(update: Update, program: Program) -> tuple[GraphDef, str]:
+    """A graph that reduces and updates what steps with ``update`` have carried over, and nothing else.
+
+    Args:
+        update: the pass with which these steps were made.
+        program: one of them, with ordered tasks.
+
+    Returns:
+        The graph and the node that has run when the variables have been updated.
+    """
+    return UpdateGraph(update, program, empty_graph()).flushed()
