@@ -1,42 +1,87 @@
-"""Pipelined data-parallel training for TensorFlow 2 and Keras 3, by rewriting the training graph."""
+"""Pipelined data-parallel training for TensorFlow 2 and Keras 3, by rewriting the training graph.
 
-from dapple_tf.checkpoints.checkpoint import latest_checkpoint, load_checkpoint
-from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
-from dapple_tf.checkpoints.checkpointing import Checkpointing
-from dapple_tf.describe.cluster import Cluster, ClusterError, Device
-from dapple_tf.describe.faults import FaultPolicy
-from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.describe.profile import Profile, ProfileError
-from dapple_tf.errors import (
-    CaptureError,
-    DappleError,
-    DataError,
-    NonFiniteLossError,
-    StepError,
-    VerificationError,
-    WorkerLostError,
-)
-from dapple_tf.frontend.initialization import deferred_init
-from dapple_tf.measuring.emulated_waits import EmulationError
-from dapple_tf.measuring.emulator import Emulation, emulate
-from dapple_tf.measuring.links import measure_links
-from dapple_tf.measuring.measured_steps import tune_reverse_first_k
-from dapple_tf.measuring.operator_profiler import profile_operators
-from dapple_tf.measuring.profiler import profile
-from dapple_tf.measuring.stream_speedups import StreamProfile, measure_speedups, plan_streams
-from dapple_tf.operators.op_costs import OperatorCosts
-from dapple_tf.planning.chunks import chunked
-from dapple_tf.planning.planner import plan
-from dapple_tf.simulation.simulator import Simulation, simulate
-from dapple_tf.tracing.monitoring import PipelineMonitor
-from dapple_tf.tracing.prediction import Prediction
-from dapple_tf.tracing.step_profile import StepProfile
-from dapple_tf.trainer import PipelinedModel
-from dapple_tf.transformation import transform
-from dapple_tf.verification import Verification
-from graph_passes.ir.graph import PassError
+What stands here is imported when it is used first: planning and simulating never load TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dapple_tf.checkpoints.checkpoint import latest_checkpoint, load_checkpoint
+    from dapple_tf.checkpoints.checkpoint_manifest import CheckpointError
+    from dapple_tf.checkpoints.checkpointing import Checkpointing
+    from dapple_tf.describe.cluster import Cluster, ClusterError, Device
+    from dapple_tf.describe.faults import FaultPolicy
+    from dapple_tf.describe.plan import Plan, PlanError
+    from dapple_tf.describe.profile import Profile, ProfileError
+    from dapple_tf.errors import (
+        CaptureError,
+        DappleError,
+        DataError,
+        NonFiniteLossError,
+        StepError,
+        VerificationError,
+        WorkerLostError,
+    )
+    from dapple_tf.frontend.initialization import deferred_init
+    from dapple_tf.measuring.emulated_waits import EmulationError
+    from dapple_tf.measuring.emulator import Emulation, emulate
+    from dapple_tf.measuring.links import measure_links
+    from dapple_tf.measuring.measured_steps import tune_reverse_first_k
+    from dapple_tf.measuring.operator_profiler import profile_operators
+    from dapple_tf.measuring.profiler import profile
+    from dapple_tf.measuring.stream_speedups import StreamProfile, measure_speedups, plan_streams
+    from dapple_tf.operators.op_costs import OperatorCosts
+    from dapple_tf.planning.chunks import chunked
+    from dapple_tf.planning.planner import plan
+    from dapple_tf.simulation.simulator import Simulation, simulate
+    from dapple_tf.tracing.monitoring import PipelineMonitor
+    from dapple_tf.tracing.prediction import Prediction
+    from dapple_tf.tracing.step_profile import StepProfile
+    from dapple_tf.trainer import PipelinedModel
+    from dapple_tf.transformation import transform
+    from dapple_tf.verification import Verification
+    from graph_passes.errors import PassError
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    name: module
+    for module, names in {
+        "dapple_tf.checkpoints.checkpoint": "latest_checkpoint load_checkpoint",
+        "dapple_tf.checkpoints.checkpoint_manifest": "CheckpointError",
+        "dapple_tf.checkpoints.checkpointing": "Checkpointing",
+        "dapple_tf.describe.cluster": "Cluster ClusterError Device",
+        "dapple_tf.describe.faults": "FaultPolicy",
+        "dapple_tf.describe.plan": "Plan PlanError",
+        "dapple_tf.describe.profile": "Profile ProfileError",
+        "dapple_tf.errors": "CaptureError DappleError DataError NonFiniteLossError StepError "
+        "VerificationError WorkerLostError",
+        "dapple_tf.frontend.initialization": "deferred_init",
+        "dapple_tf.measuring.emulated_waits": "EmulationError",
+        "dapple_tf.measuring.emulator": "Emulation emulate",
+        "dapple_tf.measuring.links": "measure_links",
+        "dapple_tf.measuring.measured_steps": "tune_reverse_first_k",
+        "dapple_tf.measuring.operator_profiler": "profile_operators",
+        "dapple_tf.measuring.profiler": "profile",
+        "dapple_tf.measuring.stream_speedups": "StreamProfile measure_speedups plan_streams",
+        "dapple_tf.operators.op_costs": "OperatorCosts",
+        "dapple_tf.planning.chunks": "chunked",
+        "dapple_tf.planning.planner": "plan",
+        "dapple_tf.simulation.simulator": "Simulation simulate",
+        "dapple_tf.tracing.monitoring": "PipelineMonitor",
+        "dapple_tf.tracing.prediction": "Prediction",
+        "dapple_tf.tracing.step_profile": "StepProfile",
+        "dapple_tf.trainer": "PipelinedModel",
+        "dapple_tf.transformation": "transform",
+        "dapple_tf.verification": "Verification",
+        "graph_passes.errors": "PassError",
+    }.items()
+    for name in names.split()
+}
+"""Name -> the module that it is from."""
 
 __all__ = [
     "CaptureError",
@@ -82,3 +127,15 @@ __all__ = [
     "transform",
     "tune_reverse_first_k",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What is public, from where it is; the next time it is here."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,15 +11,13 @@ from dapple_tf.argument_checks import check_names, check_profile, check_types
 from dapple_tf.automatic import EXAMPLES, plan_model
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
-from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.describe.plan import FD_DPS, Plan, PlanError
 from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
 from dapple_tf.frontend.capture import check_model
 from dapple_tf.measuring.operator_profiler import EXAMPLE_DATA, measured_operators
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.trainer import PipelinedModel
-
-FD_DPS = "fd_dps"
 
 
 def transform(

@@ -11,7 +11,8 @@ from typing import NamedTuple, Protocol
 
 from google.protobuf import text_format
 
-from graph_passes.ir.graph import GraphDef, PassError
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.program import Program, Stage
 from graph_passes.ir.readable import readable
 from graph_passes.ir.storage import merge_library

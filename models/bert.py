@@ -258,3 +258,9 @@ def bert_48(**changes: Any) -> keras.Model:
 def bert_tiny(**changes: Any) -> keras.Model:
     """`TINY`, with the fields in ``changes`` replaced."""
     return build(dataclasses.replace(TINY, **changes), name="bert_tiny")
+
+
+def bert_small(**changes: Any) -> keras.Model:
+    """4 layers of width 256 for 128 tokens (16 MB of float32 parameters), with fields in ``changes`` replaced."""
+    small = BertConfig(depth=4, width=256, heads=4, inner=1024, vocabulary=4096, sequence=128, positions=128)
+    return build(dataclasses.replace(small, **changes))

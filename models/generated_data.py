@@ -1,4 +1,4 @@
-"""Generated data for models of several inputs, which can be learnt from."""
+"""Generated data, few enough to be learnt by heart or with something to learn."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from numpy.typing import NDArray
 
-from dapple_tf.models.sources import ModelError
+from dapple_tf.measuring.example_batch import ExampleBatch
+from dapple_tf.models import text
+from dapple_tf.models.readers import fit, order, predicted_tokens
+from dapple_tf.models.sources import ModelError, untuned
 
 PADDING, BEGIN, END = 0, 1, 2
 """Tokens that aren't words: what fills up a sentence, and what a translation begins and ends with."""
 
 _WORDS_FROM = 3
+
+_POOL_BATCHES = 4
+"""Generated data are so many batches, which come again and again: losses fall, as they can be learnt by heart."""
 
 Tokens = NDArray[np.int32]
 
@@ -86,3 +93,76 @@ def reversed_pairs_for(model: keras.Model, count: int, seed: int) -> tuple[dict[
     except ValueError as error:
         raise ModelError(f"the data 'reversed_pairs' don't fit {model.name!r}: {error}") from error
     return {"source": pairs.source, "target": pairs.target}, pairs.labels, pairs.weights
+
+
+def pooled(x: Any, y: Any, weights: Any, batch_size: int, seed: int) -> tf.data.Dataset:
+    """Endless shuffled batches of arrays."""
+    arrays = tuple(part for part in (x, y, weights) if part is not None)
+    count = len(keras.tree.flatten(x)[0])
+    dataset = tf.data.Dataset.from_tensor_slices(arrays)
+    dataset = dataset.shuffle(count, seed=seed).repeat().batch(batch_size, drop_remainder=True)
+    return untuned(dataset.prefetch(2))
+
+
+def random_numbers(model: keras.Model, batch_size: int, seed: int, length: int | None = None) -> tf.data.Dataset:
+    """Random numbers that fit a model's inputs and loss; open axes are of this length, or one that it takes."""
+    examples = ExampleBatch.of(model, length=length).trees(_POOL_BATCHES * batch_size)
+    return pooled(*examples, batch_size, seed)
+
+
+def source_text(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
+    """Windows of the standard library's source, as bytes."""
+    return text.windows(text.standard_library().train, _sequence(model), batch_size, seed=seed, repeat=True)
+
+
+def held_out_text(model: keras.Model, batch_size: int) -> tf.data.Dataset:
+    """Windows of files that `source_text` leaves out."""
+    return text.windows(text.standard_library().held_out, _sequence(model), batch_size)
+
+
+def _sequence(model: keras.Model) -> int:
+    """Tokens per sample of a language model."""
+    return fit.shapes("source_text", model, 2, 3)[0][1]
+
+
+def patterns(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
+    """Images of a pattern for each class, in noise."""
+    images_shape, (_, classes) = fit.shapes("patterns", model, 4, 2)
+    draw = np.random.default_rng(seed)
+    labels = draw.integers(0, classes, _POOL_BATCHES * batch_size)
+    images = draw.standard_normal((len(labels), *images_shape[1:]), "float32")
+    for label in np.unique(labels):  # Patterns of all thousand classes of large images would take gigabytes.
+        images[labels == label] += np.random.default_rng((seed, label)).standard_normal(images_shape[1:], "float32")
+    return pooled(images, labels.astype("int32"), None, batch_size, seed)
+
+
+def sentences(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
+    """Tokens of which some are padding; the labels are the tokens themselves, or the class of the first one.
+
+    Of a model that takes a permutation of them, only those count that it isn't given.
+    """
+    inputs = {tensor.name: tensor for tensor in fit.declared(model, "inputs")}
+    if set(inputs) - {"permutation"} != {"tokens", "segments", "present"}:
+        raise ModelError(
+            f"the data 'sentences' are for bert and xlnet, but {model.name!r} takes "
+            f"{', '.join(inputs) or 'nothing declared'}; use other data"
+        )
+    draw = np.random.default_rng(seed)
+    count, sequence = _POOL_BATCHES * batch_size, inputs["tokens"].shape[1]
+    kinds = model.get_layer("embedding").vocabulary
+    tokens = draw.integers(0, kinds, (count, sequence), dtype="int32")
+    lengths = draw.integers(math.ceil(sequence / 2), sequence + 1, (count, 1))
+    present = (np.arange(sequence) < lengths).astype("int32")
+    x = {"tokens": tokens, "segments": np.zeros_like(tokens), "present": present}
+    y = tokens if len(model.output_shape) == 3 else tokens[:, 0] % model.output_shape[-1]
+    if "permutation" not in inputs:
+        return pooled(x, y, None, batch_size, seed)
+    x["permutation"] = predicted_tokens.permutation(
+        present == 0, order.seeds_of(tf.constant(0, tf.int64), seed)
+    ).numpy()
+    return pooled(x, y, (x["permutation"] > 0).astype("float32"), batch_size, seed)
+
+
+def pairs(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
+    """Sentences, and the same backwards as their translation."""
+    return pooled(*reversed_pairs_for(model, _POOL_BATCHES * batch_size, seed), batch_size, seed)

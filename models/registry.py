@@ -17,17 +17,19 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import keras
 import numpy as np
-import tensorflow as tf
 
-from dapple_tf.models.datasets import DATASETS, GENERATED, READERS, pooled
+from dapple_tf.models.datasets import DATASETS, GENERATED, READERS
 from dapple_tf.models.image_models import IMAGE_MODELS
 from dapple_tf.models.readers.options import Request
 from dapple_tf.models.sequence_models import SEQUENCE_MODELS
-from dapple_tf.models.sources import DataSource, ModelError, ModelSource
+from dapple_tf.models.sources import DataSource, ModelError, ModelSource, later
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
 
 MODELS: Mapping[str, ModelSource] = {source.name: source for source in (*SEQUENCE_MODELS, *IMAGE_MODELS)}
 """Models by name; ``family:variant``, the family alone for its usual size."""
@@ -104,6 +106,8 @@ def _function(module: str, function: str, name: str) -> Callable[..., Any]:
 
 
 def _checked(model: object, origin: str) -> keras.Model:
+    import keras
+
     if not isinstance(model, keras.Model):
         raise ModelError(f"{origin} returned {type(model).__name__}; it must return a compiled keras.Model")
     if not model.compiled:
@@ -122,6 +126,8 @@ def _saved(path: pathlib.Path) -> ModelSource:
         raise ModelError(f"there is no file {path}")
 
     def build() -> keras.Model:
+        import keras
+
         try:
             model = keras.saving.load_model(path, safe_mode=True)
         except (ValueError, TypeError, OSError, KeyError) as error:
@@ -135,11 +141,14 @@ def _own_data(name: str, function: Callable[..., Any]) -> DataSource:
     """A user's data: what the function gives is repeated without end."""
 
     def batches(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
+        import keras
+        import tensorflow as tf
+
         given = function(batch_size)
         if isinstance(given, tuple):
             x, y, weights = keras.utils.unpack_x_y_sample_weight(given)
             _check_lengths(name, {"x": x, "y": y, "sample weights": weights})
-            return pooled(x, y, weights, batch_size, seed)
+            return later("generated_data.pooled")(x, y, weights, batch_size, seed)
         if not isinstance(given, tf.data.Dataset):
             raise ModelError(
                 f"{name} gave {type(given).__name__}; it must give a tf.data.Dataset of batches, or a tuple of arrays "
@@ -152,6 +161,8 @@ def _own_data(name: str, function: Callable[..., Any]) -> DataSource:
 
 def _check_lengths(name: str, parts: Mapping[str, Any]) -> None:
     """Refuses arrays of unequal numbers of samples."""
+    import keras
+
     counts = {
         part: {int(np.shape(array)[0]) if np.ndim(array) else 0 for array in keras.tree.flatten(tree)}
         for part, tree in parts.items()

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
-from typing import Any
-
-import keras
-import tensorflow as tf
+from typing import TYPE_CHECKING, Any
 
 from dapple_tf.errors import reason
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
 
 
 class ModelError(ValueError):
     """There is no such model or data, or it isn't what it should be."""
+
+
+def later(function: str) -> Callable[..., Any]:
+    """A function of this package, such as ``gpt.gpt_tiny``, whose module is imported when it is called first.
+
+    Names and descriptions are read without TensorFlow then, which takes seconds to import.
+    """
+    module, _, name = function.rpartition(".")
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return getattr(importlib.import_module(f"dapple_tf.models.{module}"), name)(*arguments, **options)
+
+    return call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +53,9 @@ class DataSource:
         Raises:
             ModelError: there are no data, or they can't be read.
         """
+        import keras
+        import tensorflow as tf
+
         try:
             for batch in self.batches(model, samples, 0).as_numpy_iterator():
                 return keras.utils.unpack_x_y_sample_weight(batch)
@@ -67,6 +85,8 @@ class ModelSource:
 
 def compiled_classifier(model: keras.Model, optimizer: keras.optimizers.Optimizer, *metrics: str) -> keras.Model:
     """The model, compiled for integer labels and outputs that are logits."""
+    import keras
+
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=list(metrics))
     return model
 
@@ -77,6 +97,8 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     On busy cores that thread doesn't see that its iterator is let go of, which waits then until it looks again: for as
     long as the iterator was there, up to a minute.
     """
+    import tensorflow as tf
+
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)

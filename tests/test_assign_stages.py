@@ -39,7 +39,8 @@ from dapple_tf.frontend.batch import declared_spec
 from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.variables import VariableTable
 from graph_passes.analysis import slice_shapes
-from graph_passes.ir.graph import Graph, GraphDef, PassError, Ref, dtype_attr
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Graph, GraphDef, Ref, dtype_attr
 from graph_passes.ir.outline import layer_of
 from graph_passes.ir.program import Boundary, LayerCall, Program
 from graph_passes.passes.assign_stages import AssignStages, find_call

@@ -27,7 +27,8 @@ from programs import (
 )
 
 from dapple_tf.frontend.capture import Mode
-from graph_passes.ir.graph import Graph, PassError, Ref, dtype_attr
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Graph, Ref, dtype_attr
 from graph_passes.ir.program import Program, Stage
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_forward import BuildForward, extract

@@ -16,7 +16,8 @@ from dapple_tf.operators.op_costs import OperatorCosts, OperatorCostsError
 from dapple_tf.operators.op_graph import OpGraph, Topology
 from dapple_tf.operators.rooflines import Roofline
 from graph_passes.analysis.split_rules import SplitRule
-from graph_passes.ir.graph import Builder, Graph, GraphDef, PassError, Ref, dtype_attr, dtypes_attr, shape_attr
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, dtype_attr, dtypes_attr, shape_attr
 from graph_passes.ir.outline import outline, placeholder
 from graph_passes.ir.storage import handle, merge_library, read
 from graph_passes.ir.tensorflow_bridge import empty_graph, infer_shapes

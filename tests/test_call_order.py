@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import pytest
 from programs import FLOAT, HOST
 
+from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CallOrder, Touch
-from graph_passes.ir.graph import Builder, Graph, PassError, Ref, dtype_attr
+from graph_passes.ir.graph import Builder, Graph, Ref, dtype_attr
 from graph_passes.ir.outline import call_node, outline, placeholder
 from graph_passes.ir.resource_use import ResourceUse
 from graph_passes.ir.storage import assign, merge_library, read

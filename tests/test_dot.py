@@ -16,7 +16,8 @@ from step_programs import Case, complete, names_for, plan, sampled
 from dapple_tf.view.colours import COLOURS, text_colour
 from dapple_tf.view.dot import MOST_EDGES, MOST_NODES, DrawingError, dot_text, draw_graph
 from dapple_tf.view.figure import SHOWN, Figure, figure
-from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode, task_graph
+from dapple_tf.view.step_graph import task_graph
+from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode
 
 UNEVEN = Case("mlp", plan("mlp", 2, [[0, 1, 2], [3]], 4, 24, "dapple_a"))
 CASES = [

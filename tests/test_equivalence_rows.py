@@ -16,7 +16,7 @@ import tensorflow as tf
 from equivalence import assert_same_variables_after, pair, pipeline, use_float64
 from keras import layers, ops
 
-from graph_passes.ir.graph import PassError
+from graph_passes.errors import PassError
 
 ROWS, WIDTH, LENGTH = 7, 3, 4
 PLACES = np.array([1, 1, 2, 0], "int32")

@@ -28,6 +28,7 @@ from step_programs import Case, complete, of_model, plan, sampled
 
 import dapple_tf as dapple
 from dapple_tf.measuring.example_batch import ExampleBatch
+from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
 from graph_passes.ir.graph import (
     CALL_ATTR,
@@ -36,7 +37,6 @@ from graph_passes.ir.graph import (
     Builder,
     Graph,
     GraphDef,
-    PassError,
     Ref,
     control_inputs,
     make_node,

@@ -13,7 +13,7 @@ from dapple_tf.frontend.batch import declared_spec
 from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.functional import cuts_are_safe, outputs_as_declared
 from dapple_tf.frontend.variables import VariableTable
-from graph_passes.ir.graph import PassError
+from graph_passes.errors import PassError
 from graph_passes.pass_manager import run_passes
 from graph_passes.passes.assign_stages import AssignStages
 

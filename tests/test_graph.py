@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from programs import DOUBLE, FLOAT, INT32, INT64, node, run, show_graph
 from tensorflow.core.framework import tensor_shape_pb2, types_pb2
 
+from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
     AttrValue,
     Builder,
     Graph,
     GraphDef,
     Names,
-    PassError,
     Ref,
     attr,
     control_inputs,

@@ -16,7 +16,8 @@ from step_programs import plan as step_plan
 
 from dapple_tf.describe.plan import Plan
 from dapple_tf.view.page import graph_data, graph_page
-from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode, TensorText, task_graph
+from dapple_tf.view.step_graph import task_graph
+from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode, TensorText
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 Show = Callable[..., Page]

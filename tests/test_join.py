@@ -11,7 +11,8 @@ from step_programs import of_model
 
 import dapple_tf as dapple
 from dapple_tf.frontend.capture import Mode
-from graph_passes.ir.graph import NodeDef, PassError
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import NodeDef
 from graph_passes.ir.program import Program
 from graph_passes.passes.join import Join
 

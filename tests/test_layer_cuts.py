@@ -14,7 +14,7 @@ from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.layer_cuts import cut_name, innermost_calls, layer_stages, legal_cuts, with_gradients
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.measuring.example_batch import ExampleBatch
-from graph_passes.ir.graph import PassError
+from graph_passes.errors import PassError
 
 layers = keras.layers
 

@@ -11,7 +11,7 @@ import pytest
 from equivalence import TOLERANCE, assert_same_variables, pair, pipeline, use_float64
 from selection import sampled
 
-from graph_passes.ir.graph import PassError
+from graph_passes.errors import PassError
 
 layers, ops = keras.layers, keras.ops
 

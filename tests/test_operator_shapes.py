@@ -14,7 +14,8 @@ from dapple_tf.operators.function_work import FunctionWork
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import Topology
 from graph_passes.analysis.operator_shapes import operator_shapes
-from graph_passes.ir.graph import GraphDef, PassError, Ref
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import GraphDef, Ref
 from graph_passes.ir.tensorflow_bridge import Shape, infer_shapes
 
 

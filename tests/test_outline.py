@@ -7,7 +7,8 @@ import pytest
 from programs import DOUBLE, FLOAT, HOST, INT32, Machine, Writer, run, show_function, show_graph, two_layers
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.ir.graph import Builder, Graph, GraphDef, PassError, Ref, dtype_attr, make_node, shape_attr
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, dtype_attr, make_node, shape_attr
 from graph_passes.ir.outline import FunctionDef, call_node, compiled, dtype_of, outline, placeholder
 from graph_passes.ir.program import Variable, VariableKind
 from graph_passes.ir.storage import assign, merge_library, read

@@ -39,7 +39,8 @@ from programs import (
 
 import dapple_tf as dapple
 from dapple_tf.frontend.capture import Mode
-from graph_passes.ir.graph import FLOAT_DTYPES, Graph, PassError, Ref, dtype_attr
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref, dtype_attr
 from graph_passes.ir.outline import dtype_of
 from graph_passes.ir.program import Program, Stage, StageFunction, Value, ValueKind
 from graph_passes.ir.tasks import Phase

@@ -10,7 +10,8 @@ import pytest
 from google.protobuf import text_format
 from programs import HOST, apply, copied, hosts, layout, show_graph, staged, step_of, two_layers, two_stages, unchanged
 
-from graph_passes.ir.graph import GraphDef, PassError
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.program import Program
 from graph_passes.pass_manager import Dump, Pass, Timing, run_passes
 from graph_passes.passes.assign_stages import AssignStages

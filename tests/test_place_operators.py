@@ -17,7 +17,8 @@ from step_programs import device_names, of_model
 
 import dapple_tf as dapple
 from dapple_tf.measuring.example_batch import ExampleBatch
-from graph_passes.ir.graph import Builder, Graph, GraphDef, PassError, Ref, control_inputs, data_inputs, dtype_attr
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, control_inputs, data_inputs, dtype_attr
 from graph_passes.ir.program import Layout, Program, Roles, Slice, Step
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.ir.verify import verify

@@ -27,7 +27,8 @@ from programs import (
 )
 
 from dapple_tf.schedules.schedules import POLICIES
-from graph_passes.ir.graph import Graph, PassError, control_inputs
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Graph, control_inputs
 from graph_passes.ir.program import Layout, Program, StageFunction, Value, ValueKind
 from graph_passes.ir.replica_sums import key_nodes, sums_of, without_sums
 from graph_passes.ir.verify import _verify_meetings, verify

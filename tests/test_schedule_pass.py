@@ -22,7 +22,8 @@ from programs import (
 )
 
 from dapple_tf.frontend.capture import Mode
-from graph_passes.ir.graph import Graph, PassError, control_inputs
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Graph, control_inputs
 from graph_passes.ir.program import Layout, Program
 from graph_passes.ir.tasks import Schedule
 from graph_passes.ir.verify import verify

@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 
 from graph_passes.analysis.slice_shapes import Axis, Dependence, SliceShapes
-from graph_passes.ir.graph import PassError, Ref
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Ref
 from graph_passes.ir.program import Program, Roles, Slice
 
 FIXED, LENGTH, BATCH, BOTH, UNKNOWN = Dependence

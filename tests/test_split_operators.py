@@ -15,7 +15,8 @@ from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import OpGraph, Topology
 from dapple_tf.operators.split_graph import apply_splits
 from graph_passes.analysis.split_rules import Split
-from graph_passes.ir.graph import Graph, GraphDef, PassError, Ref
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Graph, GraphDef, Ref
 from graph_passes.ir.program import Layout, Program, Roles, Slice, Step
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import constant_value, infer_shapes

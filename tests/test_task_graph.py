@@ -14,7 +14,8 @@ from step_programs import Case, complete, names_for, of_model, plan, sampled
 from zoo import ZOO
 
 import dapple_tf as dapple
-from dapple_tf.view.task_graph import TaskGraph, TaskNode, longest_paths, task_graph
+from dapple_tf.view.step_graph import task_graph
+from dapple_tf.view.task_graph import TaskGraph, TaskNode, longest_paths
 from graph_passes.ir.graph import Graph, control_inputs
 from graph_passes.ir.program import Program
 from graph_passes.ir.tasks import Phase, Task

@@ -10,7 +10,8 @@ import tensorflow as tf
 from programs import BOOL, DOUBLE, FLOAT, INT32, INT64, Writer, run, two_layers
 from tensorflow.core.framework import types_pb2
 
-from graph_passes.ir.graph import Builder, GraphDef, PassError, Ref, dtype_attr, dtypes_attr, make_node, shape_attr
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Builder, GraphDef, Ref, dtype_attr, dtypes_attr, make_node, shape_attr
 from graph_passes.ir.outline import placeholder
 from graph_passes.ir.tensorflow_bridge import (
     add_gradients,

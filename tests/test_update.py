@@ -40,7 +40,8 @@ from programs import (
 from tensorflow.core.framework import types_pb2
 
 from dapple_tf.schedules.schedules import make_schedule
-from graph_passes.ir.graph import Builder, Graph, NodeDef, PassError, Ref, control_inputs, data_inputs, dtype_attr
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Builder, Graph, NodeDef, Ref, control_inputs, data_inputs, dtype_attr
 from graph_passes.ir.group_update import Captured, GroupUpdate
 from graph_passes.ir.outline import outline, placeholder
 from graph_passes.ir.program import Layout, Program, Value

@@ -30,8 +30,9 @@ from programs import (
 )
 from tensorflow.core.framework import types_pb2
 
+from graph_passes.errors import PassError
 from graph_passes.ir.batching import Interval
-from graph_passes.ir.graph import Builder, Graph, GraphDef, NodeDef, PassError, Ref
+from graph_passes.ir.graph import Builder, Graph, GraphDef, NodeDef, Ref
 from graph_passes.ir.program import Layout, Program, Stage, StageFunction, Value
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.ir.verify import _verify_collectives, verify

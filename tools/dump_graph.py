@@ -17,8 +17,6 @@ from typing import NoReturn
 
 from absl import flags
 
-from dapple_tf.dumps.dump import dump_model
-from dapple_tf.frontend.batch import spec_of
 from dapple_tf.tools import command
 from dapple_tf.tools.model_flags import ClusterFlag, ModelFlags, PlanFlags, ProfileFlags
 from dapple_tf.tools.shapes import cuts_by_parameters, cuts_by_profile
@@ -34,6 +32,9 @@ _OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Folder to write to.", fla
 
 def main() -> None:
     """Captures the model, writes and tells where."""
+    from dapple_tf.dumps.dump import dump_model
+    from dapple_tf.frontend.batch import spec_of
+
     command.check(bool(_OUTPUT_DIR.value), "--output_dir isn't given; see --help")
     _PLAN.early_check()
     profile = _PROFILE.profile() if _PROFILE.given else None

@@ -10,9 +10,8 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import keras
 from absl import app, flags
 
 import dapple_tf as dapple
@@ -25,6 +24,9 @@ from dapple_tf.models.sources import DataSource, ModelSource
 from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.tools.command import blamed, check, line
 from dapple_tf.tools.shapes import devices_of, is_shape, parse_shape
+
+if TYPE_CHECKING:
+    import keras
 
 _POLICIES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
 
@@ -124,6 +126,8 @@ class ModelFlags:
         Raises:
             app.UsageError: there is no such model, or it can't be made.
         """
+        import keras
+
         source = self.source()
         keras.utils.set_random_seed(self.seed)
         before = keras.config.dtype_policy()

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 from absl import flags
 
 import dapple_tf as dapple
-from dapple_tf.automatic import plan_model, slice_sizes
 from dapple_tf.describe.plan import RECOMPUTE_MODES
 from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.simulation.cost import ALL_REDUCE
@@ -115,6 +114,8 @@ def find() -> tuple[dapple.Plan, dapple.Profile, dapple.Cluster]:
     if _PROFILE.given:
         profile, cluster = _PROFILE.profile(), _CLUSTER.cluster()
         return dapple.plan(profile, cluster, batch, **chosen), profile, cluster
+    from dapple_tf.automatic import plan_model, slice_sizes
+
     data, cluster = _MODEL.data(), _CLUSTER.cluster()
     command.check(
         cluster.real, "--cluster is a description without devices: --model can't be measured on it; give --profile"

@@ -6,17 +6,16 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-
-import keras
+from typing import TYPE_CHECKING
 
 import dapple_tf as dapple
-from dapple_tf.frontend.batch import BatchSpec
-from dapple_tf.frontend.capture import Mode, build, capture, check_model
-from dapple_tf.frontend.layer_cuts import LayerStages, layer_stages
-from dapple_tf.frontend.variables import VariableTable
-from dapple_tf.measuring.example_batch import ExampleBatch
-from dapple_tf.measuring.profiler import kept_metrics
 from dapple_tf.planning.stage_cuts import balanced, by_time
+
+if TYPE_CHECKING:
+    import keras
+
+    from dapple_tf.frontend.layer_cuts import LayerStages
+    from dapple_tf.frontend.variables import VariableTable
 
 
 def parse_shape(shape: str, flag: str = "--plan_shape") -> tuple[int, ...]:
@@ -63,6 +62,13 @@ def cuts_by_parameters(model: keras.Model, replicas: Sequence[int]) -> list[str]
         CaptureError: the model can't be captured.
         PlanError: more stages than layers.
     """
+    from dapple_tf.frontend.batch import BatchSpec
+    from dapple_tf.frontend.capture import Mode, build, capture, check_model
+    from dapple_tf.frontend.layer_cuts import layer_stages
+    from dapple_tf.frontend.variables import VariableTable
+    from dapple_tf.measuring.example_batch import ExampleBatch
+    from dapple_tf.measuring.profiler import kept_metrics
+
     if len(replicas) == 1:
         return []
     check_model(model, training=True)

@@ -28,26 +28,22 @@ import math
 import pathlib
 import sys
 import time
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-import keras
 from absl import app, flags
 
 import dapple_tf as dapple
-from dapple_tf.automatic import measured, plan_model
-from dapple_tf.frontend.batch import Batches
-from dapple_tf.measuring.operator_profiler import measured_operators
+from dapple_tf.describe.plan import FD_DPS
 from dapple_tf.models.sources import DataSource, ModelError
-from dapple_tf.operators.placement_report import placements_report
 from dapple_tf.tools import command
 from dapple_tf.tools.machine_facts import machine_facts
 from dapple_tf.tools.model_flags import ClusterFlag, ModelFlags, PlanFlags, ProfileFlags
 from dapple_tf.tools.run_folder import fresh_folder
 from dapple_tf.tools.shapes import cuts_by_parameters, cuts_by_profile
-from dapple_tf.tools.step_times import WARM_UP, StepSummary, StepTimes
 from dapple_tf.tools.training_report import closing, described, predicted, summary
-from dapple_tf.tracing.scalar_log import EpochLog
-from dapple_tf.transformation import FD_DPS
+
+if TYPE_CHECKING:
+    import keras
 
 FLAGS = flags.FlagValues()
 
@@ -165,6 +161,8 @@ def places_operators() -> bool:
 
 def prepare() -> Job:
     """Builds the model, measures what is to be measured, and plans."""
+    from dapple_tf.automatic import measured, plan_model
+
     data, cluster = _MODEL.data(), _CLUSTER.cluster()
     profile = _PROFILE.profile() if _PROFILE.given else None
     model = _MODEL.build()
@@ -199,6 +197,8 @@ def checked_example(data: DataSource, model: keras.Model, samples: int) -> tuple
         DataError: it doesn't fit the model.
         ModelError: there are no data, or they are batched otherwise.
     """
+    from dapple_tf.frontend.batch import Batches
+
     example = data.example(model, samples)
     found = next(Batches(model, [example])).samples
     if found != samples:
@@ -221,6 +221,8 @@ def with_placed_operators(
     Raises:
         app.UsageError: the plan has something that operators can't be placed with.
     """
+    from dapple_tf.measuring.operator_profiler import measured_operators
+
     if _PLAN.automatic:
         with command.blamed(f"--placement={FD_DPS}"):
             whole = dapple.Plan.by_operators(cluster.num_devices, _PLAN.batch_size())
@@ -255,6 +257,10 @@ def set_learning_rate(model: keras.Model, rate: float) -> None:
 
 def train(job: Job, pipelined: dapple.PipelinedModel, folder: pathlib.Path) -> dict[str, Any]:
     """Trains; writes model, history and the final numbers, and returns these as JSON data."""
+    import keras
+
+    from dapple_tf.tracing.scalar_log import EpochLog
+
     batch = job.plan.global_batch_size
     options: dict[str, Any] = {}
     if job.data.held_out is not None and _VALIDATION_STEPS.value:
@@ -290,6 +296,8 @@ def train(job: Job, pipelined: dapple.PipelinedModel, folder: pathlib.Path) -> d
 
 def measure_steps(job: Job, pipelined: dapple.PipelinedModel, folder: pathlib.Path) -> dict[str, Any]:
     """Measures steps of ordinary training, data included; writes the numbers, and returns them as JSON data."""
+    from dapple_tf.tools.step_times import WARM_UP, StepSummary, StepTimes
+
     times, batch = StepTimes(), job.plan.global_batch_size
     say(f"measuring {_BENCHMARK_STEPS.value} steps after {WARM_UP} that don't count")
     pipelined.fit(
@@ -319,6 +327,8 @@ def say(text: str) -> None:
 
 def main() -> None:
     """Trains, and writes everything."""
+    from dapple_tf.operators.placement_report import placements_report
+
     check_flags()
     job = prepare()
     say(f"\n{job.plan}\n")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pathlib
 import statistics
-from typing import Any
-
-import keras
+from typing import TYPE_CHECKING, Any
 
 import dapple_tf as dapple
 from dapple_tf.models.sources import DataSource
+
+if TYPE_CHECKING:
+    import keras
 
 
 def described(model: keras.Model, data: DataSource, pipelined: dapple.PipelinedModel) -> dict[str, Any]:

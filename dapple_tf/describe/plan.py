@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 __all__ = ["RECOMPUTE_MODES", "Plan", "PlanError", "PlanOptions"]
 
 _FORMAT = "dapple_tf.plan/1"
+FD_DPS = "fd_dps"
+"""The placement of single operators by `operator_devices`, as `dapple_tf.transform` and programs name it."""
 
 
 class PlanOptions(TypedDict, total=False):

@@ -28,8 +28,6 @@ from decimal import Decimal, localcontext
 from fractions import Fraction
 from pathlib import Path
 
-import networkx as nx
-
 from dapple_tf.data_files import read_text
 from dapple_tf.describe.profile import Cost, LayerProfile, Profile, ProfileError, Tensor
 
@@ -245,6 +243,8 @@ def _short(text: str) -> str:
 
 def _ordered(nodes: Mapping[str, _Node], edges: Sequence[tuple[str, str]], source: str) -> list[str]:
     """The nodes in topological order, each as early as its place in the file allows."""
+    import networkx as nx  # half a second, and only this needs it
+
     graph = nx.DiGraph()
     graph.add_nodes_from(nodes)
     graph.add_edges_from(edges)

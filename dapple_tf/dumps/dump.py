@@ -37,7 +37,8 @@ from dapple_tf.variables.parameter_groups import group_updates, holdings, optimi
 from dapple_tf.view.dot import DrawingError, dot_text, draw_graph
 from dapple_tf.view.files import save_timelines
 from dapple_tf.view.page import graph_page
-from dapple_tf.view.task_graph import TaskGraph, task_graph
+from dapple_tf.view.step_graph import task_graph
+from dapple_tf.view.task_graph import TaskGraph
 from dapple_tf.view.timeline import Timeline
 from graph_passes.ir.program import Program
 from graph_passes.ir.tasks import Schedule

@@ -43,7 +43,8 @@ from dapple_tf.tracing.step_nodes import replaced_bytes, step_nodes
 from dapple_tf.tracing.step_trace import MeasuredStep, Place, TracedStep, measured
 from dapple_tf.variables.device_values import Holding
 from dapple_tf.variables.parameter_groups import Places, group_updates, holdings, optimizer_variables, readers_of
-from graph_passes.ir.graph import GraphDef, PassError
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.program import Layout, Program, Step, Variable
 from graph_passes.ir.storage import bytes_of
 from graph_passes.ir.tasks import Schedule

@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from graph_passes.ir.graph import PassError
+from graph_passes.errors import PassError
 from graph_passes.ir.program import LayerCall, Program
 from graph_passes.pass_manager import run_passes
 from graph_passes.passes.assign_stages import AssignStages, find_call

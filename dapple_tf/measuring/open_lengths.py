@@ -13,7 +13,8 @@ from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, capture
 from dapple_tf.frontend.variables import VariableTable
 from graph_passes.analysis.slice_shapes import input_shapes
-from graph_passes.ir.graph import Graph, GraphDef, PassError, Ref
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Graph, GraphDef, Ref
 from graph_passes.ir.tensorflow_bridge import infer_shapes
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from dapple_tf.operators.op_graph import OpGraph, Topology
 from dapple_tf.operators.signatures import Fingerprints, OpSignature, TensorType, output_dtype_names, signature
 from graph_passes.analysis.operator_shapes import operator_shapes
 from graph_passes.analysis.split_rules import SplitRule, split_rules
-from graph_passes.ir.graph import Graph, GraphDef, NodeDef, PassError, Ref
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Graph, GraphDef, NodeDef, Ref
 from graph_passes.ir.tensorflow_bridge import Shape, constant_value, takes_functions
 
 logger = logging.getLogger(__name__)

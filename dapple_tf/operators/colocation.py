@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dapple_tf.operators.signatures import output_dtype_names
-from graph_passes.ir.graph import GraphDef, NodeDef, PassError
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import GraphDef, NodeDef
 from graph_passes.ir.outline import FunctionDef
 from graph_passes.ir.resource_use import called_functions, resource_name
 from graph_passes.ir.tensorflow_bridge import dtype_size, makes_resource, takes_functions

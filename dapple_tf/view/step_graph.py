@@ -59,7 +59,27 @@ _OF_LAYERS = frozenset({"accumulate", "all_reduce", "apply", "read"})
 _LABELS = {"accumulate": "GA", "all_reduce": "AllReduce", "apply": "Apply", "read": "read"}
 
 
-class Drawing:
+def task_graph(program: Program, device_names: Sequence[str]) -> TaskGraph:
+    """The task graph of a step.
+
+    A node of the drawing is a task, or what belongs to one or to the update: the nodes of one all-reduce on one device
+    are one. What merely connects these (constants, sums, means) is left out and counted for one of its neighbours. One
+    node leads to another wherever a path of the step's graph does that meets no third one.
+
+    Args:
+        program: a step after all passes, for training, evaluation or prediction.
+        device_names: names of the devices, in the order in which the schedule numbers them.
+
+    Raises:
+        ValueError: the program isn't a complete step, or is on a device that isn't named.
+    """
+    if program.step is None or program.step.pending:
+        state = "has no step yet" if program.step is None else f"waits for {len(program.step.pending)} tensors"
+        raise ValueError(f"the program {state}: draw it after its last pass")
+    return _Drawing(program, program.step, device_names).result()
+
+
+class _Drawing:
     """The task graph of a complete step while it is being made; see `task_graph`."""
 
     def __init__(self, program: Program, step: Step, device_names: Sequence[str]) -> None:

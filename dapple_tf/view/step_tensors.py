@@ -11,7 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.view.task_graph import TensorText
-from graph_passes.ir.graph import BYTES_ATTR, PHASE_ATTR, Graph, NodeDef, PassError, Ref, dtype_name
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import BYTES_ATTR, PHASE_ATTR, Graph, NodeDef, Ref, dtype_name
 from graph_passes.ir.program import Boundary, Program, Stage, StageFunction, Value, ValueKind
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.tensorflow_bridge import dtype_size, infer_shapes, output_dtypes

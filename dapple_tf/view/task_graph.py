@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from graph_passes.ir.program import Program
+from typing import NamedTuple
 
 
 class TensorText(NamedTuple):
@@ -88,28 +85,6 @@ class TaskGraph:
     nodes: tuple[TaskNode, ...]
     edges: tuple[TaskEdge, ...]
     devices: Mapping[int, str]
-
-
-def task_graph(program: Program, device_names: Sequence[str]) -> TaskGraph:
-    """The task graph of a step.
-
-    A node of the drawing is a task, or what belongs to one or to the update: the nodes of one all-reduce on one device
-    are one. What merely connects these (constants, sums, means) is left out and counted for one of its neighbours. One
-    node leads to another wherever a path of the step's graph does that meets no third one.
-
-    Args:
-        program: a step after all passes, for training, evaluation or prediction.
-        device_names: names of the devices, in the order in which the schedule numbers them.
-
-    Raises:
-        ValueError: the program isn't a complete step, or is on a device that isn't named.
-    """
-    if program.step is None or program.step.pending:
-        state = "has no step yet" if program.step is None else f"waits for {len(program.step.pending)} tensors"
-        raise ValueError(f"the program {state}: draw it after its last pass")
-    from dapple_tf.view.step_graph import Drawing  # is made of the classes above
-
-    return Drawing(program, program.step, device_names).result()
 
 
 def longest_paths(count: int, pairs: Sequence[tuple[int, int]]) -> list[int]:

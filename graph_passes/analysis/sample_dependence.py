@@ -10,7 +10,8 @@ from graph_passes.analysis.operator_shapes import BRANCHES, LOOPS, ShapeInferenc
 from graph_passes.analysis.sample_interpreter import Interpreter, Whole
 from graph_passes.analysis.sample_rules import RULES
 from graph_passes.analysis.slice_shapes import Dependence, SliceShapes
-from graph_passes.ir.graph import Graph, GraphDef, PassError, Ref
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Graph, GraphDef, Ref
 from graph_passes.ir.program import Program
 from graph_passes.ir.spreads import TRAINED, Coupling, Spread
 from graph_passes.ir.tensorflow_bridge import Shape

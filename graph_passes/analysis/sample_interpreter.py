@@ -11,7 +11,8 @@ from tensorflow.core.framework import types_pb2
 from graph_passes.analysis.operator_shapes import CallShapes, KnownShapes, ShapeInference
 from graph_passes.analysis.operator_traits import draws
 from graph_passes.analysis.shape_values import ASKING, ShapeValues
-from graph_passes.ir.graph import COUNTABLE_DTYPES, Graph, GraphDef, NodeDef, PassError, Ref
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import COUNTABLE_DTYPES, Graph, GraphDef, NodeDef, Ref
 from graph_passes.ir.spreads import CONSTANT, Coupling, Spread, all_shared, degree_of
 from graph_passes.ir.tensorflow_bridge import Shape, function_graph, is_stateful, output_dtypes
 

@@ -13,7 +13,8 @@ from tensorflow.core.framework import types_pb2
 from graph_passes.analysis.constant_folding import fold_shapes
 from graph_passes.analysis.operator_shapes import ShapeInference
 from graph_passes.analysis.slice_shapes import SAMPLES, input_shapes
-from graph_passes.ir.graph import Graph, GraphDef, PassError, Ref, make_const
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Graph, GraphDef, Ref, make_const
 from graph_passes.ir.program import Boundary, Program, Value
 from graph_passes.ir.tensorflow_bridge import Shape, constant_value, measure_shapes, output_dtypes
 

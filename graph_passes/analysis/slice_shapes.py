@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from graph_passes.analysis.operator_shapes import ShapeInference
-from graph_passes.ir.graph import Graph, GraphDef, NodeDef, PassError, Ref
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Graph, GraphDef, NodeDef, Ref
 from graph_passes.ir.program import Program, Roles
 from graph_passes.ir.replica_sums import without_sums
 from graph_passes.ir.tensorflow_bridge import Shape, infer_shapes, measure_shapes

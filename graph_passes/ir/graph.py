@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from tensorflow.core.framework import attr_value_pb2, graph_pb2, node_def_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
 
+from graph_passes.errors import PassError
+
 GraphDef: TypeAlias = graph_pb2.GraphDef
 NodeDef: TypeAlias = node_def_pb2.NodeDef
 AttrValue: TypeAlias = attr_value_pb2.AttrValue
@@ -33,10 +35,6 @@ CALL_ATTR = "_dapple_call"
 """The call in place of which a node is at the top level, of one whose call was inlined."""
 BYTES_ATTR = "_dapple_bytes"
 """Of the vector that a node reduces."""
-
-
-class PassError(Exception):
-    """A pass can't do what it was asked to; the text says what, where, and the fix."""
 
 
 class Ref(NamedTuple):

@@ -7,12 +7,12 @@ from typing import TypeAlias
 
 from tensorflow.core.framework import function_pb2, types_pb2
 
+from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
     LAYER_ATTR,
     AttrValue,
     Graph,
     NodeDef,
-    PassError,
     Ref,
     control_inputs,
     data_inputs,

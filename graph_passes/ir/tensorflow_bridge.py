@@ -16,6 +16,7 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2, op_def_pb2, types_pb2
 from tensorflow.python.framework import op_def_registry
 
+from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
     LAYER_ATTR,
     OWN_ATTRS,
@@ -23,7 +24,6 @@ from graph_passes.ir.graph import (
     GraphDef,
     Names,
     NodeDef,
-    PassError,
     Ref,
     control_inputs,
     data_inputs,

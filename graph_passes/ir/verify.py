@@ -7,8 +7,9 @@ import graphlib
 import itertools
 from collections.abc import Mapping, Sequence
 
+from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
-from graph_passes.ir.graph import Graph, NodeDef, PassError, Ref, control_inputs, dtype_name
+from graph_passes.ir.graph import Graph, NodeDef, Ref, control_inputs, dtype_name
 from graph_passes.ir.outline import FunctionDef
 from graph_passes.ir.program import Program, Stage, Value, ValueKind
 from graph_passes.ir.replica_sums import SUM_OP, sums_of

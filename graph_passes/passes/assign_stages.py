@@ -17,16 +17,8 @@ from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.known_shapes import with_known_shapes
 from graph_passes.analysis.slice_shapes import Axis, Dependence, LengthsUnknownError, SliceShapes
-from graph_passes.ir.graph import (
-    COUNTABLE_DTYPES,
-    POSITION_ATTR,
-    STAGE_ATTR,
-    Graph,
-    GraphDef,
-    PassError,
-    Ref,
-    dtype_name,
-)
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import COUNTABLE_DTYPES, POSITION_ATTR, STAGE_ATTR, Graph, GraphDef, Ref, dtype_name
 from graph_passes.ir.outline import dtype_of, layer_of
 from graph_passes.ir.program import Boundary, LayerCall, Program, Roles, Stage, VariableKind
 from graph_passes.ir.tensorflow_bridge import output_dtypes

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from graph_passes.ir.graph import Graph, GraphDef, Names, PassError, Ref, dtype_attr, make_node, shape_attr
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Graph, GraphDef, Names, Ref, dtype_attr, make_node, shape_attr
 from graph_passes.ir.outline import dtype_of
 from graph_passes.ir.program import Program, Stage, Value, VariableKind
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
+from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS, CallOrder, Touch
 from graph_passes.ir.graph import (
     CALL_ATTR,
@@ -17,7 +18,6 @@ from graph_passes.ir.graph import (
     GraphDef,
     Names,
     NodeDef,
-    PassError,
     Ref,
     control_inputs,
 )

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
+from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
-from graph_passes.ir.graph import CALL_ATTR, PHASE_ATTR, Graph, GraphDef, PassError, Ref, control_inputs, data_inputs
+from graph_passes.ir.graph import CALL_ATTR, PHASE_ATTR, Graph, GraphDef, Ref, control_inputs, data_inputs
 from graph_passes.ir.outline import call_node, compiled, outline
 from graph_passes.ir.program import Program, Step
 from graph_passes.ir.storage import merge_gradients, merge_library

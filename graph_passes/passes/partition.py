@@ -12,7 +12,8 @@ import networkx
 
 from graph_passes.analysis.constant_folding import fold_shapes
 from graph_passes.analysis.slice_shapes import SAMPLES, input_shape
-from graph_passes.ir.graph import Graph, PassError, Ref, shape_attr
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Graph, Ref, shape_attr
 from graph_passes.ir.outline import dtype_of, outline
 from graph_passes.ir.program import Program, Stage, StageFunction, Value, ValueKind
 from graph_passes.ir.replica_sums import key_nodes, order_sums, sums_of, without_sums

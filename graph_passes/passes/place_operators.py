@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from graph_passes.ir.graph import CALL_ATTR, Graph, GraphDef, Names, PassError, Ref, control_inputs
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import CALL_ATTR, Graph, GraphDef, Names, Ref, control_inputs
 from graph_passes.ir.program import Program, Step
 from graph_passes.ir.resource_use import ResourceUse, resource_name
 from graph_passes.ir.tensorflow_bridge import makes_resource

@@ -14,7 +14,8 @@ import numpy as np
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.analysis.element_origins import ElementOrigins, Origin, Part, Parts
-from graph_passes.ir.graph import Builder, Graph, GraphDef, PassError, Ref, dtype_attr
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, dtype_attr
 from graph_passes.ir.outline import dtype_of, layer_of
 from graph_passes.ir.program import Program, Stage, Variable
 

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from typing import ClassVar
 
-from graph_passes.ir.graph import PassError
+from graph_passes.errors import PassError
 from graph_passes.ir.program import Program
 from graph_passes.ir.tasks import Schedule
 from graph_passes.passes.replicate import top_level

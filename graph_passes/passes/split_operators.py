@@ -22,13 +22,13 @@ from graph_passes.analysis.split_rules import (
     split_rules,
     total_name,
 )
+from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
     OWN_ATTRS,
     Builder,
     Graph,
     GraphDef,
     NodeDef,
-    PassError,
     Ref,
     control_inputs,
     dtype_attr,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tensorflow.core.framework import types_pb2
 
+from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
     BYTES_ATTR,
     FLOAT_DTYPES,
@@ -20,7 +21,6 @@ from graph_passes.ir.graph import (
     Builder,
     Graph,
     GraphDef,
-    PassError,
     Ref,
     dtype_attr,
     integers_attr,
