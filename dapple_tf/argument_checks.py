@@ -13,6 +13,7 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile, ProfileError
 from dapple_tf.frontend.model_front import meant
+from dapple_tf.keras_private import items_of
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.planner import plan as find_plan
 
@@ -65,7 +66,7 @@ def check_profile(profile: Profile | None, model: keras.Model) -> None:
     """
     if profile is None or not isinstance(model, keras.Model):
         return
-    layers = [item for layer in model._flatten_layers() for item in (layer, *getattr(layer, "operations", ()))]
+    layers = items_of(model)
     names = {layer.name for layer in layers}
     for layer in profile.layers:
         path, _, _ = layer.name.partition("#")

@@ -19,6 +19,7 @@ from dapple_tf.float64_models import FLOATS, doubled, in_float64
 from dapple_tf.frontend.batch import Batch
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.own_steps import own_steps
+from dapple_tf.keras_private import compute_loss, seeds_of, slots_by_parameter, takes_training
 from dapple_tf.verification import EXACT, TOLERANCES, ComparedSteps, Difference, coarsest
 
 _FEW = 1e-3
@@ -56,7 +57,7 @@ def restored(model: keras.Model) -> Iterator[None]:
     """
     changeable = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
     changeable += [variable for metric in model.metrics for variable in metric.variables]
-    changeable += [g.state for layer in model._flatten_layers() for g in getattr(layer, "_seed_generators", ())]
+    changeable += seeds_of(model)
     own = list({id(variable): variable for variable in changeable}.values())
     before = [np.asarray(variable.value) for variable in own]
     try:
@@ -85,9 +86,8 @@ def plain_steps(model: keras.Model, data: tuple[Any, Any, Any], steps: int, *, t
             model.train_step(keras.utils.pack_x_y_sample_weight(x, y, sample_weight))
             return
         with tf.GradientTape() as tape:
-            takes_training = getattr(model, "_call_has_training_arg", True)
-            outputs = model(x, training=False) if takes_training else model(x)
-            loss = model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=False)
+            outputs = model(x, training=False) if takes_training(model) else model(x)
+            loss = compute_loss(model, x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=False)
             loss = model.optimizer.scale_loss(loss)
         weights = model.trainable_weights
         model.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
@@ -289,14 +289,7 @@ def places_of(model: keras.Model) -> dict[str, Place]:
 def _slots(optimizer: Any) -> dict[int, tuple[keras.Variable, str]]:
     """Id of an optimizer's slot -> the parameter that it belongs to, and the list of slots that it is in."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    parameters = inner._trainable_variables
-    found = {}
-    for name, own in vars(inner).items():
-        if isinstance(own, list) and len(own) == len(parameters) and own is not parameters:
-            for slot, parameter in zip(own, parameters, strict=True):
-                if isinstance(slot, keras.Variable) and slot is not parameter:
-                    found[id(slot)] = (parameter, name)
-    return found
+    return {id(slot): (parameter, name) for name, slot, parameter in slots_by_parameter(inner)}
 
 
 # ---- all together

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import keras
 
@@ -20,6 +19,7 @@ from dapple_tf.frontend.functional import cuts_are_safe
 from dapple_tf.frontend.own_steps import own_steps
 from dapple_tf.frontend.py_functions import check_py_functions, may_have_py_functions
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.keras_private import compiled_loss, fresh_loss, items_of, output_structure, replaced_compilation
 from dapple_tf.measuring.example_batch import labels_of_outputs
 from dapple_tf.progress import Progress
 from graph_passes.analysis.slice_shapes import LengthsUnknownError
@@ -55,7 +55,7 @@ def check_cuts(model: keras.Model, plan: Plan, addresses: Sequence[str] = ()) ->
     if spec is not None:
         _assigned(capture(model, VariableTable(model), Mode.PREDICT, spec), plan, addresses)
         return
-    layers = [item for layer in model._flatten_layers() for item in (layer, *getattr(layer, "operations", ()))]
+    layers = items_of(model)
     names = {layer.name for layer in layers if layer is not model}
     for cut in plan.cuts:
         path, _, _ = cut.partition("#")
@@ -111,17 +111,15 @@ def _assigned(program: Program, plan: Plan, addresses: Sequence[str]) -> Program
 @contextlib.contextmanager
 def _loss_for_guessed_labels(model: keras.Model, spec: BatchSpec) -> Iterator[BatchSpec | None]:
     """Within it the model has a loss for labels as its outputs suggest them, and no metrics; None if they don't."""
-    own: Any = model._compile_loss
-    before = {"_compile_loss": own, "_compile_metrics": model._compile_metrics}
     loss, labels = None, None
-    if own is not None:
-        outputs: Any = getattr(model, "_functional", model)._outputs_struct
+    if compiled_loss(model) is not None:
+        outputs = output_structure(model)
         guessed = labels_of_outputs(model, outputs, outputs)
         if guessed is None:
             yield None
             return
         labels = guessed[0]
-        loss = type(own)(own._user_loss, own._user_loss_weights, own.reduction, own.output_names)
+        loss = fresh_loss(model)
         tensors = keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), labels)
         try:
             loss.build(tensors, outputs)
@@ -129,8 +127,5 @@ def _loss_for_guessed_labels(model: keras.Model, spec: BatchSpec) -> Iterator[Ba
             logger.debug("the loss of model %r can't be made for labels %s: %s", model.name, labels, reason(error))
             yield None
             return
-    vars(model).update(_compile_loss=loss, _compile_metrics=None)
-    try:
+    with replaced_compilation(model, loss, None):
         yield dataclasses.replace(spec, y=labels)
-    finally:
-        vars(model).update(before)

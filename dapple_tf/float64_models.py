@@ -10,6 +10,7 @@ import numpy as np
 
 from dapple_tf.checkpoints.checkpoint import variables_of
 from dapple_tf.errors import reason
+from dapple_tf.keras_private import compiled_loss, compiled_metrics, layers_of
 from dapple_tf.verification import coarsest
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -25,10 +26,10 @@ def in_float64(model: keras.Model) -> keras.Model | str:
 
     It is made from what the model tells of itself (``get_config``), which layers and functions of one's own may not do.
     """
-    own = [*model._flatten_layers(), *model._flatten_layers(include_self=False), model.optimizer]
-    losses = keras.tree.flatten(model.loss) if model._compile_loss is not None else []
+    own = [*layers_of(model), *layers_of(model, include_self=False), model.optimizer]
+    losses = keras.tree.flatten(model.loss) if compiled_loss(model) is not None else []
     own += [item for item in losses if item is not None and not isinstance(item, str)]
-    own += model.metrics if model._compile_metrics is None else [*model.metrics, *model._compile_metrics.metrics]
+    own += model.metrics if compiled_metrics(model) is None else [*model.metrics, *compiled_metrics(model).metrics]
     classes = {name: item for item in own for name, item in [_named(item)]}
     policy, floatx = keras.config.dtype_policy(), keras.config.floatx()
     try:

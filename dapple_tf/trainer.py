@@ -38,6 +38,7 @@ from dapple_tf.frontend.optimizer import check_optimizer
 from dapple_tf.frontend.own_steps import own_losses
 from dapple_tf.inspection import Inspection
 from dapple_tf.keras_methods import KerasMethods
+from dapple_tf.keras_private import compiled_loss, compiled_metrics, learning_rate_of
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.simulation.simulator import simulate
@@ -129,8 +130,8 @@ class PipelinedModel(Inspection, KerasMethods):
         """The objects that step graphs are made for: after another ``compile``, say, they have to be made again."""
         model = self.model
         inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-        rate = getattr(inner, "_learning_rate", None)
-        compiled = [model.optimizer, rate, model._compile_loss, model._compile_metrics]
+        rate = learning_rate_of(inner)
+        compiled = [model.optimizer, rate, compiled_loss(model), compiled_metrics(model)]
         return [*compiled, *model.variables, None, *model.trainable_variables]
 
     # ---- Keras' methods
@@ -337,7 +338,7 @@ class PipelinedModel(Inspection, KerasMethods):
         self._specs[mode] = batch.spec
         model = self.model
         own_loss = own_losses(model) or type(model).compute_loss is not keras.Model.compute_loss
-        if mode is not Mode.PREDICT and batch.spec.y is None and model._compile_loss is not None and not own_loss:
+        if mode is not Mode.PREDICT and batch.spec.y is None and compiled_loss(model) is not None and not own_loss:
             raise DataError(
                 f"the batches have no labels, but model {model.name!r} is compiled with a loss: feed (x, y), or "
                 f"compile it with loss=None if its layers add their losses"

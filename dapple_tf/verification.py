@@ -16,6 +16,7 @@ from dapple_tf.execution.builds import StepResult
 from dapple_tf.execution.notes import Note, NoteKind
 from dapple_tf.frontend.own_steps import own_steps, plain_gradients
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.keras_private import compute_loss, layers_of, seeds_of, takes_training
 from dapple_tf.view.notebook import Table, notebook_html
 
 TOLERANCES = {"float64": 1e-8, "float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
@@ -293,7 +294,7 @@ def compare(
 
 def coarsest(model: keras.Model) -> str:
     """The shortest floating-point type that a model's layers compute in or keep."""
-    types = {layer.compute_dtype for layer in model._flatten_layers()}
+    types = {layer.compute_dtype for layer in layers_of(model)}
     types |= {keras.backend.standardize_dtype(variable.dtype) for variable in model.trainable_variables}
     return next((name for name in ("bfloat16", "float16", "float32") if name in types), "float64")
 
@@ -322,17 +323,16 @@ def plain_step(
             loss, gradients = plain_gradients(model, keras.utils.pack_x_y_sample_weight(*tensors))
             return loss, [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
         with tf.GradientTape() as tape:
-            takes_training = getattr(model, "_call_has_training_arg", True)
-            outputs = model(tensors[0], training=training) if takes_training else model(tensors[0])
-            loss = model._compute_loss(
-                x=tensors[0], y=tensors[1], y_pred=outputs, sample_weight=tensors[2], training=training
+            outputs = model(tensors[0], training=training) if takes_training(model) else model(tensors[0])
+            loss = compute_loss(
+                model, x=tensors[0], y=tensors[1], y_pred=outputs, sample_weight=tensors[2], training=training
             )
         gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
         return loss, [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
     changeable = [*model.non_trainable_variables, *model.metrics_variables]
     changeable += [variable for metric in model.metrics for variable in metric.variables]
-    changeable += [g.state for layer in model._flatten_layers() for g in getattr(layer, "_seed_generators", ())]
+    changeable += seeds_of(model)
     kept = [np.asarray(variable.value) for variable in changeable]
     try:
         loss, gradients = step.get_concrete_function()()

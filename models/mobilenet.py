@@ -10,7 +10,8 @@ from typing import Any
 
 import keras
 
-from dapple_tf.models.naming import names_from_start
+from dapple_tf.keras_private import inverted_residual_block, names_from_start
+from dapple_tf.keras_private import mobilenet_v3 as parts
 
 _VARIANTS = {"large": keras.applications.MobileNetV3Large, "small": keras.applications.MobileNetV3Small}
 
@@ -57,11 +58,10 @@ def mobilenet_v3_tiny(*, image: int = 32, classes: int = 10) -> keras.Model:
         image: height and width of the images; at least 32.
         classes: number of classes.
     """
-    from keras.src.applications import mobilenet_v3 as parts
 
     def blocks(x: Any, kernel: int, activation: Any, squeezed: float) -> Any:
-        x = parts._inverted_res_block(x, 1, 16, 3, 1, squeezed, parts.relu, 0)
-        return parts._inverted_res_block(x, 2, 24, kernel, 2, None, activation, 1)
+        x = inverted_residual_block(x, 1, 16, 3, 1, squeezed, parts.relu, 0)
+        return inverted_residual_block(x, 2, 24, kernel, 2, None, activation, 1)
 
     with names_from_start():
         return parts.MobileNetV3(

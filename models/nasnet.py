@@ -11,8 +11,8 @@ from typing import Any
 
 import keras
 
+from dapple_tf.keras_private import names_from_start, nasnet_cell
 from dapple_tf.models.grouping import group
-from dapple_tf.models.naming import names_from_start
 
 _REDUCTIONS = 2
 """How often the network doubles its filters and halves its images between cells."""
@@ -97,9 +97,7 @@ def _stem(images: Any, width: int, stride: int) -> Any:
 
 def _cell(kind: str, x: Any, before: Any | None, filters: int, name: str) -> Any:
     """A cell after ``x``, and ``before`` that; the first one has but one input."""
-    from keras.src.applications import nasnet as parts
-
-    make = parts._normal_a_cell if kind == "normal" else parts._reduction_a_cell
+    make = nasnet_cell(kind)
 
     def output(x: Any, before: Any | None = None) -> Any:
         return make(x, before, filters, block_id=name)[0]

@@ -12,7 +12,8 @@ from typing import Any
 
 import keras
 
-from dapple_tf.models.naming import names_from_start
+from dapple_tf.keras_private import names_from_start
+from dapple_tf.keras_private import resnet as parts
 
 _APPLICATIONS = {
     50: keras.applications.ResNet50,
@@ -53,8 +54,6 @@ def deep_resnet(
 
 
 def _resnet_200(**options: Any) -> keras.Model:
-    from keras.src.applications import resnet as parts
-
     def stacks(x: Any) -> Any:
         for group, blocks in enumerate(_BLOCKS_200):
             stride = 2 if group else 1

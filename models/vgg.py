@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from dapple_tf.models.naming import names_from_start
+from dapple_tf.keras_private import names_from_start
 
 
 def vgg_19(*, image: int = 224, classes: int = 1000) -> keras.Model:

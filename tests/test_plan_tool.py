@@ -59,7 +59,7 @@ def test_models_are_measured(
         calls.append({"model": model.name, "devices": cluster.num_devices, "batch": batch} | options)
         return Planned(given.plan(), given.profile(), given.cluster())
 
-    monkeypatch.setattr(plan, "plan_model", planned)
+    monkeypatch.setattr("dapple_tf.automatic.plan_model", planned)
     names = {name: tmp_path / f"{name}.json" for name in ("output", "save_profile", "save_cluster")}
     arguments = [f"--{name}={path}" for name, path in names.items()]
     assert run("--model=vgg:tiny", "--cluster=cpu:3", "--global_batch_size=12", "--schedule=gpipe", *arguments) == 0

@@ -184,7 +184,7 @@ def test_plans_are_sought_with_what_flags_say(
         calls.append({"batch": batch} | options)
         return Planned(dapple.Plan.data_parallel(2, batch), given.profile(), cluster)
 
-    monkeypatch.setattr(train, "plan_model", planned)
+    monkeypatch.setattr("dapple_tf.automatic.plan_model", planned)
     train.FLAGS.unparse_flags()
     train.FLAGS(["train", own, "--cluster=cpu:2", "--schedule=zb_h1", "--micro_batches=2", "--recompute=none"])
     job = train.prepare()
@@ -246,7 +246,7 @@ def test_data_that_do_not_fit_are_told_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(train, "measured", lambda *_: pytest.fail("the model was measured"))
+    monkeypatch.setattr("dapple_tf.automatic.measured", lambda *_: pytest.fail("the model was measured"))
     folder = f"--output_dir={tmp_path / 'run'}"
     assert run(folder, f"{own}:{data}", "--cluster=cpu:2", "--plan=1:1", "--global_batch_size=8") == 1
     assert message in capsys.readouterr().err

@@ -406,7 +406,9 @@ class PlanFlags:
         """
         if self.path is None:
             return
-        items = [item for layer in model._flatten_layers() for item in (layer, *getattr(layer, "operations", ()))]
+        from dapple_tf.keras_private import items_of
+
+        items = items_of(model)
         known = {item.name for item in items if item is not model}
         weighted = [item.name for item in items if item is not model and getattr(item, "weights", None)]
         for cut in self._loaded().cuts:

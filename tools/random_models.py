@@ -18,6 +18,7 @@ import keras
 import numpy as np
 
 import dapple_tf as dapple
+from dapple_tf.keras_private import learning_rate_of
 from dapple_tf.tools.training_comparison import Batch, Comparison, compare_training
 
 layers, ops = keras.layers, keras.ops
@@ -372,7 +373,7 @@ def _clip(model: keras.Model) -> None:
 
 def _halve_rate(model: keras.Model) -> None:
     rate = model.optimizer.learning_rate
-    if isinstance(model.optimizer._learning_rate, keras.Variable):
+    if isinstance(learning_rate_of(model.optimizer), keras.Variable):
         model.optimizer.learning_rate = rate * 0.5
 
 

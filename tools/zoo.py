@@ -29,6 +29,7 @@ import numpy as np
 from absl import flags
 
 import dapple_tf as dapple
+from dapple_tf.keras_private import nodes_in_order
 from dapple_tf.tools import command
 from dapple_tf.tools.bench_report import check_output, markdown, read_results, write_results
 from dapple_tf.tools.random_models import compare_draw
@@ -91,7 +92,7 @@ def middle(model: keras.Model) -> str:
     """The (first call of the) layer where half of the parameters are reached, by the name with which plans cut."""
     sizes = np.cumsum([layer.count_params() for layer in model.layers])
     layer = model.layers[int(np.searchsorted(sizes, sizes[-1] / 2))]
-    calls = [node for depth in model._nodes_by_depth.values() for node in depth if node.operation is layer]
+    calls = [node for node in nodes_in_order(model) if node.operation is layer]
     return layer.name if len(calls) == 1 else f"{layer.name}#0"
 
 

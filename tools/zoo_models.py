@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dapple_tf.keras_private import layers_of
 from dapple_tf.models.sources import ModelError
 
 _VOCABULARY = 31
@@ -87,7 +88,7 @@ def head(tensor: Any, number: int) -> Any:
 
 def normalizes_batches(model: keras.Model) -> bool:
     """Whether a training step depends on how its batch is sliced."""
-    return any(isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers())
+    return any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers_of(model))
 
 
 def narrowest(model: keras.Model, x: Any, dtype: str) -> str:
@@ -117,7 +118,7 @@ def _symbolic(model: keras.Model, leaves: list[np.ndarray]) -> Any:
 
 def _silence(model: keras.Model) -> None:
     """Nothing is dropped and no noise is added."""
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         for name in _RATES if getattr(layer, "_seed_generators", ()) else ():
             if isinstance(getattr(layer, name, None), (int, float)):
                 setattr(layer, name, 0.0)
@@ -129,7 +130,7 @@ def _steady(model: keras.Model) -> None:
     Plain Keras' own result depends on the order of a batch's samples then: in ResNet50 momenta differ by 3 after two
     steps in float64, with an epsilon of 0.1 by 1e-12.
     """
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         if isinstance(layer, keras.layers.BatchNormalization):
             layer.epsilon = 0.1
 

@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
-from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
-from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 
 from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress, latest_checkpoint, metrics_of
 from dapple_tf.checkpoints.data_position import TrainingData
 from dapple_tf.frontend.batch import spec_of
 from dapple_tf.frontend.capture import build
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.keras_private import can_convert_arrays, train_validation_split
 
 logger = logging.getLogger(__name__)
 

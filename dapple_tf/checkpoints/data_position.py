@@ -21,9 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
-from keras.src.trainers import data_adapters
-from keras.src.trainers.data_adapters.array_data_adapter import can_convert_arrays
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from dapple_tf.checkpoints.checkpoint_manifest import LARGEST, CheckpointError
 from dapple_tf.checkpoints.data_sources import (
@@ -35,6 +32,7 @@ from dapple_tf.checkpoints.data_sources import (
     State,
 )
 from dapple_tf.errors import DataError
+from dapple_tf.keras_private import DataAdapter, can_convert_arrays, get_data_adapter
 
 
 class Reading(Iterator[Any]):
@@ -153,7 +151,7 @@ class TrainingData(DataAdapter):
                 raise DataError("class_weight doesn't go with a generator: have it give sample weights")
             source = GeneratorSource(x)
         else:
-            adapter = data_adapters.get_data_adapter(x, class_weight=class_weight)
+            adapter = get_data_adapter(x, class_weight=class_weight)
             source = DatasetSource(adapter.get_tf_dataset())
         return cls(source, goes_on=steps_per_epoch is not None)
 

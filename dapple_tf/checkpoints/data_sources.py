@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import random
@@ -12,13 +11,11 @@ from typing import Any, ClassVar
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.trainers.data_adapters import array_slicing
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
-from tensorflow.python.eager import context
 
 from dapple_tf.checkpoints.checkpoint_manifest import LARGEST, CheckpointError
 from dapple_tf.errors import reason
+from dapple_tf.keras_private import ArrayDataAdapter, PyDatasetAdapter, dataset_of, sliceable_arrays, standardized
+from graph_passes.ir.tensorflow_private import global_seed, iterator_resource, seeded
 
 logger = logging.getLogger(__name__)
 
@@ -105,21 +102,6 @@ def _check_same(own: Mapping[str, Any], saved: Mapping[str, Any], drawn: set[str
             )
 
 
-@contextlib.contextmanager
-def _global_seed(seed: int | None) -> Iterator[None]:
-    """Within it, TensorFlow's global seed is another one, unless it is the same."""
-    own = context.context()
-    if seed == own._seed:
-        yield
-        return
-    kept = own._seed, own._rng
-    own._set_global_seed(seed)
-    try:
-        yield
-    finally:
-        own._seed, own._rng = kept
-
-
 class ArraySource(Source):
     """Arrays in memory: x, y and sample weights."""
 
@@ -135,10 +117,10 @@ class ArraySource(Source):
         adapter = ArrayDataAdapter(
             x, y, sample_weight=sample_weight, batch_size=batch_size, shuffle=False, class_weight=class_weight
         )
-        self._samples, self._batch_size = adapter._num_samples, batch_size
-        self._arrays = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="numpy")
+        self._batch_size = batch_size
+        self._samples, self._arrays = sliceable_arrays(adapter)
         self.num_batches = adapter.num_batches
-        seed = context.global_seed() if shuffle else None
+        seed = global_seed() if shuffle else None
         self._global_seed = None if seed is None else int(seed)
 
     def open(self, number: int, start: int) -> Iterator[Any]:
@@ -158,7 +140,7 @@ class ArraySource(Source):
 
     def _order_of_keras(self) -> np.ndarray:
         """The order that Keras gives arrays in each round, as it follows from TensorFlow's global seed."""
-        with _global_seed(self._global_seed):
+        with seeded(self._global_seed):
             indices = ArrayDataAdapter(np.arange(self._samples), batch_size=self._batch_size, shuffle=self.shuffle)
             return np.concatenate([np.asarray(batch) for batch in indices.get_tf_dataset()])
 
@@ -207,7 +189,7 @@ class PyDatasetSource(Source):
 
     def example(self) -> Any:
         """As `Source`'s; opening it would draw an order."""
-        return PyDatasetAdapter(self._dataset, self._class_weight)._standardize_batch(self._dataset[0])
+        return standardized(PyDatasetAdapter(self._dataset, self._class_weight), self._dataset[0])
 
     def _order(self) -> np.ndarray:
         """The numbers of a round's batches."""
@@ -231,9 +213,7 @@ class PyDatasetSource(Source):
             if not len(order):
                 return
         adapter = PyDatasetAdapter(_Window(self._dataset, start, order), class_weight=self._class_weight)
-        adapter._output_signature = self._signature
-        dataset = adapter.get_tf_dataset()
-        self._signature = adapter._output_signature
+        dataset, self._signature = dataset_of(adapter, self._signature)
         adapter.on_epoch_begin()
         try:
             yield from dataset
@@ -355,7 +335,7 @@ class DatasetSource(Source):
             return None
         fail = tf.data.experimental.ExternalStatePolicy.FAIL.value
         try:
-            return tf.raw_ops.SerializeIterator(resource_handle=items._iterator_resource, external_state_policy=fail)
+            return tf.raw_ops.SerializeIterator(resource_handle=iterator_resource(items), external_state_policy=fail)
         except tf.errors.OpError as error:
             self._can_save = False
             logger.warning(
@@ -401,7 +381,7 @@ class DatasetSource(Source):
 
     def _restore(self, items: Any, state: tf.Tensor) -> None:
         try:
-            tf.raw_ops.DeserializeIterator(resource_handle=items._iterator_resource, serialized=state)
+            tf.raw_ops.DeserializeIterator(resource_handle=iterator_resource(items), serialized=state)
         except (tf.errors.OpError, ValueError) as error:
             raise CheckpointError(
                 f"the position in the dataset can't be restored: {reason(error)}; resume with the same dataset"

@@ -24,6 +24,7 @@ from dapple_tf.clusters.session import server_config
 from dapple_tf.describe.cluster import ClusterError, check_addresses
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError
 from dapple_tf.network.listening import Address, confine, keep_closed, resolve
+from graph_passes.ir.tensorflow_private import local_devices
 
 _T = TypeVar("_T")
 _ANSWER_SECONDS = 10.0
@@ -92,10 +93,8 @@ class Machine:
 
     def inventory(self) -> list[dict[str, Any]]:
         """Kind and memory of each device. Looks for GPUs, which a process mustn't do before it forks."""
-        from tensorflow.python.client import device_lib
-
         if self.devices == 0 and tf.config.list_physical_devices("GPU"):
-            found = [device for device in device_lib.list_local_devices() if device.device_type == "GPU"]
+            found = [device for device in local_devices() if device.device_type == "GPU"]
             return [{"kind": "GPU", "memory_bytes": self.memory_bytes or int(device.memory_limit)} for device in found]
         count = max(1, self.devices)
         return [{"kind": "CPU", "memory_bytes": self.memory_bytes or _memory() // count}] * count

@@ -13,6 +13,7 @@ from tensorflow.core.protobuf import config_pb2
 
 from dapple_tf.describe.cluster import Cluster
 from graph_passes.ir.graph import GraphDef
+from graph_passes.ir.tensorflow_private import prepared_run
 
 _MAIN_PRIORITY, _SUB_PRIORITY = -1, 0
 """CUDA stream priorities, of which the lower number is the higher; every GPU that has any has these two."""
@@ -84,7 +85,7 @@ class PreparedRun:
         callable_options = config_pb2.CallableOptions(
             feed=feeds, fetch=tensors, target=[name for name in self._names if ":" not in name], run_options=options
         )
-        self._run = session._make_callable_from_options(callable_options)
+        self._run = prepared_run(session, callable_options)
 
     def __call__(self, values: Sequence[Any]) -> Any:
         """What the nodes give, in the structure of the fetches; ``values`` are those of the placeholders."""

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 from dapple_tf.checkpoints.checkpoint import Checkpoint, Progress, Restoration, Saver
 from dapple_tf.describe.cluster import Cluster, ClusterError
@@ -33,9 +32,11 @@ from dapple_tf.frontend.capture import Mode
 from dapple_tf.frontend.metrics import RunningMetrics
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.frontend.watching import Watcher, untold, unwatch, version, watch, watchers_of
+from dapple_tf.keras_private import compute_loss, tensorflow_variable
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.planner import plan as find_plan
 from dapple_tf.planning.replanning import shrink, without_servers
+from graph_passes.ir.tensorflow_private import eager_mode
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -136,7 +137,7 @@ class Runtime:
 
     def leave(self) -> None:
         """``close``, wherever it may be that nobody has use for the devices any more."""
-        with context.eager_mode():  # What is collected now may be in the midst of a graph that is being made.
+        with eager_mode():  # What is collected now may be in the midst of a graph that is being made.
             try:
                 # A session is freed before this only where the user's model goes, too: nobody is left to have values.
                 self.close(sync=not self.engine.state.deferred and not self.engine.freed)
@@ -158,7 +159,10 @@ class Runtime:
         table = self.engine.table
         if self._known is not table or self._count != len(table.keras_variables):
             self._known, self._count = table, len(table.keras_variables)
-            before, held = self._watched, {name: variable._value for name, variable in self.values.watched.items()}
+            before, held = (
+                self._watched,
+                {name: tensorflow_variable(variable) for name, variable in self.values.watched.items()},
+            )
             self._watched = {id(variable): (variable, name) for name, variable in held.items()}
             unwatch([variable for key, (variable, _) in before.items() if key not in self._watched], self)
             watch(held.values(), self)
@@ -436,7 +440,7 @@ class Runtime:
             with keras.StatelessScope(collect_losses=True):
                 outputs = self.model(x)
                 if loss:
-                    self.model._compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight)
+                    compute_loss(self.model, x=x, y=y, y_pred=outputs, sample_weight=sample_weight)
         except Exception as error:
             return reason(error)
         return ""

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.errors import DataError, reason
+from dapple_tf.keras_private import input_structure
 
 Shape = tuple[int | None, ...]
 
@@ -360,7 +361,7 @@ def declared_spec(model: keras.Model) -> BatchSpec | None:
     """The spec that a model declares by its inputs; None for a model that doesn't (a subclassed one)."""
     if not getattr(model, "inputs", None):
         return None
-    structure = getattr(model, "_inputs_struct", None)
+    structure = input_structure(model)
     if structure is None:
         structure = model.inputs[0] if len(model.inputs) == 1 else list(model.inputs)
     leaves = [
@@ -375,7 +376,7 @@ def _declared_shapes(model: keras.Model, x: Any) -> dict[str, Shape]:
     inputs = getattr(model, "inputs", None)
     if not inputs:
         return {}
-    structure = getattr(model, "_inputs_struct", None)
+    structure = input_structure(model)
     if isinstance(x, Mapping) and not isinstance(structure, Mapping):
         return {f"x[{tensor.name!r}]": tuple(tensor.shape) for tensor in inputs}
     if isinstance(x, Mapping):

@@ -30,6 +30,7 @@ from dapple_tf.frontend.step_logs import StepLogs
 from dapple_tf.frontend.trace_scope import TraceScope
 from dapple_tf.frontend.traced_logs import OptimizerReads, TracedLogs
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.keras_private import adds_loss, build_for, compute_loss, layers_of, takes_training
 from graph_passes.ir.graph import FLOAT_DTYPES, Graph, Ref
 from graph_passes.ir.program import LayerCall, Program, Roles, Slice, Variable, VariableKind
 from graph_passes.passes.scale_losses import scale_losses
@@ -70,7 +71,7 @@ def check_model(model: keras.Model, *, training: bool) -> None:
             f"model {model.name!r} was made under the scope of a {type(strategy).__name__}; make it outside: the plan "
             f"says which devices it runs on"
         )
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         if getattr(layer, "stateful", False) and isinstance(layer, keras.layers.RNN):
             raise CaptureError(
                 f"layer {layer.name!r} is a stateful RNN, whose state belongs to one fixed batch; use stateful=False"
@@ -103,7 +104,7 @@ def build(model: keras.Model, table: VariableTable, spec: BatchSpec) -> None:
     batch = tuple(None if tree is None else keras.tree.map_structure(symbolic, tree) for tree in structures)
     try:
         with outputs_as_declared(model):
-            model._symbolic_build(data_batch=batch)
+            build_for(model, batch)
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         capture(model, table, Mode.PREDICT, spec)  # Names the layer, if it is one.
         raise CaptureError(
@@ -236,14 +237,13 @@ class _Tracing:
 
     def _trace_model(self, x: Any, y: Any, sample_weight: Any, normalizers: GlobalNormalizers) -> Any:
         """What Keras' own steps do of it; the outputs."""
-        takes_training = getattr(self.model, "_call_has_training_arg", True)
-        outputs = self.model(x, training=self.training) if takes_training else self.model(x)
+        outputs = self.model(x, training=self.training) if takes_training(self.model) else self.model(x)
         self.model_end = len(self.graph.get_operations())
         self._check_losses()
         if self.mode is not Mode.PREDICT:
             with normalizers.recording():
-                loss = self.model._compute_loss(
-                    x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=self.training
+                loss = compute_loss(
+                    self.model, x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=self.training
                 )
             self.loss = self._contribution(loss)
             results = self.model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
@@ -284,7 +284,7 @@ class _Tracing:
         """A placeholder for each variable; random seeds are shifted by the number of the slice."""
         seeds = {
             id(generator.state)
-            for layer in self.model._flatten_layers()
+            for layer in layers_of(self.model)
             for generator in getattr(layer, "_seed_generators", ())
         }
         if self.mode is not Mode.PREDICT:
@@ -339,8 +339,8 @@ class _Tracing:
         for loss in self.model.losses:
             shape = tf.convert_to_tensor(loss).shape
             if shape.rank != 0:
-                layers = self.model._flatten_layers()
-                name = next((layer.name for layer in layers if id(loss) in layer._loss_ids), self.model.name)
+                layers = layers_of(self.model)
+                name = next((layer.name for layer in layers if adds_loss(layer, loss)), self.model.name)
                 raise CaptureError(
                     f"layer {name!r} adds a loss of shape {shape}, which Keras would sum over the batch: give "
                     f"add_loss() one number, the mean over the samples"
@@ -376,7 +376,7 @@ class _Tracing:
     def _recording(self) -> Iterator[None]:
         """Within it, calls of layers (and of the operations of functional models) are written down."""
         items: dict[int, Any] = {}
-        for layer in self.model._flatten_layers():
+        for layer in layers_of(self.model):
             for item in (layer, *getattr(layer, "operations", ())):
                 if item is not self.model:
                     items[id(item)] = item

@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
-from tensorflow.python.framework import ops
-from tensorflow.python.ops import custom_gradient
 
 from dapple_tf.errors import CaptureError, reason
 from dapple_tf.frontend.patching import replaced
 from graph_passes.ir.graph import GraphDef, Ref
 from graph_passes.ir.tensorflow_bridge import function_body_name, make_constant
+from graph_passes.ir.tensorflow_private import custom_gradient, functions_of, registered_gradient
 
 _TYPE = "_gradient_op_type"
 _OWN_TYPE = "DappleCustomGradient"
@@ -105,7 +104,7 @@ def custom_gradients(graph: Any) -> list[CustomGradient]:
         CaptureError: one can't be traced.
     """
     found = list(_traced(graph, "", None))
-    for name, function in graph._functions.items():
+    for name, function in functions_of(graph).items():
         if hasattr(function, "graph"):
             arguments = [arg.name for arg in function.cached_definition.signature.input_arg]
             found += _traced(function.graph, name, arguments)
@@ -131,7 +130,7 @@ def _traced(graph: Any, function: str, arguments: Sequence[str] | None) -> Itera
     for operation in graph.get_operations():
         told = operation.node_def.attr[_TYPE].s.decode() if _TYPE in operation.node_def.attr else ""
         if operation.type == "IdentityN" and told.startswith("CustomGradient-"):
-            captured, found = _trace(graph, operation, ops.gradient_registry.lookup(told))
+            captured, found = _trace(graph, operation, registered_gradient(told))
             if arguments is not None and len(graph.inputs) > len(arguments):
                 raise CaptureError(
                     f"the custom gradient of {operation.name!r}, in a loop or branch, needs a tensor from outside that "

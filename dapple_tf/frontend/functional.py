@@ -10,6 +10,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dapple_tf.keras_private import functional_graph, layers_of, nodes_in_order, output_structure
+
 
 def cuts_are_safe(model: keras.Model, cuts: Sequence[str]) -> bool:
     """Whether a functional model can be cut after these layers, as far as that can be told without data.
@@ -19,7 +21,7 @@ def cuts_are_safe(model: keras.Model, cuts: Sequence[str]) -> bool:
     that crosses a cut has the batch as its only unknown axis, the first. Anything else has to be traced to be known.
     Layers whose number of rows depends on the data are found out when the first batch is prepared.
     """
-    graph = _graph_of(model)
+    graph = functional_graph(model)
     if graph is None:
         return False
     names = [operation.name for operation in _operations(model)]
@@ -49,14 +51,14 @@ def outputs_as_declared(model: keras.Model) -> Iterator[None]:
 
     For what asks just these of it: building losses and metrics, which otherwise traces the whole model.
     """
-    graph = _graph_of(model)
+    graph = functional_graph(model)
     if graph is None or "call" in vars(model):
         yield
         return
 
     def call(*_: Any, **__: Any) -> Any:
         return keras.tree.map_structure(
-            lambda tensor: tf.compat.v1.placeholder(tensor.dtype, tensor.shape), graph._outputs_struct
+            lambda tensor: tf.compat.v1.placeholder(tensor.dtype, tensor.shape), output_structure(graph)
         )
 
     vars(model)["call"] = call  # Keras tracks what is assigned.
@@ -66,24 +68,15 @@ def outputs_as_declared(model: keras.Model) -> Iterator[None]:
         del vars(model)["call"]
 
 
-def _graph_of(model: keras.Model) -> Any:
-    """The functional graph that a model's call runs; None if it does something else."""
-    graph = getattr(model, "_functional", model)  # Sequential keeps one
-    own_call = type(model).call not in (keras.Sequential.call, type(graph).call)
-    return None if own_call or not hasattr(graph, "_nodes_by_depth") else graph
-
-
 def _calls(graph: Any) -> list[Any]:
     """The calls of operations, in the order in which they are made."""
-    depths = sorted(graph._nodes_by_depth, reverse=True)
-    nodes = [node for depth in depths for node in graph._nodes_by_depth[depth]]
-    return [node for node in nodes if node.operation and not node.is_input]
+    return [node for node in nodes_in_order(graph) if node.operation and not node.is_input]
 
 
 def _operations(model: keras.Model) -> list[Any]:
     """The layers and operations of a model, those inside of others included."""
     found = {}
-    for layer in model._flatten_layers(include_self=False):
+    for layer in layers_of(model, include_self=False):
         for operation in (layer, *getattr(layer, "operations", ())):
             found[id(operation)] = operation
     return list(found.values())

@@ -15,10 +15,9 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.autograph.core import ag_ctx
-from tensorflow.python.eager.polymorphic_function.autograph_util import py_func_from_autograph
 
 from dapple_tf.frontend.patching import replaced
+from graph_passes.ir.tensorflow_private import compiles_with_xla, python_body
 
 _Function = type(tf.function(lambda: None))
 
@@ -46,13 +45,13 @@ def functions_traced(values: Values) -> Iterator[None]:
     def traced(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(function: Any, *args: Any, **kwargs: Any) -> Any:
             args, kwargs = tf.nest.map_structure(_as_tensor, (args, kwargs))
-            if not function._jit_compile:
-                return _body(function)(*args, **kwargs)
+            if not compiles_with_xla(function):
+                return python_body(function)(*args, **kwargs)
             variables: list[keras.Variable] = []
 
             def compiled(*args: Any, **kwargs: Any) -> Any:
                 with values.again() as inside:
-                    result = _body(function)(*args, **kwargs)
+                    result = python_body(function)(*args, **kwargs)
                 variables[:] = [variable for variable, _ in inside.updates]
                 return result, [value for _, value in inside.updates]
 
@@ -64,19 +63,6 @@ def functions_traced(values: Values) -> Iterator[None]:
 
     with replaced(_Function, "__call__", traced):
         yield
-
-
-def _body(function: Any) -> Callable[..., Any]:
-    """The Python function of a ``tf.function``, converted by AutoGraph if that would do so."""
-    converts, options = function._autograph, function._experimental_autograph_options
-    body = function._python_function
-    body = py_func_from_autograph(body, options) if converts else body
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED if converts else ag_ctx.Status.DISABLED, options):
-            return body(*args, **kwargs)
-
-    return call
 
 
 def _as_tensor(value: Any) -> Any:

@@ -15,12 +15,12 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 from dapple_tf.errors import DappleError
+from dapple_tf.keras_private import initialize, tensorflow_variable
 from graph_passes.ir.graph import Graph, GraphDef, Ref
 from graph_passes.ir.tensorflow_bridge import is_stateful, make_constant
+from graph_passes.ir.tensorflow_private import UninitializedVariable
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def deferred_init() -> Iterator[None]:
 
 def initial_of(variable: keras.Variable) -> Initial | None:
     """How a variable's first value is computed; None when it has a value."""
-    held = getattr(variable, "_value", None)
+    held = tensorflow_variable(variable)
     return _pending(held) if isinstance(held, Deferred) else None
 
 
@@ -224,10 +224,8 @@ def _process_seed() -> int:
 
 def _initialized(variable: keras.Variable) -> keras.Variable:
     """The variable with a value: Keras makes its global seed generator where that is first used, in the trace."""
-    if variable._value is None:
-        pending = global_state.get_global_attribute("uninitialized_variables", [])
-        pending[:] = [other for other in pending if other is not variable]
-        variable._deferred_initialize()
+    if tensorflow_variable(variable) is None:
+        initialize(variable)
     return variable
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 
+from dapple_tf.keras_private import layers_of
 from graph_passes.errors import PassError
 from graph_passes.ir.program import LayerCall, Program
 from graph_passes.pass_manager import run_passes
@@ -92,7 +93,7 @@ def innermost_calls(model: keras.Model, calls: Sequence[LayerCall]) -> list[Laye
     found: list[LayerCall] = []
 
     def visit(container: Any, prefix: str, start: int, stop: int) -> None:
-        items = [*getattr(container, "operations", ()), *container._flatten_layers(include_self=False, recursive=False)]
+        items = [*getattr(container, "operations", ()), *layers_of(container, include_self=False, recursive=False)]
         children = {item.name: item for item in items}
         position = start
         for call in calls:

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from dapple_tf.frontend.patching import replaced
 from dapple_tf.frontend.variables import VariableTable, assign_value, read_value
+from dapple_tf.keras_private import compiled_metrics, loss_tracker
 from graph_passes.analysis.running_sums import parts_of_update
 from graph_passes.ir.graph import Graph, Ref
 
@@ -48,7 +49,7 @@ class RunningMetrics:
         """
         for name, value in results.items():
             assign_value(self._table.keras_variables[name], value)
-        tracker = getattr(self._model, "_loss_tracker", None)
+        tracker = loss_tracker(self._model)
         if tracker is None or mode in self._table.logs:
             return
         if not _is_plain_mean(tracker):
@@ -67,7 +68,7 @@ class RunningMetrics:
         if type(model).get_metrics_result is not keras.Model.get_metrics_result:
             return dict(model.get_metrics_result())
         found: dict[str, Any] = {}
-        tracker = getattr(model, "_loss_tracker", None)
+        tracker = loss_tracker(model)
         for metric in model.metrics:
             if tracker is not None and metric is tracker and _is_plain_mean(metric):
                 total, count = read_value(metric.total), read_value(metric.count)
@@ -136,7 +137,7 @@ def metric_names(model: keras.Model) -> dict[int, str]:
 
     Compiled metrics are told apart, as Keras updates each by itself.
     """
-    compiled = getattr(model, "_compile_metrics", None)
+    compiled = compiled_metrics(model)
     single: list[keras.metrics.Metric] = []
     for metric in model.metrics:
         single += compiled.metrics if metric is compiled else [metric]

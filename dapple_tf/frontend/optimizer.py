@@ -15,6 +15,7 @@ import tensorflow as tf
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.initialization import deferred_like
 from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.keras_private import parameters_of, restricted
 from graph_passes.analysis.gradient_flow import gradients_behind
 from graph_passes.ir.graph import Graph, Ref
 from graph_passes.ir.group_update import Captured, GroupUpdate
@@ -39,7 +40,7 @@ def check_optimizer(optimizer: Any, parameters: Sequence[keras.Variable]) -> Non
                 f"variable {variable.path!r} is overwritten with its gradient (quantized float8 training), which "
                 f"can't be accumulated over micro-batches; use another dtype policy"
             )
-    tracked = {id(variable) for variable in _inner(optimizer)._trainable_variables}
+    tracked = {id(variable) for variable in parameters_of(_inner(optimizer))}
     unknown = [variable.path for variable in parameters if id(variable) not in tracked]
     if unknown:
         raise CaptureError(
@@ -245,31 +246,9 @@ def _restricted_to(optimizer: Any, variables: Sequence[keras.Variable], *, clips
     Keras updates moving averages and resets gradient accumulators for all variables at once, whichever it is given.
     """
     inner = _inner(optimizer)
-    kept = {
-        name: vars(inner).get(name)
-        for name in (
-            "_trainable_variables",
-            "_model_variables_moving_average",
-            "_accumulated_gradients",
-            "global_clipnorm",
-        )
-    }
-    index = [position for position, v in enumerate(inner._trainable_variables) if any(v is own for own in variables)]
-    vars(inner)["_trainable_variables"] = [inner._trainable_variables[position] for position in index]
-    if inner.use_ema:
-        vars(inner)["_model_variables_moving_average"] = [inner._model_variables_moving_average[p] for p in index]
-    if inner.gradient_accumulation_steps:
-        vars(inner)["_accumulated_gradients"] = [
-            slot if position in index else None for position, slot in enumerate(inner._accumulated_gradients)
-        ]
-    if not clips:
-        vars(inner)["global_clipnorm"] = None
-    try:
+    index = [position for position, v in enumerate(parameters_of(inner)) if any(v is own for own in variables)]
+    with restricted(inner, index, clips=clips):
         yield
-    finally:
-        for name, value in kept.items():
-            if value is not None:
-                vars(inner)[name] = value
 
 
 def _capture(

@@ -11,10 +11,11 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.ops import script_ops
 
 from dapple_tf.errors import CaptureError
+from dapple_tf.keras_private import layers_of
 from graph_passes.ir.graph import LAYER_ATTR, GraphDef
+from graph_passes.ir.tensorflow_private import code_of, python_function
 
 _DIFFERENTIABLE = "EagerPyFunc"
 _OPS = frozenset({_DIFFERENTIABLE, "PyFunc", "PyFuncStateless"})
@@ -32,9 +33,9 @@ def own_gradients(graph: GraphDef) -> None:
 
 def may_have_py_functions(model: keras.Model) -> bool:
     """Whether a model has code of its user's, which Keras' layers alone don't."""
-    layers = model._flatten_layers()
+    layers = layers_of(model)
     own = [layer for layer in layers if not type(layer).__module__.startswith("keras.")]
-    return bool(own) or any(isinstance(layer, keras.layers.Lambda) for layer in model._flatten_layers())
+    return bool(own) or any(isinstance(layer, keras.layers.Lambda) for layer in layers_of(model))
 
 
 def check_py_functions(graph: GraphDef, addresses: Sequence[str]) -> None:
@@ -61,7 +62,7 @@ def check_py_functions(graph: GraphDef, addresses: Sequence[str]) -> None:
 @tf.RegisterGradient(_OWN_TYPE)
 def _differentiate(operation: Any, *gradients: Any) -> list[Any]:
     """The gradients of a py_function's inputs, by a py_function that runs it again."""
-    function = script_ops._py_funcs.get(operation.get_attr("token").decode())
+    function = python_function(operation.get_attr("token").decode())
     outputs = [number for number, gradient in enumerate(gradients) if gradient is not None]
     sources = [number for number, tensor in enumerate(operation.inputs) if tensor.dtype.is_floating]
     count, dtypes = len(operation.inputs), [tensor.dtype for tensor in operation.outputs]
@@ -70,7 +71,7 @@ def _differentiate(operation: Any, *gradients: Any) -> list[Any]:
         inputs, arriving = tensors[:count], tensors[count:]
         with tf.GradientTape() as tape:
             tape.watch([inputs[number] for number in sources])
-            results = tf.nest.flatten(function._func(*inputs))
+            results = tf.nest.flatten(code_of(function)(*inputs))
             results = [tf.convert_to_tensor(result, dtype) for result, dtype in zip(results, dtypes, strict=True)]
         computed: list[Any] = tape.gradient(
             [results[number] for number in outputs],

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.patching import replaced
+from graph_passes.ir.tensorflow_private import watches_variables
 
 
 class TraceScope(keras.StatelessScope):
@@ -109,7 +110,7 @@ class TraceScope(keras.StatelessScope):
             if self._closed:
                 raise CaptureError(self._closed)
             for tape in self._tapes:
-                if tape._watch_accessed_variables:
+                if watches_variables(tape):
                     tape.watch(value)
             for values in self._watchers:
                 if all(value is not known for known in values):

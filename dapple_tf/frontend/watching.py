@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
-from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
-from tensorflow.python.eager.polymorphic_function.transform import CONCRETE_FUNCTION_CALLBACKS
+
+from graph_passes.ir.tensorflow_private import CONCRETE_FUNCTION_CALLBACKS, ConcreteFunction, captured_inputs
 
 _WATCHERS = "_dapple_watchers"
 
@@ -154,7 +154,7 @@ class _Captured:
 
 def _attach(function: Any) -> None:
     """Has a function that has been traced tell of the watched variables that it uses."""
-    captures = function._captured_inputs
+    captures = captured_inputs(function)
     variables = [variable for own in captures if (variable := _by_handle.get(id(own))) is not None]
     if not variables:
         return
@@ -178,7 +178,7 @@ def _search() -> None:
 
 def _traced(function: Any) -> None:
     """Is called by TensorFlow with each function that has been traced."""
-    if any(getattr(own, "dtype", None) == tf.resource for own in function._captured_inputs):
+    if any(getattr(own, "dtype", None) == tf.resource for own in captured_inputs(function)):
         with _lock:
             _functions.add(function)
         _attach(function)

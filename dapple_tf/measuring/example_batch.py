@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from dapple_tf.describe.profile import ProfileError
 from dapple_tf.frontend.batch import BatchSpec, Leaf, declared_spec, spec_of
+from dapple_tf.keras_private import compiled_loss
 from dapple_tf.measuring.open_lengths import chosen_length
 
 
@@ -199,7 +200,7 @@ def guessed_labels(model: keras.Model, x: Any) -> tuple[Any, list[int] | None]:
         ProfileError: that can't be told.
     """
     own_loss = type(model).compute_loss is not keras.Model.compute_loss
-    if model.loss is None or (own_loss and model._compile_loss is None):
+    if model.loss is None or (own_loss and compiled_loss(model) is None):
         return None, None
     outputs = model.compute_output_spec(
         keras.tree.map_structure(lambda leaf: keras.KerasTensor(leaf.shape, leaf.dtype), x)

@@ -155,7 +155,7 @@ class SliceShapes:
             if alone.samples is None:
                 return self
             known = dataclasses.replace(self, samples=alone.samples, assumed=alone.assumed)
-            return known._with(alone.found).through_functions(program, vague)
+            return known.with_shapes(alone.found).through_functions(program, vague)
         inference, number = ShapeInference(part.library), program.roles.slice.samples
         few, many = self.samples
 
@@ -163,7 +163,7 @@ class SliceShapes:
             shapes = inference.of(part, inputs, values=values).shapes
             return {ref: shapes[ref] for ref in vague}
 
-        return self._with(_each(self.assumed, [{number: samples} for samples in (few, many, few)], infer))
+        return self.with_shapes(_each(self.assumed, [{number: samples} for samples in (few, many, few)], infer))
 
     def measured(self, program: Program, refs: Iterable[Ref]) -> SliceShapes:
         """Of ``refs`` also what only running what makes them can tell: it depends on values.
@@ -180,9 +180,10 @@ class SliceShapes:
             for inputs, values in zip(self.assumed, [{number: samples} for samples in self.samples], strict=False)
         )
         # What a run tells of an axis holds for the lengths of the batch at hand only.
-        return self._with((few, many, few if self.assumed[2] == self.assumed[0] else {}))
+        return self.with_shapes((few, many, few if self.assumed[2] == self.assumed[0] else {}))
 
-    def _with(self, more: Sequence[_Shapes]) -> SliceShapes:
+    def with_shapes(self, more: Sequence[_Shapes]) -> SliceShapes:
+        """These and others, for few samples, many, and any number."""
         few, many, whatever = ({**found, **added} for found, added in zip(self.found, more, strict=True))
         return dataclasses.replace(self, found=(few, many, whatever))
 

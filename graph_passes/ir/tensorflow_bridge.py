@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, op_def_pb2, types_pb2
-from tensorflow.python.framework import op_def_registry
 
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import (
@@ -30,6 +29,7 @@ from graph_passes.ir.graph import (
     make_const,
     shape_attr,
 )
+from graph_passes.ir.tensorflow_private import op_def_registry, replace_input
 
 XLA = "_XlaMustCompile"
 """Attribute of functions and calls that XLA compiles as a whole."""
@@ -304,7 +304,7 @@ def _without_stopped(graph: tf.Graph) -> dict[str, str]:
     found = {}
     for stopped in [each for each in graph.get_operations() if each.type == "StopGradient"]:
         given = stopped.inputs[0]
-        stopped._update_input(0, tf.compat.v1.placeholder(given.dtype, given.shape, name="stopped"))
+        replace_input(stopped, 0, tf.compat.v1.placeholder(given.dtype, given.shape, name="stopped"))
         found[stopped.name] = stopped.inputs[0].op.name
     return found
 

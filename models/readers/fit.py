@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from dapple_tf.keras_private import layers_of
 from dapple_tf.models.sources import ModelError
 
 
@@ -60,7 +61,7 @@ def vocabulary_of(model: keras.Model, *, logits: bool = True) -> int:
         ModelError: it has neither.
     """
     sizes = [tensor.shape[-1] for tensor in declared(model, "outputs") if logits and len(tensor.shape) == 3]
-    for layer in model._flatten_layers():
+    for layer in layers_of(model):
         size = getattr(layer, "input_dim" if isinstance(layer, keras.layers.Embedding) else "vocabulary", None)
         if isinstance(size, int):
             sizes.append(size)

@@ -1,0 +1,261 @@
+"""What of Keras is used that isn't public, in one place: all as it is in Keras 3.8 to 3.15."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+from keras.src.applications import mobilenet_v3, nasnet, resnet
+from keras.src.backend.common import global_state
+from keras.src.trainers.data_adapters import get_data_adapter
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
+from keras.src.trainers.data_adapters.array_slicing import convert_to_sliceable, train_validation_split
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+__all__ = [
+    "ArrayDataAdapter",
+    "DataAdapter",
+    "PyDatasetAdapter",
+    "can_convert_arrays",
+    "compiled_loss",
+    "compiled_metrics",
+    "compute_loss",
+    "convert_to_sliceable",
+    "get_data_adapter",
+    "initialize",
+    "inverted_residual_block",
+    "items_of",
+    "layers_of",
+    "learning_rate_of",
+    "mobilenet_v3",
+    "names_from_start",
+    "nasnet",
+    "nasnet_cell",
+    "nodes_in_order",
+    "output_structure",
+    "parameters_of",
+    "resnet",
+    "seeds_of",
+    "slots_by_parameter",
+    "tensorflow_variable",
+    "train_validation_split",
+]
+
+_COUNTERS = "object_name_uids"
+"""Where Keras counts the names that it has given."""
+
+
+def layers_of(model: keras.Model, **options: bool) -> list[Any]:
+    """A model and all layers in it, however deep.
+
+    Args:
+        model: the model, or a layer.
+        options: ``include_self`` and ``recursive``, both True by default.
+    """
+    return list(model._flatten_layers(**options))
+
+
+def items_of(model: keras.Model) -> list[Any]:
+    """`layers_of`, and the operations of functional models among them."""
+    return [item for layer in layers_of(model) for item in (layer, *getattr(layer, "operations", ()))]
+
+
+def seeds_of(model: keras.Model) -> list[Any]:
+    """The states of all seed generators that layers hold."""
+    return [own.state for layer in layers_of(model) for own in getattr(layer, "_seed_generators", ())]
+
+
+# ---- what compile() leaves
+
+
+def compiled_loss(model: keras.Model) -> Any:
+    """The loss, as compiled; None if there is none."""
+    return model._compile_loss
+
+
+def compiled_metrics(model: keras.Model) -> Any:
+    """The metrics, as compiled; None if there are none."""
+    return model._compile_metrics
+
+
+@contextlib.contextmanager
+def replaced_compilation(model: keras.Model, loss: Any, metrics: Any) -> Iterator[None]:
+    """Within it, a model has another `compiled_loss` and other `compiled_metrics`."""
+    before = {"_compile_loss": model._compile_loss, "_compile_metrics": model._compile_metrics}
+    vars(model).update(_compile_loss=loss, _compile_metrics=metrics)
+    try:
+        yield
+    finally:
+        vars(model).update(before)
+
+
+def fresh_loss(model: keras.Model) -> Any:
+    """A loss as the model's was before it was built for labels of some structure."""
+    own = model._compile_loss
+    return type(own)(own._user_loss, own._user_loss_weights, own.reduction, own.output_names)
+
+
+def compute_loss(model: keras.Model, **arguments: Any) -> Any:
+    """The loss of a batch, with what layers add to it; see ``keras.Model.compute_loss``, which lacks ``training``."""
+    return model._compute_loss(**arguments)
+
+
+def build_for(model: keras.Model, batch: Any) -> None:
+    """Builds losses and metrics for a batch of ``keras.KerasTensor``."""
+    model._symbolic_build(data_batch=batch)
+
+
+def adds_loss(layer: keras.layers.Layer, loss: Any) -> bool:
+    """Whether it was this layer that added a loss."""
+    return id(loss) in layer._loss_ids
+
+
+def loss_tracker(model: keras.Model) -> Any:
+    """The metric that is the mean loss; None if there is none."""
+    return getattr(model, "_loss_tracker", None)
+
+
+def takes_training(model: keras.Model) -> bool:
+    """Whether a model's ``call`` takes ``training``."""
+    return bool(getattr(model, "_call_has_training_arg", True))
+
+
+# ---- functional models
+
+
+def functional_graph(model: keras.Model) -> Any:
+    """The functional graph that a model's call runs; None if it does something else."""
+    graph = getattr(model, "_functional", model)  # Sequential keeps one
+    own_call = type(model).call not in (keras.Sequential.call, type(graph).call)
+    return None if own_call or not hasattr(graph, "_nodes_by_depth") else graph
+
+
+def input_structure(model: keras.Model) -> Any:
+    """The inputs that a functional model was made with, in their structure; None of another model."""
+    return getattr(model, "_inputs_struct", None)
+
+
+def output_structure(model: keras.Model) -> Any:
+    """The outputs of a functional or sequential model as symbolic tensors, in their structure."""
+    return getattr(model, "_functional", model)._outputs_struct
+
+
+def nodes_in_order(graph: Any) -> list[Any]:
+    """The calls of operations in a functional graph, inputs too, in the order in which they are made."""
+    return [node for depth in sorted(graph._nodes_by_depth, reverse=True) for node in graph._nodes_by_depth[depth]]
+
+
+# ---- variables and optimizers
+
+
+def tensorflow_variable(variable: keras.Variable) -> Any:
+    """TensorFlow's variable behind Keras'; None as long as it has no value."""
+    return variable._value
+
+
+def initialize(variable: keras.Variable) -> None:
+    """Gives a variable that was made within a trace, and put off by Keras, its value."""
+    pending = global_state.get_global_attribute("uninitialized_variables", [])
+    pending[:] = [other for other in pending if other is not variable]
+    variable._deferred_initialize()
+
+
+def parameters_of(optimizer: Any) -> list[keras.Variable]:
+    """The variables that an optimizer was built for."""
+    return list(optimizer._trainable_variables)
+
+
+def slots_by_parameter(optimizer: Any) -> Iterator[tuple[str, keras.Variable, keras.Variable]]:
+    """(name of a list of slots, slot, its parameter) for each list of an optimizer with a slot for each parameter."""
+    parameters = optimizer._trainable_variables
+    for name, own in vars(optimizer).items():
+        if isinstance(own, list) and len(own) == len(parameters) and own is not parameters:
+            for slot, parameter in zip(own, parameters, strict=True):
+                if isinstance(slot, keras.Variable) and slot is not parameter:
+                    yield name, slot, parameter
+
+
+def learning_rate_of(optimizer: Any) -> Any:
+    """What ``learning_rate`` was set to: a variable, or a schedule."""
+    return getattr(optimizer, "_learning_rate", None)
+
+
+@contextlib.contextmanager
+def restricted(optimizer: Any, positions: Sequence[int], *, clips: bool) -> Iterator[None]:
+    """Within it, an optimizer knows only some of its parameters.
+
+    Keras updates moving averages and resets gradient accumulators for all variables at once, whichever it is given.
+
+    Args:
+        optimizer: the optimizer, built.
+        positions: of the parameters.
+        clips: whether it still clips by the global norm.
+    """
+    state = vars(optimizer)
+    names = ("_trainable_variables", "_model_variables_moving_average", "_accumulated_gradients", "global_clipnorm")
+    kept = {name: state.get(name) for name in names}
+    state["_trainable_variables"] = [optimizer._trainable_variables[position] for position in positions]
+    if optimizer.use_ema:
+        averages = optimizer._model_variables_moving_average
+        state["_model_variables_moving_average"] = [averages[position] for position in positions]
+    if optimizer.gradient_accumulation_steps:
+        state["_accumulated_gradients"] = [
+            slot if position in positions else None for position, slot in enumerate(optimizer._accumulated_gradients)
+        ]
+    if not clips:
+        state["global_clipnorm"] = None
+    try:
+        yield
+    finally:
+        state.update({name: value for name, value in kept.items() if value is not None})
+
+
+# ---- data adapters
+
+
+def sliceable_arrays(adapter: ArrayDataAdapter) -> tuple[int, Any]:
+    """The number of samples of arrays, and the arrays as what can be sliced by NumPy's indices."""
+    return adapter._num_samples, convert_to_sliceable(adapter._inputs, target_backend="numpy")
+
+
+def standardized(adapter: PyDatasetAdapter, batch: Any) -> Any:
+    """A batch of a ``keras.utils.PyDataset`` as its adapter gives it: x, y and weights, of the right types."""
+    return adapter._standardize_batch(batch)
+
+
+def dataset_of(adapter: PyDatasetAdapter, signature: Any) -> tuple[Any, Any]:
+    """The ``tf.data.Dataset`` of an adapter, and its signature; the batches aren't asked for that if it is known."""
+    adapter._output_signature = signature
+    return adapter.get_tf_dataset(), adapter._output_signature
+
+
+# ---- parts of keras.applications
+
+inverted_residual_block = mobilenet_v3._inverted_res_block
+
+
+def nasnet_cell(kind: str) -> Any:
+    """What makes a cell of NASNet-A: ``normal`` or ``reduction``."""
+    return nasnet._normal_a_cell if kind == "normal" else nasnet._reduction_a_cell
+
+
+# ---- names
+
+
+@contextlib.contextmanager
+def names_from_start() -> Iterator[None]:
+    """Within it, layers without names are counted from the start: ``re_lu``, ``re_lu_1``, whatever there is already.
+
+    keras.applications leaves many layers unnamed. Plans and profiles name layers, so that they would fit only the first
+    model of a process otherwise.
+    """
+    before = global_state.get_global_attribute(_COUNTERS)
+    global_state.set_global_attribute(_COUNTERS, collections.defaultdict(int))
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(_COUNTERS, before)

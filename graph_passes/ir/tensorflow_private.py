@@ -1,0 +1,144 @@
+"""What of TensorFlow is used that isn't public, in one place: all as it is in TensorFlow 2.18 to 2.21."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.client import device_lib
+from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function.autograph_util import py_func_from_autograph
+from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
+from tensorflow.python.eager.polymorphic_function.transform import CONCRETE_FUNCTION_CALLBACKS
+from tensorflow.python.framework import op_def_registry, ops
+from tensorflow.python.ops import custom_gradient, script_ops
+from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
+
+__all__ = [
+    "CONCRETE_FUNCTION_CALLBACKS",
+    "ConcreteFunction",
+    "UninitializedVariable",
+    "captured_inputs",
+    "code_of",
+    "compiles_with_xla",
+    "custom_gradient",
+    "eager_mode",
+    "functions_of",
+    "global_seed",
+    "iterator_resource",
+    "local_devices",
+    "op_def_registry",
+    "prepared_run",
+    "python_body",
+    "python_function",
+    "registered_gradient",
+    "replace_input",
+    "seeded",
+    "watches_variables",
+]
+
+eager_mode = context.eager_mode
+"""Within it, TensorFlow runs operations at once, even in the midst of a graph that is being made."""
+
+local_devices = device_lib.list_local_devices
+"""Names, kinds and memory of this process's devices."""
+
+
+# ---- seeds
+
+
+def global_seed() -> int | None:
+    """The seed that ``tf.random.set_seed`` was given."""
+    seed: int | None = context.global_seed()
+    return seed
+
+
+@contextlib.contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Within it, TensorFlow's global seed is another one, unless it is the same."""
+    own = context.context()
+    if seed == own._seed:
+        yield
+        return
+    kept = own._seed, own._rng
+    own._set_global_seed(seed)
+    try:
+        yield
+    finally:
+        own._seed, own._rng = kept
+
+
+# ---- functions and graphs
+
+
+def compiles_with_xla(function: Any) -> bool:
+    """Whether a ``tf.function`` has ``jit_compile=True``."""
+    return bool(function._jit_compile)
+
+
+def python_body(function: Any) -> Callable[..., Any]:
+    """The Python function of a ``tf.function``, converted by AutoGraph if that would do so."""
+    converts, options = function._autograph, function._experimental_autograph_options
+    body = function._python_function
+    body = py_func_from_autograph(body, options) if converts else body
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED if converts else ag_ctx.Status.DISABLED, options):
+            return body(*args, **kwargs)
+
+    return call
+
+
+def captured_inputs(function: Any) -> list[Any]:
+    """What a concrete function has captured; the list itself."""
+    captures: list[Any] = function._captured_inputs
+    return captures
+
+
+def functions_of(graph: tf.Graph) -> dict[str, Any]:
+    """The functions that a graph calls, by name."""
+    return dict(graph._functions)
+
+
+def replace_input(operation: tf.Operation, number: int, tensor: tf.Tensor) -> None:
+    """Has an operation read another tensor."""
+    operation._update_input(number, tensor)
+
+
+def registered_gradient(name: str) -> Callable[..., Any]:
+    """The gradient function of an operation type, or of a name given by ``tf.RegisterGradient``."""
+    found: Callable[..., Any] = ops.gradient_registry.lookup(name)
+    return found
+
+
+def python_function(token: str) -> Any:
+    """What TensorFlow keeps of a ``tf.py_function`` as long as a graph calls it; see `code_of`."""
+    return script_ops._py_funcs.get(token)
+
+
+def code_of(python_function: Any) -> Callable[..., Any]:
+    """The Python code of a ``tf.py_function``."""
+    code: Callable[..., Any] = python_function._func
+    return code
+
+
+def watches_variables(tape: tf.GradientTape) -> bool:
+    """Whether a tape watches trainable variables by itself."""
+    return bool(tape._watch_accessed_variables)
+
+
+# ---- sessions and datasets
+
+
+def prepared_run(session: tf.compat.v1.Session, options: Any) -> Callable[..., Any]:
+    """A function that runs what a ``CallableOptions`` says: values of its feeds -> those of its fetches."""
+    run: Callable[..., Any] = session._make_callable_from_options(options)
+    return run
+
+
+def iterator_resource(iterator: Any) -> tf.Tensor:
+    """The resource of an iterator over a ``tf.data.Dataset``."""
+    return iterator._iterator_resource
