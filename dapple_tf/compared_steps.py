@@ -163,7 +163,7 @@ class Reasons:
 
     @staticmethod
     def _notes(runtime: Runtime, batch: Batch, *, training: bool) -> tuple[Note, ...]:
-        layout = runtime.engine.passes.layout(batch.samples)
+        layout = runtime.engine.builder.passes.layout(batch.samples)
         micro_batches = len(layout.micro_batch_intervals)
         slices = [
             sum(interval.size > 0 for number in range(micro_batches) for interval in layout.slices(stage, number))
@@ -172,7 +172,7 @@ class Reasons:
         if max(slices) == 1:
             return ()
         runtime.values.prepare(Mode.TRAIN, batch.spec, training)
-        built = runtime.engine.prepare(Mode.TRAIN, batch.spec, training=training)
+        built = runtime.engine.builder.prepare(Mode.TRAIN, batch.spec, training=training)
         return notes_of(built.program, slices, micro_batches)
 
     @property

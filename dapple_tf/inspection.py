@@ -136,10 +136,10 @@ class Inspection(abc.ABC):
             FolderError: something else in the directory would be overwritten.
         """
         engine = self._engine
-        sources = [] if self._changed() else engine.sources
+        sources = [] if self._changed() else engine.builder.sources
         passes = StepPasses(self.plan, self.cluster)
         spec = self._specs.get(Mode.TRAIN)
-        costs = None if engine.placer is None else engine.placer.costs
+        costs = None if engine.builder.placer is None else engine.builder.placer.costs
         dump(directory, self.model, passes, sources, engine.table, self.profile, spec=spec, operator_costs=costs)
 
     def trace_step(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
@@ -226,7 +226,7 @@ class Inspection(abc.ABC):
 
         Empty before the first step, and where stages run as a whole.
         """
-        return self._engine.placements
+        return self._engine.builder.placements
 
     @property
     def notes(self) -> tuple[Note, ...]:
@@ -236,7 +236,7 @@ class Inspection(abc.ABC):
         labels as its outputs suggest them. Metrics, and all of a model that declares no inputs or has a ``train_step``
         of its own, follow when training is prepared for its first batch.
         """
-        return self._engine.notes.latest or ()
+        return self._engine.builder.notes.latest or ()
 
     @property
     def faults(self) -> Sequence[FaultRecord]:
@@ -246,7 +246,7 @@ class Inspection(abc.ABC):
     @property
     def lost(self) -> WorkerLostError | None:
         """The worker that is missing now; None if all are there, or devices are this process's."""
-        return self._engine.lost
+        return self._engine.session.lost
 
     @property
     def preparation_seconds(self) -> dict[str, float]:

@@ -114,13 +114,13 @@ class PipelinedModel(Inspection, KerasMethods):
         self._passes: dict[Mode, Batches] = {}
         self._specs: dict[Mode, BatchSpec] = {}
         self._steps_left: int | None = 0  # of the epoch, from the one that was begun last; None if nobody knows
-        passes = self._engine.passes
+        passes = self._engine.builder.passes
         if not examined or max(passes.slices) == 1:
             check_cuts(self.model, self.plan, self.cluster.addresses)
             return
         notes = examine(self.model, passes)
         if notes is not None:
-            self._engine.notes.take(notes)
+            self._engine.builder.notes.take(notes)
 
     def _check(self) -> None:
         check_model(self.model, training=True)
@@ -355,7 +355,7 @@ class PipelinedModel(Inspection, KerasMethods):
 
     def _train(self, batch: Batch, *, trace: bool = False) -> StepResult:
         full, faults = batch.samples == self.plan.global_batch_size, len(self.faults)
-        self._sizes.trained(batch.samples, self.plan.global_batch_size, self._engine.passes.layout)
+        self._sizes.trained(batch.samples, self.plan.global_batch_size, self._engine.builder.passes.layout)
         sample = full and not trace and self._monitor.due
         started = time.perf_counter()
         result = self._runtime.train(batch, trace=trace or sample)

@@ -173,7 +173,7 @@ def test_a_grouped_convolution_is_one_compiled_call_forward_and_one_backward() -
     model = grouped()
     pipelined = pipeline(model, ["first"], (1, 1), 1, 7)
     pipelined.train_on_batch(IMAGES, Y)
-    (source,) = pipelined._engine.sources
+    (source,) = pipelined._engine.builder.sources
     for stage in source.built.program.stages:
         assert stage.forward is not None and stage.backward is not None
         for function in (stage.forward, stage.backward):

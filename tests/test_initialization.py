@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.execution.engine import Engine
+from dapple_tf.execution.device_session import DeviceSession
 from dapple_tf.frontend.initialization import deferred_like, initial_of, materialize, value_of
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.variables.device_initialization import initialization
@@ -67,15 +67,15 @@ def assigned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def largest_feed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
     """The most bytes that the client has sent to or got from the devices at once."""
     sizes = [0]
-    original = Engine._run
+    original = DeviceSession.run
 
-    def run(engine: Engine, fetches: Any, feed: Any = None, *more: Any) -> Any:
-        result = original(engine, fetches, feed, *more)
+    def run(session: DeviceSession, fetches: Any, feed: Any = None, *more: Any) -> Any:
+        result = original(session, fetches, feed, *more)
         sizes.append(sum(np.asarray(value).nbytes for value in (feed or {}).values()))
         sizes.append(sum(np.asarray(v).nbytes for v in tf.nest.flatten(result) if v is not None))
         return result
 
-    monkeypatch.setattr(Engine, "_run", run)
+    monkeypatch.setattr(DeviceSession, "run", run)
     yield lambda: max(sizes)
 
 

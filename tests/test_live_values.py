@@ -256,7 +256,7 @@ def test_plain_keras_and_pipelined_in_turns(pair: Pair) -> None:
 def test_nothing_is_fetched_where_nobody_looks(pair: Pair, runs: list[Any]) -> None:
     for _ in range(3):
         pair.pipelined.train_on_batch(X[:7], Y[:7])
-    assert len(runs) == 1 + len(pair.pipelined._engine._holdings()[0].devices)  # The first step's values.
+    assert len(runs) == 1 + len(pair.pipelined._engine.builder.holdings()[0].devices)  # The first step's values.
 
 
 def test_only_what_is_touched_is_fetched_and_loaded(pair: Pair, runs: list[Any]) -> None:

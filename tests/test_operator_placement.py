@@ -106,7 +106,7 @@ def test_models_with_branches_train_as_keras(name: str, devices: int) -> None:
     logs, values = plain(name)
     for (x, y), expected in zip(batches()[:2], logs, strict=True):
         assert_same_logs(pipelined.train_on_batch(x, y, return_dict=True), expected)
-    found = pipelined._engine.placements[0]
+    found = pipelined._engine.builder.placements[0]
     pipelined.close()
     assert_same_values(model, values)
     assert found.splits, "nothing was split"
@@ -138,7 +138,7 @@ def test_operators_run_where_and_when_they_were_placed() -> None:
     x, y = batches()[0]
     pipelined.train_on_batch(x, y)
     stats = pipelined.trace_step(x, y)
-    placement = pipelined._engine.placements[0]
+    placement = pipelined._engine.builder.placements[0]
     names = pipelined.cluster.device_names
     position = {name: number for number, name in enumerate(placement.order)}
     ran: dict[str, list[tuple[int, int, str]]] = {name: [] for name in names}

@@ -81,7 +81,7 @@ def test_compiled_settings_update_as_in_plain_keras(name: str) -> None:
     plan = dapple.Plan.manual(["flat"], [[0, 1], [2]], 2, 7, jit_compile=True)
     pipelined = dapple.transform(model, dapple.Cluster.local(3, kind="cpu"), plan)
     assert_same_variables_after(3, pipelined, plain, TOKENS, TARGETS)
-    library = pipelined._engine._graph.as_graph_def().library.function
+    library = pipelined._engine.session.graph.as_graph_def().library.function
     updates = [function.signature.name for function in library if function.signature.name.endswith("apply_compiled")]
     assert len(updates) == 2
 

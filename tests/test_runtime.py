@@ -32,7 +32,7 @@ def chain(depth: int, width: int = 8, features: int = 8) -> keras.Model:
 def starts(pipelined: dapple.PipelinedModel, stats: Any) -> dict[str, list[Task]]:
     """Tasks of each device in the order in which a traced step started them."""
     engine = pipelined._engine
-    (build,) = [b for (mode, *_), b in engine._builds.items() if mode is Mode.TRAIN]
+    (build,) = [b for (mode, *_), b in engine.builder.builds.items() if mode is Mode.TRAIN]
     ((prefix, step),) = build.steps.values()
     tasks = {f"{prefix}/{node}": task for task, node in step.entry.items()}
     found: dict[str, dict[Task, int]] = collections.defaultdict(dict)
@@ -68,7 +68,7 @@ def test_tasks_start_in_the_order_of_the_schedule_on_every_device(
     for _ in range(3):
         measured = starts(pipelined, pipelined.trace_step(x, y))
         engine = pipelined._engine
-        (build,) = [b for (mode, *_), b in engine._builds.items() if mode is Mode.TRAIN]
+        (build,) = [b for (mode, *_), b in engine.builder.builds.items() if mode is Mode.TRAIN]
         ((_, step),) = build.steps.values()
         assert step.schedule is not None
         names = engine.cluster.device_names
@@ -145,8 +145,8 @@ def test_recomputation_lowers_peak_memory() -> None:
 def top_level_nodes(depth: int, micro_batches: int) -> int:
     pipelined = pipeline(chain(depth), [f"dense_{depth // 2}"], (2, 1), micro_batches, 12)
     pipelined.train_on_batch(np.zeros((12, 8)), np.zeros((12, 1)))
-    (prefix,) = [p for (mode, *_), b in pipelined._engine._builds.items() for p, _ in b.steps.values()]
-    graph = pipelined._engine._graph.as_graph_def()
+    (prefix,) = [p for (mode, *_), b in pipelined._engine.builder.builds.items() for p, _ in b.steps.values()]
+    graph = pipelined._engine.session.graph.as_graph_def()
     return sum(node.name.startswith(f"{prefix}/") for node in graph.node)
 
 
@@ -162,7 +162,7 @@ def test_no_stage_function_is_made_twice() -> None:
     pipelined = pipeline(chain(4), ["dense_1"], (2, 1), 3, 12)
     x, y = np.zeros((30, 8)), np.zeros((30, 1))
     pipelined.fit(x, y, epochs=2, verbose=0)
-    library = pipelined._engine._graph.as_graph_def().library.function
+    library = pipelined._engine.session.graph.as_graph_def().library.function
     names = collections.Counter(function.signature.name for function in library)
     assert max(names.values()) == 1
     stages = [name for name in names if name.endswith(("_forward", "_backward"))]
@@ -181,7 +181,7 @@ def test_device_memory_limits_micro_batches_in_flight() -> None:
         cluster = dapple.Cluster.local(2, memory_bytes=memory, kind="cpu")
         pipelined = dapple.transform(model, cluster, plan)
         pipelined.train_on_batch(x, y)
-        ((_, build),) = [item for item in pipelined._engine._builds.items() if item[0][0] is Mode.TRAIN]
+        ((_, build),) = [item for item in pipelined._engine.builder.builds.items() if item[0][0] is Mode.TRAIN]
         ((_, step),) = build.steps.values()
         return pipelined, (build, step)
 
@@ -189,7 +189,7 @@ def test_device_memory_limits_micro_batches_in_flight() -> None:
     assert [str(task) for task in step.schedule.orders[0][:4]] == ["0F0", "0F1", "0F2", "0B0"]
     stage = build.program.stages[0]
     residual = stage.residual_bytes * 8 + stage.fixed_residual_bytes
-    fixed = pipelined._engine._stored_bytes(build.program, pipelined._engine.cluster.device_names[0])
+    fixed = pipelined._engine.builder.stored_bytes(build.program, pipelined._engine.cluster.device_names[0])
     _, (_, step) = kept(fixed + 2 * residual)
     assert [str(task) for task in step.schedule.orders[0][:3]] == ["0F0", "0F1", "0B0"]
     with pytest.raises(dapple.DappleError, match=r"stage 0 needs .* use more stages"):

@@ -34,7 +34,7 @@ def run(
     for _ in range(2):
         traced = pipelined._runtime.run(mode, batch, trace=True).traced
     assert traced is not None
-    steps = [found for built in pipelined._engine._builds.values() for found in built.steps.values()]
+    steps = [found for built in pipelined._engine.builder.builds.values() for found in built.steps.values()]
     step = next(step for prefix, step in steps if prefix == traced.prefix)
     return pipelined._engine.measured(traced), traced, step
 
@@ -204,7 +204,7 @@ def test_evaluation_has_forwards_only(uneven: Run) -> None:
 
 
 def test_replaced_accumulators_are_those_of_the_memory_tool(uneven: Run) -> None:
-    builds = uneven.pipelined._engine._builds.items()
+    builds = uneven.pipelined._engine.builder.builds.items()
     (built,) = [b for (mode, *_), b in builds if mode is Mode.TRAIN]
     expected = replaced(built.program, uneven.traced.prefix, uneven.step)
     assert {f"{uneven.traced.prefix}/{name}": size for name, size in uneven.traced.replaced.items()} == expected

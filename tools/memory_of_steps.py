@@ -154,7 +154,7 @@ def plan_of(model: Model, policy: str) -> dapple.Plan:
 
 def traced_step(pipelined: dapple.PipelinedModel) -> tuple[Program, str, Step]:
     """The stages of the last training step that was made, its name in the session's graph, and its nodes."""
-    (build,) = [build for (mode, *_), build in pipelined._engine._builds.items() if mode is Mode.TRAIN]
+    (build,) = [build for (mode, *_), build in pipelined._engine.builder.builds.items() if mode is Mode.TRAIN]
     name, step = list(build.steps.values())[-1]
     return build.program, name, step
 
@@ -195,7 +195,7 @@ def peaks(pipelined: dapple.PipelinedModel, x: np.ndarray, y: np.ndarray) -> dic
                 if node.node_name in frees:
                     events.append((node.all_start_micros + node.all_end_rel_micros, -frees[node.node_name]))
         held = np.cumsum([0, *(size for _, size in sorted(events))])
-        found[index] = engine._stored_bytes(program, device) + int(held.max())
+        found[index] = engine.builder.stored_bytes(program, device) + int(held.max())
     return found
 
 

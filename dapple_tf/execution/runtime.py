@@ -100,7 +100,7 @@ class Runtime:
     def start(self) -> None:
         """A fresh engine, for the model as it is compiled now."""
         self.engine = Engine(self.model, self.cluster, self.plan, self._recovery.policy, self._operator_costs)
-        self.engine.notes.quiet = self._quiet
+        self.engine.builder.notes.quiet = self._quiet
         self.values = Values(self.engine, self._recovery)
         self.metrics = RunningMetrics(self.model, self.engine.table)
         self._spec = None
@@ -140,7 +140,7 @@ class Runtime:
         with eager_mode():  # What is collected now may be in the midst of a graph that is being made.
             try:
                 # A session is freed before this only where the user's model goes, too: nobody is left to have values.
-                self.close(sync=not self.engine.state.deferred and not self.engine.freed)
+                self.close(sync=not self.engine.state.deferred and not self.engine.session.freed)
             except (DappleError, tf.errors.OpError) as error:
                 logger.warning("model %r: %s; %s", self.model.name, error, self.values.kept)
 
@@ -301,7 +301,7 @@ class Runtime:
                 self.drop()  # Some stages may have been updated and others not.
             kept = f"; {self.values.kept}" if lost else ""
             cause = self._cause(batch, loss=mode is not Mode.PREDICT) or reason(error)
-            told = [note for note in self.engine.notes.latest or () if note.kind is NoteKind.PAIRS]
+            told = [note for note in self.engine.builder.notes.latest or () if note.kind is NoteKind.PAIRS]
             cause += "".join(f"; layer {note.layer!r} {note.text}; {note.way_out}" for note in told)
             raise StepError(f"a {mode.value} step failed: {cause}{kept}") from error
 

@@ -233,7 +233,7 @@ class Values:
         """Prepares a step, and copies model -> devices unless these have its values or newer ones."""
         self._resolve_doubt()
         generation = self._engine.state.generation
-        self._engine.prepare(mode, spec, training=training)
+        self._engine.builder.prepare(mode, spec, training=training)
         if self._pending is not None:
             source, self._pending = self._pending, None
             source.onto_devices()
@@ -285,7 +285,7 @@ class Values:
         """Brings devices that have lost their values to the base of recovery; the model stays as it is."""
         base = self._recovery.base
         assert base is not None
-        self._engine.prepare(Mode.TRAIN, spec)
+        self._engine.builder.prepare(Mode.TRAIN, spec)
         self._pending = None
         if isinstance(base, Path):
             self._again(base).onto_devices()

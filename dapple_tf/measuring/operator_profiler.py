@@ -145,7 +145,7 @@ def _measure(
     plan = Plan.by_operators(devices, samples)
     arrays = example.batch(samples)
     with _engine(model, cluster, plan, costs) as engine:
-        built = engine.prepare(Mode.TRAIN, example.spec)
+        built = engine.builder.prepare(Mode.TRAIN, example.spec)
         step = built.placed[Kind(samples)]
         signatures = operator_signatures(step.flat.program.graph, step.flat.shapes)
         metrics = RunningMetrics(model, engine.table).feeds()
@@ -164,7 +164,7 @@ def _measure(
 @contextlib.contextmanager
 def _engine(model: keras.Model, cluster: Cluster, plan: Plan, costs: OperatorCosts) -> Iterator[Engine]:
     engine = Engine(model, cluster, plan, FaultPolicy(), costs)
-    engine.notes.quiet = True
+    engine.builder.notes.quiet = True
     try:
         yield engine
     finally:

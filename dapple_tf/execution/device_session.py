@@ -1,0 +1,190 @@
+"""A graph that grows step by step, and the session that runs it on the devices."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from dapple_tf.clusters.clocks import Offset, estimate
+from dapple_tf.clusters.connection import connected, open_session
+from dapple_tf.clusters.remote_session import RemoteSession
+from dapple_tf.clusters.session import PreparedRun, add_to_graph
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.faults import FaultPolicy
+from dapple_tf.errors import WorkerLostError
+from dapple_tf.execution.builds import StepRequest
+from dapple_tf.execution.terminal import without_profiler_lines
+from graph_passes.ir.graph import GraphDef
+
+_LEAST_PATIENCE = 60.0
+"""Seconds."""
+_LOCAL_SEQUENCE = 1
+"""Numbers the steps with collective operations of a session of this process; any number but 0."""
+
+
+class DeviceSession:
+    """A session on devices of this process or of workers, and its graph.
+
+    Attributes:
+        cluster: the devices.
+        faults: how patient to be with workers.
+        graph: all that can be run.
+    """
+
+    def __init__(self, cluster: Cluster, faults: FaultPolicy) -> None:
+        """Opens a session, on workers that are this process's until `close`.
+
+        Raises:
+            ClusterError: not all workers are there.
+        """
+        self.cluster, self.faults = cluster, faults
+        self._longest: dict[str, float] = {}  # step graph -> seconds
+        self._connected = contextlib.ExitStack()
+        self._connection = self._connected.enter_context(connected(cluster, faults))
+        self._open()
+
+    def _open(self) -> None:
+        self.graph = tf.Graph()
+        self._library: set[str] = set()
+        self._session = open_session(self.cluster, self.graph, self._connection)
+        self._prepared: dict[StepRequest, PreparedRun] = {}
+        self._traced: set[str] = set()
+
+    def close(self) -> None:
+        """Frees the devices' memory, and workers for others."""
+        self._end()
+        self._connected.close()
+
+    def _end(self) -> None:
+        """Frees the devices' memory; workers stay this process's."""
+        self._prepared.clear()
+        self._session.close()
+
+    def renew(self) -> None:
+        """A fresh session with an empty graph, on the same workers."""
+        self._end()
+        self._open()
+
+    def reopen(self) -> None:
+        """A fresh session on the same graph, after `close`: variables are empty until they are loaded.
+
+        Raises:
+            ClusterError: not all workers are there; it may be tried again.
+        """
+        self._connection = self._connected.enter_context(connected(self.cluster, self.faults))
+        self._session = open_session(self.cluster, self.graph, self._connection)
+        self._traced.clear()
+
+    @property
+    def lost(self) -> WorkerLostError | None:
+        """The worker that it has lost; None if all are there."""
+        return self._session.connection.lost if isinstance(self._session, RemoteSession) else None
+
+    @property
+    def freed(self) -> bool:
+        """Whether it is gone, though it hasn't been closed: Python is collecting it."""
+        return isinstance(self._session, RemoteSession) and self._session.closed
+
+    def add(self, graph: GraphDef, name: str) -> None:
+        """Adds a graph to the session's, under a name."""
+        add_to_graph(self.graph, self._library, graph, name)
+
+    def run(
+        self,
+        fetches: Any,
+        feed: Mapping[str, Any] | None = None,
+        options: Any = None,
+        metadata: Any = None,
+        seconds: float | None = None,
+    ) -> Any:
+        """What the session gives for nodes of its graph: the one way in which anything but a prepared step is run.
+
+        On workers it counts as hung after so many seconds.
+        """
+        if isinstance(self._session, RemoteSession):
+            return self._session.run(fetches, feed, options, metadata, seconds)
+        return self._session.run(fetches, feed, options=options, run_metadata=metadata)
+
+    def run_update(self, node: str) -> None:
+        """Runs a node that updates variables, with collective operations or without."""
+        self.run(node, options=self._options())
+
+    # ---- steps
+
+    def has_run(self, name: str) -> bool:
+        """Whether a step has run already, so that TensorFlow has prepared it."""
+        return name in self._longest
+
+    def run_step(self, name: str, request: StepRequest, values: Sequence[Any], metadata: Any = None) -> Any:
+        """What a step gives for these values of its placeholders.
+
+        On workers it counts as hung after ten times as long as it has ever taken, the first time included.
+
+        Args:
+            name: of the step.
+            request: what it is fed and gives.
+            values: of its placeholders.
+            metadata: a ``RunMetadata`` that gets the step's times and allocations; None for a step without a trace.
+        """
+        longest = self._longest.get(name)
+        started = time.monotonic()
+        result = self._run_step(
+            request, values, metadata, None if longest is None else max(_LEAST_PATIENCE, 10 * longest)
+        )
+        self._longest[name] = max(longest or 0.0, time.monotonic() - started)
+        return result
+
+    def _run_step(self, request: StepRequest, values: Sequence[Any], metadata: Any, seconds: float | None) -> Any:
+        options = self._options(request.sums)
+        if metadata is None and not isinstance(self._session, RemoteSession):
+            if request not in self._prepared:
+                self._prepared[request] = PreparedRun(self._session, request.fetches, request.feeds, options)
+            return self._prepared[request](values)
+        feed = dict(zip(request.feeds, values, strict=True))
+        if metadata is None:
+            return self.run(request.fetches, feed, options, metadata, seconds)
+        options.trace_level = self._trace_level
+        profiled = options.trace_level == options.FULL_TRACE
+        with without_profiler_lines() if profiled else contextlib.nullcontext():
+            return self.run(request.fetches, feed, options, metadata, seconds)
+
+    def _options(self, sums: bool = False) -> tf.compat.v1.RunOptions:
+        """For what may have collective operations; ``sums`` tells of some inside tasks.
+
+        TensorFlow numbers the runs of such graphs one after the other, each session's from where another's has stopped.
+        A run that was left behind when a worker was lost may still be there: with the same number in a new session, the
+        one's end would cancel the other, or take its tensors. So each session has a sequence of its own. On devices of
+        this process TensorFlow looks for collective operations itself, but not inside functions.
+        """
+        options = tf.compat.v1.RunOptions()
+        if isinstance(self._session, RemoteSession):
+            options.experimental.collective_graph_key = self._session.sequence
+        elif sums:
+            options.experimental.collective_graph_key = _LOCAL_SEQUENCE
+        return options
+
+    # ---- traces
+
+    @property
+    def _trace_level(self) -> Any:
+        """Only GPUs need TensorFlow's profiler, which costs time; a server knows no other level."""
+        levels = tf.compat.v1.RunOptions
+        here = all("device:CPU" in device.name for device in self.cluster.devices)
+        return levels.SOFTWARE_TRACE if here and not isinstance(self._session, RemoteSession) else levels.FULL_TRACE
+
+    def traced(self, name: str) -> bool:
+        """Notes that a step has been traced; returns whether that was for the first time."""
+        first = name not in self._traced
+        self._traced.add(name)
+        return first
+
+    def clocks(self) -> dict[int, Offset]:
+        """Worker -> by how much its clock is ahead; empty where devices are this process's."""
+        if not isinstance(self._session, RemoteSession):
+            return {}
+        asked = self._session.connection.clocks()
+        return {worker: estimate(samples) for worker, samples in asked.items()}

@@ -1,0 +1,274 @@
+"""Step graphs: built for a model, a cluster and a plan, from its capture to what a session can run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+import keras
+
+from dapple_tf.clusters.session import collective_keys
+from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.plan import Plan
+from dapple_tf.errors import CaptureError
+from dapple_tf.execution.builds import Build, Kind, StepSource
+from dapple_tf.execution.notes import NoteLog, notes_of, pairs
+from dapple_tf.execution.preparation import Preparation
+from dapple_tf.execution.step_passes import StepPasses, first_step_pass
+from dapple_tf.frontend.batch import BatchSpec
+from dapple_tf.frontend.capture import Mode, build, capture
+from dapple_tf.frontend.py_functions import check_py_functions
+from dapple_tf.frontend.variables import VariableTable
+from dapple_tf.garbage import without_collection
+from dapple_tf.operators.op_costs import OperatorCosts
+from dapple_tf.operators.op_graph import OpPlacement
+from dapple_tf.operators.step_placer import PlacedStep, StepPlacer
+from dapple_tf.tracing.step_nodes import step_nodes
+from dapple_tf.variables.device_values import Holding
+from dapple_tf.variables.parameter_groups import Places, group_updates, holdings, optimizer_variables, readers_of
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import GraphDef
+from graph_passes.ir.program import Layout, Program, Step, Variable
+from graph_passes.ir.storage import bytes_of
+from graph_passes.ir.tasks import Schedule
+from graph_passes.pass_manager import Pass, run_passes
+from graph_passes.passes.accumulate import accumulated_gradients
+from graph_passes.passes.replicate import sum_keys
+from graph_passes.passes.update import Update, flush
+
+logger = logging.getLogger(__name__)
+
+
+class StepBuilder:
+    """Builds stage functions once for each mode and structure of batches, and a step of them for each batch size.
+
+    Attributes:
+        passes: what the plan and the cluster ask of a step.
+        placer: places single operators; None where stages run as a whole.
+        notes: where training isn't the same as plain Keras.
+        builds: (mode, structure of batches, whether layers behave as in training) -> what has been built for it.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        cluster: Cluster,
+        plan: Plan,
+        table: VariableTable,
+        timing: Preparation,
+        operator_costs: OperatorCosts | None,
+        add: Callable[[GraphDef, str], None],
+        moving: Callable[[list[Holding]], contextlib.AbstractContextManager[bool]],
+    ) -> None:
+        """Nothing is built yet.
+
+        Args:
+            model: a compiled model.
+            cluster: the devices.
+            plan: a plan for them.
+            table: names of the model's variables.
+            timing: is told what is prepared, and what it takes.
+            operator_costs: what single operators take, for a plan that places them; None estimates it.
+            add: adds a graph to the session's, under a name.
+            moving: is entered with what devices keep, before other devices are to keep it; tells whether all that was
+                built has to be built again.
+        """
+        self._model, self._cluster, self._plan, self._table, self._timing = model, cluster, plan, table, timing
+        self._add, self._moving = add, moving
+        self.passes = StepPasses(plan, cluster)
+        self.placer: StepPlacer | None = None
+        if plan.operator_devices is not None:
+            self.placer = StepPlacer(plan, cluster, operator_costs or OperatorCosts())
+        self.notes = NoteLog(model.name)
+        self.builds: dict[tuple[Mode, str, bool], Build] = {}
+        self._places: Places = {}
+        self._trained_places = False
+        self._hosts: dict[str, tuple[int, ...]] = {}
+        self._optimizer_variables: dict[tuple[int, ...], tuple[Variable, ...]] = {}
+        self._numbers = itertools.count()
+
+    # ---- stage functions
+
+    def prepare(self, mode: Mode, spec: BatchSpec, *, training: bool | None = None) -> Build:
+        """The stage functions for batches of this structure; made once."""
+        flag = mode is Mode.TRAIN if training is None else training
+        key = (mode, spec.key, flag)
+        if key not in self.builds:
+            self.builds[key] = self._build(mode, spec, flag)
+        return self.builds[key]
+
+    @without_collection
+    def _build(self, mode: Mode, spec: BatchSpec, training: bool) -> Build:
+        start = time.perf_counter()
+        model, table = self._model, self._table
+        if mode is not Mode.PREDICT:
+            with self._timing.part("build losses and metrics"):
+                build(model, table, spec)
+        with self._timing.part("capture"):
+            captured = capture(model, table, mode, spec, training=training, predict_step=mode is Mode.PREDICT)
+            check_py_functions(captured.graph, self._cluster.addresses)
+        prefix = f"{mode.value}{next(self._numbers)}_"
+        slices = self.passes.slices
+        try:
+            passes = self.passes.stage_passes(mode, prefix)
+            program = run_passes(captured, passes, instruments=self._timing.of_passes(passes))
+        except PassError as error:
+            why = pairs(captured, slices)
+            if not why:
+                raise
+            raise PassError(f"{error}; {why}") from error
+        if mode is Mode.PREDICT and (why := pairs(program, slices)):
+            raise CaptureError(f"model {model.name!r} can't predict by slices of a batch: {why}")
+        with self._timing.part("capture optimizer"):
+            updates = group_updates(model, table, program) if mode is Mode.TRAIN else ()
+        built = Build(mode, spec, program, updates, prefix, carried=self.passes.carried(updates))
+        if mode is Mode.TRAIN and training:
+            self.notes.take(notes_of(program, slices, self._plan.micro_batches))
+        reads = readers_of(program)
+        if updates:
+            hosts = {**{name: stages for name, stages in self._hosts.items() if name not in reads}, **reads}
+        else:
+            hosts = {**reads, **self._hosts}
+        places = self._places if self.placer is None else self._placed(built, hosts)
+        self._host(hosts, optimizer_variables(updates), places)
+        logger.info("prepared %s for %s in %.2f s", mode.value, spec.key, time.perf_counter() - start)
+        return built
+
+    def _placed(self, built: Build, hosts: Mapping[str, tuple[int, ...]]) -> Places:
+        """Places the operators of a step of a full batch; where variables are then. Training decides over them."""
+        kind = Kind(self._plan.global_batch_size)
+        decides = built.mode is Mode.TRAIN and not self._trained_places
+        built.placed[kind] = self._place(built, kind, hosts, {} if decides else self._places)
+        self._trained_places |= decides
+        return {**self._places, **built.placed[kind].places}
+
+    def _place(self, built: Build, kind: Kind, hosts: Mapping[str, tuple[int, ...]], places: Places) -> PlacedStep:
+        assert self.placer is not None
+        complete, _ = self._complete(built, kind, hosts)
+        return self.placer.place(complete, built.input_shapes(kind), places, [self._timing])
+
+    # ---- where variables live
+
+    def _host(
+        self,
+        hosts: dict[str, tuple[int, ...]],
+        optimizer: dict[tuple[int, ...], tuple[Variable, ...]],
+        places: Places,
+    ) -> None:
+        """Settles which stages keep which variables. Training decides; what was built before it is built again."""
+        if (hosts, optimizer or self._optimizer_variables, places) == (
+            self._hosts,
+            self._optimizer_variables,
+            self._places,
+        ):
+            return
+        with self._moving(self.holdings()) as again:
+            if again:
+                self.builds = {}
+            self._hosts, self._places = hosts, places
+            self._optimizer_variables = optimizer or self._optimizer_variables
+
+    def holdings(self) -> list[Holding]:
+        """The variables that devices keep, by the stages that read them."""
+        return holdings(self._table, self._hosts, self._optimizer_variables, self.passes.homes, self._places)
+
+    def stored_bytes(self, program: Program, device: str) -> int:
+        """Bytes of the variables, optimizer slots and gradient accumulators on a device."""
+        if self.placer is None:
+            return self.passes.stored_bytes(program, self.holdings(), device)
+        kept = [v for holding in self.holdings() if device in holding.devices for v in holding.variables]
+        for stage in program.stages if self._plan.accumulates() else ():
+            accumulators = (variable for _, variable in accumulated_gradients(program, stage))
+            kept += [v for v in accumulators if self._places.get((stage.index, v.place)) == device]
+        return bytes_of(kept)
+
+    # ---- steps
+
+    def layout(self, samples: int) -> Layout:
+        """How a batch of ``samples`` samples is cut. Evaluation may take larger batches than training."""
+        return self.passes.layout(samples)
+
+    def schedule(self, built: Build, layout: Layout) -> Schedule:
+        """The order of tasks for a batch."""
+        return self.passes.schedule(built, layout, self.holdings())
+
+    def carries(self, built: Build, want_gradients: bool) -> bool:
+        """Whether a step leaves updates to the next one."""
+        return built.mode is Mode.TRAIN and not want_gradients and bool(built.carried)
+
+    def kind(
+        self, built: Build, samples: int, *, head: bool, want_gradients: bool = False, trace: bool = False
+    ) -> Kind:
+        """The step that serves a purpose.
+
+        Args:
+            built: its stage functions.
+            samples: of its batch.
+            head: whether it begins with updates that the step before has left.
+            want_gradients: whether gradients are fetched, and variables left alone.
+            trace: whether its times are wanted.
+        """
+        apart = want_gradients and self.placer is not None
+        apart = apart or ((want_gradients or trace) and self.passes.joins(built, samples))
+        return Kind(samples, self.carries(built, want_gradients), head, apart)
+
+    def step(self, built: Build, kind: Kind) -> tuple[str, Step]:
+        """A step graph; made once. Returns its prefix in the session's graph, too."""
+        if kind not in built.steps:
+            built.steps[kind] = self._make_step(built, kind)
+        return built.steps[kind]
+
+    @without_collection
+    def _make_step(self, built: Build, kind: Kind) -> tuple[str, Step]:
+        if self.placer is not None:
+            placed = built.placed.pop(kind, None) or self._place(built, kind, self._hosts, self._places)
+            program, passes = placed.program, list[Pass]()
+            built.placements[kind] = placed.placements
+        else:
+            program, passes = self._complete(built, kind, self._hosts)
+        name = f"{built.prefix}{kind.samples}" + "".join(f"_{told}" for told in kind._fields[1:] if getattr(kind, told))
+        self._add(program.graph, name)
+        if kind.carries and built.flush is None:
+            update = passes[-1]
+            assert isinstance(update, Update)
+            graph, node = flush(dataclasses.replace(update, first_key=collective_keys()), program)
+            self._add(graph, f"{built.prefix}flush")
+            built.flush = f"{built.prefix}flush/{node}"
+        assert program.step is not None
+        built.nodes[name] = step_nodes(program)
+        return name, program.step
+
+    def _complete(self, built: Build, kind: Kind, hosts: Mapping[str, tuple[int, ...]]) -> tuple[Program, list[Pass]]:
+        """A complete step of stage functions, and the passes that made it."""
+        layout = self.layout(kind.samples)
+        keys = collective_keys(sum_keys(built.program, layout))
+        passes = self.passes.step_passes(built, kind, self.schedule(built, layout), hosts, keys)
+        first = first_step_pass(passes)
+        instruments = self._timing.of_passes(passes, first)
+        program = run_passes(built.program, passes, first=first, instruments=instruments, complete=True)
+        return program, passes
+
+    # ---- looking inside
+
+    @property
+    def placements(self) -> Mapping[int, OpPlacement]:
+        """Stage -> where the operators of the largest training step are; empty as long as there is none."""
+        found = {
+            kind.samples: placements
+            for built in self.builds.values()
+            if built.mode is Mode.TRAIN
+            for kind, placements in built.placements.items()
+        }
+        return found[max(found)] if found else {}
+
+    @property
+    def sources(self) -> list[StepSource]:
+        """What the steps are made of that have been prepared so far, for each mode and structure of batches."""
+        return [
+            StepSource(built, training, max(built.steps, default=None), self._hosts, self.holdings())
+            for (_, _, training), built in self.builds.items()
+        ]
