@@ -1,0 +1,104 @@
+"""What of Keras and TensorFlow isn't public, but used: `make test-oldest` runs this with the oldest versions, too."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf import keras_private
+from graph_passes.ir import tensorflow_private
+
+
+def mlp(optimizer: str | keras.optimizers.Optimizer = "adam") -> keras.Model:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(8, "relu", name="first"), keras.layers.Dense(3, name="second")]
+    )
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return model
+
+
+X, Y = np.random.default_rng(0).standard_normal((8, 4)).astype("float32"), np.arange(8) % 3
+
+
+def test_all_that_is_named_is_there() -> None:
+    for module in (keras_private, tensorflow_private):
+        assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+def test_layers_and_calls_of_a_model() -> None:
+    model = mlp()
+    assert [layer.name for layer in keras_private.layers_of(model, include_self=False)][-2:] == ["first", "second"]
+    graph = keras_private.functional_graph(model)
+    calls = [node.operation.name for node in keras_private.nodes_in_order(graph) if not node.is_input]
+    assert calls == ["first", "second"]
+    assert keras_private.output_structure(model).shape == (None, 3)
+    assert keras_private.takes_training(model)
+
+
+def test_what_compile_leaves_is_replaced_for_a_while() -> None:
+    model = mlp()
+    own = keras_private.compiled_loss(model)
+    with keras_private.replaced_compilation(model, keras_private.fresh_loss(model), None):
+        assert keras_private.compiled_loss(model) is not own
+        assert keras_private.compiled_metrics(model) is None
+    assert keras_private.compiled_loss(model) is own
+    loss = keras_private.compute_loss(model, x=X, y=Y, y_pred=model(X), sample_weight=None, training=False)
+    assert np.isfinite(float(loss))
+
+
+@pytest.mark.parametrize("name", ["adam", "rmsprop"])
+def test_slots_of_an_optimizer(name: str) -> None:
+    model = mlp(name)
+    model.optimizer.build(model.trainable_variables)
+    slots = list(keras_private.slots_by_parameter(model.optimizer))
+    assert {parameter.path for _, _, parameter in slots} == {v.path for v in model.trainable_variables}
+    with keras_private.restricted(model.optimizer, [1, 2], clips=True):
+        assert keras_private.parameters_of(model.optimizer) == model.trainable_variables[1:3]
+    assert keras_private.parameters_of(model.optimizer) == model.trainable_variables
+
+
+def test_names_are_counted_from_the_start() -> None:
+    keras.layers.ReLU()
+    with keras_private.names_from_start():
+        assert [keras.layers.ReLU().name for _ in range(2)] == ["re_lu", "re_lu_1"]
+
+
+def test_functions_as_they_were_written() -> None:
+    @tf.function(jit_compile=True)
+    def doubled(x: tf.Tensor) -> tf.Tensor:
+        return 2 * x if tf.reduce_sum(x) > 0 else x
+
+    assert tensorflow_private.compiles_with_xla(doubled)
+    with tf.Graph().as_default() as graph:
+        tensorflow_private.python_body(doubled)(tf.constant([1.0]))
+    assert any(operation.type in ("If", "StatelessIf") for operation in graph.get_operations())
+
+
+def test_the_global_seed_is_another_one_for_a_while() -> None:
+    tf.random.set_seed(3)
+    first = [float(tf.random.uniform(())) for _ in range(2)]
+    tf.random.set_seed(3)
+    again = [float(tf.random.uniform(()))]
+    with tensorflow_private.seeded(5):
+        assert tensorflow_private.global_seed() == 5
+        tf.random.uniform(())
+    again.append(float(tf.random.uniform(())))
+    assert again == first and tensorflow_private.global_seed() == 3
+
+
+def test_a_pipeline_trains_as_plain_keras_does() -> None:
+    plain, model = mlp(), mlp()
+    plan = dapple.Plan.manual(["first"], [[0, 1], [2]], micro_batches=2, global_batch_size=8, schedule="zb_h1")
+    pipelined = dapple.transform(model, dapple.Cluster.local(3, kind="cpu"), plan)
+    expected = plain.fit(X, Y, batch_size=8, epochs=3, shuffle=False, verbose=0).history
+    found = pipelined.fit(X, Y, epochs=3, shuffle=False, verbose=0).history
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5)
+    for own, other in zip(model.weights, plain.weights, strict=True):
+        np.testing.assert_allclose(own.numpy(), other.numpy(), rtol=1e-5, atol=1e-6)
+    assert pipelined.evaluate(X, Y, verbose=0)[1] == plain.evaluate(X, Y, verbose=0)[1]
+    np.testing.assert_allclose(pipelined.predict(X, verbose=0), plain.predict(X, verbose=0), rtol=1e-4, atol=1e-5)
