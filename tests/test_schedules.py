@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from dapple_tf.schedules import schedule_check, schedules
-from dapple_tf.schedules.one_forward_one_backward import RULE, one_forward_one_backward
+from dapple_tf.schedules.one_forward_one_backward import one_forward_one_backward
 from dapple_tf.schedules.schedules import (
     POLICIES,
+    STREAM_POLICIES,
     ScheduleError,
     in_flight,
     make_schedule,
@@ -22,6 +23,9 @@ from dapple_tf.schedules.schedules import (
 from graph_passes.ir.batching import split_evenly
 from graph_passes.ir.tasks import Phase, Schedule, Task
 from tests.schedule_runs import in_micro_batch_order
+
+RULE = ("gpipe", "dapple_a", "dapple_b")
+"""The policies that run forwards and whole backwards in turn."""
 
 
 def place(replicas: Sequence[int]) -> list[list[int]]:
@@ -180,7 +184,7 @@ def test_an_explicit_warm_up_replaces_the_policys_and_counts_as_m_above_m() -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"policy": "zigzag"}, f"unknown schedule 'zigzag'; use one of {', '.join(POLICIES)}"),
+        ({"policy": "zigzag"}, f"unknown schedule 'zigzag'; use one of {', '.join((*POLICIES, *STREAM_POLICIES))}"),
         ({"micro_batches": 0}, "micro_batches is 0; it must be at least 1"),
         ({"devices": []}, "number of stages is 0; it must be at least 1"),
         ({"devices": [[0], []]}, "stage 1 has no devices; give it at least one"),
