@@ -22,7 +22,7 @@ from dapple_tf.schedules.schedules import (
 )
 from graph_passes.ir.batching import split_evenly
 from graph_passes.ir.tasks import Phase, Schedule, Task
-from tests.schedule_runs import in_micro_batch_order
+from tests.schedule_runs import in_micro_batch_order, there_and_back
 
 RULE = ("gpipe", "dapple_a", "dapple_b")
 """The policies that run forwards and whole backwards in turn."""
@@ -308,7 +308,7 @@ def random_devices(policy: str, draw: random.Random) -> list[list[int]]:
     if policy == "interleaved":
         return lists * draw.randint(1, 3)
     devices = [devices for devices in lists for _ in range(draw.choice([1, 1, 2, 3]))]
-    if policy == "zb_v" or (policy == "zero_bubble" and draw.random() < 0.3):
+    if there_and_back(policy) or (policy == "zero_bubble" and draw.random() < 0.3):
         return devices + devices[::-1]
     return devices
 
@@ -362,7 +362,7 @@ def test_every_policy_makes_legal_schedules_within_its_limits(policy: str) -> No
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_gets_along_with_one_micro_batch_in_flight(policy: str) -> None:
-    devices = [[0], [1], [1], [0]] if policy == "zb_v" else [[0], [1], [2]]
+    devices = [[0], [1], [1], [0]] if there_and_back(policy) else [[0], [1], [2]]
     if policy == "gpipe":
         devices = devices[:1]
     micro_batches = 1 if policy == "gpipe" else 5

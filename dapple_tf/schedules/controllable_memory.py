@@ -15,12 +15,11 @@ of a micro-batch runs, with F = Bx = Bw = 1; it is repeated every 6 moments, whi
 Bw fill the moments that are left, as they become ready. Then tasks move to earlier moments that are free, as far as
 data and memory allow, which takes out bubbles of the first micro-batches; and once a device has no more forwards, its
 Bx go before its Bw. What counts in the end is the order. For other times than equal ones a list schedule within the
-same memory may be shorter; under less memory, or with K given, there is only that.
+same memory may be shorter, and is taken then. Under less memory there is only that.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 from dapple_tf.schedules import list_scheduling, priorities
@@ -121,12 +120,26 @@ def on_devices(request: ScheduleRequest, orders: Sequence[Sequence[Job]]) -> Ord
     return found
 
 
-def _order(request: ScheduleRequest, block: Block, held: Callable[[int], int]) -> Orders:
-    """The repeated block or a list schedule, whichever takes less time.
+def v_min(request: ScheduleRequest) -> Orders:
+    """V-Min's block repeated, or a list schedule if that takes less time.
 
     Raises:
         ScheduleError: the devices aren't a V.
     """
+    return _shortest(request, v_min_block, v_min_held)
+
+
+def v_half(request: ScheduleRequest) -> Orders:
+    """V-Half's block repeated, or a list schedule if that takes less time.
+
+    Raises:
+        ScheduleError: the devices aren't a V.
+    """
+    return _shortest(request, v_half_block, v_half_held)
+
+
+def _shortest(request: ScheduleRequest, block: Block, held: Callable[[int], int]) -> Orders:
+    """The repeated block, if it keeps within the limits, or a list schedule, whichever takes less time."""
     check_vee(request)
     positions = len(ways(request)) // 2
     hosted = max(map(len, hosted_stages(request).values()))
@@ -272,7 +285,7 @@ class _Repeated:
 
 V_MIN = Policy(
     "v_min",
-    functools.partial(_order, block=v_min_block, held=v_min_held),
+    v_min,
     "a third of 1F1B's memory, two stages on each device, there and back",
     check=check_vee,
     splits=True,
@@ -281,7 +294,7 @@ V_MIN = Policy(
 )
 V_HALF = Policy(
     "v_half",
-    functools.partial(_order, block=v_half_block, held=v_half_held),
+    v_half,
     "half of 1F1B's memory, two stages on each device, there and back",
     check=check_vee,
     splits=True,

@@ -15,8 +15,8 @@ Stages i and 2p - 1 - i are on device i. With its two stages called there and ba
 A Bw comes from the oldest Bx that left one; B is Bx and Bw. With P = 2p stages a device has at most P + 1 micro-batches
 of its stages in flight, and the published bubble is ``(P/2 - 1)(F&B + B - 3 Bw)``, where F&B is a forward and a
 backward that overlap. Here tasks of a device never overlap, and a Bx is sent on before its Bw runs: the bubble is
-``(P/2 - 1)(F + Bx - Bw)``. There must be 2p micro-batches; with fewer, under less memory and with K given tasks are
-ordered by list scheduling.
+``(P/2 - 1)(F + Bx - Bw)``. With fewer than 2p micro-batches, and under less memory, tasks are ordered by list
+scheduling.
 """
 
 from __future__ import annotations

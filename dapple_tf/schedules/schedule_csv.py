@@ -146,6 +146,8 @@ def csv_policy(path: str | os.PathLike[str]) -> Policy:
         raise ScheduleError(f"{short(str(file))}: {clip(str(error))}") from error
     except OSError as error:
         raise ScheduleError(f"{short(str(file))} can't be read: {error.strerror}") from error
+    if not schedule.tasks:
+        raise ScheduleError(f"{short(str(file))} has no tasks; write a row for each rank")
     return Policy(
         re.sub(r"[:\\\n]", "_", file.name),
         _CsvOrder(schedule),
