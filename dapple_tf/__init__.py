@@ -27,6 +27,7 @@ from dapple_tf.measuring.stream_speedups import StreamProfile, measure_speedups,
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.chunks import chunked
 from dapple_tf.planning.planner import plan
+from dapple_tf.schedules.policy import Policy
 from dapple_tf.simulation.simulator import Simulation, simulate
 from dapple_tf.tracing.monitoring import PipelineMonitor
 from dapple_tf.tracing.prediction import Prediction
@@ -57,6 +58,7 @@ __all__ = [
     "PipelinedModel",
     "Plan",
     "PlanError",
+    "Policy",
     "Prediction",
     "Profile",
     "ProfileError",

@@ -7,8 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dapple_tf.schedules.schedule_request import Active, Orders, ScheduleError, ScheduleRequest
-from graph_passes.ir.tasks import Task
+from dapple_tf.schedules.schedule_request import Active, Job, Orders, ScheduleError, ScheduleRequest
+from graph_passes.ir.tasks import Phase, Task
+
+__all__ = [
+    "Active",
+    "Job",
+    "Orders",
+    "Phase",
+    "Placement",
+    "Planning",
+    "Policy",
+    "ScheduleError",
+    "ScheduleRequest",
+    "Task",
+    "any_request",
+    "no_waits",
+]
 
 Place = TypeVar("Place")
 
@@ -76,7 +91,7 @@ class Policy:
         ONE_BY_ONE = Policy("one_by_one", one_by_one)
         plan = dapple.Plan.data_parallel(2, 64, micro_batches=4, schedule=ONE_BY_ONE)
 
-    Every policy runs the weight gradients of a stage (B or Bw) in micro-batch order, so that results don't depend on
+    docs/extending.md has a longer example. Every policy runs the weight gradients of a stage (B or Bw) in micro-batch order, so that results don't depend on
     it. All functions are pure, and the same for equal requests. `schedule_check.validate` checks what comes out: of
     a policy that isn't built in, each order before it is used.
 
