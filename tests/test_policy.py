@@ -20,9 +20,10 @@ from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.policy import Placement, Planning, Policy
 from dapple_tf.schedules.schedule_csv import csv_policy, to_csv
 from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleRequest
-from dapple_tf.schedules.schedules import ScheduleError, make_schedule, policy_of
+from dapple_tf.schedules.schedules import POLICIES, ScheduleError, make_schedule, policy_of
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.planned import planned
+from dapple_tf.tools.even_pipeline import pipeline
 from dapple_tf.view.text import timeline_text
 from graph_passes.ir.tasks import Phase
 from tests.schedule_runs import straight
@@ -104,6 +105,12 @@ def test_flags_say_what_orders_do() -> None:
         if policy.needs_all:
             with pytest.raises(ScheduleError, match="keeps all 4 micro-batches in flight"):
                 make_schedule(policy, devices, 4, holds=[2] * len(devices))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_simulators_check_has_a_pipeline_for_every_policy(policy: str) -> None:
+    plan, profile, cluster = pipeline(4, 5, policy, [2, 1], 0.1)
+    assert dapple.simulate(plan, profile, cluster).latency > 0
 
 
 NAMES = "|".join(policy.name for policy in BUILT_IN)

@@ -91,9 +91,9 @@ class Policy:
         ONE_BY_ONE = Policy("one_by_one", one_by_one)
         plan = dapple.Plan.data_parallel(2, 64, micro_batches=4, schedule=ONE_BY_ONE)
 
-    docs/extending.md has a longer example. Every policy runs the weight gradients of a stage (B or Bw) in micro-batch order, so that results don't depend on
-    it. All functions are pure, and the same for equal requests. `schedule_check.validate` checks what comes out: of
-    a policy that isn't built in, each order before it is used.
+    docs/extending.md has a longer example. Every policy runs the weight gradients of a stage (B or Bw) in micro-batch
+    order, so that results don't depend on it. All functions are pure: equal requests, equal orders.
+    `schedule_check.validate` checks what comes out; of a policy that isn't built in, each order before it is used.
 
     Attributes:
         name: what plans and texts call it; no built-in policy's, unless it is that.
