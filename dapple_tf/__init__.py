@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dapple_tf.operators.op_costs import OperatorCosts
     from dapple_tf.planning.chunks import chunked
     from dapple_tf.planning.planner import plan
+    from dapple_tf.schedules.policy import Policy
     from dapple_tf.simulation.simulator import Simulation, simulate
     from dapple_tf.tracing.monitoring import PipelineMonitor
     from dapple_tf.tracing.prediction import Prediction
@@ -70,6 +71,7 @@ _HOMES = {
         "dapple_tf.operators.op_costs": "OperatorCosts",
         "dapple_tf.planning.chunks": "chunked",
         "dapple_tf.planning.planner": "plan",
+        "dapple_tf.schedules.policy": "Policy",
         "dapple_tf.simulation.simulator": "Simulation simulate",
         "dapple_tf.tracing.monitoring": "PipelineMonitor",
         "dapple_tf.tracing.prediction": "Prediction",
@@ -102,6 +104,7 @@ __all__ = [
     "PipelinedModel",
     "Plan",
     "PlanError",
+    "Policy",
     "Prediction",
     "Profile",
     "ProfileError",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dapple_tf.schedules.policy import Placement
+from dapple_tf.schedules.schedules import policy_of
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 
@@ -77,6 +79,16 @@ def inputs_of(schedule: Schedule) -> dict[Task, list[Task]]:
 def straight(stages: int) -> list[list[int]]:
     """Stage i on device i."""
     return [[stage] for stage in range(stages)]
+
+
+def there_and_back(policy: str) -> bool:
+    """Whether a policy wants two stages on each device, there and back."""
+    return policy_of(policy).planning.placements == (Placement.VEE,)
+
+
+def straight_only(policy: str) -> bool:
+    """Whether a policy wants one stage on each device."""
+    return policy_of(policy).planning.placements == (Placement.STRAIGHT,)
 
 
 def vee(positions: int) -> list[list[int]]:

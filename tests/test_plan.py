@@ -8,7 +8,7 @@ import pytest
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
-from dapple_tf.schedules.schedules import POLICIES, STREAM_POLICIES, in_flight, make_schedule
+from dapple_tf.schedules.schedules import POLICIES, STREAM_POLICIES, in_flight
 
 VALID: dict[str, Any] = {
     "cuts": ["block_3"],
@@ -55,7 +55,7 @@ def test_a_device_may_stand_in_several_stages_where_the_schedule_allows_it() -> 
 @pytest.mark.parametrize("policy", ["fast_forward_a", "modulo", "zb_h1", "zb_h2", "zero_bubble"])
 def test_warm_up_bounds_what_a_schedule_with_weight_gradients_of_its_own_has_in_flight(policy: str) -> None:
     plan = Plan.straight(["a", "b"], 8, 4, policy, warm_up=(2, 1, 3), task_seconds=((1, 2, 1), (1, 1, 1), (2, 3, 4)))
-    schedule = make_schedule(policy, plan.devices, 4, **plan.schedule_options())
+    schedule = plan.order_tasks()
     found = in_flight(schedule)
     assert all(count <= most for count, most in zip(found, plan.warm_up_counts(), strict=True))
     assert all(count <= most for count, most in zip(found, (2, 1, 3), strict=True))

@@ -17,10 +17,10 @@ from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.timeline import Timeline
 from graph_passes.ir.tasks import Schedule
-from tests.schedule_runs import execute, vee
+from tests.schedule_runs import execute, there_and_back, vee
 
 NAMES = [f"layer{index}" for index in range(16)]
-STRAIGHT = [policy for policy in POLICIES if policy != "zb_v"]
+STRAIGHT = [policy for policy in POLICIES if not there_and_back(policy)]
 
 
 def plan_of(devices: Sequence[Sequence[int]], micro_batches: int, schedule: str = "dapple_a", **options: Any) -> Plan:

@@ -17,7 +17,7 @@ from dapple_tf.schedules.schedule_check import lockstep
 from dapple_tf.schedules.schedule_csv import from_csv, to_csv
 from dapple_tf.schedules.schedules import POLICIES, ScheduleError, make_schedule, validate
 from graph_passes.ir.tasks import Schedule, Task
-from tests.schedule_runs import straight, vee
+from tests.schedule_runs import straight, there_and_back, vee
 
 
 def lines(schedule: Schedule) -> list[str]:
@@ -239,7 +239,7 @@ def test_a_schedule_that_deadlocks_is_written_but_not_aligned() -> None:
 
 def placements(policy: str, positions: int) -> list[list[list[int]]]:
     """Devices on which a policy runs."""
-    if policy == "zb_v":
+    if there_and_back(policy):
         return [vee(positions)]
     found = [straight(positions), [[device] for device in range(positions) for _ in range(2)]]
     if policy in ("modulo", "interleaved"):
@@ -251,7 +251,7 @@ def placements(policy: str, positions: int) -> list[list[list[int]]]:
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_schedules_of_every_policy_read_back(policy: str, data: st.DataObject) -> None:
-    devices = data.draw(st.sampled_from(placements(policy, data.draw(st.integers(1 + (policy == "zb_v"), 5)))))
+    devices = data.draw(st.sampled_from(placements(policy, data.draw(st.integers(1 + there_and_back(policy), 5)))))
     count = data.draw(st.integers(1, 9))
     first = data.draw(st.integers(0, min(1, len(devices)))) if policy in ("gpipe", "dapple_a") else 0
     schedule = make_schedule(policy, devices, count, reverse_first_k=first)

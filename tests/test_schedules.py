@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from dapple_tf.schedules import schedule_check, schedules
-from dapple_tf.schedules.one_forward_one_backward import RULE, one_forward_one_backward
+from dapple_tf.schedules.one_forward_one_backward import one_forward_one_backward
 from dapple_tf.schedules.schedules import (
     POLICIES,
+    STREAM_POLICIES,
     ScheduleError,
     in_flight,
     make_schedule,
@@ -21,7 +22,10 @@ from dapple_tf.schedules.schedules import (
 )
 from graph_passes.ir.batching import split_evenly
 from graph_passes.ir.tasks import Phase, Schedule, Task
-from tests.schedule_runs import in_micro_batch_order
+from tests.schedule_runs import in_micro_batch_order, there_and_back
+
+RULE = ("gpipe", "dapple_a", "dapple_b")
+"""The policies that run forwards and whole backwards in turn."""
 
 
 def place(replicas: Sequence[int]) -> list[list[int]]:
@@ -180,7 +184,7 @@ def test_an_explicit_warm_up_replaces_the_policys_and_counts_as_m_above_m() -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"policy": "zigzag"}, f"unknown schedule 'zigzag'; use one of {', '.join(POLICIES)}"),
+        ({"policy": "zigzag"}, f"unknown schedule 'zigzag'; use one of {', '.join((*POLICIES, *STREAM_POLICIES))}"),
         ({"micro_batches": 0}, "micro_batches is 0; it must be at least 1"),
         ({"devices": []}, "number of stages is 0; it must be at least 1"),
         ({"devices": [[0], []]}, "stage 1 has no devices; give it at least one"),
@@ -304,7 +308,7 @@ def random_devices(policy: str, draw: random.Random) -> list[list[int]]:
     if policy == "interleaved":
         return lists * draw.randint(1, 3)
     devices = [devices for devices in lists for _ in range(draw.choice([1, 1, 2, 3]))]
-    if policy == "zb_v" or (policy == "zero_bubble" and draw.random() < 0.3):
+    if there_and_back(policy) or (policy == "zero_bubble" and draw.random() < 0.3):
         return devices + devices[::-1]
     return devices
 
@@ -358,7 +362,7 @@ def test_every_policy_makes_legal_schedules_within_its_limits(policy: str) -> No
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_gets_along_with_one_micro_batch_in_flight(policy: str) -> None:
-    devices = [[0], [1], [1], [0]] if policy == "zb_v" else [[0], [1], [2]]
+    devices = [[0], [1], [1], [0]] if there_and_back(policy) else [[0], [1], [2]]
     if policy == "gpipe":
         devices = devices[:1]
     micro_batches = 1 if policy == "gpipe" else 5

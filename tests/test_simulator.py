@@ -19,10 +19,11 @@ from dapple_tf.simulation.simulator import Simulation, last_gradients, run, simu
 from dapple_tf.view.timeline import Span
 from graph_passes.ir.batching import split_evenly
 from graph_passes.ir.tasks import Phase, Schedule, Task
+from tests.schedule_runs import there_and_back
 
 NAMES = [f"layer{index}" for index in range(32)]
 WHOLE = ("gpipe", "dapple_a", "dapple_b")  # no Bx and Bw
-STRAIGHT = [policy for policy in POLICIES if policy != "zb_v"]  # one stage on each device will do
+STRAIGHT = [policy for policy in POLICIES if not there_and_back(policy)]  # one stage on each device will do
 
 
 def cluster(*counts: int, speeds: Sequence[float] = (), memory: int | None = None, **links: Any) -> Cluster:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from dapple_tf.schedules.schedules import POLICIES, STREAM_POLICIES, make_schedule
 from graph_passes.ir.tasks import Phase, Schedule, Task
+from tests.schedule_runs import there_and_back
 
 F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 
@@ -163,9 +164,12 @@ def test_tasks_can_be_used_without_tensorflow() -> None:
 
 def placements(policy: str, stages: int, replicas: int) -> list[list[int]]:
     """Devices on which a policy runs, each stage with so many replicas."""
-    positions = stages if policy not in ("interleaved", "zb_v") else max(2, stages)
+    vee = there_and_back(policy)
+    positions = max(2, stages) if vee or policy == "interleaved" else stages
     straight = [[position * replicas + replica for replica in range(replicas)] for position in range(positions)]
-    return {"interleaved": straight * 2, "zb_v": straight + straight[::-1]}.get(policy, straight)
+    if vee:
+        return straight + straight[::-1]
+    return straight * 2 if policy == "interleaved" else straight
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, *STREAM_POLICIES])

@@ -26,6 +26,8 @@ from absl import flags
 import dapple_tf as dapple
 from dapple_tf.describe.profile import Profile
 from dapple_tf.models.gpt import gpt
+from dapple_tf.schedules.policy import Placement
+from dapple_tf.schedules.schedules import policy_of
 from dapple_tf.tools import command
 from dapple_tf.tools.bench_report import check_output, markdown, write_results
 from dapple_tf.tools.memory_of_steps import peaks
@@ -37,7 +39,7 @@ GPIPE = "gpipe"
 STRAIGHT = (
     GPIPE, "dapple_a", "dapple_b", "fast_forward", "fast_forward_a", "fast_forward_b", "zb_h1", "zb_h2", "zero_bubble",
 )  # fmt: skip
-TWO_STAGES = ("modulo", "interleaved", "zb_v")
+TWO_STAGES = ("modulo", "interleaved", "zb_v", "v_half", "v_min", "dualpipe_v")
 """Schedules that make sense only where a device has several stages."""
 RECOMPUTING = ("gpipe + boundary", "dapple_a + boundary")
 SCHEDULES = (*STRAIGHT, *TWO_STAGES, *RECOMPUTING)
@@ -93,7 +95,8 @@ def plan_of(name: str, devices: int, micro_batches: int, size: Size) -> dapple.P
     schedule, _, recompute = name.partition(" + ")
     order = list(range(devices))
     if schedule in TWO_STAGES:
-        order += order[::-1] if schedule == "zb_v" else order
+        vee = Placement.VEE in policy_of(schedule).planning.placements
+        order += order[::-1] if vee else order
     each, left = divmod(size.blocks, len(order))
     if left or not each:
         raise dapple.PlanError(

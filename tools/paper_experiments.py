@@ -209,7 +209,7 @@ def best(
 def _shortage(plan: Plan, profile: Profile, cluster: Cluster, overlap: bool) -> tuple[float, str]:
     """By how many bytes a plan doesn't fit, at the stage where it is worst, and that in words."""
     costs = CostModel(plan, profile, cluster, overlap=overlap)
-    flight = [count if plan.schedule == "gpipe" else 1 for count in plan.warm_up_counts()]
+    flight = [count if plan.policy.needs_all else 1 for count in plan.warm_up_counts()]
     needs = [costs.needed_bytes(stage, count) for stage, count in enumerate(flight)]
     stage = max(range(plan.num_stages), key=lambda i: needs[i] - (costs.memory_limit(i) or 0))
     limit = costs.memory_limit(stage) or 0

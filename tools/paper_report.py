@@ -159,7 +159,7 @@ def _ms(outcome: Outcome | None) -> float | None:
 
 def _schedule(outcome: Outcome) -> str:
     plan = outcome.plan
-    parts = [] if plan.num_stages == 1 else [plan.schedule]
+    parts = [] if plan.num_stages == 1 else [str(plan.schedule)]
     return ", ".join([*parts, *(["RC"] if plan.recompute != "none" else [])]) or "-"
 
 

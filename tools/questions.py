@@ -13,7 +13,8 @@ from typing import Any
 import dapple_tf as dapple
 from dapple_tf.data_files import short
 from dapple_tf.describe.plan import RECOMPUTE_MODES
-from dapple_tf.schedules.schedules import POLICIES, STREAM_POLICIES
+from dapple_tf.schedules.policy import Policy
+from dapple_tf.schedules.schedules import POLICIES, STREAM_POLICIES, policy_of
 from dapple_tf.tools import command
 from dapple_tf.tools.variants import Hardware, changed
 from dapple_tf.view.page import timeline_data
@@ -21,8 +22,8 @@ from dapple_tf.view.timeline import Timeline
 
 MOST_SLICES = 8192
 """Slices of micro-batches, over all stages and replicas, in a question. Simulating them takes about a second."""
-MOST_SLICES_BY_SCHEDULE: Mapping[str, int] = {"zero_bubble": 1024}
-"""The same for schedules that try several others."""
+MOST_SLICES_OF_SEVERAL = 1024
+"""The same for schedules that try several others, the more the more stages there are."""
 
 _LAST = "(last)"
 _HARDWARE = tuple(field.name for field in dataclasses.fields(Hardware))
@@ -42,7 +43,7 @@ class Question:
         devices: of each stage.
         micro_batches: per step.
         global_batch_size: samples per step.
-        schedule: its name.
+        schedule: its name, or a policy of one's own.
         recompute: its mode.
         hardware: how the cluster is changed.
     """
@@ -51,7 +52,7 @@ class Question:
     devices: tuple[tuple[int, ...], ...]
     micro_batches: int
     global_batch_size: int
-    schedule: str
+    schedule: str | Policy
     recompute: str
     hardware: Hardware = dataclasses.field(default_factory=Hardware)
 
@@ -61,8 +62,8 @@ class Question:
         return cls(plan.cuts, plan.devices, plan.micro_batches, plan.global_batch_size, plan.schedule, plan.recompute)
 
     @classmethod
-    def parse(cls, data: object) -> Question:
-        """The question that a page asks, as JSON data.
+    def parse(cls, data: object, own: Policy | None = None) -> Question:
+        """The question that a page asks, as JSON data, which may name a policy of one's own.
 
         Raises:
             QuestionError: it isn't one.
@@ -72,7 +73,8 @@ class Question:
             raise QuestionError(f"the question is {short(data)}; it must be an object of {', '.join(sorted(names))}")
         cuts, devices = parse_stages(data["stages"])
         numbers = {name: _whole(name, data[name]) for name in ("micro_batches", "global_batch_size")}
-        for name, known in (("schedule", (*POLICIES, *STREAM_POLICIES)), ("recompute", RECOMPUTE_MODES)):
+        schedules = {name: name for name in (*POLICIES, *STREAM_POLICIES)} | ({} if own is None else {own.name: own})
+        for name, known in (("schedule", tuple(schedules)), ("recompute", RECOMPUTE_MODES)):
             if data[name] not in known:
                 raise QuestionError(f"{name} is {short(data[name])}; use one of {', '.join(known)}")
         given = {name: _amount(name, data[name]) for name in _HARDWARE}
@@ -81,7 +83,14 @@ class Question:
             hardware = Hardware(**given, speed=1.0 if speed is None else speed)
         except dapple.ClusterError as error:
             raise QuestionError(str(error)) from error
-        return cls(cuts, devices, **numbers, schedule=data["schedule"], recompute=data["recompute"], hardware=hardware)
+        return cls(
+            cuts,
+            devices,
+            **numbers,
+            schedule=schedules[data["schedule"]],
+            recompute=data["recompute"],
+            hardware=hardware,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """What `parse` takes."""
@@ -89,7 +98,7 @@ class Question:
             "stages": stages_text(self.cuts, self.devices),
             "micro_batches": self.micro_batches,
             "global_batch_size": self.global_batch_size,
-            "schedule": self.schedule,
+            "schedule": str(self.schedule),
             "recompute": self.recompute,
             **dataclasses.asdict(self.hardware),
         }
@@ -102,7 +111,8 @@ class Question:
         """
         replicas = sum(map(len, self.devices))
         slices = self.micro_batches * replicas
-        most = MOST_SLICES_BY_SCHEDULE.get(self.schedule, MOST_SLICES)
+        several = policy_of(self.schedule).planning.list_runs_per_stage > 0
+        most = MOST_SLICES_OF_SEVERAL if several else MOST_SLICES
         if slices > most:
             tool = shlex.join(command.line("simulate"))
             raise QuestionError(
@@ -116,8 +126,8 @@ class Question:
         Raises:
             PlanError: it contradicts itself.
         """
-        changes = dataclasses.asdict(self)
-        del changes["hardware"]
+        names = [field.name for field in dataclasses.fields(self) if field.name != "hardware"]
+        changes = {name: getattr(self, name) for name in names}
         return changed(start, **changes)
 
 
@@ -233,7 +243,8 @@ class Desk:
         timelines: list[Timeline] = []
         for name, asked in data.items():
             try:
-                question = Question.parse(asked)
+                own = self.plan.schedule
+                question = Question.parse(asked, own if isinstance(own, Policy) else None)
                 question.check_size()
                 step = self._step(question)
             except (QuestionError, dapple.PlanError, dapple.ClusterError) as error:

@@ -20,7 +20,7 @@ def described(model: keras.Model, data: DataSource, pipelined: dapple.PipelinedM
         "parameters": model.count_params(),
         "data": data.name,
         "devices": pipelined.cluster.num_devices,
-        "schedule": pipelined.plan.schedule,
+        "schedule": str(pipelined.plan.schedule),
         "global_batch_size": pipelined.plan.global_batch_size,
     }
 

@@ -59,7 +59,7 @@ def page(desk: Desk) -> str:
     data["what_if"] = {
         "question": base.as_json(),
         "model": desk.profile.model,
-        "schedules": [*POLICIES, *({desk.plan.schedule} - {*POLICIES})],
+        "schedules": [*POLICIES, *({str(desk.plan.schedule)} - {*POLICIES})],
         "recompute": list(RECOMPUTE_MODES),
         "layers": [layer.name for layer in desk.profile.layers],
         "cluster": {

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from dapple_tf.data_files import clip, parse_object, read_text, short
 from dapple_tf.describe.plan_checks import RECOMPUTE_MODES, check_batches, check_options, check_stages
@@ -19,6 +19,9 @@ from dapple_tf.describe.plan_report import PlanReport, parse_report
 from dapple_tf.describe.plan_values import PlanError, device_lists, integer, integers, layer_names, task_times
 from dapple_tf.describe.unit_timeline import unit_timeline
 from dapple_tf.schedules import schedules
+from dapple_tf.schedules.policy import Policy
+from dapple_tf.schedules.policy_names import find_policy, own_policy, reference
+from dapple_tf.schedules.schedule_request import ScheduleError, ScheduleRequest
 from dapple_tf.units import gib
 from dapple_tf.view.notebook import Table, notebook_html
 from graph_passes.ir.batching import split_evenly
@@ -52,16 +55,6 @@ class PlanOptions(TypedDict, total=False):
     operator_devices: tuple[tuple[int, ...], ...] | None
 
 
-class ScheduleOptions(TypedDict):
-    """The fields of `Plan` that `schedules.make_schedule` takes as they are."""
-
-    warm_up: tuple[int, ...] | None
-    reverse_first_k: int
-    task_seconds: tuple[tuple[float, float, float], ...] | None
-    weight_devices: tuple[tuple[int, ...], ...] | None
-    weight_regions: tuple[int, ...] | None
-
-
 @dataclass(frozen=True)
 class Plan:
     """Stages, their devices and the schedule; checked when it is made. Sequences may be given as lists.
@@ -72,7 +65,8 @@ class Plan:
             stages, once in each.
         micro_batches: M, the number of micro-batches in a global batch.
         global_batch_size: samples in one step, over all devices.
-        schedule: one of `schedules.POLICIES` or `schedules.STREAM_POLICIES`.
+        schedule: the name of a built-in policy (`schedules.POLICIES`, `schedules.STREAM_POLICIES`), a policy of one's
+            own (`schedules.policy.Policy`), or the path of a CSV file with a schedule (`schedules.schedule_csv`).
         recompute: one of `RECOMPUTE_MODES`.
         jit_compile: whether stages are compiled with XLA.
         warm_up: K of each stage in place of the policy's, the most micro-batches in flight. Under gpipe and dapple_* it
@@ -104,7 +98,7 @@ class Plan:
     devices: tuple[tuple[int, ...], ...]
     micro_batches: int
     global_batch_size: int
-    schedule: str = "dapple_a"
+    schedule: str | Policy = "dapple_a"
     recompute: str = "none"
     jit_compile: bool = False
     warm_up: tuple[int, ...] | None = None
@@ -131,7 +125,7 @@ class Plan:
         devices: Iterable[Iterable[int]],
         micro_batches: int,
         global_batch_size: int,
-        schedule: str = "dapple_a",
+        schedule: str | Policy = "dapple_a",
         **options: Unpack[PlanOptions],
     ) -> Plan:
         """Make a plan as a person writes it: cut after these layers, put each stage on these devices.
@@ -149,7 +143,7 @@ class Plan:
         devices: int | Iterable[int],
         global_batch_size: int,
         micro_batches: int = 1,
-        schedule: str = "dapple_a",
+        schedule: str | Policy = "dapple_a",
         **options: Unpack[PlanOptions],
     ) -> Plan:
         """Put the whole model on each of ``devices`` (a list, or a count for the first so many).
@@ -168,7 +162,7 @@ class Plan:
         cuts: Iterable[str],
         global_batch_size: int,
         micro_batches: int,
-        schedule: str = "dapple_a",
+        schedule: str | Policy = "dapple_a",
         **options: Unpack[PlanOptions],
     ) -> Plan:
         """Make a pipeline without replication: stage i on device i.
@@ -200,23 +194,42 @@ class Plan:
         return replace(self, devices=own, operator_devices=self.devices, report=None)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan from a JSON file.
+    def load(cls, path: str | os.PathLike[str], schedules: Iterable[Policy] = ()) -> Plan:
+        """Read a plan from a JSON file. That runs no code of the file's and imports nothing.
+
+        Args:
+            path: the file.
+            schedules: policies of one's own, one of which the plan may have. It is found without being given here
+                where its module has been imported already, and where it is a CSV file, whose path counts from the
+                plan's folder.
 
         Raises:
             PlanError: naming the file and what is wrong in it.
             OSError: the file can't be read.
         """
-        return cls.from_json(read_text(path, PlanError), source=os.fspath(path))
+        folder = Path(path).parent
+        return cls.from_json(read_text(path, PlanError), schedules, source=os.fspath(path), folder=folder)
 
     @classmethod
-    def from_json(cls, text: str, *, source: str = "plan") -> Plan:
+    def from_json(
+        cls,
+        text: str,
+        schedules: Iterable[Policy] = (),
+        *,
+        source: str = "plan",
+        folder: str | os.PathLike[str] = ".",
+    ) -> Plan:
         """Return the plan that `to_json` wrote as ``text``; keys whose field has a default may be left out.
 
-        ``source`` stands in error messages.
+        Args:
+            text: JSON.
+            schedules: as in `load`.
+            source: stands in error messages.
+            folder: from which the path of a schedule's CSV file counts.
 
         Raises:
-            PlanError: not JSON, another format, an unknown or missing key, a value of the wrong type, or as `Plan`.
+            PlanError: not JSON, another format, an unknown or missing key, a value of the wrong type, a schedule that
+                isn't known here, or as `Plan`.
         """
         data = parse_object(text, source, PlanError)
         if "format" not in data:
@@ -232,6 +245,8 @@ class Plan:
                 raise PlanError(f"{source}: key {key!r} is missing")
         try:
             report = data.pop("report", None)
+            if "schedule" in data:
+                data["schedule"] = find_policy(data["schedule"], schedules, Path(folder))
             plan = cls(**data)
             if report is not None:
                 plan = replace(plan, report=parse_report(report))
@@ -246,11 +261,18 @@ class Plan:
     def fingerprint(self) -> str:
         """A hash of all that a plan decides, to tell whether it has been changed."""
         decided = [getattr(self, entry.name) for entry in fields(self) if entry.name != "report"]
-        return hashlib.sha256(json.dumps(decided).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(decided, default=str).encode()).hexdigest()[:16]
 
-    def to_json(self) -> str:
-        """Return the plan as JSON text, a line for each key; `from_json` gives an equal plan back."""
-        values = {"format": _FORMAT} | {entry.name: getattr(self, entry.name) for entry in fields(self)}
+    def to_json(self, *, folder: str | os.PathLike[str] | None = None) -> str:
+        """Return the plan as JSON text, a line for each key; `from_json` gives an equal plan back.
+
+        A policy of one's own stands there as ``module:name``, as its CSV file's path, or by its name.
+
+        Args:
+            folder: from which the path of a CSV file in it counts.
+        """
+        values: dict[str, Any] = {"format": _FORMAT} | {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        values["schedule"] = reference(self.policy, None if folder is None else Path(folder).absolute())
         if self.report is None:
             del values["report"]
         else:
@@ -260,7 +282,26 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_json` to a file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        Path(path).write_text(self.to_json(folder=Path(path).parent), encoding="utf-8")
+
+    @property
+    def policy(self) -> Policy:
+        """The scheduling policy that `schedule` means."""
+        return schedules.policy_of(self.schedule)
+
+    @functools.cached_property
+    def request(self) -> ScheduleRequest:
+        """What the policy is asked for, without a memory limit."""
+        return ScheduleRequest.of(
+            self.policy.name,
+            self.devices,
+            self.micro_batches,
+            warm_up=self.warm_up,
+            reverse_first_k=self.reverse_first_k,
+            task_seconds=self.task_seconds,
+            weight_devices=self.weight_devices,
+            weight_regions=self.weight_regions,
+        )
 
     @property
     def num_stages(self) -> int:
@@ -289,20 +330,8 @@ class Plan:
         return tuple(map(len, self.devices))
 
     def warm_up_counts(self) -> tuple[int, ...]:
-        """Return K of each stage (`schedules.resolve_warm_up`) without a memory limit."""
-        return schedules.resolve_warm_up(
-            self.schedule, self.num_stages, self.micro_batches, devices=self.devices, **self.schedule_options()
-        )
-
-    def schedule_options(self) -> ScheduleOptions:
-        """Return what `schedules.make_schedule` is told besides devices, micro-batches and memory."""
-        return {
-            "warm_up": self.warm_up,
-            "reverse_first_k": self.reverse_first_k,
-            "task_seconds": self.task_seconds,
-            "weight_devices": self.weight_devices,
-            "weight_regions": self.weight_regions,
-        }
+        """Return K of each stage (`schedules.in_flight_limits`) without a memory limit."""
+        return schedules.in_flight_limits(self.policy, self.request)
 
     def order_tasks(
         self,
@@ -321,22 +350,14 @@ class Plan:
             forward_only: for evaluation.
 
         Raises:
-            ScheduleError: as `schedules.make_schedule`.
+            ScheduleError: as `schedules.order_tasks`.
         """
-        count = self.micro_batches if micro_batches is None else micro_batches
-        made = schedules.make_schedule(
-            self.schedule,
-            self.devices,
-            count,
-            holds=holds,
-            active=active,
-            forward_only=forward_only,
-            **self.schedule_options(),
-        )
+        request = self.request.within(holds, micro_batches)
+        made = schedules.order_tasks(self.policy, request, active=active, forward_only=forward_only)
         schedules.validate(
             made,
             self.devices,
-            count,
+            request.micro_batches,
             holds=holds,
             active=active,
             forward_only=forward_only,
@@ -429,6 +450,10 @@ class Plan:
 
     def _normalise(self) -> None:
         """Turn lists into tuples and number-like things into ints; refuse what is neither."""
+        try:
+            object.__setattr__(self, "schedule", own_policy(self.schedule))
+        except ScheduleError as error:
+            raise PlanError(str(error)) from error
         object.__setattr__(self, "cuts", layer_names(self.cuts))
         object.__setattr__(self, "devices", device_lists(self.devices))
         for name in ("micro_batches", "global_batch_size", "bucket_bytes", "reverse_first_k", "carried_updates"):

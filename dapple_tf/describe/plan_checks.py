@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from dapple_tf.data_files import short
 from dapple_tf.describe.plan_values import PlanError
 from dapple_tf.schedules import schedules
+from dapple_tf.schedules.policies import BUILT_IN
+from dapple_tf.schedules.schedule_request import ScheduleError
 
 if TYPE_CHECKING:
     from dapple_tf.describe.plan import Plan
@@ -127,9 +129,10 @@ def check_options(plan: Plan) -> None:
     Raises:
         PlanError: one doesn't exist, or doesn't go with the stages.
     """
-    known = (*schedules.POLICIES, *schedules.STREAM_POLICIES)
-    if plan.schedule not in known:
-        raise PlanError(f"unknown schedule {short(plan.schedule)}; use one of {', '.join(known)}")
+    try:
+        policy = plan.policy
+    except ScheduleError as error:
+        raise PlanError(str(error)) from error
     if plan.recompute not in RECOMPUTE_MODES:
         raise PlanError(f"unknown recompute {short(plan.recompute)}; use one of {', '.join(RECOMPUTE_MODES)}")
     if plan.bucket_bytes < 1:
@@ -141,8 +144,10 @@ def check_options(plan: Plan) -> None:
                 f"to at most {plan.micro_batches}"
             )
     try:
-        schedules.check_schedule(plan.schedule, plan.devices, plan.micro_batches, **plan.schedule_options())
-    except schedules.ScheduleError as error:
+        schedules.check(policy, plan.request)
+        if policy not in BUILT_IN:
+            plan.order_tasks()
+    except ScheduleError as error:
         raise PlanError(str(error)) from error
 
 

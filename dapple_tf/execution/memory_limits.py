@@ -15,8 +15,9 @@ def residuals_held(
 ) -> tuple[int, ...] | None:
     """D of each stage: how many micro-batches' residuals its devices' memory holds; None without a limit on stages.
 
-    A device that runs several stages holds as many micro-batches in each; one that computes weight gradients of
-    another's stage, what Bx hands to it.
+    A device that runs several stages holds as many micro-batches in each, or so many in any of them where the policy
+    limits these together (`Policy.shares_room`); one that computes weight gradients of another's stage, what Bx hands
+    to it.
 
     Args:
         plan: the plan.
@@ -35,12 +36,15 @@ def residuals_held(
     known = {device: limit for device, limit in limits.items() if limit is not None}
     if not known:
         return None
-    found = [len(layout.micro_batch_intervals)] * plan.num_stages
+    count = len(layout.micro_batch_intervals)
+    most = count * plan.num_stages if plan.policy.shares_room else count
+    found = [most] * plan.num_stages
     for device, limit in known.items():
         places = enumerate(zip(plan.devices, homes, strict=True))
         stages = [index for index, (own, weights) in places if device in (*own, *weights)]
         fixed = stored_bytes(cluster.device_names[device])
-        residual = max(1, sum(_slice_bytes(program.stages[stage], layout) for stage in stages))
+        sizes = [_slice_bytes(program.stages[stage], layout) for stage in stages]
+        residual = max(1, sum(sizes))
         count = (limit - fixed) // residual
         if count < 1:
             shown = f"stage {stages[0]} needs" if len(stages) == 1 else f"stages {stages} together need"
@@ -49,6 +53,8 @@ def residuals_held(
                 f"micro-batch, but device {device} has {limit:,}: use more stages, more replicas, smaller "
                 f"micro-batches or recompute='boundary'"
             )
+        if plan.policy.shares_room:
+            count = max(len(stages), (limit - fixed) // max(1, *sizes))
         for stage in stages:
             found[stage] = min(found[stage], count)
     return tuple(found)

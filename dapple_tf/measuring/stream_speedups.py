@@ -225,7 +225,7 @@ def two_stream_plan(
     given = PlanOptions(**options)  # type: ignore[typeddict-item]
     subs = ((*range(count, 2 * count),),) * size
     return Plan.manual(
-        cuts, [range(count)] * size, micro_batches, global_batch_size, JOINT, **given, weight_devices=subs
+        cuts, [range(count)] * size, micro_batches, global_batch_size, JOINT.name, **given, weight_devices=subs
     )
 
 

@@ -1,12 +1,13 @@
 """Out-of-order plans that follow from a plan of DAPPLE's: candidates for the planner, which simulates them.
 
     what stays                  what changes                                            policies
-    the stages                  the order of tasks                                      fast_forward*, zb_h1, zb_h2, ...
-    the devices of the stages   v stages on each, over and over: 0 1 2 0 1 2            modulo, interleaved
-    the devices of the stages   two stages on each, there and back: 0 1 2 2 1 0         zb_v
-    the stages and their order  replicated stages in chunks, reduced one by one         all but interleaved and zb_v
+    the stages                  the order of tasks                                      of Placement.STRAIGHT
+    the devices of the stages   v stages on each, over and over: 0 1 2 0 1 2            of Placement.PERIODIC
+    the devices of the stages   two stages on each, there and back: 0 1 2 2 1 0         of Placement.VEE
+    the stages and their order  replicated stages in chunks, reduced one by one         those of the first row
 
-The last may be combined with the first: Out-Of-Order BackProp (EuroSys'22), section 6.
+The last may be combined with the first: Out-Of-Order BackProp (EuroSys'22), section 6. Which policy is tried with which
+placements, and where, it says itself (`Policy.planning`).
 """
 
 from __future__ import annotations
@@ -17,19 +18,12 @@ from collections.abc import Iterator, Sequence
 
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.planning.chunks import chunked
-from dapple_tf.planning.plan_request import DAPPLE_POLICIES, PlanRequest
+from dapple_tf.planning.plan_request import PlanRequest
 from dapple_tf.planning.stage_cuts import by_device, by_time
+from dapple_tf.schedules.policy import Policy
 from dapple_tf.simulation.cost import CostModel
 from graph_passes.ir.tasks import Phase, Task
 
-SAME_STAGES = (
-    *("zb_h2", "fast_forward_b", "modulo", "zb_h1", "fast_forward_a", "zero_bubble", "fast_forward"),
-    *("dapple_b", "dapple_a", "gpipe"),
-)
-"""Policies for stages on devices of their own, those that are most likely to gain first."""
-
-_BY_TIMES = ("fast_forward", "fast_forward_a", "fast_forward_b", "modulo", "interleaved", "zb_v", "zero_bubble")
-"""Policies that order tasks by `Plan.task_seconds`."""
 _MOST_PER_DEVICE = 4
 """More stages on a device than this aren't tried by themselves."""
 _DIGITS = 3
@@ -39,7 +33,7 @@ _DIGITS = 3
 def with_task_seconds(plan: Plan, request: PlanRequest) -> Plan:
     """The plan with its stages' times, relative to the longest, if its policy orders tasks by them."""
     plan = dataclasses.replace(plan, task_seconds=None)
-    if plan.schedule not in _BY_TIMES:
+    if not plan.policy.planning.by_seconds:
         return plan
     seconds = CostModel(plan, request.profile, request.cluster).task_seconds
     longest = max(itertools.chain(*seconds)) or 1.0
@@ -70,27 +64,41 @@ def even_plans(request: PlanRequest, recompute: str) -> Iterator[Plan]:
                     yield plan
 
 
-def same_stages(base: Plan, request: PlanRequest, policies: Sequence[str] = SAME_STAGES) -> Iterator[Plan]:
-    """The same stages under these policies, as far as they may be chosen."""
+def same_stages(base: Plan, request: PlanRequest, policies: Sequence[Policy]) -> Iterator[Plan]:
+    """The same stages under these policies."""
     for policy in policies:
-        if policy in request.schedules:
-            yield from _legal(base, request, schedule=policy)
+        yield from _legal(base, request, schedule=policy)
 
 
-def stages_per_device(base: Plan, request: PlanRequest) -> Iterator[tuple[str, int]]:
+def stages_per_device(base: Plan, request: PlanRequest) -> Iterator[tuple[Policy, int]]:
     """(policy, stages on each device) that are possible with the devices of a plan, the most likely to gain first."""
     most = min(_MOST_PER_DEVICE, len(request.profile.layers) // base.num_stages)
     if base.num_stages > 1:
         for count in range(2, most + 1):
-            for policy in ("modulo", "zb_v", "interleaved"):
-                if policy in request.schedules and (policy != "zb_v" or count == 2):
+            for policy in request.ranked:
+                if _stages_on(base.devices, policy, count) is None:
+                    continue
+                if not policy.planning.where_short or _is_short(base, request):
                     yield policy, count
 
 
-def more_stages(base: Plan, request: PlanRequest, policy: str, count: int) -> Iterator[Plan]:
-    """``count`` stages on each device under a policy, of times that fit the devices."""
-    there = list(base.devices)
-    devices = [*there, *there[::-1]] if policy == "zb_v" else there * count
+def _is_short(base: Plan, request: PlanRequest) -> bool:
+    """Whether memory limits the micro-batches in flight of a plan."""
+    holds = request.costs(base).holds
+    return holds is not None and min(holds) < base.micro_batches
+
+
+def _stages_on(places: Sequence[tuple[int, ...]], policy: Policy, count: int) -> list[tuple[int, ...]] | None:
+    """The devices of stages, ``count`` on each of these places, as a policy wants them; None if it doesn't."""
+    found = (placement.stages(places, count) for placement in policy.planning.placements)
+    return next((devices for devices in found if devices is not None), None)
+
+
+def more_stages(base: Plan, request: PlanRequest, policy: Policy, count: int) -> Iterator[Plan]:
+    """``count`` stages on each device under a policy that takes these, of times that fit the devices."""
+    devices = _stages_on(base.devices, policy, count)
+    if devices is None:
+        return
     speeds = [sum(request.cluster.devices[device].speed for device in group) for group in devices]
     cuts = tuple(by_device(request.profile, devices, speeds))
     yield from _legal(base, request, cuts=cuts, devices=tuple(devices), schedule=policy)
@@ -145,7 +153,7 @@ def least_seconds(costs: CostModel) -> float:
 
 def name(plan: Plan) -> str:
     """What is out of order in a plan, in short: ``zb_h2, stages 0-3 and 4-7 in chunks, k = 2``; empty for nothing."""
-    parts = [plan.schedule] if plan.schedule not in DAPPLE_POLICIES else []
+    parts = [str(plan.policy)] if not plan.policy.planning.formula else []
     found = groups(plan)
     hosts = [device for _, devices in found for device in devices]
     most = max(hosts.count(device) for device in set(hosts))

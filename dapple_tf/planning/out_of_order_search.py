@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -11,7 +12,6 @@ from dapple_tf.planning.choice import Choice, simplest
 from dapple_tf.planning.latency import stage_times
 from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.out_of_order_plans import (
-    SAME_STAGES,
     even_plans,
     has_chunks,
     least_seconds,
@@ -21,8 +21,10 @@ from dapple_tf.planning.out_of_order_plans import (
     with_chunks,
     with_task_seconds,
 )
-from dapple_tf.planning.plan_request import AUTO, DAPPLE_POLICIES, PlanRequest
+from dapple_tf.planning.plan_request import AUTO, PlanRequest
 from dapple_tf.schedules.out_of_order import best_reverse_first_k
+from dapple_tf.schedules.policies import BUILT_IN
+from dapple_tf.schedules.policy import Placement
 from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.simulation.simulator import run
 
@@ -50,6 +52,8 @@ _NEAR = 1.2
 """Plans that are slower than the best by this factor aren't varied any more."""
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
+_NOT_STRAIGHT = {policy for policy in BUILT_IN if Placement.STRAIGHT not in policy.planning.placements}
+"""Policies that aren't tried with stages on devices of their own."""
 _SORTED_TASKS = 0.5
 """What ordering a task by list scheduling costs, relative to simulating it."""
 
@@ -119,9 +123,7 @@ class OutOfOrderSearch:
 
     def ranked(self) -> list[Choice]:
         """What the request allows, the fastest first."""
-        found = [
-            choice for choice in self.choices.values() if choice and choice.plan.schedule in self.request.schedules
-        ]
+        found = [choice for choice in self.choices.values() if choice and choice.plan.policy in self.request.schedules]
         return sorted(found, key=lambda choice: choice.latency)
 
     # ---- candidates
@@ -138,9 +140,8 @@ class OutOfOrderSearch:
 
     def _probe(self, base: Plan) -> float:
         """The least latency of a few plans that follow from one of DAPPLE's; infinite where none is known."""
-        allowed = [policy for policy in SAME_STAGES if policy in self.request.schedules]
-        found = self._all(same_stages(base, self.request, allowed[:1]), base)
-        for policy, count in [*stages_per_device(base, self.request)][:1]:
+        found = self._all(same_stages(base, self.request, self.request.straight[:1]), base)
+        for policy, count in itertools.islice(stages_per_device(base, self.request), 1):
             found += self._all(self._worth(more_stages(base, self.request, policy, count)), base)
         if self.request.chunks and (base.num_stages == 1 or not found):
             found += self._all(with_chunks(base, self.request, _PARALLEL_CHUNKS), base)
@@ -155,8 +156,8 @@ class OutOfOrderSearch:
         for policy, count in stages_per_device(base, self.request):
             if self.work <= self.allowed:
                 self._all(self._worth(more_stages(base, self.request, policy, count)), base)
-        policies = [policy for policy in SAME_STAGES if policy in self.request.schedules]
-        if len(policies) == len(SAME_STAGES):
+        policies = self.request.straight
+        if set(BUILT_IN) - set(policies) <= _NOT_STRAIGHT:
             policies = policies[:_LIKELY]  # all are allowed: the others are hardly ever better
         for plan in same_stages(base, self.request, policies):
             if self._ordering(plan) <= _SORTING * self.allowed:
@@ -194,7 +195,7 @@ class OutOfOrderSearch:
         """Reverse first-k, with updates carried over, in the best plans that reduce gradients chunk by chunk."""
         if not self.request.reverse_first_k:
             return
-        cut = [choice for choice in self.ranked() if has_chunks(choice.plan) and choice.plan.schedule != "interleaved"]
+        cut = [choice for choice in self.ranked() if has_chunks(choice.plan) and choice.plan.policy.reverses]
         parallel = [choice for choice in cut if len(set(choice.plan.devices)) == 1]
         near = [choice for choice in self._near() if choice in cut]
         for choice in dict.fromkeys([*near[:1], *parallel[:1], *near[1:2]]):
@@ -262,7 +263,7 @@ class OutOfOrderSearch:
                 # Memory is added up only where it matters.
                 if simulation.latency > _NEAR * self.fastest or simulation.fits:
                     choice = Choice(plan, simulation.latency, costs)
-                    if plan.schedule in self.request.schedules:
+                    if plan.policy in self.request.schedules:
                         self.fastest = min(self.fastest, choice.latency)
         self.choices[plan] = choice
         self.origin[plan] = origin
@@ -271,9 +272,9 @@ class OutOfOrderSearch:
 
     def _ordering(self, plan: Plan) -> float:
         """What it costs to order the tasks of a plan."""
-        runs = {"modulo": 2, "zb_v": 2, "zero_bubble": 2 * plan.num_stages}
-        runs |= dict.fromkeys(("fast_forward", "fast_forward_a", "fast_forward_b"), 1)
-        return _SORTED_TASKS * 3 * plan.num_stages * plan.micro_batches * runs.get(plan.schedule, 0)
+        planning = plan.policy.planning
+        runs = planning.list_runs + planning.list_runs_per_stage * plan.num_stages
+        return _SORTED_TASKS * 3 * plan.num_stages * plan.micro_batches * runs
 
     def _estimate(self, plan: Plan) -> float:
         """About the seconds of a step without other bubbles than those of the first and the last micro-batch.
@@ -296,5 +297,5 @@ class OutOfOrderSearch:
 def _complexity(choice: Choice) -> tuple[int, int, int, float]:
     """The simplest plan is one of DAPPLE's, then that with the fewest stages, micro-batches and bytes."""
     plan = choice.plan
-    orders = (plan.schedule not in DAPPLE_POLICIES) + (plan.reverse_first_k > 0) + (plan.carried_updates > 0)
+    orders = (not plan.policy.planning.formula) + (plan.reverse_first_k > 0) + (plan.carried_updates > 0)
     return orders, plan.num_stages, plan.micro_batches, choice.memory

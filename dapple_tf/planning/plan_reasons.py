@@ -153,7 +153,7 @@ def shortage(request: PlanRequest) -> str:
 
 def _in_flight(request: PlanRequest, micro_batches: int) -> int:
     """The fewest micro-batches that a stage has to hold."""
-    return micro_batches if set(request.schedules) == {"gpipe"} else 1
+    return micro_batches if all(policy.needs_all for policy in request.schedules) else 1
 
 
 def _fits(request: PlanRequest) -> bool:

@@ -11,11 +11,14 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import RECOMPUTE_MODES, Plan, PlanError
 from dapple_tf.describe.plan_values import integer
 from dapple_tf.describe.profile import Profile
-from dapple_tf.schedules.schedules import POLICIES
+from dapple_tf.schedules.policies import BUILT_IN
+from dapple_tf.schedules.policy import Placement, Policy
+from dapple_tf.schedules.schedule_request import ScheduleError
+from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.simulation.cost import ALL_REDUCE, CostModel
 
-DAPPLE_POLICIES = ("gpipe", "dapple_a", "dapple_b")
-"""The policies that are tried unless others are asked for, that with the most micro-batches in flight last."""
+DAPPLE_POLICIES = tuple(policy.name for policy in BUILT_IN if policy.planning.formula)
+"""The policies that are tried unless others are asked for."""
 
 AUTO = "auto"
 """Lets the planner choose."""
@@ -53,7 +56,7 @@ class PlanRequest:
     cluster: Cluster
     batch: int
     micro_batches: tuple[int, ...]
-    schedules: tuple[str, ...]
+    schedules: tuple[Policy, ...]
     recompute: tuple[str, ...] | None
     overlap: bool
     all_reduce: str
@@ -70,7 +73,7 @@ class PlanRequest:
         cluster: Cluster,
         batch: int,
         micro_batches: int | Sequence[int] | None = None,
-        schedule: str | Sequence[str] | None = None,
+        schedule: str | Policy | Sequence[str | Policy] | None = None,
         recompute: str | Sequence[str] | None = None,
         *,
         overlap: bool = False,
@@ -84,7 +87,7 @@ class PlanRequest:
         if batch < 1:
             raise PlanError(f"global_batch_size is {batch}; it must be at least 1")
         automatic = isinstance(schedule, str) and schedule == AUTO
-        schedules = POLICIES if automatic else _several(schedule, DAPPLE_POLICIES)
+        schedules = _policies(POLICIES if automatic else _several(schedule, DAPPLE_POLICIES))
         if reverse_first_k != AUTO:
             reverse_first_k = _first_k(reverse_first_k)
         counts = _several(micro_batches, _micro_batch_counts(profile, batch))
@@ -94,7 +97,7 @@ class PlanRequest:
             batch,
             tuple(integer("micro_batches", count) for count in counts),
             # First one that doesn't hold all micro-batches, if there is a choice.
-            tuple(sorted(schedules, key=lambda policy: policy == "gpipe")),
+            tuple(sorted(schedules, key=lambda policy: policy.needs_all)),
             None if recompute is None else _several(recompute, ()),
             overlap,
             all_reduce,
@@ -123,33 +126,42 @@ class PlanRequest:
                     f"{self.batch}"
                 )
         for name, given, known in (
-            ("schedule", self.schedules, POLICIES),
             ("recompute", self.recompute or (), RECOMPUTE_MODES),
             ("all_reduce", (self.all_reduce,), ALL_REDUCE),
         ):
             for value in given:
                 if value not in known:
-                    alone = ", or 'auto' alone for all of them" if name == "schedule" else ""
-                    raise PlanError(f"unknown {name} {value!r}; use one of {', '.join(known)}{alone}")
-        if self.schedules == ("interleaved",) and self.reverse_first_k not in (0, AUTO):
-            raise PlanError(
-                f"reverse_first_k is {self.reverse_first_k}, but interleaved doesn't split backwards; leave it out, or "
-                f"use modulo"
-            )
+                    raise PlanError(f"unknown {name} {value!r}; use one of {', '.join(known)}")
         choices = {"micro_batches": self.micro_batches, "schedule": self.schedules, "recompute": self.recompute}
         for name, choice in choices.items():
             if choice is not None and not choice:
                 raise PlanError(f"{name} is empty; give at least one to choose from, or None for the usual ones")
+        if self.reverse_first_k not in (0, AUTO) and not any(policy.reverses for policy in self.schedules):
+            raise PlanError(
+                f"reverse_first_k is {self.reverse_first_k}, but {self.schedules[0]} doesn't split backwards; leave it "
+                f"out, or use modulo"
+            )
 
     @property
-    def searched(self) -> tuple[str, ...]:
-        """The policies of the search proper: DAPPLE's that may be chosen, or two that stand in for others."""
-        return tuple(policy for policy in self.schedules if policy in DAPPLE_POLICIES) or ("dapple_a", "dapple_b")
+    def searched(self) -> tuple[Policy, ...]:
+        """The policies of the search proper: DAPPLE's that may be chosen, or those that stand in for others."""
+        standing_in = (policy for policy in BUILT_IN if policy.planning.formula and not policy.needs_all)
+        return tuple(policy for policy in self.schedules if policy.planning.formula) or tuple(standing_in)
+
+    @property
+    def ranked(self) -> list[Policy]:
+        """The policies that may be chosen, the most likely to gain first."""
+        return sorted(self.schedules, key=lambda policy: -policy.planning.rank)
+
+    @property
+    def straight(self) -> list[Policy]:
+        """Those of them for stages on devices of their own."""
+        return [policy for policy in self.ranked if Placement.STRAIGHT in policy.planning.placements]
 
     @property
     def out_of_order(self) -> bool:
         """Whether other plans than DAPPLE's are to be derived from those that the search finds."""
-        return self.chunks or not set(self.schedules) <= set(DAPPLE_POLICIES)
+        return self.chunks or not all(policy.planning.formula for policy in self.schedules)
 
     def plan(
         self, cuts: Iterable[str], devices: Iterable[Iterable[int]], micro_batches: int, recompute: str = "none"
@@ -178,6 +190,25 @@ def _first_k(value: Any) -> int:
     if count < 0:
         raise PlanError(f"reverse_first_k is {count}; it must be at least 0, or 'auto'")
     return count
+
+
+def _policies(given: Iterable[Any]) -> tuple[Policy, ...]:
+    """Policies from their names, or as they are.
+
+    Raises:
+        PlanError: one isn't known.
+    """
+    found = []
+    for value in given:
+        if not isinstance(value, Policy) and value not in POLICIES:
+            raise PlanError(
+                f"unknown schedule {value!r}; use one of {', '.join(POLICIES)}, or 'auto' alone for all of them"
+            )
+        try:
+            found.append(policy_of(value))
+        except ScheduleError as error:
+            raise PlanError(str(error)) from error
+    return tuple(found)
 
 
 def _several(given: Any, default: Iterable[Any]) -> tuple[Any, ...]:

@@ -27,10 +27,11 @@ from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
 from dapple_tf.planning.placement import Placements, links_of
 from dapple_tf.planning.plan_reasons import Derivation, attempts, report, shortage
-from dapple_tf.planning.plan_request import DAPPLE_POLICIES, LEAST_GAIN, PlanRequest
+from dapple_tf.planning.plan_request import LEAST_GAIN, PlanRequest
 from dapple_tf.planning.search import Candidate, Search, coarsened
 from dapple_tf.planning.stage_cuts import by_time
 from dapple_tf.progress import Progress
+from dapple_tf.schedules.policy import Policy
 from dapple_tf.simulation.simulator import run
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def plan(
     global_batch_size: int,
     *,
     micro_batches: int | Sequence[int] | None = None,
-    schedule: str | Sequence[str] | None = None,
+    schedule: str | Policy | Sequence[str | Policy] | None = None,
     recompute: str | Sequence[str] | None = None,
     overlap: bool = False,
     all_reduce: str = "hierarchical",
@@ -88,7 +89,8 @@ def plan(
         cluster: what to run on. Devices without known memory count as large enough, unknown links as free.
         global_batch_size: samples in one step.
         micro_batches: M, or several to choose from; None tries the usual ones.
-        schedule: a policy, or several to choose from; None tries DAPPLE's, which are gpipe, dapple_a and dapple_b.
+        schedule: a policy (a built-in one's name, or one of your own), or several to choose from; None tries DAPPLE's,
+            which are gpipe, dapple_a and dapple_b.
             ``auto`` tries all, modulo and interleaved with several stages on a device, and cuts replicated stages into
             chunks (:func:`dapple_tf.chunked`), whose gradients are reduced while others are computed.
         recompute: a mode, or several; None recomputes only where memory demands it.
@@ -163,7 +165,9 @@ class _Planner:
         self.bar = Progress("planning")
         # The schedule with the most micro-batches in flight of those whose memory doesn't grow with M: hardly ever
         # slower than the others, so that it stands for them until the last few plans are compared.
-        self.quickest = max(request.searched, key=DAPPLE_POLICIES.index)
+        self.quickest = max(request.searched, key=lambda policy: policy.planning.rank)
+        # That with the fewest.
+        self.leanest = min(request.searched, key=lambda policy: (policy.needs_all, policy.planning.rank))
 
     def plan(self) -> Plan:
         started = time.perf_counter()
@@ -322,8 +326,8 @@ class _Planner:
         # Where memory cuts down K, that of neighbouring stages may be equal, and then they wait for each other; P_A's
         # is one less from stage to stage.
         limited = choice is None or choice.costs.warm_up != choice.plan.warm_up_counts()
-        if limited and "dapple_a" in self.request.searched:
-            self._simulate(dataclasses.replace(plan, schedule="dapple_a"))
+        if limited:
+            self._simulate(dataclasses.replace(plan, schedule=self.leanest))
 
     def _hopeless(self, plan: Plan) -> bool:
         """Whether the first micro-batches tell already that a plan won't be the best one.
@@ -412,7 +416,7 @@ class _Planner:
         """Whether to look for plans besides DAPPLE's: on one device there is nothing to gain, but it may be asked."""
         request = self.request
         asked = isinstance(request.reverse_first_k, int) and request.reverse_first_k > 0
-        asked |= not set(request.schedules) & set(DAPPLE_POLICIES)
+        asked |= not any(policy.planning.formula for policy in request.schedules)
         return request.out_of_order and (asked or self.cluster.num_devices > 1)
 
     def _out_of_order(self, best: Choice) -> Derivation:
@@ -429,8 +433,8 @@ class _Planner:
         found = search.run([*bases][:_BASES])
         if found is None:
             raise PlanError(
-                f"no plan under {', '.join(self.request.schedules)} fits these devices and their memory, but one under "
-                f"{best.plan.schedule} does: allow that as well, such as with schedule='auto'"
+                f"no plan under {', '.join(map(str, self.request.schedules))} fits these devices and their memory, but "
+                f"one under {best.plan.schedule} does: allow that as well, such as with schedule='auto'"
             )
         return Derivation(found, search.origin[found.plan], search.dapple())
 

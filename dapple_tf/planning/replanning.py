@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.errors import DappleError
+from dapple_tf.schedules.policy import Policy
 
 
 def without_servers(cluster: Cluster, lost: Collection[int]) -> Cluster:
@@ -67,7 +68,7 @@ def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
 
     placed = None if plan.operator_devices is None else tuple(kept)
 
-    def made(schedule: str, reverse_first_k: int) -> Plan:
+    def made(schedule: str | Policy, reverse_first_k: int) -> Plan:
         return Plan.manual(
             cuts,
             kept if placed is None else [own[:1] for own in kept],

@@ -12,6 +12,7 @@ M should be a multiple of p. If it isn't, there are ``M // p`` rounds of p or a 
 from __future__ import annotations
 
 from dapple_tf.schedules import list_scheduling
+from dapple_tf.schedules.policy import Placement, Planning, Policy
 from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleError, ScheduleRequest
 from graph_passes.ir.batching import split_evenly
 from graph_passes.ir.tasks import Phase
@@ -48,13 +49,19 @@ def interleaved(request: ScheduleRequest) -> Orders:
     return _limited(request, {job: place for jobs in orders.values() for place, job in enumerate(jobs)})
 
 
-def check_periodic(request: ScheduleRequest) -> None:
-    """Check that `interleaved` can run the request.
-
-    Raises:
-        ScheduleError: as `interleaved`.
-    """
+def _check_periodic(request: ScheduleRequest) -> None:
     _period(request)
+
+
+INTERLEAVED = Policy(
+    "interleaved",
+    interleaved,
+    "Megatron's 1F1B with several stages on each device",
+    check=_check_periodic,
+    splits=False,
+    reverses=False,
+    planning=Planning((Placement.PERIODIC,), 45, by_seconds=True),
+)
 
 
 def _period(request: ScheduleRequest) -> int:

@@ -70,6 +70,11 @@ def run(
     return _Run(request, queues, key, limits, room or {}).run()
 
 
+def replay(request: ScheduleRequest, orders: Orders) -> Timeline:
+    """Run the jobs of each device in a given order."""
+    return run(request, {device: [jobs] for device, jobs in orders.items()}, lambda job, ready: ())
+
+
 def best(runs: Sequence[Timeline]) -> Timeline:
     """The run with the shortest step, of equal ones that with the shortest time on one device, then the first."""
     return min(runs, key=lambda run: (round(run.makespan, 9), round(run.longest_span, 9)))

@@ -15,43 +15,51 @@ on the same devices (a group) count as one stage: its forwards run in the order 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from dapple_tf.schedules.schedule_request import Job, ScheduleError, ScheduleRequest
 from graph_passes.ir.tasks import Phase
 
-RULE = ("gpipe", "dapple_a", "dapple_b")
-"""The policies of this rule."""
+Wanted = Callable[[int, int], list[int]]
+"""(number of groups, M) -> K of each group, before any limit."""
 
 
-def wanted_warm_up(policy: str, groups: int, micro_batches: int) -> list[int]:
-    """K of each group, before any limit."""
-    if policy == "gpipe":
-        return [micro_batches] * groups
-    return [groups - i if policy == "dapple_a" else 2 * (groups - i) - 1 for i in range(groups)]
+def all_micro_batches(groups: int, micro_batches: int) -> list[int]:
+    """GPipe's K."""
+    return [micro_batches] * groups
 
 
-def warm_up(request: ScheduleRequest) -> list[int]:
-    """Return K of each group under one of `RULE`: the request's where given, else the policy's.
+def p_a(groups: int, micro_batches: int) -> list[int]:
+    """DAPPLE's policy A."""
+    return [groups - i for i in range(groups)]
+
+
+def p_b(groups: int, micro_batches: int) -> list[int]:
+    """DAPPLE's policy B."""
+    return [2 * (groups - i) - 1 for i in range(groups)]
+
+
+def warm_up(request: ScheduleRequest, wanted: Wanted) -> list[int]:
+    """Return K of each group: the request's where given, else what is wanted, as far as limits allow.
 
     The paper has one D. With one per stage a K never exceeds that of the group before: the first backward of group i
     waits for K_(i+1) forwards of group i, which would never come.
 
     Raises:
         ScheduleError: ``warm_up`` is above the stage's `holds`, rises from one stage to the next (a deadlock), differs
-            within a group, or is given for `gpipe`; or `gpipe`, which has to hold all, is given a D below M.
+            within a group, or is given where all micro-batches are wanted; or these are, and a D is below M.
     """
     if request.warm_up is not None:
-        _check_explicit(request, request.warm_up)
+        _check_explicit(request, request.warm_up, wanted)
         return [request.warm_up[group[0]] for group in request.groups]
-    if request.policy == "gpipe" and request.holds is not None:
+    if wanted is all_micro_batches and request.holds is not None:
         for stage, limit in enumerate(request.holds):
             if limit < request.micro_batches:
                 raise ScheduleError(
-                    f"gpipe keeps all {request.micro_batches} micro-batches in flight, but stage {stage} holds "
-                    f"{limit}; use dapple_a, at most {limit} micro-batches, or smaller ones"
+                    f"{request.policy} keeps all {request.micro_batches} micro-batches in flight, but stage {stage} "
+                    f"holds {limit}; use dapple_a, at most {limit} micro-batches, or smaller ones"
                 )
-    return limited(request, wanted_warm_up(request.policy, len(request.groups), request.micro_batches))
+    return limited(request, wanted(len(request.groups), request.micro_batches))
 
 
 def limited(request: ScheduleRequest, wanted: Sequence[int]) -> list[int]:
@@ -99,11 +107,11 @@ def sequence(
     return jobs
 
 
-def _check_explicit(request: ScheduleRequest, counts: Sequence[int]) -> None:
-    if request.policy == "gpipe":
+def _check_explicit(request: ScheduleRequest, counts: Sequence[int], wanted: Wanted) -> None:
+    if wanted is all_micro_batches:
         raise ScheduleError(
-            f"warm_up {list(counts)} is given for gpipe, which always runs all {request.micro_batches} forwards first; "
-            f"leave it out, or use dapple_a or dapple_b"
+            f"warm_up {list(counts)} is given for {request.policy}, which always runs all {request.micro_batches} "
+            f"forwards first; leave it out, or use dapple_a or dapple_b"
         )
     for stage, count in enumerate(counts):
         if request.holds is not None and count > request.holds[stage]:

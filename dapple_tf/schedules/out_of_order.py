@@ -9,71 +9,131 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from dapple_tf.schedules import list_scheduling, priorities
-from dapple_tf.schedules.one_forward_one_backward import limited, sequence, wanted_warm_up, warm_up
-from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleRequest
-from graph_passes.ir.tasks import Phase
+from dapple_tf.schedules.one_forward_one_backward import (
+    Wanted,
+    all_micro_batches,
+    limited,
+    p_a,
+    p_b,
+    sequence,
+    warm_up,
+)
+from dapple_tf.schedules.policy import Placement, Planning, Policy
+from dapple_tf.schedules.schedule_request import Active, Job, Orders, ScheduleRequest
+from graph_passes.ir.tasks import Phase, Task
 
-FAST_FORWARD = {"fast_forward": "gpipe", "fast_forward_a": "dapple_a", "fast_forward_b": "dapple_b"}
-"""Policies with gradient fast-forwarding -> what they are based on."""
 
-
-def in_flight_limits(request: ScheduleRequest) -> list[int]:
+def in_flight_limits(request: ScheduleRequest, wanted: Wanted, delayed: bool) -> list[int]:
     """The most micro-batches that each stage has in flight under gpipe, dapple_*, and fast_forward*.
 
-    A stage whose Bw is delayed may have as many as the base policy's fullest stage has, if K and D allow it; any other
-    K.
+    A stage whose Bw is delayed may have as many as the fullest stage wants, if K and D allow it; any other K.
+
+    Args:
+        request: what is asked for.
+        wanted: K of each group.
+        delayed: whether all Bw are delayed, rather than those on other devices only.
 
     Raises:
         ScheduleError: as `one_forward_one_backward.warm_up`.
     """
-    base = FAST_FORWARD.get(request.policy, request.policy)
-    fullest = max(wanted_warm_up(base, len(request.groups), request.micro_batches))
+    fullest = max(wanted(len(request.groups), request.micro_batches))
     limits = [request.limit(stage, fullest) for stage in range(request.stages)]
-    if request.policy not in FAST_FORWARD:
-        for group, count in zip(request.groups, warm_up(request), strict=True):
+    if not delayed:
+        for group, count in zip(request.groups, warm_up(request, wanted), strict=True):
             for stage in group:
                 limits[stage] = limits[stage] if stage in request.offloaded else count
     return limits
 
 
-def fast_forward(request: ScheduleRequest) -> Orders:
-    """Order gpipe, dapple_* and fast_forward*: the base policy's forwards and backwards, Bw in the gaps.
+def fast_forward(request: ScheduleRequest, wanted: Wanted, delayed: bool) -> Orders:
+    """Order gpipe, dapple_* and fast_forward*: forwards and backwards by K, Bw in the gaps.
 
     Under fast_forward* every stage is split and its Bw runs when its device would idle, or when no further micro-batch
     may be in flight. Under the others this holds for the Bw that run on another device than their Bx; stages below
     ``reverse_first_k`` are split too, with Bw right after Bx.
 
+    Args:
+        request: what is asked for.
+        wanted: K of each group.
+        delayed: as in `in_flight_limits`.
+
     Raises:
         ScheduleError: as `in_flight_limits`.
     """
     stages = range(request.stages)
-    if request.policy in FAST_FORWARD:
-        base = FAST_FORWARD[request.policy]
-        counts = limited(request, wanted_warm_up(base, len(request.groups), request.micro_batches))
+    if delayed:
+        counts = limited(request, wanted(len(request.groups), request.micro_batches))
         split, delayed_anywhere = set(stages), set(stages)
     else:
-        counts = warm_up(request)
+        counts = warm_up(request, wanted)
         split = {stage for stage in stages if stage < request.reverse_first_k or stage in request.offloaded}
         delayed_anywhere = set(request.offloaded)
     queues: dict[int, list[list[Job]]] = {}
     for group, count in zip(request.groups, counts, strict=True):
         for replica, device in enumerate(request.devices[group[0]]):
-            delayed = {
+            late = {
                 stage
                 for stage in delayed_anywhere.intersection(group)
-                if request.policy in FAST_FORWARD or request.weight_devices[stage][replica] != device
+                if delayed or request.weight_devices[stage][replica] != device
             }
-            queues.setdefault(device, []).insert(0, sequence(request.micro_batches, group, count, split, delayed))
-            for stage in delayed:
+            queues.setdefault(device, []).insert(0, sequence(request.micro_batches, group, count, split, late))
+            for stage in late:
                 bw = [Job(stage, Phase.WEIGHT_GRAD, micro_batch) for micro_batch in range(request.micro_batches)]
                 queues.setdefault(request.weight_devices[stage][replica], []).append(bw)
     if not delayed_anywhere:
         return {device: jobs for device, (jobs,) in queues.items()}
-    limits = in_flight_limits(request)
+    limits = in_flight_limits(request, wanted, delayed)
     return list_scheduling.run(request, queues, priorities.fill_gaps, limits=limits).orders
+
+
+def _check(request: ScheduleRequest, wanted: Wanted, delayed: bool) -> None:
+    request.check_straight()
+    in_flight_limits(request, wanted, delayed)
+
+
+def _waits_for_room(request: ScheduleRequest, active: Active | None, wanted: Wanted, delayed: bool) -> dict[Task, Task]:
+    """Forwards that wait until there is room again, where it is Bw on another device that makes room."""
+    if not request.offloaded:
+        return {}
+    limits = in_flight_limits(request, wanted, delayed)
+    waits = {}
+    for stage in request.offloaded:
+        for replica, device in enumerate(request.devices[stage]):
+            if device != request.weight_devices[stage][replica]:
+                all_numbers = range(request.micro_batches)
+                numbers = [number for number in all_numbers if active is None or active(stage, number, replica)]
+                for number, earlier in zip(numbers[limits[stage] :], numbers, strict=False):
+                    waiting = Task(stage, Phase.FORWARD, number, replica)
+                    waits[waiting] = Task(stage, Phase.WEIGHT_GRAD, earlier, replica)
+    return waits
+
+
+def _by_warm_up(name: str, wanted: Wanted, summary: str, rank: int, *, delayed: bool = False) -> Policy:
+    """A policy of forwards and backwards in turn, behind K forwards."""
+    return Policy(
+        name,
+        functools.partial(fast_forward, wanted=wanted, delayed=delayed),
+        summary,
+        in_flight=functools.partial(in_flight_limits, wanted=wanted, delayed=delayed),
+        check=functools.partial(_check, wanted=wanted, delayed=delayed),
+        waits=functools.partial(_waits_for_room, wanted=wanted, delayed=delayed),
+        splits=delayed,
+        offloads=True,
+        needs_all=wanted is all_micro_batches and not delayed,
+        planning=Planning(rank=rank, by_seconds=delayed, list_runs=int(delayed), formula=not delayed),
+    )
+
+
+GPIPE = _by_warm_up("gpipe", all_micro_batches, "all forwards, then all backwards (GPipe)", 10)
+DAPPLE_A = _by_warm_up("dapple_a", p_a, "1F1B: stage i of S begins with S - i forwards (DAPPLE's P_A)", 20)
+DAPPLE_B = _by_warm_up("dapple_b", p_b, "1F1B behind 2 (S - i) - 1 forwards (DAPPLE's P_B)", 30)
+FAST_FORWARD = _by_warm_up("fast_forward", all_micro_batches, "gpipe with Bw in the gaps", 40, delayed=True)
+FAST_FORWARD_A = _by_warm_up("fast_forward_a", p_a, "dapple_a with Bw in the gaps", 60, delayed=True)
+FAST_FORWARD_B = _by_warm_up("fast_forward_b", p_b, "dapple_b with Bw in the gaps", 90, delayed=True)
 
 
 def modulo(request: ScheduleRequest) -> Orders:
@@ -87,6 +147,15 @@ def modulo(request: ScheduleRequest) -> Orders:
     queues = list_scheduling.free_queues(request)
     keys = (priorities.oldest_first(request), priorities.critical_path_first(request))
     return list_scheduling.best([list_scheduling.run(request, queues, key, limits=limits) for key in keys]).orders
+
+
+MODULO = Policy(
+    "modulo",
+    modulo,
+    "list scheduling of any placement by the critical path",
+    splits=True,
+    planning=Planning((Placement.STRAIGHT, Placement.PERIODIC), 80, by_seconds=True, list_runs=2),
+)
 
 
 def modulo_devices(stages: int, devices: int) -> list[list[int]]:

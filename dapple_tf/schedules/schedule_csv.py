@@ -30,13 +30,17 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from dapple_tf.data_files import short
+from dapple_tf.data_files import clip, read_text, short
+from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.schedule_check import lockstep
-from dapple_tf.schedules.schedule_request import ScheduleError
+from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleError, ScheduleRequest
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 _KINDS = {Phase.FORWARD: "F", Phase.BACKWARD: "B", Phase.INPUT_GRAD: "I", Phase.WEIGHT_GRAD: "W"}
@@ -45,6 +49,8 @@ _IMPLIED = ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUC
 _WHOLE_BEFORE = "BW"
 """How a whole backward was written when B was the input gradients' part."""
 _ACTION = re.compile(rf"([0-9]{{1,9}})({'|'.join((*_IMPLIED, _WHOLE_BEFORE, *_PHASES))})([0-9]{{0,9}})")
+SUFFIX = ".csv"
+"""How the names of CSV files end."""
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
@@ -116,6 +122,94 @@ def from_csv(text: str, name: str = "parsed") -> Schedule:
                 raise ScheduleError(f"{cell} is {task}, which {first} is already; a task runs once")
             orders[cell.device].append(task)
     return Schedule(name, {device: tuple(tasks) for device, tasks in orders.items()})
+
+
+def csv_policy(path: str | os.PathLike[str]) -> Policy:
+    """Return the policy whose order is that of a CSV file, for as many micro-batches as it has or fewer.
+
+    Row r is for the devices of the stages that it has tasks of, whose lists must be equal: replicas share a row.
+
+    Args:
+        path: the file, with the suffix ``.csv``. The policy has its name.
+
+    Raises:
+        ScheduleError: it isn't a file of that form; with row and column.
+    """
+    file = Path(path)
+    if file.suffix != SUFFIX:
+        raise ScheduleError(f"{short(str(file))} isn't a CSV file's path; give one that ends in {SUFFIX}")
+    if file.exists() and not file.is_file():
+        raise ScheduleError(f"{short(str(file))} isn't a file; give a CSV file")
+    try:
+        schedule = from_csv(read_text(file, ScheduleError, encoding="utf-8-sig"), file.name)
+    except ScheduleError as error:
+        raise ScheduleError(f"{short(str(file))}: {clip(str(error))}") from error
+    except OSError as error:
+        raise ScheduleError(f"{short(str(file))} can't be read: {error.strerror}") from error
+    if not schedule.tasks:
+        raise ScheduleError(f"{short(str(file))} has no tasks; write a row for each rank")
+    return Policy(
+        re.sub(r"[:\\\n]", "_", file.name),
+        _CsvOrder(schedule),
+        f"the order of tasks in {file.name}",
+        check=_CsvCheck(schedule),
+        source=os.fspath(file.absolute()),
+    )
+
+
+@dataclass(frozen=True)
+class _CsvOrder:
+    """The order of tasks that a CSV file gives, as a policy's."""
+
+    schedule: Schedule
+
+    def __call__(self, request: ScheduleRequest) -> Orders:
+        orders: Orders = {}
+        for tasks in self.schedule.orders.values():
+            jobs = [
+                Job(task.stage, task.phase, task.micro_batch)
+                for task in tasks
+                if task.micro_batch < request.micro_batches
+            ]
+            if tasks:
+                orders |= {device: list(jobs) for device in request.devices[tasks[0].stage]}
+        return orders
+
+
+@dataclass(frozen=True)
+class _CsvCheck:
+    """Checks that a request has the stages, rows and micro-batches of a CSV file."""
+
+    schedule: Schedule
+
+    def __call__(self, request: ScheduleRequest) -> None:
+        tasks = self.schedule.tasks
+        stages = 1 + max((task.stage for task in tasks), default=-1)
+        if stages != request.stages:
+            raise ScheduleError(
+                f"{request.policy} has {stages} stages, but there are {request.stages}; cut the model into {stages}"
+            )
+        count = 1 + max(task.micro_batch for task in tasks)
+        if request.micro_batches > count:
+            raise ScheduleError(
+                f"{request.policy} has {count} micro-batches, but there are {request.micro_batches}; use at most "
+                f"{count}"
+            )
+        homes: dict[int, int] = {}
+        for row, own in self.schedule.orders.items():
+            for task in own:
+                if request.devices[task.stage] != request.devices[own[0].stage]:
+                    raise ScheduleError(
+                        f"row {row + 1} of {request.policy} has stages {own[0].stage} and {task.stage}, which are "
+                        f"on devices {list(request.devices[own[0].stage])} and {list(request.devices[task.stage])}; "
+                        f"give both the same"
+                    )
+            for device in request.devices[own[0].stage] if own else ():
+                if homes.setdefault(device, row) != row:
+                    raise ScheduleError(
+                        f"rows {homes[device] + 1} and {row + 1} of {request.policy} are both for device {device}; "
+                        f"give the stages of each row devices of their own"
+                    )
 
 
 class _Cell(NamedTuple):

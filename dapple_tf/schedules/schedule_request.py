@@ -1,4 +1,4 @@
-"""What a schedule is asked for: the policy's name, the devices of each stage, the micro-batches and the limits."""
+"""What a schedule is asked for: the devices of each stage, the micro-batches, the limits and the options."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypedDict, Unpack
 
 from graph_passes.ir.tasks import Phase
 
@@ -20,6 +20,29 @@ TaskSeconds = Sequence[Sequence[float]]
 
 class ScheduleError(ValueError):
     """A schedule can't be made as asked, or isn't a legal one."""
+
+
+class RequestOptions(TypedDict, total=False):
+    """What a schedule may be told besides its devices and micro-batches.
+
+    Attributes:
+        holds: D of each stage, the number of micro-batches whose activations fit; None is no limit.
+        warm_up: K of each stage in place of the policy's, the most micro-batches in flight.
+        reverse_first_k: the backwards of the first k stages are split, and their last micro-batch's Bw put at the end
+            of their devices' orders, stage 0's first (EuroSys'22, algorithm 2).
+        task_seconds: for each stage the times of F, Bx and Bw, by which gaps are found; all equal by default.
+        weight_devices: for each stage the device of each replica that runs Bw, in the order in which they become ready;
+            the stage's own by default.
+        weight_regions: for policies of two streams, for each stage the stage with whose Bx its Bw may start; as soon as
+            it is ready by default (`joint_scheduling`).
+    """
+
+    holds: Sequence[int] | None
+    warm_up: Sequence[int] | None
+    reverse_first_k: int
+    task_seconds: TaskSeconds | None
+    weight_devices: Sequence[Sequence[int]] | None
+    weight_regions: Sequence[int] | None
 
 
 class Job(NamedTuple):
@@ -36,21 +59,18 @@ Orders = dict[int, list[Job]]
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """The checked arguments of `schedules.make_schedule`.
+    """What a policy is asked for, checked; `of` makes it.
 
     Attributes:
-        policy: a policy's name.
+        policy: the policy's name, for error texts.
         devices: for each stage, the device index of each of its replicas.
         micro_batches: M.
         holds: D of each stage, the micro-batches whose activations fit; None is no limit.
-        warm_up: K of each stage in place of the policy's.
+        warm_up: K of each stage in place of the policy's, at most M; None is the policy's.
         seconds: for each stage the times of F, Bx and Bw.
         weight_devices: for each stage the device of each replica that runs Bw.
-        reverse_first_k: of so many stages the Bw of the last micro-batch come last.
-        weight_regions: for each stage the stage with whose Bx its Bw may start, under joint; None is its own.
-
-    Raises:
-        ScheduleError: a number is too small, or a list has another length than there are stages or replicas.
+        reverse_first_k: number of stages whose last micro-batch's Bw come last.
+        weight_regions: for each stage the stage with whose Bx its Bw may start; None is its own.
     """
 
     policy: str
@@ -65,45 +85,57 @@ class ScheduleRequest:
 
     @classmethod
     def of(
-        cls,
-        policy: str,
-        devices: Sequence[Sequence[int]],
-        micro_batches: int,
-        holds: Sequence[int] | None = None,
-        warm_up: Sequence[int] | None = None,
-        task_seconds: TaskSeconds | None = None,
-        weight_devices: Sequence[Sequence[int]] | None = None,
-        reverse_first_k: int = 0,
-        weight_regions: Sequence[int] | None = None,
+        cls, policy: str, devices: Sequence[Sequence[int]], micro_batches: int, **options: Unpack[RequestOptions]
     ) -> ScheduleRequest:
         """Check and fill in arguments.
 
+        Args:
+            policy: the policy's name.
+            devices: for each stage, the device index of each of its replicas. A device may stand in several stages.
+            micro_batches: M.
+            **options: see `RequestOptions`.
+
         Raises:
-            ScheduleError: as this class.
+            ScheduleError: a number is too small, or a list has another length than there are stages or replicas.
         """
         check_count("micro_batches", micro_batches)
         check_devices(devices)
         stages = len(devices)
-        for name, counts in (("holds", holds), ("warm_up", warm_up)):
-            if counts is not None:
-                check_per_stage(name, counts, stages)
+        holds = _per_stage("holds", options.get("holds"), stages)
+        warm_up = _per_stage("warm_up", options.get("warm_up"), stages)
+        weight_devices, regions = options.get("weight_devices"), options.get("weight_regions")
         check_weight_devices(devices, weight_devices)
-        if not 0 <= reverse_first_k <= stages:
-            raise ScheduleError(
-                f"reverse_first_k is {reverse_first_k}; with {stages} stages it must be from 0 to {stages}"
-            )
+        first_k = options.get("reverse_first_k", 0)
+        if not 0 <= first_k <= stages:
+            raise ScheduleError(f"reverse_first_k is {first_k}; with {stages} stages it must be from 0 to {stages}")
         places = tuple(map(tuple, devices))
         return cls(
             policy,
             places,
             micro_batches,
-            None if holds is None else tuple(holds),
+            holds,
             None if warm_up is None else tuple(min(count, micro_batches) for count in warm_up),
-            _seconds(task_seconds, stages),
+            _seconds(options.get("task_seconds"), stages),
             places if weight_devices is None else tuple(map(tuple, weight_devices)),
-            reverse_first_k,
-            None if weight_regions is None else tuple(weight_regions),
+            first_k,
+            None if regions is None else tuple(regions),
         )
+
+    def within(self, holds: Sequence[int] | None, micro_batches: int | None = None) -> ScheduleRequest:
+        """The same under a memory limit, and for another number of micro-batches.
+
+        Args:
+            holds: D of each stage; None is no limit.
+            micro_batches: M; None for the same.
+
+        Raises:
+            ScheduleError: a number is too small, or there isn't one D for each stage.
+        """
+        count = self.micro_batches if micro_batches is None else micro_batches
+        check_count("micro_batches", count)
+        limits = _per_stage("holds", holds, self.stages)
+        warm_up = None if self.warm_up is None else tuple(min(most, count) for most in self.warm_up)
+        return replace(self, micro_batches=count, holds=limits, warm_up=warm_up)
 
     @property
     def stages(self) -> int:
@@ -170,6 +202,13 @@ def check_per_stage(name: str, counts: Sequence[int], stages: int) -> None:
     for stage, count in enumerate(counts):
         if count < 1:
             raise ScheduleError(f"{name} of stage {stage} is {count}; it must be at least 1")
+
+
+def _per_stage(name: str, counts: Sequence[int] | None, stages: int) -> tuple[int, ...] | None:
+    if counts is None:
+        return None
+    check_per_stage(name, counts, stages)
+    return tuple(counts)
 
 
 def check_devices(devices: Sequence[Sequence[int]]) -> None:

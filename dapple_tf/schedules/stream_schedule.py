@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dapple_tf.schedules.one_forward_one_backward import sequence
+from dapple_tf.schedules.policy import Planning, Policy
 from dapple_tf.schedules.schedule_request import Active, Job, Orders, ScheduleError, ScheduleRequest
 from graph_passes.ir.tasks import Phase, Task
-
-JOINT = "joint"
 
 _IN_FLIGHT = 2
 """Micro-batches in flight: one in the main stream, one whose Bw are being finished."""
@@ -44,7 +43,7 @@ def joint(request: ScheduleRequest) -> Orders:
     return mains | {device: list(sub) for device in request.weight_devices[0]}
 
 
-def joint_waits(request: ScheduleRequest, active: Active | None) -> dict[Task, Task]:
+def _waits(request: ScheduleRequest, active: Active | None) -> dict[Task, Task]:
     """What tasks wait for besides their data: Bw for their region, F for room."""
     waits = {}
     for stage in range(request.stages):
@@ -63,12 +62,10 @@ def joint_waits(request: ScheduleRequest, active: Active | None) -> dict[Task, T
     return waits
 
 
-def check_joint(request: ScheduleRequest) -> None:
-    """Check that there is one main stream and one sub-stream for each replica.
-
-    Raises:
-        ScheduleError: stages on different devices, a weight device that is a main one, or several for one replica.
-    """
+def _check(request: ScheduleRequest) -> None:
+    """Check that there is one main stream and one sub-stream for each replica, and a region for each Bw."""
+    if request.weight_regions is not None:
+        _check_regions(request.weight_regions, request.stages)
     mains = request.devices[0]
     for stage in range(request.stages):
         if request.devices[stage] != mains:
@@ -91,18 +88,8 @@ def check_joint(request: ScheduleRequest) -> None:
             )
 
 
-def check_weight_regions(policy: str, weight_regions: Sequence[int] | None, stages: int) -> None:
-    """Check that each stage's Bw has a region that doesn't begin before its Bx.
-
-    Raises:
-        ScheduleError: another policy, a list of another length, or a stage that is out of range.
-    """
-    if weight_regions is None:
-        return
-    if policy != JOINT:
-        raise ScheduleError(
-            f"weight_regions are given for {policy}, which has no regions; leave them out, or use joint"
-        )
+def _check_regions(weight_regions: Sequence[int], stages: int) -> None:
+    """Check that each stage's Bw has a region that doesn't begin before its Bx."""
     if len(weight_regions) != stages:
         raise ScheduleError(f"weight_regions has {len(weight_regions)} entries for {stages} stages; give one for each")
     for stage, region in enumerate(weight_regions):
@@ -122,3 +109,16 @@ def _starts_after(request: ScheduleRequest, stage: int) -> int:
     """The stage whose Bx ends when the Bw of ``stage`` may start: its own, or the one before its region."""
     regions = request.weight_regions
     return stage if regions is None else min(stage, regions[stage] + 1)
+
+
+JOINT = Policy(
+    "joint",
+    joint,
+    "a main stream (F, Bx) and a sub-stream (Bw) on one device",
+    check=_check,
+    waits=_waits,
+    splits=True,
+    offloads=True,
+    two_streams=True,
+    planning=Planning(placements=()),
+)

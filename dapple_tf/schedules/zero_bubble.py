@@ -16,27 +16,36 @@ left. L falls to what D (`holds`) or K (`warm_up`) allow, and with L = 1 this is
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from dapple_tf.schedules import list_scheduling, priorities
-from dapple_tf.schedules.list_scheduling import Timeline
-from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleError, ScheduleRequest
+from dapple_tf.schedules.policy import Placement, Planning, Policy
+from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleRequest
+from dapple_tf.schedules.vee import check_vee, hosted_stages, is_vee
 from graph_passes.ir.tasks import Phase
 
 F, BX, BW = Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 
 
-def in_flight_limits(request: ScheduleRequest) -> list[int]:
-    """L of each stage: p under zb_h1, else 2p - 1, or less if K, D or M say so; one number for a group."""
-    positions = len(request.groups)
-    wanted = positions if request.policy == "zb_h1" else 2 * positions - 1
+def in_flight_limits(request: ScheduleRequest, wanted: int) -> list[int]:
+    """L of each stage: what is wanted, or less if K, D or M say so; one number for a group."""
     limits = [min(request.limit(stage, wanted) for stage in group) for group in request.groups]
     return [limit for limit, group in zip(limits, request.groups, strict=True) for _ in group]
 
 
-def handcrafted(request: ScheduleRequest, extra: int) -> Orders:
+def h1_limits(request: ScheduleRequest) -> list[int]:
+    """L of each stage under zb_h1: p, as 1F1B's fullest."""
+    return in_flight_limits(request, len(request.groups))
+
+
+def h2_limits(request: ScheduleRequest) -> list[int]:
+    """L of each stage under zb_h2 and zero_bubble: 2p - 1."""
+    return in_flight_limits(request, 2 * len(request.groups) - 1)
+
+
+def handcrafted(request: ScheduleRequest, extra: int, limits: Sequence[int]) -> Orders:
     """The closed form with a warm-up of ``min(p - i + extra, 2(p - i) - 1)``: 0 is zb_h1, p - 1 is zb_h2."""
-    limits = in_flight_limits(request)
-    counts = _warm_up(request, extra)
+    counts = _warm_up(request, extra, limits)
     orders: Orders = {}
     for group, count in zip(request.groups, counts, strict=True):
         jobs = _order(request.micro_batches, group, count, limits[group[0]] - count)
@@ -46,12 +55,12 @@ def handcrafted(request: ScheduleRequest, extra: int) -> Orders:
 
 def zb_h1(request: ScheduleRequest) -> Orders:
     """ZB-H1 (section 2.1): 1F1B's warm-up and 1F1B's peak memory, a third of its bubble."""
-    return handcrafted(request, 0)
+    return handcrafted(request, 0, h1_limits(request))
 
 
 def zb_h2(request: ScheduleRequest) -> Orders:
     """ZB-H2 (section 2.2): no bubble between a device's first and last task, at twice the activations."""
-    return handcrafted(request, len(request.groups))
+    return handcrafted(request, len(request.groups), h2_limits(request))
 
 
 def zero_bubble(request: ScheduleRequest) -> Orders:
@@ -60,18 +69,18 @@ def zero_bubble(request: ScheduleRequest) -> Orders:
     For each warm-up between zb_h1's and zb_h2's, the closed form and one whose Bw fill the gaps of a simulated run are
     compared by the time of the step, then by the longest time between a device's first and last task.
     """
-    if is_v(request):
+    if is_vee(request):
         return zb_v(request)
     positions = len(request.groups)
-    limits = in_flight_limits(request)
+    limits = h2_limits(request)
     found = []
     tried = set()
     for extra in range(positions):
-        counts = tuple(_warm_up(request, extra))
+        counts = tuple(_warm_up(request, extra, limits))
         if counts in tried:
             continue
         tried.add(counts)
-        found.append(_replay(request, handcrafted(request, extra)))
+        found.append(list_scheduling.replay(request, handcrafted(request, extra, limits)))
         queues: dict[int, list[list[Job]]] = {}
         for group, count in zip(request.groups, counts, strict=True):
             order = _order(request.micro_batches, group, count, 0)
@@ -92,12 +101,9 @@ def zb_v(request: ScheduleRequest) -> Orders:
     Raises:
         ScheduleError: the devices aren't a V.
     """
-    check_v(request)
+    check_vee(request)
     limits = [request.limit(stage, request.micro_batches) for stage in range(request.stages)]
-    hosted: dict[int, list[int]] = {}
-    for stage, devices in enumerate(request.devices):
-        for device in devices:
-            hosted.setdefault(device, []).append(stage)
+    hosted = hosted_stages(request)
     positions = len({request.devices[stage] for stage in range(request.stages)})
     room = None if request.warm_up else {device: positions * len(stages) for device, stages in hosted.items()}
     queues = list_scheduling.free_queues(request)
@@ -106,33 +112,8 @@ def zb_v(request: ScheduleRequest) -> Orders:
     return list_scheduling.best(runs).orders
 
 
-def is_v(request: ScheduleRequest) -> bool:
-    """Whether the second half of the stages goes back over the devices of the first."""
-    lists = request.devices
-    half = len(lists) // 2
-    if len(lists) % 2 or len(request.groups) == 1 or lists != lists[::-1]:
-        return False
-    first = [devices for devices, _ in itertools.groupby(lists[:half])]
-    return sum(map(len, first)) == len({device for devices in first for device in devices})
-
-
-def check_v(request: ScheduleRequest) -> None:
-    """Check that the devices are a V.
-
-    Raises:
-        ScheduleError: they aren't.
-    """
-    if not is_v(request):
-        raise ScheduleError(
-            f"zb_v wants stages i and {request.stages} - 1 - i on the same devices, such as [[0], [1], [1], [0]], and "
-            f"the first half on different ones, but the stages are on {list(map(list, request.devices))}; use such a "
-            f"list, or zb_h1, zb_h2 or modulo"
-        )
-
-
-def _warm_up(request: ScheduleRequest, extra: int) -> list[int]:
+def _warm_up(request: ScheduleRequest, extra: int, limits: Sequence[int]) -> list[int]:
     positions = len(request.groups)
-    limits = in_flight_limits(request)
     wanted = [min(positions - i + extra, 2 * (positions - i) - 1) for i in range(positions)]
     counts = [min(count, limits[group[0]]) for count, group in zip(wanted, request.groups, strict=True)]
     return list(itertools.accumulate(counts, min))
@@ -150,5 +131,42 @@ def _order(micro_batches: int, stages: range, warm_up: int, delay: int) -> list[
     return jobs + [Job(stage, BW, number) for number in range(first, micro_batches) for stage in reversed(stages)]
 
 
-def _replay(request: ScheduleRequest, orders: Orders) -> Timeline:
-    return list_scheduling.run(request, {device: [jobs] for device, jobs in orders.items()}, lambda job, ready: ())
+def _check_straight_or_vee(request: ScheduleRequest) -> None:
+    if not is_vee(request):
+        request.check_straight()
+
+
+ZB_H1 = Policy(
+    "zb_h1",
+    zb_h1,
+    "zero bubble within 1F1B's memory: Bw are put off",
+    in_flight=h1_limits,
+    check=ScheduleRequest.check_straight,
+    splits=True,
+    planning=Planning(rank=70),
+)
+ZB_H2 = Policy(
+    "zb_h2",
+    zb_h2,
+    "zero bubble within twice 1F1B's memory: none between a device's first and last task",
+    in_flight=h2_limits,
+    check=ScheduleRequest.check_straight,
+    splits=True,
+    planning=Planning(rank=100),
+)
+ZB_V = Policy(
+    "zb_v",
+    zb_v,
+    "zero bubble within 1F1B's memory, two stages on each device, there and back",
+    check=check_vee,
+    splits=True,
+    planning=Planning((Placement.VEE,), 75, by_seconds=True, list_runs=2),
+)
+ZERO_BUBBLE = Policy(
+    "zero_bubble",
+    zero_bubble,
+    "the best of these for given times and limits",
+    check=_check_straight_or_vee,
+    splits=True,
+    planning=Planning(rank=50, by_seconds=True, list_runs_per_stage=2),
+)

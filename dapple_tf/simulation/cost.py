@@ -9,12 +9,13 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import ZERO, Cost, Profile
-from dapple_tf.schedules.schedules import WHOLE_BACKWARD, ScheduleError, make_schedule, resolve_warm_up
+from dapple_tf.schedules.schedule_request import ScheduleRequest
+from dapple_tf.schedules.schedules import ScheduleError, in_flight_limits, order_tasks
 from dapple_tf.simulation.all_reduce import ALL_REDUCE, all_reduce_line, all_reduce_seconds
 from dapple_tf.simulation.device_memory import DeviceNeed, device_needs, stored_bytes
 from dapple_tf.simulation.stage_cost import MIN_CUT_SHARE, StageCost, stage_cost
@@ -56,17 +57,6 @@ class Reduction:
     stages: tuple[int, ...]
     devices: tuple[int, ...]
     bytes: float
-
-
-class _Limits(TypedDict):
-    """What a schedule is made from besides its policy, devices and micro-batches."""
-
-    holds: tuple[int, ...] | None
-    warm_up: tuple[int, ...] | None
-    reverse_first_k: int
-    task_seconds: tuple[tuple[float, float, float], ...] | None
-    weight_devices: tuple[tuple[int, ...], ...] | None
-    weight_regions: tuple[int, ...] | None
 
 
 class CostModel:
@@ -319,8 +309,10 @@ class CostModel:
     def delays(self, stage: int) -> bool:
         """Whether the plan's schedule splits the backwards of a stage."""
         plan = self.plan
+        if plan.policy.splits is None:
+            return stage in plan.split_stages
         offloaded = self.homes[stage] != plan.devices[stage]
-        return plan.schedule not in WHOLE_BACKWARD or stage < plan.reverse_first_k or offloaded
+        return plan.policy.splits or stage < plan.reverse_first_k or offloaded
 
     def needed_bytes(self, stage: int, in_flight: int) -> float:
         """Peak memory of each device of a stage with ``in_flight`` micro-batches (K) in flight.
@@ -339,14 +331,17 @@ class CostModel:
     def holds(self) -> tuple[int, ...] | None:
         """D of each stage: how many micro-batches fit; None when no device's memory is known. 0: not even one.
 
-        On a device that hosts several stages, so many of each of them fit at the same time.
+        On a device that hosts several stages, so many of each of them fit at the same time; where the policy limits
+        them together, so many of any of them (`Policy.shares_room`).
         """
         limits = [self.memory_limit(stage) for stage in range(len(self.stages))]
         if all(limit is None for limit in limits):
             return None
-        count = len(self.micro_batches)
+        count, shared = len(self.micro_batches), self.plan.policy.shares_room
         return tuple(
-            count if limit is None else min(need.fitting(limit, count) for need in needs)
+            (count * len(limits) if shared else count)
+            if limit is None
+            else min(need.fitting(limit, count, shared=shared) for need in needs)
             for limit, needs in zip(limits, self._needs, strict=True)
         )
 
@@ -359,13 +354,7 @@ class CostModel:
         """
         self.check_memory()
         try:
-            return resolve_warm_up(
-                self.plan.schedule,
-                len(self.stages),
-                len(self.micro_batches),
-                devices=self.plan.devices,
-                **self._limits,
-            )
+            return in_flight_limits(self.plan.policy, self._request)
         except ScheduleError as error:
             raise PlanError(f"the plan doesn't fit the devices' memory: {error}") from error
 
@@ -401,21 +390,13 @@ class CostModel:
         """
         self.check_memory()
         try:
-            return make_schedule(self.plan.schedule, self.plan.devices, len(self.micro_batches), **self._limits)
+            return order_tasks(self.plan.policy, self._request)
         except ScheduleError as error:
             raise PlanError(f"the plan doesn't fit the devices' memory: {error}") from error
 
     @property
-    def _limits(self) -> _Limits:
-        plan = self.plan
-        return {
-            "holds": self.holds,
-            "warm_up": plan.warm_up,
-            "reverse_first_k": plan.reverse_first_k,
-            "task_seconds": plan.task_seconds,
-            "weight_devices": plan.weight_devices,
-            "weight_regions": plan.weight_regions,
-        }
+    def _request(self) -> ScheduleRequest:
+        return self.plan.request.within(self.holds, len(self.micro_batches))
 
 
 def _routes(profile: Profile, stage_of: Sequence[int]) -> dict[tuple[int, int], tuple[Cost, Cost]]:

@@ -17,6 +17,8 @@ class DeviceNeed(NamedTuple):
     Attributes:
         stored: bytes of variables, slots and gradients: accumulators, or what a single micro-batch leaves at its end.
         each: what one micro-batch keeps in all stages of the device.
+        largest: what it keeps in that of them where it keeps most.
+        stages: number of stages of the device.
         working: what a running task needs besides.
         alone: for reductions at the end of the step.
         beside: for a reduction while tasks go on.
@@ -24,6 +26,8 @@ class DeviceNeed(NamedTuple):
 
     stored: float
     each: float
+    largest: float
+    stages: int
     working: float
     alone: float
     beside: float
@@ -32,11 +36,17 @@ class DeviceNeed(NamedTuple):
         """Bytes with so many micro-batches in flight."""
         return self.stored + max(in_flight * self.each + self.working + self.beside, self.alone)
 
-    def fitting(self, limit: int, most: int) -> int:
-        """How many micro-batches fit in so many bytes, at most ``most``."""
+    def fitting(self, limit: int, most: int, *, shared: bool = False) -> int:
+        """How many micro-batches fit in so many bytes, at most ``most`` in each stage.
+
+        With ``shared`` it is their slices that count, in whichever stage of the device: each may be as large as the
+        largest, unless there are no more than one micro-batch's (`Policy.shares_room`).
+        """
         room = limit - self.stored - self.working - self.beside
         if room < self.each or limit < self.peak(1):
             return 0
+        if shared:
+            return max(self.stages, int(room // self.largest)) if self.largest else most * self.stages
         return min(most, int(room // self.each)) if self.each else most
 
 
@@ -61,12 +71,13 @@ def device_needs(costs: CostModel) -> tuple[tuple[DeviceNeed, ...], ...]:
 
 def _need(costs: CostModel, runs: tuple[int, ...], homes: tuple[int, ...]) -> DeviceNeed:
     """What a device needs that runs F and Bx of some stages, and has the variables of some."""
-    each = 0.0
+    kept = []
     for stage in {*runs, *homes}:
         samples = costs.samples(stage)
         residual = costs.residual_bytes(stage, samples) if stage in runs else 0.0
         delayed = costs.delayed_bytes(stage, samples) if stage in homes and costs.delays(stage) else 0.0
-        each += max(residual, delayed)
+        kept.append(max(residual, delayed))
+    each = sum(kept)
     stages = {*runs, *homes}
     working = max(_working(costs, stage) for stage in stages)
     buffers = {stage: own for stage in stages if (own := costs.stages[stage].buffers) is not None}
@@ -77,7 +88,8 @@ def _need(costs: CostModel, runs: tuple[int, ...], homes: tuple[int, ...]) -> De
     alone += sum(applying) + sending
     beside = max(reducing, default=0.0) if len(stages) > 1 else 0.0  # while other stages compute
     beside += max(applying, default=0) if len(stages) > 1 else 0
-    return DeviceNeed(_stored(costs, homes, accumulated=True), each, working, alone, beside)
+    stored = _stored(costs, homes, accumulated=True)
+    return DeviceNeed(stored, each, max(kept, default=0.0), len(stages), working, alone, beside)
 
 
 def _working(costs: CostModel, stage: int) -> float:

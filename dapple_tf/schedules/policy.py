@@ -1,0 +1,146 @@
+"""A scheduling policy as one value: how it orders tasks, what it can't do, and when the planner tries it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dapple_tf.schedules.schedule_request import Active, Job, Orders, ScheduleError, ScheduleRequest
+from graph_passes.ir.tasks import Phase, Task
+
+__all__ = [
+    "Active",
+    "Job",
+    "Orders",
+    "Phase",
+    "Placement",
+    "Planning",
+    "Policy",
+    "ScheduleError",
+    "ScheduleRequest",
+    "Task",
+    "any_request",
+    "no_waits",
+]
+
+Place = TypeVar("Place")
+
+
+class Placement(enum.Enum):
+    """How stages lie on the places of a pipeline, each a list of devices."""
+
+    STRAIGHT = "straight"
+    """One stage on each place: 0 1 2."""
+    PERIODIC = "periodic"
+    """Several, over and over: 0 1 2 0 1 2."""
+    VEE = "vee"
+    """Two, there and back: 0 1 2 2 1 0."""
+
+    def stages(self, places: Sequence[Place], count: int) -> list[Place] | None:
+        """For each stage its place, with ``count`` stages on each; None where the placement has another number."""
+        there = list(places)
+        if self is Placement.STRAIGHT:
+            return there if count == 1 else None
+        if self is Placement.VEE:
+            return there + there[::-1] if count == 2 else None
+        return there * count if count > 1 else None
+
+
+@dataclass(frozen=True)
+class Planning:
+    """When the planner tries a policy, and what that costs.
+
+    Attributes:
+        placements: those that it is tried with.
+        rank: how likely it is to gain: policies of a higher rank are tried first.
+        where_short: it is tried only where the devices' memory limits the micro-batches in flight.
+        by_seconds: it orders tasks by their times, which go into the plan (`Plan.task_seconds`).
+        list_runs: number of list schedules that it makes for one order.
+        list_runs_per_stage: that number for each stage, besides.
+        formula: it is one of DAPPLE's, which the search by formula stands for; others are derived from its plans.
+    """
+
+    placements: tuple[Placement, ...] = (Placement.STRAIGHT,)
+    rank: int = 0
+    where_short: bool = False
+    by_seconds: bool = False
+    list_runs: int = 0
+    list_runs_per_stage: int = 0
+    formula: bool = False
+
+
+def any_request(request: ScheduleRequest) -> None:
+    """The check of a policy that takes all stages and devices."""
+
+
+def no_waits(request: ScheduleRequest, active: Active | None) -> Mapping[Task, Task]:
+    """The waits of a policy whose tasks wait for their data and their devices only."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A scheduling policy: the order in which each device runs its forwards and backwards in one step.
+
+        def one_by_one(request):
+            jobs = [Job(0, phase, i) for i in range(request.micro_batches) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+            return {device: jobs for device in request.devices[0]}
+
+        ONE_BY_ONE = Policy("one_by_one", one_by_one)
+        plan = dapple.Plan.data_parallel(2, 64, micro_batches=4, schedule=ONE_BY_ONE)
+
+    docs/extending.md has a longer example. Every policy runs the weight gradients of a stage (B or Bw) in micro-batch
+    order, so that results don't depend on it. All functions are pure: equal requests, equal orders.
+    `schedule_check.validate` checks what comes out; of a policy that isn't built in, each order before it is used.
+
+    Attributes:
+        name: what plans and texts call it; no built-in policy's, unless it is that.
+        order: request -> for each device its jobs in order, whatever number of micro-batches. A stage's devices all
+            have its jobs. No stage may have more micro-batches in flight than `ScheduleRequest.limit` allows.
+        summary: what it is, in one line.
+        in_flight: request -> the most micro-batches that each stage has in flight, from F to B or Bw; None finds it
+            out from the order.
+        check: raises ScheduleError for stages, devices or options that the policy can't do, before anything is ordered.
+        waits: (request, active slices) -> what tasks wait for besides their data and their device's order.
+        splits: whether the backward of each stage is Bx and Bw: True; or a whole B unless an option splits it: False;
+            None finds it out from the order.
+        reverses: whether it takes ``reverse_first_k``.
+        offloads: whether it takes ``weight_devices``, on which Bw run apart from F and Bx.
+        two_streams: whether it is for the two streams of one device: it needs ``weight_devices`` and takes
+            ``weight_regions``. The planner doesn't try it.
+        needs_all: whether it keeps all micro-batches in flight, however little memory there is.
+        shares_room: whether it limits the micro-batches in flight of all stages of a device together. A memory limit D
+            then is the number of micro-batches' slices that a device holds, of whichever of its stages.
+        planning: when the planner tries it.
+        source: what stands for it in a plan's file: ``module:name`` or the path of a CSV file; None for a built-in
+            one, and for one that is found by its name in the module that defines ``order``.
+
+    Raises:
+        ScheduleError: the name is no text, or could be a path or a module's attribute.
+    """
+
+    name: str
+    order: Callable[[ScheduleRequest], Orders]
+    summary: str = ""
+    in_flight: Callable[[ScheduleRequest], Sequence[int]] | None = None
+    check: Callable[[ScheduleRequest], None] = any_request
+    waits: Callable[[ScheduleRequest, Active | None], Mapping[Task, Task]] = no_waits
+    splits: bool | None = None
+    reverses: bool = True
+    offloads: bool = False
+    two_streams: bool = False
+    needs_all: bool = False
+    shares_room: bool = False
+    planning: Planning = Planning()
+    source: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name or set(self.name) & set(":/\\\n"):
+            raise ScheduleError(
+                f"the policy's name is {self.name!r}; give a text without a colon and slashes, such as 'run_ahead'"
+            )
+
+    def __str__(self) -> str:
+        return self.name

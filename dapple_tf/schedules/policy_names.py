@@ -1,0 +1,92 @@
+"""What stands for a policy in a plan's file, and finding it again.
+
+    in the file               what it is
+    zb_h1                     a built-in policy
+    my_schedules:RUN_AHEAD    a policy bound to a name of a module
+    schedules/mine.csv        a CSV file, counted from the plan's folder
+
+A plan's file is data: reading it must not run code that it names. A module is therefore looked at only if the program
+has imported it already; otherwise the caller hands over the policy itself. A CSV file is read, within bounds.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from dapple_tf.data_files import short
+from dapple_tf.schedules.policies import BUILT_IN
+from dapple_tf.schedules.policy import Policy
+from dapple_tf.schedules.schedule_csv import SUFFIX, csv_policy
+from dapple_tf.schedules.schedule_request import ScheduleError
+
+
+def own_policy(schedule: object) -> object:
+    """A plan's ``schedule`` with a CSV file's path read, and a built-in policy's name for that policy.
+
+    Raises:
+        ScheduleError: the CSV file isn't a schedule, or can't be read.
+    """
+    if isinstance(schedule, Policy) and schedule in BUILT_IN:
+        return schedule.name
+    if isinstance(schedule, os.PathLike) or (isinstance(schedule, str) and schedule.endswith(SUFFIX)):
+        return csv_policy(schedule)
+    return schedule
+
+
+def reference(policy: Policy, folder: Path | None = None) -> str:
+    """What stands for a policy in a plan's file.
+
+    Args:
+        policy: the policy. One that no name of a module stands for has its own, by which `find_policy` finds it among
+            those that are given.
+        folder: the plan's: a CSV file in it, or in one of its folders, is counted from there.
+    """
+    if policy in BUILT_IN:
+        return policy.name
+    if policy.source is not None:
+        if folder is not None and policy.source.endswith(SUFFIX) and Path(policy.source).is_relative_to(folder):
+            return Path(policy.source).relative_to(folder).as_posix()
+        return policy.source
+    order = policy.order
+    while isinstance(order, functools.partial):
+        order = order.func
+    module = sys.modules.get(order.__module__)
+    for name, value in vars(module).items() if module is not None else ():
+        if isinstance(value, Policy) and value == policy:
+            return f"{order.__module__}:{name}"
+    return policy.name
+
+
+def find_policy(text: object, given: Iterable[Policy], folder: Path) -> object:
+    """The policy that ``text`` stands for in a plan's file; ``text`` itself if it is a name, of a built-in one or not.
+
+    Args:
+        text: from the file.
+        given: policies that it may stand for, besides those of modules that are imported.
+        folder: the plan's, from which paths of CSV files count.
+
+    Raises:
+        ScheduleError: none stands for it, or it is a CSV file that isn't a schedule or can't be read.
+    """
+    if not isinstance(text, str) or any(text == policy.name for policy in BUILT_IN):
+        return text
+    for policy in given:
+        if text in (policy.name, policy.source, reference(policy, folder.absolute())):
+            return policy
+    if text.endswith(SUFFIX):
+        return csv_policy(folder / text)
+    module, colon, name = text.partition(":")
+    if not colon:
+        return text
+    found = vars(sys.modules[module]).get(name) if module in sys.modules else None
+    if isinstance(found, Policy):
+        return found
+    what = "isn't a Policy of that module" if module in sys.modules else "is of a module that isn't imported"
+    raise ScheduleError(
+        f"the schedule {short(text)} {what}, and reading a plan imports nothing; import the module that has it first, "
+        f"or give the policy: Plan.load(path, schedules=[...])"
+    )

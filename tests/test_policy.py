@@ -1,0 +1,318 @@
+"""Policies as values: the built-in ones, one's own, and what stands for them in a plan's file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from equal_layers import cluster_of, profile_of
+
+import dapple_tf as dapple
+from dapple_tf.describe.plan import Plan, PlanError
+from dapple_tf.planning.planner import plan as find_plan
+from dapple_tf.schedules.policies import BUILT_IN
+from dapple_tf.schedules.policy import Placement, Planning, Policy
+from dapple_tf.schedules.schedule_csv import csv_policy, to_csv
+from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleRequest
+from dapple_tf.schedules.schedules import POLICIES, ScheduleError, make_schedule, policy_of
+from dapple_tf.simulation.cost import CostModel
+from dapple_tf.simulation.planned import planned
+from dapple_tf.tools.even_pipeline import pipeline
+from dapple_tf.view.text import timeline_text
+from graph_passes.ir.tasks import Phase
+from tests.schedule_runs import straight
+
+F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_ahead(request: ScheduleRequest) -> Orders:
+    """1F1B in which every stage but the last begins with one forward more."""
+    orders: Orders = {}
+    for stage, devices in enumerate(request.devices):
+        left = request.stages - stage
+        ahead = request.limit(stage, left + (left > 1))
+        numbers = range(request.micro_batches)
+        jobs = [Job(stage, F, number) for number in numbers[:ahead]]
+        for number in numbers:
+            jobs += [Job(stage, B, number)] + [Job(stage, F, later) for later in numbers[number + ahead :][:1]]
+        orders |= {device: jobs for device in devices}
+    return orders
+
+
+RUN_AHEAD = Policy("run_ahead", run_ahead, planning=Planning(rank=1000))
+
+
+def split_first(request: ScheduleRequest) -> Orders:
+    """Each micro-batch by itself, with the backward of stage 0 split."""
+    phases = {stage: (F, BX, BW) if stage == 0 else (F, B) for stage in range(request.stages)}
+    return {
+        device: [Job(stage, phase, number) for number in range(request.micro_batches) for phase in phases[stage]]
+        for stage, devices in enumerate(request.devices)
+        for device in devices
+    }
+
+
+SPLIT_FIRST = Policy("split_first", split_first)
+PROFILE = profile_of(6)
+CUTS = ["layer_1", "layer_3"]
+
+
+def plan_of(schedule: str | Policy, micro_batches: int = 4, **options: object) -> Plan:
+    return Plan.manual(CUTS, [[0], [1, 2], [3]], micro_batches, 8, schedule, **options)  # type: ignore[arg-type]
+
+
+# ---- the built-in ones
+
+
+def test_built_in_policies_have_names_and_summaries_of_their_own() -> None:
+    assert len({policy.name for policy in BUILT_IN}) == len({policy.summary for policy in BUILT_IN}) == len(BUILT_IN)
+    for policy in BUILT_IN:
+        assert policy_of(policy.name) is policy is policy_of(policy) and str(policy) == policy.name
+        assert policy.summary and "\n" not in policy.summary and policy.summary[-1] not in ".;"
+        assert policy.source is None
+
+
+def test_ranks_order_policies_and_no_placement_is_in_doubt() -> None:
+    tried = [policy for policy in BUILT_IN if policy.planning.placements]
+    assert len({policy.planning.rank for policy in tried}) == len(tried)
+    assert [policy for policy in BUILT_IN if policy not in tried] == [policy_of("joint")]
+    assert Placement.STRAIGHT.stages("ab", 1) == ["a", "b"] and Placement.STRAIGHT.stages("ab", 2) is None
+    assert Placement.PERIODIC.stages("ab", 2) == ["a", "b", "a", "b"] and Placement.PERIODIC.stages("ab", 1) is None
+    assert Placement.VEE.stages("ab", 2) == ["a", "b", "b", "a"] and Placement.VEE.stages("ab", 3) is None
+
+
+def test_flags_say_what_orders_do() -> None:
+    for policy in BUILT_IN:
+        if policy.two_streams:
+            continue
+        devices = straight(3)
+        if policy.planning.placements == (Placement.VEE,):
+            devices = devices + devices[::-1]
+        split = make_schedule(policy, devices, 4).split
+        assert split == (frozenset(range(len(devices))) if policy.splits else frozenset())
+        if policy.reverses:
+            assert 0 in make_schedule(policy, devices, 4, reverse_first_k=1).split
+        else:
+            with pytest.raises(ScheduleError, match="doesn't split backwards"):
+                make_schedule(policy, devices, 4, reverse_first_k=1)
+        if policy.needs_all:
+            with pytest.raises(ScheduleError, match="keeps all 4 micro-batches in flight"):
+                make_schedule(policy, devices, 4, holds=[2] * len(devices))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_simulators_check_has_a_pipeline_for_every_policy(policy: str) -> None:
+    plan, profile, cluster = pipeline(4, 5, policy, [2, 1], 0.1)
+    assert dapple.simulate(plan, profile, cluster).latency > 0
+
+
+NAMES = "|".join(policy.name for policy in BUILT_IN)
+
+
+def test_no_policy_is_known_by_its_name_outside_schedules() -> None:
+    """Whoever adds a policy then touches its file and the tuple: comparisons and tables of names are refused."""
+    compared = re.compile(rf"""(==|!=|\bin\b|\{{|:)\s*\(?["']({NAMES})["']|["']({NAMES})["']\s*(==|!=|\bin\b|:)""")
+    for package in ("planning", "describe", "simulation", "measuring", "execution", "view", "variables", "tracing"):
+        for path in (ROOT / "dapple_tf" / package).rglob("*.py"):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                assert not compared.search(line), f"{path}: {line}"
+
+
+def test_the_document_lists_every_policy() -> None:
+    text = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+    assert [policy.name for policy in BUILT_IN if f"`{policy.name}`" not in text] == []
+
+
+# ---- one's own
+
+
+def test_an_own_policy_is_checked_simulated_and_drawn() -> None:
+    plan = plan_of(RUN_AHEAD)
+    assert plan.warm_up_counts() == (4, 3, 1)
+    assert str(plan.order_tasks()).splitlines()[0] == "0: 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3"
+    assert "schedule run_ahead" in str(plan) and plan._repr_html_()
+    step = dapple.simulate(plan, PROFILE, cluster_of(4, memory=2**30))
+    assert step.latency > 0 and step.fits
+    assert "0" in timeline_text([step.drawn("run_ahead"), planned(plan)])
+    assert dataclasses.replace(plan, micro_batches=2).schedule == RUN_AHEAD
+    assert plan == plan_of(RUN_AHEAD) and hash(plan) == hash(plan_of(RUN_AHEAD)) and plan != plan_of("dapple_a")
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_a_built_in_policy_is_its_name() -> None:
+    assert plan_of(policy_of("zb_h1")).schedule == "zb_h1"
+    assert plan_of(policy_of("zb_h1")) == plan_of("zb_h1")
+    assert pickle.loads(pickle.dumps(plan_of("zb_h1"))).policy is policy_of("zb_h1")
+
+
+def test_memory_and_options_are_asked_of_an_own_policy() -> None:
+    plan = plan_of(RUN_AHEAD)
+    assert plan.order_tasks(holds=[2, 2, 1]).orders[0] == plan_of("dapple_a", warm_up=[2, 2, 1]).order_tasks().orders[0]
+    assert plan_of(RUN_AHEAD, warm_up=[2, 1, 1]).warm_up_counts() == (2, 1, 1)
+    costs = CostModel(plan_of(SPLIT_FIRST), PROFILE, cluster_of(4))
+    assert [costs.delays(stage) for stage in range(3)] == [True, False, False]
+    last = plan_of(SPLIT_FIRST, reverse_first_k=1).order_tasks().orders[0][-1]
+    assert str(last) == "0Bw3"
+    with pytest.raises(PlanError, match="split_first doesn't split the backward of stage 1; set it to at most 1"):
+        plan_of(SPLIT_FIRST, reverse_first_k=2)
+    with pytest.raises(PlanError, match="run_ahead runs Bw on a stage's own devices"):
+        plan_of(RUN_AHEAD, weight_devices=[[4], [5, 6], [7]])
+    with pytest.raises(PlanError, match="weight_regions are given for run_ahead, which has no regions"):
+        plan_of(RUN_AHEAD, weight_regions=[0, 0, 0])
+
+
+def backwards_first(request: ScheduleRequest) -> Orders:
+    return {device: [Job(0, B, 0), Job(0, F, 0)] for device in request.devices[0]}
+
+
+def of_another(request: ScheduleRequest) -> Orders:
+    return {request.devices[0][0]: [Job(2, F, 0)]}
+
+
+def too_many(request: ScheduleRequest) -> Orders:
+    return make_orders(request, request.micro_batches)
+
+
+def make_orders(request: ScheduleRequest, ahead: int) -> Orders:
+    numbers = range(request.micro_batches)
+    return {
+        device: [Job(stage, phase, number) for phase in (F, B) for number in numbers]
+        for stage, devices in enumerate(request.devices)
+        for device in devices
+    }
+
+
+def test_an_own_policy_with_a_wrong_order_is_refused_when_the_plan_is_made() -> None:
+    with pytest.raises(PlanError, match=r"device 0 runs 0B0 before 0F0; a backward needs its forward first"):
+        Plan.data_parallel(1, 8, schedule=Policy("wrong", backwards_first))
+    with pytest.raises(PlanError, match=r"wrong has device 0 run 2F0, of a stage that isn't there"):
+        Plan.data_parallel(1, 8, schedule=Policy("wrong", of_another))
+    with pytest.raises(PlanError, match=r"device 0 has 3 micro-batches in flight after 0F2, but stage 0 holds 2"):
+        plan_of(Policy("greedy", too_many), warm_up=[2, 2, 2])
+    with pytest.raises(PlanError, match="a built-in schedule is called gpipe too; give yours another name"):
+        plan_of(Policy("gpipe", too_many))
+    for name in ("", "a:b", "a/b", 3):
+        with pytest.raises(ScheduleError, match="give a text without a colon and slashes"):
+            Policy(name, too_many)  # type: ignore[arg-type]
+
+
+def test_the_planner_takes_own_policies() -> None:
+    found = find_plan(PROFILE, cluster_of(1, 1, inter_bandwidth=1e10), 8, schedule=[RUN_AHEAD, "gpipe"])
+    assert found.policy in (RUN_AHEAD, policy_of("gpipe"))
+    alone = find_plan(PROFILE, cluster_of(1, 1, inter_bandwidth=1e10), 8, micro_batches=4, schedule=RUN_AHEAD)
+    assert alone.schedule == RUN_AHEAD and alone.report is not None
+    assert "run_ahead" in str(alone)
+    with pytest.raises(PlanError, match="a built-in schedule is called gpipe too"):
+        find_plan(PROFILE, cluster_of(2), 8, schedule=Policy("gpipe", too_many))
+
+
+# ---- in a plan's file
+
+
+def test_an_own_policy_stands_in_a_plans_file_by_a_name_that_can_be_imported(tmp_path: Path) -> None:
+    plan = plan_of(RUN_AHEAD)
+    plan.save(tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["schedule"] == f"{__name__}:RUN_AHEAD"
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_reading_a_plan_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "their_schedules.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = plan_of("gpipe").to_json().replace('"gpipe"', '"their_schedules:MINE"')
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(text, source="plan.json")
+    assert str(caught.value) == (
+        "plan.json: the schedule 'their_schedules:MINE' is of a module that isn't imported, and reading a plan imports "
+        "nothing; import the module that has it first, or give the policy: Plan.load(path, schedules=[...])"
+    )
+    assert "their_schedules" not in sys.modules
+    given = Policy("mine", run_ahead, source="their_schedules:MINE")
+    assert Plan.from_json(text, [given]).schedule is given
+
+
+def test_only_a_policy_of_a_module_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = types.ModuleType("lazy_schedules")
+    lazy.__dict__.update(__getattr__=lambda name: pytest.fail("looked up"), other=3)
+    monkeypatch.setitem(sys.modules, "lazy_schedules", lazy)
+    for name in ("other", "missing", "other.real", ""):
+        text = plan_of("gpipe").to_json().replace('"gpipe"', f'"lazy_schedules:{name}"')
+        with pytest.raises(PlanError, match="isn't a Policy of that module, and reading a plan imports nothing"):
+            Plan.from_json(text)
+
+
+def test_a_policy_without_a_name_in_a_module_is_found_among_those_that_are_given() -> None:
+    mine = Policy("mine", lambda request: run_ahead(request))
+    text = plan_of(mine).to_json()
+    assert json.loads(text)["schedule"] == "mine"
+    assert Plan.from_json(text, schedules=[RUN_AHEAD, mine]).schedule is mine
+    with pytest.raises(PlanError, match="unknown schedule 'mine'; use one of gpipe"):
+        Plan.from_json(text)
+
+
+# ---- from a CSV file
+
+
+def csv_file(folder: Path, text: str | None = None) -> Path:
+    path = folder / "mine.csv"
+    path.write_text(to_csv(make_schedule("zb_h1", straight(3), 4)) if text is None else text)
+    return path
+
+
+def test_a_csv_file_is_a_schedule(tmp_path: Path) -> None:
+    plan = plan_of(csv_policy(csv_file(tmp_path)))
+    assert plan == plan_of(str(tmp_path / "mine.csv"))
+    assert plan.order_tasks().orders == plan_of("zb_h1").order_tasks().orders
+    assert plan.split_stages == {0, 1, 2} and "schedule mine.csv" in str(plan)
+    fewer = plan.order_tasks(2)
+    assert str(fewer).splitlines()[3] == "3: 2F0 2Bx0 2F1 2Bx1 2Bw0 2Bw1"
+    simulated = dapple.simulate(plan, PROFILE, cluster_of(4))
+    assert simulated.latency == dapple.simulate(plan_of("zb_h1"), PROFILE, cluster_of(4)).latency
+
+
+def test_a_csv_files_path_stands_in_a_plans_file(tmp_path: Path) -> None:
+    (tmp_path / "schedules").mkdir()
+    plan = plan_of(str(csv_file(tmp_path / "schedules")))
+    plan.save(tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["schedule"] == "schedules/mine.csv"
+    assert Plan.load(tmp_path / "plan.json") == plan
+    (tmp_path / "elsewhere").mkdir()
+    plan.save(tmp_path / "elsewhere" / "plan.json")
+    assert Plan.load(tmp_path / "elsewhere" / "plan.json") == plan == Plan.from_json(plan.to_json())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,what", r"row 1, column 2: 'what' isn't an action"),
+        ("0F0,0B0\n1F0,1B0", r"mine.csv has 2 stages, but there are 3; cut the model into 2"),
+        ("0F0,0B0\n1F0,1B0\n2F0,2B0", r"mine.csv has 1 micro-batches, but there are 4; use at most 1"),
+        ("0F0,1F0,1B0,0B0\n2F0,2B0,2F3", r"mine.csv has stages 0 and 1, which are on devices \[0\] and \[1, 2\]"),
+        ("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F3,1B3\n2F0", r"no device runs 1F0; add it to device 1"),
+        ("", r"mine.csv. has no tasks"),
+    ],
+)
+def test_a_wrong_csv_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_of(str(csv_file(tmp_path, text)))
+
+
+def test_a_csv_file_that_isnt_one(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"missing.csv' can't be read: No such file"):
+        plan_of(str(tmp_path / "missing.csv"))
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(PlanError, match=r"folder.csv' isn't a file"):
+        plan_of(str(tmp_path / "folder.csv"))
+    with pytest.raises(ScheduleError, match=r"isn't a CSV file's path; give one that ends in \.csv"):
+        csv_policy(tmp_path / "plan.json")
+    rows = to_csv(make_schedule("dapple_a", straight(2), 4))
+    with pytest.raises(PlanError, match=r"rows 1 and 2 of mine.csv are both for device 0"):
+        Plan.manual(["a"], [[0], [0]], 4, 8, str(csv_file(tmp_path, rows)))
