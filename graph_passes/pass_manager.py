@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from google.protobuf import text_format
 
-from graph_passes.ir.graph import GraphDef, PassError
+from graph_passes.ir.graph import GraphDef, PassError, copied
 from graph_passes.ir.program import Program, Stage
 from graph_passes.ir.readable import readable
 from graph_passes.ir.storage import merge_library
@@ -109,8 +109,7 @@ def stage_graphs(program: Program) -> dict[int, GraphDef]:
     found = {}
     for stage in program.stages:
         if program.step is None and stage.graph is not None:
-            found[stage.index] = GraphDef()
-            found[stage.index].CopyFrom(stage.graph)
+            found[stage.index] = copied(stage.graph)
             merge_library(found[stage.index], [part.function for part in stage.functions])
     return found
 

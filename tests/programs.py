@@ -61,7 +61,7 @@ from graph_passes.ir.tasks import Phase, Schedule, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.ir.verify import verify
 from graph_passes.pass_manager import Pass
-from graph_passes.passes.accumulate import Accumulate, accumulated_gradients
+from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
 from graph_passes.passes.build_forward import BuildForward
@@ -415,7 +415,7 @@ def updated(
 
 def sgd_updates(program: Program, rate: float = 0.5) -> tuple[GroupUpdate, ...]:
     """Plain SGD for each group of parameters that the same stages read."""
-    trained = {v.name for stage in program.stages for _, v in accumulated_gradients(program, stage)}
+    trained = {v.name for stage in program.stages for _, v, _ in stage.gradients}
     groups: dict[tuple[int, ...], list[Variable]] = {}
     for name, stages in hosts(program).items():
         if name in trained:

@@ -31,13 +31,7 @@ from programs import (
 from dapple_tf.frontend.capture import Mode
 from graph_passes.ir.graph import Ref, control_inputs, data_inputs
 from graph_passes.ir.program import Program, Value, ValueKind
-from graph_passes.passes.accumulate import (
-    Accumulate,
-    accumulated_gradients,
-    accumulated_state,
-    gradient_accumulator,
-    state_accumulator,
-)
+from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.schedule import OrderTasks
 
 
@@ -64,18 +58,16 @@ def test_what_is_added_to_a_step(golden: Callable[[str, str], None]) -> None:
 def test_each_parameter_with_a_gradient_has_an_accumulator_for_each_of_its_stages() -> None:
     program = staged(tied_layers(2), "layer_0")
     w = program.variables["w"]
-    for stage in program.stages:
-        assert accumulated_gradients(program, stage) == [(Value(w.value or Ref(""), ValueKind.GRADIENT), w)]
-    names = [gradient_accumulator(w, index).name for index in range(2)]
-    assert names == ["w/gradient/stage0", "w/gradient/stage1"]
-    assert gradient_accumulator(w, 0).shape == w.shape
+    for index, stage in enumerate(program.stages):
+        (gradient,) = stage.gradients
+        assert (gradient.value, gradient.variable) == (Value(w.value or Ref(""), ValueKind.GRADIENT), w)
+        assert (gradient.accumulator.name, gradient.accumulator.shape) == (f"w/gradient/stage{index}", w.shape)
 
 
 def test_floating_point_state_is_accumulated_and_counters_are_not() -> None:
     program = staged(stateful_layers(), "a")
-    found = [[variable.name for _, variable in accumulated_state(program, stage)] for stage in program.stages]
-    assert found == [["average"], []]
-    assert state_accumulator(program.variables["average"], 0).name == "average/update/stage0"
+    (average,), nothing = (stage.state for stage in program.stages)
+    assert (average.variable.name, average.accumulator.name, nothing) == ("average", "average/update/stage0", ())
 
 
 def test_a_program_without_gradients_and_state_is_left_as_it_is() -> None:
@@ -129,7 +121,7 @@ def test_an_accumulation_reads_its_own_tasks_gradients_in_the_order_of_the_accum
     program = apply(connected(staged(mlp(2), "dense_0"), layout([1, 1], 4, 2)), Accumulate())
     step = step_of(program)
     for stage in program.stages:
-        expected = [step.values[task(f"{stage.index}B1"), value] for value, _ in accumulated_gradients(program, stage)]
+        expected = [step.values[task(f"{stage.index}B1"), gradient.value] for gradient in stage.gradients]
         assert len(expected) == 2
         assert data_inputs(node(program, f"stage{stage.index}/replica0/accumulate_B1")) == expected
 
@@ -175,10 +167,12 @@ def test_after_a_step_the_accumulators_of_all_replicas_hold_their_sums(policy: s
         for _ in range(2):  # the second step starts afresh
             machine.run([], {Ref("batch/x"): x, **ones}, after=last_nodes(program))
             for stage, name in enumerate(("w", "v")):
-                accumulator = gradient_accumulator(program.variables[name], stage)
+                (accumulator,) = (
+                    own.accumulator for own in program.stages[stage].gradients if own.variable.name == name
+                )
                 for replica, device in enumerate(cut.devices[stage]):
                     rows = [row for m in range(3) for row in range(*cut.slice(stage, m, replica))]
-                    (total,) = machine.read(device, accumulator)
+                    (total,) = machine.read(device, own[name].accumulator)
                     np.testing.assert_allclose(total, gradients(rows)[stage], rtol=1e-12)
                     assert np.abs(total).min() > 0
 
@@ -194,7 +188,7 @@ def test_contributions_to_a_moving_average_add_up_to_that_of_the_whole_batch() -
     program = apply(connected(staged(stateful_layers(), "a"), cut), Accumulate())
     step = step_of(program)
     feeds = {Ref(place): 1.0 for place in step.pending.values()} | {ref: 0.0 for ref in step.metric_feeds["total"]}
-    accumulator = state_accumulator(program.variables["average"], 0)
+    accumulator = program.stages[0].state[0].accumulator
     with Machine(program.graph, devices=3) as machine:
         loaded(machine, program, values)
         machine.run([], {Ref("batch/x"): x, **feeds}, after=last_nodes(program))

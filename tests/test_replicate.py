@@ -43,7 +43,7 @@ from graph_passes.ir.graph import Graph, NodeDef, Ref, data_inputs, dtype_attr
 from graph_passes.ir.program import Layout, Normalizer, Program, Value
 from graph_passes.ir.tasks import Task
 from graph_passes.passes.partition import Partition
-from graph_passes.passes.replicate import Replicate, top_level
+from graph_passes.passes.replicate import Replicate
 
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
@@ -431,13 +431,6 @@ def test_every_call_names_a_function_of_the_library_and_roles_stay() -> None:
     assert {each.attr["f"].func.name for each in program.graph.node if each.op in CALLS} <= library
     assert (program.roles, program.flat, program.stages) == (before.roles, before.flat, before.stages)
     assert meanings(program.stages[0].results) == meanings(before.stages[0].results)
-
-
-def test_the_top_level_is_handed_out_as_a_copy() -> None:
-    program = replicated(two_stages(), layout([1, 1], 2))
-    copy = top_level(program)
-    copy.node[0].name = "changed"
-    assert program.graph.node[0].name != "changed"
 
 
 def test_evaluation_has_larger_batches_than_the_plan_without_changing_it() -> None:

@@ -48,7 +48,6 @@ from graph_passes.ir.program import Layout, Program, Step, Variable
 from graph_passes.ir.storage import bytes_of
 from graph_passes.ir.tasks import Schedule
 from graph_passes.pass_manager import Pass, run_passes
-from graph_passes.passes.accumulate import accumulated_gradients
 from graph_passes.passes.replicate import sum_keys
 from graph_passes.passes.update import Update, flush
 
@@ -266,7 +265,7 @@ class Engine:
             return self.passes.stored_bytes(program, self._holdings(), device)
         kept = [v for holding in self._holdings() if device in holding.devices for v in holding.variables]
         for stage in program.stages if self.plan.accumulates() else ():
-            accumulators = (variable for _, variable in accumulated_gradients(program, stage))
+            accumulators = (variable for _, variable, _ in stage.gradients)
             kept += [v for v in accumulators if self._places.get((stage.index, v.place)) == device]
         return bytes_of(kept)
 
@@ -286,9 +285,8 @@ class Engine:
             graph, node = flush(dataclasses.replace(update, first_key=collective_keys()), program)
             self._import(graph, f"{built.prefix}flush")
             built.flush = f"{built.prefix}flush/{node}"
-        assert program.step is not None
         built.nodes[name] = step_nodes(program)
-        return name, program.step
+        return name, program.own_step
 
     def _complete(self, built: Build, kind: Kind, hosts: Mapping[str, tuple[int, ...]]) -> tuple[Program, list[Pass]]:
         """A complete step of stage functions, and the passes that made it."""

@@ -21,7 +21,7 @@ from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.program import Layout, Program, VariableKind
 from graph_passes.ir.storage import bytes_of
 from graph_passes.ir.tasks import Phase, Schedule, reduction_order
-from graph_passes.passes.accumulate import Accumulate, accumulated_gradients
+from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
 from graph_passes.passes.build_forward import BuildForward
@@ -157,7 +157,7 @@ class StepPasses:
         stages = [stage for stage in program.stages if device in self.homes[stage.index]]
         kept = [v for holding in holdings if device in holding.devices for v in holding.variables]
         if gradients or self.plan.accumulates():
-            kept += [v for stage in stages for _, v in accumulated_gradients(program, stage)]
+            kept += [v for stage in stages for _, v, _ in stage.gradients]
         return bytes_of(kept)
 
     def stage_passes(self, mode: Mode, prefix: str) -> list[Pass]:

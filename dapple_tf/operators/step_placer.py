@@ -82,10 +82,9 @@ def flat_step(
         PassError: a call can't be inlined.
     """
     flat = run_passes(program, [Flatten(keep_tasks=keep_tasks)], first=OPERATOR_PASSES_START, instruments=instruments)
-    assert flat.step is not None
-    fed = {ref.node: tuple(shape) for ref, shape in zip(flat.step.feeds.values(), shapes, strict=True)}
+    fed = {ref.node: tuple(shape) for ref, shape in zip(flat.own_step.feeds.values(), shapes, strict=True)}
     variables = program.variables
-    for name, placeholders in flat.step.metric_feeds.items():
+    for name, placeholders in flat.own_step.metric_feeds.items():
         fed |= {ref.node: variables[name].shape for ref in placeholders}
     folding = FoldShapes(operator_shapes(flat.graph, fed))
     folded = run_passes(flat, [folding], first=OPERATOR_PASSES_START + 1, instruments=instruments)

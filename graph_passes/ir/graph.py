@@ -35,6 +35,13 @@ BYTES_ATTR = "_dapple_bytes"
 """Of the vector that a node reduces."""
 
 
+def copied(graph: GraphDef) -> GraphDef:
+    """A copy of a graph, to be changed."""
+    copy = GraphDef()
+    copy.CopyFrom(graph)
+    return copy
+
+
 class PassError(Exception):
     """A pass can't do what it was asked to; the text says what, where, and the fix."""
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from graph_passes.ir.batching import Interval, micro_batch_intervals, slice_intervals
-from graph_passes.ir.graph import COUNTABLE_DTYPES, GraphDef, Ref
+from graph_passes.ir.graph import COUNTABLE_DTYPES, GraphDef, PassError, Ref
 from graph_passes.ir.outline import FunctionDef
 from graph_passes.ir.spreads import Coupling
 from graph_passes.ir.tasks import Phase, Schedule, Task
@@ -269,6 +269,20 @@ class StageFunction:
         return int(self.function.signature.output_arg[self.outputs.index(value)].type)
 
 
+class Contribution(NamedTuple):
+    """What the slices of a stage add up to for a variable: a dense gradient, or floating-point state.
+
+    Attributes:
+        value: one slice's part, among the stage's results.
+        variable: whose it is.
+        accumulator: where a replica of the stage adds it up over micro-batches.
+    """
+
+    value: Value
+    variable: Variable
+    accumulator: Variable
+
+
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """One stage: the variables that it reads and, as they come to be, its graph and its functions.
@@ -280,6 +294,8 @@ class Stage:
         arguments: what its placeholders mean.
         results: its results, forward and gradients, as tensors of ``graph``.
         metric_results: its new metric values, likewise.
+        state: the floating-point state that it updates (moving averages), in the model's order.
+        gradients: the parameters of which it computes a dense gradient, in the model's order.
         forward: F: (variables, batch inputs, boundary inputs) -> (boundary outputs, new state, loss, residuals).
         backward: B: (variables, residuals, gradients of boundary outputs) -> (gradients of boundary inputs and
             parameters). None where it is split.
@@ -304,6 +320,8 @@ class Stage:
     arguments: Mapping[Value, Ref] = dataclasses.field(default_factory=dict)
     results: Mapping[Value, Ref] = dataclasses.field(default_factory=dict)
     metric_results: Mapping[Value, Ref] = dataclasses.field(default_factory=dict)
+    state: tuple[Contribution, ...] = ()
+    gradients: tuple[Contribution, ...] = ()
     forward: StageFunction | None = None
     backward: StageFunction | None = None
     input_grad: StageFunction | None = None
@@ -316,6 +334,28 @@ class Stage:
     fixed_residual_bytes: int = 0
     delayed_bytes: int = 0
     fixed_delayed_bytes: int = 0
+
+    @property
+    def own_graph(self) -> GraphDef:
+        """Its graph.
+
+        Raises:
+            PassError: it has none yet.
+        """
+        if self.graph is None:
+            raise PassError(f"stage {self.index} has no graph yet; run {Level.STAGES.made_by} before")
+        return self.graph
+
+    @property
+    def own_backward(self) -> StageFunction:
+        """B.
+
+        Raises:
+            PassError: it has none, or one that is split.
+        """
+        if self.backward is None:
+            raise PassError(f"stage {self.index} has no function B: it isn't trained, or has Bx and Bw")
+        return self.backward
 
     @property
     def phases(self) -> tuple[tuple[Phase, StageFunction | None], ...]:
@@ -440,6 +480,33 @@ class Step:
         return names | ({self.train} if self.train is not None else set())
 
 
+class Level(enum.IntEnum):
+    """How far a program has come; each level has what those before it have.
+
+    Attributes:
+        made_by: the pass after which a program is there.
+        has: what it has then.
+    """
+
+    FLAT = 0, "capture", "the model's graph"
+    CUT = 1, "assign_stages", "stages"
+    STAGES = 2, "build_forward", "stages with graphs"
+    FUNCTIONS = 3, "partition", "stages with functions"
+    STEP = 4, "replicate", "a step's top level"
+    CONNECTED = 5, "split_concat", "a step whose tasks are connected"
+    ORDERED = 6, "schedule", "a step whose tasks are ordered"
+    COMPLETE = 7, "update", "a complete training step"
+
+    def __new__(cls, number: int, made_by: str, has: str) -> Level:
+        """The number alone is a level's value."""
+        member = int.__new__(cls, number)
+        member._value_ = number
+        return member
+
+    def __init__(self, number: int, made_by: str, has: str) -> None:
+        self.made_by, self.has = made_by, has
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A GraphDef and what its tensors mean.
@@ -467,6 +534,38 @@ class Program:
     def replace(self, **changes: object) -> Program:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    @property
+    def flat_graph(self) -> GraphDef:
+        """The flat graph, whatever ``graph`` is by now."""
+        return self.graph if self.flat is None else self.flat
+
+    @property
+    def own_step(self) -> Step:
+        """The step.
+
+        Raises:
+            PassError: it hasn't been begun.
+        """
+        if self.step is None:
+            raise PassError(f"the program has no step yet; run {Level.STEP.made_by} before")
+        return self.step
+
+    @property
+    def level(self) -> Level:
+        """How far it has come."""
+        if self.step is None:
+            if not self.stages:
+                return Level.FLAT
+            if any(stage.graph is None for stage in self.stages):
+                return Level.CUT
+            return Level.STAGES if any(stage.forward is None for stage in self.stages) else Level.FUNCTIONS
+        loss = None if self.roles.loss is None else Value(self.roles.loss, ValueKind.GRADIENT)
+        if any(value != loss for _, value in self.step.pending):
+            return Level.STEP
+        if self.step.schedule is None:
+            return Level.CONNECTED
+        return Level.ORDERED if self.step.train is None or self.step.pending else Level.COMPLETE
 
     @property
     def variables(self) -> dict[str, Variable]:

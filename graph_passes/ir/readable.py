@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graph_passes.ir.graph import GraphDef, Names, dtype_attr
+from graph_passes.ir.graph import GraphDef, Names, copied, dtype_attr
 from graph_passes.ir.outline import FunctionDef
 
 
@@ -17,8 +17,7 @@ def readable(graph: GraphDef) -> GraphDef:
     names = [function.signature.name for function in graph.library.function if _mixed(function)]
     if not names:
         return graph
-    changed = GraphDef()
-    changed.CopyFrom(graph)
+    changed = copied(graph)
     for function in changed.library.function:
         if mixed := _mixed(function):
             _separate(function, mixed)

@@ -125,8 +125,7 @@ def _verify_stage(stage: Stage) -> None:
 
 
 def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
-    step = program.step
-    assert step is not None
+    step = program.own_step
     layout = step.layout
     legal = {device for devices in (*layout.devices, *layout.homes) for device in devices}
     legal |= step.placed_on

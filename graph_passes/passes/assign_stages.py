@@ -22,9 +22,9 @@ from graph_passes.ir.graph import (
     POSITION_ATTR,
     STAGE_ATTR,
     Graph,
-    GraphDef,
     PassError,
     Ref,
+    copied,
     dtype_name,
 )
 from graph_passes.ir.outline import dtype_of, layer_of
@@ -70,8 +70,7 @@ class AssignStages:
         calls = [find_call(name, program.roles.calls) for name in self.cuts]
         positions = self._positions(calls, program.roles)
         roles = program.roles
-        graph_def = GraphDef()
-        graph_def.CopyFrom(program.graph)
+        graph_def = copied(program.graph)
         graph = Graph(graph_def)
         shapes = SliceShapes.of(program) if self.cuts else None
         stage_of = _node_stages(graph, roles, positions, shapes)

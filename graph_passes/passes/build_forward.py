@@ -6,9 +6,19 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from graph_passes.ir.graph import Graph, GraphDef, Names, PassError, Ref, dtype_attr, make_node, shape_attr
+from graph_passes.ir.graph import (
+    FLOAT_DTYPES,
+    Graph,
+    GraphDef,
+    Names,
+    PassError,
+    Ref,
+    dtype_attr,
+    make_node,
+    shape_attr,
+)
 from graph_passes.ir.outline import dtype_of
-from graph_passes.ir.program import Program, Stage, Value, VariableKind
+from graph_passes.ir.program import Contribution, Program, Stage, Value, VariableKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +70,11 @@ class BuildForward:
             arguments={Value(ref): place for ref, place in placed.items()},
             results={Value(ref): placed.get(ref, ref) for ref in results},
             metric_results={Value(ref): placed.get(ref, ref) for ref in metrics},
+            state=tuple(
+                Contribution(Value(v.update), v, dataclasses.replace(v, name=f"{v.name}/update/stage{stage.index}"))
+                for v in variables
+                if v.kind is VariableKind.STATE and v.dtype in FLOAT_DTYPES and v.update is not None
+            ),
         )
 
 

@@ -55,10 +55,9 @@ class _Placement:
     """The devices while they are being written."""
 
     def __init__(self, options: PlaceOperators, program: Program) -> None:
-        assert program.step is not None
         self.options = options
         self.program = program
-        self.step: Step = program.step
+        self.step: Step = program.own_step
         self.view = Graph(program.graph)
         self.position = {name: number for number, name in enumerate(options.order)}
         self.device: dict[str, str] = {}

@@ -6,10 +6,9 @@ import dataclasses
 import itertools
 from typing import ClassVar
 
-from graph_passes.ir.graph import PassError
+from graph_passes.ir.graph import PassError, copied
 from graph_passes.ir.program import Program
 from graph_passes.ir.tasks import Schedule
-from graph_passes.passes.replicate import top_level
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +35,7 @@ class OrderTasks:
         Raises:
             PassError: the schedule's tasks aren't the program's, or a task is on another device.
         """
-        step = program.step
-        assert step is not None
+        step = program.own_step
         scheduled, present = set(self.schedule.tasks), set(step.entry)
         if scheduled != present:
             missing, unknown = sorted(map(str, present - scheduled)), sorted(map(str, scheduled - present))
@@ -45,7 +43,7 @@ class OrderTasks:
                 f"schedule {self.schedule.name!r} has {len(scheduled)} tasks but the program has {len(present)}; "
                 f"not scheduled: {missing[:5]}, not in the program: {unknown[:5]}"
             )
-        graph = top_level(program)
+        graph = copied(program.graph)
         nodes = {node.name: node for node in graph.node}
         for device, tasks in self.schedule.orders.items():
             for task in tasks:

@@ -78,8 +78,7 @@ class SplitOperators:
         """
         if not self.splits:
             return program
-        step = program.step
-        assert step is not None
+        step = program.own_step
         splitting = _Splitting(program.graph, self.splits, self.shapes, self.optional)
         found = splitting.result(_fetched(step))
         return program.replace(graph=found.graph, step=_redirected(step, found, splitting.wholes))

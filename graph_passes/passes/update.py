@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from graph_passes.ir.graph import GraphDef
+from graph_passes.ir.graph import GraphDef, copied
 from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.program import Program
 from graph_passes.ir.tensorflow_bridge import empty_graph
-from graph_passes.passes.replicate import top_level
 from graph_passes.passes.update_graph import UpdateGraph
 
 
@@ -66,7 +65,7 @@ class Update:
 
     def run(self, program: Program) -> Program:
         """Program with ordered tasks -> complete one: nothing pending, ``step.train`` and ``step.gradients`` set."""
-        return UpdateGraph(self, program, top_level(program)).result()
+        return UpdateGraph(self, program, copied(program.graph)).result()
 
 
 def flush(update: Update, program: Program) -> tuple[GraphDef, str]:

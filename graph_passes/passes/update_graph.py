@@ -22,6 +22,7 @@ from graph_passes.ir.graph import (
     GraphDef,
     PassError,
     Ref,
+    copied,
     dtype_attr,
     integers_attr,
     substitute,
@@ -78,12 +79,11 @@ class UpdateGraph:
     """
 
     def __init__(self, options: Update, program: Program, graph: GraphDef) -> None:
-        assert program.step is not None
         if not options.accumulated and (options.carried or options.head):
             raise PassError("updates are carried over, but gradients have no accumulators to wait in; accumulate them")
         self.options = options
         self.program = program
-        self.step: Step = program.step
+        self.step: Step = program.own_step
         self.homes = self.step.layout.homes
         self.graph = graph
         self.builder = Builder(self.graph)
@@ -424,8 +424,7 @@ class UpdateGraph:
             captured = group.update.apply
             if what == "statistics" and group.update.statistics is not None:
                 captured = group.update.statistics
-        graph = GraphDef()
-        graph.CopyFrom(captured.graph)
+        graph = copied(captured.graph)
         builder = Builder(graph)
         inputs: _Inputs = {}
         state = self._state_of(group, what)
@@ -509,8 +508,7 @@ class UpdateGraph:
         effects: Sequence[str] = (),
     ) -> FunctionDef:
         """A library function of a captured computation; its resources become variables of whichever device runs it."""
-        graph = GraphDef()
-        graph.CopyFrom(captured.graph)
+        graph = copied(captured.graph)
         builder = Builder(graph)
         bound = dict(bindings)
         for resource, variable in captured.variables.items():
