@@ -35,10 +35,13 @@ from dapple_tf.trainer import PipelinedModel
 from dapple_tf.transformation import transform
 from dapple_tf.verification import Verification
 from graph_passes.ir.graph import PassError
+from graph_passes.pass_manager import After, Before
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "After",
+    "Before",
     "CaptureError",
     "CheckpointError",
     "Checkpointing",

@@ -167,9 +167,7 @@ def test_after_a_step_the_accumulators_of_all_replicas_hold_their_sums(policy: s
         for _ in range(2):  # the second step starts afresh
             machine.run([], {Ref("batch/x"): x, **ones}, after=last_nodes(program))
             for stage, name in enumerate(("w", "v")):
-                (accumulator,) = (
-                    own.accumulator for own in program.stages[stage].gradients if own.variable.name == name
-                )
+                own = {gradient.variable.name: gradient for gradient in program.stages[stage].gradients}
                 for replica, device in enumerate(cut.devices[stage]):
                     rows = [row for m in range(3) for row in range(*cut.slice(stage, m, replica))]
                     (total,) = machine.read(device, own[name].accumulator)

@@ -10,6 +10,7 @@ import pytest
 from google.protobuf import text_format
 from programs import HOST, apply, copied, hosts, layout, show_graph, staged, step_of, two_layers, two_stages, unchanged
 
+from dapple_tf.execution.step_passes import pipeline
 from graph_passes.ir.graph import GraphDef, PassError
 from graph_passes.ir.program import Program
 from graph_passes.pass_manager import Dump, Pass, Timing, run_passes
@@ -118,7 +119,7 @@ def test_a_dump_has_the_graph_after_each_pass_and_the_stages_while_they_are_buil
     target = tmp_path / "new" / "folder"
     program = run_passes(two_layers(), STAGE_PASSES, instruments=[Dump(target)])
     step = Replicate(layout([1, 1], 2), HOST, hosts(program))
-    run_passes(program, [step, SplitConcat()], instruments=[Dump(target)], first=5)
+    run_passes(program, [step, SplitConcat()], instruments=[Dump(target)], first=pipeline().number(step))
     names = sorted(path.name for path in target.iterdir())
     assert names == [
         "01_assign_stages.pbtxt",

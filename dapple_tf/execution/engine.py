@@ -26,7 +26,7 @@ from dapple_tf.execution.builds import Build, Kind, StepRequest, StepResult, Ste
 from dapple_tf.execution.device_state import DeviceState
 from dapple_tf.execution.notes import NoteLog, notes_of, pairs
 from dapple_tf.execution.preparation import Preparation
-from dapple_tf.execution.step_passes import StepPasses, first_step_pass
+from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.execution.terminal import without_profiler_lines
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture
@@ -47,7 +47,7 @@ from graph_passes.ir.graph import GraphDef, PassError
 from graph_passes.ir.program import Layout, Program, Step, Variable
 from graph_passes.ir.storage import bytes_of
 from graph_passes.ir.tasks import Schedule
-from graph_passes.pass_manager import Pass, run_passes
+from graph_passes.pass_manager import Pass, Pipeline, run_passes
 from graph_passes.passes.replicate import sum_keys
 from graph_passes.passes.update import Update, flush
 
@@ -82,6 +82,7 @@ class Engine:
         plan: Plan,
         faults: FaultPolicy,
         operator_costs: OperatorCosts | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         plan.validate_on(cluster)
         if not cluster.real:
@@ -94,10 +95,10 @@ class Engine:
                 f"anything (global_clipnorm, or the loss scale's check for non-finite gradients): set carried_updates=0"
             )
         self.model, self.cluster, self.plan, self.faults = model, cluster, plan, faults
-        self.passes = StepPasses(plan, cluster)
+        self.passes = StepPasses(plan, cluster) if pipeline is None else StepPasses(plan, cluster, pipeline)
         self.placer: StepPlacer | None = None
         if plan.operator_devices is not None:
-            self.placer = StepPlacer(plan, cluster, operator_costs or OperatorCosts())
+            self.placer = StepPlacer(plan, cluster, operator_costs or OperatorCosts(), self.passes.pipeline)
         self._places: Places = {}
         self._trained_places = False
         self.table = VariableTable(model)
@@ -179,7 +180,8 @@ class Engine:
         captured, slices = program, self.passes.slices
         try:
             passes = self.passes.stage_passes(mode, prefix)
-            program = run_passes(captured, passes, instruments=self.timing.of_passes(passes))
+            first = self.passes.pipeline.number(passes[0])
+            program = run_passes(captured, passes, first=first, instruments=self.timing.of_passes(passes, first))
         except PassError as error:
             why = pairs(captured, slices)
             if not why:
@@ -280,8 +282,7 @@ class Engine:
         name = f"{built.prefix}{kind.samples}" + "".join(f"_{told}" for told in kind._fields[1:] if getattr(kind, told))
         self._import(program.graph, name)
         if kind.carries and built.flush is None:
-            update = passes[-1]
-            assert isinstance(update, Update)
+            update = next(item for item in passes if isinstance(item, Update))
             graph, node = flush(dataclasses.replace(update, first_key=collective_keys()), program)
             self._import(graph, f"{built.prefix}flush")
             built.flush = f"{built.prefix}flush/{node}"
@@ -293,7 +294,7 @@ class Engine:
         layout = self.layout(built, kind.samples)
         keys = collective_keys(sum_keys(built.program, layout))
         passes = self.passes.step_passes(built, kind, self.schedule(built, layout), hosts, keys)
-        first = first_step_pass(passes)
+        first = self.passes.pipeline.number(passes[0])
         instruments = self.timing.of_passes(passes, first)
         program = run_passes(built.program, passes, first=first, instruments=instruments, complete=True)
         return program, passes

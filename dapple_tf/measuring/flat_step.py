@@ -44,7 +44,7 @@ def flat_step(program: Program, device: str, host: str, prefix: str) -> FlatStep
         prefix: start of the names of new functions; unique in the session.
     """
     layout = Layout(((device,),) * len(program.stages), MARK, MARK, 1)
-    called = run_passes(program, [Replicate(layout, host, readers_of(program), prefix), SplitConcat()], first=5)
+    called = run_passes(program, [Replicate(layout, host, readers_of(program), prefix), SplitConcat()])
     flat = Flatten().run(called)
     graph = flat.graph
     view, builder = Graph(graph), Builder(graph)

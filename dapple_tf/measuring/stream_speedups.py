@@ -299,7 +299,7 @@ class _StreamStep:
         count = len(program.stages)
         layout = Layout(((main,),) * count, samples, samples, 1, ((sub,),) * count)
         replicate = Replicate(layout, host, readers_of(program), f"{_STEP}_")
-        complete = run_passes(program, [replicate, SplitConcat()], first=5)
+        complete = run_passes(program, [replicate, SplitConcat()])
         self.graph: GraphDef = complete.graph
         self.step: Step = complete.own_step
         self._bind_loss_gradient()

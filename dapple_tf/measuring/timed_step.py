@@ -112,7 +112,7 @@ def timed_step(
     # Buckets are for reduction, which one device has none of.
     update = Update(tuple(updates), hosts, host, bucket_bytes=0, prefix=prefix, want_gradients=False)
     passes: list[Pass] = [Replicate(layout, host, hosts, prefix), SplitConcat(), Accumulate(prefix), update]
-    complete = run_passes(program, passes, first=5)
+    complete = run_passes(program, passes)
     graph, step = complete.graph, complete.own_step
     sizes = with_fed_sizes(graph, host)
     parts = _add_input_gradients(program, graph, step, device, prefix) if input_gradients else {}

@@ -343,7 +343,7 @@ class Stage:
             PassError: it has none yet.
         """
         if self.graph is None:
-            raise PassError(f"stage {self.index} has no graph yet; run {Level.STAGES.made_by} before")
+            raise PassError(f"stage {self.index} has no graph yet; run {Fact.GRAPHS.made_by} before")
         return self.graph
 
     @property
@@ -480,31 +480,29 @@ class Step:
         return names | ({self.train} if self.train is not None else set())
 
 
-class Level(enum.IntEnum):
-    """How far a program has come; each level has what those before it have.
+class Fact(enum.Enum):
+    """What a program has: what passes require before they run, and ensure afterwards. Its value is told in errors.
 
     Attributes:
-        made_by: the pass after which a program is there.
-        has: what it has then.
+        made_by: the pass that sees to it.
     """
 
-    FLAT = 0, "capture", "the model's graph"
-    CUT = 1, "assign_stages", "stages"
-    STAGES = 2, "build_forward", "stages with graphs"
-    FUNCTIONS = 3, "partition", "stages with functions"
-    STEP = 4, "replicate", "a step's top level"
-    CONNECTED = 5, "split_concat", "a step whose tasks are connected"
-    ORDERED = 6, "schedule", "a step whose tasks are ordered"
-    COMPLETE = 7, "update", "a complete training step"
+    STAGES = "stages", "assign_stages"
+    GRAPHS = "stages with graphs", "build_forward"
+    FUNCTIONS = "stages with functions", "partition"
+    STEP = "a step", "replicate"
+    CONNECTED = "a step whose tasks are connected over stages", "split_concat"
+    ORDERED = "a step whose tasks are ordered", "schedule"
+    COMPLETE = "a complete training step", "update"
 
-    def __new__(cls, number: int, made_by: str, has: str) -> Level:
-        """The number alone is a level's value."""
-        member = int.__new__(cls, number)
-        member._value_ = number
+    def __new__(cls, text: str, made_by: str) -> Fact:
+        """The text alone is a fact's value."""
+        member = object.__new__(cls)
+        member._value_ = text
         return member
 
-    def __init__(self, number: int, made_by: str, has: str) -> None:
-        self.made_by, self.has = made_by, has
+    def __init__(self, text: str, made_by: str) -> None:
+        self.made_by = made_by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -548,24 +546,24 @@ class Program:
             PassError: it hasn't been begun.
         """
         if self.step is None:
-            raise PassError(f"the program has no step yet; run {Level.STEP.made_by} before")
+            raise PassError(f"the program has no step yet; run {Fact.STEP.made_by} before")
         return self.step
 
     @property
-    def level(self) -> Level:
-        """How far it has come."""
-        if self.step is None:
-            if not self.stages:
-                return Level.FLAT
-            if any(stage.graph is None for stage in self.stages):
-                return Level.CUT
-            return Level.STAGES if any(stage.forward is None for stage in self.stages) else Level.FUNCTIONS
+    def facts(self) -> frozenset[Fact]:
+        """What it has; see :class:`Fact`."""
+        step, stages = self.step, self.stages
         loss = None if self.roles.loss is None else Value(self.roles.loss, ValueKind.GRADIENT)
-        if any(value != loss for _, value in self.step.pending):
-            return Level.STEP
-        if self.step.schedule is None:
-            return Level.CONNECTED
-        return Level.ORDERED if self.step.train is None or self.step.pending else Level.COMPLETE
+        has = {
+            Fact.STAGES: bool(stages),
+            Fact.GRAPHS: bool(stages) and all(stage.graph is not None for stage in stages),
+            Fact.FUNCTIONS: bool(stages) and all(stage.forward is not None for stage in stages),
+            Fact.STEP: step is not None,
+            Fact.CONNECTED: step is not None and all(value == loss for _, value in step.pending),
+            Fact.ORDERED: step is not None and step.schedule is not None,
+            Fact.COMPLETE: step is not None and step.train is not None and not step.pending,
+        }
+        return frozenset(fact for fact, there in has.items() if there)
 
     @property
     def variables(self) -> dict[str, Variable]:

@@ -1,4 +1,4 @@
-"""Pass 7: gradients, and state that the forward pass updates, are added up over micro-batches, in place."""
+"""Gradients, and state that the forward pass updates, are added up over micro-batches, in place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 from graph_passes.ir.graph import Builder, copied
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
 from graph_passes.ir.outline import FunctionDef, call_node
-from graph_passes.ir.program import Program
+from graph_passes.ir.program import Fact, Program
 from graph_passes.ir.storage import accumulate_function, merge_library
 from graph_passes.ir.tasks import Phase, Task
 
@@ -32,6 +32,8 @@ class Accumulate:
     """
 
     name: ClassVar[str] = "accumulate"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
     prefix: str = ""
     accumulated: bool = True
 

@@ -1,4 +1,4 @@
-"""Pass 1: which stage each node of the flat graph belongs to, and which tensors cross each cut.
+"""Which stage each node of the flat graph belongs to, and which tensors cross each cut.
 
 A traced graph lists its nodes in the order in which the model made them, which is a topological order. A cut after a
 layer is a position in that order, so that no tensor can flow backwards over it, whatever branches and skips the model
@@ -28,7 +28,7 @@ from graph_passes.ir.graph import (
     dtype_name,
 )
 from graph_passes.ir.outline import dtype_of, layer_of
-from graph_passes.ir.program import Boundary, LayerCall, Program, Roles, Stage, VariableKind
+from graph_passes.ir.program import Boundary, Fact, LayerCall, Program, Roles, Stage, VariableKind
 from graph_passes.ir.tensorflow_bridge import output_dtypes
 from graph_passes.passes.metric_stages import metric_stages
 
@@ -59,6 +59,8 @@ class AssignStages:
     """
 
     name: ClassVar[str] = "assign_stages"
+    requires: ClassVar[tuple[Fact, ...]] = ()
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.STAGES,)
     cuts: tuple[str, ...] = ()
 
     def run(self, program: Program) -> Program:

@@ -1,4 +1,4 @@
-"""Pass 3: the backward graph of each stage, last stage to first."""
+"""The backward graph of each stage, last stage to first."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from graph_passes.ir.program import (
     ROWS,
     SHARED_ROWS,
     Contribution,
+    Fact,
     Program,
     Stage,
     Value,
@@ -46,6 +47,8 @@ class BuildBackward:
     """
 
     name: ClassVar[str] = "build_backward"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.GRAPHS,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.GRAPHS,)
     slices: Sequence[int] = ()
 
     def run(self, program: Program) -> Program:

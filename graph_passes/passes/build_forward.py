@@ -1,4 +1,4 @@
-"""Pass 2: the forward graph of each stage, first stage to last, with its boundary tensors as arguments and results."""
+"""The forward graph of each stage, first stage to last, with its boundary tensors as arguments and results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graph_passes.ir.graph import (
     shape_attr,
 )
 from graph_passes.ir.outline import dtype_of
-from graph_passes.ir.program import Contribution, Program, Stage, Value, VariableKind
+from graph_passes.ir.program import Contribution, Fact, Program, Stage, Value, VariableKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,8 @@ class BuildForward:
     """
 
     name: ClassVar[str] = "build_forward"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.STAGES,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.GRAPHS,)
     want_outputs: bool = False
 
     def run(self, program: Program) -> Program:

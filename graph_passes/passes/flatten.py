@@ -1,4 +1,4 @@
-"""Pass 10: the operators of stage functions move to the top level, where each can have a device of its own."""
+"""The operators of stage functions move to the top level, where each can have a device of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from graph_passes.ir.graph import (
 )
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import COLOCATION, FunctionDef
-from graph_passes.ir.program import Program, Step
+from graph_passes.ir.program import Fact, Program, Step
 from graph_passes.ir.resource_use import ResourceUse, called_functions
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.tensorflow_bridge import makes_resource, output_number
@@ -55,6 +55,8 @@ class Flatten:
     """
 
     name: ClassVar[str] = "flatten"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
     stages: frozenset[int] | None = None
     keep_tasks: bool = False
     kept: frozenset[NodeKind] = frozenset()

@@ -1,4 +1,4 @@
-"""Pass 10, for a single device with one micro-batch: the whole step becomes one function."""
+"""For a single device with one micro-batch: the whole step becomes one function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graph_passes.ir.call_order import CALLS
 from graph_passes.ir.graph import CALL_ATTR, PHASE_ATTR, Graph, GraphDef, PassError, Ref, control_inputs, data_inputs
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import call_node, compiled, outline
-from graph_passes.ir.program import Program, Step
+from graph_passes.ir.program import Fact, Program, Step
 from graph_passes.ir.storage import merge_gradients, merge_library
 from graph_passes.passes.flatten import Flatten
 
@@ -31,6 +31,8 @@ class Join:
     """
 
     name: ClassVar[str] = "join"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.COMPLETE,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.COMPLETE,)
     function: str
     jit_compile: bool = False
 

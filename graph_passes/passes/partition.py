@@ -1,4 +1,4 @@
-"""Pass 4: which tensors a stage keeps from forward to backward, and which it computes again."""
+"""Which tensors a stage keeps from forward to backward, and which it computes again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graph_passes.analysis.constant_folding import fold_shapes
 from graph_passes.analysis.slice_shapes import SAMPLES, input_shape
 from graph_passes.ir.graph import Graph, PassError, Ref, shape_attr
 from graph_passes.ir.outline import dtype_of, outline
-from graph_passes.ir.program import Program, Stage, StageFunction, Value, ValueKind
+from graph_passes.ir.program import Fact, Program, Stage, StageFunction, Value, ValueKind
 from graph_passes.ir.replica_sums import key_nodes, order_sums, sums_of, without_sums
 from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, infer_shapes, is_stateful, output_dtypes
 from graph_passes.passes.drop_no_ops import drop_no_ops
@@ -73,6 +73,8 @@ class Partition:
     """
 
     name: ClassVar[str] = "partition"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.GRAPHS,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.FUNCTIONS,)
     recompute: str = "none"
     jit_compile: bool = False
     training: bool = True

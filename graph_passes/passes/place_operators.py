@@ -1,4 +1,4 @@
-"""Pass 14: every operator gets its device, and devices run theirs in the order of a queue."""
+"""Every operator gets its device, and devices run theirs in the order of a queue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from graph_passes.ir.graph import CALL_ATTR, Graph, GraphDef, Names, PassError, Ref, control_inputs
-from graph_passes.ir.program import Program, Step
+from graph_passes.ir.program import Fact, Program, Step
 from graph_passes.ir.resource_use import ResourceUse, resource_name
 from graph_passes.ir.tensorflow_bridge import makes_resource
 from graph_passes.passes.unfused import unfused
@@ -37,6 +37,8 @@ class PlaceOperators:
     """
 
     name: ClassVar[str] = "place_operators"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
     devices: Mapping[str, str]
     order: Sequence[str]
     chained: bool = True

@@ -1,4 +1,4 @@
-"""Pass 5: one call node for each phase, stage, micro-batch and replica, on its device."""
+"""One call node for each phase, stage, micro-batch and replica, on its device."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from graph_passes.ir.graph import (
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
 from graph_passes.ir.outline import FunctionDef, call_node, dtype_of, outline
 from graph_passes.ir.program import (
+    Fact,
     Layout,
     Peers,
     Program,
@@ -62,6 +63,8 @@ class Replicate:
     """
 
     name: ClassVar[str] = "replicate"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.FUNCTIONS,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.STEP,)
     layout: Layout
     host_device: str
     hosts: Mapping[str, Sequence[int]]

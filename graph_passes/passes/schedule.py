@@ -1,4 +1,4 @@
-"""Pass 8: control edges that fix the order of tasks on every device."""
+"""Control edges that fix the order of tasks on every device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 from typing import ClassVar
 
 from graph_passes.ir.graph import PassError, copied
-from graph_passes.ir.program import Program
+from graph_passes.ir.program import Fact, Program
 from graph_passes.ir.tasks import Schedule
 
 
@@ -26,6 +26,8 @@ class OrderTasks:
     """
 
     name: ClassVar[str] = "schedule"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.ORDERED,)
     schedule: Schedule
     device_names: tuple[str, ...]
 

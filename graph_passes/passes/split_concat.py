@@ -1,4 +1,4 @@
-"""Pass 6: connects the replicas of stages, whatever their numbers."""
+"""Connects the replicas of stages, whatever their numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tensorflow.core.framework import types_pb2
 from graph_passes.ir.batching import Interval
 from graph_passes.ir.graph import Builder, Ref, copied, dtype_attr, substitute
 from graph_passes.ir.node_kinds import NodeKind, task_attrs
-from graph_passes.ir.program import Boundary, Program, Step, Value, ValueKind
+from graph_passes.ir.program import Boundary, Fact, Program, Step, Value, ValueKind
 from graph_passes.ir.tasks import Phase, Task
 
 
@@ -30,6 +30,8 @@ class SplitConcat:
     """
 
     name: ClassVar[str] = "split_concat"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.STEP,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
 
     def run(self, program: Program) -> Program:
         """Program after ``replicate`` -> the same with boundary tensors and their gradients connected."""

@@ -1,4 +1,4 @@
-"""Pass 9: gradients are reduced over the replicas, and the user's optimizer is applied on every replica."""
+"""Gradients are reduced over the replicas, and the user's optimizer is applied on every replica."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from graph_passes.ir.graph import GraphDef, copied
 from graph_passes.ir.group_update import GroupUpdate
-from graph_passes.ir.program import Program
+from graph_passes.ir.program import Fact, Program
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.passes.update_graph import UpdateGraph
 
@@ -50,6 +50,8 @@ class Update:
     """
 
     name: ClassVar[str] = "update"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.COMPLETE,)
     updates: tuple[GroupUpdate, ...]
     hosts: Mapping[str, Sequence[int]]
     host_device: str
