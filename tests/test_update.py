@@ -170,7 +170,8 @@ def test_functions_are_built_once_however_many_replicas_there_are(monkeypatch: p
         built.append(name)
         return outline(name, *arguments, **options)
 
-    monkeypatch.setattr("graph_passes.passes.update_graph.outline", counted)
+    for module in ("reduce_gradients", "apply_updates"):
+        monkeypatch.setattr(f"graph_passes.passes.{module}.outline", counted)
     updated(two_stages(), layout([2, 2], 8))
     few, built = built, []
     updated(two_stages(), layout([4, 4], 8))
