@@ -15,8 +15,8 @@ from google.protobuf import text_format
 
 from graph_passes.ir.graph import GraphDef, PassError, copied
 from graph_passes.ir.program import Fact, Program, Stage
-from graph_passes.ir.readable import readable
 from graph_passes.ir.storage import merge_library
+from graph_passes.ir.text import readable
 from graph_passes.ir.verify import verify
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,6 @@ from programs import (
     node,
     schedule_of,
     show_changes,
-    show_graph,
-    show_library,
     staged,
     stateful_layers,
     step_of,
@@ -31,6 +29,7 @@ from programs import (
 from dapple_tf.frontend.capture import Mode
 from graph_passes.ir.graph import Ref, control_inputs, data_inputs
 from graph_passes.ir.program import Program, Value, ValueKind
+from graph_passes.ir.text import graph_text, library_text
 from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.schedule import OrderTasks
 
@@ -48,8 +47,8 @@ def test_what_is_added_to_a_step(golden: Callable[[str, str], None]) -> None:
     before = connected(two_stages(), layout([1, 1], 2, 2))
     after = apply(before, Accumulate())
     known = [function.signature.name for function in before.graph.library.function]
-    changes = show_changes(show_graph(before.graph), show_graph(after.graph))
-    golden("accumulate.txt", f"{changes}\n{show_library(after, *known)}")
+    changes = show_changes(graph_text(before.graph), graph_text(after.graph))
+    golden("accumulate.txt", f"{changes}\n{library_text(after, *known)}")
 
 
 # ---- what is accumulated
@@ -73,7 +72,7 @@ def test_floating_point_state_is_accumulated_and_counters_are_not() -> None:
 def test_a_program_without_gradients_and_state_is_left_as_it_is() -> None:
     program = connected(staged(mlp(mode=Mode.TEST), "dense_0", training=False), layout([1, 1], 4, 2))
     after = apply(program, Accumulate())
-    assert show_graph(after.graph) == show_graph(program.graph)
+    assert graph_text(after.graph) == graph_text(program.graph)
     assert step_of(after) == step_of(program)
 
 
@@ -197,7 +196,7 @@ def test_contributions_to_a_moving_average_add_up_to_that_of_the_whole_batch() -
 def test_accumulating_does_not_touch_what_other_passes_made() -> None:
     before = connected(two_stages(), layout([2, 1], 4, 2))
     after = apply(before, Accumulate())
-    assert show_graph(after.graph).startswith(show_graph(before.graph))
+    assert graph_text(after.graph).startswith(graph_text(before.graph))
     assert step_of(after).entry == step_of(before).entry
     assert step_of(after).pending == step_of(before).pending
     assert interpret(after.graph, [Ref("constant")], {})[0].tolist() == [1, 1, 1, 1]

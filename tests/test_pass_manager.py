@@ -8,11 +8,12 @@ from typing import ClassVar
 
 import pytest
 from google.protobuf import text_format
-from programs import HOST, apply, copied, hosts, layout, show_graph, staged, step_of, two_layers, two_stages, unchanged
+from programs import HOST, apply, copied, hosts, layout, staged, step_of, two_layers, two_stages, unchanged
 
 from dapple_tf.execution.step_passes import pipeline
 from graph_passes.ir.graph import GraphDef, PassError
 from graph_passes.ir.program import Program
+from graph_passes.ir.text import graph_text
 from graph_passes.pass_manager import Dump, Pass, Timing, run_passes
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
@@ -80,7 +81,7 @@ def test_a_pass_that_breaks_an_invariant_is_named() -> None:
 
 
 def test_verification_may_be_left_out() -> None:
-    assert show_graph(run_passes(two_layers(), [Breaks()], verified=False).graph).endswith(
+    assert graph_text(run_passes(two_layers(), [Breaks()], verified=False).graph).endswith(
         "broken = Identity(nowhere)\n"
     )
 
