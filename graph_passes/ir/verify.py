@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from graph_passes.ir.call_order import CALLS
+from graph_passes.ir.connections import verify_connections
 from graph_passes.ir.graph import Graph, NodeDef, PassError, Ref, control_inputs, dtype_name
 from graph_passes.ir.outline import FunctionDef
 from graph_passes.ir.program import Program, Stage, Value, ValueKind
@@ -23,9 +24,10 @@ def verify(program: Program, *, complete: bool = False, known: Sequence[Stage] =
     """Checks a program.
 
     Every input is bound to an output that exists; there is no cycle, control edges included; calls agree with their
-    functions; stages agree on what they exchange; every device is one of the layout; each micro-batch's forward and
-    backward are there exactly once per replica that has samples of it; all members of a group run their collectives in
-    one order; and replicas that add up inside their tasks meet.
+    functions; stages agree on the dtypes of what they exchange, and on the shapes as far as these are known before the
+    step; every device is one of the layout; each micro-batch's forward and backward are there exactly once per replica
+    that has samples of it; all members of a group run their collectives in one order; and replicas that add up inside
+    their tasks meet.
 
     Args:
         program: after any pass.
@@ -52,6 +54,7 @@ def verify(program: Program, *, complete: bool = False, known: Sequence[Stage] =
             _verify_stage(stage)
     if program.step is not None:
         _verify_step(program, graph, complete=complete)
+        verify_connections(program, graph, dtypes)
 
 
 def _verify_inputs(graph: Graph, node: NodeDef, dtypes: Mapping[str, Sequence[int]]) -> None:
