@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from dapple_tf.transformation import transform
     from dapple_tf.verification import Verification
     from graph_passes.errors import PassError
+    from graph_passes.pass_manager import After, Before
 
 __version__ = "0.1.0"
 
@@ -80,12 +81,15 @@ _HOMES = {
         "dapple_tf.transformation": "transform",
         "dapple_tf.verification": "Verification",
         "graph_passes.errors": "PassError",
+        "graph_passes.pass_manager": "After Before",
     }.items()
     for name in names.split()
 }
 """Name -> the module that it is from."""
 
 __all__ = [
+    "After",
+    "Before",
     "CaptureError",
     "CheckpointError",
     "Checkpointing",

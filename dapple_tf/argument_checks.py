@@ -12,10 +12,12 @@ from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Profile, ProfileError
+from dapple_tf.execution.step_passes import pipeline
 from dapple_tf.frontend.model_front import meant
 from dapple_tf.keras_private import items_of
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.planner import plan as find_plan
+from graph_passes.pass_manager import After, Before
 
 _WAYS = {
     "cluster": (Cluster, "a dapple_tf.Cluster: Cluster.local(2), say"),
@@ -75,3 +77,15 @@ def check_profile(profile: Profile | None, model: keras.Model) -> None:
                 f"the profile is of another model: {profile.model!r} has a layer {layer.name!r}, model {model.name!r} "
                 f"hasn't; profile this one by dapple_tf.profile(model, ...), or leave profile out"
             )
+
+
+def check_passes(passes: object) -> None:
+    """Checks a user's own passes, before anything is measured or planned.
+
+    Raises:
+        TypeError: it isn't a sequence of After and Before.
+        PassError: one is at an unknown place, is no pass, or has the name of another.
+    """
+    if not isinstance(passes, (list, tuple)) or not all(isinstance(place, (After, Before)) for place in passes):
+        raise TypeError(f"transform(): passes is {passes!r:.60}; give a list such as [After('split_concat', MyPass())]")
+    pipeline(passes)

@@ -24,7 +24,6 @@ from dapple_tf.execution.engine import Engine
 from dapple_tf.execution.notes import Note
 from dapple_tf.execution.recovery import FaultRecord
 from dapple_tf.execution.runtime import Runtime
-from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import Batch, BatchSpec
 from dapple_tf.frontend.capture import Mode
 from dapple_tf.operators.op_graph import OpPlacement
@@ -137,7 +136,7 @@ class Inspection(abc.ABC):
         """
         engine = self._engine
         sources = [] if self._changed() else engine.builder.sources
-        passes = StepPasses(self.plan, self.cluster)
+        passes = engine.builder.passes
         spec = self._specs.get(Mode.TRAIN)
         costs = None if engine.builder.placer is None else engine.builder.placer.costs
         dump(directory, self.model, passes, sources, engine.table, self.profile, spec=spec, operator_costs=costs)

@@ -10,7 +10,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -28,6 +28,7 @@ from dapple_tf.errors import DataError, NonFiniteLossError
 from dapple_tf.examination import check_cuts, examine
 from dapple_tf.execution.builds import StepResult
 from dapple_tf.execution.runtime import Runtime
+from dapple_tf.execution.step_passes import pipeline
 from dapple_tf.execution.terminal import beside_progress_bar
 from dapple_tf.frontend.attachment import Hooks, attached, with_sync
 from dapple_tf.frontend.batch import Batch, Batches, BatchSpec
@@ -44,6 +45,7 @@ from dapple_tf.simulation.simulation import Simulation
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.tracing.monitoring import PipelineMonitor, StepMonitor
 from dapple_tf.tracing.prediction import Prediction
+from graph_passes.pass_manager import After, Before
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +88,13 @@ class PipelinedModel(Inspection, KerasMethods):
         faults: FaultPolicy | None = None,
         operator_costs: OperatorCosts | None = None,
         quiet: bool = False,
+        passes: Sequence[After | Before] = (),
     ) -> None:
         """See :func:`dapple_tf.transform`; ``quiet`` is for steps that only measure or compare: nothing is noted."""
         if on_non_finite_loss not in ("stop", "continue"):
             raise ValueError(f"on_non_finite_loss={on_non_finite_loss!r} is unknown; use 'stop' or 'continue'")
         self.model, self.profile = model, profile
+        self._own_passes = tuple(passes)
         self.last_step_seconds = 0.0
         self._sizes = BatchSizes()
         self.prediction: Prediction | None = None
@@ -102,7 +106,8 @@ class PipelinedModel(Inspection, KerasMethods):
         self._monitor = StepMonitor(simulation)
         self._on_non_finite_loss = on_non_finite_loss
         self._check()
-        self._runtime = Runtime(model, cluster, plan, profile, faults or FaultPolicy(), operator_costs, quiet=quiet)
+        order, policy = pipeline(self._own_passes), faults or FaultPolicy()
+        self._runtime = Runtime(model, cluster, plan, profile, policy, operator_costs, quiet=quiet, pipeline=order)
         self._start(examined=not quiet)
         if model.run_eagerly:
             logger.warning("model %r is compiled with run_eagerly=True, which pipelined steps ignore", model.name)
@@ -284,7 +289,7 @@ class PipelinedModel(Inspection, KerasMethods):
     @contextlib.contextmanager
     def _twin(self, model: keras.Model) -> Iterator[Run]:
         """The same pipeline of another model."""
-        other = PipelinedModel(model, self.cluster, self.plan, quiet=True)
+        other = PipelinedModel(model, self.cluster, self.plan, quiet=True, passes=self._own_passes)
         try:
             yield other._steps_apart
         finally:

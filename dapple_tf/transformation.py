@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
-from dapple_tf.argument_checks import check_names, check_profile, check_types
+from dapple_tf.argument_checks import check_names, check_passes, check_profile, check_types
 from dapple_tf.automatic import EXAMPLES, plan_model
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.faults import FaultPolicy
@@ -18,6 +19,7 @@ from dapple_tf.frontend.capture import check_model
 from dapple_tf.measuring.operator_profiler import EXAMPLE_DATA, measured_operators
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.trainer import PipelinedModel
+from graph_passes.pass_manager import After, Before
 
 
 def transform(
@@ -31,6 +33,7 @@ def transform(
     operator_costs: OperatorCosts | None = None,
     on_non_finite_loss: str = "stop",
     faults: FaultPolicy | None = None,
+    passes: Sequence[After | Before] = (),
     **planning: Any,
 ) -> PipelinedModel:
     """Makes a pipelined, data-parallel trainer of a compiled Keras model.
@@ -53,6 +56,8 @@ def transform(
         on_non_finite_loss: ``stop`` raises NonFiniteLossError at the step whose loss is NaN or infinite; ``continue``
             goes on, as Keras does.
         faults: what is done when a worker of a cluster is lost; None raises WorkerLostError.
+        passes: passes of your own, each ``After(name, item)`` or ``Before(name, item)`` one of the pipeline's: they are
+            verified, timed and dumped like the others (docs/extending.md).
         planning: what the search is to choose from, as for :func:`dapple_tf.plan`, such as ``schedule="auto",
             reverse_first_k="auto"`` for out-of-order backprop wherever it gains, and example data (``x``, ``y``,
             ``sample_weight``, ``length``), as for :func:`dapple_tf.profile`. ``profile_seconds`` is its ``budget``: 20
@@ -66,11 +71,12 @@ def transform(
         ProfileError: the profile is of another model, or the model's inputs or labels can't be guessed, to measure it;
             give ``x`` and ``y``.
         TypeError: an argument of another class, that nobody knows or that means nothing beside the others.
-        PassError: a cut names no layer, or leaves a stage empty.
+        PassError: a cut names no layer, or leaves a stage empty; a pass is to run beside one that doesn't exist.
     """
     check_types(cluster=cluster, plan=plan, profile=profile, operator_costs=operator_costs, faults=faults)
     check_names(planning, [*inspect.signature(transform).parameters], (*EXAMPLES, "profile_seconds"))
     check_profile(profile, model)
+    check_passes(passes)
     if placement not in (None, FD_DPS):
         raise PlanError(f"unknown placement {placement!r}; use {FD_DPS!r}, or leave it out")
     if plan is None and global_batch_size is None:
@@ -120,4 +126,5 @@ def transform(
         on_non_finite_loss=on_non_finite_loss,
         faults=faults,
         operator_costs=operator_costs,
+        passes=passes,
     )

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import logging
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from google.protobuf import text_format
 
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import GraphDef
-from graph_passes.ir.program import Program, Stage
-from graph_passes.ir.readable import readable
+from graph_passes.ir.graph import GraphDef, copied
+from graph_passes.ir.program import Fact, Program, Stage
 from graph_passes.ir.storage import merge_library
+from graph_passes.ir.text import readable
 from graph_passes.ir.verify import verify
 
 logger = logging.getLogger(__name__)
 
 
 class Pass(Protocol):
-    """A frozen dataclass whose fields are its options and whose docstring is its contract."""
+    """A frozen dataclass whose fields are its options and whose docstring is its contract.
+
+    It may say what it needs and what it sees to by ``requires`` and ``ensures``: class attributes, tuples of
+    `graph_passes.ir.program.Fact`. Both are checked whenever it runs.
+    """
 
     @property
     def name(self) -> str:
@@ -30,6 +36,99 @@ class Pass(Protocol):
 
     def run(self, program: Program) -> Program:
         """A new program; the given one stays as it is."""
+
+
+class After(NamedTuple):
+    """A pass of a user's own, right after one of the pipeline.
+
+    Attributes:
+        name: of the pass that comes before it.
+        item: the pass.
+    """
+
+    name: str
+    item: Pass
+
+
+class Before(NamedTuple):
+    """A pass of a user's own, right before one of the pipeline.
+
+    Attributes:
+        name: of the pass that comes after it.
+        item: the pass.
+    """
+
+    name: str
+    item: Pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """The order of passes, from which their numbers follow.
+
+    Attributes:
+        names: of all passes, in order.
+        ending: those of ``names`` that end a step, which has none of those behind them.
+        own: passes of a user's own; several at one place run in the order in which they stand here.
+
+    Raises:
+        PassError: an own pass is at an unknown place, is no pass, or has the name of another.
+    """
+
+    names: tuple[str, ...] = ()
+    ending: frozenset[str] = frozenset()
+    own: tuple[After | Before, ...] = ()
+
+    def __post_init__(self) -> None:
+        taken = set(self.names)
+        for place in self.own:
+            name = getattr(place.item, "name", None)
+            if not isinstance(name, str) or not callable(getattr(place.item, "run", None)):
+                raise PassError(f"{place.item!r} isn't a pass: give an object that has a name and run(program)")
+            if place.name not in self.names:
+                where = f"{type(place).__name__}({place.name!r}, ...)"
+                raise PassError(f"{where} names no pass; use one of {', '.join(self.names)}")
+            if name in taken:
+                raise PassError(f"there is a pass {name!r} already; give yours a name of its own")
+            taken.add(name)
+
+    def _around(self, name: str) -> tuple[list[Pass], list[Pass]]:
+        """The own passes right before and right after one of the pipeline."""
+        here = [place for place in self.own if place.name == name]
+        before = [place.item for place in here if isinstance(place, Before)]
+        return before, [place.item for place in here if isinstance(place, After)]
+
+    def placed(self, passes: Iterable[Pass], *, again: bool = False) -> list[Pass]:
+        """Passes of the pipeline with own ones among them.
+
+        Args:
+            passes: some of the pipeline's, in order.
+            again: whether the first of them has run before, and with it what comes before it.
+        """
+        found: list[Pass] = []
+        for index, item in enumerate(passes):
+            before, after = self._around(item.name)
+            found += [*(before if index or not again else ()), item, *after]
+        return found
+
+    def number(self, item: Pass) -> int:
+        """The number of a pass from 1, own ones counted; those behind one that ends a step begin where it stands.
+
+        A run of passes is numbered from that of its first on, whichever of the others it leaves out.
+        """
+        number = 1
+        for name in self.names:
+            before, after = self._around(name)
+            names = [*(own.name for own in before), name, *(own.name for own in after)]
+            if item.name in names:
+                return number + names.index(item.name)
+            number += 0 if name in self.ending else len(names)
+        return number
+
+    @property
+    def count(self) -> int:
+        """The largest number that a pass has."""
+        return sum(1 + len([*itertools.chain(*self._around(n))]) for n in self.names if n not in self.ending)
 
 
 # Called after each pass with its number (from 1), the pass, the program that it returned and the seconds that it took.
@@ -56,14 +155,19 @@ def run_passes(
         complete: whether nothing may be pending after the last of these passes.
 
     Raises:
-        PassError: from a pass or the verifier; it names the pass and those that had run.
+        PassError: from a pass or the verifier, or a pass isn't given what it requires or doesn't give what it ensures;
+            the text names the pass and those that had run.
     """
     done: list[str] = []
     known: Sequence[Stage] = ()
     for number, item in enumerate(passes, start=first):
         start = time.perf_counter()
         try:
+            _check_facts(program, getattr(item, "requires", ()), "requires")
             program = item.run(program)
+            if not isinstance(program, Program):
+                raise PassError(f"run() returned {program!r:.60}; let it return the new program")
+            _check_facts(program, getattr(item, "ensures", ()), "ensures")
             if verified:
                 verify(program, complete=complete and item is passes[-1], known=known)
                 known = program.stages
@@ -76,6 +180,19 @@ def run_passes(
             instrument(number, item, program, seconds)
         done.append(item.name)
     return program
+
+
+def _check_facts(program: Program, facts: Iterable[Fact], says: str) -> None:
+    """Checks what a pass ``requires`` or ``ensures``."""
+    present = program.facts if facts else frozenset()
+    for fact in facts:
+        if fact not in present:
+            fix = (
+                f"run it after {fact.made_by}"
+                if says == "requires"
+                else "but the program that it gives isn't like that"
+            )
+            raise PassError(f"it {says} {fact.value}; {fix}")
 
 
 class Timing:
@@ -110,8 +227,7 @@ def stage_graphs(program: Program) -> dict[int, GraphDef]:
     found = {}
     for stage in program.stages:
         if program.step is None and stage.graph is not None:
-            found[stage.index] = GraphDef()
-            found[stage.index].CopyFrom(stage.graph)
+            found[stage.index] = copied(stage.graph)
             merge_library(found[stage.index], [part.function for part in stage.functions])
     return found
 

@@ -28,22 +28,18 @@ from dapple_tf.schedules.schedules import make_schedule
 from graph_passes.ir.graph import (
     LAYER_ATTR,
     POSITION_ATTR,
-    STAGE_ATTR,
     Builder,
     Graph,
     GraphDef,
     NodeDef,
     Ref,
-    control_inputs,
     data_inputs,
     dtype_attr,
-    dtype_name,
     shape_attr,
 )
 from graph_passes.ir.group_update import Captured, GroupUpdate
-from graph_passes.ir.outline import FunctionDef, call_node, placeholder
+from graph_passes.ir.outline import call_node, placeholder
 from graph_passes.ir.program import (
-    Boundary,
     LayerCall,
     Layout,
     Program,
@@ -61,7 +57,7 @@ from graph_passes.ir.tasks import Phase, Schedule, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.ir.verify import verify
 from graph_passes.pass_manager import Pass
-from graph_passes.passes.accumulate import Accumulate, accumulated_gradients
+from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
 from graph_passes.passes.build_forward import BuildForward
@@ -415,7 +411,7 @@ def updated(
 
 def sgd_updates(program: Program, rate: float = 0.5) -> tuple[GroupUpdate, ...]:
     """Plain SGD for each group of parameters that the same stages read."""
-    trained = {v.name for stage in program.stages for _, v in accumulated_gradients(program, stage)}
+    trained = {v.name for stage in program.stages for _, v, _ in stage.gradients}
     groups: dict[tuple[int, ...], list[Variable]] = {}
     for name, stages in hosts(program).items():
         if name in trained:
@@ -479,107 +475,10 @@ def task(text: str) -> Task:
 # ---- canonical text
 
 
-def show_graph(graph: GraphDef) -> str:
-    """One line for each node: ``name = Op(inputs) ^control @device``."""
-    return "".join(f"{_show_node(each)}\n" for each in graph.node)
-
-
 def show_changes(before: str, after: str) -> str:
     """The lines that a pass takes away, with ``-``, and those that it adds, with ``+``."""
     lines = difflib.ndiff(before.splitlines(keepends=True), after.splitlines(keepends=True))
     return "".join(line for line in lines if line[0] in "+-")
-
-
-def show_stages(program: Program) -> str:
-    """Boundaries, and each stage's variables, arguments, results and graph."""
-    text = "".join(f"{_show_boundary(boundary)}\n" for boundary in program.boundaries)
-    for stage in program.stages:
-        text += f"stage {stage.index}, reads {', '.join(stage.reads)}\n"
-        if stage.graph is None:
-            continue
-        for kind, values in (
-            ("argument", stage.arguments),
-            ("result", stage.results),
-            ("metric", stage.metric_results),
-        ):
-            text += "".join(f"  {kind} {value} is {ref}\n" for value, ref in values.items())
-        text += "".join(f"  {_show_node(each)}\n" for each in stage.graph.node)
-    return text
-
-
-def show_functions(program: Program) -> str:
-    """The functions of all stages, with the meaning of their arguments and results."""
-    functions = [function for stage in program.stages for function in (stage.forward, stage.backward, stage.metrics)]
-    return "\n".join(show_function(function) for function in functions if function is not None)
-
-
-def show_library(program: Program, *skipped: str) -> str:
-    """The functions of the library, those of stages left out that stand in ``skipped``."""
-    stages = [
-        s.name for stage in program.stages for s in (stage.forward, stage.backward, stage.metrics) if s is not None
-    ]
-    shown = [f for f in program.graph.library.function if f.signature.name not in {*skipped, *stages}]
-    return "\n".join(show_function(function) for function in shown)
-
-
-def _show_boundary(boundary: Boundary) -> str:
-    consumers = ", ".join(map(str, boundary.consumers))
-    shape = ", ".join("?" if size is None else str(size) for size in boundary.shape)
-    rows = "?" if boundary.rows_per_sample is None else boundary.rows_per_sample
-    batch = "no batch axis" if boundary.batch_axis is None else f"batch axis {boundary.batch_axis}, rows {rows}"
-    flows = "differentiable" if boundary.differentiable else "no gradient"
-    where = f"{boundary.ref} from {boundary.producer} to {consumers}"
-    return f"boundary {where}: {dtype_name(boundary.dtype)}[{shape}], {batch}, {flows}"
-
-
-def _show_node(node: NodeDef) -> str:
-    call = node.attr["f"].func.name if "f" in node.attr else ""
-    inputs = ", ".join(str(ref) for ref in data_inputs(node))
-    text = f"{node.name} = {call or node.op}({inputs}){_details(node)}"
-    text += "".join(f" ^{waited}" for waited in control_inputs(node))
-    if node.device:
-        text += f" @{node.device.rpartition('device:')[2]}"
-    if STAGE_ATTR in node.attr and not node.device:
-        text += f" in stage {node.attr[STAGE_ATTR].i}"
-    return text
-
-
-def _details(node: NodeDef) -> str:
-    """What a node is besides its op and inputs, for the ops where it matters."""
-    if node.op == "Const":
-        value = tf.make_ndarray(node.attr["value"].tensor)
-        return f" {value.tolist()}"
-    if node.op == "Placeholder":
-        dims = node.attr["shape"].shape.dim
-        shape = ", ".join("?" if dim.size < 0 else str(dim.size) for dim in dims)
-        known = "shape" in node.attr and not node.attr["shape"].shape.unknown_rank
-        return f" {dtype_name(node.attr['dtype'].type)}{f'[{shape}]' if known else ''}"
-    if node.op == "VarHandleOp":
-        return f" {node.attr['shared_name'].s.decode()!r}"
-    return ""
-
-
-def show_function(function: FunctionDef | StageFunction) -> str:
-    signature = (function.function if isinstance(function, StageFunction) else function).signature
-    body = (function.function if isinstance(function, StageFunction) else function).node_def
-    results = (function.function if isinstance(function, StageFunction) else function).ret
-    arguments, names = [arg.name for arg in signature.input_arg], [arg.name for arg in signature.output_arg]
-    if isinstance(function, StageFunction):
-        arguments = [f"{name}: {value}" for name, value in zip(arguments, function.inputs, strict=True)]
-        names = [f"{name}: {value}" for name, value in zip(names, function.outputs, strict=True)]
-    lines = [f"{signature.name}({', '.join(arguments)}) -> ({', '.join(names)})"]
-    for each in body:
-        inputs = ", ".join(_body_name(text) for text in each.input if not text.startswith("^"))
-        waits = "".join(f" {text}" for text in each.input if text.startswith("^"))
-        lines.append(f"  {each.name} = {each.op}({inputs}){_details(each)}{waits}")
-    lines += [f"  {arg.name} is {_body_name(results[arg.name])}" for arg in signature.output_arg]
-    return "\n".join(lines) + "\n"
-
-
-def _body_name(text: str) -> str:
-    """``a:product:0`` of a function's body as ``a``; other outputs than the first keep their number."""
-    name, *rest = text.split(":")
-    return name if not rest or rest[-1] == "0" else f"{name}:{rest[-1]}"
 
 
 # ---- running graphs

@@ -106,7 +106,7 @@ def complete(case: Case) -> Program:
     kept = hosts(program)
     passes: list[Pass] = [Replicate(layout, HOST, kept), SplitConcat()]
     if not training:
-        return run_passes(program, [*passes, OrderTasks(schedule, names)], first=5, complete=True)
+        return run_passes(program, [*passes, OrderTasks(schedule, names)], complete=True)
     updates = sgd_updates(program)
     keys = [update.stages for update in updates]
     order = reduction_order(keys, schedule, plan.weight_devices or plan.devices)
@@ -123,7 +123,7 @@ def complete(case: Case) -> Program:
         accumulated=plan.accumulates(count),
     )
     passes.append(Accumulate(accumulated=update.accumulated))
-    return run_passes(program, [*passes, OrderTasks(schedule, names), update], first=5, complete=True)
+    return run_passes(program, [*passes, OrderTasks(schedule, names), update], complete=True)
 
 
 def plan(model: str, stages: int, devices: Any, micro_batches: int, batch: int, schedule: str, **options: Any) -> Any:
@@ -185,4 +185,4 @@ def of_model(model: keras.Model, plan: dapple.Plan, cluster: dapple.Cluster) -> 
     kept = holdings(table, hosts, optimizer_variables(updates), passes.homes)
     schedule = passes.schedule(built, passes.layout(plan.global_batch_size), kept)
     made = passes.step_passes(built, Kind(plan.global_batch_size), schedule, hosts)
-    return run_passes(program, made, first=5, complete=True)
+    return run_passes(program, made, complete=True)

@@ -18,8 +18,6 @@ from programs import (
     node,
     schedule_of,
     show_changes,
-    show_graph,
-    show_library,
     staged,
     stateful_layers,
     step_of,
@@ -31,13 +29,8 @@ from programs import (
 from dapple_tf.frontend.capture import Mode
 from graph_passes.ir.graph import Ref, control_inputs, data_inputs
 from graph_passes.ir.program import Program, Value, ValueKind
-from graph_passes.passes.accumulate import (
-    Accumulate,
-    accumulated_gradients,
-    accumulated_state,
-    gradient_accumulator,
-    state_accumulator,
-)
+from graph_passes.ir.text import graph_text, library_text
+from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.schedule import OrderTasks
 
 
@@ -54,8 +47,8 @@ def test_what_is_added_to_a_step(golden: Callable[[str, str], None]) -> None:
     before = connected(two_stages(), layout([1, 1], 2, 2))
     after = apply(before, Accumulate())
     known = [function.signature.name for function in before.graph.library.function]
-    changes = show_changes(show_graph(before.graph), show_graph(after.graph))
-    golden("accumulate.txt", f"{changes}\n{show_library(after, *known)}")
+    changes = show_changes(graph_text(before.graph), graph_text(after.graph))
+    golden("accumulate.txt", f"{changes}\n{library_text(after, *known)}")
 
 
 # ---- what is accumulated
@@ -64,24 +57,22 @@ def test_what_is_added_to_a_step(golden: Callable[[str, str], None]) -> None:
 def test_each_parameter_with_a_gradient_has_an_accumulator_for_each_of_its_stages() -> None:
     program = staged(tied_layers(2), "layer_0")
     w = program.variables["w"]
-    for stage in program.stages:
-        assert accumulated_gradients(program, stage) == [(Value(w.value or Ref(""), ValueKind.GRADIENT), w)]
-    names = [gradient_accumulator(w, index).name for index in range(2)]
-    assert names == ["w/gradient/stage0", "w/gradient/stage1"]
-    assert gradient_accumulator(w, 0).shape == w.shape
+    for index, stage in enumerate(program.stages):
+        (gradient,) = stage.gradients
+        assert (gradient.value, gradient.variable) == (Value(w.value or Ref(""), ValueKind.GRADIENT), w)
+        assert (gradient.accumulator.name, gradient.accumulator.shape) == (f"w/gradient/stage{index}", w.shape)
 
 
 def test_floating_point_state_is_accumulated_and_counters_are_not() -> None:
     program = staged(stateful_layers(), "a")
-    found = [[variable.name for _, variable in accumulated_state(program, stage)] for stage in program.stages]
-    assert found == [["average"], []]
-    assert state_accumulator(program.variables["average"], 0).name == "average/update/stage0"
+    (average,), nothing = (stage.state for stage in program.stages)
+    assert (average.variable.name, average.accumulator.name, nothing) == ("average", "average/update/stage0", ())
 
 
 def test_a_program_without_gradients_and_state_is_left_as_it_is() -> None:
     program = connected(staged(mlp(mode=Mode.TEST), "dense_0", training=False), layout([1, 1], 4, 2))
     after = apply(program, Accumulate())
-    assert show_graph(after.graph) == show_graph(program.graph)
+    assert graph_text(after.graph) == graph_text(program.graph)
     assert step_of(after) == step_of(program)
 
 
@@ -129,7 +120,7 @@ def test_an_accumulation_reads_its_own_tasks_gradients_in_the_order_of_the_accum
     program = apply(connected(staged(mlp(2), "dense_0"), layout([1, 1], 4, 2)), Accumulate())
     step = step_of(program)
     for stage in program.stages:
-        expected = [step.values[task(f"{stage.index}B1"), value] for value, _ in accumulated_gradients(program, stage)]
+        expected = [step.values[task(f"{stage.index}B1"), gradient.value] for gradient in stage.gradients]
         assert len(expected) == 2
         assert data_inputs(node(program, f"stage{stage.index}/replica0/accumulate_B1")) == expected
 
@@ -175,10 +166,10 @@ def test_after_a_step_the_accumulators_of_all_replicas_hold_their_sums(policy: s
         for _ in range(2):  # the second step starts afresh
             machine.run([], {Ref("batch/x"): x, **ones}, after=last_nodes(program))
             for stage, name in enumerate(("w", "v")):
-                accumulator = gradient_accumulator(program.variables[name], stage)
+                own = {gradient.variable.name: gradient for gradient in program.stages[stage].gradients}
                 for replica, device in enumerate(cut.devices[stage]):
                     rows = [row for m in range(3) for row in range(*cut.slice(stage, m, replica))]
-                    (total,) = machine.read(device, accumulator)
+                    (total,) = machine.read(device, own[name].accumulator)
                     np.testing.assert_allclose(total, gradients(rows)[stage], rtol=1e-12)
                     assert np.abs(total).min() > 0
 
@@ -194,7 +185,7 @@ def test_contributions_to_a_moving_average_add_up_to_that_of_the_whole_batch() -
     program = apply(connected(staged(stateful_layers(), "a"), cut), Accumulate())
     step = step_of(program)
     feeds = {Ref(place): 1.0 for place in step.pending.values()} | {ref: 0.0 for ref in step.metric_feeds["total"]}
-    accumulator = state_accumulator(program.variables["average"], 0)
+    accumulator = program.stages[0].state[0].accumulator
     with Machine(program.graph, devices=3) as machine:
         loaded(machine, program, values)
         machine.run([], {Ref("batch/x"): x, **feeds}, after=last_nodes(program))
@@ -205,7 +196,7 @@ def test_contributions_to_a_moving_average_add_up_to_that_of_the_whole_batch() -
 def test_accumulating_does_not_touch_what_other_passes_made() -> None:
     before = connected(two_stages(), layout([2, 1], 4, 2))
     after = apply(before, Accumulate())
-    assert show_graph(after.graph).startswith(show_graph(before.graph))
+    assert graph_text(after.graph).startswith(graph_text(before.graph))
     assert step_of(after).entry == step_of(before).entry
     assert step_of(after).pending == step_of(before).pending
     assert interpret(after.graph, [Ref("constant")], {})[0].tolist() == [1, 1, 1, 1]

@@ -27,8 +27,6 @@ from programs import (
     mlp,
     run,
     sent,
-    show_graph,
-    show_stages,
     staged,
     stateful_layers,
     two_layers,
@@ -43,6 +41,7 @@ from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, GraphDef, Ref, dtype_attr
 from graph_passes.ir.outline import layer_of
 from graph_passes.ir.program import Boundary, LayerCall, Program
+from graph_passes.ir.text import graph_text, stages_text
 from graph_passes.passes.assign_stages import AssignStages, find_call
 
 
@@ -77,7 +76,7 @@ def test_a_flat_program_before_and_after(golden: Callable[[str, str], None]) -> 
     after = assign(before, "a")
     golden(
         "assign_stages.txt",
-        f"before\n\n{show_graph(before.graph)}\nafter\n\n{show_graph(after.graph)}\n{show_stages(after)}",
+        f"before\n\n{graph_text(before.graph)}\nafter\n\n{graph_text(after.graph)}\n{stages_text(after)}",
     )
 
 
@@ -433,7 +432,7 @@ def reads_shape_later(*, merged: bool = False, explicit: bool = True, length: in
 def test_the_shape_of_an_earlier_stages_tensor_is_computed_from_the_stages_own_slice() -> None:
     program = assign(reads_shape_later(), "a")
     assert [str(boundary.ref) for boundary in program.boundaries] == ["a/flat"]
-    text = show_graph(program.graph)
+    text = graph_text(program.graph)
     assert "a/shape = AddV2(a/shape/scaled, a/shape/fixed)\n" in text
     assert "a/shape/scaled = Mul(a/shape/rate, samples)\n" in text
     assert "a/shape/rate = Const() [1, 0]\n" in text
@@ -457,7 +456,7 @@ def test_of_an_earlier_stages_shape_only_lengths_cross_that_the_model_leaves_ope
     program = assign(reads_shape_later(length=None), "a")
     crossing = {str(each.ref): (each.batch_axis, each.shape) for each in program.boundaries}
     assert crossing == {"a/flat": (0, (None,)), "a/shape/lengths": (None, (2,))}
-    text = show_graph(program.graph)
+    text = graph_text(program.graph)
     assert "a/shape/lengths = Mul(a/shape/own, a/shape/of_lengths) in stage 0\n" in text
     assert "a/shape = AddV2(a/shape/sum, a/shape/lengths)\n" in text
     assert "a/shape" not in program.node_stage and program.node_stage["a/shape/own"] == 0
@@ -468,7 +467,7 @@ def test_of_an_earlier_stages_shape_only_lengths_cross_that_the_model_leaves_ope
 def test_of_rows_that_depend_on_open_lengths_those_of_a_sample_cross() -> None:
     program = assign(reads_shape_later(merged=True, length=None), "a")
     assert [str(each.ref) for each in program.boundaries] == ["a/shape/rows", "a/flat"]
-    assert "a/shape/rows = FloorDiv(a/shape/merged, samples) in stage 0\n" in show_graph(program.graph)
+    assert "a/shape/rows = FloorDiv(a/shape/merged, samples) in stage 0\n" in graph_text(program.graph)
     stage_0 = {Ref("x"): np.ones((5, 4)), Ref("w"): np.ones(1), Ref("samples"): 5}
     assert list(run(program.graph, [Ref("a/shape")], stage_0)[0]) == [20]
 

@@ -26,7 +26,6 @@ from programs import (
     run,
     sent,
     show_changes,
-    show_stages,
     stateful_layers,
     tied_layers,
     two_layers,
@@ -35,6 +34,7 @@ from programs import (
 from graph_passes.ir.graph import Ref, dtype_attr
 from graph_passes.ir.program import Program, Stage, Value, ValueKind
 from graph_passes.ir.tensorflow_bridge import add_gradients
+from graph_passes.ir.text import stages_text
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
 from graph_passes.passes.build_forward import BuildForward
@@ -115,7 +115,7 @@ def test_what_is_added_to_the_graph_of_each_stage(golden: Callable[[str, str], N
     after = apply(before, BuildBackward())
     text = ""
     for old, new in zip(before.stages, after.stages, strict=True):
-        changes = show_changes(*(show_stages(before.replace(stages=(stage,))) for stage in (old, new)))
+        changes = show_changes(*(stages_text(before.replace(stages=(stage,))) for stage in (old, new)))
         text += f"stage {new.index}\n{changes}"
     golden("build_backward.txt", text)
 
@@ -395,4 +395,4 @@ def test_a_tied_weights_gradients_of_several_stages_add_up_to_that_of_the_whole(
 
 def test_the_same_order_of_nodes_comes_out_every_time() -> None:
     first, again = (backward(attention(), "norm") for _ in range(2))
-    assert show_stages(first) == show_stages(again)
+    assert stages_text(first) == stages_text(again)

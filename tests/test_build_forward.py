@@ -20,7 +20,6 @@ from programs import (
     mlp,
     node,
     run,
-    show_stages,
     stateful_layers,
     tied_layers,
     two_layers,
@@ -30,6 +29,7 @@ from dapple_tf.frontend.capture import Mode
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, Ref, dtype_attr
 from graph_passes.ir.program import Program, Stage
+from graph_passes.ir.text import stages_text
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_forward import BuildForward, extract
 
@@ -51,7 +51,7 @@ def results(stage: Stage) -> list[str]:
 
 def test_the_graph_of_each_stage(golden: Callable[[str, str], None]) -> None:
     program = forward(stateful_layers(), "a")
-    golden("build_forward.txt", show_stages(program))
+    golden("build_forward.txt", stages_text(program))
 
 
 def test_each_stage_gets_what_it_reads_and_gives_what_others_read() -> None:

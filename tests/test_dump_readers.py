@@ -18,7 +18,7 @@ from google.protobuf import text_format
 import dapple_tf as dapple
 from dapple_tf.dumps.dump import dump_model
 from graph_passes.ir.graph import GraphDef
-from graph_passes.ir.readable import readable
+from graph_passes.ir.text import readable
 
 layers = keras.layers
 

@@ -17,8 +17,6 @@ from programs import (
     in_float64,
     layout,
     node,
-    show_graph,
-    show_library,
     staged,
     stateful_layers,
     step_of,
@@ -45,6 +43,7 @@ from graph_passes.ir.outline import call_node, outline, placeholder
 from graph_passes.ir.program import Layout, Program, Roles, Slice, Step
 from graph_passes.ir.storage import assign, merge_library, read
 from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.ir.text import graph_text, library_text
 from graph_passes.ir.verify import verify
 from graph_passes.passes.flatten import Flatten
 
@@ -84,7 +83,7 @@ def paths(graph: GraphDef) -> dict[str, set[str]]:
 def test_what_becomes_of_a_step(golden: Callable[[str, str], None], keep_tasks: bool) -> None:
     program = updated(staged(stateful_layers()), layout([1], 2), accumulated=False)
     flat = apply(program, Flatten(keep_tasks=keep_tasks))
-    golden(f"flatten_{'tasks' if keep_tasks else 'operators'}.txt", f"{show_graph(flat.graph)}\n{show_library(flat)}")
+    golden(f"flatten_{'tasks' if keep_tasks else 'operators'}.txt", f"{graph_text(flat.graph)}\n{library_text(flat)}")
 
 
 def test_nothing_is_left_of_calls() -> None:

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import DOUBLE, FLOAT, INT32, INT64, node, run, show_graph
+from programs import DOUBLE, FLOAT, INT32, INT64, node, run
 from tensorflow.core.framework import tensor_shape_pb2, types_pb2
 
 from graph_passes.errors import PassError
@@ -31,6 +31,7 @@ from graph_passes.ir.graph import (
     substitute,
 )
 from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.ir.text import graph_text
 
 names = st.from_regex(r"[A-Za-z0-9.][A-Za-z0-9_.\\/-]{0,8}", fullmatch=True)
 
@@ -182,7 +183,7 @@ def test_dtypes_have_their_usual_names_in_messages(dtype: int, name: str) -> Non
 def test_the_builder_takes_names_that_the_graph_already_has_into_account() -> None:
     builder = Builder(chain("a"))
     assert [builder.add("a", "NoOp"), builder.add("a", "NoOp")] == [Ref("a_1"), Ref("a_2")]
-    assert show_graph(builder.graph) == "a = NoOp()\na_1 = NoOp()\na_2 = NoOp()\n"
+    assert graph_text(builder.graph) == "a = NoOp()\na_1 = NoOp()\na_2 = NoOp()\n"
 
 
 def test_equal_constants_are_made_once_for_each_dtype_and_device() -> None:
@@ -239,7 +240,7 @@ def test_substitution_binds_readers_of_placeholders_and_removes_these() -> None:
     graph.library.function.add().signature.name = "f"
     graph.versions.producer = 7
     substitute(graph, {"p": Ref("b", 1), "q": Ref("z")})
-    assert show_graph(graph) == "a = NoOp(b:1, z) ^b\nb = NoOp(z)\nc = NoOp(a:1, b:1)\n"
+    assert graph_text(graph) == "a = NoOp(b:1, z) ^b\nb = NoOp(z)\nc = NoOp(a:1, b:1)\n"
     assert graph.library.function[0].signature.name == "f"
     assert graph.versions.producer == 7
     assert [each.name for each in graph.node] == ["a", "b", "c"]
@@ -249,7 +250,7 @@ def test_substitution_binds_readers_of_placeholders_and_removes_these() -> None:
 def test_substituting_nothing_changes_no_node() -> None:
     graph = chain("a", "b a ^a")
     substitute(graph, {})
-    assert show_graph(graph) == "a = NoOp()\nb = NoOp(a) ^a\n"
+    assert graph_text(graph) == "a = NoOp()\nb = NoOp(a) ^a\n"
 
 
 def test_many_names_with_one_stem_are_minted_in_linear_time() -> None:

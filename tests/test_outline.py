@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from programs import DOUBLE, FLOAT, HOST, INT32, Machine, Writer, run, show_function, show_graph, two_layers
+from programs import DOUBLE, FLOAT, HOST, INT32, Machine, Writer, run, two_layers
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.errors import PassError
@@ -13,6 +13,7 @@ from graph_passes.ir.outline import FunctionDef, call_node, compiled, dtype_of, 
 from graph_passes.ir.program import Variable, VariableKind
 from graph_passes.ir.storage import assign, merge_library, read
 from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.ir.text import function_text, graph_text
 
 
 def graph() -> Graph:
@@ -33,7 +34,7 @@ def called(function: FunctionDef, *values: object) -> list[np.ndarray]:
 
 def test_the_body_is_what_the_outputs_need_up_to_the_inputs() -> None:
     function = outline("f", graph(), [Ref("a/tanh"), Ref("v")], [Ref("loss"), Ref("b/matmul")])
-    assert show_function(function) == (
+    assert function_text(function) == (
         "f(x0, x1) -> (y0, y1)\n"
         "  b/matmul = MatMul(x0, x1)\n"
         "  loss = L2Loss(b/matmul)\n"
@@ -55,7 +56,7 @@ def test_an_outlined_function_computes_what_the_graph_computes() -> None:
 
 def test_an_input_may_be_a_result() -> None:
     function = outline("f", graph(), [Ref("x"), Ref("v")], [Ref("x"), Ref("x")])
-    assert show_function(function) == "f(x0, x1) -> (y0, y1)\n  y0 is x0\n  y1 is x0\n"
+    assert function_text(function) == "f(x0, x1) -> (y0, y1)\n  y0 is x0\n  y1 is x0\n"
 
 
 def test_results_of_an_op_with_several_outputs_keep_their_numbers() -> None:
@@ -95,7 +96,7 @@ def test_without_effects_a_function_is_pure_and_control_edges_need_nothing() -> 
 
 def test_effects_run_in_the_order_of_their_control_edges() -> None:
     function = outline("f", Graph(counted()), [], [Ref("read")], effects=["step"])
-    assert show_function(function) == (
+    assert function_text(function) == (
         "f() -> (y0)\n"
         "  handle = VarHandleOp() ''\n"
         "  read = ReadVariableOp(handle)\n"
@@ -150,7 +151,7 @@ def variables_changed() -> FunctionDef:
 def test_xla_compiles_what_changes_variables_but_for_their_handles() -> None:
     """One handle for each variable: XLA refuses to be given the same one twice."""
     outer, inner = compiled(variables_changed())
-    assert show_function(outer) == (
+    assert function_text(outer) == (
         "f(x0) -> (y0)\n"
         "  handle/u = VarHandleOp() 'u'\n"
         "  handle/v = VarHandleOp() 'v'\n"
@@ -161,7 +162,7 @@ def test_xla_compiles_what_changes_variables_but_for_their_handles() -> None:
     (call,) = (node for node in outer.node_def if node.op == "StatefulPartitionedCall")
     assert call.attr["f"].func.name == inner.signature.name and call.attr["_XlaMustCompile"].b
     assert inner.attr["_XlaMustCompile"].b and "_XlaMustCompile" not in outer.attr
-    assert show_function(inner).splitlines()[0] == "f_compiled(x0, v_0, v_1) -> (y0)"
+    assert function_text(inner).splitlines()[0] == "f_compiled(x0, v_0, v_1) -> (y0)"
     assert [node.op for node in inner.node_def].count("VarHandleOp") == 0
     assert [arg.type for arg in inner.signature.input_arg[1:]] == [types_pb2.DT_RESOURCE] * 2
 
@@ -191,7 +192,7 @@ def test_calling_a_function_does_not_change_it() -> None:
 def test_a_call_has_the_functions_types_its_device_control_edges_and_attributes() -> None:
     function = outline("f", graph(), [Ref("x"), Ref("w")], [Ref("a/tanh"), Ref("a/matmul")])
     call = call_node("c", function, [Ref("p", 1), Ref("q")], device=HOST, control=["z"], attrs={"_stage": 3})
-    assert show_graph(GraphDef(node=[call])) == "c = f(p:1, q) ^z @CPU:0\n"
+    assert graph_text(GraphDef(node=[call])) == "c = f(p:1, q) ^z @CPU:0\n"
     assert (list(call.attr["Tin"].list.type), list(call.attr["Tout"].list.type)) == ([DOUBLE] * 2, [DOUBLE] * 2)
     assert call.attr["_stage"].i == 3
 

@@ -30,7 +30,6 @@ from programs import (
     mlp,
     run,
     sent,
-    show_functions,
     staged,
     stateful_layers,
     tied_layers,
@@ -45,6 +44,7 @@ from graph_passes.ir.outline import dtype_of
 from graph_passes.ir.program import Program, Stage, StageFunction, Value, ValueKind
 from graph_passes.ir.tasks import Phase
 from graph_passes.ir.tensorflow_bridge import is_stateful
+from graph_passes.ir.text import functions_text
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
 from graph_passes.passes.build_forward import BuildForward
@@ -70,11 +70,11 @@ def bytes_kept(program: Program, samples: int = 4) -> int:
 
 
 def test_the_functions_of_each_stage(golden: Callable[[str, str], None]) -> None:
-    golden("partition.txt", show_functions(staged(stateful_layers(), "a")))
+    golden("partition.txt", functions_text(staged(stateful_layers(), "a")))
 
 
 def test_the_functions_of_stages_that_compute_everything_again(golden: Callable[[str, str], None]) -> None:
-    golden("partition_boundary.txt", show_functions(staged(two_layers(), "a", recompute="boundary")))
+    golden("partition_boundary.txt", functions_text(staged(two_layers(), "a", recompute="boundary")))
 
 
 PROGRAMS: dict[str, tuple[Callable[[], Program], tuple[str, ...]]] = {

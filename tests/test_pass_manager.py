@@ -8,11 +8,13 @@ from typing import ClassVar
 
 import pytest
 from google.protobuf import text_format
-from programs import HOST, apply, copied, hosts, layout, show_graph, staged, step_of, two_layers, two_stages, unchanged
+from programs import HOST, apply, copied, hosts, layout, staged, step_of, two_layers, two_stages, unchanged
 
+from dapple_tf.execution.step_passes import pipeline
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.program import Program
+from graph_passes.ir.text import graph_text
 from graph_passes.pass_manager import Dump, Pass, Timing, run_passes
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
@@ -80,7 +82,7 @@ def test_a_pass_that_breaks_an_invariant_is_named() -> None:
 
 
 def test_verification_may_be_left_out() -> None:
-    assert show_graph(run_passes(two_layers(), [Breaks()], verified=False).graph).endswith(
+    assert graph_text(run_passes(two_layers(), [Breaks()], verified=False).graph).endswith(
         "broken = Identity(nowhere)\n"
     )
 
@@ -119,7 +121,7 @@ def test_a_dump_has_the_graph_after_each_pass_and_the_stages_while_they_are_buil
     target = tmp_path / "new" / "folder"
     program = run_passes(two_layers(), STAGE_PASSES, instruments=[Dump(target)])
     step = Replicate(layout([1, 1], 2), HOST, hosts(program))
-    run_passes(program, [step, SplitConcat()], instruments=[Dump(target)], first=5)
+    run_passes(program, [step, SplitConcat()], instruments=[Dump(target)], first=pipeline().number(step))
     names = sorted(path.name for path in target.iterdir())
     assert names == [
         "01_assign_stages.pbtxt",

@@ -6,9 +6,9 @@ from programs import FLOAT, HOST, INT32, run, two_layers, unchanged
 
 from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref, dtype_attr
 from graph_passes.ir.outline import call_node, outline, placeholder
-from graph_passes.ir.readable import readable
 from graph_passes.ir.storage import merge_library
 from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.ir.text import readable
 
 
 def two_results() -> GraphDef:

@@ -28,8 +28,6 @@ from programs import (
     node,
     replicated,
     run,
-    show_graph,
-    show_library,
     staged,
     stateful_layers,
     step_of,
@@ -42,8 +40,9 @@ from dapple_tf.frontend.capture import Mode
 from graph_passes.ir.graph import Graph, NodeDef, Ref, data_inputs, dtype_attr
 from graph_passes.ir.program import Layout, Normalizer, Program, Value
 from graph_passes.ir.tasks import Task
+from graph_passes.ir.text import graph_text, library_text
 from graph_passes.passes.partition import Partition
-from graph_passes.passes.replicate import Replicate, top_level
+from graph_passes.passes.replicate import Replicate
 
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
@@ -70,7 +69,7 @@ def scalar(program: Program, ref: Ref) -> float:
 def test_a_step_of_a_stage_with_two_replicas(golden: Callable[[str, str], None]) -> None:
     program = replicated(two_stages(), layout([2, 1], 3))
     pending = "".join(f"{task} waits for {value}\n" for task, value in step_of(program).pending)
-    golden("replicate.txt", f"{show_graph(program.graph)}\n{show_library(program)}\n{pending}")
+    golden("replicate.txt", f"{graph_text(program.graph)}\n{library_text(program)}\n{pending}")
 
 
 # ---- which calls there are
@@ -431,13 +430,6 @@ def test_every_call_names_a_function_of_the_library_and_roles_stay() -> None:
     assert {each.attr["f"].func.name for each in program.graph.node if each.op in CALLS} <= library
     assert (program.roles, program.flat, program.stages) == (before.roles, before.flat, before.stages)
     assert meanings(program.stages[0].results) == meanings(before.stages[0].results)
-
-
-def test_the_top_level_is_handed_out_as_a_copy() -> None:
-    program = replicated(two_stages(), layout([1, 1], 2))
-    copy = top_level(program)
-    copy.node[0].name = "changed"
-    assert program.graph.node[0].name != "changed"
 
 
 def test_evaluation_has_larger_batches_than_the_plan_without_changing_it() -> None:

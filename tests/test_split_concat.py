@@ -24,7 +24,6 @@ from programs import (
     replicated,
     sent,
     show_changes,
-    show_graph,
     staged,
     step_of,
     two_stages,
@@ -34,6 +33,7 @@ from graph_passes.ir.batching import Interval
 from graph_passes.ir.graph import Graph, Ref, data_inputs
 from graph_passes.ir.program import Boundary, Layout, Program, Value
 from graph_passes.ir.tasks import Task
+from graph_passes.ir.text import graph_text
 from graph_passes.ir.verify import verify
 from graph_passes.passes.replicate import Replicate
 from graph_passes.passes.split_concat import SplitConcat
@@ -127,7 +127,7 @@ def exchanged(kind: str, layout: Layout) -> Exchange:
 def test_what_is_changed_in_a_step(golden: Callable[[str, str], None]) -> None:
     before = replicated(two_stages(), layout([3, 2], 5))
     after = apply(before, SplitConcat())
-    golden("split_concat.txt", show_changes(show_graph(before.graph), show_graph(after.graph)))
+    golden("split_concat.txt", show_changes(graph_text(before.graph), graph_text(after.graph)))
 
 
 def test_between_single_replicas_nothing_is_inserted() -> None:

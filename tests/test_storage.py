@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from programs import DOUBLE, FLOAT, HOST, INT32, PARAMETER, STATE, Machine, devices, show_function
+from programs import DOUBLE, FLOAT, HOST, INT32, PARAMETER, STATE, Machine, devices
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.graph import Builder, Graph, GraphDef, Ref
@@ -26,6 +26,7 @@ from graph_passes.ir.storage import (
     zeros,
 )
 from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.ir.text import function_text
 
 W = Variable("w", FLOAT, (2, 3), PARAMETER)
 COUNT = Variable("count", INT32, (), STATE)
@@ -89,9 +90,9 @@ def test_one_function_serves_the_variables_of_whichever_device_runs_it() -> None
 
 
 def test_functions_of_no_variables_have_no_arguments_and_no_results() -> None:
-    assert show_function(load_function("load", [])) == "load() -> ()\n"
-    assert show_function(save_function("save", [])) == "save() -> ()\n"
-    assert show_function(read_function("read", [])) == "read() -> ()\n"
+    assert function_text(load_function("load", [])) == "load() -> ()\n"
+    assert function_text(save_function("save", [])) == "save() -> ()\n"
+    assert function_text(read_function("read", [])) == "read() -> ()\n"
 
 
 # ---- accumulation

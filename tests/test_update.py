@@ -27,8 +27,6 @@ from programs import (
     sgd,
     sgd_updates,
     show_changes,
-    show_graph,
-    show_library,
     staged,
     stateful_layers,
     step_of,
@@ -46,6 +44,7 @@ from graph_passes.ir.group_update import Captured, GroupUpdate
 from graph_passes.ir.outline import outline, placeholder
 from graph_passes.ir.program import Layout, Program, Value
 from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.ir.text import graph_text, library_text
 from graph_passes.ir.verify import verify
 from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.replicate import Replicate
@@ -120,9 +119,9 @@ class Training:
 def test_what_is_added_to_a_step(golden: Callable[[str, str], None]) -> None:
     cut = layout([2, 1], 2)
     before, after = ordered(two_stages(), cut), updated(two_stages(), cut)
-    changes = show_changes(show_graph(before.graph), show_graph(after.graph))
+    changes = show_changes(graph_text(before.graph), graph_text(after.graph))
     known = [function.signature.name for function in before.graph.library.function]
-    golden("update.txt", f"{changes}\n{show_library(after, *known)}")
+    golden("update.txt", f"{changes}\n{library_text(after, *known)}")
 
 
 def test_every_replica_applies_once_and_the_end_waits_for_all() -> None:
@@ -171,7 +170,8 @@ def test_functions_are_built_once_however_many_replicas_there_are(monkeypatch: p
         built.append(name)
         return outline(name, *arguments, **options)
 
-    monkeypatch.setattr("graph_passes.passes.update_graph.outline", counted)
+    for module in ("reduce_gradients", "apply_updates"):
+        monkeypatch.setattr(f"graph_passes.passes.{module}.outline", counted)
     updated(two_stages(), layout([2, 2], 8))
     few, built = built, []
     updated(two_stages(), layout([4, 4], 8))

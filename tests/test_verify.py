@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+import tensorflow as tf
 from programs import (
     DOUBLE,
     FLOAT,
@@ -356,3 +357,53 @@ def test_stages_that_share_a_weight_reduce_it_together() -> None:
     assert len(reduced) == 3
     assert {each.attr["T"].type for each in reduced} == {DOUBLE}
     apply(program)
+
+
+# ---- what goes from stage to stage
+
+
+def connected_step(counts: list[int], batch: int) -> Program:
+    """A step in which each task reads its slice, that may be broken."""
+    return copied(connected(two_stages(), layout(counts, batch, 1)))
+
+
+def test_a_split_has_as_many_rows_as_what_it_cuts() -> None:
+    program = connected_step([1, 2], 5)
+    split = next(each for each in program.graph.node if each.op == "SplitV" and each.name.startswith("split/"))
+    sizes = node(program, split.input[1])
+    sizes.attr["value"].tensor.CopyFrom(tf.make_tensor_proto([3, 3], tf.int32))
+    assert refused(program) == (
+        "split 'split/0F0/a/tanh' cuts 'stage0/replica0/forward0' with shape [5, 3] into parts of 3, 3 along axis 0, "
+        "which are 6 instead of 5"
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "reader"), [([1, 2], "stage1/replica1/forward0"), ([2, 1], "stage0/replica1/backward0")]
+)
+def test_a_task_reads_a_tensor_of_the_size_of_its_slice(counts: list[int], reader: str) -> None:
+    program = connected_step(counts, 5)
+    call = node(program, reader)
+    place = next(index for index, text in enumerate(call.input) if text.startswith("split/"))
+    call.input[place] = str(Ref(Ref.parse(call.input[place]).node))  # the slice of the other replica
+    text = refused(program)
+    assert "with shape [3, 3], but its slice has shape [2, 3]" in text and text.startswith("task ")
+
+
+def test_a_concat_joins_tensors_that_differ_along_its_axis_only() -> None:
+    program = connected_step([2, 1], 5)
+    concat = next(each for each in program.graph.node if each.op == "ConcatV2")
+    concat.input[-1] = str(Builder(program.graph).const(1, types_pb2.DT_INT32))
+    assert "joins shapes [3, 3] and [2, 3] along axis 1" in refused(program)
+
+
+def test_what_connects_tasks_is_for_the_dtype_that_it_is_given() -> None:
+    program = connected_step([2, 1], 5)
+    concat = next(each for each in program.graph.node if each.op == "ConcatV2")
+    concat.attr["T"].type = FLOAT
+    assert refused(program).startswith("call 'stage1/replica0/forward0' gives ")
+    for each in program.graph.node:
+        for place, text in enumerate(each.input):
+            if text == concat.name:
+                each.input[place] = concat.input[0]
+    assert refused(program) == f"ConcatV2 {concat.name!r} is for float32, but {concat.input[0]} is float64"

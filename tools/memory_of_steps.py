@@ -20,7 +20,6 @@ from dapple_tf.tools import tables
 from graph_passes.ir.program import Program, Step
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.tensorflow_bridge import dtype_size
-from graph_passes.passes.accumulate import accumulated_gradients
 
 Arrays = tuple[np.ndarray, np.ndarray]
 
@@ -170,7 +169,7 @@ def replaced(program: Program, name: str, step: Step) -> dict[str, int]:
     found = {}
     for stage in program.stages:
         phase, _ = stage.parameter_gradients
-        sizes = [int(np.prod(v.shape)) * dtype_size(v.dtype) for _, v in accumulated_gradients(program, stage)]
+        sizes = [int(np.prod(v.shape)) * dtype_size(v.dtype) for _, v, _ in stage.gradients]
         tasks = [task for task in step.entry if (task.stage, task.phase) == (stage.index, phase)]
         for replica in {task.replica for task in tasks} if sizes else ():
             first = min((task for task in tasks if task.replica == replica), key=_micro_batch)

@@ -21,7 +21,7 @@ import tensorflow as tf
 import dapple_tf as dapple
 import graph_passes
 from dapple_tf.execution.builds import Build, Kind
-from dapple_tf.execution.step_passes import StepPasses, first_step_pass
+from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import spec_of
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.variables import VariableTable
@@ -122,7 +122,7 @@ def flatten_step(model: keras.Model, batch: int, plan: dapple.Plan, cluster: dap
     )
     built = Build(Mode.TRAIN, spec, program, group_updates(model, table, program), "train_")
     chosen = passes.step_passes(built, Kind(batch), plan.order_tasks(), readers_of(program))
-    step = run_passes(program, chosen, first=first_step_pass(chosen), complete=True)
+    step = run_passes(program, chosen, complete=True)
     flat = step_placer.flat_step(step, built.input_shapes(Kind(batch)))
     return FlatStep(flat.program.graph, flat.shapes, time.process_time() - started)
 

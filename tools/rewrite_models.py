@@ -28,7 +28,7 @@ from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf.execution.builds import Build, Kind
-from dapple_tf.execution.step_passes import StepPasses, first_step_pass
+from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.layer_cuts import LayerStages, layer_stages
@@ -202,7 +202,7 @@ def rewritten(found: Captured, plan: dapple.Plan, cluster: dapple.Cluster, parts
     kind = Kind(plan.global_batch_size)
     schedule = parts.timed("order of tasks", lambda: passes.schedule(built, passes.layout(kind.samples), held))
     chosen = passes.step_passes(built, kind, schedule, hosts)
-    return run(program, chosen, first_step_pass(chosen), complete=True)
+    return run(program, chosen, passes.pipeline.number(chosen[0]), complete=True)
 
 
 def rows_of(

@@ -17,7 +17,7 @@ from dapple_tf.dumps.dump_index import Entry, Section, index_page
 from dapple_tf.dumps.event_files import together, write_events
 from dapple_tf.errors import DataError
 from dapple_tf.execution.builds import Build, Kind, StepSource
-from dapple_tf.execution.step_passes import StepPasses, first_step_pass
+from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture, check_model
 from dapple_tf.frontend.optimizer import check_optimizer
@@ -26,7 +26,7 @@ from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.measuring.profiler import kept_metrics
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.placement_report import placements_report
-from dapple_tf.operators.step_placer import OPERATOR_PASSES, StepPlacer
+from dapple_tf.operators.step_placer import StepPlacer
 from dapple_tf.output_folder import filled
 from dapple_tf.progress import Progress
 from dapple_tf.schedules.schedule_csv import to_csv
@@ -47,7 +47,6 @@ from graph_passes.pass_manager import Dump, Dumped, Pass, run_passes, stage_grap
 logger = logging.getLogger(__name__)
 
 EVENTS_FOLDER = "tensorboard"
-_PASSES = 9
 _MOST_DOT_NODES = 5000
 _TIMELINES = {
     "timeline.html": "the step over time, for a browser",
@@ -144,8 +143,8 @@ def dump(
     started = time.perf_counter()
     placer = None
     if passes.plan.operator_devices is not None:
-        placer = StepPlacer(passes.plan, passes.cluster, operator_costs or OperatorCosts())
-    total = len(wanted) * (_PASSES + (0 if placer is None else OPERATOR_PASSES) + 4) + 1
+        placer = StepPlacer(passes.plan, passes.cluster, operator_costs or OperatorCosts(), passes.pipeline)
+    total = len(wanted) * (passes.pipeline.count + 4) + 1
     with filled(directory) as folder, kept_metrics(model), Progress("writing the dump", total) as bar:
         writer = _Writer(folder, model, passes, placer, table, profile, bar)
         passes.plan.save(folder / "plan.json")
@@ -212,7 +211,9 @@ class _Writer:
         self.bar.step(f"{place.name}: capturing the model")
         captured = capture(self.model, names, mode, batch, training=training, predict_step=mode is Mode.PREDICT)
         graphs.captured(captured)
-        program = run_passes(captured, self.passes.stage_passes(mode, prefix), instruments=[graphs])
+        number = self.passes.pipeline.number
+        staging = self.passes.stage_passes(mode, prefix)
+        program = run_passes(captured, staging, first=number(staging[0]), instruments=[graphs])
         if source is None:
             source = self._source(program, names, batch, prefix)
         kind = source.kind or Kind(self.passes.plan.global_batch_size, *[bool(source.built.carried)] * 2)
@@ -221,9 +222,7 @@ class _Writer:
         layout = self.passes.layout(kind.samples)
         schedule = self.passes.schedule(source.built, layout, source.holdings)
         made = self.passes.step_passes(source.built, kind, schedule, source.hosts)
-        complete = run_passes(
-            source.built.program, made, first=first_step_pass(made), instruments=[graphs], complete=True
-        )
+        complete = run_passes(source.built.program, made, first=number(made[0]), instruments=[graphs], complete=True)
         title = f"{_TITLES[mode]}{'' if training == (mode is Mode.TRAIN) else ' of layers in the other mode'}"
         title += f", {kind.samples} samples ({place.name})"
         shape = " : ".join(map(str, self.passes.plan.replicas))

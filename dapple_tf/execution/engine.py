@@ -33,6 +33,7 @@ from dapple_tf.tracing.step_trace import MeasuredStep, Place, TracedStep, measur
 from dapple_tf.variables.device_values import Holding
 from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.program import Step
+from graph_passes.pass_manager import Pipeline
 
 
 class Engine:
@@ -57,6 +58,7 @@ class Engine:
         plan: Plan,
         faults: FaultPolicy,
         operator_costs: OperatorCosts | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         """Opens a session; nothing is built yet.
 
@@ -66,6 +68,7 @@ class Engine:
             plan: a plan for them.
             faults: how patient to be with workers.
             operator_costs: what single operators take, for a plan that places them; None estimates it.
+            pipeline: the passes; None for those of this package.
 
         Raises:
             PlanError: the plan names devices that the cluster hasn't.
@@ -86,7 +89,7 @@ class Engine:
         self.table = VariableTable(model)
         self.timing = Preparation()
         self.builder = StepBuilder(
-            model, cluster, plan, self.table, self.timing, operator_costs, self._add, self._moving
+            model, cluster, plan, self.table, self.timing, operator_costs, self._add, self._moving, pipeline
         )
         self.running = False
         self.session = DeviceSession(cluster, faults)

@@ -37,6 +37,7 @@ from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.planning.planner import plan as find_plan
 from dapple_tf.planning.replanning import shrink, without_servers
 from graph_passes.ir.tensorflow_private import eager_mode
+from graph_passes.pass_manager import Pipeline
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -67,6 +68,7 @@ class Runtime:
         operator_costs: OperatorCosts | None = None,
         *,
         quiet: bool = False,
+        pipeline: Pipeline | None = None,
     ) -> None:
         """Opens a session.
 
@@ -78,12 +80,13 @@ class Runtime:
             policy: what is done then.
             operator_costs: what single operators take, for a plan that places them; None estimates it.
             quiet: whether notes aren't logged, for steps that only measure or compare.
+            pipeline: the order of passes, with those of the user's own; None for the order without any.
         """
         self.model, self.cluster, self.plan = model, cluster, plan
         self.saver = Saver()
         self.steps = 0
         self.faults: list[FaultRecord] = []
-        self._profile, self._operator_costs = profile, operator_costs
+        self._profile, self._operator_costs, self._pipeline = profile, operator_costs, pipeline
         self._recovery = Recovery(policy)
         self._broken = False  # A worker was lost, and not come back in time.
         self._spec: BatchSpec | None = None  # of the last training batch
@@ -99,7 +102,8 @@ class Runtime:
 
     def start(self) -> None:
         """A fresh engine, for the model as it is compiled now."""
-        self.engine = Engine(self.model, self.cluster, self.plan, self._recovery.policy, self._operator_costs)
+        policy = self._recovery.policy
+        self.engine = Engine(self.model, self.cluster, self.plan, policy, self._operator_costs, self._pipeline)
         self.engine.builder.notes.quiet = self._quiet
         self.values = Values(self.engine, self._recovery)
         self.metrics = RunningMetrics(self.model, self.engine.table)

@@ -18,7 +18,7 @@ from dapple_tf.errors import CaptureError
 from dapple_tf.execution.builds import Build, Kind, StepSource
 from dapple_tf.execution.notes import NoteLog, notes_of, pairs
 from dapple_tf.execution.preparation import Preparation
-from dapple_tf.execution.step_passes import StepPasses, first_step_pass
+from dapple_tf.execution.step_passes import StepPasses
 from dapple_tf.frontend.batch import BatchSpec
 from dapple_tf.frontend.capture import Mode, build, capture
 from dapple_tf.frontend.py_functions import check_py_functions
@@ -35,8 +35,7 @@ from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.program import Layout, Program, Step, Variable
 from graph_passes.ir.storage import bytes_of
 from graph_passes.ir.tasks import Schedule
-from graph_passes.pass_manager import Pass, run_passes
-from graph_passes.passes.accumulate import accumulated_gradients
+from graph_passes.pass_manager import Pass, Pipeline, run_passes
 from graph_passes.passes.replicate import sum_keys
 from graph_passes.passes.update import Update, flush
 
@@ -63,6 +62,7 @@ class StepBuilder:
         operator_costs: OperatorCosts | None,
         add: Callable[[GraphDef, str], None],
         moving: Callable[[list[Holding]], contextlib.AbstractContextManager[bool]],
+        pipeline: Pipeline | None = None,
     ) -> None:
         """Nothing is built yet.
 
@@ -76,13 +76,14 @@ class StepBuilder:
             add: adds a graph to the session's, under a name.
             moving: is entered with what devices keep, before other devices are to keep it; tells whether all that was
                 built has to be built again.
+            pipeline: the passes; None for those of this package.
         """
         self._model, self._cluster, self._plan, self._table, self._timing = model, cluster, plan, table, timing
         self._add, self._moving = add, moving
-        self.passes = StepPasses(plan, cluster)
+        self.passes = StepPasses(plan, cluster) if pipeline is None else StepPasses(plan, cluster, pipeline)
         self.placer: StepPlacer | None = None
         if plan.operator_devices is not None:
-            self.placer = StepPlacer(plan, cluster, operator_costs or OperatorCosts())
+            self.placer = StepPlacer(plan, cluster, operator_costs or OperatorCosts(), self.passes.pipeline)
         self.notes = NoteLog(model.name)
         self.builds: dict[tuple[Mode, str, bool], Build] = {}
         self._places: Places = {}
@@ -115,7 +116,8 @@ class StepBuilder:
         slices = self.passes.slices
         try:
             passes = self.passes.stage_passes(mode, prefix)
-            program = run_passes(captured, passes, instruments=self._timing.of_passes(passes))
+            first = self.passes.pipeline.number(passes[0])
+            program = run_passes(captured, passes, first=first, instruments=self._timing.of_passes(passes, first))
         except PassError as error:
             why = pairs(captured, slices)
             if not why:
@@ -182,7 +184,7 @@ class StepBuilder:
             return self.passes.stored_bytes(program, self.holdings(), device)
         kept = [v for holding in self.holdings() if device in holding.devices for v in holding.variables]
         for stage in program.stages if self._plan.accumulates() else ():
-            accumulators = (variable for _, variable in accumulated_gradients(program, stage))
+            accumulators = (variable for _, variable, _ in stage.gradients)
             kept += [v for v in accumulators if self._places.get((stage.index, v.place)) == device]
         return bytes_of(kept)
 
@@ -233,21 +235,19 @@ class StepBuilder:
         name = f"{built.prefix}{kind.samples}" + "".join(f"_{told}" for told in kind._fields[1:] if getattr(kind, told))
         self._add(program.graph, name)
         if kind.carries and built.flush is None:
-            update = passes[-1]
-            assert isinstance(update, Update)
+            update = next(item for item in passes if isinstance(item, Update))
             graph, node = flush(dataclasses.replace(update, first_key=collective_keys()), program)
             self._add(graph, f"{built.prefix}flush")
             built.flush = f"{built.prefix}flush/{node}"
-        assert program.step is not None
         built.nodes[name] = step_nodes(program)
-        return name, program.step
+        return name, program.own_step
 
     def _complete(self, built: Build, kind: Kind, hosts: Mapping[str, tuple[int, ...]]) -> tuple[Program, list[Pass]]:
         """A complete step of stage functions, and the passes that made it."""
         layout = self.layout(kind.samples)
         keys = collective_keys(sum_keys(built.program, layout))
         passes = self.passes.step_passes(built, kind, self.schedule(built, layout), hosts, keys)
-        first = first_step_pass(passes)
+        first = self.passes.pipeline.number(passes[0])
         instruments = self._timing.of_passes(passes, first)
         program = run_passes(built.program, passes, first=first, instruments=instruments, complete=True)
         return program, passes

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
@@ -21,24 +21,22 @@ from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.program import Layout, Program, VariableKind
 from graph_passes.ir.storage import bytes_of
 from graph_passes.ir.tasks import Phase, Schedule, reduction_order
-from graph_passes.passes.accumulate import Accumulate, accumulated_gradients
+from graph_passes.pass_manager import After, Before, Pass, Pipeline
+from graph_passes.passes.accumulate import Accumulate
 from graph_passes.passes.assign_stages import AssignStages
 from graph_passes.passes.build_backward import BuildBackward
 from graph_passes.passes.build_forward import BuildForward
+from graph_passes.passes.flatten import Flatten
+from graph_passes.passes.fold_shapes import FoldShapes
 from graph_passes.passes.join import Join
 from graph_passes.passes.partition import Partition
+from graph_passes.passes.place_operators import PlaceOperators
 from graph_passes.passes.replicate import Replicate, sum_keys
 from graph_passes.passes.schedule import OrderTasks
+from graph_passes.passes.share_values import ShareValues
 from graph_passes.passes.split_concat import SplitConcat
+from graph_passes.passes.split_operators import SplitOperators
 from graph_passes.passes.update import Update
-
-if TYPE_CHECKING:
-    from graph_passes.pass_manager import Pass
-
-
-def first_step_pass(passes: Sequence[Pass]) -> int:
-    """Number of the first of the passes that `StepPasses.step_passes` gives."""
-    return 4 if isinstance(passes[0], Partition) else 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +46,12 @@ class StepPasses:
     Attributes:
         plan: the plan.
         cluster: the cluster, real or a description.
+        pipeline: the order of passes, a user's own among them.
     """
 
     plan: Plan
     cluster: Cluster
+    pipeline: Pipeline = dataclasses.field(default_factory=lambda: pipeline())
 
     @property
     def devices(self) -> tuple[tuple[str, ...], ...]:
@@ -92,17 +92,8 @@ class StepPasses:
         ]
         return tuple(found.pop() if len(found) == 1 else None for found in sizes)
 
-    def _partition(self, mode: Mode, prefix: str, samples: int) -> Partition:
-        """Pass 4 for batches of so many samples."""
-        plan = self.plan
-        training = mode is Mode.TRAIN
-        sizes = self.slice_samples(mode, samples)
-        fuse = self._uninterrupted if training and plan.jit_compile else frozenset()
-        replicas = [len(devices) for devices in plan.devices]
-        return Partition(plan.recompute, plan.jit_compile, training, prefix, plan.split_stages, fuse, sizes, replicas)
-
     @functools.cached_property
-    def _uninterrupted(self) -> frozenset[int]:
+    def uninterrupted(self) -> frozenset[int]:
         """The stages that run the B of every micro-batch right after its F."""
         apart = set()
         for tasks in self.plan.order_tasks().orders.values():
@@ -157,23 +148,19 @@ class StepPasses:
         stages = [stage for stage in program.stages if device in self.homes[stage.index]]
         kept = [v for holding in holdings if device in holding.devices for v in holding.variables]
         if gradients or self.plan.accumulates():
-            kept += [v for stage in stages for _, v in accumulated_gradients(program, stage)]
+            kept += [v for stage in stages for _, v, _ in stage.gradients]
         return bytes_of(kept)
 
     def stage_passes(self, mode: Mode, prefix: str) -> list[Pass]:
-        """Passes 1 to 4: from the captured graph to stage functions for full batches, named ``prefix...``."""
-        training = mode is Mode.TRAIN
-        return [
-            AssignStages(self.plan.cuts),
-            BuildForward(want_outputs=mode is Mode.PREDICT),
-            *([BuildBackward(self.slices)] if training else []),
-            self._partition(mode, prefix, self.plan.global_batch_size),
-        ]
+        """From the captured graph to stage functions for full batches, named ``prefix...``."""
+        asked = StagesAsked(self, mode, prefix)
+        made = [slot.stage(asked) for slot in PASSES if slot.stage is not None]
+        return self.pipeline.placed(item for item in made if item is not None)
 
     def step_passes(
         self, built: Build, kind: Kind, schedule: Schedule, hosts: Mapping[str, Sequence[int]], first_key: int = 1
     ) -> list[Pass]:
-        """Passes 5 to 9, or 10: from stage functions to a step; pass 4 before them, if its slices need others.
+        """From stage functions to a step; the functions are made again before, if the step's slices need others.
 
         Args:
             built: the stage functions.
@@ -182,34 +169,9 @@ class StepPasses:
             hosts: variable -> the stages that keep it.
             first_key: the first of the collective keys.
         """
-        order = OrderTasks(schedule, self.cluster.device_names)
-        layout = self.layout(kind.samples)
-        replicate = Replicate(layout, self.cluster.host_device, hosts, built.prefix, first_key)
-        if built.mode is not Mode.TRAIN and not _assigns(built.program):
-            return [replicate, SplitConcat(), order]
-        full = self.plan.global_batch_size
-        differs = self.slice_samples(built.mode, kind.samples) != self.slice_samples(built.mode, full)
-        again = [self._partition(built.mode, built.prefix, kind.samples)] if differs else []
-        joins = self.joins(built, kind.samples)
-        update = Update(
-            built.updates,
-            hosts,
-            self.cluster.host_device,
-            self.plan.bucket_bytes,
-            first_key + sum_keys(built.program, layout),
-            built.prefix,
-            self.plan.wait_free,
-            want_gradients=built.mode is Mode.TRAIN
-            and (kind.apart if self.plan.operator_devices is not None or joins else not kind.carries),
-            carried=built.carried if kind.carries else (),
-            head=kind.head,
-            jit_compile=self.plan.jit_compile,
-            accumulated=self.plan.accumulates(len(layout.micro_batch_intervals)),
-        )
-        accumulate = Accumulate(built.prefix, update.accumulated)
-        joined = f"{built.prefix}joined_of{kind.samples}"
-        join = [Join(joined, self.plan.jit_compile)] if joins and not kind.apart else []
-        return [*again, replicate, SplitConcat(), accumulate, order, update, *join]
+        asked = StepAsked(self, built, kind, schedule, hosts, first_key)
+        made = [item for slot in PASSES if slot.step is not None and (item := slot.step(asked)) is not None]
+        return self.pipeline.placed(made, again=not isinstance(made[0], Replicate))
 
     def joins(self, built: Build, samples: int) -> bool:
         """Whether training steps of so many samples are one function: on one device, with nothing to accumulate.
@@ -224,6 +186,159 @@ class StepPasses:
         return plan.operator_devices is None and (compiled or not plan.jit_compile)
 
 
-def _assigns(program: Program) -> bool:
-    """Whether layers assign state of their own: in training most models do, in evaluation and prediction few."""
-    return any(v.kind is VariableKind.STATE and v.update is not None for v in program.roles.variables)
+class StagesAsked(NamedTuple):
+    """What stage functions are made for.
+
+    Attributes:
+        passes: those of the plan.
+        mode: what the functions are for.
+        prefix: start of their names.
+    """
+
+    passes: StepPasses
+    mode: Mode
+    prefix: str
+
+    @property
+    def training(self) -> bool:
+        """Whether there are gradients."""
+        return self.mode is Mode.TRAIN
+
+    def partition(self, samples: int | None = None) -> Partition:
+        """What makes the functions; for a full batch unless ``samples`` says how many a batch has."""
+        passes, plan = self.passes, self.passes.plan
+        sizes = passes.slice_samples(self.mode, plan.global_batch_size if samples is None else samples)
+        fuse = passes.uninterrupted if self.training and plan.jit_compile else frozenset()
+        replicas = [len(devices) for devices in plan.devices]
+        return Partition(
+            plan.recompute, plan.jit_compile, self.training, self.prefix, plan.split_stages, fuse, sizes, replicas
+        )
+
+
+class StepAsked(NamedTuple):
+    """What a step is made for; see `StepPasses.step_passes`."""
+
+    passes: StepPasses
+    built: Build
+    kind: Kind
+    schedule: Schedule
+    hosts: Mapping[str, Sequence[int]]
+    first_key: int
+
+    @property
+    def _layout(self) -> Layout:
+        return self.passes.layout(self.kind.samples)
+
+    @property
+    def _updates(self) -> bool:
+        """Whether it changes variables: in training most models do, in evaluation and prediction few."""
+        variables = self.built.program.roles.variables
+        assigned = any(v.kind is VariableKind.STATE and v.update is not None for v in variables)
+        return self.built.mode is Mode.TRAIN or assigned
+
+    @property
+    def _accumulates(self) -> bool:
+        return self.passes.plan.accumulates(len(self._layout.micro_batch_intervals))
+
+    @property
+    def _joins(self) -> bool:
+        return self.passes.joins(self.built, self.kind.samples)
+
+    def partition(self) -> Partition | None:
+        """Other stage functions, where the step's slices have another size than those of a full batch."""
+        passes, mode = self.passes, self.built.mode
+        full = passes.slice_samples(mode, passes.plan.global_batch_size)
+        if not self._updates or passes.slice_samples(mode, self.kind.samples) == full:
+            return None
+        return StagesAsked(passes, mode, self.built.prefix).partition(self.kind.samples)
+
+    def replicate(self) -> Replicate:
+        """The first pass of a step."""
+        host = self.passes.cluster.host_device
+        return Replicate(self._layout, host, self.hosts, self.built.prefix, self.first_key)
+
+    def accumulate(self) -> Accumulate | None:
+        """Sums over micro-batches."""
+        return Accumulate(self.built.prefix, self._accumulates) if self._updates else None
+
+    def order(self) -> OrderTasks:
+        """The schedule."""
+        return OrderTasks(self.schedule, self.passes.cluster.device_names)
+
+    def update(self) -> Update | None:
+        """Reduction and optimizer."""
+        if not self._updates:
+            return None
+        built, kind, plan = self.built, self.kind, self.passes.plan
+        apart = plan.operator_devices is not None or self._joins
+        return Update(
+            built.updates,
+            self.hosts,
+            self.passes.cluster.host_device,
+            plan.bucket_bytes,
+            self.first_key + sum_keys(built.program, self._layout),
+            built.prefix,
+            plan.wait_free,
+            want_gradients=built.mode is Mode.TRAIN and (kind.apart if apart else not kind.carries),
+            carried=built.carried if kind.carries else (),
+            head=kind.head,
+            jit_compile=plan.jit_compile,
+            accumulated=self._accumulates,
+        )
+
+    def join(self) -> Join | None:
+        """One function of the whole step."""
+        function = f"{self.built.prefix}joined_of{self.kind.samples}"
+        return Join(function, self.passes.plan.jit_compile) if self._joins and not self.kind.apart else None
+
+
+class Slot(NamedTuple):
+    """A pass in its place.
+
+    Attributes:
+        kind: the pass.
+        stage: makes it for stage functions; gives None where these do without. None for a pass of steps.
+        step: makes it for a step, likewise. None for a pass of stage functions, and for those that `StepPlacer` makes
+            of what it finds out between them.
+        ends: whether a step that has it has none of those behind it.
+    """
+
+    kind: type[Pass]
+    stage: Callable[[StagesAsked], Pass | None] | None = None
+    step: Callable[[StepAsked], Pass | None] | None = None
+    ends: bool = False
+
+    @property
+    def name(self) -> str:
+        """The pass's name."""
+        return str(self.kind.name)
+
+
+PASSES: tuple[Slot, ...] = (
+    Slot(AssignStages, stage=lambda asked: AssignStages(asked.passes.plan.cuts)),
+    Slot(BuildForward, stage=lambda asked: BuildForward(want_outputs=asked.mode is Mode.PREDICT)),
+    Slot(BuildBackward, stage=lambda asked: BuildBackward(asked.passes.slices) if asked.training else None),
+    Slot(Partition, stage=StagesAsked.partition, step=StepAsked.partition),
+    Slot(Replicate, step=StepAsked.replicate),
+    Slot(SplitConcat, step=lambda asked: SplitConcat()),
+    Slot(Accumulate, step=StepAsked.accumulate),
+    Slot(OrderTasks, step=StepAsked.order),
+    Slot(Update, step=StepAsked.update),
+    Slot(Join, step=StepAsked.join, ends=True),
+    Slot(Flatten),
+    Slot(FoldShapes),
+    Slot(ShareValues),
+    Slot(SplitOperators),
+    Slot(PlaceOperators),
+)
+"""All passes, in the order in which they run. Their numbers are their places here."""
+
+
+def pipeline(own: Sequence[After | Before] = ()) -> Pipeline:
+    """The order of all passes, a user's own among them.
+
+    Raises:
+        PassError: an own pass is at an unknown place, is no pass, or has the name of another.
+    """
+    names = {slot.name: slot.ends for slot in PASSES}
+    return Pipeline(tuple(names), frozenset(name for name, ends in names.items() if ends), tuple(own))

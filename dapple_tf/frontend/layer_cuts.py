@@ -65,7 +65,7 @@ def layer_stages(model: keras.Model, training: Program, inference: Program) -> L
         AssignStages(cuts).run(inference)
 
     def differentiated(cuts: tuple[str, ...]) -> Program:
-        return run_passes(assign(cuts), [BuildForward(), BuildBackward()], first=2)
+        return run_passes(assign(cuts), [BuildForward(), BuildBackward()])
 
     names = [name for call in candidates[:-1] if (name := cut_name(call, calls)) is not None]
     cuts = _without_empty_stages(assign, legal_cuts(names, both))
@@ -85,7 +85,7 @@ def with_gradients(program: Program, cuts: Sequence[str]) -> Program:
 
 def with_functions(program: Program, prefix: str, recompute: str = "none") -> Program:
     """Pass 4: from graphs with gradients to functions F and B, named with a prefix that is unique in a session."""
-    return run_passes(program, [Partition(recompute, prefix=prefix, counted=False)], first=4)
+    return run_passes(program, [Partition(recompute, prefix=prefix, counted=False)])
 
 
 def innermost_calls(model: keras.Model, calls: Sequence[LayerCall]) -> list[LayerCall]:

@@ -44,22 +44,22 @@ def flat_step(program: Program, device: str, host: str, prefix: str) -> FlatStep
         prefix: start of the names of new functions; unique in the session.
     """
     layout = Layout(((device,),) * len(program.stages), MARK, MARK, 1)
-    called = run_passes(program, [Replicate(layout, host, readers_of(program), prefix), SplitConcat()], first=5)
-    assert called.step is not None
+    called = run_passes(program, [Replicate(layout, host, readers_of(program), prefix), SplitConcat()])
     flat = Flatten().run(called)
-    assert flat.step is not None
     graph = flat.graph
     view, builder = Graph(graph), Builder(graph)
     # What is pending is the gradient of the loss with respect to itself.
-    ones = {name: builder.const(1.0, dtype_of(view, Ref(name)), device=device) for name in called.step.pending.values()}
+    ones = {
+        name: builder.const(1.0, dtype_of(view, Ref(name)), device=device) for name in called.own_step.pending.values()
+    }
     substitute(graph, ones)
-    results = {ref.node for (task, _), ref in flat.step.values.items() if task.phase is Phase.BACKWARD}
+    results = {ref.node for (task, _), ref in flat.own_step.values.items() if task.phase is Phase.BACKWARD}
     end = builder.add("end", "NoOp", control=sorted(results), device=device).node
-    timed = TimedStep(graph, dataclasses.replace(flat.step, train=end), (), (), with_fed_sizes(graph, host))
+    timed = TimedStep(graph, dataclasses.replace(flat.own_step, train=end), (), (), with_fed_sizes(graph, host))
     places: dict[str, tuple[int, str]] = {}
     for stage in program.stages:
         for phase, function in stage.phases:
-            call = called.step.entry[Task(stage.index, phase, 0)]
+            call = called.own_step.entry[Task(stage.index, phase, 0)]
             nodes = () if function is None else function.function.node_def
             places |= {f"{call}/{node.name}": (stage.index, node.name) for node in nodes}
     return FlatStep(timed, places)

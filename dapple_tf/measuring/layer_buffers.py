@@ -109,7 +109,7 @@ def _roots(stage: Stage) -> list[Value]:
     """What Bw reads besides variables and scalars; partial results that only reshape something else are that."""
     if stage.weight_grad is None or stage.graph is None:
         return []
-    graph = Graph(stage.graph)
+    graph = Graph(stage.own_graph)
     arguments = {ref: value for value, ref in stage.arguments.items()}
     given = {value.ref: value for value in stage.input_grad.inputs} if stage.input_grad is not None else {}
     found: dict[Value, None] = {}
@@ -140,8 +140,7 @@ def _partial_bytes(stage: Stage, static: Sizes) -> int:
 
 
 def _leads(stage: Stage, alias: Ref, root: Ref) -> bool:
-    assert stage.graph is not None
-    graph = Graph(stage.graph)
+    graph = Graph(stage.own_graph)
     while alias != root:
         if alias.node not in graph.nodes or graph.nodes[alias.node].op not in _ALIASES:
             return False

@@ -123,9 +123,8 @@ def static_sizes(program: Program, sample_shapes: Sequence[Sequence[int]], sampl
     found: dict[tuple[int, Ref], int] = {}
     known_shapes = stage_shapes(program, sample_shapes, samples)
     for stage in program.stages:
-        assert stage.graph is not None
         shapes = known_shapes[stage.index]
-        graph = Graph(stage.graph)
+        graph = Graph(stage.own_graph)
         read = {value for _, function in stage.phases if function is not None for value in function.inputs}
         for value in read:
             dims = shapes.get(value.ref) if value.kind in (ValueKind.RESIDUAL, ValueKind.PARTIAL) else None
@@ -143,7 +142,6 @@ def stage_shapes(
     boundaries = {boundary.ref: boundary for boundary in program.boundaries}
     inputs = dict(zip(program.roles.inputs, sample_shapes, strict=True))
     for stage in program.stages:
-        assert stage.graph is not None
         assumed: dict[str, list[int | None]] = {}
         for value, ref in stage.arguments.items():
             boundary = boundaries.get(value.ref)
@@ -151,7 +149,7 @@ def stage_shapes(
                 assumed[ref.node] = [samples, *inputs[value.ref]]
             elif boundary is not None:
                 assumed[ref.node] = list(boundary.example_slice_shape(samples))
-        found.append(infer_shapes(stage.graph, assumed, {program.roles.slice.samples: samples}))
+        found.append(infer_shapes(stage.own_graph, assumed, {program.roles.slice.samples: samples}))
     return found
 
 

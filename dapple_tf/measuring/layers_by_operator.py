@@ -62,15 +62,13 @@ class StageOperators:
     """
 
     def __init__(self, program: Program, stage: Stage, shapes: Mapping[Ref, Shape | None]) -> None:
-        assert stage.graph is not None
         self._program, self._stage, self._shapes = program, stage, shapes
-        self._graph = Graph(stage.graph)
-        self.signatures = operator_signatures(stage.graph, shapes)
+        self._graph = Graph(stage.own_graph)
+        self.signatures = operator_signatures(stage.own_graph, shapes)
 
     def estimates(self, costs: OperatorCosts, kind: str) -> dict[str, float]:
         """Operator -> what it takes by its roofline on a kind of device."""
-        assert self._stage.graph is not None
-        functions = FunctionWork(self._stage.graph, costs, self._shapes)
+        functions = FunctionWork(self._stage.own_graph, costs, self._shapes)
         return {
             name: functions.seconds(self._graph.nodes[name], made, kind)
             if takes_functions(made.op)

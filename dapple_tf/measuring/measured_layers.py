@@ -158,7 +158,7 @@ class _Measuring:
             )
         fewest = with_functions(self.profiled.stages.program, "min_cut_", "min_cut")
         split = run_passes(
-            self.profiled.stages.program, [Partition(prefix="split_", split=range(len(self.program.stages)))], first=4
+            self.profiled.stages.program, [Partition(prefix="split_", split=range(len(self.program.stages)))]
         )
         return layer_memory(self.program, fewest, split, self.profiled.sample_shapes, traces)
 

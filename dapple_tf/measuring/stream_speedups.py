@@ -299,10 +299,9 @@ class _StreamStep:
         count = len(program.stages)
         layout = Layout(((main,),) * count, samples, samples, 1, ((sub,),) * count)
         replicate = Replicate(layout, host, readers_of(program), f"{_STEP}_")
-        complete = run_passes(program, [replicate, SplitConcat()], first=5)
-        assert complete.step is not None
+        complete = run_passes(program, [replicate, SplitConcat()])
         self.graph: GraphDef = complete.graph
-        self.step: Step = complete.step
+        self.step: Step = complete.own_step
         self._bind_loss_gradient()
         self._view = Graph(self.graph)
         self._builder = Builder(self.graph)

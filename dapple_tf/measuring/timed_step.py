@@ -15,8 +15,9 @@ import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 
 from dapple_tf.variables.parameter_groups import readers_of
-from graph_passes.ir.graph import PHASE_ATTR, STAGE_ATTR, Builder, Graph, GraphDef, NodeDef, Ref, dtype_attr, shape_attr
+from graph_passes.ir.graph import STAGE_ATTR, Builder, Graph, GraphDef, Ref, dtype_attr, shape_attr
 from graph_passes.ir.group_update import GroupUpdate
+from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
 from graph_passes.ir.program import Layout, Program, Stage, Step, Value, ValueKind
 from graph_passes.ir.replica_sums import without_sums
@@ -111,9 +112,8 @@ def timed_step(
     # Buckets are for reduction, which one device has none of.
     update = Update(tuple(updates), hosts, host, bucket_bytes=0, prefix=prefix, want_gradients=False)
     passes: list[Pass] = [Replicate(layout, host, hosts, prefix), SplitConcat(), Accumulate(prefix), update]
-    complete = run_passes(program, passes, first=5)
-    assert complete.step is not None
-    graph, step = complete.graph, complete.step
+    complete = run_passes(program, passes)
+    graph, step = complete.graph, complete.own_step
     sizes = with_fed_sizes(graph, host)
     parts = _add_input_gradients(program, graph, step, device, prefix) if input_gradients else {}
     made = chained(graph, step, _items(program, graph, step, parts), device)
@@ -216,20 +216,16 @@ def _items(program: Program, graph: GraphDef, step: Step, input_gradients: Mappi
             if task in step.entry:
                 key = ItemKey(task.phase.value, task.stage, micro_batch)
                 items.append(Item(key, (step.entry[task],), step.exit[task]))
-    if statistics := tuple(node.name for node in graph.node if _phase(node) == STATISTICS):
+    if statistics := tuple(node.name for node in graph.node if NodeKind.of(node) is NodeKind.STATISTICS):
         items.append(Item(ItemKey(STATISTICS), statistics, statistics))
     applied: dict[int, tuple[str, ...]] = {}  # what several stages share counts for the first of them
     for node in graph.node:
-        if _phase(node) == APPLY:
+        if NodeKind.of(node) is NodeKind.APPLY:
             applied[node.attr[STAGE_ATTR].i] = (*applied.get(node.attr[STAGE_ATTR].i, ()), node.name)
     # In a pipeline the last stage is the first to be done.
     for stage, nodes in sorted(applied.items(), reverse=True):
         items.append(Item(ItemKey(APPLY, stage), nodes, nodes))
     return items
-
-
-def _phase(node: NodeDef) -> str:
-    return node.attr[PHASE_ATTR].s.decode() if PHASE_ATTR in node.attr else ""
 
 
 def with_fed_sizes(graph: GraphDef, host: str) -> dict[str, np.ndarray]:

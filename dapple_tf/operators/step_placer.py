@@ -32,7 +32,7 @@ from graph_passes.ir.graph import (
 from graph_passes.ir.outline import placeholder
 from graph_passes.ir.program import Program
 from graph_passes.ir.tensorflow_bridge import Shape, output_dtypes
-from graph_passes.pass_manager import Instrument, run_passes
+from graph_passes.pass_manager import Instrument, Pass, Pipeline, run_passes
 from graph_passes.passes.flatten import Flatten
 from graph_passes.passes.fold_shapes import FoldShapes
 from graph_passes.passes.place_operators import PlaceOperators
@@ -41,13 +41,22 @@ from graph_passes.passes.split_operators import SplitOperators
 
 logger = logging.getLogger(__name__)
 
-OPERATOR_PASSES_START = 10
-"""Number of the first pass that places operators."""
-OPERATOR_PASSES = 5
-"""How many there are."""
 _VARIABLE = "VarHandleOp"
 _LATER_EFFORT = 0.2
 """Share of the usual search for steps after the first of all: evaluation, a last smaller batch."""
+
+
+_ALONE = Pipeline()
+"""The order of no passes: none has a number, or one of a user's own beside it."""
+
+
+def _run(
+    program: Program, item: Pass, pipeline: Pipeline, instruments: Sequence[Instrument], *, complete: bool = False
+) -> Program:
+    """Runs a pass, with a user's own around it."""
+    passes = pipeline.placed([item])
+    first = pipeline.number(passes[0])
+    return run_passes(program, passes, first=first, instruments=instruments, complete=complete)
 
 
 class FlatStep(NamedTuple):
@@ -68,30 +77,31 @@ def flat_step(
     shapes: Sequence[Sequence[int | None]],
     instruments: Sequence[Instrument] = (),
     *,
+    pipeline: Pipeline = _ALONE,
     keep_tasks: bool = False,
 ) -> FlatStep:
     """The operators of a complete step, and all shapes.
 
     Args:
-        program: a step after all nine passes.
+        program: a complete step.
         shapes: of its batch inputs, with the number of samples.
         instruments: what looks on.
+        pipeline: the order of passes, a user's own among them.
         keep_tasks: whether tasks stay in the order of a schedule.
 
     Raises:
         PassError: a call can't be inlined.
     """
-    flat = run_passes(program, [Flatten(keep_tasks=keep_tasks)], first=OPERATOR_PASSES_START, instruments=instruments)
-    assert flat.step is not None
-    fed = {ref.node: tuple(shape) for ref, shape in zip(flat.step.feeds.values(), shapes, strict=True)}
+    flat = _run(program, Flatten(keep_tasks=keep_tasks), pipeline, instruments)
+    fed = {ref.node: tuple(shape) for ref, shape in zip(flat.own_step.feeds.values(), shapes, strict=True)}
     variables = program.variables
-    for name, placeholders in flat.step.metric_feeds.items():
+    for name, placeholders in flat.own_step.metric_feeds.items():
         fed |= {ref.node: variables[name].shape for ref in placeholders}
     folding = FoldShapes(operator_shapes(flat.graph, fed))
-    folded = run_passes(flat, [folding], first=OPERATOR_PASSES_START + 1, instruments=instruments)
+    folded = _run(flat, folding, pipeline, instruments)
     known = operator_shapes(folded.graph, fed)  # More than before: the shapes of sums over given axes, say.
     sharing = ShareValues(known, within_calls=keep_tasks)
-    shared = run_passes(folded, [sharing], first=OPERATOR_PASSES_START + 2, instruments=instruments)
+    shared = _run(folded, sharing, pipeline, instruments)
     return FlatStep(shared, known)
 
 
@@ -120,11 +130,13 @@ class StepPlacer:
         plan: a plan with ``operator_devices``.
         cluster: the cluster, real or a description.
         costs: what operators take on its devices.
+        pipeline: the order of passes, a user's own among them.
     """
 
     plan: Plan
     cluster: Cluster
     costs: OperatorCosts
+    pipeline: Pipeline = _ALONE
 
     def place(
         self,
@@ -137,7 +149,7 @@ class StepPlacer:
         """Flattens a complete step, and splits and places its operators.
 
         Args:
-            program: a step after all nine passes.
+            program: a complete step.
             shapes: of its batch inputs, with the number of samples.
             places: where variables are already; they stay there.
             instruments: what looks on.
@@ -150,7 +162,7 @@ class StepPlacer:
         assert program.step is not None and self.plan.operator_devices is not None
         calls = _Calls(program)
         alone = len(self.plan.operator_devices) == 1 and len(program.step.layout.micro_batch_intervals) == 1
-        flat = flat_step(program, shapes, instruments, keep_tasks=not alone)
+        flat = flat_step(program, shapes, instruments, pipeline=self.pipeline, keep_tasks=not alone)
         placements: dict[int, OpPlacement] = {}
         splits: dict[str, Split] = {}
         for stage, devices in enumerate(self.plan.operator_devices):
@@ -158,10 +170,9 @@ class StepPlacer:
             splits |= calls.repeated(placements[stage].splits, flat.program.graph)
         told = {name for placement in placements.values() for name in placement.splits}
         splitting = SplitOperators(splits, flat.shapes, optional=frozenset(splits.keys() - told))
-        number = OPERATOR_PASSES_START + 3
-        split = run_passes(flat.program, [splitting], first=number, instruments=instruments)
+        split = _run(flat.program, splitting, self.pipeline, instruments)
         placing = PlaceOperators(*self._spread(split.graph, placements, calls, alone))
-        placed = run_passes(split, [placing], first=number + 1, instruments=instruments, complete=True)
+        placed = _run(split, placing, self.pipeline, instruments, complete=True)
         return PlacedStep(placed, placements, {**places, **self._places(placed.graph)}, flat)
 
     def _search(

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from graph_passes.ir.graph import (
     CALL_ATTR,
     MICRO_BATCH_ATTR,
-    PHASE_ATTR,
     REPLICA_ATTR,
     STAGE_ATTR,
     NodeDef,
@@ -16,34 +15,17 @@ from graph_passes.ir.graph import (
     control_inputs,
     data_inputs,
 )
+from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Program, Step
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import dtype_size
-from graph_passes.passes.accumulate import accumulated_gradients
-from graph_passes.passes.replicate import PHASE_NAMES
 
-METRICS, ACCUMULATE, PACK, ALL_REDUCE, APPLY = "metrics", "accumulate", "pack", "all_reduce", "apply"
-HOST = "host"
+METRICS, ACCUMULATE, PACK = NodeKind.METRICS.traced, NodeKind.ACCUMULATE.traced, NodeKind.PACK.traced
+ALL_REDUCE, APPLY = NodeKind.ALL_REDUCE.traced, NodeKind.APPLY.traced
+HOST = NodeKind.SLICES.traced
 """What the host does: cut the batch, and compute what slices need of the whole."""
 TASKS = frozenset(phase.value for phase in Phase)
 """Kinds of the calls of tasks."""
-
-_KINDS = {
-    "accumulate": ACCUMULATE,
-    "accumulate_nothing": ACCUMULATE,
-    "metrics": METRICS,
-    "pack": PACK,
-    "all_reduce": ALL_REDUCE,
-    "apply": APPLY,
-    "carried_apply": APPLY,
-    "counters": APPLY,
-    "statistics": APPLY,
-    "slices": HOST,
-    "normalizers": HOST,
-}
-"""`PHASE_ATTR` of nodes that aren't tasks' calls -> kind."""
-_PHASES = {name: phase for phase, name in PHASE_NAMES.items()}
-"""`PHASE_ATTR` of tasks' calls, and of operators that were in them -> phase."""
 
 
 class StepNode(NamedTuple):
@@ -79,8 +61,7 @@ class StepNode(NamedTuple):
 
 def step_nodes(program: Program) -> dict[str, StepNode]:
     """Name -> node of a complete step."""
-    step = program.step
-    assert step is not None
+    step = program.own_step
     tasks = {name: task for task, names in step.exit.items() for name in names}
     tasks |= {name: task for task, name in step.entry.items()}
     entries = {name: task.phase.value for task, name in step.entry.items()}
@@ -89,12 +70,13 @@ def step_nodes(program: Program) -> dict[str, StepNode]:
     for node in program.graph.node:
         if node.op == "Const":
             continue
-        phase = node.attr[PHASE_ATTR].s.decode() if PHASE_ATTR in node.attr else ""
+        purpose = NodeKind.of(node)
         operator = CALL_ATTR in node.attr and node.op != "NoOp"
         task = tasks.get(node.name)
-        kind = entries.get(node.name) or _KINDS.get(phase, "")
-        if operator and phase in _PHASES:
-            task = _task_of(node, _PHASES[phase])
+        kind = "" if purpose is None or purpose.phase is not None else purpose.traced
+        kind = entries.get(node.name, kind)
+        if operator and purpose is not None and purpose.phase is not None:
+            task = _task_of(node, purpose.phase)
             kind = task.phase.value
         stage, replica = None, 0
         if task is not None:
@@ -132,7 +114,7 @@ def replaced_bytes(program: Program, step: Step) -> dict[str, int]:
     found = {}
     for stage in program.stages:
         phase, _ = stage.parameter_gradients
-        sizes = [_bytes(variable.shape, variable.dtype) for _, variable in accumulated_gradients(program, stage)]
+        sizes = [_bytes(variable.shape, variable.dtype) for _, variable, _ in stage.gradients]
         first: dict[int, Task] = {}
         for task in sorted(step.entry, key=lambda task: task.micro_batch) if sizes else ():
             if (task.stage, task.phase) == (stage.index, phase):

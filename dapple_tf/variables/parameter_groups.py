@@ -15,7 +15,6 @@ from graph_passes.ir.graph import Graph
 from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.outline import dtype_of
 from graph_passes.ir.program import Program, Variable, VariableKind
-from graph_passes.passes.accumulate import accumulated_gradients
 from graph_passes.passes.row_gradients import index_dtype
 
 Places: TypeAlias = Mapping[tuple[int, str], str]
@@ -33,7 +32,7 @@ def group_updates(model: keras.Model, table: VariableTable, program: Program) ->
     table.add_optimizer(optimizer)
     dtypes = {variable.name: index_dtype(program, variable) for variable in program.roles.variables}
     sliced = {name: tf.dtypes.as_dtype(dtype) for name, dtype in dtypes.items() if dtype is not None}
-    trained = sliced.keys() | {v.name for stage in program.stages for _, v in accumulated_gradients(program, stage)}
+    trained = sliced.keys() | {v.name for stage in program.stages for _, v, _ in stage.gradients}
     groups: dict[tuple[int, ...], list[str]] = {}
     for name, stages in readers_of(program).items():
         if name in trained:

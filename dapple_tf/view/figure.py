@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode, longest_paths
+from dapple_tf.view.timeline import TASKS
 
-TASKS = ("F", "B", "Bx", "Bw")
 SHOWN = (*TASKS, "split", "concat", "accumulate", "all_reduce", "apply")
 """Kinds of nodes in a figure; reading variables, metrics and the host's part are left out unless asked for."""
 

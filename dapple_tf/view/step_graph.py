@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dapple_tf.view.step_tensors import StepTensors, phase_of
+from dapple_tf.view.step_tensors import StepTensors
 from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode, longest_paths
 from graph_passes.ir.graph import (
     GROUP_ATTR,
@@ -21,6 +21,7 @@ from graph_passes.ir.graph import (
     Ref,
     control_inputs,
 )
+from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Layout, Program, Step
 
 
@@ -37,24 +38,7 @@ class _Anchor(NamedTuple):
     layers: tuple[str, ...]
 
 
-# Phase of a node -> kind in the drawing; those that aren't here are ``other``.
-_KINDS = {
-    "metrics": "metrics",
-    "read": "read",
-    "slices": "split",
-    "split": "split",
-    "concat": "concat",
-    "accumulate": "accumulate",
-    "accumulate_nothing": "accumulate",
-    "pack": "all_reduce",
-    "all_reduce": "all_reduce",
-    "apply": "apply",
-    "carried_apply": "apply",
-    "counters": "apply",
-}
-# What merely connects.
-_GLUE = frozenset({"", "sum", "mean", "share", "lengths", "zeros"})
-_ON_HOST = frozenset({"slices", "normalizers", "train"})
+_ON_HOST = frozenset({NodeKind.SLICES, NodeKind.NORMALIZERS, NodeKind.TRAIN})
 _OF_LAYERS = frozenset({"accumulate", "all_reduce", "apply", "read"})
 _LABELS = {"accumulate": "GA", "all_reduce": "AllReduce", "apply": "Apply", "read": "read"}
 
@@ -136,23 +120,23 @@ class _Drawing:
         fed |= {ref.node: variable for variable, refs in self.step.metric_feeds.items() for ref in refs}
         for name in self.order:
             node = self.graph.nodes[name]
-            phase = phase_of(node)
+            kind = NodeKind.of(node)
             if name in self.owner:
                 continue
             if name in fed:
                 self._add(_Anchor([name], fed[name], "other", None, None, None, None, ()))
-            elif phase == "all_reduce" and (packed := self.graph.inputs(name)[0].node) in self.owner:
+            elif kind is NodeKind.ALL_REDUCE and (packed := self.graph.inputs(name)[0].node) in self.owner:
                 self.anchors[self.owner[packed]].nodes.append(name)
                 self.owner[name] = self.owner[packed]
-            elif phase not in _GLUE:
-                self._add(self._other(node, phase))
+            elif kind is not None and kind.drawn:
+                self._add(self._other(node, kind))
 
-    def _other(self, node: NodeDef, phase: str) -> _Anchor:
-        kind = _KINDS.get(phase, "other")
+    def _other(self, node: NodeDef, purpose: NodeKind) -> _Anchor:
+        kind = purpose.drawn
         group = tuple(node.attr[GROUP_ATTR].list.i) if GROUP_ATTR in node.attr else ()
         stage = node.attr[STAGE_ATTR].i if STAGE_ATTR in node.attr else None
         stages = group or (() if stage is None else (stage,))
-        label = _LABELS.get(kind, kind if kind != "other" else phase.replace("_", " "))
+        label = _LABELS.get(kind, kind if kind != "other" else purpose.text.replace("_", " "))
         if kind in ("all_reduce", "apply", "read"):
             label += f" {'+'.join(map(str, stages))}"
         layers = [layer for own in stages for layer in self.layers[own]] if kind in _OF_LAYERS else []
@@ -160,7 +144,7 @@ class _Drawing:
             [node.name],
             label,
             kind,
-            None if phase in _ON_HOST else self._device(node.name),
+            None if purpose in _ON_HOST else self._device(node.name),
             stage,
             node.attr[MICRO_BATCH_ATTR].i if MICRO_BATCH_ATTR in node.attr else None,
             node.attr[REPLICA_ATTR].i if REPLICA_ATTR in node.attr else None,
@@ -266,10 +250,9 @@ def _device_labels(layout: Layout, numbers: Mapping[str, int]) -> dict[int, str]
 
 def stage_layers(program: Program) -> list[tuple[str, ...]]:
     """The layers of each stage, the outermost that are whole there: ``block_1``, ``shared#1`` for a second call."""
-    flat = program.graph if program.flat is None else program.flat
     placed = sorted(
         (int(node.attr[POSITION_ATTR].i), program.node_stage[node.name])
-        for node in flat.node
+        for node in program.flat_graph.node
         if node.name in program.node_stage and POSITION_ATTR in node.attr
     )
     positions = [position for position, _ in placed]

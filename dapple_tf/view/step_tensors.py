@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from dapple_tf.view.task_graph import TensorText
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import BYTES_ATTR, PHASE_ATTR, Graph, NodeDef, Ref, dtype_name
+from graph_passes.ir.graph import BYTES_ATTR, Graph, NodeDef, Ref, dtype_name
+from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Boundary, Program, Stage, StageFunction, Value, ValueKind
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.tensorflow_bridge import dtype_size, infer_shapes, output_dtypes
@@ -34,8 +35,7 @@ class StepTensors:
     """
 
     def __init__(self, program: Program, graph: Graph) -> None:
-        assert program.step is not None
-        self.program, self.graph, self.step = program, graph, program.step
+        self.program, self.graph, self.step = program, graph, program.own_step
         self._variables = {v.value: v for v in program.roles.variables if v.value is not None}
         self._updated = {v.update: v for v in program.roles.variables if v.update is not None}
         self._shapes_of: dict[tuple[int, int], Mapping[Ref, Shape | None]] = {}
@@ -50,7 +50,7 @@ class StepTensors:
         for task, name in self.step.entry.items():
             self._note_call(task, name, self._function(task))
             for other in self.step.exit[task]:
-                if phase_of(graph.nodes[other]) == "metrics":
+                if NodeKind.of(graph.nodes[other]) is NodeKind.METRICS:
                     self._note_call(task, other, program.stages[task.stage].metrics)
 
     def outputs(self, node: str) -> tuple[TensorText, ...]:
@@ -166,10 +166,9 @@ class StepTensors:
         """The shapes of all tensors of a stage for a slice of so many samples."""
         key = stage.index, samples
         if key not in self._shapes_of:
-            assert stage.graph is not None
             try:
                 found = infer_shapes(
-                    stage.graph, self._assumed(stage, samples), {self.program.roles.slice.samples: samples}
+                    stage.own_graph, self._assumed(stage, samples), {self.program.roles.slice.samples: samples}
                 )
             except PassError as error:
                 logger.warning("shapes of stage %d aren't known for %d samples: %s", stage.index, samples, error)
@@ -179,8 +178,7 @@ class StepTensors:
 
     def _assumed(self, stage: Stage, samples: int) -> dict[str, Shape]:
         """The shapes of what a stage is given of a slice."""
-        assert stage.graph is not None
-        placeholders = {node.name: node for node in stage.graph.node if node.op == "Placeholder"}
+        placeholders = {node.name: node for node in stage.own_graph.node if node.op == "Placeholder"}
         found: dict[str, Shape] = {}
         for value, ref in stage.arguments.items():
             boundary = self._boundaries.get(value.ref)
@@ -198,8 +196,3 @@ class StepTensors:
 
 def _place(task: Task) -> tuple[int, int, int]:
     return task.stage, task.micro_batch, task.replica
-
-
-def phase_of(node: NodeDef) -> str:
-    """What a node of a step is for, as passes tell; empty for what merely connects."""
-    return node.attr[PHASE_ATTR].s.decode() if PHASE_ATTR in node.attr else ""

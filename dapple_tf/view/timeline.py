@@ -8,7 +8,9 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-TASKS = ("F", "B", "Bx", "Bw")
+from graph_passes.ir.tasks import Phase
+
+TASKS = tuple(phase.value for phase in Phase)
 """Kinds of spans that are tasks of a schedule."""
 COMPUTE = (*TASKS, "accumulate", "apply")
 """Kinds of spans in which a device computes."""

@@ -18,6 +18,7 @@ from graph_passes.ir.graph import (
     GraphDef,
     NodeDef,
     Ref,
+    copied,
     data_inputs,
     dtype_attr,
     function_names,
@@ -389,8 +390,7 @@ def _with_lengths(graph: GraphDef) -> GraphDef:
     reserved = [node for node in graph.node if node.op == "TensorListReserve"]
     if not reserved:
         return graph
-    found = GraphDef()
-    found.CopyFrom(graph)
+    found = copied(graph)
     int32 = {"T": dtype_attr(types_pb2.DT_INT32)}
     for node in reserved:
         number, dims = data_inputs(node)[1], f"{_length_name(node.name)}/dims"
@@ -403,8 +403,7 @@ def _with_shapes(graph: GraphDef, more: Mapping[Ref, Shape]) -> GraphDef:
     """The graph with nodes that tell the shapes of some tensors to their readers."""
     if not more:
         return graph
-    found = GraphDef()
-    found.CopyFrom(graph)
+    found = copied(graph)
     nodes = {node.name: node for node in graph.node}
     for node in found.node:
         for index, text in enumerate(node.input):

@@ -37,6 +37,13 @@ BYTES_ATTR = "_dapple_bytes"
 """Of the vector that a node reduces."""
 
 
+def copied(graph: GraphDef) -> GraphDef:
+    """A copy of a graph, to be changed."""
+    copy = GraphDef()
+    copy.CopyFrom(graph)
+    return copy
+
+
 class Ref(NamedTuple):
     """Output number ``output`` of node ``node``."""
 

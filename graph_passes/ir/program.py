@@ -12,6 +12,7 @@ import enum
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from graph_passes.errors import PassError
 from graph_passes.ir.batching import Interval, micro_batch_intervals, slice_intervals
 from graph_passes.ir.graph import COUNTABLE_DTYPES, GraphDef, Ref
 from graph_passes.ir.outline import FunctionDef
@@ -269,6 +270,20 @@ class StageFunction:
         return int(self.function.signature.output_arg[self.outputs.index(value)].type)
 
 
+class Contribution(NamedTuple):
+    """What the slices of a stage add up to for a variable: a dense gradient, or floating-point state.
+
+    Attributes:
+        value: one slice's part, among the stage's results.
+        variable: whose it is.
+        accumulator: where a replica of the stage adds it up over micro-batches.
+    """
+
+    value: Value
+    variable: Variable
+    accumulator: Variable
+
+
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """One stage: the variables that it reads and, as they come to be, its graph and its functions.
@@ -280,6 +295,8 @@ class Stage:
         arguments: what its placeholders mean.
         results: its results, forward and gradients, as tensors of ``graph``.
         metric_results: its new metric values, likewise.
+        state: the floating-point state that it updates (moving averages), in the model's order.
+        gradients: the parameters of which it computes a dense gradient, in the model's order.
         forward: F: (variables, batch inputs, boundary inputs) -> (boundary outputs, new state, loss, residuals).
         backward: B: (variables, residuals, gradients of boundary outputs) -> (gradients of boundary inputs and
             parameters). None where it is split.
@@ -304,6 +321,8 @@ class Stage:
     arguments: Mapping[Value, Ref] = dataclasses.field(default_factory=dict)
     results: Mapping[Value, Ref] = dataclasses.field(default_factory=dict)
     metric_results: Mapping[Value, Ref] = dataclasses.field(default_factory=dict)
+    state: tuple[Contribution, ...] = ()
+    gradients: tuple[Contribution, ...] = ()
     forward: StageFunction | None = None
     backward: StageFunction | None = None
     input_grad: StageFunction | None = None
@@ -316,6 +335,28 @@ class Stage:
     fixed_residual_bytes: int = 0
     delayed_bytes: int = 0
     fixed_delayed_bytes: int = 0
+
+    @property
+    def own_graph(self) -> GraphDef:
+        """Its graph.
+
+        Raises:
+            PassError: it has none yet.
+        """
+        if self.graph is None:
+            raise PassError(f"stage {self.index} has no graph yet; run {Fact.GRAPHS.made_by} before")
+        return self.graph
+
+    @property
+    def own_backward(self) -> StageFunction:
+        """B.
+
+        Raises:
+            PassError: it has none, or one that is split.
+        """
+        if self.backward is None:
+            raise PassError(f"stage {self.index} has no function B: it isn't trained, or has Bx and Bw")
+        return self.backward
 
     @property
     def phases(self) -> tuple[tuple[Phase, StageFunction | None], ...]:
@@ -440,6 +481,31 @@ class Step:
         return names | ({self.train} if self.train is not None else set())
 
 
+class Fact(enum.Enum):
+    """What a program has: what passes require before they run, and ensure afterwards. Its value is told in errors.
+
+    Attributes:
+        made_by: the pass that sees to it.
+    """
+
+    STAGES = "stages", "assign_stages"
+    GRAPHS = "stages with graphs", "build_forward"
+    FUNCTIONS = "stages with functions", "partition"
+    STEP = "a step", "replicate"
+    CONNECTED = "a step whose tasks are connected over stages", "split_concat"
+    ORDERED = "a step whose tasks are ordered", "schedule"
+    COMPLETE = "a complete training step", "update"
+
+    def __new__(cls, text: str, made_by: str) -> Fact:
+        """The text alone is a fact's value."""
+        member = object.__new__(cls)
+        member._value_ = text
+        return member
+
+    def __init__(self, text: str, made_by: str) -> None:
+        self.made_by = made_by
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A GraphDef and what its tensors mean.
@@ -467,6 +533,38 @@ class Program:
     def replace(self, **changes: object) -> Program:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    @property
+    def flat_graph(self) -> GraphDef:
+        """The flat graph, whatever ``graph`` is by now."""
+        return self.graph if self.flat is None else self.flat
+
+    @property
+    def own_step(self) -> Step:
+        """The step.
+
+        Raises:
+            PassError: it hasn't been begun.
+        """
+        if self.step is None:
+            raise PassError(f"the program has no step yet; run {Fact.STEP.made_by} before")
+        return self.step
+
+    @property
+    def facts(self) -> frozenset[Fact]:
+        """What it has; see :class:`Fact`."""
+        step, stages = self.step, self.stages
+        loss = None if self.roles.loss is None else Value(self.roles.loss, ValueKind.GRADIENT)
+        has = {
+            Fact.STAGES: bool(stages),
+            Fact.GRAPHS: bool(stages) and all(stage.graph is not None for stage in stages),
+            Fact.FUNCTIONS: bool(stages) and all(stage.forward is not None for stage in stages),
+            Fact.STEP: step is not None,
+            Fact.CONNECTED: step is not None and all(value == loss for _, value in step.pending),
+            Fact.ORDERED: step is not None and step.schedule is not None,
+            Fact.COMPLETE: step is not None and step.train is not None and not step.pending,
+        }
+        return frozenset(fact for fact, there in has.items() if there)
 
     @property
     def variables(self) -> dict[str, Variable]:

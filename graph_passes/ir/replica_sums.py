@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Iterable
 
-from graph_passes.ir.graph import OWN_ATTRS, Graph, GraphDef, NodeDef, Ref, control_inputs
+from graph_passes.ir.graph import OWN_ATTRS, Graph, GraphDef, NodeDef, Ref, control_inputs, copied
 from graph_passes.ir.outline import FunctionDef
 
 SUM_OP = "CollectiveReduceV2"
@@ -27,8 +27,7 @@ def without_sums(graph: GraphDef) -> GraphDef:
     """
     if not sums_of(graph.node):
         return graph
-    alone = GraphDef()
-    alone.CopyFrom(graph)
+    alone = copied(graph)
     for node in sums_of(alone.node):
         node.op = "Identity"
         inputs = [node.input[0], *(f"^{waited}" for waited in control_inputs(node))]

@@ -25,6 +25,7 @@ from graph_passes.ir.graph import (
     NodeDef,
     Ref,
     control_inputs,
+    copied,
     data_inputs,
     make_const,
     shape_attr,
@@ -167,8 +168,7 @@ def add_gradients(
     def numbered(ref: Ref) -> _Place:
         return numbers[ref.node], ref.output
 
-    anonymous = GraphDef()
-    anonymous.CopyFrom(graph)
+    anonymous = copied(graph)
     for node in anonymous.node:
         _rename(node, lambda name: f"n{numbers[name]}")
         for attr in [attr for attr in node.attr if attr.startswith(OWN_ATTRS) or attr == "_class"]:
@@ -180,8 +180,7 @@ def add_gradients(
     )
     renaming = {f"n{number}": name for name, number in numbers.items()}
     taken = Names(names)
-    result = GraphDef()
-    result.CopyFrom(extended)
+    result = copied(extended)
     for node in result.node:
         if node.name not in renaming:
             # n3_grad is TensorFlow's name for what is computed for node n3.

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
+from graph_passes.ir.connections import verify_connections
 from graph_passes.ir.graph import Graph, NodeDef, Ref, control_inputs, dtype_name
 from graph_passes.ir.outline import FunctionDef
 from graph_passes.ir.program import Program, Stage, Value, ValueKind
@@ -24,9 +25,10 @@ def verify(program: Program, *, complete: bool = False, known: Sequence[Stage] =
     """Checks a program.
 
     Every input is bound to an output that exists; there is no cycle, control edges included; calls agree with their
-    functions; stages agree on what they exchange; every device is one of the layout; each micro-batch's forward and
-    backward are there exactly once per replica that has samples of it; all members of a group run their collectives in
-    one order; and replicas that add up inside their tasks meet.
+    functions; stages agree on the dtypes of what they exchange, and on the shapes as far as these are known before the
+    step; every device is one of the layout; each micro-batch's forward and backward are there exactly once per replica
+    that has samples of it; all members of a group run their collectives in one order; and replicas that add up inside
+    their tasks meet.
 
     Args:
         program: after any pass.
@@ -53,6 +55,7 @@ def verify(program: Program, *, complete: bool = False, known: Sequence[Stage] =
             _verify_stage(stage)
     if program.step is not None:
         _verify_step(program, graph, complete=complete)
+        verify_connections(program, graph, dtypes)
 
 
 def _verify_inputs(graph: Graph, node: NodeDef, dtypes: Mapping[str, Sequence[int]]) -> None:
@@ -126,8 +129,7 @@ def _verify_stage(stage: Stage) -> None:
 
 
 def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
-    step = program.step
-    assert step is not None
+    step = program.own_step
     layout = step.layout
     legal = {device for devices in (*layout.devices, *layout.homes) for device in devices}
     legal |= step.placed_on

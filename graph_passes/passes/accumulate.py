@@ -1,4 +1,4 @@
-"""Pass 7: gradients, and state that the forward pass updates, are added up over micro-batches, in place."""
+"""Gradients, and state that the forward pass updates, are added up over micro-batches, in place."""
 
 from __future__ import annotations
 
@@ -6,35 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
-from graph_passes.ir.graph import FLOAT_DTYPES, Builder
+from graph_passes.ir.graph import Builder, copied
+from graph_passes.ir.node_kinds import NodeKind, task_attrs
 from graph_passes.ir.outline import FunctionDef, call_node
-from graph_passes.ir.program import Program, Stage, Value, ValueKind, Variable, VariableKind
+from graph_passes.ir.program import Fact, Program
 from graph_passes.ir.storage import accumulate_function, merge_library
 from graph_passes.ir.tasks import Phase, Task
-from graph_passes.passes.replicate import task_attrs, top_level
-
-
-def gradient_accumulator(variable: Variable, stage: int) -> Variable:
-    """Where a stage's replica adds up the gradient of a parameter."""
-    return dataclasses.replace(variable, name=f"{variable.name}/gradient/stage{stage}")
-
-
-def state_accumulator(variable: Variable, stage: int) -> Variable:
-    """Where a stage's replica adds up what its slices contribute to a moving average or the like."""
-    return dataclasses.replace(variable, name=f"{variable.name}/update/stage{stage}")
-
-
-def accumulated_gradients(program: Program, stage: Stage) -> list[tuple[Value, Variable]]:
-    """The parameters of which a stage computes a dense gradient, in the model's order."""
-    values = ((Value(v.value, ValueKind.GRADIENT), v) for v in program.roles.variables if v.value is not None)
-    return [(value, variable) for value, variable in values if value in stage.results]
-
-
-def accumulated_state(program: Program, stage: Stage) -> list[tuple[Value, Variable]]:
-    """The floating-point state that a stage updates, in the model's order."""
-    state = (v for v in program.roles.variables if v.kind is VariableKind.STATE and v.dtype in FLOAT_DTYPES)
-    values = ((Value(v.update), v) for v in state if v.update is not None)
-    return [(value, variable) for value, variable in values if value in stage.results]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +32,8 @@ class Accumulate:
     """
 
     name: ClassVar[str] = "accumulate"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
     prefix: str = ""
     accumulated: bool = True
 
@@ -62,25 +41,19 @@ class Accumulate:
         """Program with connected tasks -> the same with accumulation in the exit of each task."""
         if not self.accumulated:
             return program
-        step = program.step
-        assert step is not None
-        graph = top_level(program)
+        step = program.own_step
+        graph = copied(program.graph)
         builder = Builder(graph)
         exits = dict(step.exit)
         functions: list[FunctionDef] = []
         for stage in program.stages:
-            gradients = accumulated_gradients(program, stage)
-            state = accumulated_state(program, stage)
-            for phase, sources, targets in (
-                (Phase.FORWARD, state, [state_accumulator(v, stage.index) for _, v in state]),
-                (
-                    stage.parameter_gradients[0],
-                    gradients,
-                    [gradient_accumulator(v, stage.index) for _, v in gradients],
-                ),
+            for phase, sources in (
+                (Phase.FORWARD, stage.state),
+                (stage.parameter_gradients[0], stage.gradients),
             ):
-                if not targets:
+                if not sources:
                     continue
+                targets = [source.accumulator for source in sources]
                 named = f"{self.prefix}stage{stage.index}_accumulate_{phase.name.lower()}"
                 by_mode = {mode: accumulate_function(f"{named}_{mode}", targets, mode) for mode in ("first", "next")}
                 functions += by_mode.values()
@@ -90,9 +63,9 @@ class Accumulate:
                         function = by_mode["next" if index else "first"]
                         # Addition starts when the previous one is over, also where no schedule orders the tasks.
                         after = exits[tasks[index - 1]] if index else ()
-                        inputs = [step.values[task, value] for value, _ in sources]
+                        inputs = [step.values[task, source.value] for source in sources]
                         device = step.layout.homes[stage.index][replica]
-                        attrs = task_attrs(task, "accumulate")
+                        attrs = task_attrs(task, NodeKind.ACCUMULATE)
                         name = f"stage{stage.index}/replica{replica}/accumulate_{phase.value}{task.micro_batch}"
                         node = call_node(
                             builder.names.fresh(name), function, inputs, device=device, control=after, attrs=attrs
@@ -103,9 +76,8 @@ class Accumulate:
         return program.replace(graph=graph, step=dataclasses.replace(step, exit=exits))
 
     def _tasks(self, program: Program, stage: int, phase: Phase, replica: int) -> Sequence[Task]:
-        assert program.step is not None
         return sorted(
             task
-            for task in program.step.entry
+            for task in program.own_step.entry
             if task.stage == stage and task.phase is phase and task.replica == replica
         )

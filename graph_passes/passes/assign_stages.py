@@ -1,4 +1,4 @@
-"""Pass 1: which stage each node of the flat graph belongs to, and which tensors cross each cut.
+"""Which stage each node of the flat graph belongs to, and which tensors cross each cut.
 
 A traced graph lists its nodes in the order in which the model made them, which is a topological order. A cut after a
 layer is a position in that order, so that no tensor can flow backwards over it, whatever branches and skips the model
@@ -18,9 +18,9 @@ from tensorflow.core.framework import types_pb2
 from graph_passes.analysis.known_shapes import with_known_shapes
 from graph_passes.analysis.slice_shapes import Axis, Dependence, LengthsUnknownError, SliceShapes
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import COUNTABLE_DTYPES, POSITION_ATTR, STAGE_ATTR, Graph, GraphDef, Ref, dtype_name
+from graph_passes.ir.graph import COUNTABLE_DTYPES, POSITION_ATTR, STAGE_ATTR, Graph, Ref, copied, dtype_name
 from graph_passes.ir.outline import dtype_of, layer_of
-from graph_passes.ir.program import Boundary, LayerCall, Program, Roles, Stage, VariableKind
+from graph_passes.ir.program import Boundary, Fact, LayerCall, Program, Roles, Stage, VariableKind
 from graph_passes.ir.tensorflow_bridge import output_dtypes
 from graph_passes.passes.metric_stages import metric_stages
 
@@ -51,6 +51,8 @@ class AssignStages:
     """
 
     name: ClassVar[str] = "assign_stages"
+    requires: ClassVar[tuple[Fact, ...]] = ()
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.STAGES,)
     cuts: tuple[str, ...] = ()
 
     def run(self, program: Program) -> Program:
@@ -62,8 +64,7 @@ class AssignStages:
         calls = [find_call(name, program.roles.calls) for name in self.cuts]
         positions = self._positions(calls, program.roles)
         roles = program.roles
-        graph_def = GraphDef()
-        graph_def.CopyFrom(program.graph)
+        graph_def = copied(program.graph)
         graph = Graph(graph_def)
         shapes = SliceShapes.of(program) if self.cuts else None
         stage_of = _node_stages(graph, roles, positions, shapes)

@@ -1,4 +1,4 @@
-"""Pass 3: the backward graph of each stage, last stage to first."""
+"""The backward graph of each stage, last stage to first."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
-from graph_passes.ir.graph import Graph, GraphDef, Names, Ref, dtype_attr, make_node, shape_attr
+from graph_passes.ir.graph import Graph, Names, Ref, copied, dtype_attr, make_node, shape_attr
 from graph_passes.ir.outline import dtype_of
-from graph_passes.ir.program import OWN_ROWS, ROWS, SHARED_ROWS, Program, Stage, Value, ValueKind, VariableKind
+from graph_passes.ir.program import (
+    OWN_ROWS,
+    ROWS,
+    SHARED_ROWS,
+    Contribution,
+    Fact,
+    Program,
+    Stage,
+    Value,
+    ValueKind,
+    VariableKind,
+)
 from graph_passes.ir.tensorflow_bridge import add_gradients
 from graph_passes.passes.call_gradients import differentiable_calls
 from graph_passes.passes.row_sets import Rows, refusal, row_sets
@@ -36,6 +47,8 @@ class BuildBackward:
     """
 
     name: ClassVar[str] = "build_backward"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.GRAPHS,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.GRAPHS,)
     slices: Sequence[int] = ()
 
     def run(self, program: Program) -> Program:
@@ -57,7 +70,9 @@ class BuildBackward:
             if value.kind is ValueKind.GRADIENT and Value(value.ref, ValueKind.SLICE_VALUES) not in stage.results
         }
         in_one_form = [_without(stage, sliced - dense, dense) for stage in reversed(stages)]
-        return program.replace(stages=tuple(self._with_row_sets(program, stage) for stage in in_one_form))
+        return program.replace(
+            stages=tuple(_with_gradients(program, self._with_row_sets(program, stage)) for stage in in_one_form)
+        )
 
     def _with_row_sets(self, program: Program, stage: Stage) -> Stage:
         """The stage with rows of its own apart from those that all slices have in common."""
@@ -69,9 +84,7 @@ class BuildBackward:
         }
         if not gradients:
             return stage
-        assert stage.graph is not None
-        graph = GraphDef()
-        graph.CopyFrom(stage.graph)
+        graph = copied(stage.own_graph)
         sets = row_sets(program, stage, graph, gradients)
         results: dict[Value, Ref] = {}
         for value, ref in stage.results.items():
@@ -90,10 +103,8 @@ class BuildBackward:
         return dataclasses.replace(stage, graph=graph, results=results, undecided_rows=undecided)
 
     def _stage(self, program: Program, stage: Stage, arriving: set[Ref]) -> Stage:
-        assert stage.graph is not None
-        graph = GraphDef()
-        graph.CopyFrom(stage.graph)
-        view = Graph(stage.graph)
+        graph = copied(stage.own_graph)
+        view = Graph(stage.own_graph)
         names = Names(view.nodes)
         shapes = {boundary.ref: boundary.shape for boundary in program.boundaries}
         arguments = dict(stage.arguments)
@@ -122,6 +133,17 @@ class BuildBackward:
                     results[Value(ref, ValueKind.SLICE_VALUES)] = gradient.slices[0]
                     results[Value(ref, ValueKind.SLICE_INDICES)] = gradient.slices[1]
         return dataclasses.replace(stage, graph=graph, arguments=arguments, results=results)
+
+
+def _with_gradients(program: Program, stage: Stage) -> Stage:
+    """The stage with what it computes dense gradients of."""
+    values = ((Value(v.value, ValueKind.GRADIENT), v) for v in program.roles.variables if v.value is not None)
+    gradients = tuple(
+        Contribution(value, v, dataclasses.replace(v, name=f"{v.name}/gradient/stage{stage.index}"))
+        for value, v in values
+        if value in stage.results
+    )
+    return dataclasses.replace(stage, gradients=gradients)
 
 
 def _without(stage: Stage, sliced: set[Ref], dense: set[Ref]) -> Stage:

@@ -1,4 +1,4 @@
-"""Pass 2: the forward graph of each stage, first stage to last, with its boundary tensors as arguments and results."""
+"""The forward graph of each stage, first stage to last, with its boundary tensors as arguments and results."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import Graph, GraphDef, Names, Ref, dtype_attr, make_node, shape_attr
+from graph_passes.ir.graph import FLOAT_DTYPES, Graph, GraphDef, Names, Ref, dtype_attr, make_node, shape_attr
 from graph_passes.ir.outline import dtype_of
-from graph_passes.ir.program import Program, Stage, Value, VariableKind
+from graph_passes.ir.program import Contribution, Fact, Program, Stage, Value, VariableKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,8 @@ class BuildForward:
     """
 
     name: ClassVar[str] = "build_forward"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.STAGES,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.GRAPHS,)
     want_outputs: bool = False
 
     def run(self, program: Program) -> Program:
@@ -61,6 +63,11 @@ class BuildForward:
             arguments={Value(ref): place for ref, place in placed.items()},
             results={Value(ref): placed.get(ref, ref) for ref in results},
             metric_results={Value(ref): placed.get(ref, ref) for ref in metrics},
+            state=tuple(
+                Contribution(Value(v.update), v, dataclasses.replace(v, name=f"{v.name}/update/stage{stage.index}"))
+                for v in variables
+                if v.kind is VariableKind.STATE and v.dtype in FLOAT_DTYPES and v.update is not None
+            ),
         )
 
 

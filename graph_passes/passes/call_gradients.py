@@ -16,6 +16,7 @@ from graph_passes.ir.graph import (
     Names,
     NodeDef,
     Ref,
+    copied,
     dtype_attr,
     function_attr,
     make_node,
@@ -78,8 +79,7 @@ class _Rewriting:
     """A graph while its calls are given gradients."""
 
     def __init__(self, graph: GraphDef) -> None:
-        self.graph = GraphDef()
-        self.graph.CopyFrom(graph)
+        self.graph = copied(graph)
         self.functions = {function.signature.name: function for function in self.graph.library.function}
         self.names = Names(self.functions)
         self.splits: dict[str, _Split | None] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from graph_passes.ir.graph import Graph, GraphDef, NodeDef, Ref, control_inputs, substitute
+from graph_passes.ir.graph import Graph, GraphDef, NodeDef, Ref, control_inputs, copied, substitute
 from graph_passes.ir.tensorflow_bridge import Shape, constant_value
 
 _SHAPING = frozenset({"BroadcastTo", "Reshape"})
@@ -41,8 +41,7 @@ def drop_no_ops(graph: GraphDef, shapes: Mapping[Ref, Shape | None]) -> tuple[Gr
             same = _is_empty(view.nodes[operand.node])
         if same:
             moved[Ref(name)] = source
-    made = GraphDef()
-    made.CopyFrom(graph)
+    made = copied(graph)
     substitute(made, {ref.node: source for ref, source in moved.items()})
     return made, moved
 

@@ -1,4 +1,4 @@
-"""Pass 10: the operators of stage functions move to the top level, where each can have a device of its own."""
+"""The operators of stage functions move to the top level, where each can have a device of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from graph_passes.ir.graph import (
     CALL_ATTR,
     MICRO_BATCH_ATTR,
     OWN_ATTRS,
-    PHASE_ATTR,
     STAGE_ATTR,
     Graph,
     GraphDef,
@@ -21,8 +20,9 @@ from graph_passes.ir.graph import (
     Ref,
     control_inputs,
 )
+from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import COLOCATION, FunctionDef
-from graph_passes.ir.program import Program, Step
+from graph_passes.ir.program import Fact, Program, Step
 from graph_passes.ir.resource_use import ResourceUse, called_functions
 from graph_passes.ir.tasks import Task
 from graph_passes.ir.tensorflow_bridge import makes_resource, output_number
@@ -47,7 +47,7 @@ class Flatten:
             accumulating, updating); None for all calls.
         keep_tasks: whether tasks stay units of order: ``<call>/entry`` takes what the call waited for and comes before
             all of the body, ``<call>/exit`` after all of it. Otherwise these stages have no tasks any more.
-        kept: phases, by their `PHASE_ATTR`, whose calls aren't inlined.
+        kept: the kinds of calls that aren't inlined.
         compiled: whether functions for XLA may be inlined, too; what they are inlined in has to be compiled then.
 
     Source: FD-DPS (Mathematics 2022), section 3, definition 1: the computation graph of single operators, which the
@@ -55,9 +55,11 @@ class Flatten:
     """
 
     name: ClassVar[str] = "flatten"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
     stages: frozenset[int] | None = None
     keep_tasks: bool = False
-    kept: frozenset[str] = frozenset()
+    kept: frozenset[NodeKind] = frozenset()
     compiled: bool = False
 
     def run(self, program: Program) -> Program:
@@ -73,10 +75,9 @@ class _Flattening:
     """The flat top level while it is being made."""
 
     def __init__(self, options: Flatten, program: Program) -> None:
-        assert program.step is not None
         self.options = options
         self.program = program
-        self.step: Step = program.step
+        self.step: Step = program.own_step
         self.view = Graph(program.graph)
         self.functions: dict[str, FunctionDef] = {f.signature.name: f for f in program.graph.library.function}
         self.order = CallOrder(self.view)
@@ -98,7 +99,7 @@ class _Flattening:
     def _inlined(self, node: NodeDef) -> bool:
         if node.op not in CALLS or CALL_ATTR in node.attr:
             return False
-        if PHASE_ATTR in node.attr and node.attr[PHASE_ATTR].s.decode() in self.options.kept:
+        if NodeKind.of(node) in self.options.kept:
             return False
         if self.options.stages is None:
             return True

@@ -9,7 +9,7 @@ from typing import ClassVar
 from graph_passes.analysis.constant_folding import fold_shapes
 from graph_passes.analysis.split_signatures import Shape
 from graph_passes.ir.graph import Ref
-from graph_passes.ir.program import Program
+from graph_passes.ir.program import Fact, Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,8 @@ class FoldShapes:
     """
 
     name: ClassVar[str] = "fold_shapes"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
     shapes: Mapping[Ref, Shape | None]
 
     def run(self, program: Program) -> Program:

@@ -1,4 +1,4 @@
-"""Pass 10, for a single device with one micro-batch: the whole step becomes one function."""
+"""For a single device with one micro-batch: the whole step becomes one function."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import ClassVar
 from graph_passes.errors import PassError
 from graph_passes.ir.call_order import CALLS
 from graph_passes.ir.graph import CALL_ATTR, PHASE_ATTR, Graph, GraphDef, Ref, control_inputs, data_inputs
+from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.outline import call_node, compiled, outline
-from graph_passes.ir.program import Program, Step
+from graph_passes.ir.program import Fact, Program, Step
 from graph_passes.ir.storage import merge_gradients, merge_library
 from graph_passes.passes.flatten import Flatten
 
@@ -31,6 +32,8 @@ class Join:
     """
 
     name: ClassVar[str] = "join"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.COMPLETE,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.COMPLETE,)
     function: str
     jit_compile: bool = False
 
@@ -40,17 +43,15 @@ class Join:
         Raises:
             PassError: the tasks are on several devices, or there are several micro-batches.
         """
-        step = program.step
-        assert step is not None
+        step = program.own_step
         devices = {name for names in (*step.layout.devices, *step.layout.homes) for name in names}
         if len(devices) != 1:
             raise PassError(f"a step's tasks are on {len(devices)} devices; only those of one device can be joined")
         if (count := len(step.layout.micro_batch_intervals)) != 1:
             raise PassError(f"a step has {count} micro-batches, whose order would be lost; only one can be joined")
         stages = frozenset(range(len(step.layout.devices)))
-        kept = frozenset({"metrics"} if self.jit_compile else ())
+        kept = frozenset({NodeKind.METRICS} if self.jit_compile else ())
         flat = Flatten(stages, kept=kept, compiled=self.jit_compile).run(program)
-        assert flat.step is not None
         graph = Graph(flat.graph)
         inside = _inside(graph)
         waited_for = {name for own in inside for name in control_inputs(graph.nodes[own])} - inside
@@ -66,14 +67,14 @@ class Join:
         )
         outside = [node for node in graph if node.name not in inside]
         read = dict.fromkeys(ref for node in outside for ref in data_inputs(node))
-        outputs = [ref for ref in dict.fromkeys((*read, *_fetched(flat.step))) if ref.node in inside]
+        outputs = [ref for ref in dict.fromkeys((*read, *_fetched(flat.own_step))) if ref.node in inside]
         effects = [
             name for name in dict.fromkeys(w for node in outside for w in control_inputs(node)) if name in inside
         ]
         function = outline(self.function, graph, list(inputs), outputs, effects=effects)
         functions = [*flat.graph.library.function, *(compiled(function) if self.jit_compile else (function,))]
         (device,) = devices
-        call = call_node("joined", function, list(inputs), device=device, attrs={PHASE_ATTR: "joined"})
+        call = call_node("joined", function, list(inputs), device=device, attrs={PHASE_ATTR: NodeKind.JOINED.text})
         moved = {ref: Ref(call.name, index) for index, ref in enumerate(outputs)}
         made = GraphDef(versions=flat.graph.versions)
         constants = {ref.node for ref in read}
@@ -87,7 +88,7 @@ class Join:
         made.node.append(call)
         merge_library(made, functions)
         merge_gradients(made, {g.function_name: g.gradient_func for g in flat.graph.library.gradient})
-        return program.replace(graph=made, step=_joined(flat.step, moved))
+        return program.replace(graph=made, step=_joined(flat.own_step, moved))
 
 
 def _inside(graph: Graph) -> set[str]:

@@ -8,12 +8,6 @@ from collections.abc import Mapping, Sequence
 from graph_passes.ir.group_update import GroupUpdate
 from graph_passes.ir.program import Program, Step, Variable, VariableKind
 from graph_passes.ir.tasks import reduction_order
-from graph_passes.passes.accumulate import (
-    accumulated_gradients,
-    accumulated_state,
-    gradient_accumulator,
-    state_accumulator,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +38,8 @@ def contributors(program: Program) -> dict[str, dict[int, Variable]]:
     """Variable -> the stages that contribute to it, with their accumulators."""
     found: dict[str, dict[int, Variable]] = {}
     for stage in program.stages:
-        for _, variable in accumulated_gradients(program, stage):
-            found.setdefault(variable.name, {})[stage.index] = gradient_accumulator(variable, stage.index)
-        for _, variable in accumulated_state(program, stage):
-            found.setdefault(variable.name, {})[stage.index] = state_accumulator(variable, stage.index)
+        for _, variable, accumulator in (*stage.gradients, *stage.state):
+            found.setdefault(variable.name, {})[stage.index] = accumulator
     return found
 
 
@@ -61,7 +53,6 @@ def parameter_groups(
         updates: the optimizer's part for each group that has parameters.
         hosts: the stages that keep each variable.
     """
-    assert program.step is not None
     contributing = contributors(program)
     kept: dict[tuple[int, ...], list[Variable]] = {update.stages: [] for update in updates}
     for variable in program.roles.variables:
@@ -69,8 +60,8 @@ def parameter_groups(
         if stages and variable.kind is not VariableKind.METRIC:
             kept.setdefault(tuple(sorted(stages)), []).append(variable)
     by_stages = {update.stages: update for update in updates}
-    keys, homes = list(kept), program.step.layout.homes
-    numbers = _device_numbers(program.step)
+    keys, homes = list(kept), program.own_step.layout.homes
+    numbers = _device_numbers(program.own_step)
     devices = [[numbers[device] for device in names if device in numbers] for names in homes]
     return [
         ParameterGroup(
@@ -80,7 +71,7 @@ def parameter_groups(
             tuple(variable for variable in kept[stages] if variable.name in contributing),
             by_stages.get(stages),
         )
-        for stages in (keys[index] for index in reduction_order(keys, program.step.schedule, devices))
+        for stages in (keys[index] for index in reduction_order(keys, program.own_step.schedule, devices))
     ]
 
 

@@ -1,4 +1,4 @@
-"""Pass 4: which tensors a stage keeps from forward to backward, and which it computes again."""
+"""Which tensors a stage keeps from forward to backward, and which it computes again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graph_passes.analysis.slice_shapes import SAMPLES, input_shape
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import Graph, Ref, shape_attr
 from graph_passes.ir.outline import dtype_of, outline
-from graph_passes.ir.program import Program, Stage, StageFunction, Value, ValueKind
+from graph_passes.ir.program import Fact, Program, Stage, StageFunction, Value, ValueKind
 from graph_passes.ir.replica_sums import key_nodes, order_sums, sums_of, without_sums
 from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, infer_shapes, is_stateful, output_dtypes
 from graph_passes.passes.drop_no_ops import drop_no_ops
@@ -74,6 +74,8 @@ class Partition:
     """
 
     name: ClassVar[str] = "partition"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.GRAPHS,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.FUNCTIONS,)
     recompute: str = "none"
     jit_compile: bool = False
     training: bool = True
@@ -91,18 +93,15 @@ class Partition:
         return program.replace(stages=tuple(self._stage(program, stage) for stage in program.stages))
 
     def _stage(self, program: Program, stage: Stage) -> Stage:
-        assert stage.graph is not None
         whole, samples = stage, self.samples[stage.index] if self.samples else None
         if not self.replicas or self.replicas[stage.index] == 1:
-            stage = dataclasses.replace(stage, graph=without_sums(stage.graph))
-            assert stage.graph is not None
+            stage = dataclasses.replace(stage, graph=without_sums(stage.own_graph))
         counted = _counted(program, stage) if self.training and (self.counted or self.recompute == "min_cut") else {}
         sizes = list(counted.values())
         shapes: Mapping[Ref, Shape | None] = {}
         if samples is not None:
             stage, shapes = _of_samples(program, stage, samples)
-        assert stage.graph is not None
-        graph = Graph(stage.graph)
+        graph = Graph(stage.own_graph)
         given = set(stage.arguments.values())
         forward = {value: ref for value, ref in stage.results.items() if value.kind is ValueKind.FORWARD}
         gradients = {value: ref for value, ref in stage.results.items() if value.kind is not ValueKind.FORWARD}
@@ -170,9 +169,8 @@ class Partition:
 
 def _of_samples(program: Program, stage: Stage, samples: int) -> tuple[Stage, Mapping[Ref, Shape | None]]:
     """A stage for slices of so many samples, in which what follows from their shapes is constant; and these shapes."""
-    assert stage.graph is not None
     wanted = [*stage.results.values(), *stage.metric_results.values()]
-    found = fold_shapes(stage.graph, _inferred(program, stage, samples), results=wanted)
+    found = fold_shapes(stage.own_graph, _inferred(program, stage, samples), results=wanted)
     graph, moved = drop_no_ops(found.graph, found.shapes)
 
     def now(ref: Ref) -> Ref:
@@ -202,8 +200,7 @@ def _inferred(program: Program, stage: Stage, samples: int, *, example: bool = F
         samples: of a slice.
         example: take lengths that the model leaves open from the batch at hand, if there is one; else they stay open.
     """
-    assert stage.graph is not None
-    graph = Graph(stage.graph)
+    graph = Graph(stage.own_graph)
     boundaries = {boundary.ref: boundary for boundary in program.boundaries}
     inputs, shapes = program.roles.inputs, program.roles.example_shapes
     examples = dict(zip(inputs, shapes, strict=True)) if example and shapes else {}
@@ -217,7 +214,7 @@ def _inferred(program: Program, stage: Stage, samples: int, *, example: bool = F
             assumed[ref.node] = input_shape(graph.nodes[ref.node], samples, examples.get(value.ref))
         elif not known.unknown_rank:
             assumed[ref.node] = [None if dim.size < 0 else dim.size for dim in known.dim]
-    return infer_shapes(stage.graph, assumed, {program.roles.slice.samples: samples})
+    return infer_shapes(stage.own_graph, assumed, {program.roles.slice.samples: samples})
 
 
 def _is_kept(value: Value, received: Container[Ref]) -> bool:
@@ -306,8 +303,7 @@ def _counted(program: Program, stage: Stage) -> dict[int, dict[Ref, int]]:
 
     Nothing is known of a stage that works on slices of certain sizes only.
     """
-    assert stage.graph is not None
-    graph = Graph(stage.graph)
+    graph = Graph(stage.own_graph)
     for pair in SAMPLES:
         try:
             shapes = {samples: _inferred(program, stage, samples, example=True) for samples in pair}

@@ -1,4 +1,4 @@
-"""Pass 14: every operator gets its device, and devices run theirs in the order of a queue."""
+"""Every operator gets its device, and devices run theirs in the order of a queue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import CALL_ATTR, Graph, GraphDef, Names, Ref, control_inputs
-from graph_passes.ir.program import Program, Step
+from graph_passes.ir.program import Fact, Program, Step
 from graph_passes.ir.resource_use import ResourceUse, resource_name
 from graph_passes.ir.tensorflow_bridge import makes_resource
 from graph_passes.passes.unfused import unfused
@@ -38,6 +38,8 @@ class PlaceOperators:
     """
 
     name: ClassVar[str] = "place_operators"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
     devices: Mapping[str, str]
     order: Sequence[str]
     chained: bool = True
@@ -56,10 +58,9 @@ class _Placement:
     """The devices while they are being written."""
 
     def __init__(self, options: PlaceOperators, program: Program) -> None:
-        assert program.step is not None
         self.options = options
         self.program = program
-        self.step: Step = program.step
+        self.step: Step = program.own_step
         self.view = Graph(program.graph)
         self.position = {name: number for number, name in enumerate(options.order)}
         self.device: dict[str, str] = {}

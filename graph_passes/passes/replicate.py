@@ -1,27 +1,27 @@
-"""Pass 5: one call node for each phase, stage, micro-batch and replica, on its device."""
+"""One call node for each phase, stage, micro-batch and replica, on its device."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.graph import (
-    MICRO_BATCH_ATTR,
     PHASE_ATTR,
     REPLICA_ATTR,
     STAGE_ATTR,
     Builder,
     Graph,
-    GraphDef,
     Ref,
     dtype_attr,
     shape_attr,
 )
+from graph_passes.ir.node_kinds import NodeKind, task_attrs
 from graph_passes.ir.outline import FunctionDef, call_node, dtype_of, outline
 from graph_passes.ir.program import (
+    Fact,
     Layout,
     Peers,
     Program,
@@ -36,15 +36,6 @@ from graph_passes.ir.program import (
 from graph_passes.ir.storage import merge_gradients, merge_library, read_function
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
-
-# What phases are called in the names of nodes.
-PHASE_NAMES = {
-    Phase.FORWARD: "forward",
-    Phase.BACKWARD: "backward",
-    Phase.INPUT_GRAD: "input_grad",
-    Phase.WEIGHT_GRAD: "weight_grad",
-}
-"""`PHASE_ATTR` of tasks' calls."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +63,8 @@ class Replicate:
     """
 
     name: ClassVar[str] = "replicate"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.FUNCTIONS,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.STEP,)
     layout: Layout
     host_device: str
     hosts: Mapping[str, Sequence[int]]
@@ -87,11 +80,10 @@ class _Replication:
     """The top level while it is being made."""
 
     def __init__(self, options: Replicate, program: Program) -> None:
-        assert program.flat is not None
         self.options = options
         self.layout = options.layout
         self.program = program
-        self.flat = Graph(program.flat)
+        self.flat = Graph(program.flat_graph)
         self.variable_of_value = {v.value: v for v in program.roles.variables if v.value is not None}
         self.builder = Builder(empty_graph())
         self.entry: dict[Task, str] = {}
@@ -110,9 +102,8 @@ class _Replication:
     def result(self) -> Program:
         program, graph = self.program, self.builder.graph
         for stage in program.stages:
-            assert stage.graph is not None
-            merge_library(graph, stage.graph.library.function)
-            merge_gradients(graph, {g.function_name: g.gradient_func for g in stage.graph.library.gradient})
+            merge_library(graph, stage.own_graph.library.function)
+            merge_gradients(graph, {g.function_name: g.gradient_func for g in stage.own_graph.library.gradient})
         self._feed_batches()
         self._normalizers()
         for stage in program.stages:
@@ -154,7 +145,7 @@ class _Replication:
                 if self.layout.active(stage, micro_batch, replica)
             ]
             sizes = [self.layout.slice(stage, *place).size for place in places]
-            with self.builder.marked({PHASE_ATTR: "slices", STAGE_ATTR: stage}):
+            with self.builder.marked({PHASE_ATTR: NodeKind.SLICES.text, STAGE_ATTR: stage}):
                 parts = self.builder.split(
                     f"stage{stage}/slices/{ref.node}",
                     self.feeds[ref],
@@ -184,7 +175,7 @@ class _Replication:
         function = outline(f"{self.options.prefix}normalizers", self.flat, used, wanted)
         self.functions.append(function)
         name = self.builder.names.fresh("normalizers")
-        attrs = {PHASE_ATTR: "normalizers"}
+        attrs = {PHASE_ATTR: NodeKind.NORMALIZERS.text}
         self.builder.append(call_node(name, function, inputs, device=self.options.host_device, attrs=attrs))
         for index, normalizer in enumerate(normalizers):
             self.inverses[normalizer.placeholder] = Ref(name, index)
@@ -206,7 +197,7 @@ class _Replication:
                     name = self.builder.names.fresh(f"stage{stage.index}/replica{replica}/read_from{source}")
                     place = self.layout.homes[source][0] if remote else device
                     attrs: dict[str, str | int] = {
-                        PHASE_ATTR: "read",
+                        PHASE_ATTR: NodeKind.READ.text,
                         STAGE_ATTR: stage.index,
                         REPLICA_ATTR: replica,
                     }
@@ -222,29 +213,29 @@ class _Replication:
 
     def _tasks(self, stage: Stage, micro_batch: int, replica: int) -> None:
         for phase, part in stage.phases:
-            task = Task(stage.index, phase, micro_batch, replica)
+            task, kind = Task(stage.index, phase, micro_batch, replica), NodeKind.of_phase(phase)
             if part is not None:
-                self._call(stage, task, part, PHASE_NAMES[phase])
+                self._call(stage, task, part, kind)
             else:
-                name = f"stage{stage.index}/replica{replica}/{PHASE_NAMES[phase]}{micro_batch}"
+                name = f"stage{stage.index}/replica{replica}/{kind.text}{micro_batch}"
                 device = self.layout.device_of(task)
-                node = self.builder.add(name, "NoOp", device=device, **task_attrs(task, PHASE_NAMES[phase])).node
+                node = self.builder.add(name, "NoOp", device=device, **task_attrs(task, kind)).node
                 self.entry[task], self.exit[task] = node, (node,)
         if stage.metrics is not None:
             forward = Task(stage.index, Phase.FORWARD, micro_batch, replica)
-            metrics = self._call(stage, forward, stage.metrics, "metrics", keep=False)
+            metrics = self._call(stage, forward, stage.metrics, NodeKind.METRICS, keep=False)
             self.exit[forward] = (*self.exit[forward], metrics)
             for index, value in enumerate(stage.metrics.outputs):
                 variable = self._variable_of_update(value.ref)
                 self.metric_values[variable.name, replica if variable.additive else 0] = Ref(metrics, index)
 
-    def _call(self, stage: Stage, task: Task, function: StageFunction, phase: str, *, keep: bool = True) -> str:
+    def _call(self, stage: Stage, task: Task, function: StageFunction, kind: NodeKind, *, keep: bool = True) -> str:
         """Adds the call of a task; returns its node."""
-        name = self.builder.names.fresh(f"stage{stage.index}/replica{task.replica}/{phase}{task.micro_batch}")
+        name = self.builder.names.fresh(f"stage{stage.index}/replica{task.replica}/{kind.text}{task.micro_batch}")
         self.functions.append(function.function)
         inputs = [self._argument(task, value, function, index) for index, value in enumerate(function.inputs)]
         device = self.layout.device_of(task)
-        self.builder.append(call_node(name, function.function, inputs, device=device, attrs=task_attrs(task, phase)))
+        self.builder.append(call_node(name, function.function, inputs, device=device, attrs=task_attrs(task, kind)))
         if keep:
             self.entry[task], self.exit[task] = name, (name,)
             backward = dataclasses.replace(task, phase=Phase.BACKWARD)
@@ -339,7 +330,7 @@ class _Replication:
         parts = self._output(loss)
         task = next(task for task, value in self.values if value.ref == loss)
         device = self.layout.devices[task.stage][0]
-        with self.builder.marked({PHASE_ATTR: "loss", STAGE_ATTR: task.stage}):
+        with self.builder.marked({PHASE_ATTR: NodeKind.LOSS.text, STAGE_ATTR: task.stage}):
             return self.builder.add_n("loss", parts, dtype_of(self.flat, loss), device=device)
 
     def _output(self, ref: Ref) -> tuple[Ref, ...]:
@@ -352,20 +343,3 @@ def sum_keys(program: Program, layout: Layout) -> int:
     peers, micro_batches = program.roles.peers, len(layout.micro_batch_intervals)
     # Groups have keys of their own, at most one for each phase of each stage's micro-batches.
     return 0 if peers is None else len(layout.devices) * micro_batches * max(peers.keys, len(Phase))
-
-
-def task_attrs(task: Task, phase: str) -> dict[str, Any]:
-    """The attributes that tell what a node of a task is."""
-    return {
-        PHASE_ATTR: phase,
-        STAGE_ATTR: task.stage,
-        MICRO_BATCH_ATTR: task.micro_batch,
-        REPLICA_ATTR: task.replica,
-    }
-
-
-def top_level(program: Program) -> GraphDef:
-    """A copy of the step's top level, for a pass to change."""
-    graph = GraphDef()
-    graph.CopyFrom(program.graph)
-    return graph

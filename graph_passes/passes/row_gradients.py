@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.graph import PHASE_ATTR, REPLICA_ATTR, STAGE_ATTR, Builder, Ref, dtype_attr
+from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import OWN_ROWS, SHARED_ROWS, Program, Stage, Value, Variable
 from graph_passes.ir.tasks import Task
 from graph_passes.passes.row_sets import refusal
@@ -46,9 +47,8 @@ class RowGradients:
     """
 
     def __init__(self, program: Program, builder: Builder) -> None:
-        assert program.step is not None
-        self._program, self._builder, self._step = program, builder, program.step
-        self._homes: Sequence[Sequence[str]] = program.step.layout.homes
+        self._program, self._builder, self._step = program, builder, program.own_step
+        self._homes: Sequence[Sequence[str]] = program.own_step.layout.homes
         self._gathered: dict[tuple[str, str], tuple[Ref, Ref]] = {}
         self._own: dict[tuple[Value, int, int], Ref | None] = {}
         self._tasks: dict[Value, list[Task]] = {}
@@ -75,7 +75,7 @@ class RowGradients:
                 own_values, own_indices = self._own_rows(variable, stage.index, device)
                 values += own_values
                 indices += [self._cast(index, stage, variable, dtype, device) for index in own_indices]
-            with self._builder.marked({PHASE_ATTR: "concat"}):
+            with self._builder.marked({PHASE_ATTR: NodeKind.CONCAT.text}):
                 self._gathered[name, device] = (
                     self._builder.concat("rows", values, variable.dtype, 0, device=device),
                     self._builder.concat("rows", indices, dtype, 0, device=device),
@@ -94,7 +94,7 @@ class RowGradients:
         sums = [self._sum_of(shared, variable, stage, replica) for replica in range(len(self._homes[stage]))]
         present = [part for part in sums if part is not None]
         if present:
-            with self._builder.marked({PHASE_ATTR: "sum", STAGE_ATTR: stage}):
+            with self._builder.marked({PHASE_ATTR: NodeKind.SUM.text, STAGE_ATTR: stage}):
                 values.append(self._builder.add_n("rows", present, variable.dtype, device=device))
             first = min(task for task in self._tasks_with(shared_indices) if task.stage == stage)
             indices.append(self._step.values[first, shared_indices])
@@ -107,7 +107,7 @@ class RowGradients:
             return indices
         assert own is not None
         kinds = {"SrcT": dtype_attr(own), "DstT": dtype_attr(dtype)}
-        with self._builder.marked({PHASE_ATTR: "concat", STAGE_ATTR: stage.index}):
+        with self._builder.marked({PHASE_ATTR: NodeKind.CONCAT.text, STAGE_ATTR: stage.index}):
             return self._builder.add("indices", "Cast", [indices], device=device, **kinds)
 
     def _rows_of(self, value: Value, stage: int, replica: int) -> Ref | None:
@@ -120,7 +120,7 @@ class RowGradients:
             if parts:
                 assert function is not None
                 name, dtype = f"stage{stage}/replica{replica}/own_rows", function.result_dtype(value)
-                with self._builder.marked({PHASE_ATTR: "concat", **marks}):
+                with self._builder.marked({PHASE_ATTR: NodeKind.CONCAT.text, **marks}):
                     joined = self._builder.concat(name, parts, dtype, 0, device=device)
             self._own[key] = joined
         return self._own[key]
@@ -134,7 +134,7 @@ class RowGradients:
             for part in parts[1:]:
                 assert total is not None
                 name = f"stage{stage}/replica{replica}/shared_rows"
-                with self._builder.marked({PHASE_ATTR: "sum", **marks}):
+                with self._builder.marked({PHASE_ATTR: NodeKind.SUM.text, **marks}):
                     total = self._builder.add_n(name, [total, part], variable.dtype, device=device)
             self._own[key] = total
         return self._own[key]

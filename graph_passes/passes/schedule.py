@@ -1,4 +1,4 @@
-"""Pass 8: control edges that fix the order of tasks on every device."""
+"""Control edges that fix the order of tasks on every device."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import itertools
 from typing import ClassVar
 
 from graph_passes.errors import PassError
-from graph_passes.ir.program import Program
+from graph_passes.ir.graph import copied
+from graph_passes.ir.program import Fact, Program
 from graph_passes.ir.tasks import Schedule
-from graph_passes.passes.replicate import top_level
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,8 @@ class OrderTasks:
     """
 
     name: ClassVar[str] = "schedule"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.ORDERED,)
     schedule: Schedule
     device_names: tuple[str, ...]
 
@@ -36,8 +38,7 @@ class OrderTasks:
         Raises:
             PassError: the schedule's tasks aren't the program's, or a task is on another device.
         """
-        step = program.step
-        assert step is not None
+        step = program.own_step
         scheduled, present = set(self.schedule.tasks), set(step.entry)
         if scheduled != present:
             missing, unknown = sorted(map(str, present - scheduled)), sorted(map(str, scheduled - present))
@@ -45,7 +46,7 @@ class OrderTasks:
                 f"schedule {self.schedule.name!r} has {len(scheduled)} tasks but the program has {len(present)}; "
                 f"not scheduled: {missing[:5]}, not in the program: {unknown[:5]}"
             )
-        graph = top_level(program)
+        graph = copied(program.graph)
         nodes = {node.name: node for node in graph.node}
         for device, tasks in self.schedule.orders.items():
             for task in tasks:

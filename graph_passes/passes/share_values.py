@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from graph_passes.analysis.split_signatures import Shape
 from graph_passes.ir.graph import CALL_ATTR, OWN_ATTRS, Graph, GraphDef, NodeDef, Ref, control_inputs
-from graph_passes.ir.program import Program
+from graph_passes.ir.program import Fact, Program
 from graph_passes.ir.tensorflow_bridge import is_stateful, makes_resource, output_dtypes, takes_functions
 
 _LARGEST = 1024
@@ -32,6 +32,8 @@ class ShareValues:
     """
 
     name: ClassVar[str] = "share_values"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
     shapes: Mapping[Ref, Shape | None]
     within_calls: bool = False
 

@@ -1,4 +1,4 @@
-"""Pass 6: connects the replicas of stages, whatever their numbers."""
+"""Connects the replicas of stages, whatever their numbers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import ClassVar
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.batching import Interval
-from graph_passes.ir.graph import Builder, Ref, dtype_attr, substitute
-from graph_passes.ir.program import Boundary, Program, Step, Value, ValueKind
+from graph_passes.ir.graph import Builder, Ref, copied, dtype_attr, substitute
+from graph_passes.ir.node_kinds import NodeKind, task_attrs
+from graph_passes.ir.program import Boundary, Fact, Program, Step, Value, ValueKind
 from graph_passes.ir.tasks import Phase, Task
-from graph_passes.passes.replicate import task_attrs, top_level
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,20 +30,21 @@ class SplitConcat:
     """
 
     name: ClassVar[str] = "split_concat"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.STEP,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
 
     def run(self, program: Program) -> Program:
         """Program after ``replicate`` -> the same with boundary tensors and their gradients connected."""
-        assert program.step is not None
-        graph = top_level(program)
+        graph = copied(program.graph)
         phases = [stage.gives_gradients for stage in program.stages]
-        connection = _Connection(Builder(graph), program.step, phases)
+        connection = _Connection(Builder(graph), program.own_step, phases)
         for boundary in program.boundaries:
             for stage in boundary.consumers:
                 connection.send(boundary, stage)
             connection.send_back(boundary)
         substitute(graph, connection.bound)
-        pending = {key: name for key, name in program.step.pending.items() if name not in connection.bound}
-        return program.replace(graph=graph, step=dataclasses.replace(program.step, pending=pending))
+        pending = {key: name for key, name in program.own_step.pending.items() if name not in connection.bound}
+        return program.replace(graph=graph, step=dataclasses.replace(program.own_step, pending=pending))
 
 
 class _Connection:
@@ -104,7 +105,7 @@ class _Connection:
                         found.append(tensor)
             for (receiver, _), found in zip(receivers, parts, strict=True):
                 name = f"sum/{receiver}/{boundary.ref.node}"
-                with self.builder.marked(task_attrs(receiver, "sum")):
+                with self.builder.marked(task_attrs(receiver, NodeKind.SUM)):
                     total = self.builder.add_n(name, found, boundary.dtype, device=self._device(receiver))
                 self.bound[self.step.pending[receiver, value]] = total
 
@@ -122,7 +123,7 @@ class _Connection:
                 return self._share(boundary, sources, receivers)
             means = []
             for receiver, _ in receivers:
-                with self.builder.marked(task_attrs(receiver, "mean")):
+                with self.builder.marked(task_attrs(receiver, NodeKind.MEAN)):
                     means.append(self._mean(boundary, sources, receiver))
             return means
         pieces: dict[int, list[Ref]] = {index: [] for index in range(len(receivers))}
@@ -140,7 +141,7 @@ class _Connection:
     def _concat(self, boundary: Boundary, receiver: Task, pieces: list[Ref]) -> Ref:
         assert boundary.batch_axis is not None
         name, device = f"concat/{receiver}/{boundary.ref.node}", self._device(receiver)
-        with self.builder.marked(task_attrs(receiver, "concat")):
+        with self.builder.marked(task_attrs(receiver, NodeKind.CONCAT)):
             return self.builder.concat(name, pieces, boundary.dtype, boundary.batch_axis, device=device)
 
     def _split(self, boundary: Boundary, task: Task, interval: Interval, tensor: Ref, sizes: list[int]) -> list[Ref]:
@@ -150,15 +151,15 @@ class _Connection:
             return [tensor]
         if boundary.rows_per_sample is not None:
             lengths = [size * boundary.rows_per_sample for size in sizes]
-            with self.builder.marked(task_attrs(task, "split")):
+            with self.builder.marked(task_attrs(task, NodeKind.SPLIT)):
                 return self.builder.split(name, tensor, boundary.dtype, lengths, boundary.batch_axis, device=device)
         # The rows of a sample are known at run time only.
         int64 = dtype_attr(types_pb2.DT_INT64)
         axis = self.builder.const(boundary.batch_axis, types_pb2.DT_INT32)
-        with self.builder.marked(task_attrs(task, "lengths")):
+        with self.builder.marked(task_attrs(task, NodeKind.LENGTHS)):
             rows = self._lengths(name, boundary, interval, tensor, sizes, axis, device)
         kind = {"T": dtype_attr(boundary.dtype), "Tlen": int64, "num_split": len(sizes)}
-        with self.builder.marked(task_attrs(task, "split")):
+        with self.builder.marked(task_attrs(task, NodeKind.SPLIT)):
             split = self.builder.add(name, "SplitV", [tensor, rows, axis], device=device, **kind)
         return [Ref(split.node, index) for index in range(len(sizes))]
 
@@ -211,7 +212,7 @@ class _Connection:
         for receiver, interval in receivers:
             device, name = self._device(receiver), f"share/{receiver}/{boundary.ref.node}"
             received = [tensor for _, _, tensor in sources]
-            with self.builder.marked(task_attrs(receiver, "share")):
+            with self.builder.marked(task_attrs(receiver, NodeKind.SHARE)):
                 gradient = self.builder.add_n(name, received, boundary.dtype, device=device)
                 if len(receivers) > 1:
                     weight = self.builder.const(interval.size / total, boundary.dtype, device=device)

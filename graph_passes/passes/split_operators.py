@@ -1,4 +1,4 @@
-"""Pass 13: heavy operators become parts, each of which can have a device of its own."""
+"""Heavy operators become parts, each of which can have a device of its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from graph_passes.ir.graph import (
     dtype_attr,
     make_node,
 )
-from graph_passes.ir.program import Program, Step
+from graph_passes.ir.program import Fact, Program, Step
 from graph_passes.ir.tensorflow_bridge import constant_value, make_constant, output_dtypes
 
 _SMALL = 64
@@ -66,6 +66,8 @@ class SplitOperators:
     """
 
     name: ClassVar[str] = "split_operators"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
     splits: Mapping[str, Split]
     shapes: Mapping[Ref, Shape | None]
     optional: frozenset[str] = frozenset()
@@ -78,8 +80,7 @@ class SplitOperators:
         """
         if not self.splits:
             return program
-        step = program.step
-        assert step is not None
+        step = program.own_step
         splitting = _Splitting(program.graph, self.splits, self.shapes, self.optional)
         found = splitting.result(_fetched(step))
         return program.replace(graph=found.graph, step=_redirected(step, found, splitting.wholes))

@@ -1,4 +1,4 @@
-"""Pass 9: gradients are reduced over the replicas, and the user's optimizer is applied on every replica."""
+"""Gradients are reduced over the replicas, and the user's optimizer is applied on every replica."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from graph_passes.ir.graph import GraphDef
+from graph_passes.ir.graph import GraphDef, copied
 from graph_passes.ir.group_update import GroupUpdate
-from graph_passes.ir.program import Program
+from graph_passes.ir.node_kinds import NodeKind
+from graph_passes.ir.program import Fact, Program
 from graph_passes.ir.tensorflow_bridge import empty_graph
-from graph_passes.passes.replicate import top_level
-from graph_passes.passes.update_graph import UpdateGraph
+from graph_passes.passes.apply_updates import Application
+from graph_passes.passes.reduce_gradients import Reduction
+from graph_passes.passes.update_nodes import UpdateNodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Update:
     """
 
     name: ClassVar[str] = "update"
+    requires: ClassVar[tuple[Fact, ...]] = (Fact.CONNECTED,)
+    ensures: ClassVar[tuple[Fact, ...]] = (Fact.COMPLETE,)
     updates: tuple[GroupUpdate, ...]
     hosts: Mapping[str, Sequence[int]]
     host_device: str
@@ -66,7 +70,24 @@ class Update:
 
     def run(self, program: Program) -> Program:
         """Program with ordered tasks -> complete one: nothing pending, ``step.train`` and ``step.gradients`` set."""
-        return UpdateGraph(self, program, top_level(program)).result()
+        nodes = UpdateNodes(self, program, copied(program.graph))
+        reduction = Reduction(nodes)
+        application = Application(nodes, reduction)
+        applied = application.carried() if self.head else {}
+        application.bind_loss_scale(applied)
+        reduction.accumulate_nothing(applied)
+        nodes.hold_back_reads(applied)
+        now = [group for group in nodes.groups if group not in nodes.carried]
+        reduction.all_reduce(now)
+        applied |= application.call_each(NodeKind.APPLY, now, application.totals())
+        ends = [*applied.values(), *application.call_each(NodeKind.COUNTERS, nodes.carried).values()]
+        # What is carried over must have been accumulated, though nothing in this step reads it.
+        ends += [name for group in nodes.carried for device in group.devices for name in nodes.complete(group, device)]
+        train = nodes.end(dict.fromkeys(ends))
+        gradients = application.gradients(now) if self.want_gradients else {}
+        nodes.finish()
+        step = dataclasses.replace(nodes.step, pending={}, train=train, gradients=gradients)
+        return program.replace(graph=nodes.graph, step=step)
 
 
 def flush(update: Update, program: Program) -> tuple[GraphDef, str]:
@@ -79,4 +100,7 @@ def flush(update: Update, program: Program) -> tuple[GraphDef, str]:
     Returns:
         The graph and the node that has run when the variables have been updated.
     """
-    return UpdateGraph(update, program, empty_graph()).flushed()
+    nodes = UpdateNodes(update, program, empty_graph())
+    train = nodes.end(Application(nodes, Reduction(nodes)).carried().values())
+    nodes.finish()
+    return nodes.graph, train

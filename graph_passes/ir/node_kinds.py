@@ -1,0 +1,89 @@
+"""What the nodes of a step's top level are for: one enum, which passes write into nodes and views look up."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+from graph_passes.ir.graph import MICRO_BATCH_ATTR, PHASE_ATTR, REPLICA_ATTR, STAGE_ATTR, NodeDef
+from graph_passes.ir.tasks import Phase, Task
+
+
+class NodeKind(enum.Enum):
+    """What a node of a step is for. Its value is what stands in the node, as `PHASE_ATTR`.
+
+    Attributes:
+        phase: of a task's call, and of an operator that was in one.
+        traced: what a trace of the step counts its time as; empty for what only connects.
+        drawn: what a drawing of the step shows it as; empty for what only connects.
+    """
+
+    FORWARD = "forward", "F", "F"
+    BACKWARD = "backward", "B", "B"
+    INPUT_GRAD = "input_grad", "Bx", "Bx"
+    WEIGHT_GRAD = "weight_grad", "Bw", "Bw"
+    METRICS = "metrics", "metrics", "metrics"
+    SLICES = "slices", "host", "split"  # the batch, cut for the replicas of a stage
+    NORMALIZERS = "normalizers", "host", "other"  # what slices need to know of the whole batch
+    READ = "read", "", "read"  # variables
+    LOSS = "loss", "", "other"  # the sum over slices
+    LOSS_SCALE = "loss_scale", "", "other"
+    SPLIT = "split", "", "split"
+    CONCAT = "concat", "", "concat"
+    LENGTHS = "lengths", "", ""  # of the parts of a split, where they are known at run time only
+    MEAN = "mean", "", ""
+    SHARE = "share", "", ""
+    SUM = "sum", "", ""
+    ZEROS = "zeros", "", ""
+    ACCUMULATE = "accumulate", "accumulate", "accumulate"
+    ACCUMULATE_NOTHING = "accumulate_nothing", "accumulate", "accumulate"  # of a replica without samples
+    PACK = "pack", "pack", "all_reduce"  # gradients into vectors
+    ALL_REDUCE = "all_reduce", "all_reduce", "all_reduce"
+    STATISTICS = "statistics", "apply", "other"  # what the optimizer needs to know of all gradients
+    TOTALS = "totals", "", "other"  # their sum over groups
+    APPLY = "apply", "apply", "apply"
+    CARRIED_APPLY = "carried_apply", "apply", "apply"  # of the step before
+    COUNTERS = "counters", "apply", "apply"  # what a step assigns of a group that it carries over
+    GRADIENTS = "gradients", "", "other"  # reduced gradients, to be fetched
+    TRAIN = "train", "", "other"  # the end of the step
+    JOINED = "joined", "", "other"  # a whole step as one call
+
+    def __new__(cls, text: str, traced: str, drawn: str) -> NodeKind:
+        """The text alone is a member's value."""
+        member = object.__new__(cls)
+        member._value_ = text
+        return member
+
+    def __init__(self, text: str, traced: str, drawn: str) -> None:
+        self.traced, self.drawn = traced, drawn
+        phases = {phase.value: phase for phase in Phase}
+        self.phase: Phase | None = phases.get(traced)
+
+    @property
+    def text(self) -> str:
+        """What stands in the node."""
+        return str(self.value)
+
+    @classmethod
+    def of_phase(cls, phase: Phase) -> NodeKind:
+        """The kind of the calls of a phase's tasks."""
+        return _OF_PHASES[phase]
+
+    @classmethod
+    def of(cls, node: NodeDef) -> NodeKind | None:
+        """What a node is for; None for one that no pass has marked, or with a mark of a pass of somebody's own."""
+        return _BY_TEXT.get(node.attr[PHASE_ATTR].s) if PHASE_ATTR in node.attr else None
+
+
+_BY_TEXT = {kind.text.encode(): kind for kind in NodeKind}
+_OF_PHASES = {kind.phase: kind for kind in NodeKind if kind.phase is not None}
+
+
+def task_attrs(task: Task, kind: NodeKind) -> dict[str, Any]:
+    """The attributes that tell what a node of a task is."""
+    return {
+        PHASE_ATTR: kind.text,
+        STAGE_ATTR: task.stage,
+        MICRO_BATCH_ATTR: task.micro_batch,
+        REPLICA_ATTR: task.replica,
+    }

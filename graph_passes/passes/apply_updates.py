@@ -1,0 +1,266 @@
+"""Apply: the user's optimizer on reduced gradients, and what goes with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+from tensorflow.core.framework import types_pb2
+
+from graph_passes.ir.graph import (
+    FLOAT_DTYPES,
+    PHASE_ATTR,
+    Builder,
+    Graph,
+    GraphDef,
+    Ref,
+    copied,
+    dtype_attr,
+    substitute,
+)
+from graph_passes.ir.group_update import Captured
+from graph_passes.ir.node_kinds import NodeKind
+from graph_passes.ir.outline import FunctionDef, compiled, outline, placeholder
+from graph_passes.ir.program import Value, ValueKind, Variable, VariableKind
+from graph_passes.ir.storage import assign, handle, merge_library
+from graph_passes.ir.tasks import Phase, Task
+from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.passes.parameter_group import ParameterGroup
+from graph_passes.passes.reduce_gradients import Reduction
+from graph_passes.passes.row_gradients import index_dtype
+from graph_passes.passes.update_nodes import Calls, Computation, Inputs, UpdateNodes
+
+
+class Application:
+    """Adds the nodes that update variables, and those that read what the optimizer knows.
+
+    Args:
+        nodes: the step's top level.
+        reduction: the gradients.
+    """
+
+    def __init__(self, nodes: UpdateNodes, reduction: Reduction) -> None:
+        self.nodes, self.reduction = nodes, reduction
+        self._builder = nodes.builder
+        self._options = nodes.options
+        self._program = nodes.program
+        self._step = nodes.step
+
+    def call_each(self, what: NodeKind, groups: Sequence[ParameterGroup], totals: Ref | None = None) -> Calls:
+        """Calls a computation on the gradients of groups, on each of their devices; see `_on_gradients`."""
+        found: Calls = {}
+        for group in groups:
+            for device in group.devices:
+                call = self._on_gradients(what, group, device, totals)
+                if call is not None:
+                    found[group.stages, device] = call.node
+        return found
+
+    def carried(self) -> Calls:
+        """Reduces and updates what the step before has left."""
+        self.reduction.all_reduce(self.nodes.carried, at_head=True)
+        return self.call_each(NodeKind.CARRIED_APPLY, self.nodes.carried)
+
+    def bind_loss_scale(self, applied: Calls) -> None:
+        """The gradient of the loss is the loss scale, which each replica of its stage reads from an optimizer's part.
+
+        From one on its own device if there is one: all have the same value. A carried update changes it first.
+        """
+        bound: dict[str, Ref] = {}
+        scales: dict[str, Ref] = {}
+        updates = ((group, group.update) for group in self.nodes.groups if group.update is not None)
+        scaled = [(group, update.loss_scale) for group, update in updates if update.loss_scale is not None]
+        for (task, value), name in self._step.pending.items():
+            assert value == Value(self._program.roles.loss or value.ref, ValueKind.GRADIENT), (
+                f"{value} is not connected"
+            )
+            device = self._step.layout.devices[task.stage][task.replica]
+            if not scaled:
+                dtype = next(node for node in self.nodes.graph.node if node.name == name).attr["dtype"].type
+                bound[name] = self._builder.const(1.0, dtype, device=device)
+                continue
+            group, captured = next((own for own in scaled if device in own[0].devices), scaled[0])
+            place = device if device in group.devices else group.devices[0]
+            if place not in scales:
+                function = self._bound(f"{group.label}_loss_scale", captured, {}, [], captured.outputs)
+                updated = applied.get((group.stages, place))
+                control = [] if updated is None else [updated]
+                scales[place] = self.nodes.call(NodeKind.LOSS_SCALE, function, [], group, place, control=control)
+            bound[name] = scales[place]
+        substitute(self.nodes.graph, bound)
+
+    def totals(self) -> Ref | None:
+        """The statistics of all groups, added up; each device reads the same sum."""
+        parts = []
+        for group in self.nodes.groups:
+            if group.update is not None and group.update.statistics is not None:
+                parts.append(self._on_gradients(NodeKind.STATISTICS, group, group.devices[0], None))
+        present = [part for part in parts if part is not None]
+        if not present:
+            return None
+        with self._builder.marked({PHASE_ATTR: NodeKind.TOTALS.text}):
+            return self._builder.add_n("totals", present, types_pb2.DT_DOUBLE, device=self.nodes.homes[0][0])
+
+    def gradients(self, groups: Sequence[ParameterGroup]) -> dict[str, Ref]:
+        """Reduced gradients as tensors, each from the first device that has it; computed only when they are fetched."""
+        found: dict[str, Ref] = {}
+        for group in groups:
+            if group.update is None:
+                continue
+            sliced = list(group.update.apply.slices)
+            here = [self._program.variables[name] for name in (*group.update.apply.gradients, *sliced)]
+            if here:
+                group = dataclasses.replace(
+                    group, update=dataclasses.replace(group.update, apply=self._identity(here, sliced))
+                )
+                node = self._on_gradients(NodeKind.GRADIENTS, group, group.devices[0], None)
+                assert node is not None
+                found |= {variable.name: Ref(node.node, index) for index, variable in enumerate(here)}
+        return found
+
+    def _identity(self, variables: Sequence[Variable], sliced: Sequence[str]) -> Captured:
+        """The computation that returns gradients, dense ones all."""
+        builder = Builder(empty_graph())
+        gradients, slices, outputs = {}, {}, []
+        for variable in variables:
+            kind = dtype_attr(variable.dtype)
+            gradient = builder.append(placeholder(builder.names.fresh("gradient"), variable.dtype))
+            if variable.name not in sliced:
+                gradients[variable.name] = gradient
+                outputs.append(builder.add("result", "Identity", [gradient], T=kind))
+                continue
+            dtype = index_dtype(self._program, variable)
+            assert dtype is not None
+            indices = builder.append(placeholder(builder.names.fresh("indices"), dtype))
+            slices[variable.name] = (gradient, indices)
+            rows = builder.const(variable.shape[0], types_pb2.DT_INT32)
+            kinds = {"T": kind, "Tindices": dtype_attr(dtype), "Tnumsegments": dtype_attr(types_pb2.DT_INT32)}
+            outputs.append(builder.add("result", "UnsortedSegmentSum", [gradient, indices, rows], **kinds))
+        return Captured(builder.graph, gradients, {}, slices, outputs=tuple(outputs))
+
+    def _on_gradients(self, what: NodeKind, group: ParameterGroup, device: str, totals: Ref | None) -> Ref | None:
+        """Calls a computation on a group's reduced gradients, which it takes from buckets, accumulators or tasks.
+
+        Args:
+            what: APPLY, which also assigns state; CARRIED_APPLY, which does so at the head of the next step; COUNTERS,
+                which is what a step assigns of a group that it carries over; STATISTICS; or GRADIENTS, which returns
+                them.
+            group: the group.
+            device: where.
+            totals: the sum of all groups' statistics.
+
+        Returns:
+            The call; None if there is nothing to do.
+        """
+        name = self.nodes.function_name(what, group, device)
+        if name not in self.nodes.computations:  # Building one takes long, and replicas have it in common.
+            self.nodes.computations[name] = self._computation(what, name, group, device, totals)
+        function, inputs = self.nodes.computations[name]
+        if function is None:
+            return None
+        control = [] if what is NodeKind.CARRIED_APPLY else self.nodes.complete(group, device)
+        if what is NodeKind.GRADIENTS:
+            # Whoever fetches them without training still needs every member of each all-reduce to take part.
+            control += [ref.node for ref in self.reduction.reduced.values()]
+        return self.nodes.call(what, function, [tensor(device) for tensor in inputs], group, device, control=control)
+
+    def _computation(
+        self, what: NodeKind, name: str, group: ParameterGroup, device: str, totals: Ref | None
+    ) -> Computation:
+        """The function that `_on_gradients` calls on a device, and on others that run the same stages of the group."""
+        captured = Captured(empty_graph(), {}, {})
+        if group.update is not None and what is not NodeKind.COUNTERS:
+            captured = group.update.apply
+            if what is NodeKind.STATISTICS and group.update.statistics is not None:
+                captured = group.update.statistics
+        graph = copied(captured.graph)
+        builder = Builder(graph)
+        inputs: Inputs = {}
+        state = self._state_of(group, what)
+        wanted = [*captured.gradients, *(variable.name for variable in state if variable.dtype in FLOAT_DTYPES)]
+        reduced = self.reduction.reduced_values(builder, inputs, wanted, group, device)
+        effects = [*captured.effects, *self._assign_state(builder, inputs, reduced, state)]
+        if not effects and what not in (NodeKind.STATISTICS, NodeKind.GRADIENTS):
+            return Computation(None, ())
+        if captured.totals is not None and totals is not None:
+            argument = builder.append(placeholder(builder.names.fresh("totals"), types_pb2.DT_DOUBLE))
+            inputs[argument] = functools.partial(_everywhere, totals)
+            substitute(graph, {captured.totals.node: argument})
+        bindings = {placed.node: reduced[name] for name, placed in captured.gradients.items()}
+        for variable, places in captured.slices.items():
+            for index, placed in enumerate(places):
+                inputs[placed] = functools.partial(self._rows, variable, index)
+        captured = dataclasses.replace(captured, graph=graph)
+        function = self._bound(name, captured, bindings, list(inputs), captured.outputs, effects)
+        return Computation(function, tuple(inputs.values()))
+
+    def _rows(self, name: str, index: int, device: str) -> Ref:
+        """The values (index 0) or indices of a gradient's rows on a device."""
+        return self.reduction.rows.gather(name, device)[index]
+
+    def _state_of(self, group: ParameterGroup, what: NodeKind) -> list[Variable]:
+        """The state of a group that a call assigns: counters have their new value in the step itself."""
+        if what in (NodeKind.STATISTICS, NodeKind.GRADIENTS):
+            return []
+        found = [
+            variable
+            for variable in self._program.roles.variables
+            if variable.kind is VariableKind.STATE and variable.update is not None and variable in group.kept
+        ]
+        if what is NodeKind.APPLY:
+            return found
+        return [variable for variable in found if (variable.dtype in FLOAT_DTYPES) == (what is NodeKind.CARRIED_APPLY)]
+
+    def _assign_state(
+        self, builder: Builder, inputs: Inputs, reduced: Mapping[str, Ref], state: Sequence[Variable]
+    ) -> list[str]:
+        effects = []
+        for variable in state:
+            if variable.dtype in FLOAT_DTYPES:
+                value = reduced[variable.name]
+            else:
+                assert variable.update is not None
+                producer = self._program.node_stage.get(variable.update.node, len(self.nodes.homes) - 1)
+                first = Task(producer, Phase.FORWARD, 0, 0)
+                value = builder.append(placeholder(builder.names.fresh("state"), variable.dtype))
+                inputs[value] = functools.partial(_everywhere, self._step.values[first, Value(variable.update)])
+            effects.append(assign(builder, variable.place, value, variable.dtype, variable.shape))
+        return effects
+
+    def _bound(
+        self,
+        name: str,
+        captured: Captured,
+        bindings: Mapping[str, Ref],
+        inputs: Sequence[Ref],
+        outputs: Sequence[Ref],
+        effects: Sequence[str] = (),
+    ) -> FunctionDef:
+        """A library function of a captured computation; its resources become variables of whichever device runs it."""
+        graph = copied(captured.graph)
+        builder = Builder(graph)
+        bound = dict(bindings)
+        for resource, variable in captured.variables.items():
+            bound[resource.node] = handle(builder, variable.place, variable.dtype, variable.shape)
+        substitute(graph, bound)
+        function = outline(self._options.prefix + name, _sorted(graph), list(inputs), list(outputs), effects=effects)
+        merge_library(self.nodes.graph, captured.graph.library.function)
+        if self._options.jit_compile and effects:
+            function, inner = compiled(function)
+            self.nodes.functions.append(inner)
+        self.nodes.functions.append(function)
+        return function
+
+
+def _everywhere(tensor: Ref, device: str) -> Ref:
+    """The same tensor for every device."""
+    return tensor
+
+
+def _sorted(graph: GraphDef) -> Graph:
+    """The graph with producers first: nodes that were added behind their readers move up."""
+    view = Graph(graph)
+    order = view.topological()
+    ordered = GraphDef(node=[view.nodes[name] for name in order], versions=graph.versions, library=graph.library)
+    return Graph(ordered)

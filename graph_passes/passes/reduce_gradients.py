@@ -1,0 +1,199 @@
+"""AllReduce: what each device has of a group's gradients becomes the sum over all its devices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+
+from tensorflow.core.framework import types_pb2
+
+from graph_passes.ir.graph import BYTES_ATTR, PHASE_ATTR, REPLICA_ATTR, STAGE_ATTR, Builder, Graph, Ref, dtype_attr
+from graph_passes.ir.node_kinds import NodeKind
+from graph_passes.ir.outline import call_node, outline, placeholder
+from graph_passes.ir.program import Value, ValueKind, Variable, VariableKind
+from graph_passes.ir.storage import accumulate_function, buckets, bytes_of, flatten, read, unflatten, zeros
+from graph_passes.ir.tasks import Phase, Task
+from graph_passes.ir.tensorflow_bridge import empty_graph
+from graph_passes.passes.parameter_group import ParameterGroup
+from graph_passes.passes.row_gradients import RowGradients
+from graph_passes.passes.update_nodes import Calls, Computation, Inputs, UpdateNodes, marks
+
+
+class Reduction:
+    """Adds the nodes that reduce gradients, and finds what they have come to.
+
+    Args:
+        nodes: the step's top level.
+
+    Attributes:
+        reduced: (bucket, device) -> the vector that all-reduce gives there.
+    """
+
+    def __init__(self, nodes: UpdateNodes) -> None:
+        self.nodes = nodes
+        self._builder = nodes.builder
+        self._options = nodes.options
+        self._program = nodes.program
+        self._step = nodes.step
+        self.reduced: dict[tuple[tuple[Variable, ...], str], Ref] = {}
+        self.rows = RowGradients(nodes.program, nodes.builder)
+        self._zeros: dict[tuple[str, str], Ref] = {}
+        self._next_key = nodes.options.first_key
+        self._previous: dict[str, str] = {}  # device -> the last of its all-reduces so far
+
+    def accumulate_nothing(self, applied: Calls) -> None:
+        """A replica that has no samples in this step contributes zeros, once what was carried over has been used."""
+        if not self._options.accumulated:
+            return  # `_contribution` gives them.
+        for stage, devices in enumerate(self.nodes.homes):
+            for replica, device in enumerate(devices):
+                if any(task.stage == stage and task.replica == replica for task in self._step.entry):
+                    continue
+                targets = [own[stage] for own in self.nodes.contributors.values() if stage in own]
+                if targets:
+                    name = f"{self._options.prefix}stage{stage}_accumulate_nothing"
+                    function = accumulate_function(name, targets, "none")
+                    self.nodes.functions.append(function)
+                    node = self._builder.names.fresh(f"stage{stage}/replica{replica}/accumulate_nothing")
+                    attrs: dict[str, str | int] = {
+                        PHASE_ATTR: NodeKind.ACCUMULATE_NOTHING.text,
+                        STAGE_ATTR: stage,
+                        REPLICA_ATTR: replica,
+                    }
+                    after = [call for (stages, on), call in applied.items() if on == device and stage in stages]
+                    self._builder.append(call_node(node, function, [], device=device, control=after, attrs=attrs))
+                    self.nodes.empty[stage, replica] = [node]
+
+    def all_reduce(self, groups: Sequence[ParameterGroup], *, at_head: bool = False) -> None:
+        """Reduces groups in buckets; ``at_head`` gradients of the step before, for which there is nothing to wait."""
+        for group in groups:
+            if len(group.devices) == 1 or not group.variables:
+                continue
+            group_key = self._next_key
+            packed = buckets(group.variables, self._options.bucket_bytes)
+            calls = {}
+            for device in group.devices:
+                function, inputs = self._pack(group, device, packed)
+                assert function is not None
+                control = [] if at_head else self.nodes.complete(group, device)
+                given = [tensor(device) for tensor in inputs]
+                calls[device] = self.nodes.call(NodeKind.PACK, function, given, group, device, control=control)
+            for index, bucket in enumerate(packed):
+                for device in group.devices:
+                    node = self._collective(
+                        Ref(calls[device].node, index),
+                        bucket,
+                        group,
+                        group_key,
+                        self._next_key,
+                        device,
+                        [self._previous[device]] if device in self._previous else [],
+                    )
+                    self._previous[device] = node.node
+                    self.reduced[bucket, device] = node
+                self._next_key += 1
+
+    def _pack(self, group: ParameterGroup, device: str, packed: Sequence[Sequence[Variable]]) -> Computation:
+        """What makes vectors of a device's gradients; devices that run the same stages of a group share it."""
+        name = self.nodes.function_name(NodeKind.PACK, group, device)
+        if name not in self.nodes.computations:
+            stages = self.nodes.stages_on(group, device)
+            builder = Builder(empty_graph())
+            inputs: Inputs = {}
+            vectors = []
+            for bucket in packed:
+                parts = [flatten(builder, self.own_sum(builder, inputs, v, stages), v.dtype) for v in bucket]
+                vectors.append(builder.concat("bucket", parts, bucket[0].dtype, 0))
+            function = outline(self._options.prefix + name, Graph(builder.graph), list(inputs), vectors)
+            self.nodes.functions.append(function)
+            self.nodes.computations[name] = Computation(function, tuple(inputs.values()))
+        return self.nodes.computations[name]
+
+    def _collective(
+        self,
+        vector: Ref,
+        bucket: Sequence[Variable],
+        group: ParameterGroup,
+        group_key: int,
+        instance: int,
+        device: str,
+        after: list[str],
+    ) -> Ref:
+        sizes = (len(group.devices), group_key, instance)
+        numbers = [self._builder.const(value, types_pb2.DT_INT32) for value in sizes]
+        return self._builder.add(
+            f"{group.label}/replica{group.devices.index(device)}/all_reduce{instance}",
+            "CollectiveReduceV2",
+            [vector, *numbers],
+            control=after,
+            device=device,
+            T=dtype_attr(bucket[0].dtype),
+            merge_op="Add",
+            final_op="Id",
+            communication_hint="auto",
+            # None: TensorFlow starts a thread for each timeout, which sleeps until it is over, whatever has happened.
+            timeout_seconds=0.0,
+            Nordering_token=0,
+            max_subdivs_per_device=-1,
+            **marks(NodeKind.ALL_REDUCE, group),
+            **{BYTES_ATTR: bytes_of(bucket)},
+        )
+
+    def own_sum(self, builder: Builder, inputs: Inputs, variable: Variable, stages: Iterable[int]) -> Ref:
+        """What stages of one device contribute to a variable, added up; zeros if they contribute nothing."""
+        accumulators = self.nodes.contributors[variable.name]
+        parts = []
+        for stage in stages:
+            if stage in accumulators and self._options.accumulated:
+                own = accumulators[stage]
+                parts.append(read(builder, own.name, own.dtype, own.shape))
+            elif stage in accumulators:
+                parts.append(builder.append(placeholder(builder.names.fresh("contribution"), variable.dtype)))
+                inputs[parts[-1]] = functools.partial(self._contribution, variable, stage)
+        if not parts:
+            return zeros(builder, variable.dtype, variable.shape)
+        return builder.add_n("sum", parts, variable.dtype)
+
+    def _contribution(self, variable: Variable, stage: int, device: str) -> Ref:
+        """What a stage's only task on a device contributes to a variable; zeros if it has no samples."""
+        if variable.kind is VariableKind.STATE:
+            value, phase = Value(variable.update or Ref("")), Phase.FORWARD
+        else:
+            value = Value(variable.value or Ref(""), ValueKind.GRADIENT)
+            phase, _ = self._program.stages[stage].parameter_gradients
+        task = Task(stage, phase, 0, self.nodes.homes[stage].index(device))
+        if (task, value) in self._step.values:
+            return self._step.values[task, value]
+        if (variable.name, device) not in self._zeros:
+            with self._builder.marked({PHASE_ATTR: NodeKind.ZEROS.text, STAGE_ATTR: stage}):
+                self._zeros[variable.name, device] = zeros(self._builder, variable.dtype, variable.shape, device=device)
+        return self._zeros[variable.name, device]
+
+    def reduced_values(
+        self, builder: Builder, inputs: Inputs, wanted: Sequence[str], group: ParameterGroup, device: str
+    ) -> dict[str, Ref]:
+        """Reduced gradients and state of a group on a device, as tensors of the graph of a function.
+
+        Args:
+            builder: of the function's graph.
+            inputs: gets what the function is to be given.
+            wanted: names of variables.
+            group: the group.
+            device: where the function runs.
+        """
+        here = [variable for variable in group.variables if variable.name in wanted]
+        if len(group.devices) == 1:
+            stages = self.nodes.stages_on(group, device)
+            return {variable.name: self.own_sum(builder, inputs, variable, stages) for variable in here}
+        found: dict[str, Ref] = {}
+        for bucket in buckets(group.variables, self._options.bucket_bytes):
+            if any(variable in here for variable in bucket):
+                argument = builder.append(placeholder(builder.names.fresh("bucket"), bucket[0].dtype))
+                inputs[argument] = functools.partial(self._bucket, bucket)
+                parts = unflatten(builder, argument, bucket[0].dtype, [variable.shape for variable in bucket])
+                found |= {variable.name: part for variable, part in zip(bucket, parts, strict=True)}
+        return found
+
+    def _bucket(self, bucket: tuple[Variable, ...], device: str) -> Ref:
+        """A bucket of reduced gradients on a device."""
+        return self.reduced[bucket, device]

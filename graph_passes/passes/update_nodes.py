@@ -1,0 +1,140 @@
+"""What reduction and update add their nodes to: a step's top level, its groups, and when gradients are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from graph_passes.errors import PassError
+from graph_passes.ir.graph import GROUP_ATTR, PHASE_ATTR, STAGE_ATTR, AttrValue, Builder, GraphDef, Ref, integers_attr
+from graph_passes.ir.node_kinds import NodeKind
+from graph_passes.ir.outline import FunctionDef, call_node
+from graph_passes.ir.program import Program
+from graph_passes.ir.storage import merge_library
+from graph_passes.passes.parameter_group import ParameterGroup, contributors, parameter_groups
+
+if TYPE_CHECKING:
+    from graph_passes.passes.update import Update
+
+Calls: TypeAlias = dict[tuple[tuple[int, ...], str], str]
+"""(stages of a group, device) -> the call that updates it there."""
+Inputs: TypeAlias = dict[Ref, Callable[[str], Ref]]
+"""Placeholder of a function's graph -> device -> the tensor of the top level that a call there gets."""
+
+
+class Computation(NamedTuple):
+    """What all devices that run the same stages of a group do with its gradients.
+
+    Attributes:
+        function: that does it; None if there is nothing to do.
+        inputs: device -> tensor of the top level, for each of its arguments.
+    """
+
+    function: FunctionDef | None
+    inputs: tuple[Callable[[str], Ref], ...]
+
+
+class UpdateNodes:
+    """A step's top level while reduction and updates are added to it.
+
+    Attributes:
+        options: the pass.
+        program: a program with ordered tasks.
+        step: its step.
+        homes: names of the devices that keep the variables of each stage's replicas.
+        graph: what nodes are added to.
+        builder: adds them.
+        functions: what they call; `finish` puts them into the graph's library.
+        contributors: variable -> the stages that contribute to it, with their accumulators.
+        groups: the parameter groups, in the order of their reduction.
+        computations: name of a function -> what computes it, so that devices share it.
+        empty: (stage, replica) without samples -> the nodes that set its accumulators to zero.
+    """
+
+    def __init__(self, options: Update, program: Program, graph: GraphDef) -> None:
+        self.options, self.program, self.step, self.graph = options, program, program.own_step, graph
+        if not options.accumulated and (options.carried or options.head):
+            raise PassError("updates are carried over, but gradients have no accumulators to wait in; accumulate them")
+        self.homes = self.step.layout.homes
+        self.builder = Builder(graph)
+        self.functions: list[FunctionDef] = []
+        self.contributors = contributors(program)
+        self.groups = parameter_groups(program, options.updates, options.hosts)
+        self.computations: dict[str, Computation] = {}
+        self.empty: dict[tuple[int, int], list[str]] = {}
+
+    @property
+    def carried(self) -> list[ParameterGroup]:
+        """The groups that are reduced and updated during the next step's forward."""
+        by_stages = {group.stages: group for group in self.groups}
+        return [by_stages[stages] for stages in self.options.carried]
+
+    def places(self, stages: Iterable[int], device: str) -> list[tuple[int, int]]:
+        """The (stage, replica) of these stages whose variables are on a device."""
+        return [
+            (stage, replica) for stage in stages for replica, home in enumerate(self.homes[stage]) if home == device
+        ]
+
+    def stages_on(self, group: ParameterGroup, device: str) -> list[int]:
+        """The stages of a group that a device runs."""
+        return [stage for stage, _ in self.places(group.stages, device)]
+
+    def complete(self, group: ParameterGroup, device: str) -> list[str]:
+        """Nodes after which a device's accumulators are complete and its variables are no longer read."""
+        places = set(self.places(group.stages, device))
+        names = [
+            name
+            for task, exits in self.step.exit.items()
+            if (task.stage, task.replica) in places
+            or (not self.options.wait_free and self.step.layout.device_of(task) == device)
+            for name in exits
+        ]
+        return names + [name for place in places for name in self.empty.get(place, ())]
+
+    def function_name(self, what: NodeKind, group: ParameterGroup, device: str) -> str:
+        """The name, without the prefix, of the function by which a device does something with a group's gradients.
+
+        Devices that run different stages of a group have functions of their own.
+
+        Other steps, whose batches have more micro-batches, find gradients in accumulators.
+        """
+        stages = tuple(self.stages_on(group, device))
+        own = "" if stages == group.stages else "_on" + "_".join(map(str, stages))
+        return f"{group.label}_{what.text}{own}" + ("" if self.options.accumulated else "_at_once")
+
+    def call(
+        self,
+        what: NodeKind,
+        function: FunctionDef,
+        inputs: Sequence[Ref],
+        group: ParameterGroup,
+        device: str,
+        *,
+        control: Sequence[str] = (),
+    ) -> Ref:
+        """Adds a call for a group on a device; returns its first result."""
+        name = self.builder.names.fresh(f"{group.label}/replica{group.devices.index(device)}/{what.text}")
+        attrs = marks(what, group)
+        return self.builder.append(call_node(name, function, inputs, device=device, control=control, attrs=attrs))
+
+    def hold_back_reads(self, applied: Calls) -> None:
+        """The variables of a stage are read when its carried updates have been made."""
+        nodes = {node.name: node for node in self.graph.node}
+        for (stages, device), call in applied.items():
+            for place in self.places(stages, device):
+                for name in self.step.reads.get(place, ()):
+                    nodes[name].input.append(f"^{call}")
+
+    def end(self, after: Iterable[str]) -> str:
+        """The node that has run when others have."""
+        attrs: dict[str, Any] = {PHASE_ATTR: NodeKind.TRAIN.text}
+        return self.builder.add("train", "NoOp", control=after, device=self.options.host_device, **attrs).node
+
+    def finish(self) -> None:
+        """Puts the functions into the graph's library."""
+        merge_library(self.graph, self.functions)
+
+
+def marks(what: NodeKind, group: ParameterGroup) -> dict[str, str | int | AttrValue]:
+    """The attributes that tell what a node of a group's update is."""
+    return {PHASE_ATTR: what.text, STAGE_ATTR: group.stages[0], GROUP_ATTR: integers_attr(group.stages)}

@@ -1,0 +1,132 @@
+"""Programs as text, and what passes do to small ones: the golden files that no other test writes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import pathlib
+from collections.abc import Callable, Mapping
+
+from programs import (
+    Writer,
+    apply,
+    connected,
+    layout,
+    schedule_of,
+    show_changes,
+    staged,
+    step_of,
+    two_layers,
+    two_stages,
+    updated,
+)
+from step_programs import device_names
+
+from dapple_tf.execution.step_passes import PASSES
+from graph_passes.analysis.operator_shapes import operator_shapes
+from graph_passes.analysis.split_rules import Split
+from graph_passes.ir.graph import Graph, Ref
+from graph_passes.ir.program import Program
+from graph_passes.ir.tensorflow_bridge import Shape
+from graph_passes.ir.text import functions_text, graph_text, library_text, program_text, stages_text
+from graph_passes.passes.accumulate import Accumulate
+from graph_passes.passes.flatten import Flatten
+from graph_passes.passes.fold_shapes import FoldShapes
+from graph_passes.passes.join import Join
+from graph_passes.passes.place_operators import PlaceOperators
+from graph_passes.passes.scale_losses import scale_losses
+from graph_passes.passes.schedule import OrderTasks
+from graph_passes.passes.share_values import ShareValues
+from graph_passes.passes.split_operators import SplitOperators
+
+SAMPLES = 4
+Golden = Callable[[str, str], None]
+
+
+def shapes(program: Program) -> Mapping[Ref, Shape | None]:
+    return operator_shapes(program.graph, {ref.node: (SAMPLES, 2) for ref in step_of(program).feeds.values()})
+
+
+@functools.cache
+def complete() -> Program:
+    """A step on one device."""
+    return updated(staged(two_layers()), layout([1], SAMPLES), accumulated=False)
+
+
+@functools.cache
+def flat() -> Program:
+    return apply(complete(), Flatten())
+
+
+@functools.cache
+def folded() -> Program:
+    return apply(flat(), FoldShapes(shapes(flat())))
+
+
+@functools.cache
+def shared() -> Program:
+    return apply(folded(), ShareValues(shapes(folded())))
+
+
+@functools.cache
+def split() -> Program:
+    return apply(shared(), SplitOperators({"stage0/replica0/forward0/a/tanh": Split("batch", 2)}, shapes(shared())))
+
+
+def changes(before: Program, after: Program) -> str:
+    return show_changes(graph_text(before.graph), graph_text(after.graph))
+
+
+def test_what_the_order_of_tasks_adds(golden: Golden) -> None:
+    cut = layout([1, 1], 3, 3)
+    before = apply(connected(two_stages(), cut), Accumulate())
+    names = tuple(itertools.chain.from_iterable(cut.devices))
+    golden("schedule.txt", changes(before, apply(before, OrderTasks(schedule_of(cut), names))))
+
+
+def test_a_joined_step(golden: Golden) -> None:
+    after = apply(complete(), Join("joined_step"))
+    known = [function.signature.name for function in complete().graph.library.function]
+    golden("join.txt", f"{graph_text(after.graph)}\n{library_text(after, *known)}")
+
+
+def test_what_follows_from_shapes(golden: Golden) -> None:
+    golden("fold_shapes.txt", changes(flat(), folded()))
+
+
+def test_what_is_computed_once(golden: Golden) -> None:
+    golden("share_values.txt", changes(folded(), shared()))
+
+
+def test_an_operator_in_two_parts(golden: Golden) -> None:
+    golden("split_operators.txt", changes(shared(), split()))
+
+
+def test_operators_on_two_devices(golden: Golden) -> None:
+    view = Graph(split().graph)
+    names = [name for name in view.topological() if view.nodes[name].op not in ("Placeholder", "Const", "NoOp")]
+    where = {name: device_names(2)["part1" in name] for name in names}
+    golden("place_operators.txt", changes(split(), apply(split(), PlaceOperators(where, tuple(names)))))
+
+
+def test_a_sum_over_a_slice_is_divided_by_its_weight(golden: Golden) -> None:
+    writer = Writer()
+    x, w = writer.input("x", (None, 2)), writer.variable("w", (2, 3))
+    with writer.layer("a"):
+        y = writer.op("matmul", "MatMul", x, w)
+    square = writer.op("square", "Square", y)
+    total = writer.reduce("sum", "Sum", square, [0, 1])
+    before = writer.program(writer.op("loss", "Mul", writer.slice.weight, total))
+    golden("scale_losses.txt", changes(before, scale_losses(before)))
+
+
+def test_every_pass_has_a_golden_file() -> None:
+    files = [path.stem for path in (pathlib.Path(__file__).parent / "golden").glob("*.txt")]
+    assert not [slot.name for slot in PASSES if not any(name.startswith(slot.name) for name in files)]
+
+
+def test_a_program_is_printed_as_far_as_it_has_come() -> None:
+    stages = two_stages()
+    assert program_text(two_layers()) == graph_text(two_layers().graph)
+    assert program_text(stages) == f"{stages_text(stages)}\n{functions_text(stages)}"
+    assert program_text(complete()) == f"{graph_text(complete().graph)}\n{library_text(complete())}"
