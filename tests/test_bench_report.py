@@ -9,9 +9,9 @@ import socket
 import pytest
 from absl import app
 
-from dapple_tf.tools.bench_report import check_output, markdown, own_command, read_results, write_results
+from dapple_tf.tools.evaluation.bench_report import check_output, markdown, own_command, read_results, write_results
+from dapple_tf.tools.evaluation.ratios import Quartiles, quartiles, ratios, summarize, take_turns
 from dapple_tf.tools.machine_facts import machine_facts
-from dapple_tf.tools.ratios import Quartiles, quartiles, ratios, summarize, take_turns
 
 
 def test_a_file_holds_the_newest_results_of_each_benchmark(tmp_path: pathlib.Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 
 import dapple_tf as dapple
 from dapple_tf.models.registry import MODELS, find_model
-from dapple_tf.tools import bench_memory, bench_planner, bench_preparation, command, rewrite_models, scale_report
-from dapple_tf.tools.bench_report import read_results
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation import bench_memory, bench_planner, bench_preparation, rewrite_models, scale_report
+from dapple_tf.tools.evaluation.bench_report import read_results
 
 RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
 
@@ -62,9 +63,14 @@ def test_planning_takes_less_than_a_second_and_says_what_it_found() -> None:
 
 
 @pytest.mark.slow  # A process of its own imports TensorFlow.
-def test_a_preparation_is_the_sum_of_its_parts(tmp_path: pathlib.Path) -> None:
-    options = {"layers": 2, "hidden": 8, "heads": 2, "vocabulary": 16, "sequence": 4}
-    (record,) = bench_preparation.records([(2, 2)], options)
+def test_a_preparation_is_the_sum_of_its_parts() -> None:
+    options = {"replicas": 1, "layers": 2, "hidden": 8, "heads": 2, "vocabulary": 16, "sequence": 4}
+    options |= {"schedule": "gpipe", "optimizer": "adam"}
+    (own,) = bench_preparation.records([(2, 2)], options)
+    record = bench_preparation.apart(2, 2, options)
+    assert record.keys() == own.keys() and record["parts_s"].keys() == own["parts_s"].keys()
+    assert {key: record[key] for key in options} == options
+    assert "capture  " in bench_preparation.parts_table(record)
     assert record["preparation_s"] == pytest.approx(sum(record["parts_s"].values()))
     assert (record["devices"], record["micro_batches"], record["of_first"]) == (2, 2, 1.0)
     assert bench_preparation.table([record]).splitlines()[2].startswith("| 2 | 2 | ")
@@ -128,7 +134,7 @@ def test_wrong_flags_are_told_before_anything_runs(
 
 
 def test_the_document_is_that_of_its_numbers() -> None:
-    """`python -m tools.scale_report` writes it."""
+    """`python -m tools.evaluation.scale_report` writes it."""
     found = read_results(RESULTS / "scale.json")
     assert (RESULTS / "scale.md").read_text(encoding="utf-8") == scale_report.report(found)
     assert found["peak_memory"]["kind"] == "measured" and found["peak_memory_simulated"]["kind"] == "simulated"

@@ -9,11 +9,12 @@ import sys
 
 import pytest
 
-from dapple_tf.tools import bench_cluster, bench_overhead, bench_torch, command
-from dapple_tf.tools.bench_gpt import gpt_size, make_data, make_model
-from dapple_tf.tools.bench_report import read_results
-from dapple_tf.tools.peers import Peers, PeersError
-from dapple_tf.tools.ratios import Quartiles
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation import bench_cluster, bench_overhead, bench_torch
+from dapple_tf.tools.evaluation.bench_gpt import gpt_size, make_data, make_model
+from dapple_tf.tools.evaluation.bench_report import read_results
+from dapple_tf.tools.evaluation.peers import Peers, PeersError
+from dapple_tf.tools.evaluation.ratios import Quartiles
 
 
 @pytest.mark.slow

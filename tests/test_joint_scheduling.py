@@ -34,7 +34,7 @@ from dapple_tf.schedules.joint_scheduling import (
     weight_regions,
 )
 from dapple_tf.schedules.schedules import ScheduleError, make_schedule, resolve_warm_up, validate
-from dapple_tf.tools.ratios import summarize
+from dapple_tf.tools.evaluation.ratios import summarize
 
 # ---- algorithm 1
 

@@ -16,7 +16,7 @@ import dapple_tf as dapple
 from dapple_tf.describe.profile import ZERO, Cost, LayerBuffers, LayerProfile, Profile, Tensor
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.stage_buffers import stage_buffers
-from dapple_tf.tools import memory_of_steps
+from dapple_tf.tools.evaluation import memory_of_steps
 
 OUT, KEPT, LATE, PARTIAL = 100.0, 10.0, 4.0, 7.0
 """Bytes of a slice: what a layer hands on, keeps for itself, keeps for Bw, and makes in Bx."""

@@ -15,7 +15,7 @@ from models_for_tests import classifier, plan, samples
 import dapple_tf as dapple
 from dapple_tf.clusters.clocks import Offset, WorkerClock
 from dapple_tf.frontend.capture import Mode
-from dapple_tf.tools.memory_of_steps import replaced
+from dapple_tf.tools.evaluation.memory_of_steps import replaced
 from dapple_tf.tracing.step_parts import StepParts, step_parts
 from dapple_tf.tracing.step_trace import MeasuredStep, Place, TracedStep, measured
 from dapple_tf.view.timeline import Span, Timeline

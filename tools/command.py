@@ -9,6 +9,7 @@ A program puts its flags into a `flags.FlagValues` of its own and ends with::
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -107,6 +108,14 @@ def run(main: Callable[[], None], values: flags.FlagValues, arguments: Sequence[
         return _guarded(main, left)
     except SystemExit as ended:
         return int(ended.code or 0)
+
+
+def fresh_folder(wanted: pathlib.Path) -> pathlib.Path:
+    """Makes ``wanted``, or the first of ``wanted-2``, ``wanted-3``, ... that doesn't exist yet."""
+    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
+    folder = next(path for path in itertools.chain([wanted], numbered) if not path.exists())
+    folder.mkdir(parents=True)
+    return folder
 
 
 def check(condition: bool, message: str) -> None:

@@ -32,7 +32,7 @@ from absl import app, flags
 import dapple_tf as dapple
 from dapple_tf.models import gpt, text
 from dapple_tf.tools import command
-from dapple_tf.tools.run_folder import fresh_folder
+from dapple_tf.tools.command import fresh_folder
 from dapple_tf.tools.shapes import devices_of, parse_shape
 
 FLAGS = flags.FlagValues()

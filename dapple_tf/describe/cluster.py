@@ -16,6 +16,7 @@ from dapple_tf.describe.devices import LINKS, REDUCTION, Device, Link, Server, c
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.inquiry import inventory
+from dapple_tf.units import link_text
 
 __all__ = ["Cluster", "ClusterError", "Device", "Link", "Server", "check_addresses"]
 
@@ -343,8 +344,8 @@ class Cluster:
             if len(known) < self.num_devices:
                 memory += f" (known for {len(known)} of {self.num_devices})"
         links = (
-            f"  inside a server: {_link_text(self.intra_bandwidth, self.intra_latency)}\n"
-            f"  between servers: {_link_text(self.inter_bandwidth, self.inter_latency)}"
+            f"  inside a server: {link_text(self.intra_bandwidth, self.intra_latency)}\n"
+            f"  between servers: {link_text(self.inter_bandwidth, self.inter_latency)}"
         )
         names = f"  {self.devices[0].name}" + (f" to {self.devices[-1].name}" if self.num_devices > 1 else "")
         return f"Cluster ({'real' if self.real else 'description'}): {servers}, {memory}\n{names}\n{links}"
@@ -360,9 +361,3 @@ def _count_gpus() -> int:
     import tensorflow as tf  # heavy, and a description doesn't need it
 
     return len(tf.config.list_physical_devices("GPU"))
-
-
-def _link_text(bandwidth: float | None, latency: float | None) -> str:
-    rate = "bandwidth unknown" if bandwidth is None else f"{bandwidth / 1e9:.4g} GB/s"
-    delay = "latency unknown" if latency is None else f"{latency * 1e6:.4g} us"
-    return f"{rate}, {delay}"

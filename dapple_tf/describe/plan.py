@@ -19,6 +19,7 @@ from dapple_tf.describe.plan_report import PlanReport, parse_report
 from dapple_tf.describe.plan_values import PlanError, device_lists, integer, integers, layer_names, task_times
 from dapple_tf.describe.unit_timeline import unit_timeline
 from dapple_tf.schedules import schedules
+from dapple_tf.text_table import table
 from dapple_tf.units import gib
 from dapple_tf.view.notebook import Table, notebook_html
 from graph_passes.ir.batching import split_evenly
@@ -385,10 +386,7 @@ class Plan:
                     )
 
     def __str__(self) -> str:
-        rows = self._rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([self._header(), *lines, *([] if self.report is None else [str(self.report)])])
+        return "\n".join([self._header(), table(self._rows()), *([] if self.report is None else [str(self.report)])])
 
     def _repr_html_(self) -> str:
         """The plan in a notebook: its stages, and the order of tasks if they took F = Bx = Bw = 1."""

@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from dapple_tf.data_files import short
+from dapple_tf.units import ms_text
 
 LARGEST = 2**63
 """No number in a plan is as large."""
@@ -82,14 +83,14 @@ class PlanReport:
 
         parallel = f"impossible: {self.data_parallel_note}"
         if self.data_parallel is not None:
-            parallel = f"{_ms(self.data_parallel)}, {factor(self.data_parallel)}"
+            parallel = f"{ms_text(self.data_parallel)} ms, {factor(self.data_parallel)}"
         runner_up = "none found"
         if self.runner_up is not None:
-            runner_up = f"{self.runner_up_text}: {_ms(self.runner_up)}, {factor(self.runner_up)}"
+            runner_up = f"{self.runner_up_text}: {ms_text(self.runner_up)} ms, {factor(self.runner_up)}"
         assumed = f" (if {self.all_reduce} all-reduce overlaps with the last backward)" if self.overlap else ""
         memory = "" if self.one_device is not None else " with enough memory"
         return (
-            f"expected step {_ms(self.latency)}, {self.speedup:.3g}x one device{memory}{assumed}\n"
+            f"expected step {ms_text(self.latency)} ms, {self.speedup:.3g}x one device{memory}{assumed}\n"
             f"pace set by {self.pivot} (the pivot stage); critical path: {self.limited_by}\n"
             f"runner-up: {runner_up}\n"
             f"data parallelism on all devices: {parallel}{self._gain()}"
@@ -103,12 +104,8 @@ class PlanReport:
             return "\nout-of-order backprop: gains nothing over DAPPLE's schedule"
         text = f"\nout-of-order backprop: {self.out_of_order}"
         if self.dapple is not None and self.latency:
-            text += f"; {self.dapple / self.latency:.3g}x as fast as {self.dapple_text}: {_ms(self.dapple)}"
+            text += f"; {self.dapple / self.latency:.3g}x as fast as {self.dapple_text}: {ms_text(self.dapple)} ms"
         return text
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"
 
 
 def parse_report(data: object) -> PlanReport:

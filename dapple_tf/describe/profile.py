@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dapple_tf.data_files import clip, parse_object, read_text, short
+from dapple_tf.text_table import table
 
 _FORMAT = "dapple_tf.profile/1"
 
@@ -427,12 +428,7 @@ class Profile:
                     f"{layer.spread:.0%}",
                 )
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(pairs))
-            for pairs in (list(zip(row, widths, strict=True)) for row in rows)
-        ]
-        return "\n".join([header, *lines])
+        return f"{header}\n{table(rows, left=1)}"
 
 
 def _listed(names: Sequence[str], limit: int = 12) -> str:

@@ -15,10 +15,10 @@ import textwrap
 from collections.abc import Mapping
 
 from dapple_tf.errors import DappleError
+from dapple_tf.units import bytes_text
 from dapple_tf.view.colours import COLOURS, CONTROL, DATA, text_colour
 from dapple_tf.view.figure import TASKS, Box, Curve, Figure, LaneBox, figure
 from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode, TensorText
-from dapple_tf.view.time_axis import bytes_text
 
 logger = logging.getLogger(__name__)
 
