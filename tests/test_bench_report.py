@@ -10,7 +10,7 @@ import pytest
 from absl import app
 
 from dapple_tf.tools.evaluation.bench_report import check_output, markdown, own_command, read_results, write_results
-from dapple_tf.tools.evaluation.ratios import Quartiles, quartiles, ratios, summarize, take_turns
+from dapple_tf.tools.evaluation.ratios import Quartiles, quartiles, ratios, take_turns
 from dapple_tf.tools.machine_facts import machine_facts
 
 
@@ -59,10 +59,6 @@ def test_ratios_are_of_the_same_round() -> None:
     """A machine that is half as fast in one round is so for both: the ratio stays."""
     assert ratios([2.0, 4.0, 2.0], [1.0, 2.0, 1.0]) == Quartiles(2.0, 2.0, 2.0)
     assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == Quartiles(2.0, 3.0, 4.0)
-    assert [(r.name, r.seconds, r.ratio) for r in summarize({"base": [1.0, 3.0], "other": [2.0, 6.0]})] == [
-        ("base", 2.0, 1.0),
-        ("other", 4.0, 2.0),
-    ]
     with pytest.raises(ValueError, match="1 rounds can't be compared with 2"):
         ratios([1.0], [1.0, 2.0])
 

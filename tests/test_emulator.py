@@ -23,7 +23,7 @@ from dapple_tf.measuring.emulator import Emulation, emulate
 from dapple_tf.schedules.schedules import make_schedule
 from dapple_tf.tools import command
 from dapple_tf.tools.evaluation import check_simulator
-from dapple_tf.tools.evaluation.even_pipeline import pipeline
+from dapple_tf.tools.evaluation.check_simulator import pipeline
 from dapple_tf.view.timeline import Span
 from graph_passes.ir.tasks import Schedule
 

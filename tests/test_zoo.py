@@ -222,7 +222,7 @@ def test_the_document_tells_what_differs() -> None:
     [
         (["--models=Nothing"], "unknown architecture 'Nothing'"),
         (["--micro_batches=x"], "--micro_batches"),
-        (["--optimizers=best"], "best unknown"),
+        (["--optimizers=best"], "unknown best"),
         (["--document=zoo.md"], "give both"),
         (["--json=missing/zoo.json"], "no folder missing"),
     ],

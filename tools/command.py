@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
 
 from absl import app, flags, logging
@@ -126,6 +126,25 @@ def check(condition: bool, message: str) -> None:
     """
     if not condition:
         raise app.UsageError(message)
+
+
+def check_choices(flag: flags.FlagHolder[list[str]], known: Iterable[str], *, empty: bool = False) -> None:
+    """Refuses other values of a flag that is a list.
+
+    Args:
+        flag: the flag.
+        known: values that it may have.
+        empty: whether there may be none.
+
+    Raises:
+        app.UsageError: it has another value, or none.
+    """
+    choices = list(known)
+    unknown = sorted(set(flag.value) - set(choices))
+    check(
+        not unknown and bool(flag.value or empty),
+        f"--{flag.name}: unknown {', '.join(unknown) or 'nothing'}; choose from {', '.join(choices)}",
+    )
 
 
 @contextlib.contextmanager

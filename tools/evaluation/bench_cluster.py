@@ -206,8 +206,7 @@ def main() -> None:
         be_peer(json.loads(_PEER.value))
         return
     check_output(_JSON.value)
-    unknown = sorted(set(_WAYS.value) - set(WAYS))
-    command.check(not unknown, f"--ways: unknown {', '.join(unknown)}; choose from {', '.join(WAYS)}")
+    command.check_choices(_WAYS, WAYS, empty=True)
     command.check(_WIDTH.value % 4 == 0, f"--width={_WIDTH.value} isn't a multiple of the 4 heads")
     counts = all(count.isdecimal() and int(count) > 0 for count in _PARALLEL.value)
     command.check(counts, f"--parallel={','.join(_PARALLEL.value)}: numbers of micro-batches are 1 or more")

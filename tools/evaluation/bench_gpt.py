@@ -1,4 +1,4 @@
-"""What the benchmarks of several workers train: a byte-level GPT, compiled, on random tokens."""
+"""What benchmarks train: a byte-level GPT, compiled, on random tokens."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ have a stage on each device; `modulo`, `interleaved` and `zb_v` have two. `+ bou
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import sys
 import time
@@ -20,15 +19,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf.describe.profile import Profile
-from dapple_tf.models.gpt import gpt
+from dapple_tf.models.gpt import GptConfig
 from dapple_tf.tools import command
+from dapple_tf.tools.evaluation import check_memory
+from dapple_tf.tools.evaluation.bench_gpt import gpt_size, make_data, make_model
 from dapple_tf.tools.evaluation.bench_report import check_output, markdown, numbers, write_results
-from dapple_tf.tools.evaluation.memory_of_steps import peaks
 from dapple_tf.tools.evaluation.ratios import quartiles
 
 FLAGS = flags.FlagValues()
@@ -55,37 +54,8 @@ _JSON = flags.DEFINE_string("json", None, "Write the numbers to this JSON file, 
 _MB = 1e6
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """What is trained.
-
-    Attributes:
-        blocks: of the GPT.
-        width: of its vectors.
-        sequence: tokens per sample.
-        samples: of a micro-batch.
-    """
-
-    blocks: int
-    width: int
-    sequence: int
-    samples: int
-
-    def model(self) -> keras.Model:
-        """A compiled model."""
-        keras.utils.set_random_seed(0)
-        model = gpt(vocabulary=256, sequence=self.sequence, width=self.width, heads=4, depth=self.blocks)
-        model.compile(keras.optimizers.Adam(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        return model
-
-    def batch(self, samples: int) -> tuple[np.ndarray, np.ndarray]:
-        """Random tokens and labels."""
-        text = np.random.default_rng(0).integers(0, 256, (samples, self.sequence + 1)).astype("int32")
-        return text[:, :-1], text[:, 1:]
-
-
-def plan_of(name: str, devices: int, micro_batches: int, size: Size) -> dapple.Plan:
-    """Even stages under a schedule.
+def plan_of(name: str, devices: int, micro_batches: int, blocks: int, samples: int) -> dapple.Plan:
+    """Even stages of a GPT under a schedule, with micro-batches of ``samples``.
 
     Raises:
         PlanError: the blocks don't make equal stages, or the schedule doesn't take so many micro-batches.
@@ -94,51 +64,49 @@ def plan_of(name: str, devices: int, micro_batches: int, size: Size) -> dapple.P
     order = list(range(devices))
     if schedule in TWO_STAGES:
         order += order[::-1] if schedule == "zb_v" else order
-    each, left = divmod(size.blocks, len(order))
+    each, left = divmod(blocks, len(order))
     if left or not each:
-        raise dapple.PlanError(
-            f"{size.blocks} blocks don't make {len(order)} equal stages, which {schedule} takes here"
-        )
+        raise dapple.PlanError(f"{blocks} blocks don't make {len(order)} equal stages, which {schedule} takes here")
     cuts = [f"block_{(stage + 1) * each - 1}" for stage in range(len(order) - 1)]
     return dapple.Plan.manual(
         cuts,
         [[device] for device in order],
         micro_batches,
-        micro_batches * size.samples,
+        micro_batches * samples,
         schedule,
         recompute=recompute or "none",
     )
 
 
-def measure(plan: dapple.Plan, cluster: dapple.Cluster, size: Size, steps: int) -> list[list[int]]:
-    """The peaks of the plan's devices in each of so many steps, in bytes."""
-    pipelined = dapple.transform(size.model(), cluster, plan)
-    x, y = size.batch(plan.global_batch_size)
-    for _ in range(2):  # Slots and accumulators are there after the first one.
-        pipelined.train_on_batch(x, y)
-    runs = [peaks(pipelined, x, y) for _ in range(steps)]
-    pipelined.close()
+def measure(plan: dapple.Plan, cluster: dapple.Cluster, size: GptConfig, steps: int) -> list[list[float]]:
+    """The peaks of the plan's devices in each of ``steps`` steps, in bytes."""
+    x, y = make_data(size, plan.global_batch_size)
+    found = check_memory.measure(make_model(size), x, y, plan, cluster, steps)
     keras.backend.clear_session(free_memory=True)
-    used = sorted({device for devices in plan.devices for device in devices})
-    return [[run[device] for device in used] for run in runs]
+    return [list(run) for run in zip(*found.values(), strict=True)]
 
 
 def rows(
-    devices: Sequence[int], micro_batches: Sequence[int], schedules: Sequence[str], size: Size, steps: int
+    devices: Sequence[int],
+    micro_batches: Sequence[int],
+    schedules: Sequence[str],
+    size: GptConfig,
+    samples: int,
+    steps: int,
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Measures and simulates each plan; yields a measured and a simulated record of it, gpipe's first.
 
     Schedules that don't take some M are left out there.
     """
     largest = dapple.Cluster.local(max(devices), kind="cpu")
-    profile = dapple.profile(size.model(), size.samples, cluster=largest, cache=False, repeats=2)
+    profile = dapple.profile(make_model(size), samples, cluster=largest, cache=False, repeats=2)
     for count in devices:
         cluster = dapple.Cluster.local(count, kind="cpu")
         for m in micro_batches:
             base: tuple[dict[str, Any], dict[str, Any]] | None = None
             for name in dict.fromkeys((GPIPE, *schedules)):
                 try:
-                    plan = plan_of(name, count, m, size)
+                    plan = plan_of(name, count, m, size.depth, samples)
                 except dapple.PlanError as error:
                     _tell(f"{name} with M = {m} on {count} devices is left out: {error}")
                     continue
@@ -209,15 +177,14 @@ def main() -> None:
     devices, counts = numbers("devices", _DEVICES.value), numbers("micro_batches", _MICRO_BATCHES.value)
     wrong = [count for count in devices if _BLOCKS.value % count]
     command.check(not wrong, f"--blocks={_BLOCKS.value} don't make equal stages on {wrong} devices; use a multiple")
-    unknown = sorted(set(_SCHEDULES.value) - set(SCHEDULES))
-    command.check(not unknown, f"--schedules: {', '.join(unknown)} unknown; choose from {', '.join(SCHEDULES)}")
+    command.check_choices(_SCHEDULES, SCHEDULES, empty=True)
     command.check(_WIDTH.value % 4 == 0, f"--width={_WIDTH.value}: need a multiple of the 4 attention heads")
     check_output(_JSON.value)
-    size = Size(_BLOCKS.value, _WIDTH.value, _SEQUENCE.value, _SAMPLES.value)
+    size = gpt_size(_BLOCKS.value, _WIDTH.value, _SEQUENCE.value)
     measured: list[dict[str, Any]] = []
     simulated: list[dict[str, Any]] = []
     began = time.monotonic()
-    for one, other in rows(devices, counts, _SCHEDULES.value, size, _STEPS.value):
+    for one, other in rows(devices, counts, _SCHEDULES.value, size, _SAMPLES.value, _STEPS.value):
         measured.append(one)
         simulated.append(other)
         where = f"{one['schedule']}, M = {one['micro_batches']}, {one['devices']} devices"

@@ -10,21 +10,20 @@ every step), and what traced steps took more than the others: that part of all t
 
 from __future__ import annotations
 
-import json
-import pathlib
 import statistics
 import sys
 import time
 from typing import Any
 
 import keras
-import numpy as np
 from absl import flags
 
 import dapple_tf as dapple
-from dapple_tf.models.gpt import gpt
 from dapple_tf.progress import Progress
 from dapple_tf.tools import command
+from dapple_tf.tools.evaluation.bench_gpt import gpt_size, make_data, make_model
+from dapple_tf.tools.evaluation.bench_report import check_output, write_results
+from dapple_tf.tools.evaluation.ratios import quartiles
 
 FLAGS = flags.FlagValues()
 
@@ -68,15 +67,11 @@ class _Times(keras.callbacks.Callback):
 
 def measure() -> dict[str, Any]:
     """The numbers."""
-    keras.utils.set_random_seed(0)
-    model = gpt(vocabulary=256, sequence=_SEQUENCE.value, width=_WIDTH.value, heads=4, depth=_DEPTH.value)
-    model.compile(keras.optimizers.Adam(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    size = gpt_size(_DEPTH.value, _WIDTH.value, _SEQUENCE.value)
     middle = f"block_{_DEPTH.value // 2 - 1}"
     plan = dapple.Plan.manual([middle], [[0], [1]], _MICRO_BATCHES.value, _BATCH.value)
-    pipelined = dapple.transform(model, dapple.Cluster.local(2, kind="cpu"), plan)
-    size = (_STEPS.value * _BATCH.value, _SEQUENCE.value + 1)
-    tokens = np.random.default_rng(0).integers(0, 256, size).astype("int32")
-    x, y = tokens[:, :-1], tokens[:, 1:]
+    pipelined = dapple.transform(make_model(size), dapple.Cluster.local(2, kind="cpu"), plan)
+    x, y = make_data(size, _STEPS.value * _BATCH.value)
     monitor = dapple.PipelineMonitor(_EVENTS_DIR.value, budget=_BUDGET.value, tokens_per_sample=_SEQUENCE.value)
     ratios: list[float] = []
     without: list[float] = []
@@ -101,14 +96,12 @@ def measure() -> dict[str, Any]:
     bar.close()
     pipelined.close()
     share = monitor.budget.spent / monitor.budget.trained
-    low, middle_ratio, high = np.percentile(ratios, (25, 50, 75))
+    ratio = quartiles(ratios)
     step = statistics.median(without)
     return {
         "step_ms": 1e3 * step,
         "bookkeeping_us": _bookkeeping(monitor),
-        "ratio": float(middle_ratio),
-        "low": float(low),
-        "high": float(high),
+        "ratio": ratio,
         "ratio_of_medians": statistics.median(with_it) / step,
         "steps_with_monitor": len(with_it) + len(traced),
         "traced_steps": len(traced),
@@ -130,11 +123,13 @@ def _bookkeeping(monitor: dapple.PipelineMonitor, count: int = 2000) -> float:
 
 def main() -> None:
     """Prints them."""
+    check_output(_JSON.value)
     found = measure()
+    ratio = found["ratio"]
     lines = [
         f"step without the monitor: {found['step_ms']:.4g} ms (median)",
-        f"steps with it that aren't traced: {found['ratio']:.4f} times as long (quartiles {found['low']:.4f} to "
-        f"{found['high']:.4f} over rounds; ratio of all medians {found['ratio_of_medians']:.4f})",
+        f"steps with it that aren't traced: {ratio.median:.4f} times as long (quartiles {ratio.low:.4f} to "
+        f"{ratio.high:.4f} over rounds; ratio of all medians {found['ratio_of_medians']:.4f})",
         f"bookkeeping in each step: {found['bookkeeping_us']:.3g} us",
         f"traced: {found['traces']} steps in all; of {found['steps_with_monitor']} that count {found['traced_steps']}, "
         f"taking {', '.join(f'{ms:.4g}' for ms in found['traced_ms']) or 'no'} ms with reading the trace",
@@ -143,7 +138,7 @@ def main() -> None:
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     if _JSON.value:
-        pathlib.Path(_JSON.value).write_text(json.dumps(found, indent=1) + "\n")
+        write_results(_JSON.value, "monitoring", [found])
 
 
 if __name__ == "__main__":

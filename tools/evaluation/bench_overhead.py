@@ -170,9 +170,7 @@ def table(records: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Measures, prints the table and writes the file."""
     for flag, known in ((_MODELS, TASKS), (_METHODS, ("train_on_batch", "fit")), (_JIT, ("false", "true"))):
-        unknown = [value for value in flag.value if value not in known]
-        command.check(not unknown, f"--{flag.name}: unknown {', '.join(unknown)}; choose from {', '.join(known)}")
-        command.check(bool(flag.value), f"--{flag.name} is empty; choose from {', '.join(known)}")
+        command.check_choices(flag, known)
     check_output(_JSON.value)
     cases = [(model, method, jit) for model in _MODELS.value for jit in _JIT.value for method in _METHODS.value]
     bar = Progress("overhead", len(cases), shown=True)

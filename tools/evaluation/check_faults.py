@@ -1,6 +1,6 @@
 """Kills, stops and cuts off workers while a model trains on them, and checks that it ends as if nothing had happened.
 
-    sudo .venv/bin/python -m tools.evaluation.check_faults --shapes=data_parallel,straight --faults=20 --out=faults.json
+    sudo .venv/bin/python -m tools.evaluation.check_faults --shapes=straight --faults=20 --json=faults.json
 
 Workers run on hosts of their own (network namespaces, `tools.hosts`); the client, which trains, in the first one. For
 each shape of plan it trains twice, at first undisturbed; then workers are killed, stopped (SIGSTOP) or cut off the
@@ -29,6 +29,7 @@ from absl import app, flags
 
 import dapple_tf as dapple
 from dapple_tf.tools import command
+from dapple_tf.tools.evaluation.bench_report import write_results
 from dapple_tf.tools.hosts import Hosts, HostsError, unavailable
 
 FLAGS = flags.FlagValues()
@@ -45,7 +46,7 @@ _CHECKPOINTS = flags.DEFINE_bool(
     "checkpoints", False, "go on from checkpoints, every 7 steps, not from synced values", flag_values=FLAGS
 )
 _SEED = flags.DEFINE_integer("seed", 0, "of the random moments", flag_values=FLAGS)
-_OUT = flags.DEFINE_string("out", None, "write the rows to this JSON file, too", flag_values=FLAGS)
+_JSON = flags.DEFINE_string("json", None, "write the rows to this JSON file, too", flag_values=FLAGS)
 _INSIDE = flags.DEFINE_string("inside", None, "internal: this is the client; what it is to do", flag_values=FLAGS)
 
 _HOSTS = 3
@@ -332,9 +333,9 @@ def main() -> None:
         f"{len(rows)} faults in {count} training runs: {count - len(wrong)} of {count} ended with the same weights, "
         f"slots and metrics as undisturbed, bit by bit; {len(left)} processes are left\n"
     )
-    if _OUT.value:
-        text = json.dumps({"rows": [row._asdict() for row in rows], "wrong": wrong, "left": left}, indent=1)
-        pathlib.Path(_OUT.value).write_text(text)
+    if _JSON.value:
+        told = [{**row._asdict(), "same_values": row.shape not in wrong, "processes_left": len(left)} for row in rows]
+        write_results(_JSON.value, "faults", told)
     if wrong or left:
         sys.exit(1)
 

@@ -9,8 +9,6 @@ from the simulator's own error.
 
 from __future__ import annotations
 
-import json
-import pathlib
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +16,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf import text_table
@@ -27,6 +25,7 @@ from dapple_tf.models.gpt import gpt
 from dapple_tf.planning.plan_reasons import shape
 from dapple_tf.progress import Progress
 from dapple_tf.tools import command
+from dapple_tf.tools.evaluation.bench_report import check_output, write_results
 
 FLAGS = flags.FlagValues()
 
@@ -34,7 +33,7 @@ _MODELS = flags.DEFINE_list("models", ["mlp", "conv", "gpt"], "which of mlp, con
 _DEVICES = flags.DEFINE_integer("devices", 2, "local devices", lower_bound=1, flag_values=FLAGS)
 _STEPS = flags.DEFINE_integer("steps", 30, "measured steps of each plan", lower_bound=3, flag_values=FLAGS)
 _CACHE = flags.DEFINE_bool("cache", False, "take profiles from the cache if they are there", flag_values=FLAGS)
-_OUTPUT = flags.DEFINE_string("output", None, "write the numbers to this JSON file, too", flag_values=FLAGS)
+_JSON = flags.DEFINE_string("json", None, "write the numbers to this JSON file, too", flag_values=FLAGS)
 
 
 def mlp() -> tuple[keras.Model, np.ndarray, np.ndarray]:
@@ -161,17 +160,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Runs the comparison."""
-    unknown = set(_MODELS.value) - set(MAKERS)
-    if not _MODELS.value:
-        raise app.UsageError(f"--models is empty; choose from {', '.join(MAKERS)}")
-    if _OUTPUT.value and not pathlib.Path(_OUTPUT.value).parent.is_dir():
-        raise app.UsageError(f"--output={_OUTPUT.value}: no such folder")
-    if unknown:
-        raise app.UsageError(f"unknown models {sorted(unknown)}; choose from {', '.join(MAKERS)}")
+    command.check_choices(_MODELS, MAKERS)
+    check_output(_JSON.value)
     rows = [row for name in _MODELS.value for row in check(name)]
     sys.stdout.write(table(rows) + "\n")
-    if _OUTPUT.value:
-        pathlib.Path(_OUTPUT.value).write_text(json.dumps(rows, indent=1) + "\n")
+    if _JSON.value:
+        write_results(_JSON.value, "prediction", rows)
 
 
 if __name__ == "__main__":

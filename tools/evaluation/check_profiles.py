@@ -16,7 +16,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf import text_table
@@ -127,9 +127,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Runs the comparison."""
-    unknown = set(_MODELS.value) - set(MAKERS)
-    if unknown or not _MODELS.value:
-        raise app.UsageError(f"--models={','.join(_MODELS.value)}; choose from {', '.join(MAKERS)}")
+    command.check_choices(_MODELS, MAKERS)
     sys.stdout.write(table([row for name in _MODELS.value for row in check(name)]) + "\n")
 
 

@@ -15,17 +15,17 @@ import math
 import re
 import sys
 import time
+from collections.abc import Sequence
 
 from absl import app, flags
 
-from dapple_tf.describe.cluster import Cluster
+from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.plan import Plan
-from dapple_tf.describe.profile import Profile
+from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.measuring.emulated_waits import EmulationError
 from dapple_tf.measuring.emulator import MAX_DEVICES, Emulation, emulate
 from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation.even_pipeline import SAMPLES, pipeline
 
 FLAGS = flags.FlagValues()
 
@@ -68,6 +68,49 @@ _ATTEMPTS = flags.DEFINE_integer("attempts", 2, "Measurements of a row that fail
 
 _ROW = "{:>3} {:>3}  {:<9} {:<8} {:>7}  {:>12} {:>11} {:>7}  {}"
 
+_FORWARD, _BACKWARD, _APPLY = 0.010, 0.020, 0.005
+SAMPLES = 6
+"""Samples of a micro-batch."""
+
+
+def pipeline(
+    stages: int, micro_batches: int, schedule: str, replicas: Sequence[int], network: float, uneven: float = 0.0
+) -> tuple[Plan, Profile, Cluster]:
+    """A pipeline of equal stages, each on a server of its own.
+
+    Args:
+        stages: S.
+        micro_batches: M.
+        schedule: the policy.
+        replicas: of each stage, repeated.
+        network: time to send a whole micro-batch to the next stage, as a part of F's; 0 for free links.
+        uneven: how much longer the last stage takes than the first, as a part.
+    """
+    factors = [1 + uneven * stage / max(1, stages - 1) for stage in range(stages)]
+    layers = [
+        LayerProfile(
+            f"layer{stage}",
+            Cost(_FORWARD * factor),
+            Cost(_BACKWARD * factor),
+            output_bytes=Cost(0.0, 1.0),
+            parameter_bytes=100,
+            apply_seconds=_APPLY,
+        )
+        for stage, factor in enumerate(factors)
+    ]
+    tensors = tuple(Tensor(stage, (stage + 1,), Cost(0.0, 1.0)) for stage in range(stages - 1))
+    profile = Profile("pipeline", "none", (1, SAMPLES), tuple(layers), tensors)
+    counts = list(itertools.islice(itertools.cycle(replicas), stages))
+    stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    devices = tuple(Device(f"device{index}", stage) for index, stage in enumerate(stage_of))
+    cluster = Cluster(devices, real=False)
+    if network:
+        bandwidth = SAMPLES / (network * _FORWARD)
+        cluster = Cluster(devices, intra_bandwidth=1e4, inter_bandwidth=bandwidth, inter_latency=1e-4, real=False)
+    groups = [[index for index, owner in enumerate(stage_of) if owner == stage] for stage in range(stages)]
+    cuts = [layer.name for layer in layers[:-1]]
+    return Plan.manual(cuts, groups, micro_batches, SAMPLES * micro_batches, schedule), profile, cluster
+
 
 def _measure(plan: Plan, profile: Profile, cluster: Cluster) -> Emulation:
     best: Emulation | None = None
@@ -105,8 +148,7 @@ def main() -> None:
             raise app.UsageError(f"--replicas: {pattern}; a micro-batch has {SAMPLES} samples, give 1 to {SAMPLES}")
     if not all(math.isfinite(network) and network >= 0 for network in networks):
         raise app.UsageError(f"--networks: {networks}; give numbers of at least 0")
-    if unknown := sorted(set(_SCHEDULES.value) - set(POLICIES)):
-        raise app.UsageError(f"--schedules: unknown {', '.join(unknown)}; choose from {', '.join(POLICIES)}")
+    command.check_choices(_SCHEDULES, POLICIES)
     began = time.monotonic()
     print(_ROW.format("S", "M", "schedule", "replicas", "network", "simulated ms", "emulated ms", "error", "late ms"))
     worst, failed, rows = 0.0, 0, 0

@@ -18,10 +18,8 @@ by themselves, so that on CPUs ratios about 1 are to be expected, and the cost o
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
+import statistics
 import time
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -34,7 +32,8 @@ from dapple_tf.measuring.stream_speedups import even_cuts, measure_speedups, two
 from dapple_tf.models.resnet import resnet
 from dapple_tf.models.vgg import vgg
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation.ratios import summarize
+from dapple_tf.tools.evaluation.bench_report import check_output, write_results
+from dapple_tf.tools.evaluation.ratios import ratios
 
 FLAGS = flags.FlagValues()
 
@@ -69,6 +68,7 @@ def _model() -> keras.Model:
 
 def main() -> None:
     """Prints the table."""
+    check_output(_JSON.value)
     if _KIND.value == "gpu" and _MEMORY.value is None:
         raise app.UsageError("--kind=gpu needs --memory_gib: two streams share out the GPU's memory")
     memory = None if _MEMORY.value is None else int(_MEMORY.value * 2**30)
@@ -103,31 +103,23 @@ def main() -> None:
             models[name].train_on_batch(x, y)
             if number >= 0:
                 times[name].append(models[name].last_step_seconds)
-    results = summarize(times)
-    for result in results:
-        print(
-            f"{result.name:<10} {result.seconds * 1e3:8.2f} ms  ratio {result.ratio:.3f} "
-            f"({result.low:.3f} to {result.high:.3f})"
-        )
+    results = []
+    for name, own in times.items():
+        seconds, ratio = statistics.median(own), ratios(own, times[_ONE])
+        print(f"{name:<10} {seconds * 1e3:8.2f} ms  ratio {ratio}")
+        results.append({"name": name, "seconds": seconds, "ratio": ratio})
     if _JSON.value:
+        settings = (_MODEL, _IMAGE, _WIDTH, _BATCH, _MICRO_BATCHES, _ROUNDS, _KIND, _JIT)
         record = {
-            "model": _MODEL.value,
-            "image": _IMAGE.value,
-            "width": _WIDTH.value,
-            "batch": _BATCH.value,
-            "micro_batches": _MICRO_BATCHES.value,
-            "rounds": _ROUNDS.value,
-            "kind": _KIND.value,
-            "jit_compile": _JIT.value,
-            "cores": len(os.sched_getaffinity(0)),
+            **{flag.name: flag.value for flag in settings},
             "cuts": jointly.cuts,
             "weight_regions": jointly.weight_regions,
             "input_grad_seconds": measured.times.input_grad,
             "weight_grad_seconds": measured.times.weight_grad,
             "speedups": [[*pair, speedup] for pair, speedup in sorted(measured.times.speedup.items())],
-            "results": [dataclasses.asdict(result) for result in results],
+            "results": results,
         }
-        Path(_JSON.value).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_results(_JSON.value, "streams", [record])
     for model in models.values():
         model.close()
 

@@ -3,30 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """Step times of one way of running a model.
-
-    Attributes:
-        name: which.
-        seconds: median of a step.
-        ratio: median of each round's time over that of one lane.
-        low: lower quartile of these.
-        high: upper quartile.
-    """
-
-    name: str
-    seconds: float
-    ratio: float
-    low: float
-    high: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,16 +45,6 @@ def ratios(values: Sequence[float], base: Sequence[float]) -> Quartiles:
     if len(values) != len(base):
         raise ValueError(f"{len(values)} rounds can't be compared with {len(base)}: ratios are within a round")
     return quartiles(np.divide(values, base).tolist())
-
-
-def summarize(times: dict[str, list[float]]) -> list[Result]:
-    """Medians of interleaved times, and of their ratios to the first one's."""
-    base = next(iter(times.values()))
-    results = []
-    for name, found in times.items():
-        ratio = ratios(found, base)
-        results.append(Result(name, statistics.median(found), ratio.median, ratio.low, ratio.high))
-    return results
 
 
 def take_turns(

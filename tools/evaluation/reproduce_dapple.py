@@ -128,10 +128,8 @@ def _bounds() -> dict[str, float]:
 
 def main() -> None:
     """Computes, writes, and says what doesn't hold."""
-    for flag, values, known in (("models", _MODELS.value, _NAMES), ("configs", _CONFIGS.value, tuple("ABC"))):
-        unknown = [value for value in values if value not in known]
-        if unknown or not values:
-            raise app.UsageError(f"--{flag}: unknown {', '.join(unknown) or 'nothing'}; choose from {', '.join(known)}")
+    command.check_choices(_MODELS, _NAMES)
+    command.check_choices(_CONFIGS, "ABC")
     directory = pathlib.Path(_OUTPUT_DIR.value)
     partial = set(_MODELS.value) != set(_NAMES) or set(_CONFIGS.value) != set("ABC")
     if partial and directory.resolve() == _DEFAULT.resolve():

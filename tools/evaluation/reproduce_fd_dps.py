@@ -97,11 +97,7 @@ def _quiet() -> None:
 
 def main() -> None:
     """Places, simulates, writes, and says what doesn't hold."""
-    unknown = [name for name in _MODELS.value if name not in MODELS]
-    command.check(
-        bool(_MODELS.value) and not unknown,
-        f"--models: unknown {', '.join(unknown) or 'nothing'}; choose from {', '.join(MODELS)}",
-    )
+    command.check_choices(_MODELS, MODELS)
     counts = [int(text) for text in _DEVICES.value if text.isdecimal() and int(text) > 1]
     command.check(
         bool(counts) and len(counts) == len(_DEVICES.value),

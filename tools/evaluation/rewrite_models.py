@@ -300,13 +300,12 @@ def _tell(began: float, text: str) -> None:
 
 def main() -> None:
     """Rewrites what the flags say, and prints the table."""
-    command.check(bool(_MODELS.value and _DEVICES.value and _KINDS.value), "--models, --devices or --plans is empty")
+    command.check(bool(_MODELS.value and _DEVICES.value), "--models or --devices is empty")
     command.check(
         all(count.isascii() and count.isdigit() and int(count) > 1 for count in _DEVICES.value),
         f"--devices={','.join(_DEVICES.value)}: need whole numbers of at least 2 with commas between them",
     )
-    unknown = sorted(set(_KINDS.value) - set(KINDS))
-    command.check(not unknown, f"--plans: {', '.join(unknown)} unknown; choose from {', '.join(KINDS)}")
+    command.check_choices(_KINDS, KINDS)
     sources = {name: find_model(name) for name in _MODELS.value}
     if _CHILD.value:
         ((name, source),) = sources.items()

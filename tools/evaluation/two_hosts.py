@@ -1,6 +1,6 @@
 """Measures data-parallel training on two hosts behind a slow network, in as many ways as there are to hide the network.
 
-    sudo .venv/bin/python -m tools.evaluation.two_hosts --models=resnet,vgg --rate=auto --out=two_hosts.json
+    sudo .venv/bin/python -m tools.evaluation.two_hosts --models=resnet,vgg --rate=auto --json=two_hosts.json
 
 The hosts are network namespaces of this machine, joined by virtual Ethernet devices whose rate is limited by
 `tc tbf` (`tools.hosts`). Each runs a worker (`dapple_tf.worker`) on a core of its own. All of it is taken down at the
@@ -31,7 +31,6 @@ import itertools
 import json
 import os
 import pathlib
-import platform
 import shutil
 import signal
 import statistics
@@ -52,6 +51,8 @@ from dapple_tf import text_table
 from dapple_tf.clusters.connection import connected, open_session
 from dapple_tf.models.resnet import resnet
 from dapple_tf.models.vgg import vgg
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation.bench_report import check_output, write_results
 from dapple_tf.tools.hosts import Hosts, HostsError, unavailable
 
 _MODELS = flags.DEFINE_list("models", ["resnet", "vgg"], "which of resnet and vgg to train")
@@ -67,7 +68,7 @@ _STEPS = flags.DEFINE_integer("steps", 2, "steps of each variant in a round", lo
 _NOISE = flags.DEFINE_float("noise", 0.1, "cores that other processes may use during an undisturbed step")
 _BUCKET = flags.DEFINE_float("bucket", 4.0, "MiB that are reduced at once", lower_bound=0.001)
 _BATCH = flags.DEFINE_integer("batch", None, "global batch size; by default the model's own", lower_bound=2)
-_OUT = flags.DEFINE_string("out", None, "write the numbers and the machine's facts to this JSON file, too")
+_JSON = flags.DEFINE_string("json", None, "write the numbers and the machine's facts to this JSON file, too")
 _INSIDE = flags.DEFINE_string("inside", None, "internal: this is the client within the first host; what it is to do")
 
 _KEY = 2_000_000_000
@@ -389,20 +390,6 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join([head, *lines])
 
 
-def machine() -> dict[str, Any]:
-    """What was measured on."""
-    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
-    return {
-        "cpu": ", ".join(sorted(names)),
-        "cores": len(os.sched_getaffinity(0)),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "tensorflow": tf.__version__,
-        "keras": keras.__version__,
-    }
-
-
 def _rate() -> float | None:
     if _RATE.value == "auto":
         return None
@@ -416,15 +403,12 @@ def _rate() -> float | None:
 
 
 def _check() -> None:
-    unknown = set(_MODELS.value) - set(_EXAMPLES)
-    if unknown or not _MODELS.value:
-        raise app.UsageError(f"--models={','.join(_MODELS.value)}; choose from {', '.join(_EXAMPLES)}")
+    command.check_choices(_MODELS, _EXAMPLES)
     for flag, values in (("first_k", _FIRST.value), ("carried", _CARRIED.value)):
         for value in values:
             if not value.isdigit():
                 raise app.UsageError(f"--{flag} has {value!r}; give whole numbers from 0")
-    if _OUT.value and not pathlib.Path(_OUT.value).absolute().parent.is_dir():
-        raise app.UsageError(f"--out={_OUT.value}: no such folder")
+    check_output(_JSON.value)
     if reason := unavailable():
         raise app.UsageError(f"{reason}; run this with sudo, on a machine that allows network namespaces")
     if shutil.which("taskset") is None:
@@ -458,9 +442,8 @@ def main(argv: list[str]) -> None:
             sys.exit(130)
         sys.stdout.write(table(results[-1]) + "\n\n")
         sys.stdout.flush()
-        if _OUT.value:
-            text = json.dumps({"machine": machine(), "results": results})
-            pathlib.Path(_OUT.value).write_text(text + "\n")
+        if _JSON.value:
+            write_results(_JSON.value, "two_hosts", results)
 
 
 if __name__ == "__main__":

@@ -250,8 +250,7 @@ def main() -> None:
     """Trains what the flags say, prints the table, and writes the document."""
     counts = _MICRO_BATCHES.value
     command.check(bool(counts) and all(c.isdigit() and int(c) > 0 for c in counts), "--micro_batches: need numbers")
-    unknown = sorted(set(_OPTIMIZERS.value) - set(OPTIMIZERS))
-    command.check(not unknown, f"--optimizers: {', '.join(unknown)} unknown; choose from {', '.join(OPTIMIZERS)}")
+    command.check_choices(_OPTIMIZERS, OPTIMIZERS)
     if _CHILD.value is not None:
         logging.getLogger("dapple_tf").setLevel(logging.ERROR)
         for row in _child(_CHILD.value, [*map(int, counts)], _OPTIMIZERS.value):
