@@ -13,7 +13,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from dapple_tf.data_files import clip, parse_object, read_text, short
+from dapple_tf.data_files import Decoder, clip, parse_object, read_text, short
 from dapple_tf.describe.plan_checks import RECOMPUTE_MODES, check_batches, check_options, check_stages
 from dapple_tf.describe.plan_report import PlanReport, parse_report
 from dapple_tf.describe.plan_values import PlanError, device_lists, integer, integers, layer_names, task_times
@@ -220,15 +220,12 @@ class Plan:
         data = parse_object(text, source, PlanError)
         if "format" not in data:
             raise PlanError(f"{source}: key 'format' is missing; a plan has \"format\": {json.dumps(_FORMAT)}")
-        if (found := data.pop("format")) != _FORMAT:
-            raise PlanError(f"{source}: 'format' is {short(found)}; this version reads {_FORMAT!r}")
-        known = {entry.name: entry for entry in fields(cls)}
-        for key in data:
-            if key not in known:
-                raise PlanError(f"{source}: unknown key {short(key)}; the keys are format, {', '.join(known)}")
-        for key, entry in known.items():
-            if key not in data and entry.default is MISSING:
-                raise PlanError(f"{source}: key {key!r} is missing")
+        decoder = Decoder(PlanError)
+        decoder.check_format(data, _FORMAT, source)
+        required = [entry.name for entry in fields(cls) if entry.default is MISSING]
+        optional = [entry.name for entry in fields(cls) if entry.default is not MISSING]
+        decoder.check_keys(data, ["format", *required], optional, source)
+        del data["format"]
         try:
             report = data.pop("report", None)
             plan = cls(**data)

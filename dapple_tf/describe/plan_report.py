@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
-from dapple_tf.data_files import short
+from dapple_tf.data_files import TEXTS, Decoder, Scalar
 from dapple_tf.units import ms_text
 
 LARGEST = 2**63
@@ -108,33 +107,20 @@ class PlanReport:
         return text
 
 
+_NUMBER = Scalar(
+    lambda value: type(value) in (int, float) and abs(value) < LARGEST and not math.isnan(value), "a number"
+)
+
+
 def parse_report(data: object) -> PlanReport:
     """A report from JSON data, of this version or an earlier one.
 
     Raises:
         ValueError: it isn't one.
     """
-    stages = data.get("stages") if isinstance(data, dict) else None
-    if not isinstance(data, dict) or not isinstance(stages, list):
-        raise ValueError(f"'report' is {short(data)}; remove it, or restore what the planner wrote")
-    parsed = [_parsed_numbers(StageReport, stage) for stage in stages]
-    report: PlanReport = _parsed_numbers(PlanReport, data | {"stages": tuple(parsed)})
+    decoder = Decoder(ValueError, {**TEXTS, int: _NUMBER, float: _NUMBER})
+    try:
+        report: PlanReport = decoder.read(PlanReport, data, "report")
+    except ValueError as error:
+        raise ValueError(f"{error}; or remove 'report' from the file") from error
     return report
-
-
-def _parsed_numbers(kind: Any, data: object) -> Any:
-    """A dataclass of texts and numbers from JSON data."""
-    names = {entry.name: str(entry.type) for entry in fields(kind)}
-    needed = {entry.name for entry in fields(kind) if entry.default is MISSING}  # others came with later versions
-    if not isinstance(data, dict) or not needed <= set(data) <= set(names):
-        raise ValueError(
-            f"'report' has {short(data)} where {', '.join(names)} are expected; remove 'report' from the file"
-        )
-    for name, value in data.items():
-        optional = "None" in names[name]
-        fits = type(value) in (int, float) and abs(value) < LARGEST and not math.isnan(value)
-        if names[name] in ("str", "bool"):
-            fits = isinstance(value, str if names[name] == "str" else bool)
-        if not (name == "stages" or (value is None and optional) or fits):
-            raise ValueError(f"'report' has {short(value)} for {name!r}; remove 'report' from the file")
-    return kind(**data)

@@ -8,14 +8,13 @@ import itertools
 import json
 import os
 import sys
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from dapple_tf.data_files import clip, parse_object, read_text, short
+from dapple_tf.data_files import Decoder, clip, parse_object, read_text, short
 from dapple_tf.text_table import table
 
 _FORMAT = "dapple_tf.profile/1"
@@ -388,11 +387,12 @@ class Profile:
             ProfileError: not JSON, another format, an unknown, missing or wrong key, or as `Profile`.
         """
         data = parse_object(text, source, ProfileError)
-        if data.get("format") != _FORMAT:
-            raise ProfileError(f"{source}: 'format' is {short(data.get('format'))}; this version reads {_FORMAT!r}")
+        decoder = Decoder(ProfileError, lists=frozenset({Cost}))
+        decoder.check_format(data, _FORMAT, source)
         del data["format"]
         try:
-            return _parsed(cls, data, "")
+            profile: Profile = decoder.read(cls, data)
+            return profile
         except ProfileError as error:
             raise ProfileError(f"{source}: {clip(str(error))}") from error
 
@@ -446,73 +446,3 @@ def _plain(entry: Any) -> Any:
         if field.default is dataclasses.MISSING or value != field.default:
             found[field.name] = _plain(value) if dataclasses.is_dataclass(value) else value
     return found
-
-
-_LARGEST = 2**63  # whole numbers stay below it
-
-
-def _parsed(kind: Any, data: Any, where: str) -> Any:
-    """An object of dataclass ``kind`` from JSON data, each value checked; ``where`` is a path such as ``layers[3]``."""
-    if not isinstance(data, dict):
-        raise ProfileError(f"{where} is {short(data)}; it must be an object {{...}}")
-    inside = f"{where}: " if where else ""
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    for key in data:
-        if key not in fields:
-            raise ProfileError(f"{inside}unknown key {short(key)}; the keys are {', '.join(fields)}")
-    for name, field in fields.items():
-        if name not in data and field.default is dataclasses.MISSING:
-            raise ProfileError(f"{inside}key {name!r} is missing")
-    types = _types(kind)
-    return kind(**{key: _value(types[key], value, f"{where}.{key}" if where else key) for key, value in data.items()})
-
-
-@functools.cache
-def _types(kind: type) -> Mapping[str, Any]:
-    return typing.get_type_hints(kind)
-
-
-def _value(kind: Any, value: Any, where: str) -> Any:
-    """A value of type ``kind`` from JSON data."""
-    if typing.get_origin(kind) is tuple:
-        entry_kind = typing.get_args(kind)[0]
-        if not isinstance(value, list):
-            raise _wrong(value, where, "a list")
-        if entry_kind in _PLAIN and all(map(_PLAIN[entry_kind].fits, value)):
-            return tuple(value)  # Without a place for each.
-        return tuple(_value(entry_kind, entry, f"{where}[{i}]") for i, entry in enumerate(value))
-    if type(None) in typing.get_args(kind):
-        return None if value is None else _value(typing.get_args(kind)[0], value, where)
-    if kind is Cost:
-        if not isinstance(value, list) or len(value) != 2:
-            raise _wrong(value, where, "[fixed, per_sample]")
-        return Cost(*(_value(float, part, f"{where}[{i}]") for i, part in enumerate(value)))
-    if dataclasses.is_dataclass(kind):
-        return _parsed(kind, value, where)
-    if not _PLAIN[kind].fits(value):
-        raise _wrong(value, where, _PLAIN[kind].said)
-    return value
-
-
-class _Plain(typing.NamedTuple):
-    """A type without parts: which JSON values are of it, and how an error says what it must be."""
-
-    fits: Callable[[Any], bool]
-    said: str
-
-
-_PLAIN: Mapping[Any, _Plain] = {
-    float: _Plain(
-        lambda value: type(value) in (int, float) and 0 <= value <= sys.float_info.max,
-        "a finite number of at least 0",
-    ),
-    int: _Plain(
-        lambda value: type(value) is int and 0 <= value < _LARGEST, "a whole number of at least 0 and below 2**63"
-    ),
-    str: _Plain(lambda value: type(value) is str, "a text"),
-    bool: _Plain(lambda value: type(value) is bool, "true or false"),
-}
-
-
-def _wrong(value: Any, where: str, wanted: str) -> ProfileError:
-    return ProfileError(f"{where} is {short(value)}; it must be {wanted}")
