@@ -132,16 +132,6 @@ class LayerProfile:
         for name in ("parameter_bytes", "slot_bytes", "state_bytes", "apply_seconds", "spread"):
             _check_amount(f"{name} of layer {self.name!r}", getattr(self, name))
 
-    @property
-    def backward_input(self) -> Cost | None:
-        """The part of B that computes input gradients (Bx); None where it isn't known."""
-        if self.backward_weight is None:
-            return None
-        fixed, rate = (
-            getattr(self.backward, part) - getattr(self.backward_weight, part) for part in ("fixed", "per_sample")
-        )
-        return Cost(max(0.0, fixed), max(0.0, rate))
-
 
 @dataclass(frozen=True)
 class Tensor:
