@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import pathlib
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
 
@@ -102,12 +103,23 @@ def run(main: Callable[[], None], values: flags.FlagValues, arguments: Sequence[
     try:
         left = values([sys.argv[0], *arguments])
     except flags.Error as error:
-        _say(str(error))
+        say(f"error: {error}")
         return 1
     try:
         return _guarded(main, left)
     except SystemExit as ended:
         return int(ended.code or 0)
+
+
+def say(text: str, since: float | None = None) -> None:
+    """Writes a line to standard error.
+
+    Args:
+        text: the line.
+        since: a time of ``time.monotonic``; the seconds since then stand before the text.
+    """
+    sys.stderr.write(f"{text}\n" if since is None else f"[{time.monotonic() - since:.0f} s] {text}\n")
+    sys.stderr.flush()
 
 
 def fresh_folder(wanted: pathlib.Path) -> pathlib.Path:
@@ -171,10 +183,10 @@ def _guarded(main: Callable[[], None], argv: Sequence[str]) -> int:
         check(len(argv) == 1, f"unexpected arguments: {' '.join(argv[1:])}; everything is given by flags, see --help")
         main()
     except USER_ERRORS as error:
-        _say(_text(error))
+        say(f"error: {_text(error)}")
         return 1
     except KeyboardInterrupt:
-        _say("interrupted")
+        say("error: interrupted")
         return 130
     return 0
 
@@ -183,8 +195,3 @@ def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error) or reason(error)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"error: {text}\n")
-    sys.stderr.flush()

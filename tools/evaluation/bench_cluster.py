@@ -158,10 +158,10 @@ def measure(cluster: dapple.Cluster) -> dict[str, list[float]]:
     with contextlib.ExitStack() as stack:
         turns = ways(cluster, stack)
         for name, (_, run) in turns.items():
-            _say(f"warming up {name}")
+            command.say(f"warming up {name}")
             run(3)
         calls = {name: functools.partial(run, _STEPS.value) for name, (_, run) in turns.items()}
-        times = take_turns(calls, _ROUNDS.value, lambda number, name: _say(f"round {number + 1}: {name}"))
+        times = take_turns(calls, _ROUNDS.value, lambda number, name: command.say(f"round {number + 1}: {name}"))
     return {name: [_STEPS.value * turns[name][0] / seconds for seconds in found] for name, found in times.items()}
 
 
@@ -193,11 +193,6 @@ def table(records: list[dict[str, Any]]) -> str:
         rate = f"{record['samples_per_s'].median:.1f}"
         rows.append((record["way"], rate, record["of_copies"], record.get("of_mirrored", "")))
     return markdown(rows)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
 
 
 def main() -> None:

@@ -108,7 +108,7 @@ def rows(
                 try:
                     plan = plan_of(name, count, m, size.depth, samples)
                 except dapple.PlanError as error:
-                    _tell(f"{name} with M = {m} on {count} devices is left out: {error}")
+                    command.say(f"{name} with M = {m} on {count} devices is left out: {error}")
                     continue
                 runs = measure(plan, cluster, size, steps)
                 found = _simulated(plan, profile, cluster)
@@ -167,11 +167,6 @@ def _median(value: Any) -> float:
     return float(value["median"] if isinstance(value, Mapping) else value.median)
 
 
-def _tell(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
-
-
 def main() -> None:
     """Measures what the flags say, and prints tables."""
     devices, counts = numbers("devices", _DEVICES.value), numbers("micro_batches", _MICRO_BATCHES.value)
@@ -188,7 +183,7 @@ def main() -> None:
         measured.append(one)
         simulated.append(other)
         where = f"{one['schedule']}, M = {one['micro_batches']}, {one['devices']} devices"
-        _tell(f"[{time.monotonic() - began:.0f} s] {where}: {one['peak_of_gpipe']:.2f} of GPipe's peak")
+        command.say(f"{where}: {one['peak_of_gpipe']:.2f} of GPipe's peak", began)
         if _JSON.value:  # What has been measured is kept, whatever comes.
             write_results(_JSON.value, "peak_memory", measured)
             write_results(_JSON.value, "peak_memory_simulated", simulated, kind="simulated")

@@ -70,7 +70,7 @@ def records(
         for depth, count in pairs[:: 1 if number % 2 == 0 else -1]:
             seconds, plans[depth, count] = planned(depth, count, global_batch_size, gigabits)
             turns[depth, count].append(seconds)
-            sys.stderr.write(f"round {number + 1}: {depth} layers, {count} devices: {seconds:.2f} s\n")
+            command.say(f"round {number + 1}: {depth} layers, {count} devices: {seconds:.2f} s")
             sys.stderr.flush()
     base = min(turns[pairs[0]])
     for (depth, count), seconds_of in turns.items():

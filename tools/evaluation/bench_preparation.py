@@ -201,10 +201,8 @@ def main() -> None:
     began, rows = time.monotonic(), []
     for row in records(configurations(devices, counts, _FIXED.value), options):
         rows.append(row)
-        passed, taken = time.monotonic() - began, row["preparation_processor_s"]
-        sys.stderr.write(
-            f"[{passed:.0f} s] {row['devices']} devices, M = {row['micro_batches']}: {taken:.1f} s of one core\n"
-        )
+        taken = row["preparation_processor_s"]
+        command.say(f"{row['devices']} devices, M = {row['micro_batches']}: {taken:.1f} s of one core", began)
         if _JSON.value:  # What has been measured is kept, whatever comes.
             write_results(_JSON.value, "preparation", rows)
     if len(rows) == 1:

@@ -25,8 +25,9 @@ import json
 import os
 import pathlib
 import shlex
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dapple_tf.tools import command
@@ -133,6 +134,20 @@ def own_command() -> str:
             value = pathlib.PurePath(value).name
         shown.append(shlex.quote(f"{flag}{equals}{value}"))
     return " ".join([program, *shown])
+
+
+def rows_apart(module: str, *options: str) -> Iterator[dict[str, Any]]:
+    """The rows that a program prints as lines of JSON, in a process of its own, which gives its memory back.
+
+    Raises:
+        RuntimeError: it failed; what it wrote has gone to standard error.
+    """
+    line = [sys.executable, "-m", module, *options]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield from map(json.loads, process.stdout)
+    if process.returncode:
+        raise RuntimeError(f"{shlex.join(line[1:])} ended with code {process.returncode}")
 
 
 def markdown(rows: Sequence[Sequence[object]]) -> str:

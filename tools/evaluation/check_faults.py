@@ -261,7 +261,7 @@ def check(hosts: Hosts, shape: str, folder: pathlib.Path) -> tuple[list[Row], bo
         if name == "disturbed":
             for row in disturbed(hosts, client, shape, random.Random(_SEED.value)):
                 rows.append(row)
-                _say(
+                command.say(
                     f"{shape} {len(rows)}/{_FAULTS.value}: {row.kind} worker {row.host} after step {row.step}: noticed "
                     f"{row.noticed:.1f} s, back {row.back:.1f} s, {row.replayed} steps again, {row.recovered:.1f} s"
                 )
@@ -301,11 +301,6 @@ def orphans(marker: str) -> list[str]:
     return found
 
 
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
-
-
 def main() -> None:
     """Checks all shapes."""
     if _INSIDE.value is not None:
@@ -324,7 +319,7 @@ def main() -> None:
             for shape in _SHAPES.value:
                 found, same = check(hosts, shape, pathlib.Path(folder))
                 rows += found
-                _say(f"{shape}: {len(found)} faults, {'the same values' if same else 'OTHER VALUES'}")
+                command.say(f"{shape}: {len(found)} faults, {'the same values' if same else 'OTHER VALUES'}")
                 wrong += [] if same else [shape]
         left = orphans(marker)
     sys.stdout.write(table(rows) + "\n\n")

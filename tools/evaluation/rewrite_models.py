@@ -18,7 +18,6 @@ import json
 import logging
 import math
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ from dapple_tf.measuring.example_batch import ExampleBatch
 from dapple_tf.models.registry import MODELS, find_model
 from dapple_tf.models.sources import ModelSource
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation.bench_report import check_output, markdown, write_results
+from dapple_tf.tools.evaluation.bench_report import check_output, markdown, rows_apart, write_results
 from dapple_tf.tools.shapes import devices_of, even_cuts
 from dapple_tf.variables.parameter_groups import group_updates, holdings, optimizer_variables, readers_of
 from graph_passes.ir.graph import GraphDef
@@ -239,21 +238,6 @@ def rows_of(
             }
 
 
-def in_process(name: str, devices: Sequence[str], kinds: Sequence[str], schedule: str) -> Iterator[dict[str, Any]]:
-    """`rows_of` in a process of its own.
-
-    Raises:
-        RuntimeError: it failed; what it wrote has gone to standard error.
-    """
-    options = [f"--models={name}", f"--devices={','.join(devices)}", f"--plans={','.join(kinds)}"]
-    line = [sys.executable, "-m", "tools.evaluation.rewrite_models", "--child", *options, f"--schedule={schedule}"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield from map(json.loads, process.stdout)
-    if process.returncode:
-        raise RuntimeError(f"rewriting {name} ended with code {process.returncode}")
-
-
 # ---- showing
 
 _HEADS = (
@@ -293,11 +277,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown(cells)
 
 
-def _tell(began: float, text: str) -> None:
-    sys.stderr.write(f"[{time.monotonic() - began:.0f} s] {text}\n")
-    sys.stderr.flush()
-
-
 def main() -> None:
     """Rewrites what the flags say, and prints the table."""
     command.check(bool(_MODELS.value and _DEVICES.value), "--models or --devices is empty")
@@ -316,16 +295,21 @@ def main() -> None:
         return
     check_output(_JSON.value)
     began, rows, failed = time.monotonic(), list[dict[str, Any]](), list[str]()
+    options = [
+        f"--devices={','.join(_DEVICES.value)}",
+        f"--plans={','.join(_KINDS.value)}",
+        f"--schedule={_SCHEDULE.value}",
+    ]
     for name in sources:
-        _tell(began, name)
+        command.say(name, began)
         own: list[dict[str, Any]] = []
         try:
-            for row in in_process(name, _DEVICES.value, _KINDS.value, _SCHEDULE.value):
-                _tell(began, f"  {row['stages']} x {row['replicas']}: {row['step']['nodes']:,} nodes")
+            for row in rows_apart("tools.evaluation.rewrite_models", "--child", f"--models={name}", *options):
+                command.say(f"  {row['stages']} x {row['replicas']}: {row['step']['nodes']:,} nodes", began)
                 own.append(row)
         except RuntimeError as error:
             failed.append(str(error))
-            _tell(began, str(error))
+            command.say(str(error), began)
         rows += own
         for kind in _KINDS.value if _JSON.value else ():
             if found := [row for row in own if row["plan"] == kind]:

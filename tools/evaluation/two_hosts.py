@@ -242,12 +242,12 @@ class Client:
             return step
 
         for name, plan in self.plans():
-            _say(f"{self.task['model']}: preparing {name}")
+            command.say(f"{self.task['model']}: preparing {name}")
             try:
                 steps[name] = training(name, plan)
             except (dapple.DappleError, ValueError, AssertionError, LookupError) as error:
                 failed[name] = f"{type(error).__name__}: {error}"
-                _say(f"{name} is left out: {failed[name]}")
+                command.say(f"{name} is left out: {failed[name]}")
                 losses.pop(name, None)
         samples = self._samples(steps)
         first = next(iter(losses.values()))
@@ -272,7 +272,7 @@ class Client:
                     samples[name].append((seconds, noise[0]))
             quiet = {name: sum(noise <= self.task["noise"] for _, noise in found) for name, found in samples.items()}
             least = min(quiet, key=lambda name: quiet[name])
-            _say(
+            command.say(
                 f"{self.task['model']}: round {number}, {quiet[least]} of {self.task['quiet']} undisturbed steps of "
                 f"{least}; conventional {samples['conventional'][-1][0] * 1e3:.0f} ms"
             )
@@ -324,11 +324,6 @@ def _inside(task: Mapping[str, Any]) -> None:
     pathlib.Path(task["result"]).write_text(json.dumps(found))
 
 
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
-
-
 # ---- the whole
 
 
@@ -348,10 +343,10 @@ def measure(name: str, rate: float | None) -> dict[str, Any]:
     }
     with Hosts(2, cores=sorted(os.sched_getaffinity(0))[:2]) as hosts:
         if rate is None:
-            _say(f"{name}: measuring computation without a network")
+            command.say(f"{name}: measuring computation without a network")
             found = run(hosts, {**task, "what": "compute"})
             rate = found["gradient_bytes"] * 8 / found["seconds"] / 1e6 / _RATIO.value
-        _say(f"{name}: global batch {batch}, link of {rate:.0f} Mbit/s")
+        command.say(f"{name}: global batch {batch}, link of {rate:.0f} Mbit/s")
         hosts.limit(rate)
         return {**task, "rate_mbit": rate, **run(hosts, {**task, "what": "measure"})}
 

@@ -18,10 +18,9 @@ import functools
 import json
 import logging
 import pathlib
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -30,7 +29,7 @@ from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation.bench_report import check_output, markdown, read_results, write_results
+from dapple_tf.tools.evaluation.bench_report import check_output, markdown, read_results, rows_apart, write_results
 from dapple_tf.tools.evaluation.random_models import compare_draw
 from dapple_tf.tools.evaluation.training_comparison import Batch, compare_training
 from dapple_tf.tools.evaluation.zoo_models import (
@@ -147,21 +146,6 @@ def drawn_rows(first: int, count: int) -> Iterator[dict[str, Any]]:
         yield {"seed": seed, "about": about, **dataclasses.asdict(result), "seconds": seconds}
 
 
-def in_process(child: str, micro_batches: Iterable[str], optimizers: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The rows of one architecture, or of some draws, in a process of its own, which gives its memory back.
-
-    Raises:
-        RuntimeError: it failed; what it wrote has gone to standard error.
-    """
-    ways = [f"--micro_batches={','.join(micro_batches)}", f"--optimizers={','.join(optimizers)}"]
-    line = [sys.executable, "-m", "tools.evaluation.zoo", f"--child={child}", *ways]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield from map(json.loads, process.stdout)
-    if process.returncode:
-        raise RuntimeError(f"training {child} ended with code {process.returncode}")
-
-
 # ---- showing
 
 
@@ -230,11 +214,6 @@ def _shown(difference: float | None) -> str:
     return "" if difference is None else f"{difference:.0e}"
 
 
-def _tell(began: float, text: str) -> None:
-    sys.stderr.write(f"[{time.monotonic() - began:.0f} s] {text}\n")
-    sys.stderr.flush()
-
-
 def _child(child: str, micro_batches: Sequence[int], optimizers: Sequence[str]) -> Iterator[dict[str, Any]]:
     first, separator, count = child.partition("+")
     return drawn_rows(int(first), int(count)) if separator else rows_of(child, micro_batches, optimizers)
@@ -265,16 +244,17 @@ def main() -> None:
     draws = [f"{seed}+{min(_DRAWS_AT_ONCE, stop - seed)}" for seed in range(first, stop, _DRAWS_AT_ONCE)]
     began, rows = time.monotonic(), list[dict[str, Any]]()
     failures: list[str] = []
+    ways = [f"--micro_batches={','.join(counts)}", f"--optimizers={','.join(_OPTIMIZERS.value)}"]
     for child in (*_MODELS.value, *draws):
         own: list[dict[str, Any]] = []
         try:
-            for row in in_process(child, counts, _OPTIMIZERS.value):
+            for row in rows_apart("tools.evaluation.zoo", f"--child={child}", *ways):
                 own.append(row)
                 what = row["about"] if "seed" in row else f"M = {row['micro_batches']}, {row['optimizer']}"
-                _tell(began, f"{row.get('seed', child)}: {what}: {row['verdict']} {_shown(row['difference'])}")
+                command.say(f"{row.get('seed', child)}: {what}: {row['verdict']} {_shown(row['difference'])}", began)
         except RuntimeError as error:
             failures.append(str(error))
-            _tell(began, str(error))
+            command.say(str(error), began)
         rows += own
         if _JSON.value and own:
             if child in ARCHITECTURES:
