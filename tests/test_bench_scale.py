@@ -53,13 +53,13 @@ def test_plans_of_the_memory_benchmark_have_equal_stages() -> None:
 
 @pytest.mark.slow
 def test_planning_takes_less_than_a_second_and_says_what_it_found() -> None:
-    (record,) = bench_planner.records([2], [2], 1, 16, 25)
+    (record,) = bench_planner.records([2], [2], 1, 16)
     assert record["layers"] == 2 and record["of_first"] == 1.0 and record["planner_s"] > 0
     assert sum(record["replicas"]) == 2
     assert "| 2 | " in bench_planner.table([record])
-    assert bench_planner.planned(400, 2, 16, 25)[1] is None  # doesn't fit
+    assert bench_planner.planned(400, 2, 16)[1] is None  # doesn't fit
     with pytest.raises(dapple.PlanError, match="12 devices don't fill servers of 8"):
-        bench_planner.cluster_of(12, 25)
+        bench_planner.cluster_of(12)
 
 
 @pytest.mark.slow  # A process of its own imports TensorFlow.

@@ -52,7 +52,6 @@ _SCHEDULES = flags.DEFINE_list(
 _PARALLEL = flags.DEFINE_list(
     "parallel", ["1", "8"], "micro-batches of data parallelism, each tried", flag_values=FLAGS
 )
-_CUT = flags.DEFINE_string("cut", None, "last layer of the first stage; the middle block by default", flag_values=FLAGS)
 _BLOCKS = flags.DEFINE_integer("blocks", 8, "of the model", lower_bound=2, flag_values=FLAGS)
 _WIDTH = flags.DEFINE_integer("width", 256, "of the model; a multiple of 4", lower_bound=4, flag_values=FLAGS)
 _SEQUENCE = flags.DEFINE_integer("sequence", 64, "tokens of a sample", lower_bound=1, flag_values=FLAGS)
@@ -60,7 +59,6 @@ _JIT = flags.DEFINE_bool("jit_compile", False, "compile all ways with XLA", flag
 _WAYS = flags.DEFINE_list("ways", list(WAYS), "which of them to try; the copies always are", flag_values=FLAGS)
 _PIN = flags.DEFINE_bool("pin", False, "give each worker a core of its own", flag_values=FLAGS)
 _JSON = flags.DEFINE_string("json", None, "write the numbers to this file, too", flag_values=FLAGS)
-_NAME = flags.DEFINE_string("name", "cluster", "of the results in that file", flag_values=FLAGS)
 _PEER = flags.DEFINE_string(
     "peer", None, "internal: this is a process of plain Keras or of the strategy", flag_values=FLAGS
 )
@@ -141,7 +139,7 @@ def ways(cluster: dapple.Cluster, stack: contextlib.ExitStack) -> dict[str, tupl
         found["keras"] = (2 * batch, peers(stack, batch))
     if "keras_alone" in _WAYS.value:
         found["keras_alone"] = (batch, peers(stack, batch, count=1))
-    cut = _CUT.value or f"block_{_BLOCKS.value // 2 - 1}"
+    cut = f"block_{_BLOCKS.value // 2 - 1}"
     for schedule in _SCHEDULES.value if "pipeline" in _WAYS.value else ():
         stages = [[0], [1]]
         plan = dapple.Plan.manual([cut], stages, micro_batches, batch, schedule=schedule, jit_compile=_JIT.value)
@@ -210,7 +208,7 @@ def main() -> None:
         records = records_of(measure(dapple.Cluster.of_servers(workers.addresses)))
     sys.stdout.write(table(records) + "\n")
     if _JSON.value:
-        write_results(_JSON.value, _NAME.value, records)
+        write_results(_JSON.value, "cluster", records)
 
 
 if __name__ == "__main__":

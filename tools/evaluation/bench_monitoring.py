@@ -32,15 +32,16 @@ _WIDTH = flags.DEFINE_integer(
     "width", 96, "Size of the residual stream; a multiple of 4.", lower_bound=4, flag_values=FLAGS
 )
 _SEQUENCE = flags.DEFINE_integer("sequence", 64, "Tokens of a sample.", lower_bound=1, flag_values=FLAGS)
-_BATCH = flags.DEFINE_integer("batch", 32, "Global batch size.", lower_bound=4, flag_values=FLAGS)
 _MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 4, "Micro-batches.", lower_bound=1, flag_values=FLAGS)
 _STEPS = flags.DEFINE_integer("steps", 5, "Steps of each turn.", lower_bound=1, flag_values=FLAGS)
 _ROUNDS = flags.DEFINE_integer(
     "rounds", 60, "Rounds, each of one turn with the monitor and one without.", lower_bound=2, flag_values=FLAGS
 )
-_BUDGET = flags.DEFINE_float("budget", 0.01, "The monitor's budget.", flag_values=FLAGS)
-_EVENTS_DIR = flags.DEFINE_string("events_dir", None, "Have the monitor write event files here.", flag_values=FLAGS)
 _JSON = flags.DEFINE_string("json", None, "Where to write the numbers, too.", flag_values=FLAGS)
+
+_BATCH = 32
+_BUDGET = 0.01
+"""The monitor's own."""
 
 
 class _Times(keras.callbacks.Callback):
@@ -69,10 +70,10 @@ def measure() -> dict[str, Any]:
     """The numbers."""
     size = gpt_size(_DEPTH.value, _WIDTH.value, _SEQUENCE.value)
     middle = f"block_{_DEPTH.value // 2 - 1}"
-    plan = dapple.Plan.manual([middle], [[0], [1]], _MICRO_BATCHES.value, _BATCH.value)
+    plan = dapple.Plan.manual([middle], [[0], [1]], _MICRO_BATCHES.value, _BATCH)
     pipelined = dapple.transform(make_model(size), dapple.Cluster.local(2, kind="cpu"), plan)
-    x, y = make_data(size, _STEPS.value * _BATCH.value)
-    monitor = dapple.PipelineMonitor(_EVENTS_DIR.value, budget=_BUDGET.value, tokens_per_sample=_SEQUENCE.value)
+    x, y = make_data(size, _STEPS.value * _BATCH)
+    monitor = dapple.PipelineMonitor(tokens_per_sample=_SEQUENCE.value)
     ratios: list[float] = []
     without: list[float] = []
     with_it: list[float] = []
@@ -116,7 +117,7 @@ def _bookkeeping(monitor: dapple.PipelineMonitor, count: int = 2000) -> float:
     """Microseconds of what the monitor does in a step that isn't traced."""
     started = time.perf_counter()
     for _ in range(count):  # as `PipelinedModel` does after each step
-        monitor.stepped(_BATCH.value, 0.1, 1e-3)
+        monitor.stepped(_BATCH, 0.1, 1e-3)
         dict[str, Any]() | monitor.latest
     return 1e6 * (time.perf_counter() - started) / count
 
@@ -134,7 +135,7 @@ def main() -> None:
         f"traced: {found['traces']} steps in all; of {found['steps_with_monitor']} that count {found['traced_steps']}, "
         f"taking {', '.join(f'{ms:.4g}' for ms in found['traced_ms']) or 'no'} ms with reading the trace",
         f"extra time of traced steps: {found['traced_share']:.2%} of all steps with the monitor, which accounts "
-        f"for {found['accounted_share']:.2%}; its budget is {_BUDGET.value:.2%}",
+        f"for {found['accounted_share']:.2%}; its budget is {_BUDGET:.2%}",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     if _JSON.value:

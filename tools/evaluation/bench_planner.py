@@ -29,15 +29,16 @@ FLAGS = flags.FlagValues()
 _LAYERS = flags.DEFINE_list("layers", ["12", "24", "48", "100", "200"], "Encoder layers.", flag_values=FLAGS)
 _DEVICES = flags.DEFINE_list("devices", ["2", "4", "8", "16", "32", "64"], "Numbers of devices.", flag_values=FLAGS)
 _BATCH = flags.DEFINE_integer("global_batch_size", 64, "Samples of a step.", 1, flag_values=FLAGS)
-_GIGABITS = flags.DEFINE_integer("gigabits", 25, "Of the Ethernet between servers, in Gbit/s.", 1, flag_values=FLAGS)
 _REPEATS = flags.DEFINE_integer("repeats", 3, "How often each is planned.", 1, flag_values=FLAGS)
 _JSON = flags.DEFINE_string("json", None, "Write the numbers to this JSON file, too.", flag_values=FLAGS)
 
 _SERVER = 8
 """Devices of a server."""
+_GIGABITS = 25
+"""Of the Ethernet between servers, in Gbit/s."""
 
 
-def cluster_of(devices: int, gigabits: float) -> dapple.Cluster:
+def cluster_of(devices: int) -> dapple.Cluster:
     """So many V100s; of more than eight, a multiple of eight.
 
     Raises:
@@ -45,12 +46,12 @@ def cluster_of(devices: int, gigabits: float) -> dapple.Cluster:
     """
     if devices > _SERVER and devices % _SERVER:
         raise dapple.PlanError(f"{devices} devices don't fill servers of {_SERVER}; use a multiple of {_SERVER}")
-    return hardware(-(-devices // _SERVER), min(devices, _SERVER), gigabits)
+    return hardware(-(-devices // _SERVER), min(devices, _SERVER), _GIGABITS)
 
 
-def planned(layers: int, devices: int, global_batch_size: int, gigabits: float) -> tuple[float, dapple.Plan | None]:
+def planned(layers: int, devices: int, global_batch_size: int) -> tuple[float, dapple.Plan | None]:
     """Seconds of one core that planning takes, and the plan; None where nothing fits."""
-    profile, cluster = deep_bert(layers), cluster_of(devices, gigabits)
+    profile, cluster = deep_bert(layers), cluster_of(devices)
     start = time.process_time()
     try:
         found = plan(profile, cluster, global_batch_size, least_gain=0.0)
@@ -60,7 +61,7 @@ def planned(layers: int, devices: int, global_batch_size: int, gigabits: float) 
 
 
 def records(
-    layers: Sequence[int], devices: Sequence[int], repeats: int, global_batch_size: int, gigabits: float
+    layers: Sequence[int], devices: Sequence[int], repeats: int, global_batch_size: int
 ) -> Iterator[dict[str, Any]]:
     """A record of each number of layers and devices, in ascending order, with its ratio to the first one."""
     pairs = [(depth, count) for depth in sorted(layers) for count in sorted(devices)]
@@ -68,7 +69,7 @@ def records(
     plans: dict[tuple[int, int], dapple.Plan | None] = {}
     for number in range(repeats):
         for depth, count in pairs[:: 1 if number % 2 == 0 else -1]:
-            seconds, plans[depth, count] = planned(depth, count, global_batch_size, gigabits)
+            seconds, plans[depth, count] = planned(depth, count, global_batch_size)
             turns[depth, count].append(seconds)
             command.say(f"round {number + 1}: {depth} layers, {count} devices: {seconds:.2f} s")
             sys.stderr.flush()
@@ -105,9 +106,9 @@ def main() -> None:
     layers, devices = numbers("layers", _LAYERS.value), numbers("devices", _DEVICES.value)
     check_output(_JSON.value)
     for count in devices:
-        cluster_of(count, _GIGABITS.value)
+        cluster_of(count)
     logging.getLogger("dapple_tf").setLevel(logging.ERROR)
-    rows = list(records(layers, devices, _REPEATS.value, _BATCH.value, _GIGABITS.value))
+    rows = list(records(layers, devices, _REPEATS.value, _BATCH.value))
     if _JSON.value:
         write_results(_JSON.value, "planner", rows)
     sys.stdout.write(table(rows) + "\n")

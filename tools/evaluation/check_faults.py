@@ -38,10 +38,6 @@ _SHAPES = flags.DEFINE_list(
     "shapes", ["data_parallel", "straight", "2:1", "1:2", "chunks", "zb_h1"], "plans to try", flag_values=FLAGS
 )
 _FAULTS = flags.DEFINE_integer("faults", 20, "faults in each training run", lower_bound=1, flag_values=FLAGS)
-_KINDS = flags.DEFINE_list("kinds", ["kill", "stop", "cut"], "kinds of faults", flag_values=FLAGS)
-_NOTICE = flags.DEFINE_float(
-    "notice_seconds", 10.0, "a worker that is silent for so long is lost", lower_bound=1.0, flag_values=FLAGS
-)
 _CHECKPOINTS = flags.DEFINE_bool(
     "checkpoints", False, "go on from checkpoints, every 7 steps, not from synced values", flag_values=FLAGS
 )
@@ -50,6 +46,8 @@ _JSON = flags.DEFINE_string("json", None, "write the rows to this JSON file, too
 _INSIDE = flags.DEFINE_string("inside", None, "internal: this is the client; what it is to do", flag_values=FLAGS)
 
 _HOSTS = 3
+_NOTICE_SECONDS = 10.0
+"""A worker that is silent for as long is lost."""
 _BATCH = 48
 _BATCHES = 24
 _EPOCHS = 5
@@ -221,7 +219,7 @@ def disturbed(hosts: Hosts, client: _Client, shape: str, draw: random.Random) ->
     for moment in moments:
         now = client.until_step(moment)
         time.sleep(draw.uniform(0, _STEP_SECONDS))
-        kind = draw.choice(_KINDS.value)
+        kind = draw.choice(("kill", "stop", "cut"))
         host = draw.randrange(1 if kind == "cut" else 0, _HOSTS)
         fault = {"kill": hosts.kill, "stop": hosts.stop, "cut": hosts.cut}[kind]
         mend = {"kill": hosts.restart, "stop": hosts.cont, "cut": hosts.join}[kind]
@@ -253,7 +251,7 @@ def check(hosts: Hosts, shape: str, folder: pathlib.Path) -> tuple[list[Row], bo
         task = {
             "shape": shape,
             "addresses": hosts.addresses,
-            "notice_seconds": _NOTICE.value,
+            "notice_seconds": _NOTICE_SECONDS,
             "result": str(result),
             "checkpoints": str(place / "checkpoints") if _CHECKPOINTS.value else "",
         }

@@ -45,21 +45,7 @@ _NETWORKS = flags.DEFINE_list(
     "Time of a transfer between two stages as a part of a forward's; 0 for free links. Uneven replicas share it out.",
     flag_values=FLAGS,
 )
-_UNEVEN = flags.DEFINE_float(
-    "uneven",
-    0.0,
-    "How much longer the last stage's tasks are than the first's, such as 0.5.",
-    lower_bound=0.0,
-    flag_values=FLAGS,
-)
 _OVERLAP = flags.DEFINE_boolean("overlap", False, "Overlap all-reduce with the last backwards.", flag_values=FLAGS)
-_SCALE = flags.DEFINE_float(
-    "scale",
-    None,
-    "Wall-clock seconds per simulated second; chosen when not given.",
-    lower_bound=1e-3,
-    flag_values=FLAGS,
-)
 _STEPS = flags.DEFINE_integer(
     "steps", 3, "Steps per row, of which the median counts.", lower_bound=1, flag_values=FLAGS
 )
@@ -74,7 +60,7 @@ SAMPLES = 6
 
 
 def pipeline(
-    stages: int, micro_batches: int, schedule: str, replicas: Sequence[int], network: float, uneven: float = 0.0
+    stages: int, micro_batches: int, schedule: str, replicas: Sequence[int], network: float
 ) -> tuple[Plan, Profile, Cluster]:
     """A pipeline of equal stages, each on a server of its own.
 
@@ -84,19 +70,17 @@ def pipeline(
         schedule: the policy.
         replicas: of each stage, repeated.
         network: time to send a whole micro-batch to the next stage, as a part of F's; 0 for free links.
-        uneven: how much longer the last stage takes than the first, as a part.
     """
-    factors = [1 + uneven * stage / max(1, stages - 1) for stage in range(stages)]
     layers = [
         LayerProfile(
             f"layer{stage}",
-            Cost(_FORWARD * factor),
-            Cost(_BACKWARD * factor),
+            Cost(_FORWARD),
+            Cost(_BACKWARD),
             output_bytes=Cost(0.0, 1.0),
             parameter_bytes=100,
             apply_seconds=_APPLY,
         )
-        for stage, factor in enumerate(factors)
+        for stage in range(stages)
     ]
     tensors = tuple(Tensor(stage, (stage + 1,), Cost(0.0, 1.0)) for stage in range(stages - 1))
     profile = Profile("pipeline", "none", (1, SAMPLES), tuple(layers), tensors)
@@ -115,7 +99,7 @@ def pipeline(
 def _measure(plan: Plan, profile: Profile, cluster: Cluster) -> Emulation:
     best: Emulation | None = None
     for _ in range(_ATTEMPTS.value):
-        found = emulate(plan, profile, cluster, overlap=_OVERLAP.value, scale=_SCALE.value, steps=_STEPS.value)
+        found = emulate(plan, profile, cluster, overlap=_OVERLAP.value, steps=_STEPS.value)
         if best is None or abs(found.error) < abs(best.error):
             best = found
         if abs(best.error) <= _TOLERANCE.value:
@@ -153,7 +137,7 @@ def main() -> None:
     print(_ROW.format("S", "M", "schedule", "replicas", "network", "simulated ms", "emulated ms", "error", "late ms"))
     worst, failed, rows = 0.0, 0, 0
     for (stages, count), policy, pattern, network in itertools.product(_shapes(), _SCHEDULES.value, patterns, networks):
-        plan, profile, cluster = pipeline(stages, count, policy, pattern, network, _UNEVEN.value)
+        plan, profile, cluster = pipeline(stages, count, policy, pattern, network)
         name = ":".join(map(str, pattern))
         cells = (stages, count, policy, name, f"{network:.0%}")
         if cluster.num_devices > MAX_DEVICES:

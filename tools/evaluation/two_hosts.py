@@ -65,12 +65,11 @@ _CARRIED = flags.DEFINE_list("carried", ["0", "3", "6"], "values of carried_upda
 _QUIET = flags.DEFINE_integer("quiet", 10, "undisturbed steps of each variant to measure", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 20, "at most so many rounds, in wait for a quiet machine", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 2, "steps of each variant in a round", lower_bound=1)
-_NOISE = flags.DEFINE_float("noise", 0.1, "cores that other processes may use during an undisturbed step")
-_BUCKET = flags.DEFINE_float("bucket", 4.0, "MiB that are reduced at once", lower_bound=0.001)
-_BATCH = flags.DEFINE_integer("batch", None, "global batch size; by default the model's own", lower_bound=2)
 _JSON = flags.DEFINE_string("json", None, "write the numbers and the machine's facts to this JSON file, too")
 _INSIDE = flags.DEFINE_string("inside", None, "internal: this is the client within the first host; what it is to do")
 
+_NOISE = 0.1
+"""Cores that other processes may use during an undisturbed step."""
 _KEY = 2_000_000_000
 """First collective key of `Client.all_reduce`; steps count theirs from 1."""
 
@@ -329,16 +328,16 @@ def _inside(task: Mapping[str, Any]) -> None:
 
 def measure(name: str, rate: float | None) -> dict[str, Any]:
     """Measures one model on fresh hosts; ``rate`` None for auto. Returns the client's result, and what was asked."""
-    batch = _BATCH.value or _EXAMPLES[name].batch
+    batch = _EXAMPLES[name].batch
     task = {
         "model": name,
         "batch": batch,
-        "bucket_bytes": int(_BUCKET.value * 2**20),
+        "bucket_bytes": 4 * 2**20,
         "first_k": [int(k) for k in _FIRST.value],
         "carried": [int(count) for count in _CARRIED.value],
         "quiet": _QUIET.value,
         "rounds": _ROUNDS.value,
-        "noise": _NOISE.value,
+        "noise": _NOISE,
         "steps": _STEPS.value,
     }
     with Hosts(2, cores=sorted(os.sched_getaffinity(0))[:2]) as hosts:
