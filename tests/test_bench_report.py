@@ -9,7 +9,14 @@ import socket
 import pytest
 from absl import app
 
-from dapple_tf.tools.evaluation.bench_report import check_output, markdown, own_command, read_results, write_results
+from dapple_tf.tools.evaluation.bench_report import (
+    cells,
+    check_output,
+    markdown,
+    own_command,
+    read_results,
+    write_results,
+)
 from dapple_tf.tools.evaluation.ratios import Quartiles, quartiles, ratios, take_turns
 from dapple_tf.tools.machine_facts import machine_facts
 
@@ -73,3 +80,9 @@ def test_turns_are_taken_in_both_orders() -> None:
 def test_tables_show_medians_with_quartiles() -> None:
     table = markdown([("way", "ratio"), ("keras", Quartiles(0.9, 1.0, 1.1))])
     assert table == "| way | ratio |\n|---|---|\n| keras | 1.000 (0.900 to 1.100) |"
+
+
+def test_records_are_shown_in_the_formats_of_columns() -> None:
+    rows = [{"model": "mlp", "ms": 1.0, "error": 0.5}, {"model": "gpt", "ms": 20.0, "error": -0.25}]
+    columns = {"model": "{model}", "step ms": "{ms:.1f}", "error": "{error:+.0%}"}
+    assert cells(rows, columns) == [["model", "step ms", "error"], ["mlp", "1.0", "+50%"], ["gpt", "20.0", "-25%"]]

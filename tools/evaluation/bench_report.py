@@ -27,7 +27,7 @@ import pathlib
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dapple_tf.tools import command
@@ -148,6 +148,11 @@ def rows_apart(module: str, *options: str) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, process.stdout)
     if process.returncode:
         raise RuntimeError(f"{shlex.join(line[1:])} ended with code {process.returncode}")
+
+
+def cells(rows: Iterable[Record], columns: Mapping[str, str]) -> list[list[str]]:
+    """A table of records: a header, and each record in the formats of the columns, such as ``{step_ms:.2f}``."""
+    return [list(columns), *([form.format_map(row) for form in columns.values()] for row in rows)]
 
 
 def markdown(rows: Sequence[Sequence[object]]) -> str:

@@ -26,7 +26,7 @@ from dapple_tf.models.gpt import gpt
 from dapple_tf.models.resnet import resnet
 from dapple_tf.progress import Progress
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation.bench_report import check_output, write_results
+from dapple_tf.tools.evaluation.bench_report import cells, check_output, write_results
 
 FLAGS = flags.FlagValues()
 
@@ -215,22 +215,17 @@ def check(name: str, policies: Sequence[str], steps: int, *, repeats: int, cache
 # ---- showing
 
 
+COLUMNS = {
+    "model": "{model}", "policy": "{policy}", "device": "{device}", "predicted MB": "{predicted:.2f}",
+    "measured MB": "{measured:.2f}", "least to most": "{least:.2f} to {most:.2f}", "error": "{error:+.1%}",
+}  # fmt: skip
+"""What is shown of a row, whose bytes are MB there."""
+
+
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
     """The rows for people."""
-    cells = [("model", "policy", "device", "predicted MB", "measured MB", "least to most", "error")]
-    for row in rows:
-        cells.append(
-            (
-                row["model"],
-                row["policy"],
-                str(row["device"]),
-                f"{row['predicted'] / 1e6:.2f}",
-                f"{row['measured'] / 1e6:.2f}",
-                f"{row['least'] / 1e6:.2f} to {row['most'] / 1e6:.2f}",
-                f"{row['error']:+.1%}",
-            )
-        )
-    return text_table.table(cells, left=2)
+    sizes = ("predicted", "measured", "least", "most")
+    return text_table.table(cells(({**row, **{s: row[s] / 1e6 for s in sizes}} for row in rows), COLUMNS), left=2)
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -25,7 +25,7 @@ from dapple_tf.models.gpt import gpt
 from dapple_tf.planning.plan_reasons import shape
 from dapple_tf.progress import Progress
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation.bench_report import check_output, write_results
+from dapple_tf.tools.evaluation.bench_report import cells, check_output, write_results
 
 FLAGS = flags.FlagValues()
 
@@ -139,23 +139,12 @@ def check(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows for people."""
-    cells = [("model", "plan", "recompute", "capacity", "predicted ms", "measured ms", "error", "error without drift")]
-    for row in rows:
-        cells.append(
-            (
-                row["model"],
-                row["plan"] + (" (the planner's)" if row["planned"] else ""),
-                row["recompute"],
-                f"{row['capacity']:.2f}",
-                f"{row['predicted_ms']:.2f}",
-                f"{row['measured_ms']:.2f}",
-                f"{row['error']:+.1%}",
-                f"{row['error_without_drift']:+.1%}",
-            )
-        )
-    return text_table.table(cells, left=3)
+COLUMNS = {
+    "model": "{model}", "plan": "{plan}", "recompute": "{recompute}", "capacity": "{capacity:.2f}",
+    "predicted ms": "{predicted_ms:.2f}", "measured ms": "{measured_ms:.2f}", "error": "{error:+.1%}",
+    "error without drift": "{error_without_drift:+.1%}",
+}  # fmt: skip
+"""What is shown of a row."""
 
 
 def main() -> None:
@@ -163,7 +152,8 @@ def main() -> None:
     command.check_choices(_MODELS, MAKERS)
     check_output(_JSON.value)
     rows = [row for name in _MODELS.value for row in check(name)]
-    sys.stdout.write(table(rows) + "\n")
+    shown = [row | {"plan": row["plan"] + " (the planner's)" * row["planned"]} for row in rows]
+    sys.stdout.write(text_table.table(cells(shown, COLUMNS), left=3) + "\n")
     if _JSON.value:
         write_results(_JSON.value, "prediction", rows)
 

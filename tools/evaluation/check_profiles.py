@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -24,6 +23,7 @@ from dapple_tf.automatic import slice_sizes
 from dapple_tf.measuring.links import measure_links
 from dapple_tf.measuring.time_budget import TimeBudget
 from dapple_tf.tools import command
+from dapple_tf.tools.evaluation.bench_report import cells
 from dapple_tf.tools.evaluation.check_prediction import MAKERS
 
 FLAGS = flags.FlagValues()
@@ -107,28 +107,18 @@ def check(name: str) -> list[dict[str, Any]]:
     return [{"model": name} | row(true, profile, cluster, batch, took) for profile, took in profiles.values()]
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows for people."""
-    cells = [("model", "method", "takes s", "F + B", "misplaced", "rank correlation", "plan's loss")]
-    for each in rows:
-        cells.append(
-            (
-                each["model"],
-                each["method"],
-                f"{each['seconds']:.1f}",
-                f"{each['total']:+.1%}",
-                f"{each['misplaced']:.1%}",
-                f"{each['ranks']:.3f}",
-                f"{each['loss']:+.2%}",
-            )
-        )
-    return text_table.table(cells, left=2)
+COLUMNS = {
+    "model": "{model}", "method": "{method}", "takes s": "{seconds:.1f}", "F + B": "{total:+.1%}",
+    "misplaced": "{misplaced:.1%}", "rank correlation": "{ranks:.3f}", "plan's loss": "{loss:+.2%}",
+}  # fmt: skip
+"""What is shown of a row."""
 
 
 def main() -> None:
     """Runs the comparison."""
     command.check_choices(_MODELS, MAKERS)
-    sys.stdout.write(table([row for name in _MODELS.value for row in check(name)]) + "\n")
+    rows = [row for name in _MODELS.value for row in check(name)]
+    sys.stdout.write(text_table.table(cells(rows, COLUMNS), left=2) + "\n")
 
 
 if __name__ == "__main__":
