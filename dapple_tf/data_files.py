@@ -6,6 +6,7 @@ warrants, whatever is in it.
 
 from __future__ import annotations
 
+import abc
 import collections.abc
 import dataclasses
 import functools
@@ -16,7 +17,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 MOST_BYTES = 4 * 2**20
 """A file of JSON isn't larger. A layer takes less than 1 kB."""
@@ -90,6 +91,39 @@ def parse_object(
     if not isinstance(data, dict):
         raise error(f"{source} has a JSON {type(data).__name__} where an object {{...}} is expected")
     return data
+
+
+class JsonFile(abc.ABC):
+    """What JSON text can hold, with a file for it.
+
+    Attributes:
+        file_error: what is raised where a file isn't one.
+    """
+
+    file_error: ClassVar[type[Exception]]
+
+    @classmethod
+    @abc.abstractmethod
+    def from_json(cls, text: str, *, source: str) -> Self:
+        """Read what `to_json` wrote; ``source`` stands in error messages."""
+
+    @abc.abstractmethod
+    def to_json(self) -> str:
+        """Return it as JSON text."""
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read it from a file, as `from_json` has it.
+
+        Raises:
+            Exception: `from_json`'s error (``file_error``), naming the file and what is wrong in it.
+            OSError: the file can't be read.
+        """
+        return cls.from_json(read_text(path, cls.file_error), source=os.fspath(path))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
 
 
 class Scalar(typing.NamedTuple):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from dapple_tf.data_files import clip, read_text
+from dapple_tf.data_files import JsonFile, clip
 from dapple_tf.describe.cluster_description import parse, to_text
 from dapple_tf.describe.devices import LINKS, REDUCTION, Device, Link, Server, check_addresses, check_link
 from dapple_tf.describe.faults import FaultPolicy
@@ -24,7 +22,7 @@ _KINDS = ("auto", "cpu", "gpu")
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(JsonFile):
     """Devices, numbered by their position server by server, and the links between them.
 
     Attributes:
@@ -45,6 +43,7 @@ class Cluster:
         ClusterError: no devices, a name twice, servers not numbered 0, 1, ... in order, or a number out of range.
     """
 
+    file_error: ClassVar[type[Exception]] = ClusterError
     devices: tuple[Device, ...]
     intra_bandwidth: float | None = None
     inter_bandwidth: float | None = None
@@ -226,16 +225,6 @@ class Cluster:
         return replace(self, devices=(*mains, *subs), servers=(server,), sub_streams=self.num_devices)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Cluster:
-        """Read a description from a JSON file, as `from_json` has it.
-
-        Raises:
-            ClusterError: naming the file and what is wrong in it.
-            OSError: the file can't be read.
-        """
-        return cls.from_json(read_text(path, ClusterError), source=os.fspath(path))
-
-    @classmethod
     def from_json(cls, text: str, *, source: str = "cluster description") -> Cluster:
         """Read a cluster to plan for: not real, its devices named ``/job:worker/.../task:<server>/device:GPU:<i>``.
 
@@ -259,10 +248,6 @@ class Cluster:
     def to_json(self) -> str:
         """Return the description as JSON text: servers, memory and links, but not device names; see `from_json`."""
         return to_text(self)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json` to a file; `load` gives the same cluster back as a description."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @property
     def num_servers(self) -> int:

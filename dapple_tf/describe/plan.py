@@ -6,14 +6,12 @@ import functools
 import hashlib
 import json
 import logging
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, ClassVar, TypedDict, Unpack
 
-from dapple_tf.data_files import Decoder, clip, parse_object, read_text, short
+from dapple_tf.data_files import Decoder, JsonFile, clip, parse_object, short
 from dapple_tf.describe.plan_checks import RECOMPUTE_MODES, check_batches, check_options, check_stages
 from dapple_tf.describe.plan_report import PlanReport, parse_report
 from dapple_tf.describe.plan_values import PlanError, device_lists, integer, integers, layer_names, task_times
@@ -62,7 +60,7 @@ class ScheduleOptions(TypedDict):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(JsonFile):
     """Stages, their devices and the schedule; checked when it is made. Sequences may be given as lists.
 
     Attributes:
@@ -99,6 +97,7 @@ class Plan:
         PlanError: saying what is wrong, where, and what to change.
     """
 
+    file_error: ClassVar[type[Exception]] = PlanError
     cuts: tuple[str, ...]
     devices: tuple[tuple[int, ...], ...]
     micro_batches: int
@@ -199,16 +198,6 @@ class Plan:
         return replace(self, devices=own, operator_devices=self.devices, report=None)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan from a JSON file.
-
-        Raises:
-            PlanError: naming the file and what is wrong in it.
-            OSError: the file can't be read.
-        """
-        return cls.from_json(read_text(path, PlanError), source=os.fspath(path))
-
-    @classmethod
     def from_json(cls, text: str, *, source: str = "plan") -> Plan:
         """Return the plan that `to_json` wrote as ``text``; keys whose field has a default may be left out.
 
@@ -253,10 +242,6 @@ class Plan:
             values["report"] = asdict(self.report)
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
         return "{\n" + ",\n".join(lines) + "\n}\n"
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json` to a file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @property
     def num_stages(self) -> int:

@@ -6,15 +6,13 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from dapple_tf.data_files import Decoder, clip, parse_object, read_text, short
+from dapple_tf.data_files import Decoder, JsonFile, clip, parse_object, short
 from dapple_tf.text_table import table
 
 _FORMAT = "dapple_tf.profile/1"
@@ -180,7 +178,7 @@ METHODS = {
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(JsonFile):
     """A model's layers, in the order in which they run, and the tensors between them.
 
     Attributes:
@@ -203,6 +201,7 @@ class Profile:
         ProfileError: no layers, a name twice, or a tensor that doesn't flow forwards.
     """
 
+    file_error: ClassVar[type[Exception]] = ProfileError
     model: str
     device: str
     batch_sizes: tuple[int, ...]
@@ -365,10 +364,6 @@ class Profile:
             lines.append(f'  "{name}": [' + (f"\n{entries}\n  ]" if entries else "]"))
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json` to a file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
-
     @classmethod
     def from_json(cls, text: str, *, source: str = "profile") -> Profile:
         """Return the profile that `to_json` wrote as ``text``. ``source`` stands in error messages.
@@ -385,16 +380,6 @@ class Profile:
             return profile
         except ProfileError as error:
             raise ProfileError(f"{source}: {clip(str(error))}") from error
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read a profile from a JSON file.
-
-        Raises:
-            ProfileError: naming the file and what is wrong in it.
-            OSError: the file can't be read.
-        """
-        return cls.from_json(read_text(path, ProfileError), source=os.fspath(path))
 
     def __str__(self) -> str:
         samples = self.batch_sizes[-1]

@@ -10,9 +10,9 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from dapple_tf.data_files import MOST_BYTES, Decoder, clip, parse_object, read_text, short
+from dapple_tf.data_files import MOST_BYTES, Decoder, JsonFile, clip, parse_object, short
 from dapple_tf.operators.flops import FREE, work
 from dapple_tf.operators.rooflines import CPU, GPU, P100, Roofline
 from dapple_tf.operators.signatures import OpSignature
@@ -72,7 +72,7 @@ class _Correction(NamedTuple):
     ratio: float
 
 
-class OperatorCosts:
+class OperatorCosts(JsonFile):
     """Times of operators on kinds of devices: E of FD-DPS, formula 1, and estimates for what wasn't measured.
 
         costs = OperatorCosts()
@@ -87,6 +87,8 @@ class OperatorCosts:
     Attributes:
         rooflines: kind of device (``CPU``, ``GPU``) -> its roofline.
     """
+
+    file_error: ClassVar[type[Exception]] = OperatorCostsError
 
     def __init__(self, rooflines: Mapping[str, Roofline] | None = None) -> None:
         self.rooflines: dict[str, Roofline] = dict({"CPU": CPU, "GPU": GPU} if rooflines is None else rooflines)
@@ -239,16 +241,6 @@ class OperatorCosts:
         return self._corrections[kind]
 
     # ---- files
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> OperatorCosts:
-        """Reads costs from a file, as `save` writes it.
-
-        Raises:
-            OperatorCostsError: naming the file and what is wrong in it.
-            OSError: the file can't be read.
-        """
-        return cls.from_json(read_text(path, OperatorCostsError), source=os.fspath(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes `to_json` to a file.
