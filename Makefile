@@ -27,35 +27,34 @@ train: $(STAMP) ## train a byte-level GPT on four local devices, a few minutes; 
 	$(BIN)/python -m tools.train_gpt
 
 pictures: $(STAMP) ## run the documents' examples, and draw their pictures and screenshots anew; needs chromium
-	$(BIN)/python -m tools.run_document --write docs/tutorial.md docs/timelines.md docs/dumps.md
+	$(BIN)/python -m tools.evaluation.run_document --write docs/tutorial.md docs/timelines.md docs/dumps.md
 	$(BIN)/python -m pytest tests/test_timeline_page.py tests/test_graph_page.py tests/test_what_if.py --screenshots=docs/pictures
 
 results: $(STAMP) ## regenerate docs/results, the evaluation of the DAPPLE paper; fails when a claim no longer holds
-	$(BIN)/python -m tools.reproduce_dapple
+	$(BIN)/python -m tools.evaluation.reproduce_dapple
 
 results-operators: $(STAMP) ## regenerate docs/results/fd_dps.md, the evaluation of the FD-DPS paper, a quarter of an hour
-	$(BIN)/python -m tools.reproduce_fd_dps
+	$(BIN)/python -m tools.evaluation.reproduce_fd_dps
 
 accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with real training, and ways of profiling, some 20 minutes
-	$(BIN)/python -m tools.check_simulator
-	$(BIN)/python -m tools.check_prediction
-	$(BIN)/python -m tools.check_profiles
+	$(BIN)/python -m tools.evaluation.check_simulator
+	$(BIN)/python -m tools.evaluation.check_prediction
+	$(BIN)/python -m tools.evaluation.check_profiles
 
 bench: $(STAMP) ## run all benchmarks, an hour on a quiet machine; rewrites docs/results/speed.json and scale.json
-	$(BIN)/python -m tools.bench_cluster --json=docs/results/speed.json
-	$(BIN)/python -m tools.bench_overhead --json=docs/results/speed.json
-	$(BIN)/python -m tools.bench_torch --torch_python=$(TORCH_PYTHON) --json=docs/results/speed.json
-	$(BIN)/python -m tools.bench_monitoring
-	$(BIN)/python -m tools.bench_memory --json=docs/results/scale.json
-	$(BIN)/python -m tools.bench_preparation --json=docs/results/scale.json
-	$(BIN)/python -m tools.bench_planner --json=docs/results/scale.json
-	$(BIN)/python -m tools.prepare_step
+	$(BIN)/python -m tools.evaluation.bench_cluster --json=docs/results/speed.json
+	$(BIN)/python -m tools.evaluation.bench_overhead --json=docs/results/speed.json
+	$(BIN)/python -m tools.evaluation.bench_torch --torch_python=$(TORCH_PYTHON) --json=docs/results/speed.json
+	$(BIN)/python -m tools.evaluation.bench_monitoring
+	$(BIN)/python -m tools.evaluation.bench_memory --json=docs/results/scale.json
+	$(BIN)/python -m tools.evaluation.bench_preparation --json=docs/results/scale.json
+	$(BIN)/python -m tools.evaluation.bench_planner --json=docs/results/scale.json
 
 zoo: $(STAMP) ## train keras.applications, keras_hub and random models beside plain Keras, hours; rewrites docs/zoo.md
-	$(BIN)/python -m tools.zoo --json=docs/results/zoo.json --document=docs/zoo.md
+	$(BIN)/python -m tools.evaluation.zoo --json=docs/results/zoo.json --document=docs/zoo.md
 
 faults: $(STAMP) ## kill, stop and cut off workers while a model trains, half an hour; needs root
-	$(BIN)/python -m tools.check_faults
+	$(BIN)/python -m tools.evaluation.check_faults
 
 test: lint ## check style and types, and run the tests but for most of many like cases
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not thorough"

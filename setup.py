@@ -9,6 +9,8 @@ from setuptools import find_packages, setup
 _ROOT = pathlib.Path(__file__).parent
 _INSIDE = ("models", "tools")
 """Folders of a checkout that are installed as packages of dapple_tf, so that nobody else's folders have their names."""
+_EVALUATION = "tools.evaluation"
+"""Programs of our own evaluation, which need a checkout: not installed."""
 _COMMANDS = ("dump", "launch", "plan", "profile", "simulate", "train", "what_if")
 """Programs of `tools` that do without a checkout."""
 _MODULES = {"dump": "dump_graph"}
@@ -21,7 +23,12 @@ def _packages() -> list[str]:
         for name in find_packages(include=["dapple_tf", "dapple_tf.*", "graph_passes", "graph_passes.*"])
         if not name.startswith(tuple(f"dapple_tf.{inner}" for inner in _INSIDE))  # a checkout's names for these
     ]
-    inside = [name for inner in _INSIDE for name in (inner, *(f"{inner}.{sub}" for sub in find_packages(inner)))]
+    inside = [
+        name
+        for inner in _INSIDE
+        for name in (inner, *(f"{inner}.{sub}" for sub in find_packages(inner)))
+        if name != _EVALUATION
+    ]
     return [*outer, *(f"dapple_tf.{name}" for name in inside)]
 
 
@@ -44,8 +51,8 @@ setup(
     extras_require={
         "images": ["matplotlib"],
         "data": ["tokenizers"],  # for data that are read as tokens of text; see docs/data.md
-        "torch": ["torch>=2.6"],  # for tools.bench_torch alone
-        "zoo": ["keras-hub"],  # for tools.zoo, which trains its models beside plain Keras
+        "torch": ["torch>=2.6"],  # for tools.evaluation.bench_torch alone
+        "zoo": ["keras-hub"],  # for tools.evaluation.zoo, which trains its models beside plain Keras
         "dev": [
             "pytest",
             "pytest-timeout",

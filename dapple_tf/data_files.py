@@ -1,4 +1,4 @@
-"""Reading files that anybody may have written: within bounds, and with errors that name the file.
+"""Reading files that anybody may have written: within bounds, and with errors that name the file and the key.
 
 Plans, profiles and clusters are data: reading one runs no code of its and takes no more time and memory than its size
 warrants, whatever is in it.
@@ -6,11 +6,18 @@ warrants, whatever is in it.
 
 from __future__ import annotations
 
+import abc
+import collections.abc
+import dataclasses
+import functools
 import json
 import os
 import reprlib
+import sys
+import typing
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 MOST_BYTES = 4 * 2**20
 """A file of JSON isn't larger. A layer takes less than 1 kB."""
@@ -31,7 +38,7 @@ class _DuplicateKeyError(ValueError):
 
 
 def read_text(
-    path: str | os.PathLike[str], error: type[ValueError], *, encoding: str = "utf-8", most_bytes: int = MOST_BYTES
+    path: str | os.PathLike[str], error: type[Exception], *, encoding: str = "utf-8", most_bytes: int = MOST_BYTES
 ) -> str:
     """The text in a file.
 
@@ -55,18 +62,28 @@ def read_text(
         raise error(f"{os.fspath(path)} isn't UTF-8 text: {clip(str(undecodable))}") from undecodable
 
 
-def parse_object(text: str, source: str, error: type[ValueError]) -> dict[str, Any]:
+def parse_object(
+    text: str, source: str, error: type[Exception], *, most_bytes: int = MOST_BYTES, finite: bool = False
+) -> dict[str, Any]:
     """The JSON object that ``text`` is. What a key means twice, readers of JSON don't agree on: that is refused.
+
+    Args:
+        text: of a file, for example.
+        source: stands in errors.
+        error: what to raise.
+        most_bytes: a longer text isn't read.
+        finite: whether NaN and infinities are refused, which aren't numbers in JSON.
 
     Raises:
         ValueError: ``error``, naming ``source``, if it isn't one.
     """
-    if len(text) > MOST_BYTES:
-        raise error(f"{source} is longer than {MOST_BYTES:,} characters, the most that is read")
-    if text.count("[") + text.count("{") > _MOST_CONTAINERS:
-        raise error(f"{source} has more than {_MOST_CONTAINERS:,} lists and objects, the most that are read")
+    if len(text) > most_bytes:
+        raise error(f"{source} is longer than {most_bytes:,} characters, the most that is read")
+    most_containers = _MOST_CONTAINERS * most_bytes // MOST_BYTES
+    if text.count("[") + text.count("{") > most_containers:
+        raise error(f"{source} has more than {most_containers:,} lists and objects, the most that are read")
     try:
-        data = json.loads(text, object_pairs_hook=_unique)
+        data = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse if finite else float)
     except _DuplicateKeyError as duplicate:
         raise error(f"{source}: {duplicate}") from duplicate
     except (ValueError, RecursionError) as wrong:  # Also for numbers and nesting beyond Python's limits.
@@ -74,6 +91,166 @@ def parse_object(text: str, source: str, error: type[ValueError]) -> dict[str, A
     if not isinstance(data, dict):
         raise error(f"{source} has a JSON {type(data).__name__} where an object {{...}} is expected")
     return data
+
+
+class JsonFile(abc.ABC):
+    """What JSON text can hold, with a file for it.
+
+    Attributes:
+        file_error: what is raised where a file isn't one.
+    """
+
+    file_error: ClassVar[type[Exception]]
+
+    @classmethod
+    @abc.abstractmethod
+    def from_json(cls, text: str, *, source: str) -> Self:
+        """Read what `to_json` wrote; ``source`` stands in error messages."""
+
+    @abc.abstractmethod
+    def to_json(self) -> str:
+        """Return it as JSON text."""
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read it from a file, as `from_json` has it.
+
+        Raises:
+            Exception: `from_json`'s error (``file_error``), naming the file and what is wrong in it.
+            OSError: the file can't be read.
+        """
+        return cls.from_json(read_text(path, cls.file_error), source=os.fspath(path))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+
+class Scalar(typing.NamedTuple):
+    """A type without parts: which JSON values are of it, and how an error says what it must be."""
+
+    fits: Callable[[Any], bool]
+    said: str
+
+
+TEXTS: Mapping[Any, Scalar] = {
+    str: Scalar(lambda value: type(value) is str, "a text"),
+    bool: Scalar(lambda value: type(value) is bool, "true or false"),
+}
+AMOUNTS: Mapping[Any, Scalar] = {
+    **TEXTS,
+    float: Scalar(
+        lambda value: type(value) in (int, float) and 0 <= value <= sys.float_info.max,
+        "a finite number of at least 0",
+    ),
+    int: Scalar(
+        lambda value: type(value) is int and 0 <= value < 2**63, "a whole number of at least 0 and below 2**63"
+    ),
+}
+"""What times and sizes are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """Turns JSON data into typed values; errors say where something else stands, and what it must be.
+
+    Attributes:
+        error: what is raised.
+        scalars: the types without parts.
+        lists: dataclasses that are written as lists of their fields, not as objects.
+    """
+
+    error: type[Exception]
+    scalars: Mapping[Any, Scalar] = dataclasses.field(default_factory=lambda: AMOUNTS)
+    lists: frozenset[type] = frozenset()
+
+    def read(self, kind: Any, data: Any, where: str = "") -> Any:
+        """A value of a type: a scalar, a dataclass, a tuple or a mapping of these, one of them or None, or anything.
+
+        Args:
+            kind: the type.
+            data: what stands in the file.
+            where: a path such as ``layers[3]``, for errors; empty for a whole file.
+
+        Raises:
+            ValueError: ``error``; there is something else.
+        """
+        origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+        if kind is Any:
+            return data
+        if origin is tuple:
+            if not isinstance(data, list):
+                raise self._wrong(data, where, "a list")
+            if arguments[0] in self.scalars and all(map(self.scalars[arguments[0]].fits, data)):
+                return tuple(data)  # Without a place for each.
+            return tuple(self.read(arguments[0], entry, f"{where}[{i}]") for i, entry in enumerate(data))
+        if type(None) in arguments:
+            return None if data is None else self.read(arguments[0], data, where)
+        if origin is collections.abc.Mapping:
+            entries = self.object(data, where)
+            return {key: self.read(arguments[1], value, f"{where}.{short(key)}") for key, value in entries.items()}
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            fields = dataclasses.fields(kind)
+            if kind in self.lists:
+                if not isinstance(data, list) or len(data) != len(fields):
+                    raise self._wrong(data, where, f"[{', '.join(field.name for field in fields)}]")
+                data = dict(zip((field.name for field in fields), data, strict=True))
+                places = {name: f"{where}[{i}]" for i, name in enumerate(data)}
+            else:
+                data = self.object(data, where)
+                needed = {field.name: field.default is dataclasses.MISSING for field in fields}
+                required, optional = ([name for name in needed if needed[name] is one] for one in (True, False))
+                self.check_keys(data, required, optional, where)
+                places = {name: f"{where}.{name}" if where else name for name in data}
+            types = _types(kind)
+            return kind(**{name: self.read(types[name], value, places[name]) for name, value in data.items()})
+        if not self.scalars[kind].fits(data):
+            raise self._wrong(data, where, self.scalars[kind].said)
+        return data
+
+    def object(self, data: Any, where: str) -> dict[str, Any]:
+        """Data that is an object.
+
+        Raises:
+            ValueError: ``error``; it is something else.
+        """
+        if not isinstance(data, dict):
+            raise self._wrong(data, where, "an object {...}")
+        return data
+
+    def check_keys(self, data: Mapping[str, Any], required: Iterable[str], optional: Iterable[str], where: str) -> None:
+        """Refuses an object with other keys, or without some.
+
+        Raises:
+            ValueError: ``error``.
+        """
+        required = list(required)
+        known = [*required, *optional]
+        inside = f"{where}: " if where else ""
+        for key in data:
+            if key not in known:
+                raise self.error(f"{inside}unknown key {short(key)}; the keys are {', '.join(known)}")
+        for key in required:
+            if key not in data:
+                raise self.error(f"{inside}key {key!r} is missing")
+
+    def check_format(self, data: Mapping[str, Any], wanted: str, source: str) -> None:
+        """Refuses a file's object of another format.
+
+        Raises:
+            ValueError: ``error``.
+        """
+        found = data.get("format")
+        if found != wanted:
+            raise self.error(f"{source}: 'format' is {short(found)}; this version reads {wanted!r}")
+
+    def _wrong(self, value: Any, where: str, wanted: str) -> Exception:
+        return self.error(f"{where} is {short(value)}; it must be {wanted}")
+
+
+@functools.cache
+def _types(kind: type) -> Mapping[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def short(value: object) -> str:
@@ -84,6 +261,10 @@ def short(value: object) -> str:
 def clip(text: str, length: int = _MOST_CHARACTERS) -> str:
     """A text without its middle, where it is longer than that."""
     return text if len(text) <= length else f"{text[: length * 2 // 3]} ... {text[-length // 3 + 5 :]}"
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} isn't a number in JSON")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dapple_tf.execution.notes import Note, NoteKind
 from dapple_tf.frontend.own_steps import own_steps, plain_gradients
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.keras_private import compute_loss, layers_of, seeds_of, takes_training
+from dapple_tf.text_table import table
 from dapple_tf.view.notebook import Table, notebook_html
 
 TOLERANCES = {"float64": 1e-8, "float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
@@ -168,12 +169,7 @@ class Verification:
 
     def __str__(self) -> str:
         """A table, largest difference first."""
-        lines = [self._first_line()]
-        rows = self._rows()
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        for row in rows:
-            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        return "\n".join([*lines, *self._remarks()])
+        return "\n".join([self._first_line(), table(self._rows()), *self._remarks()])
 
     def _repr_html_(self) -> str:
         """The table for notebooks."""

@@ -9,8 +9,17 @@ from collections.abc import Callable
 import numpy as np
 
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
+from dapple_tf.operators.placement_problem import compile_problem
+from dapple_tf.operators.simulated_placement import SimulatedPlacement, simulate
 from dapple_tf.operators.split_graph import apply_splits
 from graph_passes.analysis.split_rules import Split
+
+
+def simulate_placement(
+    graph: OpGraph, topology: Topology, devices: np.ndarray, order: np.ndarray
+) -> SimulatedPlacement:
+    """Simulates a step whose graph isn't compiled yet."""
+    return simulate(compile_problem(graph, topology), devices.tolist(), order.tolist())
 
 
 def random_placement(seed: int, share: float = 0.5) -> Callable[..., OpPlacement]:

@@ -9,9 +9,16 @@ import socket
 import pytest
 from absl import app
 
-from dapple_tf.tools.bench_report import check_output, markdown, own_command, read_results, write_results
+from dapple_tf.tools.evaluation.bench_report import (
+    cells,
+    check_output,
+    markdown,
+    own_command,
+    read_results,
+    write_results,
+)
+from dapple_tf.tools.evaluation.ratios import Quartiles, quartiles, ratios, take_turns
 from dapple_tf.tools.machine_facts import machine_facts
-from dapple_tf.tools.ratios import Quartiles, quartiles, ratios, summarize, take_turns
 
 
 def test_a_file_holds_the_newest_results_of_each_benchmark(tmp_path: pathlib.Path) -> None:
@@ -59,10 +66,6 @@ def test_ratios_are_of_the_same_round() -> None:
     """A machine that is half as fast in one round is so for both: the ratio stays."""
     assert ratios([2.0, 4.0, 2.0], [1.0, 2.0, 1.0]) == Quartiles(2.0, 2.0, 2.0)
     assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == Quartiles(2.0, 3.0, 4.0)
-    assert [(r.name, r.seconds, r.ratio) for r in summarize({"base": [1.0, 3.0], "other": [2.0, 6.0]})] == [
-        ("base", 2.0, 1.0),
-        ("other", 4.0, 2.0),
-    ]
     with pytest.raises(ValueError, match="1 rounds can't be compared with 2"):
         ratios([1.0], [1.0, 2.0])
 
@@ -77,3 +80,9 @@ def test_turns_are_taken_in_both_orders() -> None:
 def test_tables_show_medians_with_quartiles() -> None:
     table = markdown([("way", "ratio"), ("keras", Quartiles(0.9, 1.0, 1.1))])
     assert table == "| way | ratio |\n|---|---|\n| keras | 1.000 (0.900 to 1.100) |"
+
+
+def test_records_are_shown_in_the_formats_of_columns() -> None:
+    rows = [{"model": "mlp", "ms": 1.0, "error": 0.5}, {"model": "gpt", "ms": 20.0, "error": -0.25}]
+    columns = {"model": "{model}", "step ms": "{ms:.1f}", "error": "{error:+.0%}"}
+    assert cells(rows, columns) == [["model", "step ms", "error"], ["mlp", "1.0", "+50%"], ["gpt", "20.0", "-25%"]]

@@ -9,15 +9,17 @@ import pytest
 
 import dapple_tf as dapple
 from dapple_tf.models.registry import MODELS, find_model
-from dapple_tf.tools import bench_memory, bench_planner, bench_preparation, command, rewrite_models, scale_report
-from dapple_tf.tools.bench_report import read_results
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation import bench_memory, bench_planner, bench_preparation, rewrite_models, scale_report
+from dapple_tf.tools.evaluation.bench_gpt import gpt_size
+from dapple_tf.tools.evaluation.bench_report import read_results
 
 RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
 
 
 def test_peaks_are_set_beside_those_of_gpipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fullest device counts; what is measured and what is simulated each stands beside its own GPipe."""
-    size = bench_memory.Size(blocks=2, width=8, sequence=4, samples=4)
+    size = gpt_size(blocks=2, width=8, sequence=4)
 
     def measured(plan: dapple.Plan, *_: Any) -> list[list[int]]:
         return [[4_000_000, 1_000_000 * plan.micro_batches]] if plan.schedule == "gpipe" else [[4_000_000, 2_000_000]]
@@ -28,8 +30,8 @@ def test_peaks_are_set_beside_those_of_gpipe(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(bench_memory, "measure", measured)
     monkeypatch.setattr(bench_memory, "_simulated", simulated)
     monkeypatch.setattr(dapple, "profile", lambda *_, **__: None)
-    monkeypatch.setattr(bench_memory.Size, "model", lambda self: None)
-    found = list(bench_memory.rows([2], [2, 8], ["dapple_a"], size, 1))
+    monkeypatch.setattr(bench_memory, "make_model", lambda size: None)
+    found = list(bench_memory.rows([2], [2, 8], ["dapple_a"], size, 4, 1))
     assert [(one["schedule"], one["micro_batches"]) for one, _ in found] == [
         ("gpipe", 2), ("dapple_a", 2), ("gpipe", 8), ("dapple_a", 8),
     ]  # fmt: skip
@@ -42,29 +44,33 @@ def test_peaks_are_set_beside_those_of_gpipe(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_plans_of_the_memory_benchmark_have_equal_stages() -> None:
-    size = bench_memory.Size(blocks=8, width=32, sequence=16, samples=4)
-    assert bench_memory.plan_of("zb_v", 2, 4, size).devices == ((0,), (1,), (1,), (0,))
-    plan = bench_memory.plan_of("dapple_a + boundary", 4, 8, size)
+    assert bench_memory.plan_of("zb_v", 2, 4, 8, 4).devices == ((0,), (1,), (1,), (0,))
+    plan = bench_memory.plan_of("dapple_a + boundary", 4, 8, 8, 4)
     assert (plan.cuts, plan.recompute, plan.global_batch_size) == (("block_1", "block_3", "block_5"), "boundary", 32)
     with pytest.raises(dapple.PlanError, match="8 blocks don't make 3 equal stages"):
-        bench_memory.plan_of("gpipe", 3, 4, size)
+        bench_memory.plan_of("gpipe", 3, 4, 8, 4)
 
 
 @pytest.mark.slow
 def test_planning_takes_less_than_a_second_and_says_what_it_found() -> None:
-    (record,) = bench_planner.records([2], [2], 1, 16, 25)
+    (record,) = bench_planner.records([2], [2], 1, 16)
     assert record["layers"] == 2 and record["of_first"] == 1.0 and record["planner_s"] > 0
     assert sum(record["replicas"]) == 2
     assert "| 2 | " in bench_planner.table([record])
-    assert bench_planner.planned(400, 2, 16, 25)[1] is None  # doesn't fit
+    assert bench_planner.planned(400, 2, 16)[1] is None  # doesn't fit
     with pytest.raises(dapple.PlanError, match="12 devices don't fill servers of 8"):
-        bench_planner.cluster_of(12, 25)
+        bench_planner.cluster_of(12)
 
 
 @pytest.mark.slow  # A process of its own imports TensorFlow.
-def test_a_preparation_is_the_sum_of_its_parts(tmp_path: pathlib.Path) -> None:
-    options = {"layers": 2, "hidden": 8, "heads": 2, "vocabulary": 16, "sequence": 4}
-    (record,) = bench_preparation.records([(2, 2)], options)
+def test_a_preparation_is_the_sum_of_its_parts() -> None:
+    options = {"replicas": 1, "layers": 2, "hidden": 8, "heads": 2, "vocabulary": 16, "sequence": 4}
+    options |= {"schedule": "gpipe", "optimizer": "adam"}
+    (own,) = bench_preparation.records([(2, 2)], options)
+    record = bench_preparation.apart(2, 2, options)
+    assert record.keys() == own.keys() and record["parts_s"].keys() == own["parts_s"].keys()
+    assert {key: record[key] for key in options} == options
+    assert "capture  " in bench_preparation.parts_table(record)
     assert record["preparation_s"] == pytest.approx(sum(record["parts_s"].values()))
     assert (record["devices"], record["micro_batches"], record["of_first"]) == (2, 2, 1.0)
     assert bench_preparation.table([record]).splitlines()[2].startswith("| 2 | 2 | ")
@@ -111,8 +117,8 @@ def test_a_model_is_rewritten_without_values() -> None:
     [
         (rewrite_models, ["--models=gpt:giant"], "unknown model"),
         (rewrite_models, ["--devices=1"], "at least 2"),
-        (rewrite_models, ["--plans=round"], "round unknown"),
-        (bench_memory, ["--schedules=none"], "none unknown"),
+        (rewrite_models, ["--plans=round"], "unknown round"),
+        (bench_memory, ["--schedules=none"], "unknown none"),
         (bench_memory, ["--devices=3"], "equal stages"),
         (bench_memory, ["--json=missing/file.json"], "no folder missing"),
         (bench_preparation, ["--devices=2,x"], "--devices=2,x: need whole numbers"),
@@ -128,7 +134,7 @@ def test_wrong_flags_are_told_before_anything_runs(
 
 
 def test_the_document_is_that_of_its_numbers() -> None:
-    """`python -m tools.scale_report` writes it."""
+    """`python -m tools.evaluation.scale_report` writes it."""
     found = read_results(RESULTS / "scale.json")
     assert (RESULTS / "scale.md").read_text(encoding="utf-8") == scale_report.report(found)
     assert found["peak_memory"]["kind"] == "measured" and found["peak_memory_simulated"]["kind"] == "simulated"

@@ -9,11 +9,12 @@ import sys
 
 import pytest
 
-from dapple_tf.tools import bench_cluster, bench_overhead, bench_torch, command
-from dapple_tf.tools.bench_gpt import gpt_size, make_data, make_model
-from dapple_tf.tools.bench_report import read_results
-from dapple_tf.tools.peers import Peers, PeersError
-from dapple_tf.tools.ratios import Quartiles
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation import bench_cluster, bench_overhead, bench_torch
+from dapple_tf.tools.evaluation.bench_gpt import gpt_size, make_data, make_model
+from dapple_tf.tools.evaluation.bench_report import read_results
+from dapple_tf.tools.evaluation.peers import Peers, PeersError
+from dapple_tf.tools.evaluation.ratios import Quartiles
 
 
 @pytest.mark.slow
@@ -42,9 +43,9 @@ def test_overhead_is_measured_against_plain_keras(tmp_path: pathlib.Path, capsys
 def test_two_workers_train_in_turns(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "speed.json"
     size = ["--blocks=2", "--width=8", "--sequence=4", "--micro_batches=2", "--samples=2"]
-    what = ["--ways=copies,pipeline", "--schedules=dapple_a", "--rounds=2", "--name=step_time", f"--json={file}"]
+    what = ["--ways=copies,pipeline", "--schedules=dapple_a", "--rounds=2", f"--json={file}"]
     assert command.run(bench_cluster.main, bench_cluster.FLAGS, [*size, *what]) == 0
-    copies, pipeline = read_results(file)["step_time"]["records"]
+    copies, pipeline = read_results(file)["cluster"]["records"]
     assert copies["of_copies"] == {"low": 1.0, "median": 1.0, "high": 1.0}
     assert pipeline["way"] == "pipeline_dapple_a" and pipeline["of_copies"]["median"] > 0
     assert "of_mirrored" not in pipeline

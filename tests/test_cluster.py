@@ -123,14 +123,14 @@ def test_a_saved_local_cluster_loads_back_as_a_description(tmp_path: Path) -> No
     ("change", "message"),
     [
         ({"format": "other/1"}, "'format' is 'other/1'; this version reads 'dapple_tf.cluster/1'"),
-        ({"speed": 1}, "unknown key 'speed'; the keys are format, inter_bandwidth, inter_latency, "),
+        ({"speed": 1}, "unknown key 'speed'; the keys are format, servers, "),
         ({"servers": []}, "'servers' is []; it must be a list of at least one server"),
         ({"servers": {"devices": 1}}, "'servers' is {'devices': 1}; it must be a list of at least one server"),
         ({"servers": [8]}, 'server 0 is 8; it must be an object such as {"devices": 8}'),
         ({"servers": [{"devices": 1}, {}]}, "server 1: key 'devices' is missing"),
         (
             {"servers": [{"devices": 1, "gpus": 1}]},
-            "server 0: unknown key 'gpus'; the keys are capacity, devices, inter_bandwidth",
+            "server 0: unknown key 'gpus'; the keys are devices, memory_bytes, speed",
         ),
         ({"servers": [{"devices": 0}]}, "server 0: 'devices' is 0; it must be a whole number from 1"),
         ({"servers": [{"devices": True}]}, "server 0: 'devices' is True; it must be a whole number from 1"),

@@ -26,7 +26,7 @@ from program_flags import ROOT, flags_of, imported, source_of
 import dapple_tf as dapple
 from dapple_tf.models.registry import find_model
 from dapple_tf.tools import command
-from dapple_tf.tools.run_document import blocks, run
+from dapple_tf.tools.evaluation.run_document import blocks, run
 
 DOCUMENTS = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
 
@@ -157,7 +157,7 @@ def _check_module(module: str, arguments: Sequence[str]) -> None:
     for argument in left[: len(left) - len(following)]:
         if not (ROOT / argument).exists():
             raise UnknownCommandError(f"{module} is given {argument!r}, which isn't there")
-    model = values["model"].value if "model" in values and module != "tools.check_streams" else None
+    model = values["model"].value if "model" in values and module != "tools.evaluation.check_streams" else None
     if model and not model.startswith("my_"):
         find_model(model)
 

@@ -70,7 +70,6 @@ def test_what_is_left_out_leads_on() -> None:
     shown = figure(graph)
     assert pairs(shown.graph) == [("a", "b", True)]
     assert shown.hidden == {"other": 1, "metrics": 1}
-    assert len(figure(graph, everything=True).graph.nodes) == 4
 
 
 def test_control_edges_that_follow_from_others_are_left_out() -> None:
@@ -87,11 +86,10 @@ def test_what_is_kept_for_later_is_faint() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("everything", [False, True])
-def test_a_figure_keeps_the_order_and_no_node_hides_another(case: Case, everything: bool) -> None:
+def test_a_figure_keeps_the_order_and_no_node_hides_another(case: Case) -> None:
     graph = graph_of(case)
-    shown = figure(graph, everything=everything)
-    kept = {each.name for each in graph.nodes if everything or (each.kind in SHOWN and each.device is not None)}
+    shown = figure(graph)
+    kept = {each.name for each in graph.nodes if each.kind in SHOWN and each.device is not None}
     assert {each.name for each in shown.graph.nodes} == kept
     assert sum(shown.hidden.values()) == len(graph.nodes) - len(kept)
     assert behind(shown.graph) == {pair for pair in behind(graph) if kept.issuperset(pair)}

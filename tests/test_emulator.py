@@ -1,7 +1,7 @@
 """The emulator: TensorFlow's executor takes as long as the simulator says, and what goes wrong in a graph shows.
 
 The machine may do other things meanwhile, which makes a step longer: measurements that are off are repeated, and the
-bound is twice what `tools.check_simulator` holds on a machine that is left alone.
+bound is twice what `tools.evaluation.check_simulator` holds on a machine that is left alone.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from dapple_tf.measuring import emulated_step, emulator
 from dapple_tf.measuring.emulated_waits import EmulationError
 from dapple_tf.measuring.emulator import Emulation, emulate
 from dapple_tf.schedules.schedules import make_schedule
-from dapple_tf.tools import check_simulator, command
-from dapple_tf.tools.even_pipeline import pipeline
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation import check_simulator
+from dapple_tf.tools.evaluation.check_simulator import pipeline
 from dapple_tf.view.timeline import Span
 from graph_passes.ir.tasks import Schedule
 

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from op_graphs import Builder, chain_network, nasnet_like, random_graph, topology
+from placements import simulate_placement
 
 from dapple_tf.describe.plan_values import PlanError
 from dapple_tf.operators.baselines import single_device
@@ -19,7 +20,7 @@ from dapple_tf.operators.fd_dps import fd_dps
 from dapple_tf.operators.heft import heft
 from dapple_tf.operators.op_graph import OpGraph, OpPlacement, Topology
 from dapple_tf.operators.placement_problem import PlacementProblem, compile_problem, tails
-from dapple_tf.operators.simulated_placement import SimulatedPlacement, simulate_placement
+from dapple_tf.operators.simulated_placement import SimulatedPlacement
 from dapple_tf.operators.split_graph import apply_splits
 from graph_passes.analysis.split_rules import SplitRule
 

@@ -553,7 +553,7 @@ def test_what_runs_code_is_found(source: str, found: list[str]) -> None:
 def test_no_source_runs_code_from_files() -> None:
     assert len(SOURCES) > 80
     by_design = {
-        ROOT / "tools" / "run_document.py",  # runs the examples of documents
+        ROOT / "tools" / "evaluation" / "run_document.py",  # runs the examples of documents
         ROOT / "dapple_tf" / "float64_models.py",  # makes a model of what this process tells of one that it has
     }
     found = {

@@ -25,7 +25,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from dapple_tf.tools import command
-from dapple_tf.tools.run_document import blocks
+from dapple_tf.tools.evaluation.run_document import blocks
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -143,6 +143,7 @@ def test_nothing_is_called_tools_or_models(installed: Installed) -> None:
         "dapple_tf/models/readers/options.py",
         "dapple_tf/view/assets/what_if.js",
     } <= names
+    assert not any(name.startswith("dapple_tf/tools/evaluation") for name in names)  # needs a checkout
     assert {path.name for path in installed.programs.glob("dapple-*")} == COMMANDS
     assert set(command.CONSOLE.values()) == COMMANDS - {"dapple-worker"}
 

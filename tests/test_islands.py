@@ -7,11 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 from op_graphs import Builder, chain_network, nasnet_like, topology
+from placements import simulate_placement
 
 from dapple_tf.operators.fd_dps import fd_dps
 from dapple_tf.operators.islands import largest_island, on_island
 from dapple_tf.operators.op_graph import OpGraph, Topology
-from dapple_tf.operators.simulated_placement import simulate_placement
 from dapple_tf.operators.split_graph import apply_splits
 
 

@@ -34,7 +34,6 @@ from dapple_tf.schedules.joint_scheduling import (
     weight_regions,
 )
 from dapple_tf.schedules.schedules import ScheduleError, make_schedule, resolve_warm_up, validate
-from dapple_tf.tools.ratios import summarize
 
 # ---- algorithm 1
 
@@ -468,12 +467,6 @@ def test_joint_schedules_train_as_plain_keras(model: str, case: Case, monkeypatc
 
 
 # ---- planning
-
-
-def test_ratios_are_taken_round_by_round() -> None:
-    one, two = summarize({"one lane": [1.0, 2.0, 4.0], "two lanes": [2.0, 2.0, 2.0]})
-    assert (one.seconds, one.ratio, one.low, one.high) == (2.0, 1.0, 1.0, 1.0)
-    assert (two.seconds, two.ratio, two.low, two.high) == (2.0, 1.0, 0.75, 1.5)
 
 
 def small_model() -> keras.Model:

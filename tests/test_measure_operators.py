@@ -7,14 +7,13 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.framework.step_stats_pb2 import StepStats
 
-from dapple_tf.measuring.measure_operators import add_step_stats, measured_shapes
+from dapple_tf.measuring.measure_operators import add_step_stats
 from dapple_tf.operators.build_op_graph import build_op_graph, operator_signatures
 from dapple_tf.operators.op_costs import OperatorCosts
 from dapple_tf.operators.op_graph import Topology
 from dapple_tf.operators.signatures import OpSignature
 from graph_passes.analysis.operator_shapes import operator_shapes
-from graph_passes.ir.graph import GraphDef, Ref
-from graph_passes.ir.tensorflow_bridge import Shape
+from graph_passes.ir.graph import GraphDef
 
 _RELU = OpSignature.parse("Relu | float32[64,8] | float32[64,8]")
 _TANH = OpSignature.parse("Tanh | float32[64,8] | float32[64,8]")
@@ -149,17 +148,3 @@ def test_a_traced_step_measures_its_operators(session_run: tuple[GraphDef, list[
     found = build_op_graph(graph, topology, costs, shapes)
     seconds = dict(zip(found.names, found.seconds[:, 0], strict=True))
     assert all(seconds[name] == costs.seconds(made[name], "CPU") for name in ("conv", "loop", "Relu"))
-
-
-def test_a_run_tells_shapes_that_depend_on_values(session_run: tuple[GraphDef, list[StepStats]]) -> None:
-    graph, runs = session_run
-    known = operator_shapes(graph, {})
-    measured = measured_shapes(runs[-1], prefix="step")
-    for ref, shape in known.items():
-        if ref in measured and shape is not None:
-            assert len(shape) == len(measured[ref]), ref
-            assert all(one in (None, other) for one, other in zip(shape, measured[ref], strict=True)), ref
-    rows = [ref for ref, shape in known.items() if shape == (None,) and "rows" in ref.node and ref in measured]
-    assert rows and all(None not in measured[ref] for ref in rows)
-    completed: dict[Ref, Shape | None] = known | measured
-    assert completed[Ref("conv")] == (16, 12, 12, 8)

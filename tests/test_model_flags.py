@@ -96,7 +96,7 @@ def test_a_shape_with_a_typing_error_is_no_file() -> None:
     assert [is_shape(text) for text in ("1:x", ":", "2:", "3:1", "4")] == [True] * 5
     assert [is_shape(text) for text in ("plan.json", "2:1.json", "auto", "runs/1:2/plan.json")] == [False] * 4
     with pytest.raises(ValueError, match="--plan=1:x: need replicas per stage with colons between them, such as 3:1"):
-        parse_shape("1:x", "--plan")
+        parse_shape("1:x")
 
 
 def test_a_programs_flag_takes_the_place_of_absls() -> None:

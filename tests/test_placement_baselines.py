@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from op_graphs import LAUNCH, Builder, chain_network, random_graph, topology
+from placements import simulate_placement
 
 from dapple_tf.operators.baselines import data_parallel, single_device
 from dapple_tf.operators.fast_t import critical_path, fast_t
@@ -12,7 +13,6 @@ from dapple_tf.operators.heft import by_rank, heft
 from dapple_tf.operators.list_placement import InsertionScheduler, Slots, fits
 from dapple_tf.operators.op_graph import OpGraph
 from dapple_tf.operators.placement_problem import PlacementError, compile_problem, tails
-from dapple_tf.operators.simulated_placement import simulate_placement
 
 SECONDS = [
     (14, 16, 9), (13, 19, 18), (11, 13, 19), (13, 8, 17), (12, 13, 10),

@@ -85,14 +85,6 @@ def test_a_cost_out_of_range_is_refused(part: str, value: Any, message: str) -> 
     assert message in str(caught.value)
 
 
-def test_the_input_part_of_backward_is_what_the_weights_leave() -> None:
-    assert FULL.backward_input is not None
-    assert FULL.backward_input.at(10) == pytest.approx(2e-5 + 3e-5)
-    assert bare("b").backward_input is None
-    noisy = dataclasses.replace(FULL, backward=Cost(0.0, 5.0), backward_weight=Cost(1.0, 2.0))
-    assert noisy.backward_input == Cost(0.0, 3.0)
-
-
 # ---- profiles
 
 

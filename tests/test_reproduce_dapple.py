@@ -9,10 +9,11 @@ import sys
 
 import pytest
 
-from dapple_tf.tools import command, paper_claims, paper_experiments, paper_models, reproduce_dapple
-from dapple_tf.tools.paper_claims import Claim, Results
-from dapple_tf.tools.paper_experiments import RowResult
-from dapple_tf.tools.paper_models import CONFIGS, MODELS, ROWS, TABLE_4, TABLE_6, TABLE_7
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation import paper_claims, paper_experiments, paper_models, reproduce_dapple
+from dapple_tf.tools.evaluation.paper_claims import Claim, Results
+from dapple_tf.tools.evaluation.paper_experiments import RowResult
+from dapple_tf.tools.evaluation.paper_models import CONFIGS, MODELS, ROWS, TABLE_4, TABLE_6, TABLE_7
 
 pytestmark = pytest.mark.slow  # plans and simulates rows of the paper
 
@@ -254,7 +255,7 @@ def test_table_3_under_one_policy_and_the_other() -> None:
 @pytest.mark.thorough
 def test_command_leaves_tables_and_plots_and_the_same_files_again(tmp_path: pathlib.Path) -> None:
     arguments = ["--models=vgg-19", "--configs=C", "--planner_seconds=60"]
-    line = [sys.executable, "-m", "tools.reproduce_dapple", *arguments, f"--output_dir={tmp_path / 'first'}"]
+    line = [sys.executable, "-m", "tools.evaluation.reproduce_dapple", *arguments, f"--output_dir={tmp_path / 'first'}"]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "0 of which fail" in done.stdout

@@ -11,8 +11,9 @@ import keras
 import pytest
 
 import dapple_tf as dapple
-from dapple_tf.tools import command, operator_models, reproduce_fd_dps
-from dapple_tf.tools.operator_experiments import (
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation import operator_models, reproduce_fd_dps
+from dapple_tf.tools.evaluation.operator_experiments import (
     DEVICES,
     MEMORY_BYTES,
     PAPER_DEVICES,
@@ -23,8 +24,8 @@ from dapple_tf.tools.operator_experiments import (
     cluster_of,
     settings,
 )
-from dapple_tf.tools.operator_models import MODELS, flat_step, flatten_step
-from dapple_tf.tools.operator_report import TABLE_5, TABLE_6, TABLE_7, claims_of, tables, write
+from dapple_tf.tools.evaluation.operator_models import MODELS, flat_step, flatten_step
+from dapple_tf.tools.evaluation.operator_report import TABLE_5, TABLE_6, TABLE_7, claims_of, tables, write
 from graph_passes.analysis.split_rules import Split
 from graph_passes.ir.graph import CALL_ATTR, Graph, data_inputs
 
@@ -223,7 +224,7 @@ def test_graphs_are_made_anew_after_changes_of_what_makes_steps_but_not_of_searc
         "dapple_tf/frontend/capture.py",
         "dapple_tf/execution/step_passes.py",
     } <= names
-    assert {"dapple_tf/operators/step_placer.py", "models/resnet.py", "tools/operator_models.py"} <= names
+    assert {"dapple_tf/operators/step_placer.py", "models/resnet.py", "tools/evaluation/operator_models.py"} <= names
     assert "dapple_tf/operators/fd_dps.py" not in names
 
 

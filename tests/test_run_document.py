@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dapple_tf.tools.run_document import ExampleError, blocks, pictures, run
+from dapple_tf.tools.evaluation.run_document import ExampleError, blocks, pictures, run
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCUMENT = """# Example
@@ -66,7 +66,7 @@ def test_commands_run_in_processes_of_their_own() -> None:
 def test_the_tool_rewrites(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "example.md"
     path.write_text(DOCUMENT, encoding="utf-8")
-    command = [sys.executable, "-m", "tools.run_document"]
+    command = [sys.executable, "-m", "tools.evaluation.run_document"]
     for flags, state in ([], "its outputs have changed"), (["--write"], "rewritten"), ([], "unchanged"):
         result = subprocess.run([*command, *flags, str(path)], cwd=ROOT, capture_output=True, text=True, check=True)
         assert result.stdout == f"{path}: 2 examples, 1 pictures made; {state}\n"

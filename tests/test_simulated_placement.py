@@ -8,11 +8,12 @@ import re
 import numpy as np
 import pytest
 from op_graphs import Builder, random_graph, topology
+from placements import simulate_placement
 
 from dapple_tf.operators.op_graph import OpGraph, Topology
 from dapple_tf.operators.placement_problem import PlacementError, compile_problem, tails
 from dapple_tf.operators.queue_order import order_by_urgency
-from dapple_tf.operators.simulated_placement import SimulatedPlacement, simulate_placement
+from dapple_tf.operators.simulated_placement import SimulatedPlacement
 
 
 def simulated(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ from models_for_tests import classifier, plan, samples
 import dapple_tf as dapple
 from dapple_tf.clusters.clocks import Offset, WorkerClock
 from dapple_tf.frontend.capture import Mode
-from dapple_tf.tools.memory_of_steps import replaced
 from dapple_tf.tracing.step_parts import StepParts, step_parts
 from dapple_tf.tracing.step_trace import MeasuredStep, Place, TracedStep, measured
 from dapple_tf.view.timeline import Span, Timeline
@@ -203,11 +203,12 @@ def test_evaluation_has_forwards_only(uneven: Run) -> None:
     assert {span.kind for span in found.timeline.spans} == {"F", "send"}
 
 
-def test_replaced_accumulators_are_those_of_the_memory_tool(uneven: Run) -> None:
-    builds = uneven.pipelined._engine.builder.builds.items()
-    (built,) = [b for (mode, *_), b in builds if mode is Mode.TRAIN]
-    expected = replaced(built.program, uneven.traced.prefix, uneven.step)
-    assert {f"{uneven.traced.prefix}/{name}": size for name, size in uneven.traced.replaced.items()} == expected
+def test_the_first_accumulation_of_each_replica_frees_the_gradients_of_the_step_before(uneven: Run) -> None:
+    freed = uneven.traced.replaced
+    stages = {node: task.stage for task, nodes in uneven.step.exit.items() if task.micro_batch == 0 for node in nodes}
+    assert Counter(stages[node] for node in freed) == Counter(dict(enumerate(uneven.pipelined.plan.replicas)))
+    parameters = sum(4 * int(np.prod(v.shape)) for v in uneven.pipelined.model.trainable_variables)
+    assert sum({stages[node]: size for node, size in freed.items()}.values()) == parameters
 
 
 # ---- clocks

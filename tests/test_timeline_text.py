@@ -18,10 +18,11 @@ from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
-from dapple_tf.tools.run_document import pictures
-from dapple_tf.tools.run_document import run as run_document
+from dapple_tf.tools.evaluation.run_document import pictures
+from dapple_tf.tools.evaluation.run_document import run as run_document
+from dapple_tf.units import bytes_text
 from dapple_tf.view.text import timeline_text
-from dapple_tf.view.time_axis import bytes_text, common_unit, shown_unit, ticks, time_text
+from dapple_tf.view.time_axis import common_unit, shown_unit, ticks, time_text
 from dapple_tf.view.timeline import Span, Timeline
 from tests.schedule_runs import there_and_back
 

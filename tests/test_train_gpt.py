@@ -18,43 +18,9 @@ def _run(*arguments: str) -> int:
     return command.run(train_gpt.main, train_gpt.FLAGS, list(arguments))
 
 
-@pytest.mark.parametrize(("shape", "replicas"), [("3:1", (3, 1)), ("4", (4,)), ("1:10:2", (1, 10, 2))])
-def test_parse_shape(shape: str, replicas: tuple[int, ...]) -> None:
-    assert train_gpt.parse_shape(shape) == replicas
-
-
-@pytest.mark.parametrize("shape", ["", "3:", "0:1", "a:b", "-1:2", "3.1", "²:1"])
-def test_wrong_shape_is_refused(shape: str) -> None:
-    with pytest.raises(ValueError, match="such as 3:1"):
-        train_gpt.parse_shape(shape)
-
-
-@pytest.mark.parametrize(
-    ("depth", "replicas", "blocks_per_stage"),
-    [
-        (4, (3, 1), [3, 1]),
-        (4, (2, 2), [2, 2]),
-        (12, (3, 1), [9, 3]),
-        (4, (7, 1), [3, 1]),
-        (4, (1, 15), [1, 3]),
-        (4, (1, 1, 1, 1), [1, 1, 1, 1]),
-        (6, (1, 98, 1), [1, 4, 1]),
-        (5, (4,), [5]),
-    ],
-)
-def test_blocks_in_proportion_to_replicas(depth: int, replicas: tuple[int, ...], blocks_per_stage: list[int]) -> None:
-    cuts = [int(name.removeprefix("block_")) + 1 for name in train_gpt.cut_layers(depth, replicas)]
-    assert np.diff([0, *cuts, depth]).tolist() == blocks_per_stage
-
-
-def test_more_stages_than_blocks_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 blocks can't make 3 stages"):
-        train_gpt.cut_layers(2, (1, 1, 1))
-
-
 def test_nothing_is_overwritten(tmp_path: pathlib.Path) -> None:
     wanted = tmp_path / "runs" / "gpt"
-    assert [train_gpt.fresh_folder(wanted).name for _ in range(3)] == ["gpt", "gpt-2", "gpt-3"]
+    assert [command.fresh_folder(wanted).name for _ in range(3)] == ["gpt", "gpt-2", "gpt-3"]
 
 
 def test_throughput_leaves_out_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,8 +44,10 @@ def test_throughput_leaves_out_the_first_step(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_wrong_flags_say_what_is_wrong(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.run(train_gpt.main, train_gpt.FLAGS, ["--depth=1", f"--output_dir={tmp_path / 'run'}"]) == 1
-    assert "1 blocks can't make 2 stages; use a larger --depth or a shorter --plan_shape" in capsys.readouterr().err
+    small, out = ["--depth=1", "--width=8", "--heads=1"], f"--output_dir={tmp_path / 'run'}"
+    for plan, said in (("1:1:1:1:1:1", "too few for 6 stages"), ("3:", "such as 3:1"), ("0:1", "such as 3:1")):
+        assert _run(*small, f"--plan={plan}", out) == 1
+        assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -120,7 +88,7 @@ def test_training_run(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
     assert any((folder / "dump").iterdir())
 
     plan = dapple.Plan.load(folder / "plan.json")
-    assert plan.cuts == ("block_0",)
+    assert plan.cuts == ("block_1",)  # in the proportion of parameters
     assert plan.replicas == (3, 1)
     status = _run(
         *small,

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from dapple_tf import automatic
-from dapple_tf.tools.run_document import blocks, pictures, run
+from dapple_tf.tools.evaluation.run_document import blocks, pictures, run
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 OPERATORS = (DOCS / "operators.md").read_text(encoding="utf-8")

@@ -604,8 +604,8 @@ def test_a_large_pipeline_in_the_picture(
     open_page: Callable[..., WhatIfPage], picture: Callable[[Page, str], None]
 ) -> None:
     """BERT-48 as the DAPPLE authors measured it, on two servers of eight; what the docs show of the page."""
+    from dapple_tf.tools.evaluation.paper_models import PROFILES
     from dapple_tf.tools.model_flags import load_profile
-    from dapple_tf.tools.paper_models import PROFILES
     from dapple_tf.tools.shapes import cuts_by_profile
 
     profile = load_profile(PROFILES / "bert-48-pbs-2.txt")

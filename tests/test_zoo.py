@@ -15,10 +15,11 @@ from selection import thorough
 
 import dapple_tf as dapple
 from dapple_tf.execution.notes import Note, NoteKind
-from dapple_tf.tools import command, zoo
-from dapple_tf.tools.random_models import BETWEEN, compare_draw, draw
-from dapple_tf.tools.training_comparison import Comparison, briefly, compare_training, largest_difference
-from dapple_tf.tools.zoo_models import ARCHITECTURES, find_architecture, narrowest, normalizes_batches
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation import zoo
+from dapple_tf.tools.evaluation.random_models import BETWEEN, compare_draw, draw
+from dapple_tf.tools.evaluation.training_comparison import Comparison, briefly, compare_training, largest_difference
+from dapple_tf.tools.evaluation.zoo_models import ARCHITECTURES, find_architecture, narrowest, normalizes_batches
 
 DRAWS = range(30)
 
@@ -221,7 +222,7 @@ def test_the_document_tells_what_differs() -> None:
     [
         (["--models=Nothing"], "unknown architecture 'Nothing'"),
         (["--micro_batches=x"], "--micro_batches"),
-        (["--optimizers=best"], "best unknown"),
+        (["--optimizers=best"], "unknown best"),
         (["--document=zoo.md"], "give both"),
         (["--json=missing/zoo.json"], "no folder missing"),
     ],

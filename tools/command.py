@@ -9,9 +9,11 @@ A program puts its flags into a `flags.FlagValues` of its own and ends with::
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
 
 from absl import app, flags, logging
@@ -101,12 +103,31 @@ def run(main: Callable[[], None], values: flags.FlagValues, arguments: Sequence[
     try:
         left = values([sys.argv[0], *arguments])
     except flags.Error as error:
-        _say(str(error))
+        say(f"error: {error}")
         return 1
     try:
         return _guarded(main, left)
     except SystemExit as ended:
         return int(ended.code or 0)
+
+
+def say(text: str, since: float | None = None) -> None:
+    """Writes a line to standard error.
+
+    Args:
+        text: the line.
+        since: a time of ``time.monotonic``; the seconds since then stand before the text.
+    """
+    sys.stderr.write(f"{text}\n" if since is None else f"[{time.monotonic() - since:.0f} s] {text}\n")
+    sys.stderr.flush()
+
+
+def fresh_folder(wanted: pathlib.Path) -> pathlib.Path:
+    """Makes ``wanted``, or the first of ``wanted-2``, ``wanted-3``, ... that doesn't exist yet."""
+    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
+    folder = next(path for path in itertools.chain([wanted], numbered) if not path.exists())
+    folder.mkdir(parents=True)
+    return folder
 
 
 def check(condition: bool, message: str) -> None:
@@ -117,6 +138,25 @@ def check(condition: bool, message: str) -> None:
     """
     if not condition:
         raise app.UsageError(message)
+
+
+def check_choices(flag: flags.FlagHolder[list[str]], known: Iterable[str], *, empty: bool = False) -> None:
+    """Refuses other values of a flag that is a list.
+
+    Args:
+        flag: the flag.
+        known: values that it may have.
+        empty: whether there may be none.
+
+    Raises:
+        app.UsageError: it has another value, or none.
+    """
+    choices = list(known)
+    unknown = sorted(set(flag.value) - set(choices))
+    check(
+        not unknown and bool(flag.value or empty),
+        f"--{flag.name}: unknown {', '.join(unknown) or 'nothing'}; choose from {', '.join(choices)}",
+    )
 
 
 @contextlib.contextmanager
@@ -143,10 +183,10 @@ def _guarded(main: Callable[[], None], argv: Sequence[str]) -> int:
         check(len(argv) == 1, f"unexpected arguments: {' '.join(argv[1:])}; everything is given by flags, see --help")
         main()
     except USER_ERRORS as error:
-        _say(_text(error))
+        say(f"error: {_text(error)}")
         return 1
     except KeyboardInterrupt:
-        _say("interrupted")
+        say("error: interrupted")
         return 130
     return 0
 
@@ -155,8 +195,3 @@ def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error) or reason(error)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"error: {text}\n")
-    sys.stderr.flush()

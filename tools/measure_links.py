@@ -23,9 +23,9 @@ from absl import app, flags
 from dapple_tf.clusters.connection import connected
 from dapple_tf.describe.cluster import Cluster, Link
 from dapple_tf.measuring.links import measure_between_servers, measure_links
+from dapple_tf.text_table import table
 from dapple_tf.tools import command
 from dapple_tf.tools.hosts import HostsError, LocalWorkers
-from dapple_tf.tools.tables import table
 
 FLAGS = flags.FlagValues()
 
@@ -65,7 +65,7 @@ def topology(cluster: Cluster) -> str:
         known = [memory for memory in memories if memory is not None]
         memory = f"{min(known) / 2**30:.1f} GiB" if known else "unknown"
         rows.append([str(server), cluster.addresses[server], f"{len(devices)} {'/'.join(kinds)}", memory])
-    return table([["server", "address", "devices", "memory of each"], *rows]) + "\n"
+    return table([["server", "address", "devices", "memory of each"], *rows], left=1) + "\n"
 
 
 def links(cluster: Cluster, between: Pairs) -> str:
@@ -77,7 +77,11 @@ def links(cluster: Cluster, between: Pairs) -> str:
     ):
         if bandwidth is not None and latency is not None:
             rows.append([what, *_speed(Link(bandwidth, latency))])
-    told = table([["link", "MB/s", "Mbit/s", "latency ms"], *rows]) + "\n" if rows else "One device has no links.\n"
+    told = (
+        table([["link", "MB/s", "Mbit/s", "latency ms"], *rows], left=1) + "\n"
+        if rows
+        else "One device has no links.\n"
+    )
     capacities = [cluster.capacity(server) for server in range(cluster.num_servers)]
     if _CAPACITY.value and cluster.num_devices > cluster.num_servers:
         told += "compute of all devices at once: " + ", ".join(f"{found:.2f}" for found in capacities) + " devices\n"

@@ -391,7 +391,7 @@ class PlanFlags:
         self.batch_size()
         if is_shape(text):
             try:
-                parse_shape(text, "--plan")
+                parse_shape(text)
             except ValueError as error:
                 raise app.UsageError(str(error)) from error
             check(self._schedule.value != "auto", f"--schedule=auto is for --plan=auto, not for --plan={text}")
@@ -432,7 +432,7 @@ class PlanFlags:
         assert self.text is not None
         if not is_shape(self.text):
             return self._loaded()
-        replicas = parse_shape(self.text, "--plan")
+        replicas = parse_shape(self.text)
         with blamed(f"--plan={self.text}"):
             values = {"micro_batches": 4, **self.changes, "global_batch_size": self.batch_size()}
             return dapple.Plan.manual(cuts(replicas), devices_of(replicas), **values)

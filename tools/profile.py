@@ -19,10 +19,10 @@ from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf.describe.profile_text import to_text
+from dapple_tf.text_table import table
 from dapple_tf.tools import command
 from dapple_tf.tools.model_flags import ClusterFlag, ModelFlags, check_output
-from dapple_tf.tools.tables import ms_text, table
-from dapple_tf.view.time_axis import bytes_text
+from dapple_tf.units import bytes_text, ms_text
 
 FLAGS = flags.FlagValues()
 
@@ -96,7 +96,7 @@ def layer_table(profile: dapple.Profile) -> str:
     apply = profile.step_seconds + sum(layer.apply_seconds for layer in profile.layers)
     return (
         f"{profile.model}: {len(profile.layers)} layers on {profile.device}, measured at {sizes} samples; for "
-        f"{samples} samples:\n\n{table(rows)}\n\n"
+        f"{samples} samples:\n\n{table(rows, left=1)}\n\n"
         f"optimizer and what else a step takes once: {ms_text(apply)} ms; to start a task: "
         f"{ms_text(profile.task_seconds)} ms; shared parameters: "
         f"{bytes_text(sum(group.parameter_bytes for group in profile.shared))}"

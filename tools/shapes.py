@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from dapple_tf.frontend.variables import VariableTable
 
 
-def parse_shape(shape: str, flag: str = "--plan_shape") -> tuple[int, ...]:
+def parse_shape(shape: str) -> tuple[int, ...]:
     """Replicas of each stage: ``"3:1"`` is (3, 1).
 
     Raises:
-        ValueError: Not whole numbers of at least 1 with colons between them; the text names ``flag``.
+        ValueError: Not whole numbers of at least 1 with colons between them.
     """
     parts = shape.split(":")
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise ValueError(f"{flag}={shape}: need replicas per stage with colons between them, such as 3:1")
+        raise ValueError(f"--plan={shape}: need replicas per stage with colons between them, such as 3:1")
     return tuple(int(part) for part in parts)
 
 

@@ -31,14 +31,14 @@ import dapple_tf as dapple
 from dapple_tf.progress import Progress
 from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.simulation.cost import ALL_REDUCE
+from dapple_tf.text_table import table
 from dapple_tf.tools import command
 from dapple_tf.tools.model_flags import ClusterFlag, PlanFlags, ProfileFlags
 from dapple_tf.tools.shapes import cuts_by_profile
-from dapple_tf.tools.tables import ms_text, table
 from dapple_tf.tools.variants import Hardware, changed
+from dapple_tf.units import bytes_text, ms_text
 from dapple_tf.view.files import save_timelines
 from dapple_tf.view.text import timeline_text
-from dapple_tf.view.time_axis import bytes_text
 from dapple_tf.view.timeline import Timeline
 
 FLAGS = flags.FlagValues()
@@ -131,7 +131,7 @@ def comparison(simulations: dict[str, dapple.Simulation | str]) -> str:
                 _fits(step),
             )
         )
-    text = table(rows) if steps else ""
+    text = table(rows, left=1) if steps else ""
     refused = [f"{name}: {step}" for name, step in simulations.items() if isinstance(step, str)]
     return "\n".join([text, *refused] if text else refused)
 

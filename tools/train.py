@@ -36,9 +36,9 @@ import dapple_tf as dapple
 from dapple_tf.describe.plan import FD_DPS
 from dapple_tf.models.sources import DataSource, ModelError
 from dapple_tf.tools import command
+from dapple_tf.tools.command import fresh_folder
 from dapple_tf.tools.machine_facts import machine_facts
 from dapple_tf.tools.model_flags import ClusterFlag, ModelFlags, PlanFlags, ProfileFlags
-from dapple_tf.tools.run_folder import fresh_folder
 from dapple_tf.tools.shapes import cuts_by_parameters, cuts_by_profile
 from dapple_tf.tools.training_report import closing, described, predicted, summary
 

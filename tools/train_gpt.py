@@ -1,7 +1,7 @@
 """Trains a byte-level GPT on the source text of Python's standard library, pipelined over the devices of this machine.
 
     python -m tools.train_gpt                        # two stages, three replicas of the first and one of the second
-    python -m tools.train_gpt --plan_shape=1:1:1:1   # four stages on a device each
+    python -m tools.train_gpt --plan=1:1:1:1         # four stages on a device each
     python -m tools.train_gpt --plan=plan.json       # a plan of one's own
 
 Shows the plan, the progress with loss and tokens per second, a sample of what the model writes, and its bits per byte
@@ -23,7 +23,6 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -32,32 +31,13 @@ from absl import app, flags
 import dapple_tf as dapple
 from dapple_tf.models import gpt, text
 from dapple_tf.tools import command
-from dapple_tf.tools.run_folder import fresh_folder
-from dapple_tf.tools.shapes import devices_of, parse_shape
+from dapple_tf.tools.command import fresh_folder
+from dapple_tf.tools.model_flags import PlanFlags
+from dapple_tf.tools.shapes import cuts_by_parameters
 
 FLAGS = flags.FlagValues()
 
-_PLAN = flags.DEFINE_string(
-    "plan", None, "JSON file of the plan; replaces --plan_shape and the flags of the schedule.", flag_values=FLAGS
-)
-_PLAN_SHAPE = flags.DEFINE_string(
-    "plan_shape",
-    "3:1",
-    "Replicas of each stage, such as 3:1 or 2:2 (two stages), 1:1:1:1 (four), 4 (one: data parallelism).",
-    flag_values=FLAGS,
-)
-_SCHEDULE = flags.DEFINE_string(
-    "schedule", "dapple_a", "Schedule, such as dapple_a, dapple_b or gpipe.", flag_values=FLAGS
-)
-_RECOMPUTE = flags.DEFINE_string(
-    "recompute", "none", "What the backward passes compute again: none, boundary, min_cut.", flag_values=FLAGS
-)
-_JIT_COMPILE = flags.DEFINE_boolean("jit_compile", False, "Compile each stage with XLA.", flag_values=FLAGS)
-_MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 4, "Micro-batches per step.", lower_bound=1, flag_values=FLAGS)
-_GLOBAL_BATCH_SIZE = flags.DEFINE_integer(
-    "global_batch_size", 32, "Windows per step, over all devices.", lower_bound=1, flag_values=FLAGS
-)
-
+_PLAN = PlanFlags(FLAGS, default="3:1", batch=32)
 _DEPTH = flags.DEFINE_integer("depth", 4, "Transformer blocks.", lower_bound=1, flag_values=FLAGS)
 _WIDTH = flags.DEFINE_integer("width", 128, "Size of the residual stream.", lower_bound=1, flag_values=FLAGS)
 _HEADS = flags.DEFINE_integer("heads", 4, "Attention heads per block.", lower_bound=1, flag_values=FLAGS)
@@ -141,41 +121,6 @@ class Throughput(keras.callbacks.Callback):
             logs["tokens_per_s"] = round(self._rate())
 
 
-def cut_layers(depth: int, replicas: Sequence[int]) -> list[str]:
-    """Names of the blocks after which to cut, so that stages have blocks about in proportion to their replicas.
-
-    Every stage gets at least one block: depth 4 on (3, 1) is cut after ``block_2``, on (7, 1) too.
-
-    Raises:
-        ValueError: Fewer blocks than stages.
-    """
-    stages = len(replicas)
-    if depth < stages:
-        raise ValueError(f"{depth} blocks can't make {stages} stages; use a larger --depth or a shorter --plan_shape")
-    cuts: list[int] = []
-    for stage, total in enumerate(itertools.accumulate(replicas[:-1]), start=1):
-        blocks = round(depth * total / sum(replicas))
-        lowest = cuts[-1] + 1 if cuts else 1
-        cuts.append(min(max(blocks, lowest), depth - (stages - stage)))
-    return [f"block_{blocks - 1}" for blocks in cuts]
-
-
-def make_plan() -> dapple.Plan:
-    """The plan that the flags ask for."""
-    if _PLAN.value:
-        return dapple.Plan.load(_PLAN.value)
-    replicas = parse_shape(_PLAN_SHAPE.value)
-    return dapple.Plan.manual(
-        cuts=cut_layers(_DEPTH.value, replicas),
-        devices=devices_of(replicas),
-        micro_batches=_MICRO_BATCHES.value,
-        global_batch_size=_GLOBAL_BATCH_SIZE.value,
-        schedule=_SCHEDULE.value,
-        recompute=_RECOMPUTE.value,
-        jit_compile=_JIT_COMPILE.value,
-    )
-
-
 def make_model() -> keras.Model:
     """The model that the flags ask for, compiled."""
     model = gpt.gpt(
@@ -209,10 +154,13 @@ def show_sample(model: keras.Model) -> None:
 def main() -> None:
     """Runs the job that the flags describe."""
     keras.utils.set_random_seed(_SEED.value)
+    _PLAN.early_check()
     try:
-        plan, model = make_plan(), make_model()
+        model = make_model()
     except ValueError as error:
         raise app.UsageError(str(error)) from error
+    _PLAN.check_layers(model)
+    plan = _PLAN.plan(lambda replicas: cuts_by_parameters(model, replicas))
     batch_size, sequence = plan.global_batch_size, _SEQUENCE.value
     corpus = text.standard_library()
     train = text.windows(corpus.train, sequence, batch_size, seed=_SEED.value, repeat=True)

@@ -27,14 +27,13 @@ from collections.abc import Iterable
 import tensorflow as tf
 
 from dapple_tf.checkpoints.bundle_index import BundleIndexError, read_index
-from dapple_tf.checkpoints.checkpoint_manifest import DATA, CheckpointError, Entry, Manifest, Shard
+from dapple_tf.checkpoints.checkpoint_manifest import DATA, MOST_BYTES, CheckpointError, Entry, Manifest, Shard
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "checkpoint.json"
 _COMPLETE = re.compile(r"save-(\d{6,18})-step-(\d{1,18})")
 _PARTIAL = re.compile(r"\.partial-save-\d{6,18}-step-\d{1,18}-[0-9a-f]{16}")
-_MOST_BYTES = 2**30
 """Of a manifest or index; such a one would tell of some million variables."""
 
 
@@ -159,9 +158,9 @@ def read_manifest(path: pathlib.Path) -> Manifest:
     file = path / MANIFEST
     try:
         with file.open("rb") as stream:
-            content = stream.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise CheckpointError(f"{file} has more than {_MOST_BYTES:,} bytes, which no manifest has")
+            content = stream.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise CheckpointError(f"{file} has more than {MOST_BYTES:,} bytes, which no manifest has")
         text = content.decode()
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{file} isn't text: {error}") from error
@@ -185,7 +184,7 @@ def check_bundle(path: pathlib.Path, name: str, shard: Shard, entries: Iterable[
     index, data = path / index_file(name), path / data_file(name)
     try:
         with index.open("rb") as stream:
-            content = stream.read(_MOST_BYTES + 1)
+            content = stream.read(MOST_BYTES + 1)
         size = data.stat().st_size
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {error}") from error

@@ -10,9 +10,11 @@ import dataclasses
 import json
 import math
 import re
+import typing
 from collections.abc import Mapping
 from typing import Any
 
+from dapple_tf.data_files import AMOUNTS, Decoder, Scalar, parse_object, short
 from dapple_tf.errors import DappleError
 
 FORMAT = "dapple_tf.checkpoint/1"
@@ -20,6 +22,8 @@ CLIENT, DATA = "client", "data"
 """Shards that the training process itself writes: what no device keeps, and the position in a tf.data.Dataset."""
 
 LARGEST = 2**62
+MOST_BYTES = 2**30
+"""No manifest is larger."""
 DTYPES = {
     "bool": 1,
     "int8": 1,
@@ -138,81 +142,47 @@ class Manifest:
         Raises:
             CheckpointError: not JSON, another format, an unknown or missing key, or a value that can't be.
         """
-        try:
-            data = json.loads(text, parse_constant=_refuse)
-        except (ValueError, RecursionError) as error:  # also for numbers and nesting beyond Python's limits
-            raise CheckpointError(f"{source} isn't JSON: {error}") from error
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise CheckpointError(f"{source} isn't a checkpoint: 'format' is {found!r:.60}; it must be {FORMAT!r}")
-        values = _fields(data, cls, source, more=("format", "variables"), less=("entries",))
-        shards = values["shards"]
-        if not isinstance(shards, dict) or not all(_SHARD.fullmatch(name) for name in shards):
+        data = parse_object(text, source, CheckpointError, most_bytes=MOST_BYTES, finite=True)
+        if data.get("format") != FORMAT:
+            found = short(data.get("format"))
+            raise CheckpointError(f"{source} isn't a checkpoint: 'format' is {found}; it must be {FORMAT!r}")
+        places = {("variables" if field.name == "entries" else field.name): field for field in dataclasses.fields(cls)}
+        _DECODER.check_keys(data, ("format", *places), (), source)
+        if not all(map(_SHARD.fullmatch, _DECODER.object(data["shards"], f"{source}: shards"))):
             raise CheckpointError(f"{source}: 'shards' names others than shard-<number>, {CLIENT} and {DATA}")
-        if not isinstance(values["variables"], list):
-            raise CheckpointError(f"{source}: 'variables' isn't a list")
-        entries = tuple(_entry(item, shards, f"{source}: variable {i}") for i, item in enumerate(values["variables"]))
-        if len({entry.key for entry in entries}) < len(entries):
-            raise CheckpointError(f"{source} has a variable twice")
-        for name in ("plan", "data"):
-            if not isinstance(values[name], dict | None):
-                raise CheckpointError(f"{source}: {name!r} is neither an object nor null")
-        step, epoch, batch = (_count(values[name], f"{source}: {name!r}") for name in ("step", "epoch", "batch"))
-        return cls(
-            step,
-            epoch,
-            batch,
-            entries,
-            {name: _shard(shard, f"{source}: {name}") for name, shard in shards.items()},
-            values["plan"],
-            values["data"],
+        types = typing.get_type_hints(cls)
+        manifest = cls(
+            **{
+                field.name: _DECODER.read(types[field.name], data[key], f"{source}: {key}")
+                for key, field in places.items()
+            }
         )
+        for name, shard in manifest.shards.items():
+            if not _DIGEST.fullmatch(shard.index_sha256):
+                raise CheckpointError(f"{source}: {name}: 'index_sha256' isn't a digest of 64 hexadecimal digits")
+        for number, entry in enumerate(manifest.entries):
+            _check(entry, manifest.shards, f"{source}: variable {number}")
+        if len({entry.key for entry in manifest.entries}) < len(manifest.entries):
+            raise CheckpointError(f"{source} has a variable twice")
+        return manifest
 
 
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} isn't a number in JSON")
+_DECODER = Decoder(
+    CheckpointError,
+    {
+        **AMOUNTS,
+        int: Scalar(
+            lambda value: type(value) is int and 0 <= value < LARGEST, "a whole number of at least 0 and below 2**62"
+        ),
+    },
+)
 
 
-def _fields(
-    data: Any, kind: type[Any], source: str, more: tuple[str, ...] = (), less: tuple[str, ...] = ()
-) -> dict[str, Any]:
-    """An object with exactly the keys of a dataclass."""
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{source} has a JSON {type(data).__name__} where an object {{...}} is expected")
-    names = {field.name for field in dataclasses.fields(kind)}.union(more).difference(less)
-    for what, keys in (("is missing", names - data.keys()), ("is unknown", data.keys() - names)):
-        if keys:
-            raise CheckpointError(f"{source}: key {min(keys)!r:.60} {what}")
-    return data
-
-
-def _count(value: Any, what: str) -> int:
-    if type(value) is not int or not 0 <= value < LARGEST:
-        raise CheckpointError(f"{what} isn't a whole number from 0 to 2**62")
-    return value
-
-
-def _entry(data: Any, shards: Mapping[str, Any], source: str) -> Entry:
-    values = _fields(data, Entry, source)
-    for name in ("key", "path", "dtype", "shard"):
-        if not isinstance(values[name], str):
-            raise CheckpointError(f"{source}: {name!r} isn't a text")
-    if not _KEY.fullmatch(values["key"]):
-        raise CheckpointError(f"{source}: key {values['key']!r:.60} isn't model/, optimizer/ or metrics/ and a number")
-    if values["dtype"] not in DTYPES:
-        raise CheckpointError(f"{source}: dtype {values['dtype']!r:.60} is unknown")
-    if values["shard"] not in shards or values["shard"] == DATA:
-        raise CheckpointError(f"{source} is in shard {values['shard']!r:.60}, which 'shards' doesn't have")
-    if not isinstance(values["shape"], list):
-        raise CheckpointError(f"{source}: 'shape' isn't a list")
-    shape = tuple(_count(size, f"{source}: 'shape'") for size in values["shape"])
-    return Entry(values["key"], values["path"], values["dtype"], shape, values["shard"])
-
-
-def _shard(data: Any, source: str) -> Shard:
-    values = _fields(data, Shard, source)
-    digest = values["index_sha256"]
-    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise CheckpointError(f"{source}: 'index_sha256' isn't a digest of 64 hexadecimal digits")
-    sizes = (_count(values[name], f"{source}: {name!r}") for name in ("index_bytes", "data_bytes"))
-    return Shard(next(sizes), digest, next(sizes))
+def _check(entry: Entry, shards: Mapping[str, Shard], source: str) -> None:
+    """Refuses a variable that can't be."""
+    if not _KEY.fullmatch(entry.key):
+        raise CheckpointError(f"{source}: key {short(entry.key)} isn't model/, optimizer/ or metrics/ and a number")
+    if entry.dtype not in DTYPES:
+        raise CheckpointError(f"{source}: dtype {short(entry.dtype)} is unknown")
+    if entry.shard not in shards or entry.shard == DATA:
+        raise CheckpointError(f"{source} is in shard {short(entry.shard)}, which 'shards' doesn't have")

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from dapple_tf.data_files import clip, read_text
+from dapple_tf.data_files import JsonFile, clip
 from dapple_tf.describe.cluster_description import parse, to_text
 from dapple_tf.describe.devices import LINKS, REDUCTION, Device, Link, Server, check_addresses, check_link
 from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.errors import ClusterError
 from dapple_tf.network.inquiry import inventory
+from dapple_tf.units import link_text
 
 __all__ = ["Cluster", "ClusterError", "Device", "Link", "Server", "check_addresses"]
 
@@ -23,7 +22,7 @@ _KINDS = ("auto", "cpu", "gpu")
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(JsonFile):
     """Devices, numbered by their position server by server, and the links between them.
 
     Attributes:
@@ -44,6 +43,7 @@ class Cluster:
         ClusterError: no devices, a name twice, servers not numbered 0, 1, ... in order, or a number out of range.
     """
 
+    file_error: ClassVar[type[Exception]] = ClusterError
     devices: tuple[Device, ...]
     intra_bandwidth: float | None = None
     inter_bandwidth: float | None = None
@@ -225,16 +225,6 @@ class Cluster:
         return replace(self, devices=(*mains, *subs), servers=(server,), sub_streams=self.num_devices)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Cluster:
-        """Read a description from a JSON file, as `from_json` has it.
-
-        Raises:
-            ClusterError: naming the file and what is wrong in it.
-            OSError: the file can't be read.
-        """
-        return cls.from_json(read_text(path, ClusterError), source=os.fspath(path))
-
-    @classmethod
     def from_json(cls, text: str, *, source: str = "cluster description") -> Cluster:
         """Read a cluster to plan for: not real, its devices named ``/job:worker/.../task:<server>/device:GPU:<i>``.
 
@@ -258,10 +248,6 @@ class Cluster:
     def to_json(self) -> str:
         """Return the description as JSON text: servers, memory and links, but not device names; see `from_json`."""
         return to_text(self)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json` to a file; `load` gives the same cluster back as a description."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @property
     def num_servers(self) -> int:
@@ -343,8 +329,8 @@ class Cluster:
             if len(known) < self.num_devices:
                 memory += f" (known for {len(known)} of {self.num_devices})"
         links = (
-            f"  inside a server: {_link_text(self.intra_bandwidth, self.intra_latency)}\n"
-            f"  between servers: {_link_text(self.inter_bandwidth, self.inter_latency)}"
+            f"  inside a server: {link_text(self.intra_bandwidth, self.intra_latency)}\n"
+            f"  between servers: {link_text(self.inter_bandwidth, self.inter_latency)}"
         )
         names = f"  {self.devices[0].name}" + (f" to {self.devices[-1].name}" if self.num_devices > 1 else "")
         return f"Cluster ({'real' if self.real else 'description'}): {servers}, {memory}\n{names}\n{links}"
@@ -360,9 +346,3 @@ def _count_gpus() -> int:
     import tensorflow as tf  # heavy, and a description doesn't need it
 
     return len(tf.config.list_physical_devices("GPU"))
-
-
-def _link_text(bandwidth: float | None, latency: float | None) -> str:
-    rate = "bandwidth unknown" if bandwidth is None else f"{bandwidth / 1e9:.4g} GB/s"
-    delay = "latency unknown" if latency is None else f"{latency * 1e6:.4g} us"
-    return f"{rate}, {delay}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from dapple_tf.data_files import parse_object, short
+from dapple_tf.data_files import Decoder, parse_object, short
 from dapple_tf.describe.devices import LINKS, REDUCTION, Device, Server
 from dapple_tf.errors import ClusterError
 
@@ -18,6 +18,8 @@ FORMAT = "dapple_tf.cluster/1"
 MOST_DEVICES = 100_000
 """More is a mistake."""
 
+_DECODER = Decoder(ClusterError)
+
 
 def parse(text: str, source: str) -> dict[str, Any]:
     """The fields of the `dapple_tf.Cluster` that a text describes.
@@ -26,9 +28,8 @@ def parse(text: str, source: str) -> dict[str, Any]:
         ClusterError: not JSON, or an unknown, missing or wrong key.
     """
     data = parse_object(text, source, ClusterError)
-    _check_keys(data, {"format", "servers"}, {*LINKS, *REDUCTION}, source)
-    if data["format"] != FORMAT:
-        raise ClusterError(f"{source}: 'format' is {short(data['format'])}; this version reads {FORMAT!r}")
+    _DECODER.check_keys(data, ("format", "servers"), (*LINKS, *REDUCTION), source)
+    _DECODER.check_format(data, FORMAT, source)
     entries = data["servers"]
     if not isinstance(entries, list) or not entries:
         raise ClusterError(f"{source}: 'servers' is {short(entries)}; it must be a list of at least one server")
@@ -67,17 +68,6 @@ def to_text(cluster: Cluster) -> str:
     return "{\n" + ",\n".join([f'  "format": {json.dumps(FORMAT)}', servers, *links]) + "\n}\n"
 
 
-def _check_keys(data: Mapping[str, Any], required: set[str], optional: set[str], source: str) -> None:
-    for key in data:
-        if key not in required | optional:
-            raise ClusterError(
-                f"{source}: unknown key {short(key)}; the keys are {', '.join(sorted(required | optional))}"
-            )
-    for key in sorted(required):
-        if key not in data:
-            raise ClusterError(f"{source}: key {key!r} is missing")
-
-
 def _is_number(value: object) -> bool:
     """Whether it is a number that a float can hold."""
     return isinstance(value, float) or (type(value) is int and abs(value) < 2**1000)
@@ -96,7 +86,8 @@ def _server_devices(server: object, source: str) -> tuple[Sequence[int | None], 
     """Return memory and speed of each device of one entry of ``servers``."""
     if not isinstance(server, dict):
         raise ClusterError(f'{source} is {short(server)}; it must be an object such as {{"devices": 8}}')
-    _check_keys(server, {"devices"}, {"memory_bytes", "speed", *(field.name for field in fields(Server))}, source)
+    optional = ("memory_bytes", "speed", *(field.name for field in fields(Server)))
+    _DECODER.check_keys(server, ("devices",), optional, source)
     count = server["devices"]
     if type(count) is not int or not 1 <= count <= MOST_DEVICES:
         raise ClusterError(

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 
-from dapple_tf.data_files import clip, parse_object, read_text, short
+from dapple_tf.data_files import Decoder, JsonFile, clip, parse_object, read_text, short
 from dapple_tf.describe.plan_checks import RECOMPUTE_MODES, check_batches, check_options, check_stages
 from dapple_tf.describe.plan_report import PlanReport, parse_report
 from dapple_tf.describe.plan_values import PlanError, device_lists, integer, integers, layer_names, task_times
@@ -22,6 +22,7 @@ from dapple_tf.schedules import schedules
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.policy_names import find_policy, own_policy, reference
 from dapple_tf.schedules.schedule_request import ScheduleError, ScheduleRequest
+from dapple_tf.text_table import table
 from dapple_tf.units import gib
 from dapple_tf.view.notebook import Table, notebook_html
 from graph_passes.ir.batching import split_evenly
@@ -56,7 +57,7 @@ class PlanOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(JsonFile):
     """Stages, their devices and the schedule; checked when it is made. Sequences may be given as lists.
 
     Attributes:
@@ -94,6 +95,7 @@ class Plan:
         PlanError: saying what is wrong, where, and what to change.
     """
 
+    file_error: ClassVar[type[Exception]] = PlanError
     cuts: tuple[str, ...]
     devices: tuple[tuple[int, ...], ...]
     micro_batches: int
@@ -234,15 +236,12 @@ class Plan:
         data = parse_object(text, source, PlanError)
         if "format" not in data:
             raise PlanError(f"{source}: key 'format' is missing; a plan has \"format\": {json.dumps(_FORMAT)}")
-        if (found := data.pop("format")) != _FORMAT:
-            raise PlanError(f"{source}: 'format' is {short(found)}; this version reads {_FORMAT!r}")
-        known = {entry.name: entry for entry in fields(cls)}
-        for key in data:
-            if key not in known:
-                raise PlanError(f"{source}: unknown key {short(key)}; the keys are format, {', '.join(known)}")
-        for key, entry in known.items():
-            if key not in data and entry.default is MISSING:
-                raise PlanError(f"{source}: key {key!r} is missing")
+        decoder = Decoder(PlanError)
+        decoder.check_format(data, _FORMAT, source)
+        required = [entry.name for entry in fields(cls) if entry.default is MISSING]
+        optional = [entry.name for entry in fields(cls) if entry.default is not MISSING]
+        decoder.check_keys(data, ["format", *required], optional, source)
+        del data["format"]
         try:
             report = data.pop("report", None)
             if "schedule" in data:
@@ -408,10 +407,7 @@ class Plan:
                     )
 
     def __str__(self) -> str:
-        rows = self._rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([self._header(), *lines, *([] if self.report is None else [str(self.report)])])
+        return "\n".join([self._header(), table(self._rows()), *([] if self.report is None else [str(self.report)])])
 
     def _repr_html_(self) -> str:
         """The plan in a notebook: its stages, and the order of tasks if they took F = Bx = Bw = 1."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
-from dapple_tf.data_files import short
+from dapple_tf.data_files import TEXTS, Decoder, Scalar
+from dapple_tf.units import ms_text
 
 LARGEST = 2**63
 """No number in a plan is as large."""
@@ -82,14 +82,14 @@ class PlanReport:
 
         parallel = f"impossible: {self.data_parallel_note}"
         if self.data_parallel is not None:
-            parallel = f"{_ms(self.data_parallel)}, {factor(self.data_parallel)}"
+            parallel = f"{ms_text(self.data_parallel)} ms, {factor(self.data_parallel)}"
         runner_up = "none found"
         if self.runner_up is not None:
-            runner_up = f"{self.runner_up_text}: {_ms(self.runner_up)}, {factor(self.runner_up)}"
+            runner_up = f"{self.runner_up_text}: {ms_text(self.runner_up)} ms, {factor(self.runner_up)}"
         assumed = f" (if {self.all_reduce} all-reduce overlaps with the last backward)" if self.overlap else ""
         memory = "" if self.one_device is not None else " with enough memory"
         return (
-            f"expected step {_ms(self.latency)}, {self.speedup:.3g}x one device{memory}{assumed}\n"
+            f"expected step {ms_text(self.latency)} ms, {self.speedup:.3g}x one device{memory}{assumed}\n"
             f"pace set by {self.pivot} (the pivot stage); critical path: {self.limited_by}\n"
             f"runner-up: {runner_up}\n"
             f"data parallelism on all devices: {parallel}{self._gain()}"
@@ -103,12 +103,13 @@ class PlanReport:
             return "\nout-of-order backprop: gains nothing over DAPPLE's schedule"
         text = f"\nout-of-order backprop: {self.out_of_order}"
         if self.dapple is not None and self.latency:
-            text += f"; {self.dapple / self.latency:.3g}x as fast as {self.dapple_text}: {_ms(self.dapple)}"
+            text += f"; {self.dapple / self.latency:.3g}x as fast as {self.dapple_text}: {ms_text(self.dapple)} ms"
         return text
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"
+_NUMBER = Scalar(
+    lambda value: type(value) in (int, float) and abs(value) < LARGEST and not math.isnan(value), "a number"
+)
 
 
 def parse_report(data: object) -> PlanReport:
@@ -117,27 +118,9 @@ def parse_report(data: object) -> PlanReport:
     Raises:
         ValueError: it isn't one.
     """
-    stages = data.get("stages") if isinstance(data, dict) else None
-    if not isinstance(data, dict) or not isinstance(stages, list):
-        raise ValueError(f"'report' is {short(data)}; remove it, or restore what the planner wrote")
-    parsed = [_parsed_numbers(StageReport, stage) for stage in stages]
-    report: PlanReport = _parsed_numbers(PlanReport, data | {"stages": tuple(parsed)})
+    decoder = Decoder(ValueError, {**TEXTS, int: _NUMBER, float: _NUMBER})
+    try:
+        report: PlanReport = decoder.read(PlanReport, data, "report")
+    except ValueError as error:
+        raise ValueError(f"{error}; or remove 'report' from the file") from error
     return report
-
-
-def _parsed_numbers(kind: Any, data: object) -> Any:
-    """A dataclass of texts and numbers from JSON data."""
-    names = {entry.name: str(entry.type) for entry in fields(kind)}
-    needed = {entry.name for entry in fields(kind) if entry.default is MISSING}  # others came with later versions
-    if not isinstance(data, dict) or not needed <= set(data) <= set(names):
-        raise ValueError(
-            f"'report' has {short(data)} where {', '.join(names)} are expected; remove 'report' from the file"
-        )
-    for name, value in data.items():
-        optional = "None" in names[name]
-        fits = type(value) in (int, float) and abs(value) < LARGEST and not math.isnan(value)
-        if names[name] in ("str", "bool"):
-            fits = isinstance(value, str if names[name] == "str" else bool)
-        if not (name == "stages" or (value is None and optional) or fits):
-            raise ValueError(f"'report' has {short(value)} for {name!r}; remove 'report' from the file")
-    return kind(**data)

@@ -6,16 +6,14 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 import sys
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from dapple_tf.data_files import clip, parse_object, read_text, short
+from dapple_tf.data_files import Decoder, JsonFile, clip, parse_object, short
+from dapple_tf.text_table import table
 
 _FORMAT = "dapple_tf.profile/1"
 
@@ -132,16 +130,6 @@ class LayerProfile:
         for name in ("parameter_bytes", "slot_bytes", "state_bytes", "apply_seconds", "spread"):
             _check_amount(f"{name} of layer {self.name!r}", getattr(self, name))
 
-    @property
-    def backward_input(self) -> Cost | None:
-        """The part of B that computes input gradients (Bx); None where it isn't known."""
-        if self.backward_weight is None:
-            return None
-        fixed, rate = (
-            getattr(self.backward, part) - getattr(self.backward_weight, part) for part in ("fixed", "per_sample")
-        )
-        return Cost(max(0.0, fixed), max(0.0, rate))
-
 
 @dataclass(frozen=True)
 class Tensor:
@@ -190,7 +178,7 @@ METHODS = {
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(JsonFile):
     """A model's layers, in the order in which they run, and the tensors between them.
 
     Attributes:
@@ -213,6 +201,7 @@ class Profile:
         ProfileError: no layers, a name twice, or a tensor that doesn't flow forwards.
     """
 
+    file_error: ClassVar[type[Exception]] = ProfileError
     model: str
     device: str
     batch_sizes: tuple[int, ...]
@@ -375,10 +364,6 @@ class Profile:
             lines.append(f'  "{name}": [' + (f"\n{entries}\n  ]" if entries else "]"))
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json` to a file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
-
     @classmethod
     def from_json(cls, text: str, *, source: str = "profile") -> Profile:
         """Return the profile that `to_json` wrote as ``text``. ``source`` stands in error messages.
@@ -387,23 +372,14 @@ class Profile:
             ProfileError: not JSON, another format, an unknown, missing or wrong key, or as `Profile`.
         """
         data = parse_object(text, source, ProfileError)
-        if data.get("format") != _FORMAT:
-            raise ProfileError(f"{source}: 'format' is {short(data.get('format'))}; this version reads {_FORMAT!r}")
+        decoder = Decoder(ProfileError, lists=frozenset({Cost}))
+        decoder.check_format(data, _FORMAT, source)
         del data["format"]
         try:
-            return _parsed(cls, data, "")
+            profile: Profile = decoder.read(cls, data)
+            return profile
         except ProfileError as error:
             raise ProfileError(f"{source}: {clip(str(error))}") from error
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read a profile from a JSON file.
-
-        Raises:
-            ProfileError: naming the file and what is wrong in it.
-            OSError: the file can't be read.
-        """
-        return cls.from_json(read_text(path, ProfileError), source=os.fspath(path))
 
     def __str__(self) -> str:
         samples = self.batch_sizes[-1]
@@ -427,12 +403,7 @@ class Profile:
                     f"{layer.spread:.0%}",
                 )
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(pairs))
-            for pairs in (list(zip(row, widths, strict=True)) for row in rows)
-        ]
-        return "\n".join([header, *lines])
+        return f"{header}\n{table(rows, left=1)}"
 
 
 def _listed(names: Sequence[str], limit: int = 12) -> str:
@@ -450,73 +421,3 @@ def _plain(entry: Any) -> Any:
         if field.default is dataclasses.MISSING or value != field.default:
             found[field.name] = _plain(value) if dataclasses.is_dataclass(value) else value
     return found
-
-
-_LARGEST = 2**63  # whole numbers stay below it
-
-
-def _parsed(kind: Any, data: Any, where: str) -> Any:
-    """An object of dataclass ``kind`` from JSON data, each value checked; ``where`` is a path such as ``layers[3]``."""
-    if not isinstance(data, dict):
-        raise ProfileError(f"{where} is {short(data)}; it must be an object {{...}}")
-    inside = f"{where}: " if where else ""
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    for key in data:
-        if key not in fields:
-            raise ProfileError(f"{inside}unknown key {short(key)}; the keys are {', '.join(fields)}")
-    for name, field in fields.items():
-        if name not in data and field.default is dataclasses.MISSING:
-            raise ProfileError(f"{inside}key {name!r} is missing")
-    types = _types(kind)
-    return kind(**{key: _value(types[key], value, f"{where}.{key}" if where else key) for key, value in data.items()})
-
-
-@functools.cache
-def _types(kind: type) -> Mapping[str, Any]:
-    return typing.get_type_hints(kind)
-
-
-def _value(kind: Any, value: Any, where: str) -> Any:
-    """A value of type ``kind`` from JSON data."""
-    if typing.get_origin(kind) is tuple:
-        entry_kind = typing.get_args(kind)[0]
-        if not isinstance(value, list):
-            raise _wrong(value, where, "a list")
-        if entry_kind in _PLAIN and all(map(_PLAIN[entry_kind].fits, value)):
-            return tuple(value)  # Without a place for each.
-        return tuple(_value(entry_kind, entry, f"{where}[{i}]") for i, entry in enumerate(value))
-    if type(None) in typing.get_args(kind):
-        return None if value is None else _value(typing.get_args(kind)[0], value, where)
-    if kind is Cost:
-        if not isinstance(value, list) or len(value) != 2:
-            raise _wrong(value, where, "[fixed, per_sample]")
-        return Cost(*(_value(float, part, f"{where}[{i}]") for i, part in enumerate(value)))
-    if dataclasses.is_dataclass(kind):
-        return _parsed(kind, value, where)
-    if not _PLAIN[kind].fits(value):
-        raise _wrong(value, where, _PLAIN[kind].said)
-    return value
-
-
-class _Plain(typing.NamedTuple):
-    """A type without parts: which JSON values are of it, and how an error says what it must be."""
-
-    fits: Callable[[Any], bool]
-    said: str
-
-
-_PLAIN: Mapping[Any, _Plain] = {
-    float: _Plain(
-        lambda value: type(value) in (int, float) and 0 <= value <= sys.float_info.max,
-        "a finite number of at least 0",
-    ),
-    int: _Plain(
-        lambda value: type(value) is int and 0 <= value < _LARGEST, "a whole number of at least 0 and below 2**63"
-    ),
-    str: _Plain(lambda value: type(value) is str, "a text"),
-    bool: _Plain(lambda value: type(value) is bool, "true or false"),
-}
-
-
-def _wrong(value: Any, where: str, wanted: str) -> ProfileError:
-    return ProfileError(f"{where} is {short(value)}; it must be {wanted}")

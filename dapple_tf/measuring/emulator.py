@@ -22,8 +22,10 @@ from dapple_tf.describe.profile import Profile
 from dapple_tf.measuring.emulated_step import EmulatedStep
 from dapple_tf.measuring.emulated_waits import GRACE, EmulationError, StepClock
 from dapple_tf.simulation.cost import CostModel
-from dapple_tf.simulation.simulation import Simulation, aligned, device_rows, shown
+from dapple_tf.simulation.simulation import Simulation, device_rows, shown
 from dapple_tf.simulation.simulator import run as simulate_costs
+from dapple_tf.text_table import table
+from dapple_tf.units import ms_text
 from dapple_tf.view.timeline import Span
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
@@ -82,16 +84,15 @@ class Emulation(Simulation):
             busy = [sum(step.busy[device] for device in devices) / len(devices) * 1e3 for step in both]
             idle = [sum(step.idle[device] for device in devices) / len(devices) for step in both]
             rows.append((stages, shown(devices), *(f"{x:.4g}" for x in busy), *(f"{x:.1%}" for x in idle)))
-        lines = aligned(rows)
         head = (
-            f"step emulated {self.latency * 1e3:.4g} ms, simulated {self.simulated.latency * 1e3:.4g} ms, "
+            f"step emulated {ms_text(self.latency)} ms, simulated {ms_text(self.simulated.latency)} ms, "
             f"error {self.error:+.2%}"
         )
         tail = (
-            f"{len(self.latencies)} steps of {min(self.latencies) * 1e3:.4g} to {max(self.latencies) * 1e3:.4g} ms, at "
+            f"{len(self.latencies)} steps of {ms_text(min(self.latencies))} to {ms_text(max(self.latencies))} ms, at "
             f"{self.scale:.4g} times their length; waits started {self.lateness * 1e3:.2g} ms late on average"
         )
-        return "\n".join([head, *lines, tail])
+        return "\n".join([head, table(rows), tail])
 
 
 def emulate(

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from dapple_tf.operators.op_costs import OperatorCosts, device_kind
 from dapple_tf.operators.signatures import OpSignature
-from graph_passes.ir.graph import Ref
-from graph_passes.ir.tensorflow_bridge import Shape, takes_functions
+from graph_passes.ir.tensorflow_bridge import takes_functions
 
 logger = logging.getLogger(__name__)
 
@@ -125,24 +124,6 @@ def _times(stats: Any, signatures: Mapping[str, OpSignature], prefix: str) -> di
 def _is_executors(device: str) -> bool:
     """Whether a list is one of nodes that the executor ran, rather than of what a GPU tells."""
     return "/stream" not in device and not device.endswith(("/sync", "/memcpy"))
-
-
-def measured_shapes(stats: Any, *, prefix: str = "") -> dict[Ref, Shape]:
-    """The shapes of the tensors that a traced step has made, for where they can't be told without running it.
-
-    Args:
-        stats: TensorFlow's StepStats.
-        prefix: under which the step's nodes are in the session's graph.
-    """
-    start = len(prefix) + 1 if prefix else 0
-    found: dict[Ref, Shape] = {}
-    for device, node in _nodes(stats):
-        if _is_executors(device) and node.node_name.startswith(prefix):
-            for output in node.output:
-                shape = output.tensor_description.shape
-                if not shape.unknown_rank:
-                    found[Ref(node.node_name[start:], output.slot)] = tuple(dim.size for dim in shape.dim)
-    return found
 
 
 def _nodes(stats: Any) -> Iterator[tuple[str, Any]]:

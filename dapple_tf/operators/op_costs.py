@@ -8,11 +8,11 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from dapple_tf.data_files import MOST_BYTES, clip, parse_object, read_text, short
+from dapple_tf.data_files import MOST_BYTES, Decoder, JsonFile, clip, parse_object, short
 from dapple_tf.operators.flops import FREE, work
 from dapple_tf.operators.rooflines import CPU, GPU, P100, Roofline
 from dapple_tf.operators.signatures import OpSignature
@@ -26,6 +26,9 @@ _SMALL = 0.5
 
 class OperatorCostsError(ValueError):
     """A file isn't one of operators' costs, or a cost is out of range."""
+
+
+_DECODER = Decoder(OperatorCostsError)
 
 
 class MeanSeconds(NamedTuple):
@@ -69,7 +72,7 @@ class _Correction(NamedTuple):
     ratio: float
 
 
-class OperatorCosts:
+class OperatorCosts(JsonFile):
     """Times of operators on kinds of devices: E of FD-DPS, formula 1, and estimates for what wasn't measured.
 
         costs = OperatorCosts()
@@ -84,6 +87,8 @@ class OperatorCosts:
     Attributes:
         rooflines: kind of device (``CPU``, ``GPU``) -> its roofline.
     """
+
+    file_error: ClassVar[type[Exception]] = OperatorCostsError
 
     def __init__(self, rooflines: Mapping[str, Roofline] | None = None) -> None:
         self.rooflines: dict[str, Roofline] = dict({"CPU": CPU, "GPU": GPU} if rooflines is None else rooflines)
@@ -237,16 +242,6 @@ class OperatorCosts:
 
     # ---- files
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> OperatorCosts:
-        """Reads costs from a file, as `save` writes it.
-
-        Raises:
-            OperatorCostsError: naming the file and what is wrong in it.
-            OSError: the file can't be read.
-        """
-        return cls.from_json(read_text(path, OperatorCostsError), source=os.fspath(path))
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes `to_json` to a file.
 
@@ -289,17 +284,16 @@ class OperatorCosts:
             OperatorCostsError: not JSON, or an unknown, missing or wrong key.
         """
         data = parse_object(text, source, OperatorCostsError)
-        _check_keys(data, ("format", "devices"), source)
-        if data["format"] != _FORMAT:
-            raise OperatorCostsError(f"{source}: 'format' is {short(data['format'])}; this version reads {_FORMAT!r}")
+        _DECODER.check_keys(data, ("format", "devices"), (), source)
+        _DECODER.check_format(data, _FORMAT, source)
         found = cls({})
-        for kind, entry in _object(data["devices"], f"{source}: 'devices'").items():
+        for kind, entry in _DECODER.object(data["devices"], f"{source}: 'devices'").items():
             where = f"{source}: device kind {short(kind)}"
-            entry = _object(entry, where)
-            _check_keys(entry, ("measured",), where, optional=("roofline",))
+            entry = _DECODER.object(entry, where)
+            _DECODER.check_keys(entry, ("measured",), ("roofline",), where)
             if "roofline" in entry:
-                found.rooflines[kind] = _roofline(_object(entry["roofline"], f"{where}: 'roofline'"), where)
-            for spelled, mean in _object(entry["measured"], f"{where}: 'measured'").items():
+                found.rooflines[kind] = _roofline(_DECODER.object(entry["roofline"], f"{where}: 'roofline'"), where)
+            for spelled, mean in _DECODER.object(entry["measured"], f"{where}: 'measured'").items():
                 _add_measured(found, kind, spelled, mean, where)
         return found
 
@@ -315,26 +309,9 @@ def _correction(
     return _Correction(launch, statistics.median((seconds - launch) / expected for seconds, expected in large))
 
 
-def _object(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise OperatorCostsError(f"{where} is {short(value)}; it must be an object {{...}}")
-    return value
-
-
-def _check_keys(data: Mapping[str, Any], required: Iterable[str], where: str, optional: Iterable[str] = ()) -> None:
-    known = (*required, *optional)
-    for key in data:
-        if key not in known:
-            raise OperatorCostsError(f"{where}: unknown key {short(key)}; the keys are {', '.join(known)}")
-    for key in required:
-        if key not in data:
-            raise OperatorCostsError(f"{where}: key {key!r} is missing")
-
-
 def _roofline(entry: dict[str, Any], where: str) -> Roofline:
-    _check_keys(
-        entry, ("flops", "bandwidth", "launch"), where, [field.name for field in dataclasses.fields(Roofline)][3:]
-    )
+    optional = [field.name for field in dataclasses.fields(Roofline)][3:]
+    _DECODER.check_keys(entry, ("flops", "bandwidth", "launch"), optional, where)
     try:
         return Roofline(**entry)
     except ValueError as error:

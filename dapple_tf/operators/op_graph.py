@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -49,22 +48,6 @@ class Topology:
     def seconds(self, size: float, source: int, target: int) -> float:
         """How long a tensor of ``size`` bytes is under way: formula 2. 0 on the same device."""
         return float(self.latency[source, target] + size / self.bandwidth[source, target])
-
-
-class Edge(NamedTuple):
-    """What one operator needs of another.
-
-    Attributes:
-        producer: the operator that comes first.
-        consumer: the operator that needs it.
-        tensor: number of the tensor that is read; -1 where the consumer only waits.
-        argument: position among the consumer's data inputs; -1 where it only waits.
-    """
-
-    producer: int
-    consumer: int
-    tensor: int
-    argument: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

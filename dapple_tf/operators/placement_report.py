@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from dapple_tf.units import gib
+from dapple_tf.text_table import table
+from dapple_tf.units import gib, ms_text
 
 if TYPE_CHECKING:
     from dapple_tf.operators.op_graph import OpPlacement
@@ -21,17 +22,14 @@ def placement_report(placement: OpPlacement) -> str:
     count, devices = len(placement.devices), len(placement.peak_bytes)
     lines = [
         f"{_counted(count, 'operator')} on {_counted(devices, 'device')}, "
-        f"{1e3 * placement.seconds:.4g} ms simulated for a step"
+        f"{ms_text(placement.seconds)} ms simulated for a step"
     ]
     lines += [f"split: {text}" for text in _splits(placement)] or ["no operator is split"]
     held = Counter(placement.devices.values())
     rows = [("device", "operators", "peak memory")]
     for device, peak in enumerate(placement.peak_bytes):
         rows.append((device_name(placement, device), f"{held[device]:,}", gib(peak)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, operators, peak_memory in rows:
-        lines.append(f"{name.ljust(widths[0])}  {operators.rjust(widths[1])}  {peak_memory.rjust(widths[2])}")
-    return "\n".join(lines)
+    return "\n".join([*lines, table(rows, left=1)])
 
 
 def queue_report(placement: OpPlacement) -> str:

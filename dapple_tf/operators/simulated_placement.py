@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.operators.op_graph import OpGraph, Topology
-from dapple_tf.operators.placement_problem import PlacementError, PlacementProblem, compile_problem
+from dapple_tf.operators.placement_problem import PlacementError, PlacementProblem
 
 
 class Transfer(NamedTuple):
@@ -63,27 +62,18 @@ class SimulatedPlacement:
     transfers: tuple[Transfer, ...]
 
 
-def simulate_placement(
-    graph: OpGraph, topology: Topology, devices: np.ndarray, order: np.ndarray
-) -> SimulatedPlacement:
+def simulate(problem: PlacementProblem, devices: list[int], order: list[int]) -> SimulatedPlacement:
     """Simulate a step.
 
     Args:
-        graph: its n operators.
-        topology: V devices.
-        devices: index of each operator's device, int [n].
-        order: Q, the operators in a topological order; int [n].
+        problem: its n operators, and the topology.
+        devices: index of each operator's device, n of them.
+        order: Q, the operators in a topological order.
 
     Raises:
         PlacementError: ``order`` isn't a topological order of all operators, or a group isn't on one device, or not on
             that to which it is pinned.
     """
-    problem = compile_problem(graph, topology)
-    return simulate(problem, np.asarray(devices, np.int64).tolist(), np.asarray(order, np.int64).tolist())
-
-
-def simulate(problem: PlacementProblem, devices: list[int], order: list[int]) -> SimulatedPlacement:
-    """Simulate a step whose graph is compiled already: see `simulate_placement`."""
     _check(problem, devices, order)
     start, finish, sent = run_in_order(problem, devices, order)
     count = problem.devices

@@ -290,10 +290,6 @@ class CostModel:
         recomputes = phase is not Phase.WEIGHT_GRAD or not self.computes(stage, Phase.INPUT_GRAD)
         return cost.temporary_bytes.at(samples) + (cost.recomputed_bytes.at(samples) if recomputes else 0.0)
 
-    def reduction_bytes(self, stage: int) -> float:
-        """Buffers of collectives at the end of a step: gradients packed into buckets."""
-        return sum(reduction.bytes for reduction in self.reductions if stage in reduction.stages)
-
     @functools.cached_property
     def stored_bytes(self) -> Mapping[int, float]:
         """Device -> bytes of variables, optimizer slots and accumulators, if any, of all stages that live there.

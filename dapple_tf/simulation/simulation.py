@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from dapple_tf.describe.plan import PlanError
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.step_memory import StepMemory
-from dapple_tf.units import gib
+from dapple_tf.text_table import table
+from dapple_tf.units import gib, ms_text
 from dapple_tf.view.notebook import Table, notebook_html
 from dapple_tf.view.timeline import Span, Timeline
 from graph_passes.ir.tasks import Phase
@@ -193,7 +194,7 @@ class Simulation:
     # ---- text
 
     def __str__(self) -> str:
-        return "\n".join([self._summary(), *aligned(self._rows()), self._shares()])
+        return "\n".join([self._summary(), table(self._rows()), self._shares()])
 
     def _repr_html_(self) -> str:
         """The simulation in a notebook: what each stage does, and the step as a picture."""
@@ -201,7 +202,7 @@ class Simulation:
         return notebook_html(self._summary(), tables, [self.drawn()], [self._shares()])
 
     def _summary(self) -> str:
-        return f"step {self.latency * 1e3:.4g} ms, {self.throughput:.4g} samples/s"
+        return f"step {ms_text(self.latency)} ms, {self.throughput:.4g} samples/s"
 
     def _rows(self) -> list[tuple[str, ...]]:
         """A row for each stage (or those that share devices), below a header."""
@@ -210,7 +211,7 @@ class Simulation:
             busy = sum(self.busy[device] for device in devices) / len(devices)
             idle = sum(self.idle[device] for device in devices) / len(devices)
             peak = max(self.peak_bytes[device] for device in devices)
-            rows.append((stages, shown(devices), f"{idle:.1%}", f"{busy * 1e3:.4g}", gib(peak)))
+            rows.append((stages, shown(devices), f"{idle:.1%}", ms_text(busy), gib(peak)))
         return rows
 
     def _shares(self) -> str:
@@ -222,7 +223,7 @@ class Simulation:
             shares[span.kind] = shares.get(span.kind, 0.0) + end - span.start
         if (once := self.costs.profile.step_seconds) > 0:  # feeding, metrics: behind the last span
             shares["what a step takes once"] = once
-        parts = ", ".join(f"{kind} {seconds * 1e3:.4g} ms" for kind, seconds in shares.items())
+        parts = ", ".join(f"{kind} {ms_text(seconds)} ms" for kind, seconds in shares.items())
         return f"critical path: {parts}"
 
 
@@ -266,9 +267,3 @@ def device_rows(costs: CostModel) -> list[tuple[str, tuple[int, ...]]]:
 def shown(entries: Sequence[object], limit: int = 8) -> str:
     """The first entries of a list, as text."""
     return " ".join(map(str, entries[:limit])) + (" ..." if len(entries) > limit else "")
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of a table as lines."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass, field
 
 from dapple_tf.simulation.simulation import Simulation
+from dapple_tf.units import ms_text
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Prediction:
             logger.log(level, "%s%s", self, advice)
 
     def __str__(self) -> str:
-        text = f"step predicted {self.predicted * 1e3:.4g} ms"
+        text = f"step predicted {ms_text(self.predicted)} ms"
         if self.measured is None or self.error is None:
             return f"{text}, not measured yet"
-        return f"{text}, measured {self.measured * 1e3:.4g} ms ({self.error:+.1%}, median of {len(self.steps)} steps)"
+        return f"{text}, measured {ms_text(self.measured)} ms ({self.error:+.1%}, median of {len(self.steps)} steps)"

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dapple_tf.describe.plan import Plan
-from dapple_tf.simulation.simulation import Simulation, aligned
+from dapple_tf.simulation.simulation import Simulation
+from dapple_tf.text_table import table
 from dapple_tf.tracing.step_parts import NAMES, StepParts
 from dapple_tf.tracing.step_trace import MeasuredStep
-from dapple_tf.units import gib
+from dapple_tf.units import gib, ms_text
 from dapple_tf.view.files import save_timelines
 from dapple_tf.view.timeline import Timeline
 from graph_passes.ir.tasks import Phase, Task
@@ -156,10 +157,10 @@ class StepProfile:
         if self.simulated is not None:
             error = self.simulated.latency / (self.untraced_seconds or step.latency) - 1
             lines[0] += f"; simulated {_ms(self.simulated.latency)} ms ({error:+.1%})"
-        lines += ["", "milliseconds of each device:", *aligned(self._part_rows())]
+        lines += ["", "milliseconds of each device:", table(self._part_rows())]
         shorter = f", {self.tracing:.2f} times shorter than traced" if self.tracing > 1 else ""
-        lines += ["", f"tasks, means in milliseconds{shorter}:", *aligned(self._phase_rows())]
-        lines += ["", "stages:", *aligned(self._stage_rows())]
+        lines += ["", f"tasks, means in milliseconds{shorter}:", table(self._phase_rows())]
+        lines += ["", "stages:", table(self._stage_rows())]
         return "\n".join([*lines, *(f"note: {remark}" for remark in self.remarks)])
 
     def _part_rows(self) -> Sequence[Sequence[str]]:
@@ -226,7 +227,7 @@ def simulated_tasks(simulation: Simulation) -> dict[Task, float]:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f}" if seconds < 1 else f"{seconds * 1e3:.4g}"
+    return f"{seconds * 1e3:.3f}" if seconds < 1 else ms_text(seconds)
 
 
 def _rate(step: Timeline) -> str:

@@ -15,10 +15,10 @@ import textwrap
 from collections.abc import Mapping
 
 from dapple_tf.errors import DappleError
+from dapple_tf.units import bytes_text
 from dapple_tf.view.colours import COLOURS, CONTROL, DATA, text_colour
 from dapple_tf.view.figure import Box, Curve, Figure, LaneBox, figure
 from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode, TensorText
-from dapple_tf.view.time_axis import bytes_text
 from dapple_tf.view.timeline import TASKS
 
 logger = logging.getLogger(__name__)
@@ -55,15 +55,14 @@ class DrawingError(DappleError):
     """A picture can't be drawn; the text says why, and what to do instead."""
 
 
-def dot_text(graph: TaskGraph, *, title: str = "", everything: bool = False) -> str:
+def dot_text(graph: TaskGraph, *, title: str = "") -> str:
     """A task graph as Graphviz text: a lane for each device, data edges solid, control edges dotted red.
 
     Args:
         graph: what to draw.
         title: stands above.
-        everything: draw reading of variables, metrics and the host's part, too.
     """
-    shown = figure(graph, everything=everything)
+    shown = figure(graph)
     legend, legend_width = _legend(shown)
     top = shown.height + _LEGEND + (_TITLE if title else 0)
     lines = [
@@ -82,14 +81,13 @@ def dot_text(graph: TaskGraph, *, title: str = "", everything: bool = False) -> 
     return "\n".join([*lines, *legend, "}"]) + "\n"
 
 
-def draw_graph(graph: TaskGraph, path: str | pathlib.Path, *, title: str = "", everything: bool = False) -> None:
+def draw_graph(graph: TaskGraph, path: str | pathlib.Path, *, title: str = "") -> None:
     """Draws a task graph by Graphviz's ``dot``.
 
     Args:
         graph: what to draw.
         path: file to write: ``.svg``, ``.png`` or ``.pdf``.
         title: stands above.
-        everything: as for `dot_text`.
 
     Raises:
         DrawingError: the graph is too large for a picture, Graphviz isn't installed or fails, or another suffix.
@@ -97,7 +95,7 @@ def draw_graph(graph: TaskGraph, path: str | pathlib.Path, *, title: str = "", e
     target = pathlib.Path(path)
     if target.suffix not in _FORMATS:
         raise DrawingError(f"{target} isn't drawn: use a name that ends with {', '.join(_FORMATS)}")
-    shown = figure(graph, everything=everything).graph
+    shown = figure(graph).graph
     if len(shown.nodes) > MOST_NODES or len(shown.edges) > MOST_EDGES:
         raise DrawingError(
             f"a picture of {len(shown.nodes):,} nodes and {len(shown.edges):,} edges isn't drawn (up to {MOST_NODES} "
@@ -109,7 +107,7 @@ def draw_graph(graph: TaskGraph, path: str | pathlib.Path, *, title: str = "", e
             f"{target.name} isn't drawn, as there is no Graphviz here: install it (the program `dot`), then run "
             f"dot -T{_FORMATS[target.suffix]} on graph.dot; or open graph.html"
         )
-    text = dot_text(graph, title=title, everything=everything)
+    text = dot_text(graph, title=title)
     command = [program, f"-T{_FORMATS[target.suffix]}", "-o", str(target)]
     try:
         done = subprocess.run(command, input=text, text=True, capture_output=True, timeout=_TIMEOUT, check=False)

@@ -77,13 +77,13 @@ class Figure:
     hidden: Mapping[str, int]
 
 
-def figure(graph: TaskGraph, *, everything: bool = False) -> Figure:
+def figure(graph: TaskGraph) -> Figure:
     """Lays a task graph out.
 
     Control edges that follow from others are left out. So are nodes that aren't tasks or what connects, adds up,
-    reduces and applies, unless ``everything`` is asked for; what led through one of them leads on.
+    reduces and applies; what led through one of them leads on.
     """
-    kept = [index for index, node in enumerate(graph.nodes) if everything or _is_shown(node)]
+    kept = [index for index, node in enumerate(graph.nodes) if _is_shown(node)]
     shown = _without_implied(_contracted(graph, kept))
     hidden: dict[str, int] = defaultdict(int)
     for index in set(range(len(graph.nodes))) - set(kept):

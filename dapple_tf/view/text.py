@@ -7,9 +7,9 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+from dapple_tf.units import bytes_text
 from dapple_tf.view.colours import COLOURS, text_colour
 from dapple_tf.view.time_axis import (
-    bytes_text,
     common_unit,
     memory_text,
     on_one_axis,

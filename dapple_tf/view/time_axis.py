@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from dapple_tf.units import bytes_text
 from dapple_tf.view.timeline import Timeline
 
 _SCALES = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
@@ -32,15 +33,6 @@ def time_text(value: float, unit: str) -> str:
     """A time with its unit, in four digits: ``12.34 ms``, ``33 F``."""
     name, size = shown_unit(unit, value)
     return f"{value / size:.4g} {name}"
-
-
-def bytes_text(size: float) -> str:
-    """Bytes with their unit, in three digits: ``1.25 GiB``."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(size) >= 0.9995 * scale:
-            digits = 0 if abs(size) >= 100 * scale else 1 if abs(size) >= 10 * scale else 2
-            return f"{size / scale:.{digits}f} {unit}"
-    return f"{size:.0f} B"
 
 
 def step_text(timeline: Timeline) -> str:

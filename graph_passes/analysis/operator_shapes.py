@@ -72,7 +72,7 @@ class CallShapes(NamedTuple):
 def operator_shapes(graph: GraphDef, placeholders: Mapping[str, Sequence[int | None]]) -> dict[Ref, Shape | None]:
     """The shape of every tensor of a flat graph; None is an unknown rank.
 
-    What depends on values (the rows that a mask leaves, say) stays unknown; `measured_shapes` tells it after a run.
+    What depends on values (the rows that a mask leaves, say) stays unknown.
 
     Args:
         graph: a flat graph.

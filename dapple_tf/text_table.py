@@ -1,0 +1,27 @@
+"""Tables for people to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def table(rows: Sequence[Sequence[str]], left: int | None = None) -> str:
+    """Rows as lines, the first one the header.
+
+    Args:
+        rows: of equal length.
+        left: number of columns, from the first, that are flush left, the others flush right; all where it is None.
+
+    >>> print(table([("stage", "ms"), ("0", "7")], left=1))
+    stage  ms
+    0       7
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    most = len(widths) if left is None else left
+
+    def line(row: Sequence[str]) -> str:
+        cells = enumerate(zip(row, widths, strict=True))
+        padded = (cell.ljust(width) if column < most else cell.rjust(width) for column, (cell, width) in cells)
+        return "  ".join(padded).rstrip()
+
+    return "\n".join(map(line, rows))

@@ -1,0 +1,162 @@
+"""Compares simulated step times with real training on this machine's devices.
+
+    python -m tools.evaluation.check_prediction --models=mlp,conv,gpt --devices=2
+
+Each model is profiled once; then several plans train in turns, so that all meet the same ups and downs of the machine's
+speed. A plan of one stage on one device is among them: with it, the drift between profiling and training is told apart
+from the simulator's own error.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from absl import flags
+
+import dapple_tf as dapple
+from dapple_tf import text_table
+from dapple_tf.automatic import plan_model, slice_sizes
+from dapple_tf.models.gpt import gpt
+from dapple_tf.planning.plan_reasons import shape
+from dapple_tf.progress import Progress
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation.bench_report import cells, check_output, write_results
+
+FLAGS = flags.FlagValues()
+
+_MODELS = flags.DEFINE_list("models", ["mlp", "conv", "gpt"], "which of mlp, conv and gpt to train", flag_values=FLAGS)
+_DEVICES = flags.DEFINE_integer("devices", 2, "local devices", lower_bound=1, flag_values=FLAGS)
+_STEPS = flags.DEFINE_integer("steps", 30, "measured steps of each plan", lower_bound=3, flag_values=FLAGS)
+_CACHE = flags.DEFINE_bool("cache", False, "take profiles from the cache if they are there", flag_values=FLAGS)
+_JSON = flags.DEFINE_string("json", None, "write the numbers to this JSON file, too", flag_values=FLAGS)
+
+
+def mlp() -> tuple[keras.Model, np.ndarray, np.ndarray]:
+    """Dense layers: the optimizer's part is large."""
+    draw = np.random.default_rng(0)
+    hidden = [keras.layers.Dense(1024, activation="relu", name=f"hidden_{i}") for i in range(6)]
+    model = keras.Sequential([keras.Input((512,)), *hidden, keras.layers.Dense(10, name="logits")])
+    model.compile(keras.optimizers.Adam(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model, draw.normal(size=(256, 512)).astype("float32"), draw.integers(0, 10, 256)
+
+
+def conv() -> tuple[keras.Model, np.ndarray, np.ndarray]:
+    """Convolutions: activations are large."""
+    draw = np.random.default_rng(0)
+    layers: list[Any] = [keras.Input((32, 32, 3))]
+    for block, filters in enumerate((32, 64, 128)):
+        for number in range(2):
+            layers.append(
+                keras.layers.Conv2D(filters, 3, padding="same", activation="relu", name=f"conv_{block}_{number}")
+            )
+        layers.append(keras.layers.MaxPooling2D(name=f"pool_{block}"))
+    layers += [keras.layers.Flatten(), keras.layers.Dense(128, activation="relu", name="dense")]
+    model = keras.Sequential([*layers, keras.layers.Dense(10, name="logits")])
+    model.compile(keras.optimizers.SGD(1e-2, 0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model, draw.normal(size=(32, 32, 32, 3)).astype("float32"), draw.integers(0, 10, 32)
+
+
+def transformer() -> tuple[keras.Model, np.ndarray, np.ndarray]:
+    """A GPT of four blocks."""
+    draw = np.random.default_rng(0)
+    model = gpt(vocabulary=256, sequence=64, width=128, heads=4, depth=4)
+    model.compile(keras.optimizers.Adam(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    tokens = draw.integers(0, 256, (32, 65))
+    return model, tokens[:, :-1].astype("int32"), tokens[:, 1:].astype("int32")
+
+
+MAKERS = {"mlp": mlp, "conv": conv, "gpt": transformer}
+"""Name of a model -> what makes it, with a batch."""
+
+
+def plans_of(profile: dapple.Profile, found: dapple.Plan, devices: int) -> Iterator[dapple.Plan]:
+    """The reference, what the planner found, and plans of other shapes."""
+    batch = found.global_batch_size
+    yield dapple.Plan.data_parallel(1, batch)
+    yield found
+    yield dapple.Plan.data_parallel(1, batch, 4)
+    if devices > 1:
+        yield dapple.Plan.data_parallel(2, batch, 2)
+        middle = _middle(profile)
+        for schedule in ("gpipe", "dapple_a", "dapple_b"):
+            yield dapple.Plan.straight([middle], batch, 4, schedule)
+        yield dapple.Plan.straight([middle], batch, 4, recompute="boundary")
+    if devices > 2:
+        yield dapple.Plan.manual([_middle(profile)], [[0, 1], [2]], 4, batch)
+
+
+def _middle(profile: dapple.Profile) -> str:
+    """The layer after which half of the time has passed."""
+    samples = profile.batch_sizes[-1]
+    times = np.cumsum([layer.forward.at(samples) + layer.backward.at(samples) for layer in profile.layers])
+    return profile.layers[int(np.argmin(np.abs(times[:-1] - times[-1] / 2)))].name
+
+
+def check(name: str) -> list[dict[str, Any]]:
+    """Profiles and trains one model; returns a row for each plan."""
+    model, x, y = MAKERS[name]()
+    batch = len(x)
+    cluster = dapple.Cluster.local(_DEVICES.value, kind="cpu")
+    sizes = slice_sizes(batch, _DEVICES.value)
+    profiled = dapple.profile(model, sizes, cluster=cluster, cache=_CACHE.value)
+    planned = plan_model(model, cluster, batch, profiled=profiled)
+    found, profile, cluster = planned.plan, planned.profile, planned.cluster
+    plans = list(dict.fromkeys(plans_of(profile, found, _DEVICES.value)))
+    trainers = [dapple.transform(model, cluster, plan, profile=profile) for plan in plans]
+    bar = Progress(f"training {name}", _STEPS.value, shown=True)
+    for _ in range(_STEPS.value + 3):
+        for trainer in trainers:
+            trainer.train_on_batch(x, y)
+            trainer.train_on_batch(x, y)  # the first one has to get its data back into the caches
+        bar.step(f"{len(trainers)} plans in turns")
+    bar.close()
+    rows = []
+    reference = trainers[0].prediction
+    assert reference is not None and reference.measured is not None
+    drift = reference.measured / reference.predicted
+    for plan, trainer in zip(plans, trainers, strict=True):
+        prediction = trainer.prediction
+        assert prediction is not None
+        measured = statistics.median(prediction.steps[1::2])
+        rows.append(
+            {
+                "model": name,
+                "plan": shape(plan) + (f", {plan.schedule}" if plan.num_stages > 1 else ""),
+                "recompute": plan.recompute,
+                "planned": plan == found,
+                "capacity": cluster.capacity(0),
+                "predicted_ms": prediction.predicted * 1e3,
+                "measured_ms": measured * 1e3,
+                "error": prediction.predicted / measured - 1,
+                "error_without_drift": prediction.predicted * drift / measured - 1,
+            }
+        )
+    return rows
+
+
+COLUMNS = {
+    "model": "{model}", "plan": "{plan}", "recompute": "{recompute}", "capacity": "{capacity:.2f}",
+    "predicted ms": "{predicted_ms:.2f}", "measured ms": "{measured_ms:.2f}", "error": "{error:+.1%}",
+    "error without drift": "{error_without_drift:+.1%}",
+}  # fmt: skip
+"""What is shown of a row."""
+
+
+def main() -> None:
+    """Runs the comparison."""
+    command.check_choices(_MODELS, MAKERS)
+    check_output(_JSON.value)
+    rows = [row for name in _MODELS.value for row in check(name)]
+    shown = [row | {"plan": row["plan"] + " (the planner's)" * row["planned"]} for row in rows]
+    sys.stdout.write(text_table.table(cells(shown, COLUMNS), left=3) + "\n")
+    if _JSON.value:
+        write_results(_JSON.value, "prediction", rows)
+
+
+if __name__ == "__main__":
+    command.start(main, FLAGS)

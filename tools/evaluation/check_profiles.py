@@ -1,0 +1,125 @@
+"""Compares the ways of profiling a model: layer by layer, by operator, and by rooflines.
+
+    python -m tools.evaluation.check_profiles --models=mlp,conv,gpt
+
+What is measured layer by layer counts as true. Beside it stand the layers' shares of a step by the other ways, the
+order of layers by their time, and what is lost by planning with them: how much longer the plan's step takes than that
+of the plan by the true profile, both simulated by that.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import keras
+import numpy as np
+from absl import flags
+
+import dapple_tf as dapple
+from dapple_tf import text_table
+from dapple_tf.automatic import slice_sizes
+from dapple_tf.measuring.links import measure_links
+from dapple_tf.measuring.time_budget import TimeBudget
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation.bench_report import cells
+from dapple_tf.tools.evaluation.check_prediction import MAKERS
+
+FLAGS = flags.FlagValues()
+
+_MODELS = flags.DEFINE_list("models", ["mlp", "conv", "gpt"], "models: mlp, conv or gpt", flag_values=FLAGS)
+_DEVICES = flags.DEFINE_integer("devices", 2, "local devices to plan for", lower_bound=2, flag_values=FLAGS)
+_REPEATS = flags.DEFINE_integer("repeats", 9, "how often each time is measured", lower_bound=1, flag_values=FLAGS)
+
+
+class OneWay(TimeBudget):
+    """There is time for one way of measuring only.
+
+    Args:
+        method: a value of `Profile.method`.
+    """
+
+    def __init__(self, method: str) -> None:
+        super().__init__(None)
+        self._method = method
+
+    def allows(self, *phases: str, more: float = 0.0) -> bool:
+        """Whether it is that way."""
+        return self._method in phases
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    """The place of each value among all."""
+    return np.argsort(np.argsort(values))
+
+
+def layer_seconds(profile: dapple.Profile, samples: int) -> np.ndarray:
+    """Seconds of each layer's F and B."""
+    return np.asarray([layer.forward.at(samples) + layer.backward.at(samples) for layer in profile.layers])
+
+
+def row(
+    true: dapple.Profile, other: dapple.Profile, cluster: dapple.Cluster, batch: int, seconds: float
+) -> dict[str, Any]:
+    """How near a profile is to one that was measured layer by layer.
+
+    Args:
+        true: that one.
+        other: the profile.
+        cluster: what is planned for.
+        batch: samples of a step.
+        seconds: that the profile took.
+    """
+    samples = true.batch_sizes[len(true.batch_sizes) // 2]
+    truth, found = layer_seconds(true, samples), layer_seconds(other, samples)
+    best, chosen = (dapple.plan(profile, cluster, global_batch_size=batch) for profile in (true, other))
+    expected, lost = (dapple.simulate(plan, true, cluster).latency for plan in (best, chosen))
+    return {
+        "method": other.method,
+        "seconds": seconds,
+        "total": found.sum() / truth.sum() - 1,
+        "misplaced": np.abs(found / found.sum() - truth / truth.sum()).sum() / 2,
+        "ranks": np.corrcoef(ranks(truth), ranks(found))[0, 1],
+        "loss": lost / expected - 1,
+    }
+
+
+def check(name: str) -> list[dict[str, Any]]:
+    """Profiles a model in all ways; a row for each."""
+    model, x, _ = MAKERS[name]()
+    batch = len(x)
+    cluster = measure_links(dapple.Cluster.local(_DEVICES.value, kind="cpu"))
+    profiles = {}
+    for method in ("layers", "operators", "rooflines"):
+        start = time.perf_counter()
+        profile = dapple.profile(
+            model,
+            slice_sizes(batch, _DEVICES.value),
+            cluster=cluster,
+            cache=False,
+            repeats=_REPEATS.value,
+            budget=OneWay(method),
+        )
+        profiles[method] = (profile, time.perf_counter() - start)
+        keras.backend.clear_session()
+    true = profiles["layers"][0]
+    return [{"model": name} | row(true, profile, cluster, batch, took) for profile, took in profiles.values()]
+
+
+COLUMNS = {
+    "model": "{model}", "method": "{method}", "takes s": "{seconds:.1f}", "F + B": "{total:+.1%}",
+    "misplaced": "{misplaced:.1%}", "rank correlation": "{ranks:.3f}", "plan's loss": "{loss:+.2%}",
+}  # fmt: skip
+"""What is shown of a row."""
+
+
+def main() -> None:
+    """Runs the comparison."""
+    command.check_choices(_MODELS, MAKERS)
+    rows = [row for name in _MODELS.value for row in check(name)]
+    sys.stdout.write(text_table.table(cells(rows, COLUMNS), left=2) + "\n")
+
+
+if __name__ == "__main__":
+    command.start(main, FLAGS)

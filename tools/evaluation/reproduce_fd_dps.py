@@ -1,0 +1,125 @@
+"""Reproduces the experiments of FD-DPS (Mathematics 2022, 10, 4788, section 5): places its models, and simulates.
+
+    python -m tools.evaluation.reproduce_fd_dps                                              # all of it
+    python -m tools.evaluation.reproduce_fd_dps --models=VGG-16 --devices=4 --output_dir=... # one row
+
+Tables 3, 5, 6 and 7 and figures 4 and 5: the training steps of VGG-16, Inception-V3, ResNet-50, ResNet-200,
+NASNet-mobile and NASNet-large on 2, 4 and 8 devices as quick as P100s. Their graphs are made by the passes of real
+training, and kept in build/operator_steps until something changes that they are made by. Leaves in ``--output_dir``:
+
+    fd_dps.md       the tables, with the paper's numbers, and what was assumed
+    fd_dps.json     the same numbers
+
+Exits with 1, and names them, when claims don't hold: FD-DPS is slower than FastT, HEFT or one device, or needs too much
+memory; it is less than 12 % faster than FastT on the NASNet family at eight devices; it searches for more than 30 s of
+one core.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import multiprocessing
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+
+from absl import flags
+
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation.operator_experiments import DEVICES, Row, Setting, prepare, run, settings
+from dapple_tf.tools.evaluation.operator_models import MODELS
+from dapple_tf.tools.evaluation.operator_report import SEARCH_SECONDS, claims_of, write
+
+FLAGS = flags.FlagValues()
+_DEFAULT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
+
+_MODELS = flags.DEFINE_list("models", list(MODELS), f"Models to place, of {', '.join(MODELS)}.", flag_values=FLAGS)
+_DEVICES = flags.DEFINE_list("devices", [*map(str, DEVICES)], "Numbers of devices.", flag_values=FLAGS)
+_DOCKERS = flags.DEFINE_boolean("dockers", True, "Eight devices in two dockers, too: figure 4.", flag_values=FLAGS)
+_OUTPUT_DIR = flags.DEFINE_string("output_dir", str(_DEFAULT), "Where to leave the results.", flag_values=FLAGS)
+_SEARCH_SECONDS = flags.DEFINE_float(
+    "search_seconds", SEARCH_SECONDS, "Seconds of one core that a search may take.", 0.0, flag_values=FLAGS
+)
+_JOBS = flags.DEFINE_integer(
+    "jobs", min(4, os.cpu_count() or 1), "Processes that search at a time, up to 6 GB each.", 1, flag_values=FLAGS
+)
+
+
+class _Work:
+    """A line on standard error for all that is done."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.began = total, 0, time.monotonic()
+
+    def tell(self, text: str) -> None:
+        self.done += 1
+        passed = time.monotonic() - self.began
+        print(f"[{self.done}/{self.total}, {passed:.0f} s] {text}", file=sys.stderr, flush=True)
+
+
+def reproduce(chosen: Sequence[Setting], jobs: int) -> list[Row]:
+    """The rows of these settings, in their order."""
+    models = list(dict.fromkeys(setting.model for setting in chosen))
+    work = _Work(len(models) + len(chosen))
+    found: dict[Setting, Row] = {}
+    if jobs == 1:
+        for setting in chosen:
+            if setting.model in models:
+                models.remove(setting.model)
+                work.tell(f"{setting.model}: {prepare(setting.model):,} nodes")
+            found[setting] = run(setting)
+            work.tell(_line(found[setting]))
+        return [found[setting] for setting in chosen]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(jobs, len(chosen)), context, initializer=_quiet) as pool:
+        graphs = {pool.submit(prepare, model): model for model in models}
+        for graph in concurrent.futures.as_completed(graphs):
+            work.tell(f"{graphs[graph]}: {graph.result():,} nodes")
+        rows = {pool.submit(run, setting): setting for setting in chosen}
+        for done in concurrent.futures.as_completed(rows):
+            found[rows[done]] = done.result()
+            work.tell(_line(done.result()))
+    return [found[setting] for setting in chosen]
+
+
+def _line(row: Row) -> str:
+    ours, theirs = row.outcomes["fd_dps"], row.outcomes["fast_t"]
+    times = f"FD-DPS {ours.seconds * 1e3:.1f} ms, FastT {theirs.seconds * 1e3:.1f} ms"
+    return f"{row.setting}: {times}, searched for {ours.search_seconds:.1f} s"
+
+
+def _quiet() -> None:
+    logging.getLogger("dapple_tf").setLevel(logging.ERROR)
+
+
+def main() -> None:
+    """Places, simulates, writes, and says what doesn't hold."""
+    command.check_choices(_MODELS, MODELS)
+    counts = [int(text) for text in _DEVICES.value if text.isdecimal() and int(text) > 1]
+    command.check(
+        bool(counts) and len(counts) == len(_DEVICES.value),
+        f"--devices: {','.join(_DEVICES.value)!r}; give numbers from 2, such as 2,4,8",
+    )
+    directory = pathlib.Path(_OUTPUT_DIR.value)
+    partial = set(_MODELS.value) != set(MODELS) or set(counts) != set(DEVICES) or not _DOCKERS.value
+    command.check(
+        not (partial and directory.resolve() == _DEFAULT.resolve()),
+        "a part of the results would replace all of them in docs/results; give an --output_dir",
+    )
+    _quiet()
+    rows = reproduce(settings(_MODELS.value, counts, dockers=_DOCKERS.value), _JOBS.value)
+    claims = claims_of(rows, _SEARCH_SECONDS.value)
+    write(rows, claims, directory)
+    failed = [claim for claim in claims if not claim.holds]
+    print(f"{len(claims)} claims, {len(failed)} of which fail; {directory / 'fd_dps.md'}")
+    for claim in failed:
+        print(f"FAILED: {claim.name}: {claim.ours}")
+    if failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    command.start(main, FLAGS)

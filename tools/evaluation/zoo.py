@@ -1,0 +1,280 @@
+"""Trains models that nobody here wrote as pipelines and by plain Keras, and compares every variable and slot.
+
+    python -m tools.evaluation.zoo                            # all of them and 200 random models, some hours
+    python -m tools.evaluation.zoo --models=ResNet50,GPT2 --draws=0
+    python -m tools.evaluation.zoo --models= --draws=1000 --first_draw=200
+
+Every architecture of keras.applications and of keras_hub that `zoo_models` knows trains in two stages, two
+replicas and one, with 2 and 3 micro-batches, by Adam, AdamW with ``global_clipnorm`` and SGD, three steps each, in
+float64 where plain Keras can. Random models come from `random_models`. docs/zoo.md, which ``--document`` writes
+from the numbers of ``--json``, tells what the columns mean. The exit code is 1 if anything differs without a reason
+that `transform` has told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from absl import flags
+
+import dapple_tf as dapple
+from dapple_tf.keras_private import nodes_in_order
+from dapple_tf.tools import command
+from dapple_tf.tools.evaluation.bench_report import check_output, markdown, read_results, rows_apart, write_results
+from dapple_tf.tools.evaluation.random_models import compare_draw
+from dapple_tf.tools.evaluation.training_comparison import Batch, compare_training
+from dapple_tf.tools.evaluation.zoo_models import (
+    ARCHITECTURES,
+    Architecture,
+    find_architecture,
+    narrowest,
+    normalizes_batches,
+)
+
+FLAGS = flags.FlagValues()
+_MODELS = flags.DEFINE_list("models", list(ARCHITECTURES), "Architectures to train.", flag_values=FLAGS)
+_DRAWS = flags.DEFINE_integer("draws", 200, "How many random models to train.", lower_bound=0, flag_values=FLAGS)
+_FIRST = flags.DEFINE_integer("first_draw", 0, "Seed of the first random model.", lower_bound=0, flag_values=FLAGS)
+_MICRO_BATCHES = flags.DEFINE_list("micro_batches", ["2", "3"], "Numbers of micro-batches.", flag_values=FLAGS)
+_OPTIMIZERS = flags.DEFINE_list("optimizers", ["adam", "adamw", "sgd"], "Optimizers.", flag_values=FLAGS)
+_JSON = flags.DEFINE_string(
+    "json", None, "Write the numbers to this JSON file, too; those of other models there stay.", flag_values=FLAGS
+)
+_DOCUMENT = flags.DEFINE_string("document", None, "Write all that --json holds to this page.", flag_values=FLAGS)
+_CHILD = flags.DEFINE_string(
+    "child", None, "Internal: this process trains one architecture, or draws.", flag_values=FLAGS
+)
+
+_SEED = 3
+_STEPS = 3
+_DISTINCT = 2
+"""Samples of each slice of a model that normalises batches."""
+_DRAWS_AT_ONCE = 50
+
+OPTIMIZERS: Mapping[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "adam": lambda: keras.optimizers.Adam(1e-3, epsilon=1e-4),
+    "adamw": lambda: keras.optimizers.AdamW(1e-3, weight_decay=0.01, epsilon=1e-4, global_clipnorm=0.5),
+    "sgd": lambda: keras.optimizers.SGD(1e-2),
+}
+
+
+def compiled(architecture: Architecture, optimizer: str) -> keras.Model:
+    """The model with its values, compiled."""
+    model = architecture.build(_SEED)
+    losses = "mse" if len(model.outputs) == 1 else ["mse"] * len(model.outputs)
+    model.compile(OPTIMIZERS[optimizer](), losses, jit_compile=False)
+    return model
+
+
+def batches(architecture: Architecture, model: keras.Model, micro_batches: int) -> list[Batch]:
+    """A batch for each step.
+
+    With BatchNormalization each slice holds the same samples, each time in another order: all slices have the
+    statistics of the whole batch then (docs/equivalence.md), so that the result has to be that of plain Keras. Other
+    batches don't divide evenly.
+    """
+    rng = np.random.default_rng(_SEED)
+    if not normalizes_batches(model):
+        samples = 3 * micro_batches + 1
+        return [(*architecture.batch(model, rng, samples), None) for _ in range(_STEPS)]
+    trees = [architecture.batch(model, rng, _DISTINCT) for _ in range(_STEPS)]
+    slices = 2 * micro_batches
+    order = np.concatenate([rng.permutation(_DISTINCT) for _ in range(slices)])
+    return [(*keras.tree.map_structure(lambda array: array[order], tree), None) for tree in trees]
+
+
+def middle(model: keras.Model) -> str:
+    """The (first call of the) layer where half of the parameters are reached, by the name with which plans cut."""
+    sizes = np.cumsum([layer.count_params() for layer in model.layers])
+    layer = model.layers[int(np.searchsorted(sizes, sizes[-1] / 2))]
+    calls = [node for node in nodes_in_order(model) if node.operation is layer]
+    return layer.name if len(calls) == 1 else f"{layer.name}#0"
+
+
+def rows_of(name: str, micro_batches: Sequence[int], optimizers: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Trains an architecture in each of its ways; yields a row for each."""
+    architecture = find_architecture(name)
+    keras.config.set_floatx(architecture.dtype)
+    keras.config.set_dtype_policy(architecture.dtype)
+    for count in micro_batches:
+        model = architecture.build(_SEED)
+        data = batches(architecture, model, count)
+        samples = len(keras.tree.flatten(data[0][0])[0])
+        rounding = narrowest(model, data[0][0], architecture.dtype)
+
+        def transform(own: keras.Model, count: int = count, samples: int = samples) -> dapple.PipelinedModel:
+            plan = dapple.Plan.manual([middle(own)], [[0, 1], [2]], count, samples)
+            return dapple.transform(own, dapple.Cluster.local(3, kind="cpu"), plan)
+
+        for optimizer in optimizers:
+            began = time.monotonic()
+            result = compare_training(
+                functools.partial(compiled, architecture, optimizer),
+                transform,
+                data,
+                dtype=rounding,
+            )
+            yield {
+                "model": name,
+                "family": architecture.family,
+                "cut": middle(model),
+                "micro_batches": count,
+                "optimizer": optimizer,
+                "dtype": rounding,
+                **dataclasses.asdict(result),
+                "seconds": round(time.monotonic() - began, 1),
+            }
+
+
+def drawn_rows(first: int, count: int) -> Iterator[dict[str, Any]]:
+    """Trains random models; yields a row for each."""
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    for seed in range(first, first + count):
+        began = time.monotonic()
+        about, result = compare_draw(seed)
+        seconds = round(time.monotonic() - began, 1)
+        yield {"seed": seed, "about": about, **dataclasses.asdict(result), "seconds": seconds}
+
+
+# ---- showing
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """A row for each architecture: how many of its trainings are equal, and the largest difference."""
+    cells: list[tuple[str, ...]] = []
+    for name in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == name]
+        verdicts = [row["verdict"] for row in own]
+        told = {row["where"] for row in own if row["verdict"] != "equal"}
+        known = [row["difference"] for row in own if row["difference"] is not None]
+        counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
+        worst = f"{max(known):.0e}" if known else ""
+        cells.append((name, own[0]["cut"], own[0]["dtype"], counts, worst, "; ".join(sorted(told))))
+    return cells
+
+
+_HEADS = ("model", "cut after", "dtype", "trainings", "largest difference", "what was told")
+_DRAW_HEADS = ("seed", "model and plan", "verdict", "difference", "what was told")
+
+
+def document(results: Mapping[str, Any]) -> str:
+    """docs/zoo.md: what has been trained, and what came out."""
+    rows = [row for name, entry in results.items() if name.startswith("zoo ") for row in entry["records"]]
+    draws = sorted((row for row in results.get("draws", {"records": []})["records"]), key=lambda row: row["seed"])
+    parts = [_INTRODUCTION]
+    for family in ("applications", "keras_hub"):
+        own = [row for row in rows if row["family"] == family]
+        equal = sum(row["verdict"] == "equal" for row in own)
+        parts.append(f"## {_TITLES[family]}\n\n{equal} of {len(own)} trainings are equal.\n")
+        parts.append(markdown([_HEADS, *summary(own)]) + "\n")
+    equal = sum(row["verdict"] == "equal" for row in draws)
+    parts.append(f"## Random models\n\n{equal} of {len(draws)} are equal; the others:\n")
+    others = [
+        (row["seed"], row["about"], row["verdict"], _shown(row["difference"]), row["where"])
+        for row in draws
+        if row["verdict"] != "equal"
+    ]
+    parts.append(markdown([_DRAW_HEADS, *others]) + "\n" if others else "None.\n")
+    return "\n".join(parts)
+
+
+_TITLES = {"applications": "keras.applications", "keras_hub": "keras_hub"}
+_INTRODUCTION = """# Models that nobody here wrote
+
+Written by `python -m tools.evaluation.zoo` (`make zoo`) from [results/zoo.json](results/zoo.json), which has facts
+about the machine. Each architecture trains for three steps, pipelined and by plain Keras from the same values: cut in
+two stages where half of its parameters are reached, with two replicas and one, 2 and 3 micro-batches, by Adam, AdamW
+with `global_clipnorm`, and SGD. Compared are all variables and all slots of the optimizer.
+
+* *equal*: no value differs by more than 1e-8 (float32: 1e-4) of the largest change that training made to its array, or
+  of a hundredth of the array's largest value, which rounding is relative to, if that is more.
+* *listed*: it differs, and `transform` has said why.
+* *refused*: by an error that says why.
+* *differs*, *failed*: defects.
+
+float32 stands where plain Keras doesn't train the model in float64, or layers compute in float32 whatever the model's
+type is. Random layers are turned off, as draws belong to slices; models with BatchNormalization get batches whose
+slices have the same statistics (see [equivalence.md](equivalence.md)), and an epsilon of 0.1: rounding has no bounds
+where variances vanish. Random models are those of `tools/evaluation/random_models.py`; a seed gives one again, 7 for
+instance: `python -m tools.evaluation.zoo --models= --first_draw=7 --draws=1`.
+"""
+
+
+def _shown(difference: float | None) -> str:
+    return "" if difference is None else f"{difference:.0e}"
+
+
+def _child(child: str, micro_batches: Sequence[int], optimizers: Sequence[str]) -> Iterator[dict[str, Any]]:
+    first, separator, count = child.partition("+")
+    return drawn_rows(int(first), int(count)) if separator else rows_of(child, micro_batches, optimizers)
+
+
+def _earlier_draws(path: str | None) -> list[dict[str, Any]]:
+    if path is None or not pathlib.Path(path).exists():
+        return []
+    return list(read_results(path).get("draws", {"records": []})["records"])
+
+
+def main() -> None:
+    """Trains what the flags say, prints the table, and writes the document."""
+    counts = _MICRO_BATCHES.value
+    command.check(bool(counts) and all(c.isdigit() and int(c) > 0 for c in counts), "--micro_batches: need numbers")
+    command.check_choices(_OPTIMIZERS, OPTIMIZERS)
+    if _CHILD.value is not None:
+        logging.getLogger("dapple_tf").setLevel(logging.ERROR)
+        for row in _child(_CHILD.value, [*map(int, counts)], _OPTIMIZERS.value):
+            sys.stdout.write(json.dumps(row) + "\n")
+            sys.stdout.flush()
+        return
+    for name in _MODELS.value:
+        find_architecture(name)
+    check_output(_JSON.value)
+    command.check(_DOCUMENT.value is None or _JSON.value is not None, "--document shows what --json holds; give both")
+    first, stop = _FIRST.value, _FIRST.value + _DRAWS.value
+    draws = [f"{seed}+{min(_DRAWS_AT_ONCE, stop - seed)}" for seed in range(first, stop, _DRAWS_AT_ONCE)]
+    began, rows = time.monotonic(), list[dict[str, Any]]()
+    failures: list[str] = []
+    ways = [f"--micro_batches={','.join(counts)}", f"--optimizers={','.join(_OPTIMIZERS.value)}"]
+    for child in (*_MODELS.value, *draws):
+        own: list[dict[str, Any]] = []
+        try:
+            for row in rows_apart("tools.evaluation.zoo", f"--child={child}", *ways):
+                own.append(row)
+                what = row["about"] if "seed" in row else f"M = {row['micro_batches']}, {row['optimizer']}"
+                command.say(f"{row.get('seed', child)}: {what}: {row['verdict']} {_shown(row['difference'])}", began)
+        except RuntimeError as error:
+            failures.append(str(error))
+            command.say(str(error), began)
+        rows += own
+        if _JSON.value and own:
+            if child in ARCHITECTURES:
+                write_results(_JSON.value, f"zoo {child}", own)
+            else:
+                drawn = {row["seed"]: row for row in (*_earlier_draws(_JSON.value), *own)}
+                write_results(_JSON.value, "draws", list(drawn.values()))
+    failures += [
+        f"{row.get('model', row.get('seed'))}: {row['verdict']}: {row['where']}"
+        for row in rows
+        if row["verdict"] in ("differs", "failed")
+    ]
+    sys.stdout.write(markdown([_HEADS, *summary([row for row in rows if "model" in row])]) + "\n")
+    if _DOCUMENT.value:
+        pathlib.Path(_DOCUMENT.value).write_text(document(read_results(_JSON.value)), encoding="utf-8")
+    if failures:
+        sys.stdout.write("FAILED:\n" + "".join(f"  {text}\n" for text in failures))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    command.start(main, FLAGS)
