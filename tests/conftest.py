@@ -61,6 +61,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What hasn't been tested here, and what to install: one line for each reason, which names the remedy."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = collections.Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    if reasons:
+        terminalreporter.section(f"{sum(reasons.values())} tests skipped")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:5d} {reason}")
+
+
 @pytest.fixture(autouse=True)
 def _own_settings() -> Iterator[None]:
     """Fixes all seeds before a test; restores what programs set for their process after it: log level, float type."""
@@ -119,7 +129,7 @@ def workers(_running_workers: LocalWorkers) -> Iterator[LocalWorkers]:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Chrome]:
     """A headless Chromium, started once for all tests of this process; they are skipped where there is none."""
-    pytest.importorskip("selenium", reason="needs a browser: selenium isn't installed (pip install selenium)")
+    pytest.importorskip("selenium", reason="needs a browser: selenium isn't installed (make venv)")
     from browser import missing, running
 
     if reason := missing():

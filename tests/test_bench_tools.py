@@ -94,7 +94,7 @@ def test_peers_answer_and_tell_why_they_dont() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch isn't installed")
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch: pip install -e .[torch]")
 def test_pytorch_trains_alike(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "speed.json"
     size = ["--blocks=2", "--width=8", "--sequence=4", "--micro_batches=2", "--samples=2", "--noxla"]

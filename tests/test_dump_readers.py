@@ -77,7 +77,7 @@ def test_tensorflow_imports_every_graph(dumped: pathlib.Path) -> None:
 
 @pytest.mark.slow
 def test_tensorboards_graph_plugin_shows_each_pass(dumped: pathlib.Path) -> None:
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason="tensorboard isn't installed (make venv)")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what tensorboard imports
         import tensorboard.plugins.graph.graphs_plugin  # noqa: F401
@@ -112,7 +112,7 @@ def test_tensorboards_graph_plugin_shows_each_pass(dumped: pathlib.Path) -> None
 
 @pytest.mark.slow
 def test_tensorboards_accumulator_has_the_graph(dumped: pathlib.Path) -> None:
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason="tensorboard isn't installed (make venv)")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = EventAccumulator(str(dumped / "tensorboard" / STEP)).Reload()
@@ -140,7 +140,7 @@ window.Date = class extends Real {
 @contextlib.contextmanager
 def netron(path: pathlib.Path) -> Iterator[str]:
     """Netron's server for a file, on loopback; its address."""
-    served = pytest.importorskip("netron")
+    served = pytest.importorskip("netron", reason="netron isn't installed (make venv)")
     host, port = served.start(str(path), ("localhost", 0), browse=False)
     try:
         yield f"http://{host}:{port}/"

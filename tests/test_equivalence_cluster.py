@@ -21,13 +21,14 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from conftest import require_namespaces
 from equivalence import TOLERANCE, assert_equal_training, use_float64
 from references import SAMPLES, reference
 from selection import sampled
 from zoo import ZOO
 
 import dapple_tf as dapple
-from dapple_tf.tools.hosts import Hosts, LocalWorkers, Namespace, end, join, launch, unavailable
+from dapple_tf.tools.hosts import Hosts, LocalWorkers, Namespace, end, join, launch
 
 Devices = Sequence[Sequence[int]]
 
@@ -186,8 +187,7 @@ class HostsAndClient(Hosts):
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
     """How the cases that are to be tested have ended: `ACROSS` for a third host, the others for the first one."""
-    if why := unavailable():
-        pytest.skip(why)
+    require_namespaces()
     wanted = [
         item.callspec.params["case"]
         for item in request.session.items
