@@ -7,6 +7,9 @@ STAMP := $(VENV)/.installed
 # An interpreter that has PyTorch, for `make bench`: `pip install -e ".[torch]"` gives it to this one.
 TORCH_PYTHON ?= $(BIN)/python
 
+# Tests that compare seconds where the machine has nothing else to do: `make accuracy`.
+TIMED := $(patsubst %,tests/test_%.py,emulator worked_examples build_op_graph fd_dps profile_text split_graph)
+
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .DEFAULT_GOAL := help
@@ -38,6 +41,7 @@ results-operators: $(STAMP) ## regenerate docs/results/fd_dps.md, the evaluation
 
 accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with real training, and ways of profiling, some 20 minutes
 	$(BIN)/python -m tools.check_simulator
+	$(BIN)/python -m pytest --timed $(TIMED)
 	$(BIN)/python -m tools.check_prediction
 	$(BIN)/python -m tools.check_profiles
 

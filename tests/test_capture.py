@@ -87,6 +87,7 @@ def subclassed() -> keras.Model:
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "cut", ["encoder/block_0", *(pytest.param(cut, marks=pytest.mark.slow) for cut in ("block_1", "encoder"))]
 )
@@ -152,6 +153,7 @@ def test_the_batch_size_of_an_early_tensor_is_used_behind_the_cut() -> None:
     check(build, ["second"], (X, Y, None))
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", ["embedding", "merged", "split"])
 def test_sequences_of_any_length_are_cut_also_where_batch_and_time_are_one_axis(cut: str) -> None:
@@ -218,6 +220,7 @@ def test_regularizers_and_added_losses_count_once() -> None:
     check(build, ["penalty"], (X, Y, None))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("reduction", ["sum", "mean", "mean_with_sample_weight", "sum_over_batch_size"])
 @pytest.mark.parametrize("weighted", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_every_reduction_is_that_of_the_whole_batch(reduction: str, weighted: bool) -> None:
@@ -380,6 +383,7 @@ def test_slices_draw_different_numbers() -> None:
 # ---- types
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_mixed_precision_trains_as_plain_keras(policy: str) -> None:
@@ -474,6 +478,7 @@ def test_results_that_no_metric_keeps_are_warned_of() -> None:
         pipeline(model, ["first"], (1, 1), 2, 4).train_on_batch(X[:4], Y[:4])
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [5, None])
 def test_recurrent_outputs_cross_cuts_whatever_their_length(length: int | None) -> None:

@@ -110,6 +110,7 @@ def test_tensorboards_graph_plugin_shows_each_pass(dumped: pathlib.Path) -> None
         assert {function.signature.name for function in shown.library.function} == names
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_tensorboards_accumulator_has_the_graph(dumped: pathlib.Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard isn't installed (make venv)")
@@ -187,6 +188,7 @@ def drawn_nodes(browser: object, address: str) -> Mapping[str, int]:
         time.sleep(0.05)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [STEP, "train/03_build_backward.stage0"])
 def test_netron_draws_a_graph(dumped: pathlib.Path, browser: object, name: str) -> None:

@@ -109,6 +109,7 @@ def check(case: Case, cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch) 
 # ---- four workers
 
 
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sampled(CASES, 3), ids=str)
 def test_four_workers_train_as_plain_keras(case: Case, workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +127,7 @@ def assert_same_bits(found: Any, expected: Any) -> None:
         np.testing.assert_array_equal(own, other)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("case", "policy"),
     sampled(
@@ -201,6 +203,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*sampled(ACROSS, 3), *sampled(ACROSS_FROM_HOST, 3)], ids=str)
 def test_two_hosts_train_as_plain_keras(case: Case, outcomes: dict[str, str]) -> None:

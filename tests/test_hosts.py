@@ -84,6 +84,7 @@ def test_local_workers_are_killed_stopped_and_started_again() -> None:
     wait_until_gone(*leaders)
 
 
+@pytest.mark.thorough
 def test_workers_end_with_the_program_that_started_them() -> None:
     program = """
 import os, sys, time
@@ -146,6 +147,7 @@ def test_commands_end_in_time(hosts: Hosts) -> None:
     assert hosts.run(0, ["sh", "-c", "exit 3"]).returncode == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rate", [200, 50])
 def test_links_between_hosts_are_measured_as_they_are(hosts: Hosts, rate: int, tmp_path: pathlib.Path) -> None:
     import dapple_tf as dapple

@@ -309,6 +309,7 @@ def test_requests() -> None:
     assert Request.parse("images?augment=false").paths == ()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_training_on_the_sample() -> None:
     """Its classes can be told apart."""

@@ -355,6 +355,7 @@ def random_arguments(stage: Stage, samples: int = 4) -> dict[Value, Any]:
     return values
 
 
+@pytest.mark.few(6)
 @pytest.mark.slow
 @policies
 @pytest.mark.parametrize("name", PROGRAMS)
