@@ -70,15 +70,15 @@ def endless(_: str) -> Any:
     return step[0]
 
 
-def running(session: RemoteSession, fetches: Any) -> tuple[threading.Thread, list[tuple[float, BaseException]]]:
-    """A thread that runs something until it fails; the time of that, and the error."""
-    failures: list[tuple[float, BaseException]] = []
+def running(session: RemoteSession, fetches: Any) -> tuple[threading.Thread, list[BaseException]]:
+    """A thread that runs something until it fails; and the error."""
+    failures: list[BaseException] = []
 
     def run() -> None:
         try:
             session.run(fetches)
         except BaseException as error:
-            failures.append((time.monotonic(), error))
+            failures.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -367,8 +367,8 @@ def test_measured_links(cluster: dapple.Cluster) -> None:
 # ---- lost workers
 
 
-def assert_lost(failures: Sequence[tuple[float, BaseException]], address: str) -> None:
-    ((_, error),) = failures
+def assert_lost(failures: Sequence[BaseException], address: str) -> None:
+    (error,) = failures
     assert isinstance(error, WorkerLostError), error
     assert (error.task, error.address) == (1, address)
     assert str(error).startswith(f"worker 1 ({address}): ")
@@ -389,7 +389,7 @@ def test_a_killed_worker_is_noticed_at_once(cluster: dapple.Cluster, workers: Lo
         started = time.monotonic()
         session.close()
         assert time.monotonic() - started < PATIENCE / 2
-        assert connection.lost is failures[0][1]
+        assert connection.lost is failures[0]
     wait_until(lambda: not children(workers.processes[0].pid))
     workers.restart(1)
     assert works(cluster)

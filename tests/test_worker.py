@@ -327,7 +327,7 @@ def test_a_client_that_dies_in_mid_step_leaves_a_clean_worker(worker: Worker_) -
         expect(running, "running")
         wait_until(lambda: len(children(process)) == 1)
         running.kill()
-        assert wait_until(lambda: not children(process)) < 2.0
+        wait_until(lambda: not children(process))
     cluster = dapple.Cluster.of_servers([address])
     with tf.Graph().as_default() as graph:
         with tf.device(cluster.device_names[0]):
