@@ -61,6 +61,7 @@ def test_planning_takes_less_than_a_second_and_says_what_it_found() -> None:
         bench_planner.cluster_of(12, 25)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow  # A process of its own imports TensorFlow.
 def test_a_preparation_is_the_sum_of_its_parts(tmp_path: pathlib.Path) -> None:
     options = {"layers": 2, "hidden": 8, "heads": 2, "vocabulary": 16, "sequence": 4}

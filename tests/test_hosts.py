@@ -132,6 +132,7 @@ def asked(hosts: Hosts, host: int, of: int) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.thorough
 def test_a_host_is_cut_off_and_comes_back(hosts: Hosts) -> None:
     assert asked(hosts, 0, of=1) == "2"
     hosts.cut(1)
@@ -141,6 +142,7 @@ def test_a_host_is_cut_off_and_comes_back(hosts: Hosts) -> None:
     assert asked(hosts, 0, of=1) == "2"
 
 
+@pytest.mark.thorough
 def test_commands_end_in_time(hosts: Hosts) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         hosts.run(0, ["sleep", "60"], timeout=0.2)

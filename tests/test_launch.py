@@ -101,6 +101,7 @@ time.sleep(600)
     assert finish(process)[0] == 128 + signal.SIGKILL
 
 
+@pytest.mark.thorough
 def test_workers_are_started_again_and_end_with_the_launcher() -> None:
     process = launch("--workers=1", "--restart")
     assert process.stdout is not None and process.stderr is not None
@@ -125,7 +126,7 @@ def test_workers_are_started_again_and_end_with_the_launcher() -> None:
     wait_for(lambda: not alive(second))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

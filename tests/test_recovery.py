@@ -357,6 +357,7 @@ def test_what_an_engine_restored_is_forgotten_with_it(workers: LocalWorkers, tmp
         np.testing.assert_array_equal(value, np.full_like(value, 0.5))
 
 
+@pytest.mark.thorough
 def test_verification_begins_again_after_a_fault(workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its steps aren't the user's: nothing trains on them again, so that those before the fault were missing."""
     pipelined = transform(workers)
@@ -473,6 +474,7 @@ def test_a_fault_of_another_model_is_not_survived_in_its_place(workers: LocalWor
     here.close()
 
 
+@pytest.mark.thorough
 def test_nobody_waits_for_ever(workers: LocalWorkers) -> None:
     """All workers are there, but one is in use by this process without the other, which had been given up."""
     policy = dapple.FaultPolicy("replan", notice_seconds=1.0, wait_seconds=0.0)
@@ -490,7 +492,7 @@ def test_nobody_waits_for_ever(workers: LocalWorkers) -> None:
     other.close()
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("action", ["raise", "restart"])
 def test_closing_frees_workers_also_when_one_is_lost(workers: LocalWorkers, action: str) -> None:
     pipelined = transform(workers, faults=dapple.FaultPolicy(action, notice_seconds=2.0, wait_seconds=0.0))
@@ -523,7 +525,7 @@ def test_ctrl_c_while_waiting(workers: LocalWorkers) -> None:
     assert_same(ended(pipelined), expected)
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("plan", [PARALLEL, PIPELINE])
 def test_what_is_assigned_between_batches_is_assigned_again(workers: LocalWorkers, plan: dapple.Plan) -> None:
     """Weights that are clipped after each batch: read from workers, assigned there, and once more after a fault."""

@@ -70,7 +70,6 @@ def test_resnet_50_keeps_nothing_twice() -> None:
     assert profile.total("residual_bytes").at(128) == pytest.approx(11.6e9, rel=0.01)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.memory is not None])
 def test_memory_adds_up_to_table_1(name: str) -> None:
     model = MODELS[name]
@@ -111,7 +110,6 @@ def test_there_are_the_rows_of_the_paper() -> None:
     assert len({row.key for row in ROWS}) == 22
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.key)
 def test_plans_of_the_paper_are_legal(row: paper_models.PaperRow) -> None:
     profile = MODELS[row.model].corrected()
@@ -255,7 +253,6 @@ def test_table_5() -> None:
     assert all(claim.holds for claim in paper_claims.check(Results(table_5=list(lines.values())), {}))
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("line", TABLE_7, ids=lambda line: f"{line.devices} devices")
 def test_table_7(line: paper_models.LargeBert) -> None:
     found = paper_experiments.run_table_7(line)

@@ -69,6 +69,7 @@ def test_models_are_those_of_table_3() -> None:
     assert MODELS.keys() == PAPER_DEVICES.keys() == TABLE_7.keys()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_resnet_200_has_its_200_layers() -> None:
     model = MODELS["ResNet-200"].build()

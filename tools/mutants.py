@@ -36,28 +36,14 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDERS = ("graph_passes", "dapple_tf/schedules", "dapple_tf/simulation")
 
-_COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
+_PAIRS = (
+    "Lt LtE, LtE Lt, Gt GtE, GtE Gt, Eq NotEq, NotEq Eq, In NotIn, NotIn In, Is IsNot, IsNot Is, And Or, Or And, "
+    "Add Sub, Sub Add, Mult FloorDiv, FloorDiv Mult, Div Mult, Mod FloorDiv, BitOr BitAnd, BitAnd BitOr"
+)
+_SWAPPED: dict[type[ast.AST], Any] = {
+    getattr(ast, one): getattr(ast, other) for one, other in (pair.split() for pair in _PAIRS.split(", "))
 }
-_COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.FloorDiv,
-    ast.FloorDiv: ast.Mult,
-    ast.Div: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.BitOr: ast.BitAnd,
-    ast.BitAnd: ast.BitOr,
-}
+"""Operators, and what they are replaced by."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +73,12 @@ class Mutant:
 def changes(node: ast.AST) -> Iterator[ast.AST]:
     """All that a node could be replaced by."""
     match node:
-        case ast.Compare(ops=[op]) if type(op) in _COMPARED:
-            yield ast.Compare(node.left, [_COMPARED[type(op)]()], node.comparators)
-        case ast.BinOp() if type(node.op) in _COMPUTED:
-            yield ast.BinOp(node.left, _COMPUTED[type(node.op)](), node.right)
+        case ast.Compare(ops=[op]) if type(op) in _SWAPPED:
+            yield ast.Compare(node.left, [_SWAPPED[type(op)]()], node.comparators)
+        case ast.BinOp() if type(node.op) in _SWAPPED:
+            yield ast.BinOp(node.left, _SWAPPED[type(node.op)](), node.right)
         case ast.BoolOp():
-            yield ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
+            yield ast.BoolOp(_SWAPPED[type(node.op)](), node.values)
         case ast.UnaryOp(op=ast.Not()):
             yield node.operand
         case ast.Constant(value=bool() as value):
