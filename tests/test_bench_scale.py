@@ -95,6 +95,7 @@ def test_replicas_of_even_plans(kind: str, devices: int, layers: int, replicas: 
     assert rewrite_models.replicas_of(kind, devices, layers) == replicas
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_model_is_rewritten_without_values() -> None:
     rows = list(rewrite_models.rows_of("bert:tiny", find_model("bert:tiny"), [2, 4], ["straight"], "dapple_a"))

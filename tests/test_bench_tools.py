@@ -16,6 +16,7 @@ from dapple_tf.tools.peers import Peers, PeersError
 from dapple_tf.tools.ratios import Quartiles
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_overhead_is_measured_against_plain_keras(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "speed.json"
@@ -38,6 +39,7 @@ def test_overhead_is_measured_against_plain_keras(tmp_path: pathlib.Path, capsys
     assert capsys.readouterr().out.count("| tiny |") == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_two_workers_train_in_turns(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "speed.json"

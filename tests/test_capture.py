@@ -107,6 +107,7 @@ def test_a_sequential_model_is_cut() -> None:
     check(build, ["a"], (X, Y, None))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_nested_model_is_cut_inside() -> None:
     def build() -> keras.Model:
@@ -117,6 +118,7 @@ def test_a_nested_model_is_cut_inside() -> None:
     check(build, ["deep_0"], (X, Y, None))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_skip_connection_jumps_over_two_stages() -> None:
     def build() -> keras.Model:
@@ -200,6 +202,7 @@ def test_a_cut_where_the_data_decide_the_number_of_rows_is_refused() -> None:
 # ---- losses
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_regularizers_and_added_losses_count_once() -> None:
     class Penalty(layers.Layer):
@@ -336,6 +339,7 @@ def dropout() -> keras.Model:
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_dropout_is_plain_keras_when_nothing_is_sliced() -> None:
     """Seeds, and the state that they are in afterwards, are Keras' own."""
@@ -436,6 +440,7 @@ def test_integer_inputs_keep_their_dtype() -> None:
     check(build, ["flat"], (rng.integers(0, 1000, size=(11, 3)), Y, None))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_xla_compiles_stage_functions() -> None:
     model, plain = pair(mlp)
@@ -444,6 +449,7 @@ def test_xla_compiles_stage_functions() -> None:
     assert_same_training(pipelined, plain, [(X[part], Y[part], None) for part in batches])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_stage_with_a_loop_runs_uncompiled_beside_compiled_ones(caplog: pytest.LogCaptureFixture) -> None:
     def build() -> keras.Model:
@@ -478,7 +484,7 @@ def test_results_that_no_metric_keeps_are_warned_of() -> None:
         pipeline(model, ["first"], (1, 1), 2, 4).train_on_batch(X[:4], Y[:4])
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [5, None])
 def test_recurrent_outputs_cross_cuts_whatever_their_length(length: int | None) -> None:

@@ -172,6 +172,7 @@ def test_ctrl_c_waits_for_the_step_under_way(cluster: dapple.Cluster, request: p
         assert ended
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_ctrl_c_waits_for_a_step_that_has_just_begun(cluster: dapple.Cluster, request: pytest.FixtureRequest) -> None:
     # Struck while the thread of the call was being started, Ctrl-C left the step to itself.

@@ -68,7 +68,7 @@ MODELS: dict[str, Callable[[], keras.layers.Layer]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [name if name == "own" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
