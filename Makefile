@@ -61,10 +61,10 @@ zoo: $(STAMP) ## train keras.applications, keras_hub and random models beside pl
 faults: $(STAMP) ## kill, stop and cut off workers while a model trains, half an hour; needs root
 	$(BIN)/python -m tools.check_faults
 
-test: lint ## check style and types, and run the tests but for most of many like cases
+test: lint ## check style and types, and run the tests but for most of many like cases, in under eight minutes
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not thorough"
 
-test-all: lint ## run every check: lint, types and all tests
+test-all: lint ## run every check: lint, types and all tests, in some half an hour
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-fast: $(STAMP) ## run all but the slower tests, in under three minutes

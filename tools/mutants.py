@@ -134,8 +134,8 @@ def mutant(path: pathlib.Path, number: int, change: int) -> Mutant:
     else:
         getattr(parent, field)[index] = new
     ast.fix_missing_locations(tree)
-    texts = [" ".join(ast.unparse(node).split()) for node in (old, new)]
-    return Mutant(str(path.relative_to(ROOT)), getattr(old, "lineno", 0), *(text[:120] for text in texts), tree)
+    before, after = (" ".join(ast.unparse(node).split())[:120] for node in (old, new))
+    return Mutant(str(path.relative_to(ROOT)), getattr(old, "lineno", 0), before, after, tree)
 
 
 def draw(count: int, seed: int, folders: Sequence[str] = FOLDERS) -> list[Mutant]:
