@@ -61,6 +61,7 @@ def test_a_given_profile_is_planned_from_without_measuring_layers() -> None:
     assert pipelined.plan.micro_batches == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_given_plan_with_a_profile_is_predicted() -> None:
     model = mlp()

@@ -328,6 +328,7 @@ def test_a_function_that_the_library_lacks_is_named() -> None:
         built(graph, shapes={})
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_tens_of_thousands_of_operators_take_seconds(within: Within) -> None:
     builder = Builder(empty_graph())

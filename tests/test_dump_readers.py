@@ -64,6 +64,7 @@ def check_import(graph: GraphDef) -> None:
     assert len(scope.get_operations()) == len(graph.node)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_tensorflow_imports_every_graph(dumped: pathlib.Path) -> None:
     found = graphs(dumped)
@@ -188,7 +189,7 @@ def drawn_nodes(browser: object, address: str) -> Mapping[str, int]:
         time.sleep(0.05)
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [STEP, "train/03_build_backward.stage0"])
 def test_netron_draws_a_graph(dumped: pathlib.Path, browser: object, name: str) -> None:

@@ -135,7 +135,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case", [case if case in ("grouped", "methods") else pytest.param(case, marks=slow) for case in CASES]
 )

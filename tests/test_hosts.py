@@ -103,6 +103,7 @@ with LocalWorkers(1) as workers:
     wait_until_gone(leader)
 
 
+@pytest.mark.thorough
 def test_a_worker_that_does_not_start_is_told() -> None:
     with pytest.raises(HostsError, match=r"worker 0 \(127.0.0.1:\d+\) didn't start .* code 1; it said: .*no_such_flag"):
         LocalWorkers(1, arguments=["--no_such_flag"], echo=lambda number, line: None).__enter__()

@@ -389,7 +389,7 @@ def test_some_values_given() -> None:
     assert_close(pipelined.predict(x, verbose=0), plain.predict(x, verbose=0))
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -420,6 +420,7 @@ def test_a_lost_step_begins_anew_and_says_so() -> None:
     assert pipelined.train_on_batch(x, y)[0] == pytest.approx(first[0], rel=0.2)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_callbacks_that_read_get_values(tmp_path: Any) -> None:
     x, y, _ = samples(7)

@@ -106,7 +106,7 @@ OPTIMIZERS = {
 """Those that need all gradients before they update anything have computations between the backward and the update."""
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("optimizer", "cuts", "jit_compile"),
     [

@@ -132,6 +132,7 @@ def test_evaluation_and_smaller_batches_have_placements_of_their_own() -> None:
     assert_same_values(model, [variable.value for variable in variables_of(other)])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_operators_run_where_and_when_they_were_placed() -> None:
     model = build("inception")

@@ -220,6 +220,7 @@ def test_a_model_may_be_called_on_other_things_than_its_data() -> None:
     assert_same_variables(model, plain, TOLERANCE["float64"])
 
 
+@pytest.mark.thorough
 @slow
 def test_loss_scaling_is_that_of_the_step() -> None:
     class Scaled(Compiled):

@@ -284,6 +284,7 @@ def texts(draw: st.DrawFn) -> str:
     return text(order, " ".join(f"{first}-{second}" for first, second in edges))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(texts(), st.sampled_from([1, 2, 3, 6, 7, 128]))

@@ -218,6 +218,7 @@ def test_operators_are_placed_anew_without_a_worker(workers: LocalWorkers) -> No
     assert_same(ended(pipelined), expected, 1e-5)
 
 
+@pytest.mark.thorough
 def test_errors_are_raised_and_the_model_can_be_used_again(workers: LocalWorkers) -> None:
     def does(pipelined: dapple.PipelinedModel) -> None:
         train(pipelined, range(2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from typing import Any
 
 import keras
@@ -142,6 +143,7 @@ def test_recomputation_lowers_peak_memory() -> None:
     assert found["boundary"] < 0.6 * found["none"], found
 
 
+@functools.cache
 def top_level_nodes(depth: int, micro_batches: int) -> int:
     pipelined = pipeline(chain(depth), [f"dense_{depth // 2}"], (2, 1), micro_batches, 12)
     pipelined.train_on_batch(np.zeros((12, 8)), np.zeros((12, 1)))

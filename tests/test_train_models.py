@@ -89,7 +89,7 @@ def _with_links(cluster: dapple.Cluster, **_: object) -> dapple.Cluster:
     return dataclasses.replace(cluster, intra_bandwidth=1e10, intra_latency=1e-5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(TINY, 3))
 def test_models_are_planned_trained_and_saved(name: str, folder: pathlib.Path) -> None:
