@@ -7,6 +7,9 @@ STAMP := $(VENV)/.installed
 # An interpreter that has PyTorch, for `make bench`: `pip install -e ".[torch]"` gives it to this one.
 TORCH_PYTHON ?= $(BIN)/python
 
+# Tests that compare seconds where the machine has nothing else to do: `make accuracy`.
+TIMED := $(patsubst %,tests/test_%.py,emulator worked_examples build_op_graph fd_dps profile_text split_graph)
+
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .DEFAULT_GOAL := help
@@ -38,6 +41,7 @@ results-operators: $(STAMP) ## regenerate docs/results/fd_dps.md, the evaluation
 
 accuracy: $(STAMP) ## compare the simulator with TensorFlow's executor and with real training, and ways of profiling, some 20 minutes
 	$(BIN)/python -m tools.evaluation.check_simulator
+	$(BIN)/python -m pytest --timed $(TIMED)
 	$(BIN)/python -m tools.evaluation.check_prediction
 	$(BIN)/python -m tools.evaluation.check_profiles
 
@@ -56,10 +60,10 @@ zoo: $(STAMP) ## train keras.applications, keras_hub and random models beside pl
 faults: $(STAMP) ## kill, stop and cut off workers while a model trains, half an hour; needs root
 	$(BIN)/python -m tools.evaluation.check_faults
 
-test: lint ## check style and types, and run the tests but for most of many like cases
+test: lint ## check style and types, and run the tests but for most of many like cases, in under eight minutes
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not thorough"
 
-test-all: lint ## run every check: lint, types and all tests
+test-all: lint ## run every check: lint, types and all tests, in some half an hour
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-fast: $(STAMP) ## run all but the slower tests, in under three minutes

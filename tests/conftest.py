@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import gc
 import itertools
@@ -10,10 +11,12 @@ import logging
 import os
 import pathlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from selection import mark_many
 
 if TYPE_CHECKING:
     from browser import Page
@@ -25,15 +28,26 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 pytest_plugins = ("pytester",)
 
+Within = Callable[[float], contextlib.AbstractContextManager[None]]
+
 GOLDEN_FOLDER = pathlib.Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--bless", action="store_true", help="rewrite the golden files instead of comparing with them")
+    parser.addoption("--timed", action="store_true", help="compare seconds, too: nothing else may run meanwhile")
     parser.addoption("--screenshots", metavar="DIR", help="save the pictures of pages for the docs in this folder")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Marks many like cases before pytest looks at marks, and orders the tests that are left after that."""
+    mark_many(items)
+    yield
+    _spread_slow_modules(items)
+
+
+def _spread_slow_modules(items: list[pytest.Item]) -> None:
     """Modules of many slow tests first in what each process begins with, so that none has a long one left in the end.
 
     xdist gives each process the same number of consecutive tests, and the last ones of another when it is done. The
@@ -59,6 +73,16 @@ def pytest_collection_finish() -> None:
     """All that has been imported stays: no search for garbage looks through it again, of which tests cause many."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What hasn't been tested here, and what to install: one line for each reason, which names the remedy."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = collections.Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    if reasons:
+        terminalreporter.section(f"{sum(reasons.values())} tests skipped")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:5d} {reason}")
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +143,7 @@ def workers(_running_workers: LocalWorkers) -> Iterator[LocalWorkers]:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Chrome]:
     """A headless Chromium, started once for all tests of this process; they are skipped where there is none."""
-    pytest.importorskip("selenium", reason="needs a browser: selenium isn't installed (pip install selenium)")
+    pytest.importorskip("selenium", reason="needs a browser: selenium isn't installed (make venv)")
     from browser import missing, running
 
     if reason := missing():
@@ -201,6 +225,20 @@ def require_namespaces() -> None:
     """Skips the test where network namespaces can't be had; says why."""
     if reason := _without_namespaces():
         pytest.skip(f"needs network namespaces: {reason}")
+
+
+@pytest.fixture
+def within(request: pytest.FixtureRequest) -> Within:
+    """``with within(8):`` is done in less than 8 s of one core: that is asked with ``--timed`` alone."""
+
+    @contextlib.contextmanager
+    def limited(seconds: float) -> Iterator[None]:
+        start = time.process_time()
+        yield
+        took = time.process_time() - start
+        assert took < seconds or not request.config.getoption("--timed"), f"took {took:.3g} s of one core"
+
+    return limited
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -32,3 +33,16 @@ def thorough(case: Any) -> Any:
     """A parameter, or a tuple of several, that only `make test-all` takes."""
     values = case if isinstance(case, tuple) else (case,)
     return pytest.param(*values, marks=pytest.mark.thorough)
+
+
+def mark_many(items: Sequence[pytest.Item]) -> None:
+    """Of the cases of a test marked ``few(n)`` all but n, evenly spread, become ``thorough``."""
+    for _, group in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        cases = [case for case in group if case.get_closest_marker("thorough") is None]
+        if not cases or (mark := cases[0].get_closest_marker("few")) is None:
+            continue
+        (count,) = mark.args
+        kept = {number * len(cases) // count for number in range(count)}
+        for number, case in enumerate(cases):
+            if number not in kept:
+                case.add_marker(pytest.mark.thorough)

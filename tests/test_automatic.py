@@ -61,6 +61,7 @@ def test_a_given_profile_is_planned_from_without_measuring_layers() -> None:
     assert pipelined.plan.micro_batches == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_given_plan_with_a_profile_is_predicted() -> None:
     model = mlp()
@@ -77,6 +78,7 @@ def test_a_given_plan_with_a_profile_is_predicted() -> None:
     assert len(pipelined.prediction.steps) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_overlap_is_planned_as_chunks_which_keep_it() -> None:
     layers = [
@@ -107,6 +109,7 @@ def test_shared_cores_are_those_of_logical_cpu_devices() -> None:
     assert not shares_cores(gpus, 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_capacity_is_between_one_and_all_devices_and_the_model_is_as_before() -> None:
     model = mlp()
@@ -163,6 +166,7 @@ def test_mistakes_are_told_before_anything_is_measured(
         dapple.transform(mlp(), dapple.Cluster.local(2, kind="cpu"), **({"global_batch_size": 8} | arguments))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_profile_and_training_measure_the_same_part_of_a_step() -> None:
     """The profiler timed Keras' whole ``train_on_batch``, training only what runs on the devices: 3 times less."""

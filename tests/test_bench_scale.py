@@ -62,6 +62,7 @@ def test_planning_takes_less_than_a_second_and_says_what_it_found() -> None:
         bench_planner.cluster_of(12)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow  # A process of its own imports TensorFlow.
 def test_a_preparation_is_the_sum_of_its_parts() -> None:
     options = {"replicas": 1, "layers": 2, "hidden": 8, "heads": 2, "vocabulary": 16, "sequence": 4}
@@ -100,6 +101,7 @@ def test_replicas_of_even_plans(kind: str, devices: int, layers: int, replicas: 
     assert rewrite_models.replicas_of(kind, devices, layers) == replicas
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_model_is_rewritten_without_values() -> None:
     rows = list(rewrite_models.rows_of("bert:tiny", find_model("bert:tiny"), [2, 4], ["straight"], "dapple_a"))

@@ -17,6 +17,7 @@ from dapple_tf.tools.evaluation.peers import Peers, PeersError
 from dapple_tf.tools.evaluation.ratios import Quartiles
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_overhead_is_measured_against_plain_keras(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "speed.json"
@@ -39,6 +40,7 @@ def test_overhead_is_measured_against_plain_keras(tmp_path: pathlib.Path, capsys
     assert capsys.readouterr().out.count("| tiny |") == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_two_workers_train_in_turns(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "speed.json"
@@ -95,7 +97,7 @@ def test_peers_answer_and_tell_why_they_dont() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch isn't installed")
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch: pip install -e .[torch]")
 def test_pytorch_trains_alike(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "speed.json"
     size = ["--blocks=2", "--width=8", "--sequence=4", "--micro_batches=2", "--samples=2", "--noxla"]

@@ -318,6 +318,7 @@ def test_a_weight_that_is_used_twice_in_a_stage_has_one_gradient_the_sum_of_both
     assert all(np.abs(part).min() > 0 for part in both)
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("cuts", [(), ("norm",), ("embed", "residual"), ("norm", "attention", "wide")])
 def test_stage_by_stage_gradients_are_those_of_the_whole(cuts: tuple[str, ...]) -> None:

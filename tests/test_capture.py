@@ -87,6 +87,7 @@ def subclassed() -> keras.Model:
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "cut", ["encoder/block_0", *(pytest.param(cut, marks=pytest.mark.slow) for cut in ("block_1", "encoder"))]
 )
@@ -106,6 +107,7 @@ def test_a_sequential_model_is_cut() -> None:
     check(build, ["a"], (X, Y, None))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_nested_model_is_cut_inside() -> None:
     def build() -> keras.Model:
@@ -116,6 +118,7 @@ def test_a_nested_model_is_cut_inside() -> None:
     check(build, ["deep_0"], (X, Y, None))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_skip_connection_jumps_over_two_stages() -> None:
     def build() -> keras.Model:
@@ -152,6 +155,7 @@ def test_the_batch_size_of_an_early_tensor_is_used_behind_the_cut() -> None:
     check(build, ["second"], (X, Y, None))
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", ["embedding", "merged", "split"])
 def test_sequences_of_any_length_are_cut_also_where_batch_and_time_are_one_axis(cut: str) -> None:
@@ -198,6 +202,7 @@ def test_a_cut_where_the_data_decide_the_number_of_rows_is_refused() -> None:
 # ---- losses
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_regularizers_and_added_losses_count_once() -> None:
     class Penalty(layers.Layer):
@@ -218,6 +223,7 @@ def test_regularizers_and_added_losses_count_once() -> None:
     check(build, ["penalty"], (X, Y, None))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("reduction", ["sum", "mean", "mean_with_sample_weight", "sum_over_batch_size"])
 @pytest.mark.parametrize("weighted", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_every_reduction_is_that_of_the_whole_batch(reduction: str, weighted: bool) -> None:
@@ -333,6 +339,7 @@ def dropout() -> keras.Model:
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_dropout_is_plain_keras_when_nothing_is_sliced() -> None:
     """Seeds, and the state that they are in afterwards, are Keras' own."""
@@ -380,6 +387,7 @@ def test_slices_draw_different_numbers() -> None:
 # ---- types
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_mixed_precision_trains_as_plain_keras(policy: str) -> None:
@@ -432,6 +440,7 @@ def test_integer_inputs_keep_their_dtype() -> None:
     check(build, ["flat"], (rng.integers(0, 1000, size=(11, 3)), Y, None))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_xla_compiles_stage_functions() -> None:
     model, plain = pair(mlp)
@@ -440,6 +449,7 @@ def test_xla_compiles_stage_functions() -> None:
     assert_same_training(pipelined, plain, [(X[part], Y[part], None) for part in batches])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_stage_with_a_loop_runs_uncompiled_beside_compiled_ones(caplog: pytest.LogCaptureFixture) -> None:
     def build() -> keras.Model:
@@ -474,6 +484,7 @@ def test_results_that_no_metric_keeps_are_warned_of() -> None:
         pipeline(model, ["first"], (1, 1), 2, 4).train_on_batch(X[:4], Y[:4])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [5, None])
 def test_recurrent_outputs_cross_cuts_whatever_their_length(length: int | None) -> None:

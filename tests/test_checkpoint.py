@@ -216,6 +216,7 @@ def test_another_model_is_refused_and_left_as_it_was(tmp_path: pathlib.Path) -> 
         pipelined.restore_checkpoint(tmp_path / "nowhere")
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["shard-0.index", "shard-0.data-00000-of-00001", "checkpoint.json"])
 def test_damage_is_told_and_nothing_changes(
@@ -299,6 +300,7 @@ def test_the_cpu_of_a_devices_server() -> None:
     assert host_of("/job:worker/replica:0/task:3/device:GPU:2") == "/job:worker/replica:0/task:3/device:CPU:0"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_servers_share_the_work(tmp_path: pathlib.Path, workers: LocalWorkers) -> None:
     own = plan(devices=[[0, 2], [1, 3]])
@@ -332,6 +334,7 @@ _SAVE_FOREVER = """
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_processes_that_are_killed_while_they_save_leave_a_good_checkpoint(tmp_path: pathlib.Path) -> None:
     draw = random.Random(4)

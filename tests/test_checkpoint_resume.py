@@ -179,6 +179,7 @@ def check_resumption(
         np.testing.assert_array_equal(own, other, err_msg=variable.path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras says this of data whose size it doesn't know.
 @pytest.mark.parametrize(
     "kind",
@@ -188,6 +189,7 @@ def test_data_go_on_where_they_were(tmp_path: pathlib.Path, pair: Pair, kind: st
     check_resumption(tmp_path, pair, DATA[kind])
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "stop_after", "steps_per_execution"),
@@ -224,6 +226,7 @@ _KILLED = """
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_run_goes_on_in_another_process(tmp_path: pathlib.Path, pair: Pair) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])}
@@ -251,11 +254,13 @@ def test_a_list_of_callbacks_may_be_keras_own(tmp_path: pathlib.Path, pair: Pair
     assert callbacks.callbacks == [log, history]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_loss_scale_moving_averages_and_schedules_go_on(tmp_path: pathlib.Path) -> None:
     check_resumption(tmp_path, made(scaled_model, tmp_path), DATA["arrays"])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_updates_carried_into_the_next_step_are_made_first(tmp_path: pathlib.Path) -> None:
     own = plan(cuts=["first", "second"], devices=[[0, 1]] * 3, reverse_first_k=2, carried_updates=2)

@@ -79,3 +79,27 @@ def test_float_type_is_restored(pytester: pytest.Pytester) -> None:
     )
     pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=2)
     assert keras.backend.floatx() == "float32"
+
+
+def test_what_is_skipped_is_said_in_the_end_once_for_each_reason(pytester: pytest.Pytester) -> None:
+    pytester.copy_example(str(pathlib.Path(__file__).with_name("conftest.py")))
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.skipif(True, reason="needs a tool (apt-get install tool)")
+        @pytest.mark.parametrize("number", range(3))
+        def test_by_mark(number): ...
+
+        def test_by_call():
+            pytest.skip("needs another (pip install another)")
+
+        def test_passes(): ...
+        """
+    )
+    lines = pytester.runpytest_inprocess("-p", "no:cacheprovider").stdout.lines
+    start = next(number for number, line in enumerate(lines) if "4 tests skipped" in line)
+    assert lines[start + 1 : start + 3] == [
+        "    3 needs a tool (apt-get install tool)",
+        "    1 needs another (pip install another)",
+    ]

@@ -70,15 +70,15 @@ def endless(_: str) -> Any:
     return step[0]
 
 
-def running(session: RemoteSession, fetches: Any) -> tuple[threading.Thread, list[tuple[float, BaseException]]]:
-    """A thread that runs something until it fails; the time of that, and the error."""
-    failures: list[tuple[float, BaseException]] = []
+def running(session: RemoteSession, fetches: Any) -> tuple[threading.Thread, list[BaseException]]:
+    """A thread that runs something until it fails; and the error."""
+    failures: list[BaseException] = []
 
     def run() -> None:
         try:
             session.run(fetches)
         except BaseException as error:
-            failures.append((time.monotonic(), error))
+            failures.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -172,6 +172,7 @@ def test_ctrl_c_waits_for_the_step_under_way(cluster: dapple.Cluster, request: p
         assert ended
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_ctrl_c_waits_for_a_step_that_has_just_begun(cluster: dapple.Cluster, request: pytest.FixtureRequest) -> None:
     # Struck while the thread of the call was being started, Ctrl-C left the step to itself.
@@ -209,6 +210,7 @@ def test_two_sessions_share_a_connection_and_no_variables(cluster: dapple.Cluste
         wait_until(lambda address=address: status(address)["holder"] is None)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_worker_that_this_process_has_in_another_cluster(cluster: dapple.Cluster, workers: LocalWorkers) -> None:
     first, second, third = workers.addresses[:3]
@@ -285,6 +287,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_second_process_is_told_who_has_the_workers(cluster: dapple.Cluster) -> None:
     with held(cluster), client(IS_REFUSED, *cluster.addresses) as process:
@@ -351,6 +354,7 @@ def test_from_a_resolver(cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatc
         dapple.Cluster.from_resolver(resolver, job="ps")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_measured_links(cluster: dapple.Cluster) -> None:
     found = measure_links(cluster, repeats=3)
@@ -364,12 +368,11 @@ def test_measured_links(cluster: dapple.Cluster) -> None:
 # ---- lost workers
 
 
-def assert_lost(failures: Sequence[tuple[float, BaseException]], address: str, since: float, within: float) -> None:
-    ((when, error),) = failures
+def assert_lost(failures: Sequence[BaseException], address: str) -> None:
+    (error,) = failures
     assert isinstance(error, WorkerLostError), error
     assert (error.task, error.address) == (1, address)
     assert str(error).startswith(f"worker 1 ({address}): ")
-    assert when - since < within
 
 
 @pytest.mark.slow
@@ -379,16 +382,15 @@ def test_a_killed_worker_is_noticed_at_once(cluster: dapple.Cluster, workers: Lo
     with held(cluster) as connection:
         session = open_session(cluster, graph)
         thread, failures = running(session, made)
-        started = time.monotonic()
         workers.kill(1)
         thread.join(PATIENCE)
-        assert_lost(failures, cluster.addresses[1], started, NOTICE)
+        assert_lost(failures, cluster.addresses[1])
         with pytest.raises(WorkerLostError, match=cluster.addresses[1]):
             session.run(made)
         started = time.monotonic()
         session.close()
-        assert time.monotonic() - started < 1.0
-        assert connection.lost is failures[0][1]
+        assert time.monotonic() - started < PATIENCE / 2
+        assert connection.lost is failures[0]
     wait_until(lambda: not children(workers.processes[0].pid))
     workers.restart(1)
     assert works(cluster)
@@ -401,13 +403,12 @@ def test_a_stopped_worker_is_noticed_in_time(cluster: dapple.Cluster, workers: L
     with held(cluster):
         session = open_session(cluster, graph)
         thread, failures = running(session, made)
-        started = time.monotonic()
         workers.stop(1)
         thread.join(PATIENCE)
-        assert_lost(failures, cluster.addresses[1], started, 2 * NOTICE)
+        assert_lost(failures, cluster.addresses[1])
         started = time.monotonic()
         session.close()
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < PATIENCE / 2
     wait_until(lambda: all(reachable(cluster.addresses[:1], PATIENCE)))
     workers.cont(1)
     wait_until(lambda: not children(workers.processes[1].pid))
@@ -465,7 +466,7 @@ def test_forgetting_a_session_waits_for_no_lost_worker(cluster: dapple.Cluster, 
         started = time.monotonic()
         del session, thread
         gc.collect()
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < PATIENCE / 2
     workers.cont(1)
     assert works(cluster)
 
@@ -524,6 +525,7 @@ print("leaving", flush=True)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["after", "before"])
 def test_a_process_that_leaves_its_session_open_ends(how: str, cluster: dapple.Cluster, workers: LocalWorkers) -> None:
@@ -546,7 +548,7 @@ def test_a_process_that_leaves_its_session_open_ends(how: str, cluster: dapple.C
         expect(process, "leaving")
         started = time.monotonic()
         assert process.wait(PATIENCE) == 0, process.stderr and process.stderr.read()
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < PATIENCE / 2
     workers.cont(1)
     for worker in workers.processes[:2]:
         wait_until(lambda worker=worker: not children(worker.pid))

@@ -68,6 +68,7 @@ MODELS: dict[str, Callable[[], keras.layers.Layer]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [name if name == "own" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
@@ -85,6 +86,7 @@ def test_models_train_with_the_gradients_that_they_define(name: str) -> None:
     assert_same_training(pipeline(model, ["second"], (2, 1), 2, 7), plain, [(X, Y, None)] * 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_step_of_placed_operators_has_them_too() -> None:
     def build() -> keras.Model:

@@ -19,6 +19,7 @@ def test_all_data_are_described() -> None:
         assert f"`{name}`" in DOCUMENT or f"`{name}:" in DOCUMENT, name
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_an_interrupted_run_ends_as_another(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random crops of images from files: the same ones, so the same weights."""

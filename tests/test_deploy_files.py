@@ -165,6 +165,7 @@ def run(folder: pathlib.Path, *command: str, **variables: str) -> subprocess.Com
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_ssh_script_starts_workers_and_ends_them(tmp_path: pathlib.Path) -> None:
     (port,) = free_ports(1)
@@ -189,6 +190,7 @@ def test_ssh_script_starts_workers_and_ends_them(tmp_path: pathlib.Path) -> None
     assert run(tmp_path, str(DEPLOY / "ssh.sh"), "127.0.0.1").returncode == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_slurm_script_starts_workers(tmp_path: pathlib.Path) -> None:
     # srun [--options] command, on one node

@@ -215,6 +215,7 @@ def start(line: str) -> int:
     return command.run(program.main, program.FLAGS, [*(TINY.get(word, word) for word in arguments), *quick])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_commands_for_profiles_plans_timelines_and_graphs(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -238,6 +239,7 @@ def runnable(line: str) -> bool:
     return re.match(r"python -m tools\.(make_data |train .*:tiny .*--plan=)", line) is not None
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras says this of few data to evaluate on.
 @pytest.mark.parametrize("document", sorted({given.document for given in COMMANDS if runnable(given.line)}))
@@ -272,6 +274,7 @@ PARTS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("document", WHOLE)
 def test_whole_examples_run_and_print_what_is_shown(

@@ -28,7 +28,9 @@ CASES = [
     *(sampled(seed) for seed in range(3)),
 ]
 
-needs_graphviz = pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphviz: the program dot")
+needs_graphviz = pytest.mark.skipif(
+    shutil.which("dot") is None, reason="needs Graphviz: dot isn't installed (Debian: apt-get install graphviz)"
+)
 
 
 def graph_of(case: Case) -> TaskGraph:

@@ -154,6 +154,7 @@ def test_a_profile_of_another_model_is_told_of(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "train/graph.html").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_carried_updates_are_in_the_steady_step(tmp_path: pathlib.Path) -> None:
     own = plan(carried_updates=1)
@@ -175,6 +176,7 @@ def test_a_described_cluster_will_do(tmp_path: pathlib.Path) -> None:
         dump_model(tmp_path, classifier(), cluster, plan(devices=[[0], [3]]))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_placed_operators_are_told_of_as_they_are_placed(tmp_path: pathlib.Path) -> None:
     own = plan(devices=[[0, 2], [1]]).with_placed_operators()
@@ -194,6 +196,7 @@ def test_placed_operators_are_told_of_as_they_are_placed(tmp_path: pathlib.Path)
     assert "where each operator runs" in (tmp_path / "index.html").read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_before_the_first_step_operators_are_placed_as_they_would_be(tmp_path: pathlib.Path) -> None:
     own = dapple.Plan.by_operators(2, 7)
@@ -217,6 +220,7 @@ def dropout() -> keras.Model:
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_training_goes_on_as_without_dumps(tmp_path: pathlib.Path) -> None:
     logs, found = [], []
@@ -237,6 +241,7 @@ def test_training_goes_on_as_without_dumps(tmp_path: pathlib.Path) -> None:
         np.testing.assert_array_equal(own, other)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_model_that_was_compiled_again_is_dumped_as_it_is_now(tmp_path: pathlib.Path) -> None:
     model = classifier()
@@ -306,6 +311,7 @@ def test_without_a_step_a_model_must_declare_its_inputs(tmp_path: pathlib.Path) 
     assert (tmp_path / "out/train1/09_update.pbtxt").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_large_plans_have_no_pictures_but_pages(tmp_path: pathlib.Path) -> None:
     own = plan(micro_batches=70, global_batch_size=140)

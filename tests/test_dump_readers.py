@@ -64,6 +64,7 @@ def check_import(graph: GraphDef) -> None:
     assert len(scope.get_operations()) == len(graph.node)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_tensorflow_imports_every_graph(dumped: pathlib.Path) -> None:
     found = graphs(dumped)
@@ -77,7 +78,7 @@ def test_tensorflow_imports_every_graph(dumped: pathlib.Path) -> None:
 
 @pytest.mark.slow
 def test_tensorboards_graph_plugin_shows_each_pass(dumped: pathlib.Path) -> None:
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason="tensorboard isn't installed (make venv)")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what tensorboard imports
         import tensorboard.plugins.graph.graphs_plugin  # noqa: F401
@@ -110,9 +111,10 @@ def test_tensorboards_graph_plugin_shows_each_pass(dumped: pathlib.Path) -> None
         assert {function.signature.name for function in shown.library.function} == names
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_tensorboards_accumulator_has_the_graph(dumped: pathlib.Path) -> None:
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason="tensorboard isn't installed (make venv)")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = EventAccumulator(str(dumped / "tensorboard" / STEP)).Reload()
@@ -140,7 +142,7 @@ window.Date = class extends Real {
 @contextlib.contextmanager
 def netron(path: pathlib.Path) -> Iterator[str]:
     """Netron's server for a file, on loopback; its address."""
-    served = pytest.importorskip("netron")
+    served = pytest.importorskip("netron", reason="netron isn't installed (make venv)")
     host, port = served.start(str(path), ("localhost", 0), browse=False)
     try:
         yield f"http://{host}:{port}/"
@@ -187,6 +189,7 @@ def drawn_nodes(browser: object, address: str) -> Mapping[str, int]:
         time.sleep(0.05)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [STEP, "train/03_build_backward.stage0"])
 def test_netron_draws_a_graph(dumped: pathlib.Path, browser: object, name: str) -> None:

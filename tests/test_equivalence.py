@@ -13,7 +13,7 @@ import itertools
 import pytest
 from equivalence import assert_equal_training, device_lists, use_float64
 from references import SAMPLES, reference
-from selection import sampled
+from selection import sampled, thorough
 from zoo import ZOO
 
 import dapple_tf as dapple
@@ -82,6 +82,7 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_equal_training(ZOO[case.model], cluster, plan, reference(case.model), monkeypatch)
 
 
+@pytest.mark.few(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sampled(sweep(), 4), ids=str)
 def test_every_structure_trains_as_plain_keras_in_float64(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +94,7 @@ def test_every_structure_trains_as_plain_keras_in_float64(case: Case, monkeypatc
 @pytest.mark.parametrize(
     ("model", "jit_compile"),
     [
-        *sampled(((name, False) for name in ("multi_output", "transformer", "lstm")), 3),
+        *(thorough((name, False)) for name in ("multi_output", "transformer", "lstm")),
         *sampled(((name, True) for name in ("cnn", "branches", "tied")), 3),
     ],
 )

@@ -21,13 +21,14 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from conftest import require_namespaces
 from equivalence import TOLERANCE, assert_equal_training, use_float64
 from references import SAMPLES, reference
 from selection import sampled
 from zoo import ZOO
 
 import dapple_tf as dapple
-from dapple_tf.tools.hosts import Hosts, LocalWorkers, Namespace, end, join, launch, unavailable
+from dapple_tf.tools.hosts import Hosts, LocalWorkers, Namespace, end, join, launch
 
 Devices = Sequence[Sequence[int]]
 
@@ -108,6 +109,7 @@ def check(case: Case, cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch) 
 # ---- four workers
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sampled(CASES, 3), ids=str)
 def test_four_workers_train_as_plain_keras(case: Case, workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +127,7 @@ def assert_same_bits(found: Any, expected: Any) -> None:
         np.testing.assert_array_equal(own, other)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("case", "policy"),
     sampled(
@@ -186,8 +189,7 @@ class HostsAndClient(Hosts):
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
     """How the cases that are to be tested have ended: `ACROSS` for a third host, the others for the first one."""
-    if why := unavailable():
-        pytest.skip(why)
+    require_namespaces()
     wanted = [
         item.callspec.params["case"]
         for item in request.session.items
@@ -201,6 +203,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*sampled(ACROSS, 3), *sampled(ACROSS_FROM_HOST, 3)], ids=str)
 def test_two_hosts_train_as_plain_keras(case: Case, outcomes: dict[str, str]) -> None:

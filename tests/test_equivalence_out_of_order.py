@@ -106,8 +106,19 @@ def in_turn() -> list[tuple[str, Case]]:
     return found
 
 
+def shape(pair: tuple[str, Case]) -> tuple[bool, bool, frozenset[str]]:
+    """What tasks there are: split or not, whether stages share a device, two streams, carried updates.
+
+    Of cases of one shape the policies give other orders, which change nothing: test_schedule_pass.py.
+    """
+    _, case = pair
+    split = case.schedule in ("modulo", "zero_bubble") or case.schedule.startswith(("fast_forward", "zb_"))
+    several = any(sum(device in devices for devices in case.devices) > 1 for device in range(3))
+    return split, several, frozenset(case.options.keys() & {"weight_devices", "carried_updates"})
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "case"), one_of_each(in_turn(), lambda pair: pair[1].schedule), ids=str)
+@pytest.mark.parametrize(("model", "case"), one_of_each(in_turn(), shape), ids=str)
 def test_every_policy_trains_as_plain_keras(model: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     use_float64()
     check(model, case, monkeypatch)
@@ -150,6 +161,7 @@ def test_each_model_meets_each_policy_or_option() -> None:
     assert {case.schedule for _, case in others()} == {case.schedule for case in CASES}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "case"), sampled(others(), 4), ids=str)
 def test_other_models_take_the_policies_in_turn(model: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +175,7 @@ def test_an_optimizer_that_must_know_all_gradients_carries_nothing_over() -> Non
         dapple.transform(ZOO["cnn"].build(), dapple.Cluster.local(2, kind="cpu"), plan)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_what_is_carried_over_is_made_up_for_before_anyone_looks() -> None:
     """The learning rate changes, a batch is evaluated, values are read: each time all updates have been made."""
@@ -241,6 +254,7 @@ def unsplit(micro_batches: int) -> tuple[list[float], list[keras.Variable]]:
     return trained(whole, dapple.Cluster.local(4, kind="cpu"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "micro_batches"),
@@ -262,6 +276,7 @@ def test_every_policy_agrees_where_slices_matter(case: Case, micro_batches: int)
         assert largest_difference(own.value, other.value) <= 1e-10, own.path
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "clip_norm", "scaled"),
@@ -300,6 +315,7 @@ def test_optimizers_that_look_at_all_gradients_and_xla(case: Case, clip_norm: fl
     assert_same_variables(own, plain, 1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [[0], [0, 1]])
 def test_a_loss_scale_that_a_carried_update_changes_counts_for_the_next_step(devices: list[int]) -> None:

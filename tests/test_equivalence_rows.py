@@ -129,6 +129,7 @@ def batch(samples: int = 7) -> tuple[np.ndarray, np.ndarray]:
     return rng.integers(0, ROWS, (samples, LENGTH)).astype("int32"), rng.normal(size=(samples, 2))
 
 
+@pytest.mark.few(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "optimizer"),
@@ -142,6 +143,7 @@ def test_rows_that_slices_have_in_common_are_added_up(name: str, optimizer: str)
     assert_same_variables_after(3, pipelined, plain, *batch())
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import pytest
+from selection import thorough
 
 import dapple_tf as dapple
 
@@ -29,6 +30,8 @@ EXAMPLES = {
 }
 """Example -> flags, and what it prints."""
 
+QUICK = {"own_schedule", "plan_for_other_hardware"}
+"""Those that train nothing."""
 ON_WORKERS = {"lora_on_workers"}
 TESTED_ELSEWHERE = {"train_on_cluster"}
 """By test_launch.py."""
@@ -39,7 +42,7 @@ def test_every_example_is_tried() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
+@pytest.mark.parametrize("name", [name if name in QUICK else thorough(name) for name in sorted(EXAMPLES)])
 def test_examples_do_what_they_say(name: str, tmp_path: pathlib.Path) -> None:
     flags, pattern = EXAMPLES[name]
     command = [sys.executable, f"docs/examples/{name}.py", *(flag.format(folder=tmp_path) for flag in flags)]
@@ -73,6 +76,7 @@ def _run(cells: list[str]) -> list[Any]:
     return values
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run_and_show_tables_and_pictures(path: pathlib.Path) -> None:

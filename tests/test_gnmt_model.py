@@ -124,6 +124,7 @@ def test_the_first_encoder_layer_reads_in_both_directions(model: keras.Model) ->
     assert moved[:, SMALL.width :].any(axis=1).tolist() == [True, True, True, False, False]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_saved_and_loaded(model: keras.Model, tmp_path: pathlib.Path) -> None:
     batch = _batch()

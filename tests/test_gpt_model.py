@@ -46,6 +46,7 @@ def test_changes_reach_the_model() -> None:
     assert gpt.gpt(sequence=6, depth=1, width=16, heads=2).output_shape == (None, 6, 256)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_attention_is_causal(tied: bool) -> None:
@@ -59,6 +60,7 @@ def test_attention_is_causal(tied: bool) -> None:
     assert np.all(np.abs(before[:, 20:] - after[:, 20:]).max(axis=-1) > 1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_mixed_precision(tied: bool) -> None:
@@ -89,6 +91,7 @@ def test_tied_logits_use_the_embedding() -> None:
     assert not model.get_layer("logits").weights
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_saved_and_loaded_model_predicts_the_same(tied: bool, tmp_path: pathlib.Path) -> None:
@@ -108,6 +111,7 @@ def test_dropout_is_random_in_training_only() -> None:
     np.testing.assert_array_equal(np.asarray(model(TOKENS, training=False)), np.asarray(model(TOKENS, training=False)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_learns(tied: bool) -> None:

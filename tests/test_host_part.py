@@ -59,6 +59,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", ["vectorized", *(pytest.param(c, marks=pytest.mark.slow) for c in list(CASES)[1:])])
 def test_models_that_take_strings_train_as_in_plain_keras(case: str) -> None:
     """They were refused: strings can't be fed to the devices."""
@@ -96,6 +97,7 @@ def test_devices_get_numbers_for_all_that_follows_from_strings_alone() -> None:
     assert ids.tolist() == [[3, 3, 4, 0], [5, 1, 0, 0]]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_model_that_takes_strings_is_profiled_with_examples_of_them() -> None:
     with pytest.raises(dapple.ProfileError, match=r"x takes strings, which can't be made up: give examples"):

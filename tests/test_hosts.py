@@ -84,6 +84,7 @@ def test_local_workers_are_killed_stopped_and_started_again() -> None:
     wait_until_gone(*leaders)
 
 
+@pytest.mark.thorough
 def test_workers_end_with_the_program_that_started_them() -> None:
     program = """
 import os, sys, time
@@ -102,6 +103,7 @@ with LocalWorkers(1) as workers:
     wait_until_gone(leader)
 
 
+@pytest.mark.thorough
 def test_a_worker_that_does_not_start_is_told() -> None:
     with pytest.raises(HostsError, match=r"worker 0 \(127.0.0.1:\d+\) didn't start .* code 1; it said: .*no_such_flag"):
         LocalWorkers(1, arguments=["--no_such_flag"], echo=lambda number, line: None).__enter__()
@@ -131,6 +133,7 @@ def asked(hosts: Hosts, host: int, of: int) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.thorough
 def test_a_host_is_cut_off_and_comes_back(hosts: Hosts) -> None:
     assert asked(hosts, 0, of=1) == "2"
     hosts.cut(1)
@@ -140,12 +143,14 @@ def test_a_host_is_cut_off_and_comes_back(hosts: Hosts) -> None:
     assert asked(hosts, 0, of=1) == "2"
 
 
+@pytest.mark.thorough
 def test_commands_end_in_time(hosts: Hosts) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         hosts.run(0, ["sleep", "60"], timeout=0.2)
     assert hosts.run(0, ["sh", "-c", "exit 3"]).returncode == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rate", [200, 50])
 def test_links_between_hosts_are_measured_as_they_are(hosts: Hosts, rate: int, tmp_path: pathlib.Path) -> None:
     import dapple_tf as dapple

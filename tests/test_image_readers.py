@@ -83,6 +83,7 @@ def test_batches_are_endless_full_seeded_and_have_every_image_once_a_pass(
     assert all(abs(red - (40 + 60 * label)) < 3 for label, red in reds.items())  # JPEG isn't exact.
 
 
+@pytest.mark.few(1)
 @kinds
 @pytest.mark.parametrize("cache", ["none", pytest.param("file", marks=pytest.mark.slow)])
 def test_a_resumed_run_sees_the_same_crops(kind: str, cache: str, folder: pathlib.Path, records: pathlib.Path) -> None:
@@ -105,6 +106,7 @@ def test_evaluation_is_in_order_of_names_and_whole(kind: str, folder: pathlib.Pa
     np.testing.assert_array_equal(np.concatenate([images for images, _ in batches]), expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @kinds
 def test_kept_images(kind: str, folder: pathlib.Path, records: pathlib.Path) -> None:
@@ -309,6 +311,7 @@ def test_requests() -> None:
     assert Request.parse("images?augment=false").paths == ()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_training_on_the_sample() -> None:
     """Its classes can be told apart."""

@@ -114,6 +114,7 @@ def test_initializers_give_what_they_give_otherwise(initializer: Any) -> None:
     np.testing.assert_array_equal(value_of(own), plain.numpy(), strict=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_shared_seed_generators_go_on_as_they_would() -> None:
     """Of two kinds: one that is given, and Keras' own, which is made when it is first needed."""
@@ -278,6 +279,7 @@ def test_sync_before_anything_ran_gives_the_initial_values() -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("before", ["predict", "train"])
 def test_what_is_assigned_while_other_values_are_on_devices_only_outlives_sync(before: str) -> None:
@@ -347,6 +349,7 @@ def widening() -> keras.Model:
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_trained_values_stay_on_the_devices_when_these_keep_more(assigned: list[str]) -> None:
     x, y, _ = samples(7)
@@ -363,6 +366,7 @@ def test_trained_values_stay_on_the_devices_when_these_keep_more(assigned: list[
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_training_after_evaluation_begins_with_initial_values() -> None:
     x, y, _ = samples(7)
@@ -385,6 +389,7 @@ def test_some_values_given() -> None:
     assert_close(pipelined.predict(x, verbose=0), plain.predict(x, verbose=0))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -404,6 +409,7 @@ def test_optimizers(options: dict[str, Callable[[], Any]]) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_lost_step_begins_anew_and_says_so() -> None:
     x, y, _ = samples(7)
@@ -414,6 +420,7 @@ def test_a_lost_step_begins_anew_and_says_so() -> None:
     assert pipelined.train_on_batch(x, y)[0] == pytest.approx(first[0], rel=0.2)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_callbacks_that_read_get_values(tmp_path: Any) -> None:
     x, y, _ = samples(7)
@@ -431,6 +438,7 @@ def test_callbacks_that_read_get_values(tmp_path: Any) -> None:
     assert_close(pipelined.predict(x, verbose=0), transform(loaded).predict(x, verbose=0))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_deferred_model_can_be_planned() -> None:
     model = deferred()
@@ -440,6 +448,7 @@ def test_a_deferred_model_can_be_planned() -> None:
     pipelined.train_on_batch(x, y)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_checkpoints_of_values_that_are_on_devices_only(assigned: list[str], tmp_path: Any) -> None:
     x, y, _ = samples(7)

@@ -133,6 +133,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(packages, programs, folder)
 
 
+@pytest.mark.thorough
 def test_nothing_is_called_tools_or_models(installed: Installed) -> None:
     files = importlib.metadata.Distribution.at(next(installed.packages.glob("dapple_tf-*.dist-info"))).files or []
     tops = {path.parts[0] for path in files} - {".."}
@@ -148,6 +149,7 @@ def test_nothing_is_called_tools_or_models(installed: Installed) -> None:
     assert set(command.CONSOLE.values()) == COMMANDS - {"dapple-worker"}
 
 
+@pytest.mark.thorough
 def test_the_examples_run_one_after_the_other(installed: Installed) -> None:
     """The parts in the language ``py`` that need no cluster go on from the whole examples."""
     whole = [block.text for block in blocks(README) if block.language == "python"]
@@ -189,6 +191,7 @@ def readme_commands() -> list[str]:
     return [line for line in lines if line.startswith("dapple-")]
 
 
+@pytest.mark.thorough
 def test_commands_tell_their_flags(installed: Installed) -> None:
     """``dapple-launch --help`` and ``dapple-worker --help`` ended with 1."""
     assert {line.split()[0] for line in readme_commands()} <= COMMANDS
@@ -196,6 +199,7 @@ def test_commands_tell_their_flags(installed: Installed) -> None:
     assert all(flag in printed for flag in ("--global_batch_size", "--workers", "--address"))
 
 
+@pytest.mark.thorough
 def test_the_commands_run(installed: Installed) -> None:
     """The first one ended after 37 s with nothing saved: TensorBoard wasn't there, which only development requires."""
     quick = {"--model=gnmt:tiny": "--model=vgg:tiny"}

@@ -48,6 +48,7 @@ def test_operators_that_are_pinned_elsewhere_cant_move_to_an_island() -> None:
     assert own[1].names == ("/device:GPU:2", "/device:GPU:3")
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["chain", "cells"])
 def test_a_second_server_behind_a_slow_link_isnt_slower_than_the_first_alone(kind: str) -> None:

@@ -107,6 +107,7 @@ OPTIMIZERS = {
 """Those that need all gradients before they update anything have computations between the backward and the update."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("optimizer", "cuts", "jit_compile"),
     [
@@ -127,6 +128,7 @@ def test_it_trains_as_plain_keras(optimizer: str, cuts: tuple[str, ...], jit_com
     assert_same_training(pipelined, plain, [(*batch(), None), (*batch(4, 1), None), (*batch(6, 2), None)])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("cuts", "devices", "micro_batches"),
     [

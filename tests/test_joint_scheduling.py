@@ -446,6 +446,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "case"), sampled([*zip(itertools.cycle(("branches", "tied")), CASES), ("tied", CASES[-1])], 3), ids=str
@@ -476,6 +477,7 @@ def small_model() -> keras.Model:
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_model_is_measured_and_planned_on_two_streams() -> None:
     model = small_model()

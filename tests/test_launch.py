@@ -59,6 +59,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.thorough
 def test_the_example_trains_on_the_workers(tmp_path: pathlib.Path) -> None:
     model = tmp_path / "model.keras"
     example = [sys.executable, "docs/examples/train_on_cluster.py", "--pipeline", "--epochs=1", f"--model={model}"]
@@ -82,6 +83,7 @@ def test_the_command_gets_tf_config_and_its_exit_code_is_returned() -> None:
     assert not any(map(alive, pids(err)))
 
 
+@pytest.mark.thorough
 def test_signals_go_on_to_the_command() -> None:
     program = """
 import signal, sys, time
@@ -99,6 +101,7 @@ time.sleep(600)
     assert finish(process)[0] == 128 + signal.SIGKILL
 
 
+@pytest.mark.thorough
 def test_workers_are_started_again_and_end_with_the_launcher() -> None:
     process = launch("--workers=1", "--restart")
     assert process.stdout is not None and process.stderr is not None
@@ -123,6 +126,7 @@ def test_workers_are_started_again_and_end_with_the_launcher() -> None:
     wait_for(lambda: not alive(second))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -138,6 +142,7 @@ def test_mistakes_are_told(arguments: list[str], message: str) -> None:
     assert message in out + err
 
 
+@pytest.mark.thorough
 def test_a_taken_port_is_told() -> None:
     import socket
 

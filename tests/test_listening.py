@@ -43,7 +43,9 @@ def has_ipv6() -> bool:
     return True
 
 
-ipv6_only = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+ipv6_only = pytest.mark.skipif(
+    not has_ipv6(), reason="this machine has no IPv6 (sysctl net.ipv6.conf.lo.disable_ipv6=0)"
+)
 
 
 def free_port() -> int:

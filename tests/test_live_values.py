@@ -115,6 +115,7 @@ def test_counters_rates_and_outputs_within_an_epoch() -> None:
     assert_close(ours, theirs)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_moving_averages_by_hand(pair: Pair) -> None:
     """Reads everything at each batch; swaps it in at the end of the epoch, as tutorials do."""
@@ -134,6 +135,7 @@ def test_moving_averages_by_hand(pair: Pair) -> None:
     pair.fit(X, Y, epochs=2, callbacks=lambda: [Average()])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_kerass_callbacks_that_judge_save_and_restore(pair: Pair, tmp_path: pathlib.Path) -> None:
     folders = iter((tmp_path / "plain", tmp_path / "pipelined"))
@@ -297,6 +299,7 @@ def networks() -> tuple[keras.Model, keras.Model, keras.Model]:
     return generator, discriminator, both
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("pipelined", [(True, True), (True, False)])
 def test_two_models_that_share_layers_in_turns(pipelined: tuple[bool, bool]) -> None:

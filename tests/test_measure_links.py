@@ -13,6 +13,7 @@ from dapple_tf.tools import command, measure_links
 from dapple_tf.tools.hosts import ROOT, environment
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_workers_of_this_machine(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "cluster.json"

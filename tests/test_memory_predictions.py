@@ -181,6 +181,7 @@ def measured_profile() -> Profile:
     return dapple.profile(dense(), (512, 1024), cluster=dapple.Cluster.local(3, kind="cpu"), cache=False, repeats=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", sampled(["dapple_b", "gpipe", "zb_h2", "modulo", "zb_v", "conventional"], 4))
 def test_predicted_peaks_are_those_of_allocation_records(policy: str) -> None:

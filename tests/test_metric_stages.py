@@ -107,6 +107,7 @@ def assert_same_logs(build: Any, cuts: list[str], devices: list[list[int]], micr
     return pipelined, plain
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "micro_batches", "weighted"),
@@ -176,6 +177,7 @@ class Crossed(keras.Model):
         return self.get_metrics_result()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_three_stages_with_outputs_and_metrics_of_all_kinds() -> None:
     """Layers of two stages update the same metrics; others read outputs of several stages, or keep a maximum."""

@@ -67,6 +67,7 @@ def train(trainer: Any, given: list[tuple[Any, Any, Any]]) -> list[dict[str, flo
     return [trainer.train_on_batch(x, y, sample_weight=weights, return_dict=True) for x, y, weights in given]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(TINY, 2))
 def test_two_stages_with_replicas_train_as_plain_keras(name: str) -> None:

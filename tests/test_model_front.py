@@ -94,6 +94,7 @@ def test_wrong_names_and_profiles() -> None:
 # --- batch sizes
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 4, 1])
 def test_batches_of_other_sizes_than_the_plans(size: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -160,6 +161,7 @@ def test_attributes_of_the_users_model(pair: Pair, tmp_path: pathlib.Path, capsy
     assert_same_values(pipelined.sync(), plain)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_export(tmp_path: pathlib.Path) -> None:
     pipelined = transform(classifier())

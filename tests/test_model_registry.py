@@ -25,6 +25,7 @@ def test_every_family_has_a_tiny_variant() -> None:
     assert all(source.data is DATASETS[source.data.name] for source in MODELS.values())
 
 
+@pytest.mark.few(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_models_come_compiled_with_data_that_fit(name: str) -> None:

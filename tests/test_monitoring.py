@@ -150,6 +150,7 @@ class Seen(keras.callbacks.Callback):
         self.epochs.append(dict(logs))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_all_callbacks_see_the_metrics_whatever_their_order(tmp_path: pathlib.Path) -> None:
     pipelined = transform(classifier(metrics=["accuracy"]))
@@ -209,6 +210,7 @@ def test_event_files_are_read_by_tensorboard(tmp_path: pathlib.Path) -> None:
     assert steps[0] == 5 and steps == sorted(steps) and steps[-1] <= 10
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("data", [28, 31])
 def test_several_steps_in_one_go_short_batches_and_going_on(data: int) -> None:
@@ -224,6 +226,7 @@ def test_several_steps_in_one_go_short_batches_and_going_on(data: int) -> None:
     assert monitor.budget.traces >= traces
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_it_goes_along_with_checkpoints(tmp_path: pathlib.Path) -> None:
     x, y, _ = samples(35)
@@ -246,6 +249,7 @@ def test_only_batches_of_short_size_are_never_traced() -> None:
     assert np.isnan(history["step_ms"]).all() and history["samples_per_second"][-1] > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_traced_steps_train_as_others_do() -> None:
     losses = []
@@ -340,6 +344,7 @@ def test_without_a_prediction_nothing_is_traced() -> None:
         monitor.stepped(0.1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["fit", "train_on_batch"])
 def test_a_stage_off_its_prediction_is_warned_of_during_training(call: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -356,6 +361,7 @@ def test_a_stage_off_its_prediction_is_warned_of_during_training(call: str, capl
         assert f"stage {stage} takes" in told[stage] and f"less than the {predicted} ms" in told[stage]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_callback_compares_too_and_metrics_survive_a_replan() -> None:
     pipelined = transform(classifier(), profile=PROFILE)

@@ -43,7 +43,7 @@ def tags(text: str) -> set[str]:
 
 
 def test_a_plan_is_a_table_of_its_stages_and_a_picture() -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib isn't installed (make venv)")
     text = PLAN._repr_html_()
     assert {"table", "th", "td", "svg"} <= tags(text)
     assert "a&lt;b&gt;" in text and "a<b>" not in text

@@ -173,6 +173,7 @@ MIXING: dict[str, tuple[Callable[[Any], Any], NoteKind]] = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("function", MIXING)
 def test_what_mixes_samples_is_noted(function: str) -> None:
     layer = Layer(MIXING[function][0])

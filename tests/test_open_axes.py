@@ -129,6 +129,7 @@ def batch(model: keras.Model, sizes: Sequence[int]) -> tuple[Any, Any]:
     return x, rng.normal(size=(samples, words, 3))
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "cut", "sizes"),

@@ -42,6 +42,7 @@ def test_any_placement_and_any_splits_train_as_keras(model: str, seed: int, monk
     assert_equal_training(ZOO[model], cluster_of(4), plan, plain, monkeypatch, operator_costs=OperatorCosts())
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "seed", "schedule"), [("branches", 4, "dapple_a"), ("multi_output", 5, "zb_h1")])
 def test_any_placement_inside_of_stages_trains_as_keras(
@@ -96,6 +97,7 @@ def assert_same_values(model: keras.Model, values: list[np.ndarray]) -> None:
         assert largest_difference(variable.value, value) <= TOLERANCE["float64"], variable.path
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "devices"), sampled(itertools.product(sorted(BRANCHING), [2, 4, 8]), 4))
 def test_models_with_branches_train_as_keras(name: str, devices: int) -> None:
@@ -113,6 +115,7 @@ def test_models_with_branches_train_as_keras(name: str, devices: int) -> None:
     assert len(set(found.devices.values())) == devices
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_evaluation_and_smaller_batches_have_placements_of_their_own() -> None:
     model, other = build("resnet"), build("resnet")
@@ -129,6 +132,7 @@ def test_evaluation_and_smaller_batches_have_placements_of_their_own() -> None:
     assert_same_values(model, [variable.value for variable in variables_of(other)])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_operators_run_where_and_when_they_were_placed() -> None:
     model = build("inception")

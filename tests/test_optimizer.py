@@ -72,6 +72,7 @@ def test_settings_update_as_in_plain_keras(name: str) -> None:
     assert_same_variables_after(3, pipelined, plain, TOKENS, TARGETS)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["global_clipnorm", "ema_overwrite", "loss_scale_optimizer"])
 def test_compiled_settings_update_as_in_plain_keras(name: str) -> None:
@@ -108,6 +109,7 @@ def test_a_fixed_loss_scale_updates_as_in_plain_keras() -> None:
     assert_same_variables(model, plain, TOLERANCE["float64"])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_excluded_variables_do_not_decay() -> None:
     def optimizer() -> Any:

@@ -177,6 +177,7 @@ CASES: dict[str, tuple[Profile, Cluster]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_auto_is_never_slower_and_fits_in_memory(case: str) -> None:
@@ -281,6 +282,7 @@ def profile_of_mlp(parameters: int) -> Profile:
     return Profile("mlp", "none", (1, 4), tuple(costs), tuple(tensors))
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("bandwidth", "parameters", "micro_batches"), [(1e5, 400, 1), (1e9, 10**9, 2)])
 def test_transform_plans_out_of_order_and_trains_as_plain_keras(

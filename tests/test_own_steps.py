@@ -176,6 +176,7 @@ def same_logs(own: Any, other: Any) -> None:
         np.testing.assert_allclose(own[name], value, rtol=2e-5, err_msg=name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", [case if case == "own loss" else pytest.param(case, marks=slow) for case in CASES])
 def test_such_a_model_fits_and_evaluates_as_in_plain_keras(case: str) -> None:
     """Weights, logs of each epoch and those of evaluation; the second batch of an epoch is smaller."""
@@ -219,6 +220,7 @@ def test_a_model_may_be_called_on_other_things_than_its_data() -> None:
     assert_same_variables(model, plain, TOLERANCE["float64"])
 
 
+@pytest.mark.thorough
 @slow
 def test_loss_scaling_is_that_of_the_step() -> None:
     class Scaled(Compiled):
@@ -251,6 +253,7 @@ class Read(Compiled):
         return {**logs, "rate": rate, "next": self.optimizer.learning_rate, "steps": self.optimizer.iterations + 1}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", [False, True])
 def test_logs_of_the_learning_rate(schedule: bool) -> None:
     """They were refused as an untracked variable. A schedule's rate before the update isn't there any more."""

@@ -356,6 +356,7 @@ def random_arguments(stage: Stage, samples: int = 4) -> dict[Value, Any]:
     return values
 
 
+@pytest.mark.few(3)
 @pytest.mark.slow
 @policies
 @pytest.mark.parametrize("name", PROGRAMS)

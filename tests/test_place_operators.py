@@ -176,6 +176,7 @@ def program_of(model: keras.Model) -> tuple[Program, list[np.ndarray]]:
     return program, ExampleBatch.of(model).batch(4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("keep_tasks", [False, True], ids=["operators", "tasks"])
 def test_a_placed_step_is_the_step_to_the_last_bit(keep_tasks: bool) -> None:

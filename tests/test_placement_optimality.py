@@ -118,6 +118,7 @@ INSTANCES = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("number", range(0, len(INSTANCES), 6))
 def test_small_graphs_are_within_5_percent_of_the_optimum(number: int) -> None:
     for count, devices, shape, transfer, groups, uneven, seed in INSTANCES[number : number + 6]:

@@ -36,6 +36,7 @@ def test_the_planners_plan(files: given.Files, tmp_path: pathlib.Path, capsys: p
     assert simulate in printed
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_choices(files: given.Files, tmp_path: pathlib.Path) -> None:
     out = tmp_path / "found.json"

@@ -261,6 +261,7 @@ def test_planning_is_deterministic() -> None:
     assert len(plans) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_thousand_devices_are_planned() -> None:
     cluster = cluster_of(*[8] * 20, intra_bandwidth=1e11, inter_bandwidth=3e9)

@@ -79,6 +79,7 @@ def knock(where: list[str], *addresses: str) -> dict[str, str]:
     return dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
 
 
+@pytest.mark.thorough
 def test_training_works_inside_and_nobody_gets_in_from_outside(hosts: Hosts, outside: Namespace) -> None:
     client = hosts.popen(
         1, [sys.executable, "-c", TRAINING, *hosts.addresses], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -99,6 +100,7 @@ def test_training_works_inside_and_nobody_gets_in_from_outside(hosts: Hosts, out
     assert client.wait(60) == 0
 
 
+@pytest.mark.thorough
 def test_a_public_address_is_refused(hosts: Hosts, outside: Namespace) -> None:
     namespace = hosts.namespaces[0]
     namespace.call("ip", "addr", "add", "9.9.9.9/32", "dev", "eth1")  # One that the whole Internet would reach.

@@ -54,6 +54,7 @@ def check(found: Profile, model: keras.Model) -> None:
     assert Profile.from_json(found.to_json()) == found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["cnn", pytest.param("multi_output", marks=pytest.mark.slow)])
 def test_every_cut_of_a_profile_is_legal_and_every_variable_counts_once(name: str) -> None:
     model = zoo.ZOO[name].build()
@@ -84,6 +85,7 @@ def test_a_chain() -> None:
     assert all(layer.apply_seconds > 0 for layer in found.layers)
 
 
+@pytest.mark.thorough
 def test_one_batch_size_has_no_fixed_part_and_two_lines_of_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="dapple_tf.measuring.profiler"):
         found = measured(mlp(), 4)
@@ -130,6 +132,7 @@ def test_tied_weights_are_shared() -> None:
     assert found.layers[0].apply_seconds >= 0
 
 
+@pytest.mark.thorough
 def test_a_recurrent_layer_is_one_entry() -> None:
     series = keras.Input((6, 3))
     x = layers.LSTM(8, return_sequences=True, name="lstm")(layers.Dense(4, name="before")(series))
@@ -146,6 +149,7 @@ def test_a_recurrent_layer_is_one_entry() -> None:
     assert lstm.min_cut_residual_bytes.at(4) >= 4 * 6 * (4 * 8) * 4
 
 
+@pytest.mark.thorough
 def test_several_inputs_one_of_open_length() -> None:
     tokens, features = keras.Input((None,), dtype="int32", name="tokens"), keras.Input((3,), name="features")
     x = layers.Embedding(5, 4, name="embedding")(tokens)
@@ -232,6 +236,7 @@ def hurried(method: str) -> TimeBudget:
     return TimeBudget(20.0, clock=lambda: float(next(clock)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "said"),
     [
@@ -261,6 +266,7 @@ def test_layers_are_known_by_operator_where_measuring_each_takes_longer_than_it_
     assert second.backward_weight is not None and ZERO.at(8) < second.backward_weight.at(8) < second.backward.at(8)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["operators", "rooflines"])
 def test_loops_count_by_their_rounds(method: str) -> None:
     series = keras.Input((6, 3))
@@ -272,6 +278,7 @@ def test_loops_count_by_their_rounds(method: str) -> None:
     assert lstm.forward.at(4) > after.forward.at(4) and lstm.backward.at(4) > after.backward.at(4)
 
 
+@pytest.mark.thorough
 def test_most_operators_are_measured(caplog: pytest.LogCaptureFixture) -> None:
     """Names of nodes tell whose work they are; were one spelled in another way, rooflines would stand in silently."""
     with caplog.at_level(logging.DEBUG, logger="dapple_tf.measuring.measured_operators"):
@@ -282,6 +289,7 @@ def test_most_operators_are_measured(caplog: pytest.LogCaptureFixture) -> None:
         assert traced >= 0.8 * known
 
 
+@pytest.mark.thorough
 def test_a_shorter_way_is_kept_under_a_name_of_its_own(tmp_path: pathlib.Path) -> None:
     """Who has time for each layer isn't given a profile that was made in a hurry; nor is what was guessed kept."""
     ways = {"cache": tmp_path, "repeats": 1}

@@ -160,6 +160,7 @@ def test_tokens_are_predicted_in_an_order_where_the_model_takes_one(folder: path
         assert sorted(places[places > 0]) == list(range(1, (places > 0).sum() + 1))
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("outputs", "ordered"), [("spans", False), ("tokens", False), ("tokens", True)])
 def test_order_is_seeded_and_resumes(outputs: str, ordered: bool, folder: pathlib.Path) -> None:
@@ -169,6 +170,7 @@ def test_order_is_seeded_and_resumes(outputs: str, ordered: bool, folder: pathli
     assert_resumes(lambda: data.batches(model, 8, 0), steps=12, done=5)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_bert_on_the_sample() -> None:
     model = bert.bert_tiny()

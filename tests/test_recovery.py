@@ -137,6 +137,7 @@ def fit(pipelined: dapple.PipelinedModel, *callbacks: Any) -> Any:
     ).history
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", [PARALLEL, PIPELINE], ids=["parallel", "pipeline"])
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_workers_that_come_back(workers: LocalWorkers, plan: dapple.Plan, fault: str) -> None:
@@ -159,6 +160,7 @@ def test_workers_that_come_back(workers: LocalWorkers, plan: dapple.Plan, fault:
     assert (record.error.task, record.replayed, record.without) == (1, 3, ())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [1, 4], ids=["first step", "first step of an epoch"])
 def test_faults_before_anything_was_trained(workers: LocalWorkers, number: int) -> None:
     expected, _ = undisturbed_fit(workers)
@@ -197,6 +199,7 @@ def test_going_on_without_a_worker(workers: LocalWorkers) -> None:
     assert_same(ended(pipelined), expected, 1e-5)
 
 
+@pytest.mark.thorough
 def test_operators_are_placed_anew_without_a_worker(workers: LocalWorkers) -> None:
     """Also with a profile, from which stages of replicas would be planned."""
     plan = dapple.Plan.by_operators(3, BATCH)
@@ -215,6 +218,7 @@ def test_operators_are_placed_anew_without_a_worker(workers: LocalWorkers) -> No
     assert_same(ended(pipelined), expected, 1e-5)
 
 
+@pytest.mark.thorough
 def test_errors_are_raised_and_the_model_can_be_used_again(workers: LocalWorkers) -> None:
     def does(pipelined: dapple.PipelinedModel) -> None:
         train(pipelined, range(2))
@@ -240,6 +244,7 @@ def test_errors_are_raised_and_the_model_can_be_used_again(workers: LocalWorkers
 # ---- values that others have assigned or restored
 
 
+@pytest.mark.thorough
 def test_loaded_values_are_not_forgotten(workers: LocalWorkers) -> None:
     """`load` makes the model's values count: batches before it don't matter any more, nor checkpoints."""
 
@@ -258,6 +263,7 @@ def test_loaded_values_are_not_forgotten(workers: LocalWorkers) -> None:
     assert_same(ended(pipelined), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("use", ["train", "evaluate"])
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_restored_values_are_not_forgotten(workers: LocalWorkers, tmp_path: Path, use: str, when: str) -> None:
@@ -293,6 +299,7 @@ def test_restored_values_are_not_forgotten(workers: LocalWorkers, tmp_path: Path
     assert_same(ended(pipelined), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("next_use", ["train", "sync"])
 def test_what_is_assigned_after_a_restoration_is_not_forgotten(
     workers: LocalWorkers, tmp_path: Path, next_use: str
@@ -321,6 +328,7 @@ def test_what_is_assigned_after_a_restoration_is_not_forgotten(
     assert_same(ended(pipelined), expected)
 
 
+@pytest.mark.thorough
 def test_workers_stay_this_process_own_when_training_decides_anew_where_variables_are(workers: LocalWorkers) -> None:
     """Evaluation came first; the session that followed its own was on workers that had been given back, and hung."""
     pipelined = transform(workers)
@@ -332,6 +340,7 @@ def test_workers_stay_this_process_own_when_training_decides_anew_where_variable
     pipelined.close()
 
 
+@pytest.mark.thorough
 def test_what_an_engine_restored_is_forgotten_with_it(workers: LocalWorkers, tmp_path: Path) -> None:
     """A fault of the next engine brought the checkpoint back, over all that had been assigned since."""
     pipelined = transform(workers)
@@ -349,6 +358,7 @@ def test_what_an_engine_restored_is_forgotten_with_it(workers: LocalWorkers, tmp
         np.testing.assert_array_equal(value, np.full_like(value, 0.5))
 
 
+@pytest.mark.thorough
 def test_verification_begins_again_after_a_fault(workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its steps aren't the user's: nothing trains on them again, so that those before the fault were missing."""
     pipelined = transform(workers)
@@ -367,6 +377,7 @@ def test_verification_begins_again_after_a_fault(workers: LocalWorkers, monkeypa
     pipelined.close()
 
 
+@pytest.mark.thorough
 def test_collected_with_its_model_it_asks_nothing_of_its_session(
     workers: LocalWorkers, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -384,6 +395,7 @@ def test_collected_with_its_model_it_asks_nothing_of_its_session(
     assert "Exception ignored" not in capfd.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_plan_is_made_of_what_workers_take(workers: LocalWorkers) -> None:
     """Profiled on a worker, whose batches come from the client, not from a device of a process on its own."""
     cluster = dapple.Cluster.of_servers(workers.addresses[:2])
@@ -392,6 +404,7 @@ def test_a_plan_is_made_of_what_workers_take(workers: LocalWorkers) -> None:
     assert all(layer.forward.at(BATCH) > 0 for layer in profile.layers)
 
 
+@pytest.mark.thorough
 def test_going_back_to_an_older_checkpoint(workers: LocalWorkers, tmp_path: Path) -> None:
     """The newer one isn't what recovery begins with then."""
 
@@ -412,6 +425,7 @@ def test_going_back_to_an_older_checkpoint(workers: LocalWorkers, tmp_path: Path
     assert_same(ended(pipelined), expected)
 
 
+@pytest.mark.thorough
 def test_arrays_that_are_used_again(workers: LocalWorkers) -> None:
     """A loop may fill the same array with each batch."""
 
@@ -429,6 +443,7 @@ def test_arrays_that_are_used_again(workers: LocalWorkers) -> None:
     assert_same(ended(pipelined), expected)
 
 
+@pytest.mark.thorough
 def test_two_models_on_one_cluster(workers: LocalWorkers) -> None:
     """Each goes on when it next meets the fault."""
     expected = undisturbed(workers, lambda pipelined: train(pipelined, range(4)))
@@ -442,6 +457,7 @@ def test_two_models_on_one_cluster(workers: LocalWorkers) -> None:
     assert_same(ended(other), expected, 1e-5)
 
 
+@pytest.mark.thorough
 def test_a_fault_of_another_model_is_not_survived_in_its_place(workers: LocalWorkers) -> None:
     """A model that shares layers is looked at before each step: its lost worker was taken for one of this model's."""
     model, plan = build(), dapple.Plan.manual([], [[0]], 1, BATCH)
@@ -459,6 +475,7 @@ def test_a_fault_of_another_model_is_not_survived_in_its_place(workers: LocalWor
     here.close()
 
 
+@pytest.mark.thorough
 def test_nobody_waits_for_ever(workers: LocalWorkers) -> None:
     """All workers are there, but one is in use by this process without the other, which had been given up."""
     policy = dapple.FaultPolicy("replan", notice_seconds=1.0, wait_seconds=0.0)
@@ -476,6 +493,7 @@ def test_nobody_waits_for_ever(workers: LocalWorkers) -> None:
     other.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("action", ["raise", "restart"])
 def test_closing_frees_workers_also_when_one_is_lost(workers: LocalWorkers, action: str) -> None:
     pipelined = transform(workers, faults=dapple.FaultPolicy(action, notice_seconds=2.0, wait_seconds=0.0))
@@ -492,6 +510,7 @@ def test_closing_frees_workers_also_when_one_is_lost(workers: LocalWorkers, acti
     assert_same(ended(pipelined), undisturbed(workers, lambda again: train(again, range(2))))
 
 
+@pytest.mark.thorough
 def test_ctrl_c_while_waiting(workers: LocalWorkers) -> None:
     """The model has the values of its last sync, not those of a part of the batches since."""
     pipelined = transform(workers)
@@ -507,6 +526,7 @@ def test_ctrl_c_while_waiting(workers: LocalWorkers) -> None:
     assert_same(ended(pipelined), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("plan", [PARALLEL, PIPELINE])
 def test_what_is_assigned_between_batches_is_assigned_again(workers: LocalWorkers, plan: dapple.Plan) -> None:
     """Weights that are clipped after each batch: read from workers, assigned there, and once more after a fault."""

@@ -18,6 +18,8 @@ from dapple_tf.tools.evaluation.paper_models import CONFIGS, MODELS, ROWS, TABLE
 pytestmark = pytest.mark.slow  # plans and simulates rows of the paper
 
 ROOT = pathlib.Path(__file__).parents[1]
+STORED = json.loads((ROOT / "docs" / "results" / "results.json").read_text())
+"""What `make results` has left."""
 
 
 def _run(*arguments: str) -> int:
@@ -175,6 +177,23 @@ def test_vgg_19_on_the_slow_network(vgg: RowResult) -> None:
     assert vgg.ours.seconds < vgg.overlap.seconds < vgg.no_overlap.seconds
     assert vgg.gpipe is not None and not vgg.gpipe.fits
     assert "slices of 32 samples" in vgg.gpipe.note
+
+
+def test_the_stored_row_is_the_one_that_is_computed_anew(vgg: RowResult) -> None:
+    """Every row is: `make results`."""
+    (stored,) = (row for row in STORED["table4_plans"] if (row["model"], row["config"]) == ("vgg-19", "C"))
+    assert stored["ms"] == pytest.approx(1e3 * vgg.ours.seconds, rel=1e-5)
+    (speedups,) = (row for row in STORED["table4_speedups"] if (row["model"], row["config"]) == ("vgg-19", "C"))
+    assert speedups["ours"] == pytest.approx(vgg.single / vgg.ours.seconds, rel=1e-5)
+
+
+def test_stored_claims_hold_and_there_are_some_of_every_row() -> None:
+    claims = {claim["claim"]: claim for claim in STORED["claims"]}
+    assert {claim["status"] for claim in claims.values()} == {"holds", "reproduced", "not reproduced"}
+    assert all(claim["reason"] for claim in claims.values() if claim["status"] == "not reproduced")
+    assert {name.rpartition(": ")[0] for name in claims} >= {row.key for row in ROWS}
+    assert len(STORED["table4_plans"]) == len(TABLE_4) and len(STORED["table6_plans"]) == len(TABLE_6)
+    assert len(STORED["table7"]) == len(TABLE_7)
 
 
 def _claims(result: RowResult, **bounds: float) -> dict[str, Claim]:

@@ -63,6 +63,7 @@ def test_commands_run_in_processes_of_their_own() -> None:
         run("```sh\npython -m tools.nothing\n```\n", "example.md")
 
 
+@pytest.mark.thorough
 def test_the_tool_rewrites(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "example.md"
     path.write_text(DOCUMENT, encoding="utf-8")

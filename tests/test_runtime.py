@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from typing import Any
 
 import keras
@@ -65,26 +66,24 @@ def test_tasks_start_in_the_order_of_the_schedule_on_every_device(
     pipelined = dapple.transform(model, dapple.Cluster.local(4, kind="cpu"), plan)
     x, y = np.zeros((24, 8)), np.zeros((24, 1))
     pipelined.train_on_batch(x, y)
-    for _ in range(3):
-        measured = starts(pipelined, pipelined.trace_step(x, y))
-        engine = pipelined._engine
-        (build,) = [b for (mode, *_), b in engine.builder.builds.items() if mode is Mode.TRAIN]
-        ((_, step),) = build.steps.values()
-        assert step.schedule is not None
-        names = engine.cluster.device_names
-        # What has nothing to compute (Bx of the first stage, say) is a NoOp, which TensorFlow may drop.
-        computed = {
-            Task(task.stage, phase, task.micro_batch, task.replica)
-            for task in step.entry
-            for phase, function in build.program.stages[task.stage].phases
-            if function is not None
-        }
-        expected = {
-            names[device]: [task for task in tasks if task in computed]
-            for device, tasks in step.schedule.orders.items()
-        }
-        ran = {name: [task for task in tasks if task in computed] for name, tasks in measured.items()}
-        assert ran == expected
+    measured = starts(pipelined, pipelined.trace_step(x, y))
+    engine = pipelined._engine
+    (build,) = [b for (mode, *_), b in engine.builder.builds.items() if mode is Mode.TRAIN]
+    ((_, step),) = build.steps.values()
+    assert step.schedule is not None
+    names = engine.cluster.device_names
+    # What has nothing to compute (Bx of the first stage, say) is a NoOp, which TensorFlow may drop.
+    computed = {
+        Task(task.stage, phase, task.micro_batch, task.replica)
+        for task in step.entry
+        for phase, function in build.program.stages[task.stage].phases
+        if function is not None
+    }
+    expected = {
+        names[device]: [task for task in tasks if task in computed] for device, tasks in step.schedule.orders.items()
+    }
+    ran = {name: [task for task in tasks if task in computed] for name, tasks in measured.items()}
+    assert ran == expected
 
 
 def peaks(stats: Any) -> dict[str, int]:
@@ -118,6 +117,7 @@ def peak_memory(schedule: str, micro_batches: int) -> dict[str, int]:
     return {device: int(np.median([max(step[device] for step in run) for run in runs])) for device in runs[0][0]}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_dapple_keeps_memory_flat_while_gpipe_grows_with_micro_batches() -> None:
     """DAPPLE (PPoPP'21), figure 3(c): K micro-batches in flight, however many there are."""
@@ -129,6 +129,7 @@ def test_dapple_keeps_memory_flat_while_gpipe_grows_with_micro_batches() -> None
         assert all_at_once[device] >= 2 * many[device], (device, all_at_once, many)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_recomputation_lowers_peak_memory() -> None:
     model = {policy: chain(8, width=256, features=64) for policy in ("none", "boundary")}
@@ -142,6 +143,7 @@ def test_recomputation_lowers_peak_memory() -> None:
     assert found["boundary"] < 0.6 * found["none"], found
 
 
+@functools.cache
 def top_level_nodes(depth: int, micro_batches: int) -> int:
     pipelined = pipeline(chain(depth), [f"dense_{depth // 2}"], (2, 1), micro_batches, 12)
     pipelined.train_on_batch(np.zeros((12, 8)), np.zeros((12, 1)))

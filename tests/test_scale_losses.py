@@ -118,6 +118,7 @@ def check(build: Callable[[], keras.Model], cut: str = "first", replicas: tuple[
     assert pipelined.notes == ()
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", EXACT)
 def test_a_loss_of_the_whole_batch_is_that_of_plain_keras(loss: str) -> None:
@@ -131,6 +132,7 @@ def test_a_layer_may_add_a_sum_over_samples() -> None:
     check(lambda: model_of("mse", Adds(name="adds")))
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [(1, 2), (2, 1), (2, 3)])
 @pytest.mark.parametrize("loss", ["mse", EXACT["a sum"]], ids=["mean", "sum"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import random
+from collections.abc import Callable
 
 import pytest
 from programs import (
@@ -10,6 +13,7 @@ from programs import (
     apply,
     connected,
     copied,
+    devices,
     layout,
     mlp,
     node,
@@ -18,16 +22,19 @@ from programs import (
     staged,
     stateful_layers,
     step_of,
+    tied_layers,
     two_stages,
 )
+from step_programs import Case, complete, plan
 
 from dapple_tf.frontend.capture import Mode
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import Graph, control_inputs
+from graph_passes.ir.graph import Graph, GraphDef, control_inputs, data_inputs
 from graph_passes.ir.program import Layout, Program
-from graph_passes.ir.tasks import Schedule
+from graph_passes.ir.tasks import Schedule, Task
 from graph_passes.ir.verify import verify
 from graph_passes.passes.accumulate import Accumulate
+from graph_passes.passes.replicate import top_level
 from graph_passes.passes.schedule import OrderTasks
 
 
@@ -174,3 +181,110 @@ def test_a_schedule_for_replicas_without_samples_is_refused() -> None:
     assert refused(replicated(two_stages(), cut), schedule, names_of(cut)) == (
         "schedule 'mine' has 6 tasks but the program has 4; not scheduled: [], not in the program: ['0B0.r1', '0F0.r1']"
     )
+
+
+# ---- control edges and nothing else: what a step computes doesn't depend on the policy
+
+
+def computed(program: Program) -> tuple[dict[str, bytes], bytes]:
+    """All that a graph says but for the control inputs of its nodes: by node, and its functions."""
+    bare = GraphDef()
+    bare.CopyFrom(top_level(program))
+    for each in bare.node:
+        data = [name for name in each.input if not name.startswith("^")]
+        del each.input[:]
+        each.input.extend(data)
+    nodes = {each.name: each.SerializeToString(deterministic=True) for each in bare.node}
+    functions = sorted(each.SerializeToString(deterministic=True) for each in bare.library.function)
+    return nodes, b"".join(functions)
+
+
+def some_schedule(program: Program, names: tuple[str, ...], seed: int) -> Schedule:
+    """A random order that can run: of the tasks whose inputs are there any one is next, on its device.
+
+    Some tasks wait for one of any device that came before them, besides.
+    """
+    draw = random.Random(seed)
+    graph, step = top_level(program), step_of(program)
+    nodes = {each.name: each for each in graph.node}
+    owner = {entry: task for task, entry in step.entry.items()}
+    # Node -> the tasks that it needs, its own included.
+    needed: dict[str, set[Task]] = {}
+    for name in Graph(graph).topological():
+        read = [*(ref.node for ref in data_inputs(nodes[name])), *control_inputs(nodes[name])]
+        needed[name] = {owner[name]} if name in owner else set()
+        needed[name] = needed[name].union(*(needed[each] for each in read))
+    # A task's last nodes add up gradients, in the order of micro-batches.
+    waits = {task: set().union(*(needed[last] for last in step.exit[task])) - {task} for task in step.entry}
+    orders: dict[int, list[Task]] = {number: [] for number in range(len(names))}
+    after: dict[Task, Task] = {}
+    done: list[Task] = []
+    while len(done) < len(waits):
+        ready = sorted(task for task in waits if task not in done and waits[task] <= set(done))
+        task = draw.choice(ready)
+        orders[names.index(nodes[step.entry[task]].device)].append(task)
+        if done and draw.random() < 0.3:
+            after[task] = draw.choice(done)
+        done.append(task)
+    return Schedule(f"random_{seed}", {device: tuple(tasks) for device, tasks in orders.items()}, after)
+
+
+SHAPES: dict[str, tuple[Callable[[], Program], Layout]] = {
+    "whole B": (lambda: staged(mlp(3), "dense_0", "dense_1"), layout([1, 1, 1], 4, 4)),
+    "Bx and Bw": (lambda: staged(mlp(3), "dense_0", "dense_1", split={0, 1}), layout([1, 1, 1], 4, 4)),
+    "recomputation": (lambda: staged(mlp(3), "dense_0", recompute="boundary"), layout([1, 1], 3, 3)),
+    "uneven replicas": (lambda: staged(mlp(3), "dense_0", "dense_1"), layout([2, 3, 1], 7, 3)),
+    "replicas of split stages": (lambda: staged(mlp(2), "dense_0", split={0, 1}), layout([3, 2], 4, 3)),
+    "chunks": (lambda: staged(mlp(4), "dense_0", "dense_1", "dense_2"), Layout(devices(1, 1) * 2, 4, 4, 4)),
+    "tied weights": (lambda: staged(tied_layers(3), "layer_0", "layer_1"), layout([1, 2, 1], 5, 3)),
+    "state and metrics": (lambda: staged(stateful_layers(), "a"), layout([2, 1], 6, 2)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_order_that_can_run_adds_control_edges_and_nothing_else(shape: str) -> None:
+    make, cut = SHAPES[shape]
+    names = tuple(dict.fromkeys(names_of(cut)))
+    before = apply(connected(make(), cut), Accumulate())
+    orders = set()
+    for seed in range(8):
+        schedule = some_schedule(before, names, seed)
+        orders.add(schedule)
+        after = apply(before, OrderTasks(schedule, names))
+        assert computed(after) == computed(before)
+        known = {each.name: control_inputs(each) for each in before.graph.node}
+        assert all(control_inputs(each)[: len(known[each.name])] == known[each.name] for each in after.graph.node)
+        step = dataclasses.replace(step_of(after), schedule=None)
+        assert after.replace(graph=before.graph, step=step) == before
+        pairs = [pair for order in schedule.orders.values() for pair in itertools.pairwise(order)]
+        pairs += [(waited, task) for task, waited in schedule.after.items()]
+        assert added(before, after) == {
+            (end, step.entry[second]) for first, second in pairs for end in step.exit[first]
+        }
+    assert len(orders) == 8
+
+
+PLACES: dict[str, tuple[tuple[str, ...], list[list[int]]]] = {
+    "whole B": (("gpipe", "dapple_a", "dapple_b"), [[0], [1], [2]]),
+    "uneven replicas": (("gpipe", "dapple_a", "dapple_b"), [[0, 1], [2, 3, 4], [5]]),
+    "two stages on a device": (("gpipe", "dapple_a", "dapple_b"), [[0], [0], [1]]),
+    "Bx and Bw": (
+        ("zb_h1", "zb_h2", "zero_bubble", "fast_forward", "fast_forward_a", "fast_forward_b"),
+        [[0], [1], [2]],
+    ),
+    "replicas of split stages": (
+        ("zb_h1", "fast_forward", "fast_forward_a", "fast_forward_b"),
+        [[0, 1, 2], [3], [4, 5]],
+    ),
+}
+"""Policies that have the same tasks, and where: whole B or both halves."""
+
+
+@pytest.mark.parametrize("model", ["mlp", "tied", "attention"])
+@pytest.mark.parametrize("places", PLACES)
+def test_complete_steps_of_all_policies_compute_the_same(places: str, model: str) -> None:
+    policies, on = PLACES[places]
+    steps = {policy: complete(Case(model, plan(model, len(on), on, 4, 13, policy))) for policy in policies}
+    assert len({str(step_of(step).schedule) for step in steps.values()}) > 1
+    first, *others = map(computed, steps.values())
+    assert all(other == first for other in others)

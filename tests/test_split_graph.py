@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
+from conftest import Within
 
 from dapple_tf.operators.op_graph import OpGraph
 from dapple_tf.operators.split_graph import apply_splits
@@ -207,7 +206,7 @@ def test_what_has_to_be_with_others_isnt_split() -> None:
         apply_splits(graph, {"b": Split("batch", 2)})
 
 
-def test_splitting_a_large_graph_takes_no_time() -> None:
+def test_splitting_a_large_graph_takes_no_time(within: Within) -> None:
     count, splits = 60_000, 3_000
     generator = np.random.default_rng(0)
     later = np.repeat(np.arange(1, count), 2)
@@ -227,9 +226,7 @@ def test_splitting_a_large_graph_takes_no_time() -> None:
         copy_seconds=np.full(8, COPY),
     )
     chosen = generator.choice(count, splits, replace=False)
-    start = time.process_time()
-    split = apply_splits(graph, {graph.names[number]: Split("batch", 4) for number in chosen.tolist()})
-    seconds = time.process_time() - start
+    with within(1.5):
+        split = apply_splits(graph, {graph.names[number]: Split("batch", 4) for number in chosen.tolist()})
     assert split.count > count + 3 * splits
     assert (split.edges[:, 0] < split.edges[:, 1]).all()
-    assert seconds < 1.5, f"took {seconds:.2f} s"

@@ -101,6 +101,7 @@ def assert_same_operators(operators: OpGraph, program: Program) -> None:
         assert fed or name in fetched, name
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("build, dimensions", [(branches, ["batch", "channel", None]), (transformer, ["batch", None])])
 def test_steps_train_alike_whatever_is_split_and_wherever_it_runs(build: Any, dimensions: list[str | None]) -> None:
@@ -132,6 +133,7 @@ def test_steps_train_alike_whatever_is_split_and_wherever_it_runs(build: Any, di
             assert_close(expected, ([steps.run(batch) for _ in range(2)], steps.values()))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_split_by_batch_only_gradients_and_sums_are_joined() -> None:
     with in_float64():

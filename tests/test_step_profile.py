@@ -44,6 +44,7 @@ def state(pipelined: dapple.PipelinedModel) -> list[np.ndarray]:
     return [*values(pipelined.sync()), *(variable.numpy() for variable in pipelined.model.metrics_variables)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("trained", [0, 2])
 def test_nothing_has_changed_afterwards(trained: int) -> None:
@@ -59,6 +60,7 @@ def test_nothing_has_changed_afterwards(trained: int) -> None:
     assert pipelined._runtime.steps == trained
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_next_step_is_as_if_nothing_had_been() -> None:
     x, y, _ = samples(7)
@@ -74,6 +76,7 @@ def test_the_next_step_is_as_if_nothing_had_been() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_it_trains_if_told_so() -> None:
     pipelined, other = transform(classifier()), transform(classifier())

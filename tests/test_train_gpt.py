@@ -51,6 +51,7 @@ def test_wrong_flags_say_what_is_wrong(tmp_path: pathlib.Path, capsys: pytest.Ca
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_training_run(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A small run from beginning to end, then one with the plan that it left."""

@@ -89,6 +89,7 @@ def _with_links(cluster: dapple.Cluster, **_: object) -> dapple.Cluster:
     return dataclasses.replace(cluster, intra_bandwidth=1e10, intra_latency=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(TINY, 3))
 def test_models_are_planned_trained_and_saved(name: str, folder: pathlib.Path) -> None:
@@ -140,6 +141,7 @@ def in_a_process(*program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(["ffnn:tiny", "resnet:tiny"], 2))
 def test_a_killed_run_goes_on_and_ends_as_if_nothing_had_happened(

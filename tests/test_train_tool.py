@@ -137,6 +137,7 @@ def test_measuring_steps_is_not_training(own: str, flag: str, capsys: pytest.Cap
     assert f"{flag.partition('=')[0]}: --benchmark_steps only measures steps" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_measured_and_planned(own: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With nothing but a batch size: the model is measured and planned, and the prediction compared."""
@@ -152,6 +153,7 @@ def test_measured_and_planned(own: str, tmp_path: pathlib.Path, capsys: pytest.C
     assert "were predicted (" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_single_operators_are_placed(own: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"

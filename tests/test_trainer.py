@@ -54,6 +54,7 @@ def pair(shared: Pair) -> Pair:
 # --- fit
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "arguments"),
@@ -179,6 +180,7 @@ class Watched(layers.Layer):
         return x
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_metrics_of_ones_own() -> None:
     def build() -> keras.Model:
@@ -197,6 +199,7 @@ def test_metrics_of_ones_own() -> None:
     assert {"largest", "total", "size", "r2_score", "val_size"} <= set(history)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_loss_without_labels() -> None:
     class Bottleneck(layers.Layer):
@@ -257,6 +260,7 @@ class Remembering(layers.Layer):
         return shifted
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [[[0], [1]], [[0, 1], [2]]])
 def test_state_that_layers_assign_in_evaluation_and_prediction_is_kept(devices: list[list[int]]) -> None:
@@ -323,6 +327,7 @@ def test_callbacks_see_fresh_values(pair: Pair) -> None:
     assert_close(seen[1], seen[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_model_checkpoint(pair: Pair, tmp_path: pathlib.Path) -> None:
     names = iter(("plain", "pipelined"))
@@ -351,6 +356,7 @@ def test_model_checkpoint(pair: Pair, tmp_path: pathlib.Path) -> None:
             assert_close(ours, other.get_weights())
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_early_stopping_restores_the_best_weights(pair: Pair) -> None:
     def stopping() -> list[Any]:
@@ -364,6 +370,7 @@ def test_early_stopping_restores_the_best_weights(pair: Pair) -> None:
     pair.fit(X, Y)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_learning_rates_that_callbacks_set(pair: Pair, tmp_path: pathlib.Path) -> None:
     class EachBatch(keras.callbacks.Callback):
@@ -404,11 +411,13 @@ class Halve(keras.callbacks.Callback):
             self.model.set_weights([0.5 * weight for weight in self.model.get_weights()])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_weights_that_callbacks_change(pair: Pair) -> None:
     pair.fit(X, Y, epochs=3, callbacks=lambda: [Halve()])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_backup_and_restore(pair: Pair, tmp_path: pathlib.Path) -> None:
     class Interrupt(keras.callbacks.Callback):
@@ -442,6 +451,7 @@ def test_callbacks_may_be_a_list_of_kerass_own(pair: Pair) -> None:
     assert own.callbacks == before
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_terminate_on_nan_needs_continue() -> None:
     bad = X.copy()
@@ -488,6 +498,7 @@ def test_the_users_own_values_are_taken_over(pair: Pair) -> None:
     assert_close(pair.pipelined.predict_on_batch(X), pair.plain.predict_on_batch(X))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_ordinary_use_after_training(pair: Pair, tmp_path: pathlib.Path) -> None:
     """Saving and loading with the optimizer's state, training on with plain Keras, and pipelined again."""
@@ -520,6 +531,7 @@ def test_compiled_again_or_frozen() -> None:
     assert_equal(pair.model.get_layer("first").get_weights(), before)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_moving_averages_of_the_weights() -> None:
     """They are the model's values after fit, as in Keras; callbacks may swap them in for validation."""
@@ -563,6 +575,7 @@ def trained(**changes: Any) -> list[np.ndarray]:
     return [np.array(history["loss"]), *values(pipelined.model)]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_random_draws() -> None:
     """Runs with the same seeds repeat bit for bit; where the cuts are and which schedule runs doesn't matter."""
@@ -614,6 +627,7 @@ def subclassed() -> keras.Model:
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "cut", ["inner/inner_first", *(pytest.param(cut, marks=pytest.mark.slow) for cut in ("inner", "hidden"))]
 )
@@ -633,6 +647,7 @@ class OverTime(keras.Model):
         return self.logits(keras.ops.mean(self.embedding(tokens), axis=1))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_lengths_that_vary_without_declared_inputs() -> None:
     """A dataset's shapes say which axes vary; batch by batch, each new length widens what is known."""

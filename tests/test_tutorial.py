@@ -23,6 +23,7 @@ SMALLER = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_examples_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -42,6 +43,7 @@ def test_the_examples_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
         assert (tmp_path / name).is_file(), name
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_examples_of_placed_operators_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

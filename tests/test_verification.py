@@ -107,6 +107,7 @@ def model_of(*own: layers.Layer) -> keras.Model:
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_layers_that_a_slice_cannot_repeat_are_compared_in_inference() -> None:
     """Verification changes nothing: values, seeds, moving averages, optimizer and metrics; nor what training does."""
@@ -206,6 +207,7 @@ class SquaresApart(keras.optimizers.Adam):
             self.assign_sub(self._velocities[self._get_variable_index(variable)], square / 2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("float64", [True, False])
 def test_an_optimizer_that_gets_rows_apart_shows_though_gradients_are_right(
@@ -245,6 +247,7 @@ class Subclassed(keras.Model):
         return self.last(self.first(x))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_without_float64_another_order_of_samples_tells_how_much_is_rounding() -> None:
     model = Subclassed([5])

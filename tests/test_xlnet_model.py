@@ -144,6 +144,7 @@ def test_tokens_that_share_a_place_see_each_other(two: keras.Model) -> None:
     assert np.all(np.abs(content.predict_on_batch(batch) - before)[0].max(axis=-1) > 1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_trains_as_a_pipeline_of_two_streams() -> None:
     model = xlnet.build(dataclasses.replace(SMALL, two_streams=True))
@@ -158,6 +159,7 @@ def test_trains_as_a_pipeline_of_two_streams() -> None:
     pipelined.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_saved_and_loaded(two: keras.Model, tmp_path: pathlib.Path) -> None:
     batch = _batch(2, permutation=np.tile(np.arange(6, dtype="int32"), (2, 1)))

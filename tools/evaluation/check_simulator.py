@@ -24,7 +24,8 @@ from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.measuring.emulated_waits import EmulationError
 from dapple_tf.measuring.emulator import MAX_DEVICES, Emulation, emulate
-from dapple_tf.schedules.schedules import POLICIES
+from dapple_tf.schedules.policy import Placement, Policy
+from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.tools import command
 
 FLAGS = flags.FlagValues()
@@ -60,15 +61,15 @@ SAMPLES = 6
 
 
 def pipeline(
-    stages: int, micro_batches: int, schedule: str, replicas: Sequence[int], network: float
+    stages: int, micro_batches: int, schedule: str | Policy, replicas: Sequence[int], network: float
 ) -> tuple[Plan, Profile, Cluster]:
-    """A pipeline of equal stages, each on a server of its own.
+    """A pipeline of equal stages, each on a server of its own, or two where the policy goes there and back.
 
     Args:
-        stages: S.
+        stages: S; even where the policy goes there and back.
         micro_batches: M.
         schedule: the policy.
-        replicas: of each stage, repeated.
+        replicas: of each server's stages, repeated.
         network: time to send a whole micro-batch to the next stage, as a part of F's; 0 for free links.
     """
     layers = [
@@ -84,14 +85,17 @@ def pipeline(
     ]
     tensors = tuple(Tensor(stage, (stage + 1,), Cost(0.0, 1.0)) for stage in range(stages - 1))
     profile = Profile("pipeline", "none", (1, SAMPLES), tuple(layers), tensors)
-    counts = list(itertools.islice(itertools.cycle(replicas), stages))
-    stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    devices = tuple(Device(f"device{index}", stage) for index, stage in enumerate(stage_of))
+    vee = policy_of(schedule).planning.placements == (Placement.VEE,)
+    servers = stages // 2 if vee else stages
+    counts = list(itertools.islice(itertools.cycle(replicas), servers))
+    server_of = [server for server, count in enumerate(counts) for _ in range(count)]
+    devices = tuple(Device(f"device{index}", server) for index, server in enumerate(server_of))
     cluster = Cluster(devices, real=False)
     if network:
         bandwidth = SAMPLES / (network * _FORWARD)
         cluster = Cluster(devices, intra_bandwidth=1e4, inter_bandwidth=bandwidth, inter_latency=1e-4, real=False)
-    groups = [[index for index, owner in enumerate(stage_of) if owner == stage] for stage in range(stages)]
+    groups = [[index for index, owner in enumerate(server_of) if owner == server] for server in range(servers)]
+    groups += groups[::-1] if vee else []
     cuts = [layer.name for layer in layers[:-1]]
     return Plan.manual(cuts, groups, micro_batches, SAMPLES * micro_batches, schedule), profile, cluster
 

@@ -1,0 +1,297 @@
+"""Breaks the code in small ways, one at a time, and says which of them the tests notice.
+
+    python -m tools.evaluation.mutants --json=all.json                             # 300 mutants, by all tests
+    python -m tools.evaluation.mutants --json=fewer.json --markers="not thorough"  # by what `make test` runs
+
+Mutants are drawn with a fixed seed. Each is tried in a forked child of a process that has imported TensorFlow but none
+of our packages: the child compiles the changed module in place of the file, and runs the test files nearest to it by
+imports until the first test fails. Processes that tests start themselves have the code as it is. A run that was ended
+goes on where it was: mutants in the JSON file aren't tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import collections
+import copy
+import dataclasses
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import pathlib
+import random
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+FOLDERS = ("graph_passes", "dapple_tf/schedules", "dapple_tf/simulation")
+
+_PAIRS = (
+    "Lt LtE, LtE Lt, Gt GtE, GtE Gt, Eq NotEq, NotEq Eq, In NotIn, NotIn In, Is IsNot, IsNot Is, And Or, Or And, "
+    "Add Sub, Sub Add, Mult FloorDiv, FloorDiv Mult, Div Mult, Mod FloorDiv, BitOr BitAnd, BitAnd BitOr"
+)
+_SWAPPED: dict[type[ast.AST], Any] = {
+    getattr(ast, one): getattr(ast, other) for one, other in (pair.split() for pair in _PAIRS.split(", "))
+}
+"""Operators, and what they are replaced by."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One change of one file.
+
+    Attributes:
+        file: relative to the repository.
+        line: where it is.
+        before: the code that is replaced.
+        after: what it is replaced by.
+        tree: the whole changed module.
+    """
+
+    file: str
+    line: int
+    before: str
+    after: str
+    tree: ast.Module = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def key(self) -> str:
+        """Names it among all mutants."""
+        return f"{self.file}:{self.line}: {self.before} -> {self.after}"
+
+
+def changes(node: ast.AST) -> Iterator[ast.AST]:
+    """All that a node could be replaced by."""
+    match node:
+        case ast.Compare(ops=[op]) if type(op) in _SWAPPED:
+            yield ast.Compare(node.left, [_SWAPPED[type(op)]()], node.comparators)
+        case ast.BinOp() if type(node.op) in _SWAPPED:
+            yield ast.BinOp(node.left, _SWAPPED[type(node.op)](), node.right)
+        case ast.BoolOp():
+            yield ast.BoolOp(_SWAPPED[type(node.op)](), node.values)
+        case ast.UnaryOp(op=ast.Not()):
+            yield node.operand
+        case ast.Constant(value=bool() as value):
+            yield ast.Constant(not value)
+        case ast.Constant(value=int() | float() as value):
+            yield ast.Constant(value + 1)
+        case ast.If() | ast.While():
+            yield type(node)(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
+        case ast.IfExp():
+            yield ast.IfExp(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
+        case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Assign(targets=[ast.Subscript() | ast.Attribute()]):
+            yield ast.Pass()
+        case ast.Return(value=ast.expr() as value) if not (isinstance(value, ast.Constant) and value.value is None):
+            yield ast.Return(ast.Constant(None))
+        case ast.Call(args=[first, second, *others]) if not any(
+            isinstance(arg, ast.Starred) for arg in (first, second)
+        ):
+            yield ast.Call(node.func, [second, first, *others], node.keywords)
+
+
+def places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None]]:
+    """(parent, field, index in it) of nodes that tests could miss: no annotations, decorators and texts of errors."""
+    for field, value in ast.iter_fields(tree):
+        if field in ("annotation", "returns", "decorator_list") or isinstance(tree, (ast.Raise, ast.JoinedStr)):
+            continue
+        for index, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            if isinstance(child, ast.AST):
+                yield tree, field, index
+                yield from places(child)
+
+
+def mutants_of(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, int, int]]:
+    """Numbers of all mutants of a file: of the place, and of the change there."""
+    for number, (parent, field, index) in enumerate(places(ast.parse(path.read_text(encoding="utf-8")))):
+        for change, _ in enumerate(changes(_child(parent, field, index))):
+            yield path, number, change
+
+
+def _child(parent: ast.AST, field: str, index: int | None) -> ast.AST:
+    value = getattr(parent, field)
+    found: ast.AST = value if index is None else value[index]
+    return found
+
+
+def mutant(path: pathlib.Path, number: int, change: int) -> Mutant:
+    """The mutant of these numbers, see `mutants_of`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    parent, field, index = list(places(tree))[number]
+    old = _child(parent, field, index)
+    new = ast.copy_location(list(changes(copy.deepcopy(old)))[change], old)
+    if index is None:
+        setattr(parent, field, new)
+    else:
+        getattr(parent, field)[index] = new
+    ast.fix_missing_locations(tree)
+    before, after = (" ".join(ast.unparse(node).split())[:120] for node in (old, new))
+    return Mutant(str(path.relative_to(ROOT)), getattr(old, "lineno", 0), before, after, tree)
+
+
+def draw(count: int, seed: int, folders: Sequence[str] = FOLDERS) -> list[Mutant]:
+    """Mutants of all files in folders, drawn with a seed."""
+    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    numbers = [found for path in paths for found in mutants_of(path)]
+    return [mutant(*found) for found in random.Random(seed).sample(numbers, min(count, len(numbers)))]
+
+
+# ---- which tests
+
+
+def module_name(file: str) -> str:
+    """``a/b.py`` -> ``a.b``; a package is its folder."""
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".").removeprefix("tests.")
+
+
+def imported_by(files: Sequence[str]) -> dict[str, set[str]]:
+    """Module -> the modules that import it, anywhere in their files."""
+    names = {module_name(file) for file in files}
+    users: dict[str, set[str]] = collections.defaultdict(set)
+    for file in files:
+        for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                read = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inner = [f"{node.module}.{alias.name}" for alias in node.names]
+                read = [name for name in inner if name in names] or [node.module]
+            else:
+                continue
+            for name in read:
+                users[name].add(module_name(file))
+    return users
+
+
+def nearest_tests(module: str, users: dict[str, set[str]], limit: int) -> list[str]:
+    """Test modules that import a module, directly or by others, in the fewest steps; its own comes first."""
+    steps, todo = {module: 0}, collections.deque([module])
+    while todo:
+        name = todo.popleft()
+        for user in sorted(users.get(name, ())):
+            if user not in steps:
+                steps[user] = steps[name] + 1
+                todo.append(user)
+    tests = [name for name in steps if name.startswith("test_")]
+    own = module.rpartition(".")[2]
+    return sorted(tests, key=lambda name: (own not in name, steps[name], name))[:limit]
+
+
+# ---- a try
+
+
+class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Gives a changed module in place of its file."""
+
+    def __init__(self, change: Mutant) -> None:
+        self._change = change
+        self._name = module_name(change.file)
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        file = ROOT / self._change.file
+        folders = [str(file.parent)] if file.name == "__init__.py" else None
+        return importlib.util.spec_from_file_location(name, file, loader=self, submodule_search_locations=folders)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        exec(compile(self._change.tree, str(ROOT / self._change.file), "exec"), module.__dict__)
+
+
+class _FirstFailure:
+    """Remembers which test noticed."""
+
+    by = ""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed and not self.by:
+            self.by = report.nodeid
+
+
+def outcome(change: Mutant | None, tests: Sequence[str], markers: str, seconds: float) -> dict[str, str]:
+    """How a mutant ends: ``survived``, ``killed``, ``not tested``; it is killed, too, if a test doesn't end in time."""
+    folder = tempfile.mkdtemp(prefix="mutants_")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        _run_tests(change, tests, markers, folder, writer)
+    os.close(writer)
+    said = os.read(reader, 1 << 16).decode() if select.select([reader], [], [], seconds)[0] else ""
+    os.close(reader)
+    _end(child)
+    shutil.rmtree(folder, ignore_errors=True)
+    found: dict[str, str] = json.loads(said) if said else {"outcome": "killed", "by": "time or a crash"}
+    return found
+
+
+def _run_tests(change: Mutant | None, tests: Sequence[str], markers: str, folder: str, writer: int) -> None:
+    """In the child: doesn't return."""
+    import pytest
+
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nothing, stream)
+    if change is not None:
+        sys.meta_path.insert(0, _Changed(change))
+    first = _FirstFailure()
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={folder}/tests", "-m", markers]
+    try:
+        code = int(pytest.main([*options, *(str(ROOT / "tests" / f"{name}.py") for name in tests)], plugins=[first]))
+    except BaseException:
+        code = -1
+    ended = {0: "survived", 5: "not tested"}.get(code, "killed")
+    os.write(writer, json.dumps({"outcome": ended, "by": first.by or ("" if code in (0, 5) else "import")}).encode())
+    os._exit(0)
+
+
+def _end(child: int) -> None:
+    """Ends a child and all that it has started."""
+    try:
+        os.killpg(child, signal.SIGKILL)
+    except ProcessLookupError:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Tries mutants one after the other, and writes how each has ended."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=pathlib.Path, required=True, help="Where outcomes are written.")
+    parser.add_argument("--count", type=int, default=300, help="Number of mutants.")
+    parser.add_argument("--seed", type=int, default=0, help="Of what is drawn.")
+    parser.add_argument("--markers", default="", help="Tests that count, as pytest's -m.")
+    parser.add_argument("--files", type=int, default=12, help="At most so many test files are run for a mutant.")
+    parser.add_argument("--seconds", type=float, default=300.0, help="Limit of a mutant.")
+    options = parser.parse_args(arguments)
+    outcomes: dict[str, dict[str, Any]] = json.loads(options.json.read_text()) if options.json.exists() else {}
+    folders = ("graph_passes", "dapple_tf", "tools", "models", "tests")
+    files = [str(path.relative_to(ROOT)) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    users = imported_by(files)
+    import keras  # noqa: F401  What takes long; none of our packages is imported before a mutant is in place.
+
+    for number, change in enumerate(draw(options.count, options.seed), start=1):
+        if change.key in outcomes:
+            continue
+        started = time.monotonic()
+        tests = nearest_tests(module_name(change.file), users, options.files)
+        ended = outcome(change, tests, options.markers, options.seconds)
+        outcomes[change.key] = {**ended, "seconds": round(time.monotonic() - started, 1), "tests": tests}
+        options.json.write_text(json.dumps(outcomes, indent=2) + "\n")
+        print(f"{number:4d} {ended['outcome']:10s} {change.key} ({ended['by']})", flush=True)
+    print(collections.Counter(each["outcome"] for each in outcomes.values()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
