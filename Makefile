@@ -3,6 +3,7 @@
 VENV ?= .venv
 PYTHON ?= $(shell for python in python3.11 python3; do $$python -c "" 2>/dev/null && echo $$python && break; done)
 BIN := $(VENV)/bin
+OLDEST ?= .venv-oldest
 STAMP := $(VENV)/.installed
 # An interpreter that has PyTorch, for `make bench`: `pip install -e ".[torch]"` gives it to this one.
 TORCH_PYTHON ?= $(BIN)/python
@@ -13,7 +14,7 @@ TIMED := $(patsubst %,tests/test_%.py,emulator worked_examples build_op_graph fd
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train pictures results results-operators accuracy bench zoo faults test test-all test-fast lint bless clean
+.PHONY: help venv train pictures results results-operators accuracy bench zoo faults test test-all test-oldest test-fast lint bless clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -65,6 +66,12 @@ test: lint ## check style and types, and run the tests but for most of many like
 
 test-all: lint ## run every check: lint, types and all tests, in some half an hour
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-oldest: ## run the tests of what isn't public with the oldest TensorFlow and Keras that setup.py allows, two minutes
+	@test -n "$(PYTHON)" || { echo "found no python3.11 or python3; set PYTHON=" >&2; exit 1; }
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install -q --disable-pip-version-check -c constraints-oldest.txt -e . pytest pytest-timeout
+	$(OLDEST)/bin/python -m pytest tests/test_private_parts.py
 
 test-fast: $(STAMP) ## run all but the slower tests, in under three minutes
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not thorough"

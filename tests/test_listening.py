@@ -320,3 +320,17 @@ def test_tensorflow_server() -> None:
             assert not [address for address in own_addresses() if answers(address, port)]
         finally:
             process.kill()
+
+
+@linux_only
+def test_several_sockets_on_one_port_are_refused() -> None:
+    """As TensorFlow's servers before 2.20 have them: the kernel would give all connections to one that nobody reads."""
+    with socket.socket() as first, socket.socket() as second:
+        for made in (first, second):
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        first.bind(("127.0.0.1", 0))
+        second.bind(first.getsockname())
+        first.listen()
+        second.listen()
+        with pytest.raises(ClusterError, match=r"2 sockets of this process listen on port \d+, .* use TensorFlow 2.20"):
+            confine(first.getsockname()[1], [LOOPBACK])

@@ -174,7 +174,8 @@ def confine(port: int, addresses: Sequence[Address]) -> None:
 
     Raises:
         ClusterError: no address is this machine's, nothing listens on the port or it is confined already, somebody is
-            connected at another address (then end the process), or this system has no socket filters.
+            connected at another address (then end the process), the server has several sockets, or this system has no
+            socket filters.
     """
     if any(address.is_unspecified for address in addresses):
         return
@@ -193,6 +194,11 @@ def confine(port: int, addresses: Sequence[Address]) -> None:
         if not opened:
             why = "its filter can't be changed any more" if sockets else "make the server first, with start=False"
             raise ClusterError(f"no socket of this process that can be confined listens on port {port}; {why}")
+        if len(opened) > 1:
+            raise ClusterError(
+                f"{len(opened)} sockets of this process listen on port {port}, as those of TensorFlow before 2.20 do, "
+                f"and only one of them would be given connections; use TensorFlow 2.20 or a newer one for clusters"
+            )
         for item in opened:
             _attach(item, _ATTACH_FILTER, _only_to(own, _devices(own)))
             _lock(item)
