@@ -187,11 +187,7 @@ def _check_facts(program: Program, facts: Iterable[Fact], says: str) -> None:
     present = program.facts if facts else frozenset()
     for fact in facts:
         if fact not in present:
-            fix = (
-                f"run it after {fact.made_by}"
-                if says == "requires"
-                else "but the program that it gives isn't like that"
-            )
+            fix = f"run it after {fact.made_by}" if says == "requires" else "what it returns isn't that"
             raise PassError(f"it {says} {fact.value}; {fix}")
 
 

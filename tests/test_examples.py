@@ -21,6 +21,7 @@ FOLDER = ROOT / "docs" / "examples"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 EXAMPLES = {
+    "bfloat16_gradients": ([], r"weights differ by at most [1-9]\.\de-0[345]"),
     "lora_on_workers": (["--epochs=1"], r"of 163,200 parameters are trained\n(.*\n)*.*accuracy: "),
     "multi_output_class_weights": ([], r"kind_accuracy: .* shade_loss: (.*\n)*of the rare kind \d\d%"),
     "own_schedule": (["--image={folder}/schedules.svg"], r"run_ahead  step .* GiB on the fullest device"),

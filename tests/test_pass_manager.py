@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import text_format
 from programs import HOST, apply, copied, hosts, layout, staged, step_of, two_layers, two_stages, unchanged
 
-from dapple_tf.execution.step_passes import pipeline
+from dapple_tf.execution.step_passes import PASSES, pipeline
 from graph_passes.errors import PassError
 from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.program import Program
@@ -151,15 +151,10 @@ def test_a_dumped_graph_tells_layers_and_stages() -> None:
 
 
 def test_passes_are_frozen_dataclasses_named_as_their_files() -> None:
-    from graph_passes.passes.accumulate import Accumulate
-    from graph_passes.passes.schedule import OrderTasks
-    from graph_passes.passes.update import Update
-
-    kinds = [*map(type, STAGE_PASSES), Replicate, SplitConcat, Accumulate, OrderTasks, Update]
-    for kind in kinds:
-        assert dataclasses.is_dataclass(kind)
-        assert kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
-        assert f"graph_passes.passes.{kind.name}" == kind.__module__
+    for slot in PASSES:
+        assert dataclasses.is_dataclass(slot.kind)
+        assert slot.kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        assert f"graph_passes.passes.{slot.name}" == slot.kind.__module__
 
 
 def test_the_step_that_passes_build_has_no_schedule_before_one_is_given() -> None:

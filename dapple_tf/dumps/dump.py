@@ -288,9 +288,8 @@ class _Writer:
             known = built.placed[kind].placements
         self.bar.step(f"{place.name}: placing operators")
         placed = placer.place(complete, built.input_shapes(kind), {}, [graphs], known)
-        assert placer.plan.operator_devices is not None
         text = place / "operators.txt"
-        text.write_text(placements_report(placed.placements, placer.plan.operator_devices), encoding="utf-8")
+        text.write_text(placements_report(placed.placements, placer.devices), encoding="utf-8")
         return [self.entry(text, "where each operator runs, and in which order")]
 
     def _timelines(self, place: pathlib.Path, title: str, schedule: Schedule) -> list[Entry]:

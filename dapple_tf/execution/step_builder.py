@@ -135,23 +135,24 @@ class StepBuilder:
             hosts = {**{name: stages for name, stages in self._hosts.items() if name not in reads}, **reads}
         else:
             hosts = {**reads, **self._hosts}
-        places = self._places if self.placer is None else self._placed(built, hosts)
+        places = self._places if self.placer is None else self._placed(self.placer, built, hosts)
         self._host(hosts, optimizer_variables(updates), places)
         logger.info("prepared %s for %s in %.2f s", mode.value, spec.key, time.perf_counter() - start)
         return built
 
-    def _placed(self, built: Build, hosts: Mapping[str, tuple[int, ...]]) -> Places:
+    def _placed(self, placer: StepPlacer, built: Build, hosts: Mapping[str, tuple[int, ...]]) -> Places:
         """Places the operators of a step of a full batch; where variables are then. Training decides over them."""
         kind = Kind(self._plan.global_batch_size)
         decides = built.mode is Mode.TRAIN and not self._trained_places
-        built.placed[kind] = self._place(built, kind, hosts, {} if decides else self._places)
+        built.placed[kind] = self._place(placer, built, kind, hosts, {} if decides else self._places)
         self._trained_places |= decides
         return {**self._places, **built.placed[kind].places}
 
-    def _place(self, built: Build, kind: Kind, hosts: Mapping[str, tuple[int, ...]], places: Places) -> PlacedStep:
-        assert self.placer is not None
+    def _place(
+        self, placer: StepPlacer, built: Build, kind: Kind, hosts: Mapping[str, tuple[int, ...]], places: Places
+    ) -> PlacedStep:
         complete, _ = self._complete(built, kind, hosts)
-        return self.placer.place(complete, built.input_shapes(kind), places, [self._timing])
+        return placer.place(complete, built.input_shapes(kind), places, [self._timing])
 
     # ---- where variables live
 
@@ -227,7 +228,7 @@ class StepBuilder:
     @without_collection
     def _make_step(self, built: Build, kind: Kind) -> tuple[str, Step]:
         if self.placer is not None:
-            placed = built.placed.pop(kind, None) or self._place(built, kind, self._hosts, self._places)
+            placed = built.placed.pop(kind, None) or self._place(self.placer, built, kind, self._hosts, self._places)
             program, passes = placed.program, list[Pass]()
             built.placements[kind] = placed.placements
         else:

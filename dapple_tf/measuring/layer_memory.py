@@ -104,8 +104,7 @@ def kept_tensors(program: Program, stage: int) -> list[Ref]:
     made = {boundary.ref for boundary in program.boundaries if boundary.producer == stage}
     found: dict[Ref, None] = {}
     for reader in program.stages[stage:]:
-        assert reader.backward is not None
-        for value in reader.backward.inputs:
+        for value in reader.own_backward.inputs:
             own = reader.index == stage and value.kind is ValueKind.RESIDUAL
             if own or (value.kind is ValueKind.FORWARD and value.ref in made):
                 found[value.ref] = None
@@ -267,8 +266,7 @@ class StepTrace:
 
     def _read_outputs(self, task: Task, node: Any) -> None:
         stage = self._program.stages[task.stage]
-        function = stage.forward if task.phase is Phase.FORWARD else stage.backward
-        assert function is not None
+        function = stage.own_forward if task.phase is Phase.FORWARD else stage.own_backward
         if len(node.output) != len(function.outputs):
             raise ProfileError(
                 f"function {function.name!r} has {len(function.outputs)} results, but a trace shows "
@@ -367,8 +365,7 @@ class StepTrace:
         return found
 
     def _keeps_lists(self, stage: int, refs: Sequence[Ref]) -> bool:
-        function = self._program.stages[stage].forward
-        assert function is not None
+        function = self._program.stages[stage].own_forward
         types = [arg.type for arg in function.function.signature.output_arg]
         pairs = zip(function.outputs, types, strict=True)
         return any(dtype == types_pb2.DT_VARIANT and value.ref in refs for value, dtype in pairs)

@@ -79,7 +79,6 @@ class StageOperators:
     def amounts(self, seconds: Mapping[str, float]) -> Amounts:
         """What the stage takes and keeps, by what its operators take; those that aren't told of take nothing."""
         stage, graph, made = self._stage, self._graph, self.signatures
-        assert stage.forward is not None and stage.backward is not None
 
         def total(nodes: set[str]) -> float:
             return sum(seconds.get(name, 0.0) for name in nodes)
@@ -87,11 +86,11 @@ class StageOperators:
         def behind(results: Sequence[Ref], start: Sequence[Ref]) -> set[str]:
             return set(graph.ancestors(results, start, control=False))
 
-        places = [stage.arguments.get(value, value.ref) for value in stage.forward.inputs]
-        ends = [stage.results.get(value, value.ref) for value in stage.forward.outputs]
+        places = [stage.arguments.get(value, value.ref) for value in stage.own_forward.inputs]
+        ends = [stage.results.get(value, value.ref) for value in stage.own_forward.outputs]
         forward = behind([ref for ref in ends if ref.node in graph.nodes], places)
-        kept = [stage.arguments.get(value, value.ref) for value in stage.backward.inputs]
-        backward = behind([stage.results[value] for value in stage.backward.outputs], kept)
+        kept = [stage.arguments.get(value, value.ref) for value in stage.own_backward.inputs]
+        backward = behind([stage.results[value] for value in stage.own_backward.outputs], kept)
         of_input = behind([stage.results[value] for value in input_gradients_of(self._program, stage)], kept)
         residuals = kept_tensors(self._program, stage.index)
         return Amounts(

@@ -143,14 +143,12 @@ def empty_calls(device: str, count: int) -> TimedStep:
 def input_gradients_of(program: Program, stage: Stage) -> list[Value]:
     """The results of a stage's B that are gradients of what it receives from other stages."""
     received = {boundary.ref for boundary in program.boundaries}
-    assert stage.backward is not None
-    return [v for v in stage.backward.outputs if v.kind is ValueKind.GRADIENT and v.ref in received]
+    return [v for v in stage.own_backward.outputs if v.kind is ValueKind.GRADIENT and v.ref in received]
 
 
 def has_weight_gradients(program: Program, stage: Stage) -> bool:
     """Whether a stage's B computes anything else."""
-    assert stage.backward is not None
-    return len(input_gradients_of(program, stage)) < len(stage.backward.outputs)
+    return len(input_gradients_of(program, stage)) < len(stage.own_backward.outputs)
 
 
 def _add_input_gradients(program: Program, graph: GraphDef, step: Step, device: str, prefix: str) -> dict[Task, str]:
@@ -163,18 +161,17 @@ def _add_input_gradients(program: Program, graph: GraphDef, step: Step, device: 
         results = input_gradients_of(program, stage)
         if not results or not has_weight_gradients(program, stage):
             continue
-        assert stage.graph is not None and stage.backward is not None
-        source = Graph(without_sums(stage.graph))
-        places = {value: stage.arguments.get(value, value.ref) for value in stage.backward.inputs}
+        source = Graph(without_sums(stage.own_graph))
+        places = {value: stage.arguments.get(value, value.ref) for value in stage.own_backward.inputs}
         wanted = [stage.results[value] for value in results]
         body = source.ancestors(wanted, places.values(), control=False)
         needed = {ref for name in body for ref in source.inputs(name)} | set(wanted)
-        used = [value for value in stage.backward.inputs if places[value] in needed]
+        used = [value for value in stage.own_backward.inputs if places[value] in needed]
         name = f"{prefix}stage{stage.index}_input_gradient"
         function = outline(name, source, [places[value] for value in used], wanted)
         functions.append(function)
         task = Task(stage.index, Phase.BACKWARD, 0)
-        given = dict(zip(stage.backward.inputs, view.inputs(step.entry[task]), strict=True))
+        given = dict(zip(stage.own_backward.inputs, view.inputs(step.entry[task]), strict=True))
         node = builder.names.fresh(f"stage{stage.index}/input_gradient")
         builder.append(call_node(node, function, [given[value] for value in used], device=device))
         calls[task] = node

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dapple_tf.describe.cluster import Cluster
-from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.garbage import without_collection
 from dapple_tf.operators.build_op_graph import build_op_graph
 from dapple_tf.operators.fd_dps import fd_dps
@@ -138,6 +138,17 @@ class StepPlacer:
     costs: OperatorCosts
     pipeline: Pipeline = _ALONE
 
+    @property
+    def devices(self) -> tuple[tuple[int, ...], ...]:
+        """The devices among which each stage's operators are placed.
+
+        Raises:
+            PlanError: the plan runs stages as a whole.
+        """
+        if self.plan.operator_devices is None:
+            raise PlanError("the plan runs stages as a whole; give one by Plan.by_operators or with_placed_operators")
+        return self.plan.operator_devices
+
     def place(
         self,
         program: Program,
@@ -159,13 +170,12 @@ class StepPlacer:
             PassError: an operator can't be inlined or placed.
             PlanError: no placement fits the devices' memory.
         """
-        assert program.step is not None and self.plan.operator_devices is not None
         calls = _Calls(program)
-        alone = len(self.plan.operator_devices) == 1 and len(program.step.layout.micro_batch_intervals) == 1
+        alone = len(self.devices) == 1 and len(program.own_step.layout.micro_batch_intervals) == 1
         flat = flat_step(program, shapes, instruments, pipeline=self.pipeline, keep_tasks=not alone)
         placements: dict[int, OpPlacement] = {}
         splits: dict[str, Split] = {}
-        for stage, devices in enumerate(self.plan.operator_devices):
+        for stage, devices in enumerate(self.devices):
             placements[stage] = self._search(flat, stage, devices, places) if known is None else known[stage]
             splits |= calls.repeated(placements[stage].splits, flat.program.graph)
         told = {name for placement in placements.values() for name in placement.splits}
@@ -207,10 +217,9 @@ class StepPlacer:
     ) -> tuple[dict[str, str], list[str]]:
         """The device of every operator, and the order of all: what was found for a micro-batch is for all of them."""
         names = self.cluster.device_names
-        assert self.plan.operator_devices is not None
         found: dict[str, str] = {}
         ranks: dict[str, tuple[int, int]] = {}
-        for stage, devices in enumerate(self.plan.operator_devices):
+        for stage, devices in enumerate(self.devices):
             placement = placements[stage]
             position = {name: rank for rank, name in enumerate(placement.order)}
             for node in graph.node:
@@ -223,10 +232,7 @@ class StepPlacer:
     def _places(self, graph: GraphDef) -> dict[tuple[int, str], str]:
         """Where each variable is that the placed operators touch."""
         names = self.cluster.device_names
-        assert self.plan.operator_devices is not None
-        stages = {
-            names[device]: stage for stage, devices in enumerate(self.plan.operator_devices) for device in devices
-        }
+        stages = {names[device]: stage for stage, devices in enumerate(self.devices) for device in devices}
         return {
             (stages[node.device], node.attr["shared_name"].s.decode()): node.device
             for node in graph.node

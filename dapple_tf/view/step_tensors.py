@@ -7,11 +7,9 @@ import logging
 import math
 from collections.abc import Mapping
 
-import numpy as np
-import tensorflow as tf
-
 from dapple_tf.view.task_graph import TensorText
 from graph_passes.errors import PassError
+from graph_passes.ir.connections import CONNECTING, connected_shape
 from graph_passes.ir.graph import BYTES_ATTR, Graph, NodeDef, Ref, dtype_name
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import Boundary, Program, Stage, StageFunction, Value, ValueKind
@@ -21,9 +19,6 @@ from graph_passes.ir.tensorflow_bridge import dtype_size, infer_shapes, output_d
 logger = logging.getLogger(__name__)
 
 Shape = tuple[int | None, ...]
-
-# Their result has the shape of what they read first.
-_SHAPE_KEEPING = frozenset({"AddN", "Identity", "Mul"})
 
 
 class StepTensors:
@@ -109,42 +104,14 @@ class StepTensors:
             return self._fed_shape(ref, node)
         if node.op == "Const":
             return tuple(dim.size for dim in node.attr["value"].tensor.tensor_shape.dim)
-        if node.op == "SplitV":
-            return self._part_shape(ref)
-        if node.op == "ConcatV2":
-            return self._joined_shape(node)
-        if node.op in _SHAPE_KEEPING:
-            return self._shape(self.graph.inputs(ref.node)[0])
+        if node.op in CONNECTING:
+            return connected_shape(self.graph, ref, self._shape)
         variable = self._variables.get(self._meanings[ref].ref) if ref in self._meanings else None
         return None if variable is None else variable.shape
 
     def _fed_shape(self, ref: Ref, node: NodeDef) -> Shape:
         dims = tuple(None if dim.size < 0 else dim.size for dim in node.attr["shape"].shape.dim)
         return (self.step.layout.batch, *dims[1:]) if ref in self.step.feeds.values() else dims
-
-    def _part_shape(self, ref: Ref) -> Shape | None:
-        whole, sizes, axis = self.graph.inputs(ref.node)
-        shape, lengths, axes = self._shape(whole), self._constant(sizes), self._constant(axis)
-        if shape is None or axes is None:
-            return shape
-        place = int(axes)
-        part = None if lengths is None else int(lengths[ref.output])
-        return (*shape[:place], part, *shape[place + 1 :])
-
-    def _joined_shape(self, node: NodeDef) -> Shape | None:
-        *parts, axis = self.graph.inputs(node.name)
-        shapes, axes = [self._shape(part) for part in parts], self._constant(axis)
-        known = [shape for shape in shapes if shape is not None]
-        if axes is None or len(known) < len(shapes):
-            return None
-        place = int(axes)
-        lengths = [shape[place] for shape in known]
-        total = None if None in lengths else sum(length or 0 for length in lengths)
-        return (*known[0][:place], total, *known[0][place + 1 :])
-
-    def _constant(self, ref: Ref) -> np.ndarray | None:
-        node = self.graph.nodes[ref.node]
-        return np.asarray(tf.make_ndarray(node.attr["value"].tensor)) if node.op == "Const" else None
 
     def _result_shape(self, task: Task, value: Value) -> Shape | None:
         variable = self._updated.get(value.ref) or self._variables.get(value.ref)

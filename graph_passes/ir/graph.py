@@ -371,6 +371,22 @@ def substitute(graph: GraphDef, replacements: Mapping[str, Ref]) -> None:
     graph.CopyFrom(remaining)
 
 
+def reroute(graph: GraphDef, tensors: Mapping[Ref, Ref]) -> None:
+    """Puts something behind tensors, in place: what read one of them reads the one that is given for it.
+
+    Nodes that the new tensors come from go on reading the old ones; so does who waits for a node.
+    """
+    between = {ref.node for ref in tensors.values()}
+    for node in graph.node:
+        if node.name not in between:
+            node.input[:] = [text if text.startswith("^") else str(_now(tensors, text)) for text in node.input]
+
+
+def _now(tensors: Mapping[Ref, Ref], text: str) -> Ref:
+    ref = Ref.parse(text)
+    return tensors.get(ref, ref)
+
+
 def dtype_name(dtype: int) -> str:
     """``float32`` for DT_FLOAT and so on, for messages."""
     name: str = types_pb2.DataType.Name(dtype)

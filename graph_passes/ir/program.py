@@ -348,6 +348,17 @@ class Stage:
         return self.graph
 
     @property
+    def own_forward(self) -> StageFunction:
+        """F.
+
+        Raises:
+            PassError: it has no functions yet.
+        """
+        if self.forward is None:
+            raise PassError(f"stage {self.index} has no functions yet; run {Fact.FUNCTIONS.made_by} before")
+        return self.forward
+
+    @property
     def own_backward(self) -> StageFunction:
         """B.
 

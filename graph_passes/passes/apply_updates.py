@@ -28,7 +28,7 @@ from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.passes.parameter_group import ParameterGroup
 from graph_passes.passes.reduce_gradients import Reduction
-from graph_passes.passes.row_gradients import index_dtype
+from graph_passes.passes.row_gradients import row_dtype
 from graph_passes.passes.update_nodes import Calls, Computation, Inputs, UpdateNodes
 
 
@@ -115,8 +115,9 @@ class Application:
                     group, update=dataclasses.replace(group.update, apply=self._identity(here, sliced))
                 )
                 node = self._on_gradients(NodeKind.GRADIENTS, group, group.devices[0], None)
-                assert node is not None
-                found |= {variable.name: Ref(node.node, index) for index, variable in enumerate(here)}
+                found |= {
+                    variable.name: Ref(node.node, index) for index, variable in enumerate(here) if node is not None
+                }
         return found
 
     def _identity(self, variables: Sequence[Variable], sliced: Sequence[str]) -> Captured:
@@ -130,8 +131,7 @@ class Application:
                 gradients[variable.name] = gradient
                 outputs.append(builder.add("result", "Identity", [gradient], T=kind))
                 continue
-            dtype = index_dtype(self._program, variable)
-            assert dtype is not None
+            dtype = row_dtype(self._program, variable)
             indices = builder.append(placeholder(builder.names.fresh("indices"), dtype))
             slices[variable.name] = (gradient, indices)
             rows = builder.const(variable.shape[0], types_pb2.DT_INT32)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from tensorflow.core.framework import types_pb2
 
 from graph_passes.ir.graph import BYTES_ATTR, PHASE_ATTR, REPLICA_ATTR, STAGE_ATTR, Builder, Graph, Ref, dtype_attr
 from graph_passes.ir.node_kinds import NodeKind
-from graph_passes.ir.outline import call_node, outline, placeholder
+from graph_passes.ir.outline import FunctionDef, call_node, outline, placeholder
 from graph_passes.ir.program import Value, ValueKind, Variable, VariableKind
 from graph_passes.ir.storage import accumulate_function, buckets, bytes_of, flatten, read, unflatten, zeros
 from graph_passes.ir.tasks import Phase, Task
 from graph_passes.ir.tensorflow_bridge import empty_graph
 from graph_passes.passes.parameter_group import ParameterGroup
 from graph_passes.passes.row_gradients import RowGradients
-from graph_passes.passes.update_nodes import Calls, Computation, Inputs, UpdateNodes, marks
+from graph_passes.passes.update_nodes import Calls, Inputs, UpdateNodes, marks
+
+_Pack: TypeAlias = tuple[FunctionDef, tuple[Callable[[str], Ref], ...]]
+"""What makes vectors of gradients; device -> tensor of the top level, for each of its arguments."""
 
 
 class Reduction:
@@ -37,6 +41,7 @@ class Reduction:
         self._step = nodes.step
         self.reduced: dict[tuple[tuple[Variable, ...], str], Ref] = {}
         self.rows = RowGradients(nodes.program, nodes.builder)
+        self._packs: dict[str, _Pack] = {}
         self._zeros: dict[tuple[str, str], Ref] = {}
         self._next_key = nodes.options.first_key
         self._previous: dict[str, str] = {}  # device -> the last of its all-reduces so far
@@ -74,7 +79,6 @@ class Reduction:
             calls = {}
             for device in group.devices:
                 function, inputs = self._pack(group, device, packed)
-                assert function is not None
                 control = [] if at_head else self.nodes.complete(group, device)
                 given = [tensor(device) for tensor in inputs]
                 calls[device] = self.nodes.call(NodeKind.PACK, function, given, group, device, control=control)
@@ -93,10 +97,10 @@ class Reduction:
                     self.reduced[bucket, device] = node
                 self._next_key += 1
 
-    def _pack(self, group: ParameterGroup, device: str, packed: Sequence[Sequence[Variable]]) -> Computation:
+    def _pack(self, group: ParameterGroup, device: str, packed: Sequence[Sequence[Variable]]) -> _Pack:
         """What makes vectors of a device's gradients; devices that run the same stages of a group share it."""
         name = self.nodes.function_name(NodeKind.PACK, group, device)
-        if name not in self.nodes.computations:
+        if name not in self._packs:
             stages = self.nodes.stages_on(group, device)
             builder = Builder(empty_graph())
             inputs: Inputs = {}
@@ -106,8 +110,8 @@ class Reduction:
                 vectors.append(builder.concat("bucket", parts, bucket[0].dtype, 0))
             function = outline(self._options.prefix + name, Graph(builder.graph), list(inputs), vectors)
             self.nodes.functions.append(function)
-            self.nodes.computations[name] = Computation(function, tuple(inputs.values()))
-        return self.nodes.computations[name]
+            self._packs[name] = function, tuple(inputs.values())
+        return self._packs[name]
 
     def _collective(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tensorflow.core.framework import types_pb2
 
+from graph_passes.errors import PassError
 from graph_passes.ir.graph import PHASE_ATTR, REPLICA_ATTR, STAGE_ATTR, Builder, Ref, dtype_attr
 from graph_passes.ir.node_kinds import NodeKind
 from graph_passes.ir.program import OWN_ROWS, SHARED_ROWS, Program, Stage, Value, Variable
@@ -17,6 +18,18 @@ def index_dtype(program: Program, variable: Variable) -> int | None:
     """The dtype (a ``DT_*`` number) of the indices of a parameter's rows: the wider of several; None without rows."""
     dtypes = {_stage_dtype(stage, variable) for stage in program.stages} - {None}
     return types_pb2.DT_INT64 if len(dtypes) > 1 else next(iter(dtypes), None)
+
+
+def row_dtype(program: Program, variable: Variable) -> int:
+    """As `index_dtype`, of a parameter whose gradient is rows.
+
+    Raises:
+        PassError: it isn't.
+    """
+    dtype = index_dtype(program, variable)
+    if dtype is None:
+        raise PassError(f"no stage gives rows of the gradient of {variable.name!r}")
+    return dtype
 
 
 def _stage_dtype(stage: Stage, variable: Variable) -> int | None:
@@ -67,8 +80,7 @@ class RowGradients:
         """
         if (name, device) not in self._gathered:
             variable = self._program.variables[name]
-            dtype = index_dtype(self._program, variable)
-            assert dtype is not None
+            dtype = row_dtype(self._program, variable)
             values: list[Ref] = []
             indices: list[Ref] = []
             for stage in self._program.stages:
@@ -103,9 +115,8 @@ class RowGradients:
     def _cast(self, indices: Ref, stage: Stage, variable: Variable, dtype: int, device: str) -> Ref:
         """Indices of a stage in the dtype that those of all stages have."""
         own = _stage_dtype(stage, variable)
-        if own == dtype:
+        if own is None or own == dtype:
             return indices
-        assert own is not None
         kinds = {"SrcT": dtype_attr(own), "DstT": dtype_attr(dtype)}
         with self._builder.marked({PHASE_ATTR: NodeKind.CONCAT.text, STAGE_ATTR: stage.index}):
             return self._builder.add("indices", "Cast", [indices], device=device, **kinds)
@@ -130,9 +141,11 @@ class RowGradients:
         key = (value, stage, replica)
         if key not in self._own:
             parts, device, marks = self._made(key)
-            total = parts[0] if parts else None
-            for part in parts[1:]:
-                assert total is not None
+            total: Ref | None = None
+            for part in parts:
+                if total is None:
+                    total = part
+                    continue
                 name = f"stage{stage}/replica{replica}/shared_rows"
                 with self._builder.marked({PHASE_ATTR: NodeKind.SUM.text, **marks}):
                     total = self._builder.add_n(name, [total, part], variable.dtype, device=device)

@@ -118,7 +118,8 @@ class _Connection:
         backward: bool = False,
     ) -> list[Ref]:
         """The tensor as each receiver needs it."""
-        if boundary.batch_axis is None:
+        axis = boundary.batch_axis
+        if axis is None:
             if backward:
                 return self._share(boundary, sources, receivers)
             means = []
@@ -134,28 +135,30 @@ class _Connection:
                 if (overlap := interval.overlap(wanted)).size
             ]
             sizes = [overlap.size for _, overlap in targets]
-            for (index, _), part in zip(targets, self._split(boundary, task, interval, tensor, sizes), strict=True):
+            for (index, _), part in zip(
+                targets, self._split(boundary, axis, task, interval, tensor, sizes), strict=True
+            ):
                 pieces[index].append(part)
-        return [self._concat(boundary, receiver, pieces[index]) for index, (receiver, _) in enumerate(receivers)]
+        return [self._concat(boundary, axis, receiver, pieces[index]) for index, (receiver, _) in enumerate(receivers)]
 
-    def _concat(self, boundary: Boundary, receiver: Task, pieces: list[Ref]) -> Ref:
-        assert boundary.batch_axis is not None
+    def _concat(self, boundary: Boundary, axis: int, receiver: Task, pieces: list[Ref]) -> Ref:
         name, device = f"concat/{receiver}/{boundary.ref.node}", self._device(receiver)
         with self.builder.marked(task_attrs(receiver, NodeKind.CONCAT)):
-            return self.builder.concat(name, pieces, boundary.dtype, boundary.batch_axis, device=device)
+            return self.builder.concat(name, pieces, boundary.dtype, axis, device=device)
 
-    def _split(self, boundary: Boundary, task: Task, interval: Interval, tensor: Ref, sizes: list[int]) -> list[Ref]:
-        assert boundary.batch_axis is not None
+    def _split(
+        self, boundary: Boundary, place: int, task: Task, interval: Interval, tensor: Ref, sizes: list[int]
+    ) -> list[Ref]:
         name, device = f"split/{task}/{boundary.ref.node}", self._device(task)
         if len(sizes) == 1:
             return [tensor]
         if boundary.rows_per_sample is not None:
             lengths = [size * boundary.rows_per_sample for size in sizes]
             with self.builder.marked(task_attrs(task, NodeKind.SPLIT)):
-                return self.builder.split(name, tensor, boundary.dtype, lengths, boundary.batch_axis, device=device)
+                return self.builder.split(name, tensor, boundary.dtype, lengths, place, device=device)
         # The rows of a sample are known at run time only.
         int64 = dtype_attr(types_pb2.DT_INT64)
-        axis = self.builder.const(boundary.batch_axis, types_pb2.DT_INT32)
+        axis = self.builder.const(place, types_pb2.DT_INT32)
         with self.builder.marked(task_attrs(task, NodeKind.LENGTHS)):
             rows = self._lengths(name, boundary, interval, tensor, sizes, axis, device)
         kind = {"T": dtype_attr(boundary.dtype), "Tlen": int64, "num_split": len(sizes)}
