@@ -44,7 +44,7 @@ def test_random_models_train_as_plain_keras(seed: int) -> None:
     assert comparison.verdict == "equal", f"{about}: {comparison}"
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALLEST)
 def test_models_of_others_train_as_plain_keras(name: str) -> None:
