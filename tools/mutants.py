@@ -244,9 +244,11 @@ def _run_tests(change: Mutant | None, tests: Sequence[str], markers: str, folder
     if change is not None:
         sys.meta_path.insert(0, _Changed(change))
     failed: list[str] = []
-    noted = types.SimpleNamespace(
-        pytest_runtest_logreport=lambda report: report.failed and failed.append(report.nodeid)
-    )
+
+    def note(report: Any) -> None:
+        failed.extend([report.nodeid] if report.failed else [])
+
+    noted = types.SimpleNamespace(pytest_runtest_logreport=note)
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={folder}/tests", "-m", markers]
     options.append(f"--rootdir={ROOT}")
     try:
