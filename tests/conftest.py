@@ -51,21 +51,30 @@ def _spread_slow_modules(items: list[pytest.Item]) -> None:
     """Modules of many slow tests first in what each process begins with, so that none has a long one left in the end.
 
     xdist gives each process the same number of consecutive tests, and the last ones of another when it is done. The
-    tests of a module stay together: they share fixtures.
+    tests of a module stay together: they share fixtures. All that need workers are in one process: they share those.
     """
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if count == 1:
         return
-    slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
     modules = [list(group) for _, group in itertools.groupby(items, lambda item: item.path)]
-    long = sorted((module for module in modules if module[0].path in slow), key=lambda module: -slow[module[0].path])
-    short = [item for module in modules if module[0].path not in slow for item in module]
+    slow = [sum(item.get_closest_marker("slow") is not None for item in module) for module in modules]
+    on_workers = [any("_running_workers" in item.fixturenames for item in module) for module in modules]
+    shares: list[list[pytest.Item]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for number in sorted(range(len(modules)), key=lambda number: (not on_workers[number], -slow[number])):
+        if slow[number] or on_workers[number]:
+            share = 0 if on_workers[number] else loads.index(min(loads))
+            shares[share] += modules[number]
+            loads[share] += slow[number]
+    short = [
+        item for number, module in enumerate(modules) if not (slow[number] or on_workers[number]) for item in module
+    ]
     ordered: list[pytest.Item] = []
-    for number in range(count):
-        ordered += [item for module in long[number::count] for item in module]
-        missing = (number + 1) * len(items) // count - len(ordered)
-        ordered += short[: max(0, missing)]
-        del short[: max(0, missing)]
+    for number, share in enumerate(shares, start=1):
+        ordered += share
+        missing = max(0, number * len(items) // count - len(ordered))
+        ordered += short[:missing]
+        del short[:missing]
     items[:] = [*ordered, *short]
 
 

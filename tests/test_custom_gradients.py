@@ -152,6 +152,7 @@ class Doubled(Recomputed):
         return doubled(self.inner[1](x))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layer", [Recomputed, pytest.param(Doubled, marks=pytest.mark.slow)])
 def test_gradients_of_the_weights_that_such_a_function_reads_are_its_own_too(layer: type[Recomputed]) -> None:
     """They ended in "Cannot convert a Tensor of dtype resource to a NumPy array", or would have been 0."""

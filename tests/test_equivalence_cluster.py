@@ -109,7 +109,7 @@ def check(case: Case, cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch) 
 # ---- four workers
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sampled(CASES, 3), ids=str)
 def test_four_workers_train_as_plain_keras(case: Case, workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch) -> None:

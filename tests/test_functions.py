@@ -147,7 +147,7 @@ def test_functions_train_as_in_plain_keras(case: str) -> None:
     assert_same_training(pipeline(model, [cut], (2, 1), 2, 7, **options), plain, [(x, Y, None)] * 2)
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @slow
 @pytest.mark.parametrize("inner", [lambda: layers.Dropout(0.5, seed=3), layers.BatchNormalization])
 def test_state_that_a_compiled_function_assigns_is_kept(inner: Callable[[], keras.layers.Layer]) -> None:

@@ -46,6 +46,7 @@ def test_layers_in_the_order_of_the_profile_and_parameters(model: keras.Model) -
     assert gnmt.build(deeper).count_params() == deeper.parameters
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_residual_connections_begin_with_the_third_layer() -> None:
     with dapple.deferred_init():

@@ -63,6 +63,7 @@ def wait_until_gone(*leaders: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.thorough
 def test_local_workers_are_killed_stopped_and_started_again() -> None:
     lines: list[tuple[int, str]] = []
     with LocalWorkers(2, devices=3, echo=lambda number, line: lines.append((number, line))) as workers:

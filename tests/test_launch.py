@@ -126,7 +126,7 @@ def test_workers_are_started_again_and_end_with_the_launcher() -> None:
     wait_for(lambda: not alive(second))
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -61,8 +61,8 @@ BOTH = ("count < 2 and (not name)", "not (count < 2 and (not name))")
 def test_the_nearest_tests_come_first(folder: pathlib.Path) -> None:
     files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.py"))]
     users = mutants.imported_by(files)
-    assert mutants.nearest_tests("few_sizes.sizes", users, 5) == ["test_sizes", "test_other"]
-    assert mutants.nearest_tests("few_sizes.user", users, 5) == ["test_other"]
+    assert mutants.nearest_tests("few_sizes.sizes", users, 5) == ["tests/test_sizes.py", "tests/test_other.py"]
+    assert mutants.nearest_tests("few_sizes.user", users, 5) == ["tests/test_other.py"]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,9 @@ def test_outcomes(before: str, after: str, tests: list[str], expected: str, by: 
     line = f"max({before}, 4)" if before == "count" else f"max(count, {before})"
     changed = CODE.replace(line, line.replace(before, after))
     assert changed != CODE
+    files = [f"tests/{name}.py" for name in tests]
     change = mutants.Mutant("few_sizes/sizes.py", 5, before, after, ast.parse(textwrap.dedent(changed)))
-    found = mutants.outcome(change, tests, "", 60.0)
+    found = mutants.outcome(change, files, "", 60.0)
     assert found["outcome"] == expected
     assert found["by"].endswith(by)
+    assert mutants.outcome(None, [found["by"] or files[0]], "", 60.0)["outcome"] == "survived"

@@ -300,6 +300,7 @@ def predicting(step: Callable[[keras.Model, Any], Any]) -> Callable[[], keras.Mo
     return functional(Own, loss="mse")
 
 
+@pytest.mark.thorough
 def test_predictions_by_a_step_of_the_models_own() -> None:
     """Scaled inputs, classes beside scores; training has nothing of it."""
 

@@ -60,6 +60,7 @@ print(graph_hash(captured(mlp())), graph_hash(captured(zoo.tied())))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_key_is_the_same_in_every_process() -> None:
     script = _KEY_SCRIPT.format(path=sys.path)

@@ -80,6 +80,7 @@ def test_a_tiny_model(
     assert "conv_0_0" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_as_a_program() -> None:
     """What absl shows of the flags, and the exit code of the process."""

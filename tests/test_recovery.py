@@ -179,6 +179,7 @@ def test_faults_before_anything_was_trained(workers: LocalWorkers, number: int) 
     assert_same(ended(pipelined), expected)
 
 
+@pytest.mark.thorough
 def test_going_on_without_a_worker(workers: LocalWorkers) -> None:
     """Down to one; another plan rounds differently."""
     plan = dapple.Plan.manual(["first", "second"], [[0, 1], [2], [3]], 2, BATCH)

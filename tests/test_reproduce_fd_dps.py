@@ -252,6 +252,7 @@ def vgg(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_command_leaves_tables(vgg: pathlib.Path) -> None:
     document = (vgg / "fd_dps.md").read_text()

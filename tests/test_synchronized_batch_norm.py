@@ -125,7 +125,7 @@ def test_replicas_that_take_turns_on_devices_meet() -> None:
     assert_same_variables(own, other, TOLERANCE["float64"])
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [normalised, masked])
 def test_with_one_micro_batch_it_is_plain_keras(build: Build) -> None:

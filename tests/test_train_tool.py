@@ -120,6 +120,7 @@ def test_only_steps_are_measured(own: str, tmp_path: pathlib.Path, capsys: pytes
     assert "Measured 5 steps of own, " in printed and "benchmark.json" in printed
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_less_is_held_out_than_validation_asks_for(tmp_path: pathlib.Path) -> None:
     """Keras warned that the input ran out of data, which wasn't the data that were trained on."""

@@ -129,6 +129,7 @@ def multi_output() -> keras.Model:
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_dict_inputs_and_outputs() -> None:
     pair = Pair(multi_output, plan(cuts=["joined"]))

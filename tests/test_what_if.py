@@ -510,6 +510,7 @@ def milliseconds(seconds: float) -> str:
     return f"{float(f'{seconds * 1e3:.4g}'):g} ms"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_more_micro_batches(server: what_if.WhatIfServer, open_page: Callable[..., WhatIfPage]) -> None:
     page = open_page(server)

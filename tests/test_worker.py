@@ -135,6 +135,7 @@ def test_the_address_of_tf_config_is_checked_too(monkeypatch: pytest.MonkeyPatch
         worker_module.main(["worker"])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_program_ends_with_a_word_about_a_taken_port() -> None:
     """And as any program does: with code 1, and without a traceback."""

@@ -36,7 +36,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", DRAWS)
 def test_random_models_train_as_plain_keras(seed: int) -> None:
@@ -45,7 +45,7 @@ def test_random_models_train_as_plain_keras(seed: int) -> None:
     assert comparison.verdict == "equal", f"{about}: {comparison}"
 
 
-@pytest.mark.few(1)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALLEST)
 def test_models_of_others_train_as_plain_keras(name: str) -> None:
