@@ -309,10 +309,13 @@ def test_a_csv_file_that_isnt_one(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"missing.csv' can't be read: No such file"):
         plan_of(str(tmp_path / "missing.csv"))
     (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(PlanError, match=r"folder.csv' isn't a file"):
+    with pytest.raises(PlanError, match=r"folder.csv': it isn't a file"):
         plan_of(str(tmp_path / "folder.csv"))
     with pytest.raises(ScheduleError, match=r"isn't a CSV file's path; give one that ends in \.csv"):
         csv_policy(tmp_path / "plan.json")
+    for path in ("\0.csv", "x" * 5000 + ".csv"):
+        with pytest.raises(PlanError, match="csv"):
+            plan_of(path)
     rows = to_csv(make_schedule("dapple_a", straight(2), 4))
     with pytest.raises(PlanError, match=r"rows 1 and 2 of mine.csv are both for device 0"):
         Plan.manual(["a"], [[0], [0]], 4, 8, str(csv_file(tmp_path, rows)))

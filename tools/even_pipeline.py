@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.plan import Plan
 from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
-from dapple_tf.schedules.policy import Placement
+from dapple_tf.schedules.policy import Placement, Policy
 from dapple_tf.schedules.schedules import policy_of
 
 _FORWARD, _BACKWARD, _APPLY = 0.010, 0.020, 0.005
@@ -17,9 +17,14 @@ SAMPLES = 6
 
 
 def pipeline(
-    stages: int, micro_batches: int, schedule: str, replicas: Sequence[int], network: float, uneven: float = 0.0
+    stages: int,
+    micro_batches: int,
+    schedule: str | Policy,
+    replicas: Sequence[int],
+    network: float,
+    uneven: float = 0.0,
 ) -> tuple[Plan, Profile, Cluster]:
-    """A pipeline of equal stages, each on a server of its own, or two of them where the policy goes there and back.
+    """A pipeline of equal stages, each on a server of its own, or two where the policy goes there and back.
 
     Args:
         stages: S; even where the policy goes there and back.
