@@ -213,6 +213,28 @@ def test_the_planner_takes_own_policies() -> None:
         find_plan(PROFILE, cluster_of(2), 8, schedule=Policy("gpipe", too_many))
 
 
+def one_by_one(request: ScheduleRequest) -> Orders:
+    """Each micro-batch by itself, there and back, whatever devices have which stages."""
+    return {
+        device: [
+            Job(stage, phase, number)
+            for number in range(request.micro_batches)
+            for phase, way in ((F, 1), (B, -1))
+            for stage in range(request.stages)[::way]
+            if device in request.devices[stage]
+        ]
+        for devices in request.devices
+        for device in devices
+    }
+
+
+def test_the_planner_looks_for_no_k_where_it_isnt_known_that_backwards_are_split() -> None:
+    profile, cluster = profile_of(parameters=10**6, size=1e7), cluster_of(1, 1, 1, 1, inter_bandwidth=5e8)
+    own = Policy("one_by_one", one_by_one)
+    found = find_plan(profile, cluster, 16, micro_batches=1, schedule=own, reverse_first_k="auto")
+    assert found.num_stages > 1 and found.schedule == own and found.reverse_first_k == 0
+
+
 # ---- in a plan's file
 
 
