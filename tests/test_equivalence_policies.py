@@ -1,8 +1,10 @@
-"""Training by the newer V schedules, by a policy of one's own and by a CSV file gives what plain Keras gives."""
+"""Newer V schedules, a policy of one's own, a CSV file: training gives what plain Keras gives; emulation, memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import keras
 import numpy as np
@@ -11,9 +13,12 @@ from equivalence import assert_same_training, pair, use_float64
 from test_policy import RUN_AHEAD
 
 import dapple_tf as dapple
+from dapple_tf.execution.memory_limits import residuals_held
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.schedule_csv import csv_policy, to_csv
 from dapple_tf.schedules.schedules import make_schedule
+from dapple_tf.tools.even_pipeline import pipeline
+from graph_passes.ir.program import Layout
 from tests.schedule_runs import straight, vee
 
 SAMPLES = 9
@@ -51,3 +56,26 @@ def test_an_own_policy_trains_as_plain_keras() -> None:
 def test_a_csv_file_trains_as_plain_keras(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text(to_csv(make_schedule("zb_h1", straight(2), 4)))
     check(csv_policy(tmp_path / "mine.csv"), [[0, 1], [2]], 4)
+
+
+def test_an_own_policy_is_emulated() -> None:
+    plan, profile, cluster = pipeline(2, 3, RUN_AHEAD, [1], 0.0)
+    step = dapple.emulate(plan, profile, cluster, steps=1)
+    assert step.order.orders == plan.order_tasks().orders
+    assert str(step.order).splitlines()[0] == "0: 0F0 0F1 0F2 0B0 0B1 0B2"
+
+
+@pytest.mark.parametrize(("policy", "held"), [("v_min", 5), ("zb_v", 2)])
+def test_the_runtime_counts_slices_of_any_of_a_devices_stages(policy: str, held: int) -> None:
+    """Five slices fit beside the variables, each of at most 200 bytes: two micro-batches of both stages."""
+    sizes = {"fixed_residual_bytes": 0, "delayed_bytes": 50, "fixed_delayed_bytes": 0}
+    program: Any = SimpleNamespace(
+        stages=[SimpleNamespace(index=stage, residual_bytes=size, **sizes) for stage, size in enumerate([200, 150] * 2)]
+    )
+    plan = dapple.Plan.manual([f"hidden_{stage}" for stage in range(3)], vee(2), 8, 8, policy)
+    cluster = dapple.Cluster.local(2, memory_bytes=2000, kind="cpu")
+    layout = Layout([["a"], ["b"], ["b"], ["a"]], 8, 8, 8)
+    assert residuals_held(plan, cluster, program, layout, lambda device: 1000) == (held,) * 4
+    assert residuals_held(plan, cluster, program, layout, lambda device: 1650) == (2 if policy == "v_min" else 1,) * 4
+    with pytest.raises(dapple.DappleError, match=r"stages \[0, 3\] together need 2,050 bytes"):
+        residuals_held(plan, cluster, program, layout, lambda device: 1700)

@@ -213,6 +213,28 @@ def test_the_planner_takes_own_policies() -> None:
         find_plan(PROFILE, cluster_of(2), 8, schedule=Policy("gpipe", too_many))
 
 
+def one_by_one(request: ScheduleRequest) -> Orders:
+    """Each micro-batch by itself, there and back, whatever devices have which stages."""
+    return {
+        device: [
+            Job(stage, phase, number)
+            for number in range(request.micro_batches)
+            for phase, way in ((F, 1), (B, -1))
+            for stage in range(request.stages)[::way]
+            if device in request.devices[stage]
+        ]
+        for devices in request.devices
+        for device in devices
+    }
+
+
+def test_the_planner_looks_for_no_k_where_it_isnt_known_that_backwards_are_split() -> None:
+    profile, cluster = profile_of(parameters=10**6, size=1e7), cluster_of(1, 1, 1, 1, inter_bandwidth=5e8)
+    own = Policy("one_by_one", one_by_one)
+    found = find_plan(profile, cluster, 16, micro_batches=1, schedule=own, reverse_first_k="auto")
+    assert found.num_stages > 1 and found.schedule == own and found.reverse_first_k == 0
+
+
 # ---- in a plan's file
 
 
@@ -309,10 +331,13 @@ def test_a_csv_file_that_isnt_one(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"missing.csv' can't be read: No such file"):
         plan_of(str(tmp_path / "missing.csv"))
     (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(PlanError, match=r"folder.csv' isn't a file"):
+    with pytest.raises(PlanError, match=r"folder.csv': it isn't a file"):
         plan_of(str(tmp_path / "folder.csv"))
     with pytest.raises(ScheduleError, match=r"isn't a CSV file's path; give one that ends in \.csv"):
         csv_policy(tmp_path / "plan.json")
+    for path in ("\0.csv", "x" * 5000 + ".csv"):
+        with pytest.raises(PlanError, match="csv"):
+            plan_of(path)
     rows = to_csv(make_schedule("dapple_a", straight(2), 4))
     with pytest.raises(PlanError, match=r"rows 1 and 2 of mine.csv are both for device 0"):
         Plan.manual(["a"], [[0], [0]], 4, 8, str(csv_file(tmp_path, rows)))

@@ -195,7 +195,7 @@ class OutOfOrderSearch:
         """Reverse first-k, with updates carried over, in the best plans that reduce gradients chunk by chunk."""
         if not self.request.reverse_first_k:
             return
-        cut = [choice for choice in self.ranked() if has_chunks(choice.plan) and choice.plan.policy.reverses]
+        cut = [choice for choice in self.ranked() if has_chunks(choice.plan) and _splits(choice.plan)]
         parallel = [choice for choice in cut if len(set(choice.plan.devices)) == 1]
         near = [choice for choice in self._near() if choice in cut]
         for choice in dict.fromkeys([*near[:1], *parallel[:1], *near[1:2]]):
@@ -292,6 +292,11 @@ class OutOfOrderSearch:
                 + max(time.all_reduce for time in times)
             )
         return self.estimates[plan]
+
+
+def _splits(plan: Plan) -> bool:
+    """Whether it is known that the backwards of a plan's first stages can be split."""
+    return plan.policy.reverses and plan.policy.splits is not None
 
 
 def _complexity(choice: Choice) -> tuple[int, int, int, float]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import types
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -54,8 +55,7 @@ def reference(policy: Policy, folder: Path | None = None) -> str:
     order = policy.order
     while isinstance(order, functools.partial):
         order = order.func
-    module = sys.modules.get(order.__module__)
-    for name, value in vars(module).items() if module is not None else ():
+    for name, value in _names(order.__module__).items():
         if isinstance(value, Policy) and value == policy:
             return f"{order.__module__}:{name}"
     return policy.name
@@ -82,7 +82,7 @@ def find_policy(text: object, given: Iterable[Policy], folder: Path) -> object:
     module, colon, name = text.partition(":")
     if not colon:
         return text
-    found = vars(sys.modules[module]).get(name) if module in sys.modules else None
+    found = _names(module).get(name)
     if isinstance(found, Policy):
         return found
     what = "isn't a Policy of that module" if module in sys.modules else "is of a module that isn't imported"
@@ -90,3 +90,9 @@ def find_policy(text: object, given: Iterable[Policy], folder: Path) -> object:
         f"the schedule {short(text)} {what}, and reading a plan imports nothing; import the module that has it first, "
         f"or give the policy: Plan.load(path, schedules=[...])"
     )
+
+
+def _names(module: str) -> dict[str, object]:
+    """What a module has that is imported; looking it up runs no code, as asking the module for a name could."""
+    found = sys.modules.get(module)
+    return vars(found) if isinstance(found, types.ModuleType) else {}

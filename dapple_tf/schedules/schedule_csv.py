@@ -138,14 +138,14 @@ def csv_policy(path: str | os.PathLike[str]) -> Policy:
     file = Path(path)
     if file.suffix != SUFFIX:
         raise ScheduleError(f"{short(str(file))} isn't a CSV file's path; give one that ends in {SUFFIX}")
-    if file.exists() and not file.is_file():
-        raise ScheduleError(f"{short(str(file))} isn't a file; give a CSV file")
     try:
+        if file.exists() and not file.is_file():  # such as a pipe, which may never end
+            raise ScheduleError("it isn't a file; give a CSV file")
         schedule = from_csv(read_text(file, ScheduleError, encoding="utf-8-sig"), file.name)
-    except ScheduleError as error:
-        raise ScheduleError(f"{short(str(file))}: {clip(str(error))}") from error
     except OSError as error:
         raise ScheduleError(f"{short(str(file))} can't be read: {error.strerror}") from error
+    except ValueError as error:  # also a path that can't be one
+        raise ScheduleError(f"{short(str(file))}: {clip(str(error))}") from error
     if not schedule.tasks:
         raise ScheduleError(f"{short(str(file))} has no tasks; write a row for each rank")
     return Policy(
