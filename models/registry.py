@@ -5,7 +5,7 @@
     my_package.my_module:build:batches    and one that gives its data: batch size -> tf.data.Dataset or arrays (x, y)
     trained/model.keras                   a file that Keras has saved
 
-To add a model, add a `ModelSource` to `models.image_models` or `models.sequence_models`; to add data, a `DataSource` to
+To add a model, add a `ModelSource` to `models.catalogue`; to add data, a `DataSource` to
 `models.datasets`.
 """
 
@@ -23,10 +23,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dapple_tf.models.catalogue import IMAGE_MODELS, SEQUENCE_MODELS
 from dapple_tf.models.datasets import DATASETS, GENERATED, READERS, pooled
-from dapple_tf.models.image_models import IMAGE_MODELS
 from dapple_tf.models.readers.options import Request
-from dapple_tf.models.sequence_models import SEQUENCE_MODELS
 from dapple_tf.models.sources import DataSource, ModelError, ModelSource
 
 MODELS: Mapping[str, ModelSource] = {source.name: source for source in (*SEQUENCE_MODELS, *IMAGE_MODELS)}
