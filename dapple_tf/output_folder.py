@@ -14,6 +14,7 @@ import pathlib
 import tempfile
 from collections.abc import Iterator, Mapping
 
+from dapple_tf.data_files import Decoder, parse_object, read_text
 from dapple_tf.errors import DappleError
 
 LIST = "dump.json"
@@ -101,15 +102,16 @@ def _listed(target: pathlib.Path) -> dict[str, frozenset[str]]:
     if not path.is_file():
         return {}
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["format"] != _FORMAT:
-            raise ValueError(data["format"])
-        files = {str(name): frozenset(map(str, digests)) for name, digests in data["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as error:
+        data = parse_object(read_text(path, ValueError), LIST, ValueError)
+        decoder = Decoder(ValueError)
+        decoder.check_keys(data, ("format", "files"), (), LIST)
+        decoder.check_format(data, _FORMAT, LIST)
+        digests = decoder.read(Mapping[str, tuple[str, ...]], data["files"], "files")
+    except ValueError as error:
         raise FolderError(
-            f"{path} isn't the list of an earlier dump ({type(error).__name__}): move it away, or choose another "
-            f"directory"
+            f"{path} isn't the list of an earlier dump ({error}): move it away, or choose another directory"
         ) from error
+    files = {name: frozenset(own) for name, own in digests.items()}
     for name in files:
         parts = pathlib.PurePosixPath(name).parts
         if not parts or name.startswith("/") or ".." in parts:

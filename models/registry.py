@@ -5,7 +5,7 @@
     my_package.my_module:build:batches    and one that gives its data: batch size -> tf.data.Dataset or arrays (x, y)
     trained/model.keras                   a file that Keras has saved
 
-To add a model, add a `ModelSource` to `models.image_models` or `models.sequence_models`; to add data, a `DataSource` to
+To add a model, add a `ModelSource` to `models.catalogue`; to add data, a `DataSource` to
 `models.datasets`.
 """
 
@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dapple_tf.models.catalogue import IMAGE_MODELS, SEQUENCE_MODELS
 from dapple_tf.models.datasets import DATASETS, GENERATED, READERS
-from dapple_tf.models.image_models import IMAGE_MODELS
 from dapple_tf.models.readers.options import Request
-from dapple_tf.models.sequence_models import SEQUENCE_MODELS
 from dapple_tf.models.sources import DataSource, ModelError, ModelSource, later
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import keras
 import pytest
 from keras.src.backend.common import global_state
 
-from dapple_tf.models import image_models
+from dapple_tf.models import catalogue
 
 
 @contextlib.contextmanager
@@ -18,7 +18,7 @@ def without_values() -> Iterator[None]:
     """Within it, models of images are built without computing any parameter, and not compiled."""
     before = global_state.get_global_attribute("uninitialized_variables")
     with pytest.MonkeyPatch.context() as patch, keras.StatelessScope(initialize_variables=False):
-        patch.setattr(image_models, "_compiled", lambda model: model)  # An optimizer has variables that need values.
+        patch.setattr(catalogue, "_compiled", lambda model: model)  # An optimizer has variables that need values.
         yield
     global_state.set_global_attribute("uninitialized_variables", before)
 

@@ -16,8 +16,8 @@ from symbolic_models import parameters, without_values
 
 from dapple_tf.keras_private import names_from_start
 from dapple_tf.models import densenet, mobilenet, nasnet, resnet, vgg
+from dapple_tf.models.catalogue import IMAGE_MODELS
 from dapple_tf.models.grouping import Group, group
-from dapple_tf.models.image_models import IMAGE_MODELS
 from dapple_tf.models.sources import ModelSource
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "models.md"

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 from dapple_tf.models.readers import vocabulary
-from dapple_tf.models.readers.lines import pairs_of
+from dapple_tf.models.readers.files import pairs_of
 from dapple_tf.models.registry import find_data
 from dapple_tf.models.sources import ModelError
 from tests.reading import assert_resumes, assert_seeded, taken

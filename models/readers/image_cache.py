@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.models.readers.cache import digest, kept
-from dapple_tf.models.readers.mapping import mapped
+from dapple_tf.models.readers.files import mapped
 from dapple_tf.models.readers.order import Samples, by_number, in_parallel, plain
 from dapple_tf.models.readers.pixels import ImageOptions, Shape, stored_image, stored_shape
 

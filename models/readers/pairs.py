@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from dapple_tf.models.readers import fit, samples, vocabulary
 from dapple_tf.models.readers.cache import digest, digest_of_files, kept
-from dapple_tf.models.readers.lines import pairs_of
+from dapple_tf.models.readers.files import pairs_of
 from dapple_tf.models.readers.options import Request, TokenizedOptions
 from dapple_tf.models.readers.order import Samples, by_number, chosen, evaluation_batches, parts, training_batches
 from dapple_tf.models.readers.ragged import Ragged, padded

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.models.readers import fit, samples
-from dapple_tf.models.readers.mapping import mapped
+from dapple_tf.models.readers.files import mapped
 from dapple_tf.models.readers.options import Request, check_fraction
 from dapple_tf.models.readers.order import Samples, by_number, evaluation_batches, training_batches
 from dapple_tf.models.sources import DataSource, ModelError

@@ -33,7 +33,7 @@ from absl import flags
 
 import dapple_tf as dapple
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation.bench_gpt import gpt_size, make_data, make_model
+from dapple_tf.tools.evaluation.bench_gpt import Trainer, gpt_size, make_data, make_model
 from dapple_tf.tools.evaluation.bench_report import check_output, markdown, write_results
 from dapple_tf.tools.evaluation.peers import Peers, pinned
 from dapple_tf.tools.evaluation.ratios import quartiles, ratios, take_turns
@@ -116,16 +116,8 @@ def ways(cluster: dapple.Cluster, stack: contextlib.ExitStack) -> dict[str, tupl
     size = gpt_size(_BLOCKS.value, _WIDTH.value, _SEQUENCE.value)
     threads = stack.enter_context(concurrent.futures.ThreadPoolExecutor(2))
 
-    def trainer(plan: dapple.Plan) -> Callable[[int], None]:
-        pipelined = dapple.transform(make_model(size), cluster, plan)
-        stack.callback(pipelined.close, sync=False)
-        x, y = make_data(size, plan.global_batch_size)
-
-        def run(steps: int) -> None:
-            for _ in range(steps):
-                pipelined.train_on_batch(x, y)
-
-        return run
+    def trainer(plan: dapple.Plan) -> Trainer:
+        return Trainer(stack, size, cluster, plan)
 
     parallel = functools.partial(dapple.Plan.data_parallel, jit_compile=_JIT.value)
     copies = [trainer(parallel([worker], batch, micro_batches)) for worker in range(2)]

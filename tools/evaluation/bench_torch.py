@@ -36,7 +36,7 @@ import dapple_tf as dapple
 from dapple_tf.models.gpt import GptConfig
 from dapple_tf.progress import Progress
 from dapple_tf.tools import command
-from dapple_tf.tools.evaluation.bench_gpt import LEARNING_RATE, gpt_size, make_data, make_model
+from dapple_tf.tools.evaluation.bench_gpt import LEARNING_RATE, Trainer, gpt_size, make_data, make_model
 from dapple_tf.tools.evaluation.bench_report import check_output, markdown, write_results
 from dapple_tf.tools.evaluation.peers import Peers, PeersError, pinned
 from dapple_tf.tools.evaluation.ratios import quartiles, ratios, take_turns
@@ -97,27 +97,6 @@ def torch_pipeline(stack: contextlib.ExitStack, size: GptConfig, micro_batches: 
     return Peers(stack, commands, environments=[{"OMP_NUM_THREADS": "1"}] * 2, greeted=True)
 
 
-class Ours:
-    """A pipelined model on workers.
-
-    Attributes:
-        loss: of the last step.
-    """
-
-    def __init__(
-        self, stack: contextlib.ExitStack, size: GptConfig, cluster: dapple.Cluster, plan: dapple.Plan
-    ) -> None:
-        self._pipelined = dapple.transform(make_model(size), cluster, plan)
-        stack.callback(self._pipelined.close, sync=False)
-        self._data = make_data(size, plan.global_batch_size)
-        self.loss = 0.0
-
-    def __call__(self, steps: int) -> None:
-        """Trains for so many steps."""
-        for _ in range(steps):
-            self.loss = float(self._pipelined.train_on_batch(*self._data))
-
-
 def measure() -> tuple[list[dict[str, Any]], str]:
     """The records, and PyTorch's version.
 
@@ -136,7 +115,7 @@ def measure() -> tuple[list[dict[str, Any]], str]:
             raise PeersError(f"PyTorch's model has {parameters} parameters and ours {size.parameters}")
         workers = stack.enter_context(LocalWorkers(2, cores=cores, echo=lambda worker, line: None))
         cluster = dapple.Cluster.of_servers(workers.addresses)
-        ours: dict[str, Ours] = {}
+        ours: dict[str, Trainer] = {}
         for schedule in _SCHEDULES.value:
             for jit in (False, True)[: 1 + _XLA.value]:
                 cut = f"block_{size.depth // 2 - 1}"
@@ -144,7 +123,7 @@ def measure() -> tuple[list[dict[str, Any]], str]:
                 plan = dapple.Plan.manual(
                     [cut], stages, _MICRO_BATCHES.value, batch, schedule=schedule, jit_compile=jit
                 )
-                ours[f"ours_{schedule}{'_xla' * jit}"] = Ours(stack, size, cluster, plan)
+                ours[f"ours_{schedule}{'_xla' * jit}"] = Trainer(stack, size, cluster, plan)
         losses = compare(torch, ours)
         ways: dict[str, Callable[[], object]] = {"torch_1f1b": functools.partial(torch, _STEPS.value)}
         ways |= {name: functools.partial(own, _STEPS.value) for name, own in ours.items()}
@@ -167,7 +146,7 @@ def measure() -> tuple[list[dict[str, Any]], str]:
     return records, told[0]["version"]
 
 
-def compare(torch: Peers, ours: dict[str, Ours]) -> dict[str, list[float]]:
+def compare(torch: Peers, ours: dict[str, Trainer]) -> dict[str, list[float]]:
     """The losses of the first three steps of each; they are warm then.
 
     Raises:
