@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 from equivalence import assert_same_training, pair, use_float64
+from schedule_runs import straight, vee
 from test_policy import RUN_AHEAD
 
 import dapple_tf as dapple
@@ -17,9 +18,8 @@ from dapple_tf.execution.memory_limits import residuals_held
 from dapple_tf.schedules.policy import Policy
 from dapple_tf.schedules.schedule_csv import csv_policy, to_csv
 from dapple_tf.schedules.schedules import make_schedule
-from dapple_tf.tools.even_pipeline import pipeline
+from dapple_tf.tools.evaluation.check_simulator import pipeline
 from graph_passes.ir.program import Layout
-from tests.schedule_runs import straight, vee
 
 SAMPLES = 9
 

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from reading import assert_equal, assert_resumes, assert_seeded, image_model, taken
 
 from dapple_tf.models.readers import records_writer, tfrecords
 from dapple_tf.models.readers.images import listed
@@ -18,7 +19,6 @@ from dapple_tf.models.readers.options import Request
 from dapple_tf.models.readers.pixels import ImageOptions, evaluation_image
 from dapple_tf.models.registry import find_data
 from dapple_tf.models.sources import ModelError
-from tests.reading import assert_equal, assert_resumes, assert_seeded, image_model, taken
 
 CLASSES = ("ant", "bee", "cat")
 

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from models_for_tests import assert_close, plan, samples, transform, values
 
 import dapple_tf as dapple
 from dapple_tf.execution.device_session import DeviceSession
@@ -17,7 +18,6 @@ from dapple_tf.frontend.initialization import deferred_like, initial_of, materia
 from dapple_tf.frontend.variables import VariableTable
 from dapple_tf.variables.device_initialization import initialization
 from dapple_tf.variables.device_values import Holding
-from tests.models_for_tests import assert_close, plan, samples, transform, values
 
 layers = keras.layers
 initializers = keras.initializers

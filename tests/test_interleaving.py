@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from schedule_runs import execute
 
 from dapple_tf.schedules.schedules import ScheduleError, in_flight, make_schedule, validate
-from tests.schedule_runs import execute
 
 
 def ring(positions: int, chunks: int) -> list[list[int]]:

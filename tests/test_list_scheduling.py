@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+from schedule_runs import straight, vee
 
 from dapple_tf.schedules import list_scheduling, priorities
 from dapple_tf.schedules.list_scheduling import best, free_queues, merged_devices, run
 from dapple_tf.schedules.schedule_request import Job, ScheduleError, ScheduleRequest
 from graph_passes.ir.tasks import Phase
-from tests.schedule_runs import straight, vee
 
 F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 

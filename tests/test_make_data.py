@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tokenizers
+from reading import assert_equal, image_model, taken
 
 from dapple_tf.models.registry import find_data
 from dapple_tf.tools import command, make_data
-from tests.reading import assert_equal, image_model, taken
 
 
 @pytest.fixture(autouse=True)

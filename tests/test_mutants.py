@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from dapple_tf.tools import mutants
+from dapple_tf.tools.evaluation import mutants
 
 CODE = """
 def size(count: int = 3, name: str | None = None) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from schedule_runs import execute, straight
 
 from dapple_tf.schedules.out_of_order import best_reverse_first_k, largest_reverse_first_k, modulo_devices
 from dapple_tf.schedules.schedules import ScheduleError, in_flight, make_schedule, resolve_warm_up, validate
 from graph_passes.ir.tasks import Phase, Task
-from tests.schedule_runs import execute, straight
 
 
 def layers(count: int) -> list[list[float]]:

@@ -9,12 +9,12 @@ import keras
 import numpy as np
 import pytest
 import tokenizers
+from reading import assert_resumes, assert_seeded, taken
 
 from dapple_tf.models.readers import vocabulary
 from dapple_tf.models.readers.files import pairs_of
 from dapple_tf.models.registry import find_data
 from dapple_tf.models.sources import ModelError
-from tests.reading import assert_resumes, assert_seeded, taken
 
 WORDS = [f"w{number}" for number in range(20)]
 SPECIAL = ["<pad>", "<unk>", "<start>", "<end>"]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from schedule_runs import execute, there_and_back, vee
 
 from dapple_tf.describe.cluster import Cluster, Device, Server
 from dapple_tf.describe.plan import Plan, PlanError
@@ -17,7 +18,6 @@ from dapple_tf.simulation.planned import planned
 from dapple_tf.simulation.simulator import simulate
 from dapple_tf.view.timeline import Timeline
 from graph_passes.ir.tasks import Schedule
-from tests.schedule_runs import execute, there_and_back, vee
 
 NAMES = [f"layer{index}" for index in range(16)]
 STRAIGHT = [policy for policy in POLICIES if not there_and_back(policy)]

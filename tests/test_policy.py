@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from equal_layers import cluster_of, profile_of
+from schedule_runs import straight
 
 import dapple_tf as dapple
 from dapple_tf.describe.plan import Plan, PlanError
@@ -26,7 +27,6 @@ from dapple_tf.simulation.planned import planned
 from dapple_tf.tools.evaluation.check_simulator import pipeline
 from dapple_tf.view.text import timeline_text
 from graph_passes.ir.tasks import Phase
-from tests.schedule_runs import straight
 
 F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 ROOT = Path(__file__).resolve().parent.parent

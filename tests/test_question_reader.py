@@ -11,12 +11,12 @@ import keras
 import numpy as np
 import pytest
 import tokenizers
+from reading import assert_resumes, assert_seeded, taken
 
 from dapple_tf.models import bert
 from dapple_tf.models.readers.squad import Question, examples, read_questions
 from dapple_tf.models.registry import find_data
 from dapple_tf.models.sources import ModelError
-from tests.reading import assert_resumes, assert_seeded, taken
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = [f"w{number}" for number in range(20)] + ["who", "what"]

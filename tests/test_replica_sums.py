@@ -25,6 +25,7 @@ from programs import (
     task,
     updated,
 )
+from schedule_runs import straight_only
 
 from dapple_tf.schedules.schedules import POLICIES
 from graph_passes.errors import PassError
@@ -37,7 +38,6 @@ from graph_passes.passes.build_backward import BuildBackward
 from graph_passes.passes.build_forward import BuildForward
 from graph_passes.passes.partition import Partition
 from graph_passes.passes.replicate import sum_keys
-from tests.schedule_runs import straight_only
 
 
 @functools.cache

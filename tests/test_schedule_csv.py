@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_runs import straight, there_and_back, vee
 
 from dapple_tf.schedules import schedule_csv
 from dapple_tf.schedules.schedule_check import lockstep
 from dapple_tf.schedules.schedule_csv import from_csv, to_csv
 from dapple_tf.schedules.schedules import POLICIES, ScheduleError, make_schedule, validate
 from graph_passes.ir.tasks import Schedule, Task
-from tests.schedule_runs import straight, there_and_back, vee
 
 
 def lines(schedule: Schedule) -> list[str]:

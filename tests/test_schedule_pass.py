@@ -29,12 +29,11 @@ from step_programs import Case, complete, plan
 
 from dapple_tf.frontend.capture import Mode
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import Graph, GraphDef, control_inputs, data_inputs
+from graph_passes.ir.graph import Graph, control_inputs, copied, data_inputs
 from graph_passes.ir.program import Layout, Program
 from graph_passes.ir.tasks import Schedule, Task
 from graph_passes.ir.verify import verify
 from graph_passes.passes.accumulate import Accumulate
-from graph_passes.passes.replicate import top_level
 from graph_passes.passes.schedule import OrderTasks
 
 
@@ -188,8 +187,7 @@ def test_a_schedule_for_replicas_without_samples_is_refused() -> None:
 
 def computed(program: Program) -> tuple[dict[str, bytes], bytes]:
     """All that a graph says but for the control inputs of its nodes: by node, and its functions."""
-    bare = GraphDef()
-    bare.CopyFrom(top_level(program))
+    bare = copied(program.graph)
     for each in bare.node:
         data = [name for name in each.input if not name.startswith("^")]
         del each.input[:]
@@ -205,7 +203,7 @@ def some_schedule(program: Program, names: tuple[str, ...], seed: int) -> Schedu
     Some tasks wait for one of any device that came before them, besides.
     """
     draw = random.Random(seed)
-    graph, step = top_level(program), step_of(program)
+    graph, step = program.graph, step_of(program)
     nodes = {each.name: each for each in graph.node}
     owner = {entry: task for task, entry in step.entry.items()}
     # Node -> the tasks that it needs, its own included.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from schedule_runs import in_micro_batch_order, there_and_back
 
 from dapple_tf.schedules import schedule_check, schedules
 from dapple_tf.schedules.one_forward_one_backward import one_forward_one_backward
@@ -22,7 +23,6 @@ from dapple_tf.schedules.schedules import (
 )
 from graph_passes.ir.batching import split_evenly
 from graph_passes.ir.tasks import Phase, Schedule, Task
-from tests.schedule_runs import in_micro_batch_order, there_and_back
 
 RULE = ("gpipe", "dapple_a", "dapple_b")
 """The policies that run forwards and whole backwards in turn."""

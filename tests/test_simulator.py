@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from schedule_runs import there_and_back
 
 from dapple_tf.describe.cluster import Cluster, Device, Server
 from dapple_tf.describe.plan import Plan, PlanError
@@ -19,7 +20,6 @@ from dapple_tf.simulation.simulator import Simulation, last_gradients, run, simu
 from dapple_tf.view.timeline import Span
 from graph_passes.ir.batching import split_evenly
 from graph_passes.ir.tasks import Phase, Schedule, Task
-from tests.schedule_runs import there_and_back
 
 NAMES = [f"layer{index}" for index in range(32)]
 WHOLE = ("gpipe", "dapple_a", "dapple_b")  # no Bx and Bw

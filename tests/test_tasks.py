@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_runs import there_and_back
 
 from dapple_tf.schedules.schedules import POLICIES, STREAM_POLICIES, make_schedule
 from graph_passes.ir.tasks import Phase, Schedule, Task
-from tests.schedule_runs import there_and_back
 
 F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 

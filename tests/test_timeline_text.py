@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_runs import there_and_back
 
 from dapple_tf.describe.cluster import Cluster, Device
 from dapple_tf.describe.plan import Plan
@@ -24,7 +25,6 @@ from dapple_tf.units import bytes_text
 from dapple_tf.view.text import timeline_text
 from dapple_tf.view.time_axis import common_unit, shown_unit, ticks, time_text
 from dapple_tf.view.timeline import Span, Timeline
-from tests.schedule_runs import there_and_back
 
 Golden = Callable[[str, str], None]
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")

@@ -9,12 +9,12 @@ import keras
 import numpy as np
 import pytest
 import tokenizers
+from reading import assert_equal, assert_resumes, assert_seeded, taken
 
 from dapple_tf.models.readers import tokens
 from dapple_tf.models.readers.order import evaluation_batches
 from dapple_tf.models.registry import find_data
 from dapple_tf.models.sources import ModelError
-from tests.reading import assert_equal, assert_resumes, assert_seeded, taken
 
 COUNT, SEQUENCE = 103, 5
 NUMBERS = np.arange(COUNT)

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 from equal_layers import cluster_of, profile_of
+from schedule_runs import execute, straight, vee
 
 from dapple_tf.describe.cluster import Cluster
 from dapple_tf.describe.plan import Plan
@@ -14,7 +15,6 @@ from dapple_tf.schedules.schedules import POLICIES, ScheduleError, in_flight, ma
 from dapple_tf.simulation.cost import CostModel
 from dapple_tf.simulation.simulator import simulate
 from graph_passes.ir.tasks import Phase, Schedule
-from tests.schedule_runs import execute, straight, vee
 
 UNIT = [1.0, 1.0, 1.0]
 

@@ -19,13 +19,13 @@ import pytest
 from hypothesis import example, settings
 from hypothesis import given as property_of
 from hypothesis import strategies as st
+from schedule_runs import there_and_back
 
 import dapple_tf as dapple
 from dapple_tf.schedules.schedules import POLICIES
 from dapple_tf.tools import command, simulate, what_if
 from dapple_tf.tools.questions import MOST_SLICES, Desk, Question, QuestionError, parse_stages, stages_text
 from dapple_tf.tools.variants import Hardware
-from tests.schedule_runs import there_and_back
 
 if TYPE_CHECKING:
     from browser import Page

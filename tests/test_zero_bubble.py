@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from schedule_runs import execute, straight, vee
 
 from dapple_tf.schedules.schedules import ScheduleError, in_flight, make_schedule, resolve_warm_up, validate
 from graph_passes.ir.tasks import Phase, Schedule
-from tests.schedule_runs import execute, straight, vee
 
 UNIT = [1.0, 1.0, 1.0]
 
