@@ -29,7 +29,7 @@ from step_programs import Case, complete, plan
 
 from dapple_tf.frontend.capture import Mode
 from graph_passes.errors import PassError
-from graph_passes.ir.graph import Graph, control_inputs, copied, data_inputs
+from graph_passes.ir.graph import Graph, GraphDef, control_inputs, data_inputs
 from graph_passes.ir.program import Layout, Program
 from graph_passes.ir.tasks import Schedule, Task
 from graph_passes.ir.verify import verify
@@ -187,7 +187,8 @@ def test_a_schedule_for_replicas_without_samples_is_refused() -> None:
 
 def computed(program: Program) -> tuple[dict[str, bytes], bytes]:
     """All that a graph says but for the control inputs of its nodes: by node, and its functions."""
-    bare = copied(program.graph)
+    bare = GraphDef()
+    bare.CopyFrom(program.graph)
     for each in bare.node:
         data = [name for name in each.input if not name.startswith("^")]
         del each.input[:]
