@@ -348,7 +348,7 @@ def staged(
     prefix: str = "",
     split: Container[int] = (),
 ) -> Program:
-    """A program with stage functions: passes 1 to 4."""
+    """A program with stage functions."""
     backward = [BuildBackward()] if training else []
     partition = Partition(recompute, training=training, prefix=prefix, split=split)
     return apply(program, AssignStages(cuts), BuildForward(want_outputs=not training), *backward, partition)

@@ -43,7 +43,7 @@ from graph_passes.passes.replicate import sum_keys
 @functools.cache
 @in_float64()
 def differentiated() -> Program:
-    """Two stages, each of which normalises over its replicas, after passes 1 to 3."""
+    """Two stages, each of which normalises over its replicas, after `build_backward`."""
     x = h = keras.Input((2,), name="x")
     for name in ("a", "b"):
         h = dense(name)(h)

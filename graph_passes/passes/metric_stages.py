@@ -1,4 +1,4 @@
-"""The stage of each metric: part of pass 1."""
+"""The stage of each metric: part of `assign_stages`."""
 
 from __future__ import annotations
 
