@@ -156,7 +156,7 @@ def test_passes_are_frozen_dataclasses_named_as_their_files() -> None:
     for kind in kinds:
         assert dataclasses.is_dataclass(kind)
         assert kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
-        assert f"graph_passes.{kind.name}" == kind.__module__
+        assert f"graph_passes.passes.{kind.name}" == kind.__module__
 
 
 def test_the_step_that_passes_build_has_no_schedule_before_one_is_given() -> None:
