@@ -112,19 +112,19 @@ def assert_same_training(
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """What plain Keras did in three steps, the second of which has a smaller batch.
+    """What plain Keras did in three steps, the last of which has a smaller batch.
 
     Attributes:
         batches: what it was given.
         first: loss and gradients of the first batch.
         logs: of each step.
-        variables: values in the end.
+        variables: values after each step.
     """
 
     batches: list[tuple[Any, Any, Any]]
     first: tuple[float, list[np.ndarray | None]]
     logs: list[dict[str, float]]
-    variables: list[np.ndarray]
+    variables: list[list[np.ndarray]]
 
     @classmethod
     def of(cls, specimen: Specimen, samples: int) -> Reference:
@@ -132,11 +132,14 @@ class Reference:
         keras.utils.set_random_seed(3)
         model = specimen.build()
         rng = np.random.default_rng(1)
-        batches = [specimen.batch(rng, size) for size in (samples, samples // 2 - 1, samples)]
+        batches = [specimen.batch(rng, size) for size in (samples, samples, samples // 2 - 1)]
         x, y, weights = batches[0]
         first = verification.plain_step(model, x, y, weights, training=True)
-        logs = [model.train_on_batch(x, y, sample_weight=w, return_dict=True) for x, y, w in batches]
-        return cls(batches, first, logs, [np.asarray(variable.value) for variable in variables_of(model)])
+        logs, variables = [], []
+        for x, y, weights in batches:
+            logs.append(model.train_on_batch(x, y, sample_weight=weights, return_dict=True))
+            variables.append([np.asarray(variable.value).copy() for variable in variables_of(model)])
+        return cls(batches, first, logs, variables)
 
 
 def assert_equal_training(
@@ -146,12 +149,14 @@ def assert_equal_training(
     plain: Reference,
     monkeypatch: pytest.MonkeyPatch,
     *,
+    steps: int = 3,
     tolerance: float | None = None,
     **options: Any,
 ) -> tuple[list[dict[str, float]], list[np.ndarray]]:
     """Trains a model of the zoo by a plan and compares loss, every gradient, logs and every variable.
 
-    ``options`` are those of ``transform``. Returns logs and variables, to be compared with those of another cluster.
+    Two steps are of whole batches; a third, of a smaller one, takes as long to prepare again. ``options`` are those of
+    ``transform``. Returns logs and variables, to be compared with those of another cluster.
     """
     tolerance = TOLERANCE[keras.backend.floatx()] if tolerance is None else tolerance
     keras.utils.set_random_seed(3)
@@ -170,7 +175,7 @@ def assert_equal_training(
     # Softmax doesn't see what is added to all keys, so that their bias has no gradient.
     assert all(name.endswith("key/bias") for name in vanishing), vanishing
     found = []
-    for (x, y, weights), expected in zip(plain.batches, plain.logs, strict=True):
+    for (x, y, weights), expected in zip(plain.batches[:steps], plain.logs[:steps], strict=True):
         logs = pipelined.train_on_batch(x, y, sample_weight=weights, return_dict=True)
         assert logs.keys() == expected.keys()
         for name, value in expected.items():  # Keras' metrics are float32 whatever the model is
@@ -178,7 +183,7 @@ def assert_equal_training(
             assert abs(logs[name] - value) <= bound, f"{name}: {logs[name]} != {value}"
         found.append(logs)
     pipelined.close()
-    for variable, value in zip(variables_of(model), plain.variables, strict=True):
+    for variable, value in zip(variables_of(model), plain.variables[steps - 1], strict=True):
         difference = largest_difference(variable.value, value)
         assert difference <= tolerance, f"{variable.path} differs by {difference:.3g}"
     return found, [np.asarray(variable.value) for variable in variables_of(model)]

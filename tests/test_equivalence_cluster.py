@@ -103,7 +103,7 @@ ACROSS_FROM_HOST = [
 
 def check(case: Case, cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     use_float64()
-    assert_equal_training(ZOO[case.model], cluster, case.plan, reference(case.model), monkeypatch)
+    assert_equal_training(ZOO[case.model], cluster, case.plan, reference(case.model), monkeypatch, steps=2)
 
 
 # ---- four workers
@@ -149,7 +149,7 @@ def test_mixed_precision_gives_the_bits_of_local_devices(
     plain = reference(case.model)
     tolerance = TOLERANCE[policy.removeprefix("mixed_")]
     local, remote = (
-        assert_equal_training(ZOO[case.model], cluster, case.plan, plain, monkeypatch, tolerance=tolerance)
+        assert_equal_training(ZOO[case.model], cluster, case.plan, plain, monkeypatch, steps=2, tolerance=tolerance)
         for cluster in (dapple.Cluster.local(4, kind="cpu"), dapple.Cluster.of_servers(workers.addresses))
     )
     assert_same_bits(remote, local)

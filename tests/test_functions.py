@@ -183,6 +183,7 @@ def test_a_grouped_convolution_is_one_compiled_call_forward_and_one_backward() -
             assert [node.attr[XLA].b for node in calls] == [True], function.name
 
 
+@pytest.mark.thorough
 def test_a_grouped_convolution_is_profiled() -> None:
     """The profiler ended with TensorFlow's own NotFoundError: no SymbolicGradient on this device."""
     profile = dapple.profile(grouped(), 4, repeats=1, cache=False, progress=False)

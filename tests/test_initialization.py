@@ -178,6 +178,7 @@ def test_reading_and_assigning() -> None:
     assert model(np.zeros((1, 4))).shape == (1, 3)
 
 
+@pytest.mark.thorough
 def test_subclassed_models_and_layers_that_build_late() -> None:
     class Late(keras.Model):
         def __init__(self) -> None:

@@ -464,7 +464,7 @@ def test_joint_schedules_train_as_plain_keras(model: str, case: Case, monkeypatc
         **case.options,
     )
     cluster = Cluster.local(case.replicas, kind="cpu").with_sub_streams()
-    assert_equal_training(ZOO[model], cluster, plan, reference(model), monkeypatch)
+    assert_equal_training(ZOO[model], cluster, plan, reference(model), monkeypatch, steps=2)
 
 
 # ---- planning

@@ -39,7 +39,8 @@ def test_any_placement_and_any_splits_train_as_keras(model: str, seed: int, monk
     monkeypatch.setattr(step_placer, "fd_dps", random_placement(seed))
     plan = Plan.by_operators(4, SAMPLES)
     plain = reference(model)
-    assert_equal_training(ZOO[model], cluster_of(4), plan, plain, monkeypatch, operator_costs=OperatorCosts())
+    costs = OperatorCosts()
+    assert_equal_training(ZOO[model], cluster_of(4), plan, plain, monkeypatch, steps=2, operator_costs=costs)
 
 
 @pytest.mark.thorough
@@ -53,7 +54,8 @@ def test_any_placement_inside_of_stages_trains_as_keras(
     cuts = ZOO[model].cuts_for(2)
     plan = Plan.manual(cuts, [[0, 2], [1, 3]], 3, SAMPLES, schedule).with_placed_operators()
     plain = reference(model)
-    assert_equal_training(ZOO[model], cluster_of(4), plan, plain, monkeypatch, operator_costs=OperatorCosts())
+    costs = OperatorCosts()
+    assert_equal_training(ZOO[model], cluster_of(4), plan, plain, monkeypatch, steps=2, operator_costs=costs)
 
 
 # ---- FD-DPS itself

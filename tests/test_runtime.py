@@ -44,6 +44,7 @@ def starts(pipelined: dapple.PipelinedModel, stats: Any) -> dict[str, list[Task]
     return {device: sorted(times, key=times.__getitem__) for device, times in found.items()}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("schedule", "devices", "options"),
     [

@@ -272,6 +272,7 @@ def test_a_contradiction_is_told(uneven: Run, caplog: pytest.LogCaptureFixture) 
     assert "are clocks being set?" in caplog.text
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_workers_clocks_are_compared(workers: Any) -> None:
     cluster = dapple.Cluster.of_servers(workers.addresses)
