@@ -37,7 +37,7 @@ $(DOCS_STAMP): $(STAMP)
 
 docs: $(DOCS_STAMP) ## build the site of the documentation in build/site and check its links, seconds
 	$(BIN)/python docs/site/pages.py build/docs
-	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/zensical build --clean --strict
+	$(BIN)/zensical build --clean --strict
 
 pictures: $(STAMP) ## run the documents' examples, and draw their pictures and screenshots anew; needs chromium
 	$(BIN)/python -m tools.evaluation.run_document --write docs/tutorial.md docs/timelines.md docs/dumps.md

@@ -88,3 +88,16 @@ def test_program_is_shown_as_code() -> None:
         '{"cells": [{"cell_type": "markdown", "source": ["# A\\n", "b"]}, {"cell_type": "code", "source": ["c"]}]}'
     )
     assert pages.program_page("a.ipynb", notebook) == "# A\nb\n\n````python\nc\n````\n"
+
+
+@pytest.mark.parametrize("page", [page for page, source in pages.sources().items() if source.suffix == ".md"])
+def test_lists_are_lists_on_the_site(page: str) -> None:
+    """The site's Markdown is stricter than others, and shows as text what it doesn't take for a part of a list."""
+    text = pages.sources()[page].read_text(encoding="utf-8")
+    text = re.sub(r"^( *)```.*?^ *```$", r"\1code", text, flags=re.DOTALL | re.MULTILINE)
+    for block in re.split(r"\n\s*\n", text):
+        first, *others = block.strip("\n").split("\n")
+        assert not re.match(r" {1,3}\S", first), f"indent what belongs to a list by four spaces: {first}"
+        if not re.match(r"([*-]|\d+\.) ", first):
+            items = [line for line in others if re.match(r" {0,3}([*-]|\d+\.) ", line)]
+            assert not items, f"leave a line free before a list: {items[0]}"
