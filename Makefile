@@ -5,6 +5,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do $$python -c "" 2>/dev/nul
 BIN := $(VENV)/bin
 OLDEST ?= .venv-oldest
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 # An interpreter that has PyTorch, for `make bench`: `pip install -e ".[torch]"` gives it to this one.
 TORCH_PYTHON ?= $(BIN)/python
 
@@ -14,7 +15,7 @@ TIMED := $(patsubst %,tests/test_%.py,emulator worked_examples build_op_graph fd
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train pictures results results-operators accuracy bench zoo faults test test-all test-oldest test-fast lint bless clean
+.PHONY: help venv train docs pictures results results-operators accuracy bench zoo faults test test-all test-oldest test-fast lint bless clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -29,6 +30,14 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 
 train: $(STAMP) ## train a byte-level GPT on four local devices, a few minutes; leaves everything in runs/gpt
 	$(BIN)/python -m tools.train_gpt
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	@touch $@
+
+docs: $(DOCS_STAMP) ## build the site of the documentation in build/site and check its links, seconds
+	$(BIN)/python docs/site/pages.py build/docs
+	$(BIN)/zensical build --clean --strict
 
 pictures: $(STAMP) ## run the documents' examples, and draw their pictures and screenshots anew; needs chromium
 	$(BIN)/python -m tools.evaluation.run_document --write docs/tutorial.md docs/timelines.md docs/dumps.md
@@ -88,5 +97,5 @@ bless: $(STAMP) ## rewrite the golden files of the tests; read the difference be
 	$(BIN)/python -m pytest tests --bless
 
 clean: ## remove caches and build products; keeps the environment and runs/
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf build dist *.egg-info .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

@@ -53,6 +53,7 @@ setup(
         "data": ["tokenizers"],  # for data that are read as tokens of text; see docs/data.md
         "torch": ["torch>=2.6"],  # for tools.evaluation.bench_torch alone
         "zoo": ["keras-hub"],  # for tools.evaluation.zoo, which trains its models beside plain Keras
+        "docs": ["zensical", "mkdocstrings-python", "ruff"],  # for the site of the documentation, `make docs`
         "dev": [
             "pytest",
             "pytest-timeout",

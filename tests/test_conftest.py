@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import pathlib
 
 import pytest
@@ -26,6 +27,7 @@ def test_first_difference(expected: str, actual: str, shown: str) -> None:
 @pytest.fixture
 def _own_garbage() -> None:
     """Each inner run looks for garbage time and again, which takes seconds in what other tests have left in memory."""
+    importlib.import_module("keras")  # An inner run forgets what it imports, and TensorFlow can't be imported twice.
     gc.collect()
     gc.freeze()
 
