@@ -180,6 +180,10 @@ def assert_equal_training(
         assert logs.keys() == expected.keys()
         for name, value in expected.items():  # Keras' metrics are float32 whatever the model is
             bound = max(tolerance, 2e-5) * max(1.0, abs(value))
+            if name == "accuracy" and tolerance >= TOLERANCE["bfloat16"]:
+                bound += 1.1 / len(
+                    keras.tree.flatten(x)[0]
+                )  # Two classes may be equally likely but for rounding: one sample counts or not.
             assert abs(logs[name] - value) <= bound, f"{name}: {logs[name]} != {value}"
         found.append(logs)
     pipelined.close()
