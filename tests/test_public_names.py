@@ -34,6 +34,17 @@ sys.exit(any(name in sys.modules for name in ("tensorflow", "keras")))
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+def test_installed_programs_tell_their_flags_without_tensorflow() -> None:
+    code = """
+import importlib, sys
+from dapple_tf.tools.command import CONSOLE
+for module in CONSOLE:
+    importlib.import_module(f"dapple_tf.tools.{module}")
+sys.exit(any(name in sys.modules for name in ("tensorflow", "keras")))
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
 def test_one_thread_at_a_time_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorFlow fails where several threads import it at once, each beginning with another of its modules."""
     free = []
