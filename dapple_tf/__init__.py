@@ -6,6 +6,7 @@ What stands here is imported when it is used first: planning and simulating neve
 from __future__ import annotations
 
 import importlib
+import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -87,6 +88,9 @@ _HOMES = {
 }
 """Name -> the module that it is from."""
 
+_IMPORTING = threading.RLock()
+"""Held while something is imported: TensorFlow can't be imported by several threads at once, each from another end."""
+
 __all__ = [
     "After",
     "Before",
@@ -140,7 +144,8 @@ def __getattr__(name: str) -> Any:
     """What is public, from where it is; the next time it is here."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    with _IMPORTING:
+        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import pickle
@@ -19,6 +20,7 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.planning.planner import plan as find_plan
 from dapple_tf.schedules.policies import BUILT_IN
 from dapple_tf.schedules.policy import Placement, Planning, Policy
+from dapple_tf.schedules.policy_names import own_policy
 from dapple_tf.schedules.schedule_csv import csv_policy, to_csv
 from dapple_tf.schedules.schedule_request import Job, Orders, ScheduleRequest
 from dapple_tf.schedules.schedules import POLICIES, ScheduleError, make_schedule, policy_of
@@ -150,6 +152,16 @@ def test_a_built_in_policy_is_its_name() -> None:
     assert plan_of(policy_of("zb_h1")).schedule == "zb_h1"
     assert plan_of(policy_of("zb_h1")) == plan_of("zb_h1")
     assert pickle.loads(pickle.dumps(plan_of("zb_h1"))).policy is policy_of("zb_h1")
+
+
+@pytest.mark.parametrize("policy", BUILT_IN, ids=str)
+def test_copies_of_a_policy_are_equal_to_it(policy: Policy) -> None:
+    """Those whose functions are bound to options, too: copies of functools.partial aren't equal by themselves."""
+    for found in (pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)):
+        assert found == policy and hash(found) == hash(policy)
+    assert policy != dataclasses.replace(policy, name="another")
+    assert [other.name for other in BUILT_IN if other == policy] == [policy.name]
+    assert own_policy(copy.deepcopy(policy)) == policy.name
 
 
 def test_memory_and_options_are_asked_of_an_own_policy() -> None:

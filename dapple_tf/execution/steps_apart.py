@@ -12,6 +12,8 @@ from dapple_tf.describe.faults import FaultPolicy
 from dapple_tf.describe.plan import Plan
 from dapple_tf.execution.runtime import Runtime
 from dapple_tf.frontend.batch import Batches
+from dapple_tf.frontend.capture import check_model
+from dapple_tf.frontend.optimizer import check_optimizer
 
 
 class StepsApart:
@@ -24,7 +26,12 @@ class StepsApart:
             model: the model, built and compiled.
             cluster: real devices.
             plan: a plan for them.
+
+        Raises:
+            CaptureError: the model isn't built or compiled, or it or its optimizer can't be pipelined.
         """
+        check_model(model, training=True)
+        check_optimizer(model.optimizer, model.trainable_variables)
         self._model = model
         self._runtime = Runtime(model, cluster, plan, None, FaultPolicy(), quiet=True)
         self._runtime.set_apart()

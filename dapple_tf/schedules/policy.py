@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from dapple_tf.schedules.schedule_request import Active, Job, Orders, ScheduleError, ScheduleRequest
@@ -142,5 +143,23 @@ class Policy:
                 f"the policy's name is {self.name!r}; give a text without a colon and slashes, such as 'run_ahead'"
             )
 
+    def __eq__(self, other: object) -> bool:
+        return self._parts == other._parts if isinstance(other, Policy) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @property
+    def _parts(self) -> tuple[object, ...]:
+        """All that it is. A copy of a ``functools.partial``, as pickling makes one, isn't equal to it by itself."""
+        return tuple(_bound(getattr(self, field.name)) for field in fields(self))
+
     def __str__(self) -> str:
         return self.name
+
+
+def _bound(part: object) -> object:
+    """What a ``functools.partial`` calls with what; anything else is itself."""
+    if not isinstance(part, functools.partial):
+        return part
+    return type(part), _bound(part.func), part.args, part.keywords
