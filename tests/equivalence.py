@@ -183,8 +183,6 @@ def assert_equal_training(
             if name == "accuracy" and tolerance >= TOLERANCE["bfloat16"]:
                 # Two classes may be equally likely but for rounding: one sample counts or not.
                 bound += 1.1 / len(keras.tree.flatten(x)[0])
-                    keras.tree.flatten(x)[0]
-                )  # Two classes may be equally likely but for rounding: one sample counts or not.
             assert abs(logs[name] - value) <= bound, f"{name}: {logs[name]} != {value}"
         found.append(logs)
     pipelined.close()
