@@ -1,7 +1,8 @@
 """V-Min and V-Half (Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024): less memory than 1F1B.
 
-Stages i and 2p - 1 - i are on device i of p, the ways there and back. A building block says at which moment each task
-of a micro-batch runs, with F = Bx = Bw = 1; it is repeated every 6 moments, which are as many as a device has tasks:
+Stages i and 2p - 1 - i are on device i of p, the ways there and back. A building block gives the moment at which each
+task of a micro-batch runs, with F = Bx = Bw = 1; it repeats every 6 moments, the number of a micro-batch's tasks on a
+device:
 
     task on position i    v_min              v_half
     F there               i                  2i
@@ -9,13 +10,13 @@ of a micro-batch runs, with F = Bx = Bw = 1; it is repeated every 6 moments, whi
     Bx back               2p + i + g         3p - 1 + 2i + g
     Bx there              4p - 1 - i + g     6p - 2 - i + g
     g                     2 if 3 divides p   3 if 2 divides p    else 0; no two tasks of a device fall on one moment
-    most in flight        (p + 4) // 3       (p + 2) // 2        micro-batches of a device, 1F1B's p
+    most in flight        (p + 4) // 3       (p + 2) // 2        micro-batches on a device; 1F1B's p
     bubble, about         4p                 3p                  tasks; 1F1B's 6 (p - 1)
 
-Bw fill the moments that are left, as they become ready. Then tasks move to earlier moments that are free, as far as
-data and memory allow, which takes out bubbles of the first micro-batches; and once a device has no more forwards, its
-Bx go before its Bw. What counts in the end is the order. For other times than equal ones a list schedule within the
-same memory may be shorter, and is taken then. Under less memory there is only that.
+Bw fill the remaining moments, as they become ready. Then tasks move to earlier free moments, as far as data and memory
+allow, which removes bubbles of the first micro-batches; once a device has no more forwards, its Bx go before its Bw.
+Only the resulting order counts. For unequal times a list schedule within the same memory may be shorter, and is used
+then; under less memory it is the only choice.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Block = Callable[[int, int], tuple[int, int, int, int]]
 """(position, p) -> the moments of F there, F back, Bx back and Bx there."""
 
 _PERIOD = 6
-"""Moments from a micro-batch to the next."""
+"""Moments from one micro-batch to the next."""
 
 
 def v_min_block(position: int, positions: int) -> tuple[int, int, int, int]:
@@ -70,7 +71,7 @@ def v_half_held(positions: int) -> int:
 
 
 def room_on_devices(request: ScheduleRequest, most: int) -> dict[int, int]:
-    """For each device the most stages' micro-batches in flight together: ``most`` of all its stages, or what D allows.
+    """Returns each device's limit of stages' micro-batches in flight: ``most`` of all its stages, or what D allows.
 
     D counts micro-batches of any of the device's stages (`Policy.shares_room`); at least one gets through all of them.
     """
@@ -107,7 +108,7 @@ def keeps_within(request: ScheduleRequest, orders: Orders, room: dict[int, int])
 
 
 def on_devices(request: ScheduleRequest, orders: Sequence[Sequence[Job]]) -> Orders:
-    """The jobs of devices from those of positions, whose "stages" are ways: each way's stages run one by one."""
+    """Turns positions' jobs, whose "stages" are ways, into devices' jobs: each way's stages run one by one."""
     members = ways(request)
     found: Orders = {}
     for position, jobs in enumerate(orders):
@@ -188,7 +189,7 @@ class _Repeated:
         return min(job.stage, 2 * self.positions - 1 - job.stage)
 
     def _before(self, job: Job) -> list[Job]:
-        """What a task comes after: its inputs, and the same of the micro-batch before."""
+        """Returns a task's predecessors: its inputs, and the same task of the previous micro-batch."""
         way, phase, number = job
         if phase is F:
             found = [Job(way - 1, F, number)] if way else []
@@ -201,7 +202,7 @@ class _Repeated:
         return [*found, Job(way, phase, number - 1)] if number else found
 
     def _tables(self) -> list[dict[int, Job]]:
-        """For each position moment -> task."""
+        """Returns for each position a map from moments to tasks."""
         tables: list[dict[int, Job]] = [{} for _ in range(self.positions)]
         for job, moment in self.moments.items():
             tables[self._position(job)][moment] = job
@@ -248,7 +249,7 @@ class _Repeated:
 
     @staticmethod
     def _held(table: dict[int, Job]) -> list[int]:
-        """Micro-batches in flight at each moment, with one that begins or ends then."""
+        """Returns the micro-batches in flight at each moment, including one that begins or ends then."""
         counts, count = [], 0
         for moment in range(max(table) + 1):
             phase = table[moment].phase if moment in table else None
@@ -279,7 +280,7 @@ class _Repeated:
                         jobs.remove(job)
 
     def _done(self, job: Job, moment: int) -> bool:
-        """Whether all that a task comes after is over at a moment."""
+        """Returns whether all of a task's predecessors are over at a moment."""
         return all(self.moments.get(other, moment) < moment for other in self._before(job))
 
 

@@ -1,14 +1,14 @@
 """Multi-region joint scheduling (Out-Of-Order BackProp, EuroSys'22, section 4.1 and algorithm 1).
 
 A device has a main stream, which runs forwards and output gradients (F, Bx) in their usual order, and a sub-stream,
-which runs weight gradients (Bw) and updates. The backward's Bx are split into regions; each Bw is put into the region
-with whose kernels it gains most from running at the same time, not before the region in which its own Bx ends.
+which runs weight gradients (Bw) and updates. The backward's Bx are split into regions; each Bw goes into the region
+whose kernels it overlaps with most profitably, not before the region in which its own Bx ends.
 
 In the paper an iteration starts at the backward, so that Bw may also run beside the next iteration's forward. A step
 here is synchronous: it ends with the update, and only the regions of its own backward can hold Bw.
 
 All functions are pure. Regions are numbered from 0 in the order in which they run, kernels of the sub-stream by their
-stages. `stream_speedups` measures what goes in, `stream_schedule` makes a schedule of what comes out.
+stages. `stream_speedups` measures the inputs, `stream_schedule` makes a schedule of the result.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def joint_schedule(
        11      if now[j] >= T_main(R[j]) then C.remove(R[j])
        12  return S[1..N]
 
-    What the paper leaves open: of equal speedups the earliest region wins, and in it the kernel that was ready first. A
-    region in which nothing is runnable yet is passed over; where that is so in all, the sub-stream idles until the next
-    kernel is ready within a region. What is left when no region has time left runs behind the last one, as it became
-    ready.
+    What the paper leaves open: among equal speedups the earliest region wins, and in it the kernel that was ready
+    first. A region in which nothing is runnable yet is skipped; if all are, the sub-stream idles until the next kernel
+    is ready within a region. Kernels left when no region has time run after the last one, in the order in which they
+    became ready.
 
     Args:
-        main_seconds: T_main of each region: what its main-stream kernels take together.
-        sub_seconds: T_sub(k, i): what kernel k takes in region i.
-        speedup: of running k at the same time as region i's kernels over one after the other.
-        ready: for each kernel when it becomes runnable: the end of its own Bx.
+        main_seconds: T_main of each region: seconds of its main-stream kernels together.
+        sub_seconds: T_sub(k, i): seconds of kernel k in region i.
+        speedup: of running k at the same time as region i's kernels, over one after the other.
+        ready: when each kernel becomes runnable: the end of its own Bx.
 
     Returns:
         S: for each region its kernels in the order in which they run.
@@ -105,14 +105,14 @@ def joint_schedule(
 
 @dataclass(frozen=True)
 class StreamTimes:
-    """What the tasks of stages take on two streams; see `stream_speedups.measure_speedups`.
+    """Times of stages' tasks on two streams; see `stream_speedups.measure_speedups`.
 
     Attributes:
         input_grad: seconds of each stage's Bx by itself; 0 where there is nothing to compute.
         weight_grad: seconds of each stage's Bw by itself; 0 where there is nothing to compute.
-        beside: (k, r) -> seconds of stage k's Bw while stage r's Bx runs; by itself where it isn't there.
+        beside: (k, r) -> seconds of stage k's Bw while stage r's Bx runs; a missing pair counts as Bw by itself.
         speedup: (k, r) -> how much faster stage k's Bw and stage r's Bx are at the same time than one after the other;
-            1 where it isn't there.
+            a missing pair counts as 1.
 
     Raises:
         ValueError: the lists have different lengths, or a pair names a stage that doesn't exist.
@@ -143,7 +143,7 @@ class StreamTimes:
         return self._mean(region, [self.beside.get((kernel, stage), self.weight_grad[kernel]) for stage in region])
 
     def region_speedup(self, kernel: int, region: Sequence[int]) -> float:
-        """The speedup of a stage's Bw in a region, likewise."""
+        """Returns the speedup of a stage's Bw in a region, averaged likewise."""
         return self._mean(region, [self.speedup.get((kernel, stage), 1.0) for stage in region])
 
     def _mean(self, region: Sequence[int], values: Sequence[float]) -> float:
@@ -154,7 +154,7 @@ class StreamTimes:
 
 
 Regions = Sequence[Sequence[int]]
-"""For each region the stages whose Bx it is, in the order in which they run: descending."""
+"""For each region the stages whose Bx it has, in the order in which they run: descending."""
 
 
 def stage_regions(stages: int) -> tuple[tuple[int, ...], ...]:
@@ -167,8 +167,8 @@ def similar_regions(input_grad_seconds: Sequence[float], tolerance: float = 0.5)
 
     Args:
         input_grad_seconds: time of each stage's Bx.
-        tolerance: a stage joins the region before it if its time differs from the region's mean by at most this part of
-            it.
+        tolerance: a stage joins the region before it if its time differs from the region's mean by at most this
+            fraction of the mean.
 
     Raises:
         ValueError: ``tolerance`` is negative.
@@ -326,8 +326,8 @@ def fit_memory(
         limit: bytes that a micro-batch may keep; None for no limit.
 
     Returns:
-        The schedule with the least k that fits; if none does, that with all regions prescheduled, whose ``peak`` then
-        is above the limit.
+        The fitting schedule with the least k; if none fits, the one with all regions prescheduled, whose ``peak`` is
+        above the limit.
     """
     fitted = []
     for k in range(len(regions) + 1):
@@ -339,7 +339,7 @@ def fit_memory(
 
 
 def weight_regions(regions: Regions, schedule: Sequence[Sequence[int]], stages: int) -> tuple[int, ...]:
-    """`Plan.weight_regions` for a schedule: for each stage the stage with whose Bx its Bw may start.
+    """Returns `Plan.weight_regions` for a schedule: for each stage the stage with whose Bx its Bw may start.
 
     A stage without a Bw has itself.
     """

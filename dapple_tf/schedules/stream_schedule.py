@@ -7,9 +7,9 @@ each stage the stage with whose Bx its Bw may start at the earliest::
     weight_regions (0, 0, 0)    0: 0F0 1F0 2F0 2Bx0 1Bx0 0Bx0
                                 1: 2Bw0>1Bx0 1Bw0 0Bw0
 
-A region begins when the main-stream task before its first has ended: that is what its Bw wait for. Within a region Bw
-run in the order in which they become ready. A Bw that doesn't fit beside the backward runs on beside the next
-micro-batch's forward: two micro-batches may be in flight in a stage, or as many as K and D allow.
+A region begins when the main-stream task before its first one has ended: its Bw wait for that. Within a region Bw
+run in the order in which they become ready. A Bw that doesn't fit beside the backward continues beside the next
+micro-batch's forward: two micro-batches may be in flight in a stage, or fewer if K or D are lower.
 """
 
 from __future__ import annotations

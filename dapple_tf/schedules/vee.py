@@ -1,4 +1,4 @@
-"""Pipelines that go there and back, stages i and 2p - 1 - i on one device: whether devices are such a V, and its parts.
+"""V-shaped pipelines, with stages i and 2p - 1 - i on one device: recognising them, and their parts.
 
     device   0  1  2  2  1  0
     stage    0  1  2  3  4  5     p = 3 positions
@@ -38,7 +38,7 @@ def check_vee(request: ScheduleRequest) -> None:
 
 
 def ways(request: ScheduleRequest) -> list[range]:
-    """The stages of each of the 2p ways of a V: first there, position by position, then back."""
+    """Returns the stages of each of the 2p ways of a V: first there, position by position, then back."""
     half = request.stages // 2
     there = [list(stages) for _, stages in itertools.groupby(range(half), key=lambda stage: request.devices[stage])]
     spans = [(stages[0], stages[-1] + 1) for stages in there]

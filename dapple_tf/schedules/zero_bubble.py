@@ -1,4 +1,4 @@
-"""Zero Bubble Pipeline Parallelism (Qi et al., ICLR'24): Bw are put off by so many micro-batches as memory allows.
+"""Zero Bubble Pipeline Parallelism (Qi et al., ICLR'24): delays Bw by as many micro-batches as memory allows.
 
 On position i of p (a group of stages counts as one), with unit times, K = warm-up and d = delay of Bw in micro-batches:
 
@@ -9,8 +9,8 @@ On position i of p (a group of stages counts as one), with unit times, K = warm-
     zb_v      a list schedule  -                  p, over both stages       see `zb_v`
 
 The bubble is that of position 0, between its first and its last task; the other positions start later as well.
-The order of a position is K forwards; then for each micro-batch j: Bx(j), Bw(j - d), F(j + K); at last the Bw that are
-left. L falls to what D (`holds`) or K (`warm_up`) allow, and with L = 1 this is the order F Bx Bw of each micro-batch.
+The order of a position is K forwards; then for each micro-batch j: Bx(j), Bw(j - d), F(j + K); then the remaining Bw.
+L falls to what D (`holds`) or K (`warm_up`) allow, and with L = 1 the order is F Bx Bw for each micro-batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ F, BX, BW = Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 
 
 def in_flight_limits(request: ScheduleRequest, wanted: int) -> list[int]:
-    """L of each stage: what is wanted, or less if K, D or M say so; one number for a group."""
+    """Returns L of each stage: ``wanted``, or less if K, D or M are lower; one number for a group."""
     limits = [min(request.limit(stage, wanted) for stage in group) for group in request.groups]
     return [limit for limit, group in zip(limits, request.groups, strict=True) for _ in group]
 
@@ -95,7 +95,7 @@ def zb_v(request: ScheduleRequest) -> Orders:
     """ZB-V ("Pipeline Parallelism with Controllable Memory", Qi et al.): stages i and 2p - 1 - i on one device.
 
     A device has at most p micro-batches' worth of activations: p times its number of stages, each one part of the
-    model's. With `warm_up`, K of its stages are the limit instead. Of two list schedules the one with the shorter step;
+    model's. With `warm_up`, K of its stages are the limit instead. The result is the shorter of two list schedules;
     for equal times it has the ideal length of ``6 M + p - 1`` tasks.
 
     Raises:
