@@ -1,4 +1,4 @@
-"""Plans that differ from another in one thing: the steps of the planner's local search."""
+"""Plans that differ from another in one respect: the steps of the planner's local search."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
 
 _GROUPS = 4
-"""Groups of like devices whose unused devices are tried."""
+"""Number of groups of like devices whose unused devices are tried."""
 
 
 def neighbours(plan: Plan, profile: Profile, cluster: Cluster, micro_batches: Iterable[int]) -> Iterator[Plan]:
-    """Legal plans that differ from ``plan`` in one thing: of plans whose stages share devices, cuts or micro-batches.
+    """Yields legal plans that differ from ``plan`` in one respect; if stages share devices, in cuts or micro-batches.
 
     Args:
         plan: where to start.
@@ -44,7 +44,7 @@ def neighbours(plan: Plan, profile: Profile, cluster: Cluster, micro_batches: It
 
 
 def _bounds(plan: Plan, profile: Profile) -> list[int]:
-    """Index of the first layer of each stage, and of the one after the last."""
+    """Returns the index of each stage's first layer, and of the one after the last."""
     return [0, *(profile.index[cut] + 1 for cut in plan.cuts), len(profile.layers)]
 
 
@@ -89,7 +89,7 @@ def _moved_devices(plan: Plan, cluster: Cluster) -> Iterator[tuple[tuple[int, ..
 
 
 def _alike(cluster: Cluster, first: int, second: int) -> bool:
-    """Whether it doesn't matter which of two devices one has, but for links."""
+    """Returns whether two devices are interchangeable, apart from links."""
     one, other = cluster.devices[first], cluster.devices[second]
     return (one.speed, one.memory_bytes) == (other.speed, other.memory_bytes)
 
@@ -97,7 +97,7 @@ def _alike(cluster: Cluster, first: int, second: int) -> bool:
 def _split_stages(
     plan: Plan, profile: Profile, cluster: Cluster
 ) -> Iterator[tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]]:
-    """A stage in two, of about half its time each: by sharing its devices, or with one that is free."""
+    """Yields each stage split into two halves of about equal time, which share its devices or use a free one."""
     layers, samples = profile.layers, profile.batch_sizes[-1]
     for stage, (start, stop) in enumerate(itertools.pairwise(_bounds(plan, profile))):
         if stop - start < 2:

@@ -265,8 +265,8 @@ def peak_bytes(
 ) -> float:
     """The most bytes that one micro-batch keeps during its backward under a schedule of the sub-stream.
 
-    A stage keeps its residuals until its Bx has run, from then on what its Bw needs, until that has run. The main
-    stream is taken to run without gaps, the sub-stream in the schedule's order, no Bw before its region.
+    A stage keeps its residuals until its Bx has run, then the inputs of its Bw until that has run. The main stream is
+    assumed to run without gaps, the sub-stream in the schedule's order, no Bw before its region.
 
     Args:
         times: what tasks take.

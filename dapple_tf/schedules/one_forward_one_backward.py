@@ -40,7 +40,7 @@ def p_b(groups: int, micro_batches: int) -> list[int]:
 
 
 def warm_up(request: ScheduleRequest, wanted: Wanted) -> list[int]:
-    """Return K of each group: the request's where given, else what is wanted, as far as limits allow.
+    """Returns K of each group: the request's where given, else the wanted one, within the limits.
 
     The paper has one D. With one per stage a K never exceeds that of the group before: the first backward of group i
     waits for K_(i+1) forwards of group i, which would never come.

@@ -30,7 +30,7 @@ from graph_passes.ir.tasks import Phase, Task
 def in_flight_limits(request: ScheduleRequest, wanted: Wanted, delayed: bool) -> list[int]:
     """The most micro-batches that each stage has in flight under gpipe, dapple_*, and fast_forward*.
 
-    A stage whose Bw is delayed may have as many as the fullest stage wants, if K and D allow it; any other K.
+    A stage whose Bw is delayed may have what the fullest stage wants, if K and D allow it; any other stage has its K.
 
     Args:
         request: what is asked for.

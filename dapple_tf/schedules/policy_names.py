@@ -39,7 +39,7 @@ def own_policy(schedule: object) -> object:
 
 
 def reference(policy: Policy, folder: Path | None = None) -> str:
-    """What stands for a policy in a plan's file.
+    """Returns the reference to a policy for a plan's file.
 
     Args:
         policy: the policy. If no name of a module is bound to it, its own name is used, by which `find_policy` finds
@@ -66,11 +66,11 @@ def find_policy(text: object, given: Iterable[Policy], folder: Path) -> object:
 
     Args:
         text: from the file.
-        given: policies that it may stand for, besides those of modules that are imported.
-        folder: the plan's, from which paths of CSV files count.
+        given: policies that it may refer to, besides those of imported modules.
+        folder: the plan's, which paths of CSV files are relative to.
 
     Raises:
-        ScheduleError: none stands for it, or it is a CSV file that isn't a schedule or can't be read.
+        ScheduleError: no policy is found, or it is a CSV file that isn't a schedule or can't be read.
     """
     if not isinstance(text, str) or any(text == policy.name for policy in BUILT_IN):
         return text

@@ -283,7 +283,7 @@ def _cells(rows: Sequence[Sequence[str]]) -> Iterator[_Cell]:
 
 
 def _action(part: str, word: str, device: int, column: int) -> Sequence[_Cell]:
-    """Returns the task of an action; nothing for actions that aren't tasks."""
+    """Returns the tasks of an action; none for actions that only follow from tasks."""
     match = _ACTION.fullmatch(part)
     if match is not None:
         stage, kind, number = match.groups()
