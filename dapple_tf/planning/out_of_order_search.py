@@ -47,7 +47,7 @@ _BOUND = 3
 _FOR_K = 0.25
 """Additional share of the work that the search for k may take."""
 _HOPEFUL = 1.1
-"""Plans with several stages on a device whose estimate is above the best one's time by this factor aren't simulated."""
+"""Plans with several stages on a device aren't simulated if their estimate exceeds the best time by this factor."""
 _NEAR = 1.2
 """Plans that are slower than the best by this factor aren't varied any more."""
 _TIE = 1e-3

@@ -218,7 +218,7 @@ def _several(given: Any, default: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _micro_batch_counts(profile: Profile, batch: int) -> tuple[int, ...]:
-    """Returns the numbers of micro-batches to try: divisors near powers of two, with slices no smaller than profiled."""
+    """Returns the counts of micro-batches to try: divisors near powers of two, with slices no smaller than profiled."""
     most = max(1, min(batch // profile.least_samples, _MOST_MICRO_BATCHES))
     wanted = [2**power for power in range(most.bit_length())]
     divisors = [count for count in range(1, most + 1) if batch % count == 0]

@@ -1,7 +1,7 @@
 """Finds the plan: dynamic programming by the paper's formula, then the best candidates by simulation.
 
-The formula (DAPPLE, PPoPP'21, section 4) ignores the schedule's K, memory beyond one micro-batch, and links that several
-transfers share. The search therefore returns many candidates, for several numbers of micro-batches and for
+The formula (DAPPLE, PPoPP'21, section 4) ignores the schedule's K, memory beyond one micro-batch, and links that
+several transfers share. The search therefore returns many candidates, for several numbers of micro-batches and for
 recomputation where memory is short; each is simulated under each schedule; and the best are improved by moving cuts and
 devices between neighbouring stages as long as that helps.
 """
@@ -413,7 +413,7 @@ class _Planner:
         return self._best()
 
     def _derives(self) -> bool:
-        """Returns whether to search plans besides DAPPLE's; on one device only if asked, as there is nothing to gain."""
+        """Returns whether to search plans besides DAPPLE's; on one device, without any gain, only if asked."""
         request = self.request
         asked = isinstance(request.reverse_first_k, int) and request.reverse_first_k > 0
         asked |= not any(policy.planning.formula for policy in request.schedules)

@@ -266,7 +266,7 @@ class _Run:
     # ---- costs of a stage and of the transfer before it
 
     def stage(self, first: Ints | int, stop: Ints, step: Ints) -> tuple[Floats, Floats, Floats, npt.NDArray[np.bool_]]:
-        """Returns F, B, AR and whether it fits in memory, for groups ``first`` to ``stop`` on the devices of ``step``."""
+        """Returns F, B, AR and whether it fits in memory, for groups ``first`` to ``stop`` on a ``step``'s devices."""
         ranges, links = self.ranges, self.links
         speed, timed, samples = links.speed[step], self.timed[step], self.samples[step]
         start = self.search.profile.task_seconds
