@@ -272,7 +272,7 @@ class CostModel:
         return self.stages[stage].residual_bytes.at(samples)
 
     def delayed_bytes(self, stage: int, samples: int) -> float:
-        """Returns the bytes that a slice keeps from Bx to Bw: 0 if Bw has nothing to do, all if Bx has nothing to do."""
+        """Returns the bytes that a slice keeps from Bx to Bw: 0 if Bw has nothing to do, all if Bx has nothing."""
         if not self.computes(stage, Phase.WEIGHT_GRAD):
             return 0.0
         if not self.computes(stage, Phase.INPUT_GRAD):

@@ -51,7 +51,7 @@ class DeviceNeed(NamedTuple):
 
 
 def stored_bytes(costs: CostModel) -> Mapping[int, float]:
-    """Maps each device to the bytes of variables, optimizer slots and accumulators, if any, of all stages kept there."""
+    """Maps each device to the bytes of variables, slots and accumulators, if any, of all stages kept there."""
     homes = _hosted(costs.devices, costs.homes)
     accumulated = costs.plan.accumulates() or not costs.profile.has_buffers  # Buffers contain gradients already.
     sizes = {stages: _stored(costs, stages, accumulated=accumulated) for stages in set(homes.values())}

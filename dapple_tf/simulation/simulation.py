@@ -236,7 +236,7 @@ class _Changes:
         self.moments: defaultdict[float, float] = defaultdict(float)  # what rises and falls at one time is a peak too
 
     def add(self, start: float, end: float, before: float, during: float, after: float) -> None:
-        """Adds a use: ``before`` bytes from its start on, ``during`` until its end, ``after`` (or freed) from then on."""
+        """Adds a use: ``before`` bytes from its start on, ``during`` until its end, ``after`` from then on."""
         self.changes += [(start, before + during), (end, after - during)]
         if start == end and (peak := during - min(0.0, after)) > 0:
             self.moments[start] = max(self.moments[start], peak)

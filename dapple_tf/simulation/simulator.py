@@ -34,7 +34,7 @@ def simulate(
     cards, each of which sends one message at a time and receives one, first come, first served. Data that stays on a
     device arrives at once.
 
-    Gradients of a parameter group are reduced when all replicas of its stages have computed them, whatever tasks remain;
+    A parameter group's gradients are reduced when all replicas of its stages have computed them, whatever tasks remain;
     with ``plan.wait_free=False`` when all tasks of these devices are over. A device takes part in one reduction
     at a time, in the order of a real step (:func:`graph_passes.ir.tasks.reduction_order`). A stage's parameters are
     updated when its gradients are reduced and its device has no ready task. A schedule without backwards

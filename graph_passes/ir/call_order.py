@@ -1,4 +1,4 @@
-"""The order of calls in a step's top level, and what it means for the variables that they touch."""
+"""The order of calls in a step's top level, and its consequences for the variables that they touch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Resource: TypeAlias = tuple[str, str]
 
 
 class Touch(NamedTuple):
-    """What a call does with one resource.
+    """A call's use of one resource.
 
     Attributes:
         call: the call.
@@ -87,10 +87,10 @@ class CallOrder:
         return found
 
     def conflicts(self, touches: Iterable[Touch]) -> Iterator[tuple[Touch, tuple[str, ...], Touch, tuple[str, ...]]]:
-        """What has to stay in order when the calls of one resource are taken apart.
+        """Yields the orders to keep between nodes when the calls of one resource are taken apart.
 
-        Each write comes after all uses before it, each use after the write before it. What others imply is left out,
-        and so is what the calls don't order.
+        Each write comes after all uses before it, each use after the write before it. Orders that others imply are left
+        out, as are those that the calls don't have.
 
         Returns:
             Tuples (earlier call, nodes of its body, later call, nodes of its body): each of the later nodes comes after

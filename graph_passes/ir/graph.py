@@ -21,7 +21,7 @@ AttrValue: TypeAlias = attr_value_pb2.AttrValue
 
 # Attributes that carry roles, so that a dumped GraphDef explains itself in any viewer.
 OWN_ATTRS = "_dapple_"
-"""Start of the names of attributes that say what a node is for."""
+"""Prefix of the attributes that say what a node is for."""
 LAYER_ATTR = "_dapple_layer"
 STAGE_ATTR = "_dapple_stage"
 PHASE_ATTR = "_dapple_phase"
@@ -71,7 +71,7 @@ def data_inputs(node: NodeDef) -> list[Ref]:
 def function_names(node: NodeDef) -> list[str]:
     """The functions that attributes of a node name: loops, branches, calls.
 
-    By the names of the attributes: protobuf gives the keys of a map in an order that differs from node to node.
+    They are sorted by attribute: protobuf's order of a map's keys differs from node to node.
     """
     attrs = [node.attr[key] for key in sorted(node.attr)]
     return [called.name for attr in attrs for called in (attr.func, *attr.list.func) if called.name]
@@ -118,9 +118,9 @@ class Graph:
         return self._consumers[name]
 
     def ancestors(self, outputs: Iterable[Ref], stop: Iterable[Ref] = (), *, control: bool = True) -> set[str]:
-        """Nodes needed to compute ``outputs`` when the tensors in ``stop`` are given.
+        """Returns the nodes needed to compute ``outputs`` from the tensors in ``stop``.
 
-        With ``control``, nodes that must merely have run count too.
+        With ``control``, nodes that only must have run count too.
         """
         given = set(stop)
         found: set[str] = set()
@@ -136,7 +136,7 @@ class Graph:
         return found
 
     def ordered(self, names: Iterable[str]) -> list[str]:
-        """``names`` in the order of the graph, which is topological for a traced one."""
+        """Sorts ``names`` in the order of the graph, which is topological for a traced one."""
         return sorted(names, key=self.position.__getitem__)
 
     def topological(self) -> list[str]:
@@ -165,7 +165,7 @@ class Graph:
         return order
 
     def _cycle(self, stuck: set[str]) -> list[str]:
-        """One cycle among nodes of which each waits for another of them."""
+        """Returns one cycle among nodes that all wait for each other."""
         path: list[str] = []
         name = min(stuck)
         while name not in path:
@@ -176,14 +176,14 @@ class Graph:
 
 
 class Names:
-    """The one place that mints node names: fresh, readable, deterministic."""
+    """Makes node names: fresh, readable, deterministic."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)
         self._next: dict[str, int] = {}
 
     def fresh(self, wanted: str) -> str:
-        """``wanted`` itself when it is free, else with the first free number behind it."""
+        """Returns ``wanted`` if it is free, else with the first free number appended."""
         name = wanted
         while name in self._taken:
             number = self._next.get(wanted, 1)
@@ -292,7 +292,7 @@ class Builder:
 
     @contextlib.contextmanager
     def marked(self, marks: Mapping[str, Any]) -> Iterator[None]:
-        """Within it, nodes get these attributes, too; but not constants, which others share."""
+        """Gives nodes added within it these attributes too, except constants, which others share."""
         before, self._marks = self._marks, marks
         try:
             yield
@@ -313,14 +313,14 @@ class Builder:
         return self.append(make_node(self.names.fresh(name), op, inputs, control=control, device=device, attrs=attrs))
 
     def append(self, node: NodeDef) -> Ref:
-        """Adds a node that has been made under a fresh name."""
+        """Adds an existing node under a fresh name."""
         for key, value in self._marks.items():
             node.attr[key].CopyFrom(attr(value))
         self.graph.node.append(node)
         return Ref(node.name)
 
     def const(self, value: float | Sequence[int], dtype: int, *, device: str = "") -> Ref:
-        """A constant, shared by all who ask for it on that device. Half precision is cast from float32."""
+        """Returns a constant, shared by all its readers on that device. Half precision is cast from float32."""
         key = (tuple(value) if isinstance(value, Sequence) else value, dtype, device)
         if key not in self._constants:
             with self.marked({}):
@@ -346,7 +346,7 @@ class Builder:
         return [Ref(node.node, index) for index in range(len(sizes))]
 
     def concat(self, name: str, parts: Sequence[Ref], dtype: int, axis: int, *, device: str = "") -> Ref:
-        """The parts, one after another along one axis."""
+        """Concatenates the parts along one axis."""
         if len(parts) == 1:
             return parts[0]
         inputs = [*parts, self.const(axis, types_pb2.DT_INT32)]
@@ -361,7 +361,7 @@ class Builder:
 
 
 def substitute(graph: GraphDef, replacements: Mapping[str, Ref]) -> None:
-    """Replaces placeholders in place: what read one of them reads the tensor that is given for it, and it is gone."""
+    """Replaces placeholders by the given tensors, in place, and removes them."""
     kept = [node for node in graph.node if node.name not in replacements]
     for node in kept:
         for index, text in enumerate(node.input):
@@ -372,9 +372,9 @@ def substitute(graph: GraphDef, replacements: Mapping[str, Ref]) -> None:
 
 
 def reroute(graph: GraphDef, tensors: Mapping[Ref, Ref]) -> None:
-    """Puts something behind tensors, in place: what read one of them reads the one that is given for it.
+    """Inserts nodes after tensors, in place: readers of a tensor read the given one instead.
 
-    Nodes that the new tensors come from go on reading the old ones; so does who waits for a node.
+    The nodes that the new tensors come from keep reading the old ones; control edges don't change.
     """
     between = {ref.node for ref in tensors.values()}
     for node in graph.node:
@@ -388,7 +388,7 @@ def _now(tensors: Mapping[Ref, Ref], text: str) -> Ref:
 
 
 def dtype_name(dtype: int) -> str:
-    """``float32`` for DT_FLOAT and so on, for messages."""
+    """Returns a dtype's name for messages: ``float32`` for DT_FLOAT."""
     name: str = types_pb2.DataType.Name(dtype)
     special = {"DT_FLOAT": "float32", "DT_DOUBLE": "float64", "DT_HALF": "float16"}
     return special.get(name, name.removeprefix("DT_").lower())
@@ -396,4 +396,4 @@ def dtype_name(dtype: int) -> str:
 
 FLOAT_DTYPES = frozenset({types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE, types_pb2.DT_HALF, types_pb2.DT_BFLOAT16})
 COUNTABLE_DTYPES = FLOAT_DTYPES | {types_pb2.DT_COMPLEX64, types_pb2.DT_COMPLEX128}
-"""Of what can be averaged over slices; integers and booleans count or choose."""
+"""The dtypes that can be averaged over slices; integers and booleans count or choose."""

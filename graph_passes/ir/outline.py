@@ -29,7 +29,7 @@ FunctionDef: TypeAlias = function_pb2.FunctionDef
 _NOINLINE = "_noinline"
 _XLA = "_XlaMustCompile"
 COLOCATION = "_class"
-"""Names nodes of the flat graph, which a function's body doesn't have."""
+"""Colocation attribute: it names nodes of the flat graph, which a function's body doesn't have."""
 
 
 def dtype_of(graph: Graph, ref: Ref) -> int:
@@ -56,8 +56,8 @@ def outline(
         graph: the flat graph; it isn't changed.
         inputs: tensors that become arguments, in order; their producers stay outside.
         outputs: tensors that become results, in order; an input may be one of them.
-        effects: nodes that must run although no output needs them; with them, control edges count as needs. Without,
-            the function is pure and control edges only order what it has anyway.
+        effects: nodes that must run although no output needs them; with them, control edges count as needs. Without
+            them the function is pure, and control edges only order its nodes.
         jit_compile: compile the function with XLA.
         attrs: string attributes of the function, for those who read a dump.
 
@@ -134,7 +134,7 @@ def compiled(function: FunctionDef) -> tuple[FunctionDef, FunctionDef]:
 
         f(x) { h = VarHandleOp; h -= x }   becomes   f(x) { h = VarHandleOp; g(x, h) },  g(x, h) { h -= x }
 
-    XLA knows no names of variables: their handles are made outside and given to it.
+    XLA doesn't know names of variables: their handles are made outside and passed to it.
 
     Returns:
         The function, and the compiled one that it calls.
@@ -178,6 +178,6 @@ def placeholder(name: str, dtype: int) -> NodeDef:
 
 
 def layer_of(graph: Graph, ref: Ref) -> str:
-    """Path of the layer that made a tensor, for messages."""
+    """Returns the path of the layer that made a tensor, for messages."""
     node = graph.nodes[ref.node]
     return node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else "(no layer)"

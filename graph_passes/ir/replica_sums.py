@@ -1,7 +1,7 @@
 """Sums over the replicas that work on one micro-batch: of a layer's moments, say, and of their gradients.
 
-They are collective operations inside stage functions. What tells them which replicas they add up (`Peers`) are
-arguments, so that one function serves all replicas and micro-batches.
+They are collective operations inside stage functions. The replicas to add up (`Peers`) are arguments, so that one
+function serves all replicas and micro-batches.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def key_nodes(graph: Graph, peers: Container[Ref]) -> set[str]:
 
 
 def order_sums(function: FunctionDef) -> None:
-    """Makes each sum of a function wait for the one before, in place, so that all replicas run them in one order."""
+    """Makes each sum of a function wait for the previous one, in place, so that all replicas run them in one order."""
     for before, after in itertools.pairwise(sums_of(function.node_def)):
         if before.name not in control_inputs(after):
             after.input.append(f"^{before.name}")

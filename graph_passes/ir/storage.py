@@ -20,7 +20,7 @@ from graph_passes.ir.tensorflow_bridge import dtype_size, empty_graph
 
 
 def handle(builder: Builder, name: str, dtype: int, shape: Sequence[int]) -> Ref:
-    """The handle of the variable ``name`` of whichever device runs the node."""
+    """Returns the handle of the variable ``name`` of the device that runs the node."""
     kind = {"dtype": dtype_attr(dtype), "shape": shape_attr(tuple(shape)), "shared_name": name}
     return builder.add(f"handle/{name}", "VarHandleOp", **kind)
 
@@ -34,7 +34,7 @@ def read(builder: Builder, name: str, dtype: int, shape: Sequence[int]) -> Ref:
 def assign(
     builder: Builder, name: str, value: Ref, dtype: int, shape: Sequence[int], op: str = "AssignVariableOp"
 ) -> str:
-    """Assigns (or, with ``AssignAddVariableOp``, adds to) a variable; returns the node that does."""
+    """Assigns (or, with ``AssignAddVariableOp``, adds to) a variable; returns the node's name."""
     target = handle(builder, name, dtype, shape)
     return builder.add(f"assign/{name}", op, [target, value], dtype=dtype_attr(dtype)).node
 
@@ -68,14 +68,14 @@ def by_dtype(variables: Iterable[Variable]) -> dict[int, tuple[Variable, ...]]:
 
 
 def read_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
-    """() -> the variables' values."""
+    """Returns a function () -> the variables' values."""
     builder = Builder(empty_graph())
     values = [read(builder, variable.place, variable.dtype, variable.shape) for variable in variables]
     return outline(name, Graph(builder.graph), [], values)
 
 
 def load_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
-    """One vector per dtype (in the order of :func:`by_dtype`) -> (); assigns all variables."""
+    """Returns a function that assigns all variables: one vector per dtype (in the order of :func:`by_dtype`) -> ()."""
     builder = Builder(empty_graph())
     vectors, effects = [], []
     for dtype, group in by_dtype(variables).items():
@@ -88,7 +88,7 @@ def load_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
 
 
 def assign_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
-    """The variables' values -> (); assigns all variables."""
+    """Returns a function that assigns all variables: their values -> ()."""
     builder = Builder(empty_graph())
     values = [builder.append(placeholder(builder.names.fresh("value"), v.dtype)) for v in variables]
     effects = [assign(builder, v.place, value, v.dtype, v.shape) for v, value in zip(variables, values, strict=True)]
@@ -96,7 +96,7 @@ def assign_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
 
 
 def save_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
-    """() -> one vector per dtype, in the order of :func:`by_dtype`."""
+    """Returns a function () -> one vector per dtype, in the order of :func:`by_dtype`."""
     builder = Builder(empty_graph())
     vectors = []
     for dtype, group in by_dtype(variables).items():
@@ -106,7 +106,7 @@ def save_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
 
 
 def accumulate_function(name: str, targets: Sequence[Variable], mode: str) -> FunctionDef:
-    """Values -> (); adds them to their accumulators in place.
+    """Returns a function that adds values to their accumulators in place: values -> ().
 
     Args:
         name: the function's name.

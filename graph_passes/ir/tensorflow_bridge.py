@@ -1,4 +1,4 @@
-"""What only TensorFlow itself can tell: gradients, shapes and op signatures. The one module that imports it.
+"""The bridge to TensorFlow: gradients, shapes and op signatures. The only module here that imports it.
 
 Everything goes in and comes out as GraphDefs and references, so that the passes stay plain data transformations.
 """
@@ -96,7 +96,7 @@ def function_body_name(node: NodeDef, index: int) -> str:
 
 
 def output_number(node: NodeDef, argument: str, index: int) -> int:
-    """The number of the output that a function body spells ``node:argument:index``; see `function_body_name`."""
+    """Returns the number of the output ``node:argument:index`` of a function body; see `function_body_name`."""
     before = 0
     for arg in op_def(node.op).output_arg:
         if arg.name == argument:
@@ -113,7 +113,7 @@ def takes_functions(op: str) -> bool:
 
 @functools.cache
 def makes_resource(op: str) -> bool:
-    """Whether a primitive op gives a handle of its own: of a variable, a table and the like."""
+    """Returns whether a primitive op makes a handle of its own: of a variable, a table and the like."""
     definition = op_def(op)
     given = any(arg.type == types_pb2.DT_RESOURCE for arg in definition.output_arg)
     return given and not any(arg.type == types_pb2.DT_RESOURCE for arg in definition.input_arg)
@@ -183,7 +183,7 @@ def add_gradients(
     result = copied(extended)
     for node in result.node:
         if node.name not in renaming:
-            # n3_grad is TensorFlow's name for what is computed for node n3.
+            # n3_grad is TensorFlow's name for the gradient of node n3.
             told = re.sub(r"(?<![^/])n(\d+)_grad", lambda match: f"{names[int(match[1])]}_grad", node.name)
             renaming[node.name] = taken.fresh(told)
     for node in result.node:
@@ -210,7 +210,7 @@ def add_gradients(
 
 
 def _rename(node: NodeDef, rename: Callable[[str], str]) -> None:
-    """Gives a node, and those that it names, other names."""
+    """Renames a node, and the nodes that it names."""
     inputs = [str(Ref(rename(ref.node), ref.output)) for ref in data_inputs(node)]
     inputs += [f"^{rename(waited)}" for waited in control_inputs(node)]
     node.name = rename(node.name)
@@ -224,7 +224,7 @@ def _gradients(
     outputs: tuple[tuple[_Place, _Place], ...],
     sources: tuple[_Place, ...],
 ) -> tuple[GraphDef, tuple[Gradient | None, ...]]:
-    """`add_gradients` of a graph whose nodes are n0, n1, ...: stages of equal layers have equal ones, but for names."""
+    """Adds gradients to a graph with nodes n0, n1, ...: stages of equal layers differ in names only, and share it."""
     graph = GraphDef.FromString(serialized)
     _rename_functions(graph, f"_differentiated{next(_differentiations)}")
     with tf.Graph().as_default() as scope:
@@ -261,14 +261,14 @@ CALL_GRADIENT_FUNCTION = "_gradient_function"
 CALL_GRADIENT_DTYPES = "_gradient_dtypes"
 """Of its results."""
 CALL_GRADIENT_READS = "_gradient_reads"
-"""What that reads: numbers of the call's inputs, of its outputs, of outputs whose gradients it reads; -1 between."""
+"""Its inputs: numbers of the call's inputs, of its outputs, of outputs whose gradients it reads; -1 between."""
 CALL_GRADIENT_RESULTS = "_gradient_results"
 """For each of its results twice the number of the input; plus 1 for the values of rows, before their indices."""
 
 
 @tf.RegisterGradient(CALL_GRADIENT)
 def _differentiate_call(operation: tf.Operation, *gradients: tf.Tensor | None) -> list[tf.Tensor | None]:
-    """The gradients of a call's inputs, in whichever graph the gradient of its graph is made."""
+    """Returns the gradients of a call's inputs, in the graph where its graph's gradient is made."""
     reads = iter(operation.get_attr(CALL_GRADIENT_READS))
     of_inputs, of_outputs, of_gradients = (list(itertools.takewhile(lambda number: number >= 0, reads)) for _ in "123")
     outputs = operation.outputs
@@ -295,10 +295,10 @@ def _differentiate_call(operation: tf.Operation, *gradients: tf.Tensor | None) -
 
 
 def _without_stopped(graph: tf.Graph) -> dict[str, str]:
-    """Gives operators through which no gradient flows a placeholder to read; operator -> placeholder.
+    """Makes operators through which no gradient flows read placeholders; returns operator -> placeholder.
 
-    tf.gradients lets what comes before them wait for them, as a tape doesn't: sums of gradients would have another
-    order than in plain Keras, round differently, and be fused differently by XLA, which repeats whole chains of sums.
+    Unlike a tape, tf.gradients makes their predecessors wait for them: sums of gradients would have another order than
+    in plain Keras, round differently, and be fused differently by XLA, which repeats whole chains of sums.
     """
     found = {}
     for stopped in [each for each in graph.get_operations() if each.type == "StopGradient"]:
@@ -312,11 +312,11 @@ _differentiations = itertools.count()
 
 
 def _rename_functions(graph: GraphDef, suffix: str) -> None:
-    """Gives the functions of a graph other names.
+    """Renames the functions of a graph.
 
-    TensorFlow changes the functions of a loop that it differentiates, under names that it derives from theirs and that
-    hold for the whole process as long as anything keeps them. Differentiating the same loop again, in a stage that is
-    cut elsewhere, would give these names to other functions, which is an error.
+    TensorFlow changes the functions of a loop that it differentiates, under names derived from theirs that stay in use
+    in the whole process as long as anything refers to them. Differentiating the same loop again, in a stage that is cut
+    elsewhere, would give these names to other functions, which is an error.
     """
     names = {function.signature.name for function in graph.library.function}
 
@@ -354,7 +354,7 @@ def infer_shapes(
         values: values to assume for scalar int32 placeholders.
 
     Raises:
-        PassError: the shapes contradict each other, as they didn't when less was known; the text names the layer.
+        PassError: the shapes contradict each other though they didn't when less was known; the text names the layer.
     """
     constants = {ref.node: value for ref, value in values.items()}
     names = {node.name: f"n{number}" for number, node in enumerate(graph.node)}
@@ -386,7 +386,7 @@ def infer_shapes(
 
 
 def _contradiction(graph: GraphDef, text: str) -> str:
-    """Which layer can't be computed from which shapes, of what TensorFlow says of the graph with numbers for names."""
+    """Returns which layer can't be computed from which shapes, from TensorFlow's error for the numbered graph."""
     said = re.fullmatch(
         r"(.*?) for '\{\{node n(\d+)\}\}.*? with input shapes: (.*?)\.?", text.partition(" and with ")[0], re.S
     )
@@ -415,21 +415,21 @@ def _shapes_of_outputs(serialized: bytes) -> tuple[tuple[Shape | None, ...], ...
 def measure_shapes(
     graph: GraphDef, placeholders: Mapping[str, Sequence[int]], values: Mapping[Ref, int], wanted: Sequence[Ref]
 ) -> dict[Ref, Shape]:
-    """The shapes of tensors in one run of what makes them, for those that depend on values.
+    """Returns the shapes of tensors that depend on values, from one run of the nodes that compute them.
 
     Args:
         graph: a flat graph.
         placeholders: shapes of placeholders; others (parameters, say) have fixed ones. All get random numbers, integers
             0 and 1. Large ones are drawn where they are read, and gone when the run has read them.
         values: values of scalar placeholders.
-        wanted: what to measure.
+        wanted: the tensors to measure.
 
     Returns:
-        Shapes; nothing when the graph doesn't run on such numbers, so that no more is known than before.
+        Shapes; empty if the graph doesn't run on such numbers.
     """
     generator = np.random.default_rng(0)
     config = tf.compat.v1.ConfigProto()
-    # Nothing is fed: optimized, it would all be constants.
+    # Nothing is fed: the optimizer would make everything constant.
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     config.graph_options.optimizer_options.opt_level = tf.compat.v1.OptimizerOptions.L0
     given: dict[str, tf.Tensor] = {}
@@ -502,7 +502,7 @@ def constant_value(node: NodeDef) -> np.ndarray:
 
 
 def dtype_size(dtype: int) -> int:
-    """Bytes per element; 0 for what has no fixed size (variants, resources, strings)."""
+    """Returns the bytes per element; 0 for dtypes without a fixed size (variants, resources, strings)."""
     kind = tf.dtypes.as_dtype(dtype)
     return int(kind.size) if kind.is_numpy_compatible and kind != tf.string else 0
 
@@ -513,7 +513,7 @@ def numpy_dtype(dtype: int) -> np.dtype[Any]:
 
 
 def evaluate(graph: GraphDef, wanted: Sequence[Ref]) -> dict[Ref, np.ndarray]:
-    """The values of tensors of a graph that reads nothing from outside, computed on the CPU as they are written."""
+    """Returns the values of tensors of a graph without inputs, computed on the CPU without optimization."""
     if not wanted:
         return {}
     config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
