@@ -32,7 +32,7 @@ GROUP_ATTR = "_dapple_group"
 POSITION_ATTR = "_dapple_position"
 """A node's place in the order in which the model made it, written by capture."""
 CALL_ATTR = "_dapple_call"
-"""The call in place of which a node is at the top level, of one whose call was inlined."""
+"""The inlined call that a node at the top level comes from."""
 BYTES_ATTR = "_dapple_bytes"
 """Of the vector that a node reduces."""
 
