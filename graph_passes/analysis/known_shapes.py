@@ -1,4 +1,4 @@
-"""Shapes of an earlier stage's tensors, computed from the slice of the stage that reads them."""
+"""Computes shapes of an earlier stage's tensors from the slice of the stage that reads them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from graph_passes.ir.tensorflow_bridge import output_dtypes
 def with_known_shapes(
     program: Program, shapes: SliceShapes, wanted: Container[str], stage_of: Mapping[str, int]
 ) -> tuple[GraphDef, frozenset[str]]:
-    """A copy in which the ``wanted`` shapes are computed from the slice's number of samples wherever that is possible.
+    """Returns a copy that computes the ``wanted`` shapes from the slice's number of samples wherever possible.
 
-    A model may take the batch size from one tensor and use it far behind. Slices differ between stages, so that such a
-    value must not cross a cut; as a function of the stage's own slice it needn't. Lengths that the model leaves
-    open are the same in all slices, and may cross.
+    A model may take the batch size from one tensor and use it much later. Slices differ between stages, so such a
+    value must not cross a cut; as a function of the stage's own slice it needn't. Lengths that the model leaves open
+    are the same in all slices, and may cross.
 
     Returns:
         The copy, and its nodes that are the same in all slices.
@@ -56,9 +56,9 @@ class _KnownShape:
     Args:
         graph: the graph to add them to.
         names: gives them names.
-        node: the ``Shape`` node in place of which they are.
+        node: the ``Shape`` node that they replace.
         samples: the slice's number of samples.
-        position: of what makes the tensor.
+        position: of the node that makes the tensor.
     """
 
     def __init__(self, graph: GraphDef, names: Names, node: NodeDef, samples: Ref, position: int | None) -> None:

@@ -1,4 +1,4 @@
-"""What operations that move, cut, join and look up elements make of the samples of a slice."""
+"""Spreads of the results of operations that move, cut, join and look up elements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graph_passes.ir.spreads import CONSTANT, Coupling, Spread, together
 
 
 def _mixed(interpreter: Interpreter, node: NodeDef, spread: Spread, coupling: Coupling) -> Spread:
-    """Notes a coupling, if samples differ; what follows goes on as if there were none."""
+    """Notes a coupling if samples differ; the interpretation continues as if there were none."""
     if spread.varies:
         interpreter.couple(node, coupling)
     return spread
@@ -211,7 +211,7 @@ def _gathered_nd(interpreter: Interpreter, node: NodeDef) -> Spread | None:
 
 
 def _picked(interpreter: Interpreter, node: NodeDef, table: Spread, indices: Spread) -> Spread:
-    """Samples that are looked up among the samples: each its own, by its place, or others."""
+    """Handles lookups of samples among the samples: each its own, by its place, or others."""
     if indices.axis is None:
         _mixed(interpreter, node, table, Coupling.PLACE)
         return Spread(varies=table.varies, linear=False, known=table.known and indices.known)
@@ -222,7 +222,7 @@ def _picked(interpreter: Interpreter, node: NodeDef, table: Spread, indices: Spr
 
 
 def _without_place(interpreter: Interpreter, node: NodeDef) -> Spread:
-    """Sample by sample, whatever the places say."""
+    """Handles sample-by-sample operations, whatever the places are."""
     refs = interpreter.graph.inputs(node.name)
     used = [(ref, interpreter.of(ref)) for ref in refs]
     return Spread(
@@ -244,7 +244,7 @@ def _where(interpreter: Interpreter, node: NodeDef) -> Spread | None:
 
 
 def _unique(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
-    """The different values among all, and where each sample has its own among these."""
+    """Handles the different values among all, and each sample's position among these."""
     spread = interpreter.inputs(node)[0]
     if spread.axis is None or spread.one_by_one:
         return None
@@ -275,7 +275,7 @@ def _element(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread]:
 
 
 def _in_turn(interpreter: Interpreter, node: NodeDef) -> bool:
-    """Whether a list with an element for each sample is read or written at the place where its loop is."""
+    """Returns whether a list with an element for each sample is accessed at its loop's current position."""
     if node.op not in ("TensorListGetItem", "TensorListSetItem"):
         return False
     place = interpreter.graph.inputs(node.name)[1]

@@ -24,12 +24,12 @@ _DEEPEST = 8
 
 
 class Whole(NamedTuple):
-    """A tensor that a node of the loss must read of the whole batch, for being neither a sum nor a mean to it.
+    """A tensor that a node of the loss must read of the whole batch, as it uses it neither as a sum nor as a mean.
 
     Attributes:
         node: the reader.
-        argument: which of its inputs.
-        ref: what it reads; computed from batch inputs alone.
+        argument: the index of its input.
+        ref: the tensor; computed from batch inputs alone.
     """
 
     node: str
@@ -38,7 +38,7 @@ class Whole(NamedTuple):
 
 
 class Body(NamedTuple):
-    """A function, and what is known inside it of shapes, for two numbers of samples.
+    """A function, and its inner shapes, for two numbers of samples.
 
     Attributes:
         graph: producers first.
@@ -58,7 +58,7 @@ class Interpreter:
 
     Args:
         graph: a flat graph, producers first.
-        rules: op -> what it makes of its inputs; None where it does something with each sample by itself.
+        rules: op -> its effect on its inputs' spreads; None if it treats each sample by itself.
         samples: two numbers of samples of a slice.
         shapes: of its tensors, for each of them.
         scalars: values of some placeholders, for each of them.
@@ -137,7 +137,7 @@ class Interpreter:
         return self.generic(node)
 
     def _evaluate(self, node: NodeDef) -> None:
-        """What of the node follows from shapes; an axis with samples of unknown length has a row for each."""
+        """Evaluates what follows from shapes; an axis with samples of unknown length has one row for each."""
         spread = self.inputs(node)[0] if node.op in ASKING else CONSTANT
         axis = None if spread.partial or spread.one_by_one else spread.axis
         for own, samples in zip(self._values, self._samples, strict=True):
@@ -149,7 +149,7 @@ class Interpreter:
     # ---- functions
 
     def call_shapes(self, refs: Sequence[Ref]) -> tuple[CallShapes, CallShapes]:
-        """What is known of a call's inputs, for both numbers of samples."""
+        """Returns the known shapes of a call's inputs, for both numbers of samples."""
         few, many = (
             CallShapes(tuple(shapes.get(ref) for ref in refs), tuple(elements.get(ref) for ref in refs))
             for shapes, elements in zip(self._shapes, self._elements, strict=True)
@@ -157,7 +157,7 @@ class Interpreter:
         return few, many
 
     def body(self, name: str, few: CallShapes, many: CallShapes) -> Body | None:
-        """A function for arguments of some shapes; None where it can't be computed for these, or calls go too deep."""
+        """Returns a function for arguments of some shapes; None if it doesn't fit these, or calls nest too deeply."""
         if self._depth == _DEEPEST:
             return None
         graph, results = function_graph(self.graph.graph.library, name)
@@ -169,7 +169,7 @@ class Interpreter:
         return Body(_sorted(graph), arguments, results, known)
 
     def scalars_of(self, body: Body, refs: Sequence[Ref], same: Sequence[bool] = ()) -> list[dict[Ref, float]]:
-        """Numbers that follow from shapes and that a function is given; ``same`` tells which are so in all rounds."""
+        """Returns a function's arguments that follow from shapes; ``same`` marks those that are equal in all rounds."""
         kept = same or [True] * len(refs)
         return [
             {
@@ -225,7 +225,7 @@ class Interpreter:
         return self._shapes[0].get(ref)
 
     def numbers(self, ref: Ref) -> tuple[np.ndarray, np.ndarray] | None:
-        """What follows from shapes: the value for both numbers of samples."""
+        """Returns a value that follows from shapes, for both numbers of samples."""
         return self._numbers(self._values, ref)
 
     @staticmethod
@@ -318,13 +318,13 @@ class Interpreter:
         return node.name in self._loss_nodes
 
     def _asks_open_shapes(self, ref: Ref) -> bool:
-        """Whether a tensor is computed from the shape of one that must be there for that."""
+        """Returns whether a tensor depends on a shape that can only be read from the tensor itself."""
         asked = [Ref(node.name) for node in self.graph if node.op == "Shape"]
         body = self.graph.ancestors([ref], asked, control=False)
         return any(own.node in self._open_shapes for name in body for own in self.graph.inputs(name))
 
     def fixed(self, node: NodeDef, index: int, *, rows: bool) -> Spread:
-        """The spread of an input that isn't used linearly: that of the whole batch, if it can be known before.
+        """Returns the spread of an input that isn't used linearly: the whole batch's, if known before the step.
 
         Args:
             node: the reader.
@@ -346,7 +346,7 @@ class Interpreter:
         return spread._replace(degree=0, linear=False)
 
     def generic(self, node: NodeDef) -> list[Spread]:
-        """What an operation is taken to do of which nothing else is known: something with each sample by itself."""
+        """Returns the default spreads of an operation: it treats each sample by itself."""
         refs = self.graph.inputs(node.name)
         spreads = self.inputs(node)
         has_rows = any(spread.axis is not None and spread.varies for spread in spreads)
@@ -389,7 +389,7 @@ def _growing(few: Shape | None, many: Shape | None, samples: tuple[int, int]) ->
 
 
 def _draws(node: NodeDef) -> bool:
-    """Whether a node draws random numbers, also by an operator that only its seeds tell of."""
+    """Returns whether a node draws random numbers, also by an operator that only its seeds reveal."""
     return draws(node.op) or (is_stateful(node.op) and {"seed", "seed2"} <= set(node.attr))
 
 

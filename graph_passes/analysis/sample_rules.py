@@ -1,6 +1,6 @@
-"""What single operations make of the samples of a slice: those that are linear, and those that mix samples.
+"""Rules for single operations on a slice's samples: linear ones, and those that mix samples.
 
-All others do something with each sample by itself (`Interpreter.generic`).
+All others treat each sample by itself (`Interpreter.generic`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from graph_passes.ir.spreads import CONSTANT, Coupling, Spread, together
 
 
 def _placed(interpreter: Interpreter, node: NodeDef, spread: Spread) -> Spread:
-    """A place that becomes a floating-point number counts."""
+    """Handles a place that becomes a floating-point number, which counts samples."""
     if spread.place and interpreter.is_float(Ref(node.name)):
         interpreter.couple(node, Coupling.PLACE)
         return spread._replace(place=False)
@@ -217,7 +217,7 @@ def _einsum(interpreter: Interpreter, node: NodeDef) -> Spread | None:
 
 
 def _contraction(interpreter: Interpreter, node: NodeDef, refs: Sequence[Ref], over: Sequence[bool]) -> Spread:
-    """A product of tensors; ``over`` says of those with samples whether it is summed over these."""
+    """Handles a product of tensors; ``over`` says for each with samples whether it is summed over them."""
     used = [(ref, interpreter.fixed(node, index, rows=True)) for index, ref in enumerate(refs)]
     spreads = [spread for _, spread in used]
     known = [spread.degree for spread in spreads if spread.degree is not None]
@@ -356,4 +356,4 @@ RULES: Mapping[str, Rule] = {
     **INDEXING,
     **BODIES,
 }
-"""What each operation makes of its inputs; where it is missing, or gives None, see `Interpreter.generic`."""
+"""Each operation's rule; if it is missing, or returns None, see `Interpreter.generic`."""

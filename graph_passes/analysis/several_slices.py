@@ -1,4 +1,4 @@
-"""What is known of a stage's tensors for slices of several sizes: shapes, and values that follow from the size."""
+"""A stage's tensors for slices of several sizes: shapes, and values that follow from the size."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 SIZES = tuple((few, many, few + many, 2 * (few + many)) for few, many in SAMPLES)
 """Slice sizes, the first that the stage can be computed for count: two, their sum, and twice that."""
 _LENGTHS = (16, 4, 1, None)
-"""What lengths that the model leaves open are taken for, the first that doesn't contradict others; None leaves them."""
+"""Values for lengths that the model leaves open, the first without contradictions counts; None leaves them open."""
 _MOST_ELEMENTS = 1 << 16
-"""Elements of a tensor that is computed in order to see how it depends on the size of a slice."""
+"""The most elements of a tensor that is computed to find how it depends on the size of a slice."""
 
 
 class Grows(enum.Enum):
@@ -156,7 +156,7 @@ class SeveralSlices:
         return next(axis for axis, of in enumerate(sizes) if self._axis_grows(of) is Grows.ALONG_AN_AXIS)
 
     def run(self, ref: Ref) -> Grows:
-        """How a tensor grows of which only a run can tell, with random inputs."""
+        """Finds how a tensor grows by a run with random inputs."""
         number = self._program.roles.slice.samples
         graph = GraphDef(versions=self._part.versions, library=self._part.library)
         before = self._view.ancestors([ref])

@@ -68,8 +68,8 @@ class ShapeValues:
         Args:
             node: the node.
             axis: the axis of its first input with the samples; None where there is none.
-            length: what that is taken to have, should it not be known.
-            others: what other axes beside it are taken to have likewise.
+            length: its assumed length if unknown.
+            others: the assumed length of other unknown axes.
         """
         own, refs = Ref(node.name), self._graph.inputs(node.name)
         if own in self.values:

@@ -53,7 +53,7 @@ class Signature(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """What a signature is derived from.
+    """The operator that a signature is derived from.
 
     Attributes:
         node: the operator.

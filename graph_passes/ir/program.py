@@ -185,7 +185,8 @@ class Boundary:
         consumers: later stages that read it, ascending; skip connections have several.
         dtype: a ``DT_*`` number.
         batch_axis: the axis along which it is cut into slices; None when it has no batch axis (a scalar loss term,
-        say). rows_per_sample: length of that axis per sample; None when it is only known at run time.
+        say).
+        rows_per_sample: length of that axis per sample; None when it is only known at run time.
         shape: static shape; None for axes that grow with the batch or are unknown.
         differentiable: whether a gradient flows back through it.
         example_shape: its shape for one sample of the batch at hand (see `Roles`); None for what isn't known then.

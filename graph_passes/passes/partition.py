@@ -50,7 +50,7 @@ class Partition:
         Bx:    (residuals, params, x, dy) -> (dx, partial results)
         Bw:    (residuals, partial results, params, x, dy) -> dparams
 
-    Nodes that the outputs need are forward; residuals are the forward tensors that backward reads. Arguments of F that B
+    Nodes that the outputs need are forward; residuals are forward tensors that backward reads. Arguments of F that B
     reads are passed to both and are no residuals, although they stay in memory as long. Nodes that the gradients of the
     received tensors need are Bx (dO in Out-Of-Order BackProp, section 3), the rest Bw (dW), which takes results of Bx
     as partial results. Whether a weight is used once or several times makes no difference.

@@ -1,4 +1,4 @@
-"""AllReduce: what each device has of a group's gradients becomes the sum over all its devices."""
+"""AllReduce: each device's part of a group's gradients becomes the sum over all its devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graph_passes.passes.row_gradients import RowGradients
 from graph_passes.passes.update_nodes import Calls, Inputs, UpdateNodes, marks
 
 _Pack: TypeAlias = tuple[FunctionDef, tuple[Callable[[str], Ref], ...]]
-"""What makes vectors of gradients; device -> tensor of the top level, for each of its arguments."""
+"""The function that packs gradients into vectors; device -> tensor of the top level, for each of its arguments."""
 
 
 class Reduction:

@@ -98,7 +98,7 @@ def with_whole_batches(program: Program, dependence: SampleDependence) -> Progra
 
 
 def _computing(view: Graph, ref: Ref) -> set[str]:
-    """Returns the nodes that compute a tensor from batch inputs, not counting nodes behind ``Shape``."""
+    """Returns the nodes that compute a tensor from batch inputs, with ``Shape`` nodes but not what these read."""
     asked = [Ref(node.name) for node in view if node.op == "Shape"]
     body = view.ancestors([ref], asked, control=False)
     shapes = {own.node for name in body for own in view.inputs(name) if view.nodes[own.node].op == "Shape"}
