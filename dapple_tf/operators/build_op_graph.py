@@ -143,11 +143,11 @@ class _Reading:
         )
 
     def read(self, index: int) -> tuple[TensorType, ...]:
-        """The tensors that a node reads."""
+        """Returns the tensors that a node reads."""
         return tuple([self.outputs[producer][output] for producer, output in self.inputs[index].data])
 
     def signature(self, index: int) -> OpSignature:
-        """What a node's time depends on."""
+        """Returns what a node's time depends on."""
         node = self.nodes[index]
         return signature(node, self.read(index), self.outputs[index], self.fingerprints.of(node))
 

@@ -212,7 +212,7 @@ class _Pieces:
         return True
 
     def coarse(self) -> Coarse:
-        """The graph of the pieces, in a topological order."""
+        """Returns the graph of the pieces, in a topological order."""
         problem, graph, piece = self.problem, self.problem.graph, self.piece
         count = len(self.bound)
         first = np.full(count, problem.count, np.int64)

@@ -39,7 +39,7 @@ class DisjointSets:
         self._size = [1] * count
 
     def find(self, item: int) -> int:
-        """The representative of an item's set."""
+        """Returns the representative of an item's set."""
         parent = self._parent
         while parent[item] != item:
             parent[item] = parent[parent[item]]

@@ -48,7 +48,7 @@ def fast_t_schedule(problem: PlacementProblem) -> tuple[list[int], list[int]]:
 
 
 def critical_path(problem: PlacementProblem) -> list[int]:
-    """The operators of the longest path with mean costs, communication included."""
+    """Returns the operators of the longest path with mean costs, communication included."""
     if not problem.count:
         return []
     tail = tails(problem)

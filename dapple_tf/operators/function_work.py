@@ -195,7 +195,7 @@ def _scalar(ref: Ref, nodes: Mapping[str, NodeDef]) -> int | None:
 
 
 def _steps_by_one(result: Ref, argument: str, nodes: Mapping[str, NodeDef]) -> bool:
-    """Whether a loop's result is its argument + 1."""
+    """Returns whether a loop's result is its argument + 1."""
     node = nodes.get(_source(result, nodes).node)
     if node is None or node.op not in ("Add", "AddV2"):
         return False

@@ -93,7 +93,7 @@ class InsertionScheduler:
         return [place] if place >= 0 else self._memory.fitting(op)
 
     def earliest(self, op: int, device: int) -> tuple[float, float]:
-        """EST and EFT of an operator on a device."""
+        """Returns EST and EFT of an operator on a device."""
         ready = self._ready[op]
         seconds = self.problem.seconds[op][device]
         start = self.slots[device].find(0.0 if ready is None else ready[device], seconds)
@@ -173,5 +173,5 @@ def placement_of(problem: PlacementProblem, devices: list[int], order: list[int]
 
 
 def fits(placement: OpPlacement, topology: Topology) -> bool:
-    """Whether every device's peak is within its limit: M_v < C of FD-DPS' formula 4."""
+    """Returns whether every device's peak is within its limit: M_v < C of FD-DPS' formula 4."""
     return all(peak <= limit for peak, limit in zip(placement.peak_bytes, topology.memory_bytes.tolist(), strict=True))

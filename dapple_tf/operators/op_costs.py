@@ -43,12 +43,12 @@ class MeanSeconds(NamedTuple):
     seconds: float
 
     def add(self, seconds: float) -> MeanSeconds:
-        """Iterative averaging, C of formula 1: mean' = mean + (seconds - mean) / times'."""
+        """Averages iteratively, C of formula 1: mean' = mean + (seconds - mean) / times'."""
         times = self.times + 1
         return MeanSeconds(times, self.seconds + (seconds - self.seconds) / times)
 
     def merge(self, other: MeanSeconds) -> MeanSeconds:
-        """The mean of both."""
+        """Returns the mean of both."""
         times = self.times + other.times
         return MeanSeconds(times, (self.times * self.seconds + other.times * other.seconds) / times)
 
@@ -143,7 +143,7 @@ class OperatorCosts(JsonFile):
                 self.add(signature, kind, mean.seconds, times=mean.times)
 
     def measured(self, signature: OpSignature, kind: str) -> MeanSeconds | None:
-        """The mean of an operator's measured times; None if it wasn't measured."""
+        """Returns the mean of an operator's measured times; None if it wasn't measured."""
         return self._means.get(kind, {}).get(signature)
 
     @property
@@ -181,7 +181,7 @@ class OperatorCosts(JsonFile):
         return found
 
     def roofline(self, kind: str) -> Roofline:
-        """The roofline of a kind of device.
+        """Returns the roofline of a kind of device.
 
         Raises:
             OperatorCostsError: there is none.
@@ -256,7 +256,7 @@ class OperatorCosts(JsonFile):
         Path(path).write_text(text, encoding="utf-8")
 
     def to_json(self) -> str:
-        """The costs as JSON text: rooflines and measured means of each kind of device.
+        """Returns the costs as JSON text: rooflines and measured means of each kind of device.
 
             {"format": "dapple_tf.operator_costs/1",
              "devices": {"GPU": {"roofline": {"flops": 1.06e13, ...},

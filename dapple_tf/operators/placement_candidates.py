@@ -174,5 +174,5 @@ class Pieces:
 
 
 def variant_of(graph: OpGraph, topology: Topology, splits: Mapping[str, Split]) -> Variant:
-    """A graph as a variant."""
+    """Returns a graph as a variant."""
     return Variant(compile_problem(graph, topology), splits)

@@ -96,7 +96,7 @@ class OpSignature(NamedTuple):
         return next((text for key, text in self.attrs if key == name), "")
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """An attribute that is a list of integers."""
+        """Returns an attribute that is a list of integers."""
         return tuple(int(part) for part in self.attr(name).split(":") if part)
 
 
@@ -128,7 +128,7 @@ def _dtype_name(dtype: int) -> str:
 def signature(
     node: NodeDef, inputs: Sequence[TensorType], outputs: Sequence[TensorType], functions: str = ""
 ) -> OpSignature:
-    """The signature of a node of a graph.
+    """Returns the signature of a node of a graph.
 
     Args:
         node: a primitive op.

@@ -146,7 +146,7 @@ def run_in_order(
 def peak_bytes(
     problem: PlacementProblem, place: np.ndarray, start: np.ndarray, finish: np.ndarray, sent: Sent
 ) -> np.ndarray:
-    """Peak bytes of each device."""
+    """Returns the peak bytes of each device."""
     count, tensors = problem.devices, len(problem.size)
     peaks = np.zeros(count)
     for group, members in enumerate(problem.members):

@@ -86,7 +86,7 @@ class _Splitting:
         self.edges: list[tuple[int, int, int, int, int, int]] = []
 
     def result(self) -> OpGraph:
-        """The new graph."""
+        """Returns the new graph."""
         split = np.zeros(self.graph.count, bool)
         split[list(self.wholes)] = True
         changed = split[self.graph.edges[:, 0]] | split[self.graph.edges[:, 1]]
@@ -141,7 +141,7 @@ class _Splitting:
         return self.cut[tensor, cut]
 
     def _whole(self, producer: int, tensor: int) -> _Source:
-        """The whole tensor."""
+        """Returns the whole tensor."""
         whole = self.wholes.get(producer)
         if whole is None:
             return _Source(producer, 0, tensor)
@@ -194,7 +194,7 @@ class _Splitting:
         return [self.bytes[tensor] * size / sum(sizes) for size in sizes]
 
     def _numbered(self, unchanged: np.ndarray) -> OpGraph:
-        """The new graph, given the edges between operators that stay."""
+        """Returns the new graph, given the edges between operators that stay."""
         graph = self.graph
         counts = np.ones(graph.count, np.int64)
         for operator in self.wholes.keys() | self.behind.keys():
@@ -240,7 +240,7 @@ class _Splitting:
         )
 
     def _edges(self, unchanged: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """All edges by consumer, and the old numbers of the tensors that anything reads."""
+        """Returns all edges by consumer, and the old numbers of the tensors that anything reads."""
         rows = np.array(self.edges, np.int64).reshape(-1, 6)
         new = np.stack((first[rows[:, 0]] + rows[:, 1], first[rows[:, 2]] + rows[:, 3], rows[:, 4], rows[:, 5]), axis=1)
         kept = unchanged.copy()
@@ -256,7 +256,7 @@ class _Splitting:
 
 
 def _chosen(graph: OpGraph, splits: Mapping[str, Split]) -> dict[int, _Whole]:
-    """The operators to split, by number."""
+    """Returns the operators to split, by number."""
     numbers = {name: number for number, name in enumerate(graph.names) if name in splits}
     sizes = np.bincount(graph.groups, minlength=len(graph.pinned))
     found = {}

@@ -58,7 +58,7 @@ def _moved_cuts(plan: Plan, profile: Profile) -> Iterator[tuple[str, ...]]:
 
 
 def _free(plan: Plan, cluster: Cluster) -> list[int]:
-    """The first unused device of each group of like devices."""
+    """Returns the first unused device of each group of like devices."""
     used = {device for group in plan.devices for device in group}
     unused = ([device for device in group if device not in used] for group in cluster.device_groups)
     return [devices[0] for devices in unused if devices][:_GROUPS]
@@ -121,7 +121,7 @@ def _both_ways(stages: range) -> Iterator[tuple[int, int]]:
 
 
 def _legal(plan: Plan, **changes: Any) -> Iterator[Plan]:
-    """The plan with changes, if that is a legal plan."""
+    """Yields the plan with changes, if that is a legal plan."""
     try:
         yield dataclasses.replace(plan, **changes)
     except PlanError:

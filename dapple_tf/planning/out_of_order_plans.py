@@ -65,7 +65,7 @@ def even_plans(request: PlanRequest, recompute: str) -> Iterator[Plan]:
 
 
 def same_stages(base: Plan, request: PlanRequest, policies: Sequence[Policy]) -> Iterator[Plan]:
-    """The same stages under these policies."""
+    """Yields the same stages under these policies."""
     for policy in policies:
         yield from _legal(base, request, schedule=policy)
 
@@ -83,7 +83,7 @@ def stages_per_device(base: Plan, request: PlanRequest) -> Iterator[tuple[Policy
 
 
 def _is_short(base: Plan, request: PlanRequest) -> bool:
-    """Whether memory limits the micro-batches in flight of a plan."""
+    """Returns whether memory limits the micro-batches in flight of a plan."""
     holds = request.costs(base).holds
     return holds is not None and min(holds) < base.micro_batches
 
@@ -105,7 +105,7 @@ def more_stages(base: Plan, request: PlanRequest, policy: Policy, count: int) ->
 
 
 def with_chunks(base: Plan, request: PlanRequest, chunks: int) -> Iterator[Plan]:
-    """The plan with its replicated stages cut into chunks, if that is possible and changes anything."""
+    """Yields the plan with its replicated stages cut into chunks, if that is possible and changes anything."""
     if max(base.replicas) > 1 and _one_group_per_device(base):
         cut = chunked(base, request.profile, chunks)
         if cut != base:
@@ -113,7 +113,7 @@ def with_chunks(base: Plan, request: PlanRequest, chunks: int) -> Iterator[Plan]
 
 
 def groups(plan: Plan) -> list[tuple[range, tuple[int, ...]]]:
-    """The runs of consecutive stages with equal devices, and these devices."""
+    """Returns the runs of consecutive stages with equal devices, and these devices."""
     found: list[tuple[range, tuple[int, ...]]] = []
     for devices, stages in itertools.groupby(range(plan.num_stages), key=lambda stage: plan.devices[stage]):
         members = list(stages)
@@ -122,7 +122,7 @@ def groups(plan: Plan) -> list[tuple[range, tuple[int, ...]]]:
 
 
 def has_chunks(plan: Plan) -> bool:
-    """Whether a replicated stage is cut into chunks."""
+    """Returns whether a replicated stage is cut into chunks."""
     return any(len(stages) > 1 and len(devices) > 1 for stages, devices in groups(plan))
 
 
@@ -175,7 +175,7 @@ def _one_group_per_device(plan: Plan) -> bool:
 
 
 def _legal(base: Plan, request: PlanRequest, **changes: object) -> Iterator[Plan]:
-    """The plan with changes and its stages' times, if that is a legal plan."""
+    """Yields the plan with changes and its stages' times, if that is a legal plan."""
     try:
         plan = dataclasses.replace(base, task_seconds=None, report=None, **changes)  # type: ignore[arg-type]
         if isinstance(request.reverse_first_k, int):

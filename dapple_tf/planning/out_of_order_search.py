@@ -103,7 +103,7 @@ class OutOfOrderSearch:
         return self.best()
 
     def dapple(self) -> Choice | None:
-        """The best of DAPPLE's own plans, without chunks; None if no base fits."""
+        """Returns the best of DAPPLE's own plans, without chunks; None if no base fits."""
         ranked = sorted(self.bases, key=lambda choice: choice.latency)
         return simplest(ranked, self.request.least_gain)[0] if ranked else None
 

@@ -174,7 +174,7 @@ class Placements:
         return tuple(places)
 
     def devices(self, steps: Iterable[Step]) -> list[tuple[int, ...]]:
-        """The devices of each stage of a path from the empty cluster."""
+        """Returns the devices of each stage of a path from the empty cluster."""
         servers = list(range(len(self.sizes)))  # the actual server at each place
         taken = [0] * len(self.sizes)
         found = []

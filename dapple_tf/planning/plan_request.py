@@ -166,7 +166,7 @@ class PlanRequest:
     def plan(
         self, cuts: Iterable[str], devices: Iterable[Iterable[int]], micro_batches: int, recompute: str = "none"
     ) -> Plan:
-        """A plan for this request, under the first schedule that is searched."""
+        """Returns a plan for this request, under the first schedule that is searched."""
         return Plan.manual(
             cuts,
             devices,
@@ -178,12 +178,12 @@ class PlanRequest:
         )
 
     def costs(self, plan: Plan) -> CostModel:
-        """What a plan costs, all-reduce as requested."""
+        """Returns what a plan costs, all-reduce as requested."""
         return CostModel(plan, self.profile, self.cluster, overlap=self.overlap, all_reduce=self.all_reduce)
 
 
 def _first_k(value: Any) -> int:
-    """The number of ``reverse_first_k``."""
+    """Returns the number of ``reverse_first_k``."""
     if isinstance(value, str):
         raise PlanError(f"reverse_first_k is {value!r}; give a number of stages, or 'auto'")
     count = integer("reverse_first_k", value)

@@ -271,7 +271,7 @@ class _Planner:
         ]
 
     def _even(self, stages: int, micro_batches: int, recompute: str) -> Iterator[_Found]:
-        """A pipeline of stages of the same time and number of replicas, if it fits."""
+        """Yields a pipeline of stages of the same time and number of replicas, if it fits."""
         replicas = self.cluster.num_devices // stages
         if replicas > self.request.batch // micro_batches:
             return
@@ -420,7 +420,7 @@ class _Planner:
         return request.out_of_order and (asked or self.cluster.num_devices > 1)
 
     def _out_of_order(self, best: Choice) -> Derivation:
-        """The best plan under the policies that were asked for, derived from the best ones of DAPPLE's."""
+        """Returns the best plan under the policies that were asked for, derived from the best ones of DAPPLE's."""
         search = OutOfOrderSearch(self.request, self.allowed * _DERIVING, self.bar.step)
         kinds: dict[tuple[object, ...], Plan] = {}
         for choice in self._ranked():

@@ -39,7 +39,7 @@ _PERIOD = 6
 
 
 def v_min_block(position: int, positions: int) -> tuple[int, int, int, int]:
-    """The building block with the least memory."""
+    """Returns the building block with the least memory."""
     gap = 0 if positions % 3 else 2
     return (
         position,
@@ -50,7 +50,7 @@ def v_min_block(position: int, positions: int) -> tuple[int, int, int, int]:
 
 
 def v_half_block(position: int, positions: int) -> tuple[int, int, int, int]:
-    """The building block with half of 1F1B's memory."""
+    """Returns the building block with half of 1F1B's memory."""
     gap = 0 if positions % 2 else 3
     return (
         2 * position,
@@ -61,12 +61,12 @@ def v_half_block(position: int, positions: int) -> tuple[int, int, int, int]:
 
 
 def v_min_held(positions: int) -> int:
-    """The most micro-batches that a device holds under v_min."""
+    """Returns the most micro-batches that a device holds under v_min."""
     return (positions + 4) // 3
 
 
 def v_half_held(positions: int) -> int:
-    """The most micro-batches that a device holds under v_half."""
+    """Returns the most micro-batches that a device holds under v_half."""
     return (positions + 2) // 2
 
 
@@ -86,7 +86,7 @@ def room_on_devices(request: ScheduleRequest, most: int) -> dict[int, int]:
 
 
 def listed(request: ScheduleRequest, room: dict[int, int]) -> list[list_scheduling.Timeline]:
-    """List schedules of a V within K, D and the devices' room."""
+    """Returns list schedules of a V within K, D and the devices' room."""
     limits = [request.limit(stage, request.micro_batches) for stage in range(request.stages)]
     queues = list_scheduling.free_queues(request)
     keys = (priorities.oldest_first(request), priorities.deepest_first(request))
@@ -94,7 +94,7 @@ def listed(request: ScheduleRequest, room: dict[int, int]) -> list[list_scheduli
 
 
 def keeps_within(request: ScheduleRequest, orders: Orders, room: dict[int, int]) -> bool:
-    """Whether orders keep to K, D and the devices' room."""
+    """Returns whether orders keep to K, D and the devices' room."""
     for device, jobs in orders.items():
         counts: dict[int, int] = {}
         for job in jobs:
@@ -122,7 +122,7 @@ def on_devices(request: ScheduleRequest, orders: Sequence[Sequence[Job]]) -> Ord
 
 
 def v_min(request: ScheduleRequest) -> Orders:
-    """V-Min's block repeated, or a list schedule if that takes less time.
+    """Repeats V-Min's block, or makes a list schedule if that takes less time.
 
     Raises:
         ScheduleError: the devices aren't a V.
@@ -131,7 +131,7 @@ def v_min(request: ScheduleRequest) -> Orders:
 
 
 def v_half(request: ScheduleRequest) -> Orders:
-    """V-Half's block repeated, or a list schedule if that takes less time.
+    """Repeats V-Half's block, or makes a list schedule if that takes less time.
 
     Raises:
         ScheduleError: the devices aren't a V.
@@ -140,7 +140,7 @@ def v_half(request: ScheduleRequest) -> Orders:
 
 
 def _shortest(request: ScheduleRequest, block: Block, held: Callable[[int], int]) -> Orders:
-    """The repeated block, if it keeps within the limits, or a list schedule, whichever takes less time."""
+    """Returns the repeated block, if it keeps within the limits, or a list schedule, whichever takes less time."""
     check_vee(request)
     positions = len(ways(request)) // 2
     hosted = max(map(len, hosted_stages(request).values()))
@@ -173,7 +173,7 @@ class _Repeated:
                     self.moments[Job(way, phase, number)] = first + _PERIOD * number
 
     def orders(self) -> list[list[Job]]:
-        """For each position its tasks in order."""
+        """Returns for each position its tasks in order."""
         self._fill_gaps()
         self._move_up()
         self._finish()
@@ -209,7 +209,7 @@ class _Repeated:
         return tables
 
     def _fill_gaps(self) -> None:
-        """Put each Bw at the first free moment after its Bx, in the order of these."""
+        """Puts each Bw at the first free moment after its Bx, in the order of these."""
         for table in self._tables():
             waiting: list[Job] = []
             moment, end = 0, max(table)
@@ -223,7 +223,7 @@ class _Repeated:
                 moment += 1
 
     def _move_up(self) -> None:
-        """Move each task to the first free moment that data and memory allow, in the order of their moments."""
+        """Moves each task to the first free moment that data and memory allow, in the order of their moments."""
         tables = self._tables()
         held = [self._held(table) for table in tables]
         for job in sorted(self.moments, key=self._when):
@@ -259,7 +259,7 @@ class _Repeated:
         return counts
 
     def _finish(self) -> None:
-        """After a position's last F, run Bx as soon as they are ready, and Bw when none is."""
+        """Runs Bx as soon as they are ready after a position's last F, and Bw when none is."""
         last = [max(moment for moment, job in table.items() if job.phase is F) for table in self._tables()]
         left: list[list[Job]] = [[] for _ in last]
         for job in sorted(self.moments, key=self._when):

@@ -51,7 +51,7 @@ def dualpipe_v(request: ScheduleRequest) -> Orders:
 
 
 def _order(position: int, positions: int, micro_batches: int) -> list[Job]:
-    """The tasks of a position; a `Job`'s stage is its way."""
+    """Returns the tasks of a position; a `Job`'s stage is its way."""
     there, back = position, 2 * positions - 1 - position
     near, far = position + 1, positions - position - 1
     tasks = _Tasks()

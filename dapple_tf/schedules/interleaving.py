@@ -19,7 +19,7 @@ from graph_passes.ir.tasks import Phase
 
 
 def interleaved(request: ScheduleRequest) -> Orders:
-    """Order an interleaved pipeline over groups of stages.
+    """Orders an interleaved pipeline over groups of stages.
 
     Where K or D are too small for this order, devices take backwards first, then forwards in the order above, within
     the limits (list scheduling).
@@ -94,7 +94,7 @@ def _period(request: ScheduleRequest) -> int:
 
 
 def _passes(groups: tuple[range, ...], rounds: tuple[int, ...]) -> list[tuple[range, int]]:
-    """(group, micro-batch) in the order of one device's forwards; for backwards ``groups`` is reversed."""
+    """Returns (group, micro-batch) in the order of one device's forwards; for backwards ``groups`` is reversed."""
     found, first = [], 0
     for size in rounds:
         found += [(group, first + offset) for group in groups for offset in range(size)]

@@ -32,7 +32,7 @@ class Ready(NamedTuple):
 def joint_schedule(
     main_seconds: Sequence[float], sub_seconds: Pairs, speedup: Pairs, ready: Mapping[int, Ready]
 ) -> tuple[tuple[int, ...], ...]:
-    """Schedule the sub-stream's kernels in the main stream's regions: algorithm 1.
+    """Schedules the sub-stream's kernels in the main stream's regions: algorithm 1.
 
         1  S[i] = [], now[i] = 0 for i = 1..N
         2  U = {dW_2..dW_L}; C = {R[1]..R[N]}
@@ -139,7 +139,7 @@ class StreamTimes:
         return len(self.input_grad)
 
     def sub_seconds(self, kernel: int, region: Sequence[int]) -> float:
-        """T_sub: seconds of a stage's Bw in a region, the mean over the region's Bx weighted by their times."""
+        """Returns T_sub: seconds of a stage's Bw in a region, the mean over its Bx weighted by their times."""
         return self._mean(region, [self.beside.get((kernel, stage), self.weight_grad[kernel]) for stage in region])
 
     def region_speedup(self, kernel: int, region: Sequence[int]) -> float:
@@ -158,12 +158,12 @@ Regions = Sequence[Sequence[int]]
 
 
 def stage_regions(stages: int) -> tuple[tuple[int, ...], ...]:
-    """A region for each stage's Bx, the last stage's first."""
+    """Returns a region for each stage's Bx, the last stage's first."""
     return tuple((stage,) for stage in reversed(range(stages)))
 
 
 def similar_regions(input_grad_seconds: Sequence[float], tolerance: float = 0.5) -> tuple[tuple[int, ...], ...]:
-    """Group consecutive stages of similar compute into regions ("e.g. a ResNet block can be a single region").
+    """Groups consecutive stages of similar compute into regions ("e.g. a ResNet block can be a single region").
 
     Args:
         input_grad_seconds: time of each stage's Bx.
@@ -187,7 +187,7 @@ def similar_regions(input_grad_seconds: Sequence[float], tolerance: float = 0.5)
 
 
 def check_regions(regions: Regions, stages: int) -> None:
-    """Check that the regions are runs of all stages, the last stage first.
+    """Checks that the regions are runs of all stages, the last stage first.
 
     Raises:
         ValueError: naming the region that isn't.
@@ -210,7 +210,7 @@ def check_regions(regions: Regions, stages: int) -> None:
 
 
 def readiness(times: StreamTimes, regions: Regions) -> dict[int, Ready]:
-    """When each stage's Bw becomes runnable: when its Bx ends; stages without a Bw are left out."""
+    """Returns when each stage's Bw becomes runnable: when its Bx ends; stages without a Bw are left out."""
     found = {}
     for number, region in enumerate(regions):
         ends = itertools.accumulate(times.input_grad[stage] for stage in region)
@@ -222,7 +222,7 @@ def readiness(times: StreamTimes, regions: Regions) -> dict[int, Ready]:
 
 
 def schedule_regions(times: StreamTimes, regions: Regions, prescheduled: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Algorithm 1 for stages, behind ``prescheduled`` regions in which Bw run as soon as they are ready.
+    """Runs algorithm 1 for stages, after ``prescheduled`` regions in which Bw run as soon as they are ready.
 
     Section 4.1: "we pre-schedule for k regions at the beginning of the backpropagation; in the k regions, we schedule
     the weight gradient computations as soon as they are ready [...]. Then we re-run Algorithm 1 for the remaining
@@ -263,7 +263,7 @@ def peak_bytes(
     residual_bytes: Sequence[float],
     delayed_bytes: Sequence[float],
 ) -> float:
-    """The most bytes that one micro-batch keeps during its backward under a schedule of the sub-stream.
+    """Returns the most bytes that one micro-batch keeps during its backward under a schedule of the sub-stream.
 
     A stage keeps its residuals until its Bx has run, then the inputs of its Bw until that has run. The main stream is
     assumed to run without gaps, the sub-stream in the schedule's order, no Bw before its region.
@@ -316,7 +316,7 @@ def fit_memory(
     delayed_bytes: Sequence[float],
     limit: float | None,
 ) -> Fitted:
-    """Algorithm 1 under the memory rule of section 4.1: pre-schedule k regions, k growing until the schedule fits.
+    """Runs algorithm 1 under the memory rule of section 4.1: pre-schedules k regions, with k growing until it fits.
 
     Args:
         times: what tasks take.

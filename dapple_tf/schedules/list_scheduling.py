@@ -54,7 +54,7 @@ def run(
     limits: Sequence[int] | None = None,
     room: Mapping[int, int] | None = None,
 ) -> Timeline:
-    """Run all jobs of ``queues`` and return what happened.
+    """Runs all jobs of ``queues`` and returns their timeline.
 
     Args:
         request: the devices of stages, and the times of jobs.
@@ -71,7 +71,7 @@ def run(
 
 
 def replay(request: ScheduleRequest, orders: Orders) -> Timeline:
-    """Run the jobs of each device in a given order."""
+    """Runs the jobs of each device in a given order."""
     return run(request, {device: [jobs] for device, jobs in orders.items()}, lambda job, ready: ())
 
 
@@ -131,7 +131,7 @@ class _Run:
         self._count_room()
 
     def run(self) -> Timeline:
-        """Run until nothing can start any more."""
+        """Runs until nothing can start any more."""
         ends: list[tuple[float, int, Job]] = []
         idle = set(self.devices)
         now = 0.0

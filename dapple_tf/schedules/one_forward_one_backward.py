@@ -25,17 +25,17 @@ Wanted = Callable[[int, int], list[int]]
 
 
 def all_micro_batches(groups: int, micro_batches: int) -> list[int]:
-    """GPipe's K."""
+    """Returns GPipe's K."""
     return [micro_batches] * groups
 
 
 def p_a(groups: int, micro_batches: int) -> list[int]:
-    """DAPPLE's policy A."""
+    """Returns K of DAPPLE's policy A."""
     return [groups - i for i in range(groups)]
 
 
 def p_b(groups: int, micro_batches: int) -> list[int]:
-    """DAPPLE's policy B."""
+    """Returns K of DAPPLE's policy B."""
     return [2 * (groups - i) - 1 for i in range(groups)]
 
 

@@ -76,7 +76,7 @@ def any_request(request: ScheduleRequest) -> None:
 
 
 def no_waits(request: ScheduleRequest, active: Active | None) -> Mapping[Task, Task]:
-    """The waits of a policy whose tasks wait for their data and their devices only."""
+    """Returns the waits of a policy whose tasks wait for their data and their devices only."""
     return {}
 
 

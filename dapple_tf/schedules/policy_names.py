@@ -26,7 +26,7 @@ from dapple_tf.schedules.schedule_request import ScheduleError
 
 
 def own_policy(schedule: object) -> object:
-    """A plan's ``schedule`` with a CSV file's path read, and a built-in policy's name for that policy.
+    """Returns a plan's ``schedule`` with a CSV file's path read, and a built-in policy's name for that policy.
 
     Raises:
         ScheduleError: the CSV file isn't a schedule, or can't be read.

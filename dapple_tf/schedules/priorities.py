@@ -39,7 +39,7 @@ def deepest_first(request: ScheduleRequest) -> Key:
 
 
 def critical_path(request: ScheduleRequest, split: bool = True) -> Callable[[Job], float]:
-    """Return the longest time from a job's start to the step's end, by `ScheduleRequest.duration`.
+    """Returns the longest time from a job's start to the step's end, by `ScheduleRequest.duration`.
 
     The classic priority of list scheduling: F(s) is followed by F(s + 1), in the last stage by its Bx; Bx(s) by its Bw
     and by Bx(s - 1).

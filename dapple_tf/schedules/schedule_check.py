@@ -58,7 +58,7 @@ def validate(
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Return the most micro-batches that each stage has in flight on one replica, from F to B or Bw.
+    """Returns the most micro-batches that each stage has in flight on one replica, from F to B or Bw.
 
     Where Bw runs on another device than F, this is the number that the schedule's waits guarantee for any task times.
 
@@ -95,7 +95,7 @@ def _expected_tasks(
     active: Active | None,
     forward_only: bool,
 ) -> dict[Task, int]:
-    """Map each task that the step must have to the device that must run it."""
+    """Maps each task that the step must have to the device that must run it."""
     homes = {}
     for stage, places in enumerate(zip(devices, weight_devices, strict=True)):
         phases: tuple[Phase, ...] = (F,) if forward_only else (F, BX, BW) if stage in schedule.split else (F, B)
@@ -118,7 +118,7 @@ def _check_whole_or_split(schedule: Schedule) -> None:
 
 
 def _check_tasks(schedule: Schedule, homes: Mapping[Task, int]) -> None:
-    """Check that every expected task is there once, on its device, and no other."""
+    """Checks that every expected task is there once, on its device, and no other."""
     found = Counter(schedule.tasks)
     for device, tasks in schedule.orders.items():
         for task in tasks:
@@ -183,7 +183,7 @@ def _counts(schedule: Schedule) -> Iterator[tuple[int, Task, int]]:
 
 
 def _crossing(homes: Mapping[Task, int]) -> set[tuple[int, int]]:
-    """The (stage, replica) whose Bw runs on another device than its F."""
+    """Returns the (stage, replica) whose Bw runs on another device than its F."""
     return {
         (task.stage, task.replica)
         for task, device in homes.items()
@@ -197,7 +197,7 @@ def _check_lanes(
     steps: Sequence[Mapping[int, Task]],
     holds: Sequence[int] | None,
 ) -> None:
-    """Check ``holds`` where a micro-batch's flight begins on one device and ends on another."""
+    """Checks ``holds`` where a micro-batch's flight begins on one device and ends on another."""
     if holds is None:
         return
     for task, count in _crossing_counts(schedule, homes, steps, _crossing(homes)):
@@ -237,7 +237,7 @@ def _crossing_counts(
 
 
 def _check_micro_batch_order(schedule: Schedule) -> None:
-    """Check that weight gradients are added up in one order, so that results don't depend on the policy."""
+    """Checks that weight gradients are added up in one order, so that results don't depend on the policy."""
     for device, tasks in schedule.orders.items():
         latest: dict[tuple[int, int], Task] = {}
         for task in tasks:

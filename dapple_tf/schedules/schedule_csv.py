@@ -84,7 +84,7 @@ def to_csv(schedule: Schedule, *, aligned: bool = False) -> str:
 
 
 def from_csv(text: str, name: str = "parsed") -> Schedule:
-    """Read a schedule in that form.
+    """Reads a schedule in that form.
 
     Actions that follow from the tasks here are left out: communication (``0SEND_F1``, ``1RECV_B0``), gathering of
     parameters and reduction of gradients (``0UNSHARD``, ``0RESHARD``, ``0REDUCE_GRAD``). Two overlapping tasks,
@@ -272,7 +272,7 @@ def _rows(text: str) -> list[list[str]]:
 
 
 def _cells(rows: Sequence[Sequence[str]]) -> Iterator[_Cell]:
-    """The tasks that are written, row by row."""
+    """Yields the tasks that are written, row by row."""
     for device, row in enumerate(rows):
         for column, cell in enumerate(row):
             word = cell.strip()

@@ -87,7 +87,7 @@ class ScheduleRequest:
     def of(
         cls, policy: str, devices: Sequence[Sequence[int]], micro_batches: int, **options: Unpack[RequestOptions]
     ) -> ScheduleRequest:
-        """Check and fill in arguments.
+        """Checks arguments and fills in defaults.
 
         Args:
             policy: the policy's name.
@@ -122,7 +122,7 @@ class ScheduleRequest:
         )
 
     def within(self, holds: Sequence[int] | None, micro_batches: int | None = None) -> ScheduleRequest:
-        """The same under a memory limit, and for another number of micro-batches.
+        """Returns the same under a memory limit, and for another number of micro-batches.
 
         Args:
             holds: D of each stage; None is no limit.
@@ -170,7 +170,7 @@ class ScheduleRequest:
         return input_grad if job.phase is Phase.INPUT_GRAD else weight_grad
 
     def check_straight(self) -> None:
-        """Check that each device stands in one group only.
+        """Checks that each device stands in one group only.
 
         Raises:
             ScheduleError: naming the device and two of its stages.
@@ -190,13 +190,13 @@ class ScheduleRequest:
 
 
 def check_count(name: str, count: int) -> None:
-    """Check that a number is at least 1."""
+    """Checks that a number is at least 1."""
     if count < 1:
         raise ScheduleError(f"{name} is {count}; it must be at least 1")
 
 
 def check_per_stage(name: str, counts: Sequence[int], stages: int) -> None:
-    """Check that there is a number of at least 1 for each stage."""
+    """Checks that there is a number of at least 1 for each stage."""
     if len(counts) != stages:
         raise ScheduleError(f"{name} has {len(counts)} entries for {stages} stages; give one for each stage")
     for stage, count in enumerate(counts):
@@ -212,7 +212,7 @@ def _per_stage(name: str, counts: Sequence[int] | None, stages: int) -> tuple[in
 
 
 def check_devices(devices: Sequence[Sequence[int]]) -> None:
-    """Check that each stage has devices, and each at most once."""
+    """Checks that each stage has devices, and each at most once."""
     check_count("number of stages", len(devices))
     for stage, replicas in enumerate(devices):
         if not replicas:
@@ -221,7 +221,7 @@ def check_devices(devices: Sequence[Sequence[int]]) -> None:
 
 
 def check_weight_devices(devices: Sequence[Sequence[int]], weight_devices: Sequence[Sequence[int]] | None) -> None:
-    """Check that there is a weight device for each replica."""
+    """Checks that there is a weight device for each replica."""
     if weight_devices is None:
         return
     counts, wanted = list(map(len, weight_devices)), list(map(len, devices))

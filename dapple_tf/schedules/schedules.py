@@ -55,7 +55,7 @@ STREAM_POLICIES = tuple(policy.name for policy in BUILT_IN if policy.two_streams
 
 
 def check(policy: Policy, request: ScheduleRequest) -> None:
-    """Check that a policy can do what is asked, without ordering any tasks.
+    """Checks that a policy can do what is asked, without ordering any tasks.
 
     Raises:
         ScheduleError: names what it can't do, and what would do.
@@ -82,7 +82,7 @@ def check(policy: Policy, request: ScheduleRequest) -> None:
 def order_tasks(
     policy: Policy, request: ScheduleRequest, *, active: Active | None = None, forward_only: bool = False
 ) -> Schedule:
-    """Make the order of each device's tasks in one step.
+    """Makes the order of each device's tasks in one step.
 
     Args:
         policy: the policy.
@@ -102,7 +102,7 @@ def order_tasks(
 
 
 def in_flight_limits(policy: Policy, request: ScheduleRequest) -> tuple[int, ...]:
-    """Return K of each stage, the most micro-batches it has in flight, from F to B or Bw.
+    """Returns K of each stage, the most micro-batches it has in flight, from F to B or Bw.
 
     Under gpipe and dapple_* it is also the number of forwards before the first backward: the request's ``warm_up``,
     else the policy's. Under fast_forward*, zb_h1 and zb_h2 it is the limit within which Bw are delayed; under the
@@ -118,7 +118,7 @@ def in_flight_limits(policy: Policy, request: ScheduleRequest) -> tuple[int, ...
 
 
 def warm_up_counts(policy: str, stages: int, micro_batches: int, holds: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the warm-up K of each stage, each on a device of its own: see `in_flight_limits`.
+    """Returns the warm-up K of each stage, each on a device of its own: see `in_flight_limits`.
 
     Args:
         policy: the name of a built-in one.
@@ -144,7 +144,7 @@ def resolve_warm_up(
     devices: Sequence[Sequence[int]] | None = None,
     **options: Unpack[RequestOptions],
 ) -> tuple[int, ...]:
-    """Return K of each stage: `in_flight_limits` for arguments that aren't a request yet.
+    """Returns K of each stage: `in_flight_limits` for arguments that aren't a request yet.
 
     Args:
         policy: a built-in one's name, or a policy.
@@ -171,7 +171,7 @@ def make_schedule(
     forward_only: bool = False,
     **options: Unpack[RequestOptions],
 ) -> Schedule:
-    """Make the order of each device's tasks in one step: `order_tasks` for arguments that aren't a request yet.
+    """Makes the order of each device's tasks in one step: `order_tasks` for arguments that aren't a request yet.
 
         >>> print(make_schedule("dapple_a", [[0], [1]], 3))
         0: 0F0 0F1 0B0 0F2 0B1 0B2

@@ -14,7 +14,7 @@ from dapple_tf.schedules.schedule_request import ScheduleError, ScheduleRequest
 
 
 def is_vee(request: ScheduleRequest) -> bool:
-    """Whether the second half of the stages goes back over the devices of the first."""
+    """Returns whether the second half of the stages goes back over the devices of the first."""
     lists = request.devices
     half = len(lists) // 2
     if len(lists) % 2 or len(request.groups) == 1 or lists != lists[::-1]:
@@ -24,7 +24,7 @@ def is_vee(request: ScheduleRequest) -> bool:
 
 
 def check_vee(request: ScheduleRequest) -> None:
-    """Check that the devices are a V.
+    """Checks that the devices are a V.
 
     Raises:
         ScheduleError: they aren't.
@@ -47,7 +47,7 @@ def ways(request: ScheduleRequest) -> list[range]:
 
 
 def hosted_stages(request: ScheduleRequest) -> dict[int, list[int]]:
-    """Device -> its stages."""
+    """Maps each device to its stages."""
     hosted: dict[int, list[int]] = {}
     for stage, devices in enumerate(request.devices):
         for device in devices:

@@ -34,17 +34,17 @@ def in_flight_limits(request: ScheduleRequest, wanted: int) -> list[int]:
 
 
 def h1_limits(request: ScheduleRequest) -> list[int]:
-    """L of each stage under zb_h1: p, as 1F1B's fullest."""
+    """Returns L of each stage under zb_h1: p, as 1F1B's fullest."""
     return in_flight_limits(request, len(request.groups))
 
 
 def h2_limits(request: ScheduleRequest) -> list[int]:
-    """L of each stage under zb_h2 and zero_bubble: 2p - 1."""
+    """Returns L of each stage under zb_h2 and zero_bubble: 2p - 1."""
     return in_flight_limits(request, 2 * len(request.groups) - 1)
 
 
 def handcrafted(request: ScheduleRequest, extra: int, limits: Sequence[int]) -> Orders:
-    """The closed form with a warm-up of ``min(p - i + extra, 2(p - i) - 1)``: 0 is zb_h1, p - 1 is zb_h2."""
+    """Returns the closed form with a warm-up of ``min(p - i + extra, 2(p - i) - 1)``: 0 is zb_h1, p - 1 is zb_h2."""
     counts = _warm_up(request, extra, limits)
     orders: Orders = {}
     for group, count in zip(request.groups, counts, strict=True):
@@ -54,17 +54,17 @@ def handcrafted(request: ScheduleRequest, extra: int, limits: Sequence[int]) -> 
 
 
 def zb_h1(request: ScheduleRequest) -> Orders:
-    """ZB-H1 (section 2.1): 1F1B's warm-up and 1F1B's peak memory, a third of its bubble."""
+    """Orders ZB-H1 (section 2.1): 1F1B's warm-up and 1F1B's peak memory, a third of its bubble."""
     return handcrafted(request, 0, h1_limits(request))
 
 
 def zb_h2(request: ScheduleRequest) -> Orders:
-    """ZB-H2 (section 2.2): no bubble between a device's first and last task, at twice the activations."""
+    """Orders ZB-H2 (section 2.2): no bubble between a device's first and last task, at twice the activations."""
     return handcrafted(request, len(request.groups), h2_limits(request))
 
 
 def zero_bubble(request: ScheduleRequest) -> Orders:
-    """The best of several warm-ups for the given times and limits (section 3: the automatic schedule); zb_v on a V.
+    """Returns the best of several warm-ups for the times and limits (section 3: automatic schedule); zb_v on a V.
 
     For each warm-up between zb_h1's and zb_h2's, the closed form and one whose Bw fill the gaps of a simulated run are
     compared by the time of the step, then by the longest time between a device's first and last task.
@@ -92,7 +92,7 @@ def zero_bubble(request: ScheduleRequest) -> Orders:
 
 
 def zb_v(request: ScheduleRequest) -> Orders:
-    """ZB-V ("Pipeline Parallelism with Controllable Memory", Qi et al.): stages i and 2p - 1 - i on one device.
+    """Orders ZB-V ("Pipeline Parallelism with Controllable Memory", Qi et al.): stages i and 2p - 1 - i on one device.
 
     A device has at most p micro-batches' worth of activations: p times its number of stages, each one part of the
     model's. With `warm_up`, K of its stages are the limit instead. The result is the shorter of two list schedules;

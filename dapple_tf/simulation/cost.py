@@ -303,7 +303,7 @@ class CostModel:
         return device_needs(self)
 
     def delays(self, stage: int) -> bool:
-        """Whether the plan's schedule splits the backwards of a stage."""
+        """Returns whether the plan's schedule splits the backwards of a stage."""
         plan = self.plan
         if plan.policy.splits is None:
             return stage in plan.split_stages

@@ -34,7 +34,7 @@ def gradient_ends(schedule: Schedule, *, wait_free: bool = True) -> Mapping[Task
 
 
 def carried_stages(costs: CostModel, schedule: Schedule) -> tuple[int, ...]:
-    """The stages whose parameters are updated during the next step's forward, by ``plan.carried_updates``.
+    """Returns the stages whose parameters are updated during the next step's forward, by ``plan.carried_updates``.
 
     A stage that shares some of its parameters with another isn't among them: its update is simulated as one.
     """

@@ -197,7 +197,7 @@ class Simulation:
         return "\n".join([self._summary(), table(self._rows()), self._shares()])
 
     def _repr_html_(self) -> str:
-        """The simulation in a notebook: what each stage does, and the step as a picture."""
+        """Returns the simulation in a notebook: what each stage does, and the step as a picture."""
         tables = [Table("", self._rows())]
         return notebook_html(self._summary(), tables, [self.drawn()], [self._shares()])
 
@@ -205,7 +205,7 @@ class Simulation:
         return f"step {ms_text(self.latency)} ms, {self.throughput:.4g} samples/s"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """A row for each stage (or those that share devices), below a header."""
+        """Returns a row for each stage (or those that share devices), below a header."""
         rows: list[tuple[str, ...]] = [("stage", "devices", "bubble", "busy ms", "peak memory")]
         for stages, devices in device_rows(self.costs):
             busy = sum(self.busy[device] for device in devices) / len(devices)

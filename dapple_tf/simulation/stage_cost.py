@@ -54,7 +54,7 @@ class StageCost:
 
 
 def stage_cost(profile: Profile, start: int, stop: int, recompute: str = "none") -> StageCost:
-    """The layers ``start`` to ``stop`` (excluded) as one stage."""
+    """Returns the layers ``start`` to ``stop`` (excluded) as one stage."""
     layers = profile.layers[start:stop]
 
     def total(costs: Sequence[Cost]) -> Cost:
@@ -96,7 +96,7 @@ def stage_cost(profile: Profile, start: int, stop: int, recompute: str = "none")
 
 
 def _weight_gradient(layer: LayerProfile, tied: bool) -> Cost:
-    """The part of a layer's B that computes weight gradients."""
+    """Returns the part of a layer's B that computes weight gradients."""
     if layer.backward_weight is not None:
         return layer.backward_weight
     return layer.backward * 0.5 if layer.parameter_bytes or tied else ZERO

@@ -1,4 +1,4 @@
-"""What follows from shapes alone becomes constants, so that it binds no operators to each other."""
+"""Turns values that follow from shapes alone into constants, so that they don't tie operators to each other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from graph_passes.ir.tensorflow_bridge import (
 
 _ASKING = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _LARGEST = 1024
-"""Elements of a tensor that may become a constant: shapes, axes and counts are small."""
+"""The most elements of a tensor that may become a constant: shapes, axes and counts are small."""
 _NUMBERS = frozenset(
     {types_pb2.DT_BOOL, types_pb2.DT_INT32, types_pb2.DT_INT64, types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE}
 )
@@ -93,7 +93,7 @@ class _Folding:
                 self.folded.append(name)
 
     def result(self, kept: Collection[str], results: Collection[Ref]) -> Folded:
-        """The folded graph."""
+        """Returns the folded graph."""
         read = {ref for name in self.view.nodes if name not in self.constant for ref in self.view.inputs(name)}
         read.update(results)
         named = {name for node in self.view for name in control_inputs(node)} | set(kept)
@@ -146,7 +146,7 @@ class _Folding:
         return None if shape is None or None in shape else math.prod(size or 0 for size in shape)
 
     def _values(self, wanted: Sequence[Ref]) -> dict[Ref, np.ndarray]:
-        """The values of tensors that follow from shapes."""
+        """Returns the values of tensors that follow from shapes."""
         asked = {name: self._asked(name) for name in self.folded if self.view.nodes[name].op in _ASKING}
         graph = GraphDef(versions=self.view.graph.versions)
         constants: dict[Ref, str] = {}

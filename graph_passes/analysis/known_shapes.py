@@ -99,7 +99,7 @@ class _KnownShape:
         return Ref(self.graph.node[-1].name)
 
     def _own(self) -> Ref:
-        """The tensor's own shape."""
+        """Returns the tensor's own shape."""
         copy = self.graph.node.add()
         copy.CopyFrom(self.node)
         copy.name = self._name("own")
@@ -107,7 +107,7 @@ class _KnownShape:
         return Ref(copy.name)
 
     def _add(self, part: str, op: str, *inputs: Ref, here: bool = False) -> Ref:
-        """A node, ``here`` if it is computed where the tensor is made."""
+        """Returns a node, ``here`` if it is computed where the tensor is made."""
         attrs = {"T": dtype_attr(types_pb2.DT_INT32)}
         self.graph.node.append(make_node(self._name(part), op, list(inputs), attrs=attrs))
         if here:

@@ -50,9 +50,9 @@ _READERS = {
 _KEEPING = frozenset({"Identity", "TensorListSetItem"})
 _ZEROS = "Fill"
 _MOST_ROUNDS = 50
-"""How often shapes are inferred again with what has become known of loops: each behind another takes one more."""
+"""The most rounds of inference with new knowledge of loops: each loop after another takes one more."""
 _DEEPEST = 8
-"""Calls within calls that are looked into."""
+"""The deepest nesting of calls that is inferred."""
 
 _Given: TypeAlias = tuple[Shape | None, ...]
 
@@ -64,12 +64,12 @@ class CallShapes(NamedTuple):
     elements: _Given
 
     def arguments(self, node: NodeDef) -> CallShapes:
-        """Those of the functions that a node runs, if these are those of its inputs."""
+        """Returns the shapes of the arguments of a node's functions, if these are those of its inputs."""
         return CallShapes(self.shapes[1:], self.elements[1:]) if node.op in BRANCHES else self
 
 
 def operator_shapes(graph: GraphDef, placeholders: Mapping[str, Sequence[int | None]]) -> dict[Ref, Shape | None]:
-    """The shape of every tensor of a flat graph; None is an unknown rank.
+    """Returns the shape of every tensor of a flat graph; None is an unknown rank.
 
     Shapes that depend on values (the rows that a mask leaves, say) stay unknown.
 
@@ -115,7 +115,7 @@ class ShapeInference:
         elements: Mapping[str, Shape] | None = None,
         values: Mapping[Ref, int] | None = None,
     ) -> KnownShapes:
-        """Shapes of a graph.
+        """Returns the shapes of a graph.
 
         Args:
             graph: a flat graph.
@@ -318,7 +318,7 @@ class Handles:
         return None
 
     def _length(self, ref: Ref) -> int | None:
-        """The number of a list's elements, where none is added after it was made."""
+        """Returns the number of a list's elements, where none is added after it was made."""
         node = self._nodes[ref.node]
         given = data_inputs(node)
         if node.op == "TensorListReserve":
@@ -332,7 +332,7 @@ class Handles:
         return None
 
     def _declared(self, ref: Ref) -> Shape | None:
-        """The shape that a list was made for, if it is constant and complete."""
+        """Returns the shape that a list was made for, if it is constant and complete."""
         node = self._nodes[ref.node]
         sizes = constant_value(node) if node.op == "Const" else None
         return None if sizes is None or sizes.ndim != 1 or (sizes < 0).any() else tuple(map(int, sizes))
@@ -347,7 +347,7 @@ def _may_grow(node: NodeDef) -> bool:
 
 
 def _refined(known: Shape | None, more: Shape | None) -> Shape | None:
-    """Both pieces of knowledge together; None where they contradict each other or nothing is known."""
+    """Merges two known shapes; None if they contradict each other or nothing is known."""
     if known is None or more is None:
         return more if known is None else known
     if len(known) != len(more) or any(
@@ -365,7 +365,7 @@ def _join(one: Shape | None, other: Shape | None) -> Shape | None:
 
 
 def _both(one: Shape, other: Shape) -> Shape | None:
-    """The shape of elements of one list: what is known of either, or what both have in common."""
+    """Returns the shape of elements of one list: what is known of either, or what both have in common."""
     return _refined(one, other) or _join(one, other)
 
 
@@ -385,7 +385,7 @@ def _length_name(name: str) -> str:
 
 
 def _with_lengths(graph: GraphDef) -> GraphDef:
-    """The graph with vectors that are as long as lists are when they are made."""
+    """Returns the graph with vectors that are as long as lists are when they are made."""
     reserved = [node for node in graph.node if node.op == "TensorListReserve"]
     if not reserved:
         return graph
@@ -399,7 +399,7 @@ def _with_lengths(graph: GraphDef) -> GraphDef:
 
 
 def _with_shapes(graph: GraphDef, more: Mapping[Ref, Shape]) -> GraphDef:
-    """The graph with nodes that tell the shapes of some tensors to their readers."""
+    """Returns the graph with nodes that tell the shapes of some tensors to their readers."""
     if not more:
         return graph
     found = copied(graph)

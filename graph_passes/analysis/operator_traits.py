@@ -49,5 +49,5 @@ SHAPE_OPERANDS = {
 
 
 def draws(op: str) -> bool:
-    """Whether an operator draws random numbers."""
+    """Returns whether an operator draws random numbers."""
     return any(told in op for told in ("Random", "Multinomial", "TruncatedNormal"))

@@ -1,4 +1,4 @@
-"""What functions make of the samples of a slice: calls, branches, and loops round by round."""
+"""Spreads of functions' results: calls, branches, and loops round by round."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graph_passes.ir.graph import NodeDef, function_names
 from graph_passes.ir.spreads import Coupling, Spread, all_shared
 
 _MOST_ROUNDS = 8
-"""How often a loop's body is interpreted: what one variable depends on may become another's, round by round."""
+"""The most interpretations of a loop's body: dependences pass from variable to variable, round by round."""
 
 
 def _called(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:

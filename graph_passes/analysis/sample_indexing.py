@@ -35,7 +35,7 @@ def _reshaped(interpreter: Interpreter, node: NodeDef) -> Spread:
 
 
 def _moved(interpreter: Interpreter, node: NodeDef) -> Spread:
-    """The same elements with other axes."""
+    """Handles the same elements with other axes."""
     refs = interpreter.graph.inputs(node.name)
     spread = interpreter.of(refs[0])
     if spread.axis is None or spread.one_by_one:
@@ -46,7 +46,7 @@ def _moved(interpreter: Interpreter, node: NodeDef) -> Spread:
 
 
 def _cut(interpreter: Interpreter, node: NodeDef) -> Spread:
-    """`StridedSlice` and `Slice`."""
+    """Handles `StridedSlice` and `Slice`."""
     refs = interpreter.graph.inputs(node.name)
     spread = interpreter.of(refs[0])
     if spread.axis is None or spread.one_by_one:
@@ -69,7 +69,7 @@ def _cut(interpreter: Interpreter, node: NodeDef) -> Spread:
 
 
 def _slice_of(interpreter: Interpreter, node: NodeDef, refs: Sequence[Ref], axis: int) -> tuple[int | None, int] | None:
-    """Where a slice begins on an axis and its step; None where it takes the axis whole."""
+    """Returns where a slice begins on an axis and its step; None where it takes the axis whole."""
     begin = interpreter.numbers(refs[1])
     if node.op == "Slice":
         size, shape = interpreter.numbers(refs[2]), interpreter.shape(refs[0])
@@ -100,7 +100,7 @@ def _slice_of(interpreter: Interpreter, node: NodeDef, refs: Sequence[Ref], axis
 def _entry(
     interpreter: Interpreter, refs: Sequence[Ref], masks: Mapping[str, int], entry: int, size: int | None
 ) -> tuple[int | None, int] | None:
-    """One entry of a strided slice; see `_slice_of`."""
+    """Returns one entry of a strided slice; see `_slice_of`."""
     begin, end, steps = (interpreter.numbers(ref) for ref in refs[1:4])
     step = 1 if steps is None else int(steps[0][entry])
     if masks["shrink_axis"] >> entry & 1:
@@ -116,7 +116,7 @@ def _entry(
 
 
 def _split(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread]:
-    """`Split`, `SplitV` and `Unpack`: parts along an axis."""
+    """Handles `Split`, `SplitV` and `Unpack`: parts along an axis."""
     refs = interpreter.graph.inputs(node.name)
     ref = refs[1] if node.op == "Split" else refs[0]
     count, spread, shape = len(interpreter.dtypes(node.name)), interpreter.of(ref), interpreter.shape(ref)
@@ -137,7 +137,7 @@ def _split(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread]:
 
 
 def _joined(interpreter: Interpreter, node: NodeDef) -> Spread | None:
-    """`ConcatV2` and `Pack`."""
+    """Handles `ConcatV2` and `Pack`."""
     refs = interpreter.graph.inputs(node.name)
     values = refs[:-1] if node.op == "ConcatV2" else refs
     used = [(ref, interpreter.of(ref)) for ref in values]
@@ -184,7 +184,7 @@ def _tiled(interpreter: Interpreter, node: NodeDef) -> Spread:
 
 
 def _gathered(interpreter: Interpreter, node: NodeDef) -> Spread | None:
-    """`GatherV2`: rows of a table, or of the samples themselves."""
+    """Handles `GatherV2`: rows of a table, or of the samples themselves."""
     refs = interpreter.graph.inputs(node.name)
     table, indices = interpreter.of(refs[0]), interpreter.of(refs[1])
     shape = interpreter.shape(refs[0])
@@ -261,7 +261,7 @@ def _range(interpreter: Interpreter, node: NodeDef) -> Spread:
 
 
 def _listed(interpreter: Interpreter, node: NodeDef) -> Spread:
-    """`TensorListFromTensor`: a list has the spread of its elements."""
+    """Handles `TensorListFromTensor`: a list has the spread of its elements."""
     spread = interpreter.inputs(node)[0]
     return spread if spread.axis is None else spread._replace(axis=spread.axis - 1)
 

@@ -1,4 +1,4 @@
-"""Walks through a graph and asks of each node what it makes of the samples of a slice."""
+"""Interprets a graph node by node: how each treats the samples of a slice."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from graph_passes.ir.tensorflow_bridge import Shape, function_graph, is_stateful
 
 Rule: TypeAlias = "Callable[[Interpreter, NodeDef], Spread | Sequence[Spread] | None]"
 _SOME_LENGTH = 48
-"""Of an axis of unknown length: how what is computed of it grows with the samples doesn't depend on which."""
+"""Assumed length of an axis of unknown length: growth with the samples doesn't depend on it."""
 _DEEPEST = 8
-"""Calls within calls that are looked into."""
+"""The deepest nesting of calls that is interpreted."""
 
 
 class Whole(NamedTuple):
@@ -199,29 +199,29 @@ class Interpreter:
     # ---- what rules ask
 
     def of(self, ref: Ref) -> Spread:
-        """A tensor's spread."""
+        """Returns a tensor's spread."""
         return self.spreads.get(ref, CONSTANT)
 
     def inputs(self, node: NodeDef) -> list[Spread]:
-        """The spreads of a node's inputs."""
+        """Returns the spreads of a node's inputs."""
         return [self.of(ref) for ref in self.graph.inputs(node.name)]
 
     def dtypes(self, name: str) -> list[int]:
-        """The dtypes of a node's outputs."""
+        """Returns the dtypes of a node's outputs."""
         if name not in self._dtypes:
             self._dtypes[name] = output_dtypes(self.graph.nodes[name])
         return self._dtypes[name]
 
     def is_float(self, ref: Ref) -> bool:
-        """Whether a tensor is of floating-point numbers."""
+        """Returns whether a tensor is of floating-point numbers."""
         return self.dtypes(ref.node)[ref.output] in COUNTABLE_DTYPES
 
     def is_handle(self, ref: Ref) -> bool:
-        """Whether a tensor is a list of tensors, say."""
+        """Returns whether a tensor is a list of tensors, say."""
         return self.dtypes(ref.node)[ref.output] in (types_pb2.DT_VARIANT, types_pb2.DT_RESOURCE)
 
     def shape(self, ref: Ref) -> Shape | None:
-        """A tensor's shape for the smaller number of samples."""
+        """Returns a tensor's shape for the smaller number of samples."""
         return self._shapes[0].get(ref)
 
     def numbers(self, ref: Ref) -> tuple[np.ndarray, np.ndarray] | None:
@@ -234,31 +234,31 @@ class Interpreter:
         return None if few is None or many is None else (few, many)
 
     def integers(self, ref: Ref) -> list[int] | None:
-        """The value of a small tensor that is the same for all slices."""
+        """Returns the value of a small tensor that is the same for all slices."""
         numbers = self.numbers(ref)
         if numbers is None or numbers[0].shape != numbers[1].shape or not np.array_equal(*numbers):
             return None
         return [int(number) for number in numbers[0].ravel()]
 
     def axes_of(self, ref: Ref, rank: int) -> list[int] | None:
-        """Axes that a constant input names, counted from the first."""
+        """Returns the axes that a constant input names, counted from the first."""
         axes = self.integers(ref)
         return None if axes is None else [axis % rank if rank else 0 for axis in axes]
 
     def growing(self, ref: Ref) -> list[int]:
-        """The axes of a tensor whose lengths are proportional to the number of samples."""
+        """Returns the axes of a tensor whose lengths are proportional to the number of samples."""
         few, many = (shapes.get(ref) for shapes in self._shapes)
         return _growing(few, many, self._samples)
 
     def differing(self, ref: Ref) -> list[int]:
-        """The axes of a tensor whose lengths depend on the number of samples, in whatever way."""
+        """Returns the axes of a tensor whose lengths depend on the number of samples, in whatever way."""
         few, many = (shapes.get(ref) for shapes in self._shapes)
         if few is None or many is None or len(few) != len(many):
             return []
         return [axis for axis, (one, other) in enumerate(zip(few, many, strict=True)) if one != other]
 
     def batch_axis(self, node: NodeDef, output: int, inputs: Sequence[tuple[Ref, Spread]]) -> int | None:
-        """The axis with the samples of an output that is computed from others; two such axes are a coupling."""
+        """Returns the axis with the samples of an output that is computed from others; two such axes are a coupling."""
         ref = Ref(node.name, output)
         axes = self.growing(ref)
         rows = [
@@ -289,7 +289,7 @@ class Interpreter:
         return None
 
     def lead(self, ref: Ref) -> int | None:
-        """Number of places before the samples' own in the order of a tensor's elements."""
+        """Returns the number of places before the samples' own in the order of a tensor's elements."""
         spread, shape = self.of(ref), self.shape(ref)
         if spread.axis is None or spread.one_by_one or shape is None:
             return None
@@ -314,7 +314,7 @@ class Interpreter:
         self.couple(self.graph.nodes[name], Coupling.BATCH_SIZE)
 
     def in_loss(self, node: NodeDef) -> bool:
-        """Whether a node serves the loss alone."""
+        """Returns whether a node serves the loss alone."""
         return node.name in self._loss_nodes
 
     def _asks_open_shapes(self, ref: Ref) -> bool:
@@ -378,7 +378,7 @@ class Interpreter:
 
 
 def _growing(few: Shape | None, many: Shape | None, samples: tuple[int, int]) -> list[int]:
-    """The axes whose lengths are proportional to the number of samples."""
+    """Returns the axes whose lengths are proportional to the number of samples."""
     if few is None or many is None or len(few) != len(many):
         return []
     return [
@@ -394,7 +394,7 @@ def _draws(node: NodeDef) -> bool:
 
 
 def _sorted(graph: GraphDef) -> Graph:
-    """A function's body, producers first."""
+    """Returns a function's body, producers first."""
     view = Graph(graph)
     ordered = GraphDef(versions=graph.versions, library=graph.library)
     ordered.node.extend(view.nodes[name] for name in view.topological())

@@ -115,7 +115,7 @@ class SliceShapes:
         raise AssertionError("the last attempt returns or raises")
 
     def axes(self, ref: Ref) -> list[Axis] | None:
-        """What each axis of a tensor depends on; None where not even its rank is known."""
+        """Returns what each axis of a tensor depends on; None where not even its rank is known."""
         few, many, whatever = (found.get(ref) for found in self.found)
         if few is None or many is None:
             return None
@@ -191,7 +191,7 @@ class SliceShapes:
 def input_shapes(
     graph: Graph, roles: Roles, samples: int | None, *, lengths: bool = True
 ) -> dict[str, list[int | None]]:
-    """Shapes of a flat graph's batch inputs for a slice of ``samples`` samples.
+    """Returns the shapes of a flat graph's batch inputs for a slice of ``samples`` samples.
 
     Args:
         graph: the flat graph.
@@ -207,7 +207,7 @@ def input_shapes(
 
 
 def input_shape(node: NodeDef, samples: int | None, example: Sequence[int | None] | None) -> list[int | None]:
-    """The shape of a batch input, with lengths that the model leaves open taken from an example if there is one."""
+    """Returns the shape of a batch input, with lengths that the model leaves open from an example if there is one."""
     dims = [dim.size if dim.size >= 0 else None for dim in node.attr["shape"].shape.dim[1:]]
     known = dims if example is None else example[1:]
     return [samples, *(other if size is None else size for size, other in zip(dims, known, strict=True))]
@@ -236,7 +236,7 @@ def _whole(shape: Sequence[int | None]) -> list[int]:
 
 
 def _told(roles: Roles, inputs: _Inputs) -> str:
-    """The batch inputs' shapes for a message."""
+    """Returns the batch inputs' shapes for a message."""
     shown = (
         f"{ref.node} of shape ({', '.join('?' if size is None else str(size) for size in inputs[ref.node])})"
         for ref in roles.inputs

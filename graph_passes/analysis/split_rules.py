@@ -56,7 +56,7 @@ class Cut(NamedTuple):
         return cls(axis, parts, length if length % parts else parts)
 
     def sizes(self, elements: int) -> tuple[int, ...]:
-        """The length of each part of an axis of ``elements``."""
+        """Returns the length of each part of an axis of ``elements``."""
         return tuple(size * (elements // self.length) for size in split_evenly(self.length, self.parts))
 
     def __str__(self) -> str:
@@ -90,36 +90,36 @@ class SplitRule:
     divisor: int = 0
 
     def sizes(self, parts: int) -> tuple[int, ...]:
-        """The length of each part, as even as possible, the larger ones first."""
+        """Returns the length of each part, as even as possible, the larger ones first."""
         return split_evenly(self.length, parts)
 
     def input_cut(self, argument: int, parts: int) -> Cut | None:
-        """How the parts read a data input; None where each reads it whole."""
+        """Returns how the parts read a data input; None where each reads it whole."""
         axis = self.input_axes[argument]
         return None if axis is None else Cut.of(axis, parts, self.length)
 
     def part_op(self, op: str) -> str:
-        """The op type of the parts of an operator."""
+        """Returns the op type of the parts of an operator."""
         return "Sum" if self.divisor else op
 
     def output_cut(self, output: int, parts: int) -> Cut | None:
-        """How the parts make an output; None where it is the sum of theirs."""
+        """Returns how the parts make an output; None where it is the sum of theirs."""
         axis = self.output_axes[output]
         return None if axis is None else Cut.of(axis, parts, self.length)
 
 
 def part_name(operator: str, part: int) -> str:
-    """Name of a part of an operator."""
+    """Returns the name of a part of an operator."""
     return f"{operator}/part{part}"
 
 
 def joined_name(tensor: Ref) -> str:
-    """Name of the node that joins what the parts of a split operator make."""
+    """Returns the name of the node that joins what the parts of a split operator make."""
     return f"{tensor.node}/joined_{tensor.output}"
 
 
 def total_name(tensor: Ref) -> str:
-    """Name of the node that adds what the parts of a mean make; the joined result is a quotient of it."""
+    """Returns the name of the node that adds what the parts of a mean make; the joined result is a quotient of it."""
     return f"{tensor.node}/total_{tensor.output}"
 
 
@@ -152,7 +152,7 @@ def split_rules(
     output_shapes: Sequence[Shape | None],
     constants: Mapping[int, np.ndarray] | None = None,
 ) -> tuple[SplitRule, ...]:
-    """The dimensions along which an operator can be split; none for stateful, random and unknown ones.
+    """Returns the dimensions along which an operator can be split; none for stateful, random and unknown ones.
 
     Results are those of the whole operator, but for the last bits: sums over parts are added in another order, and
     kernels may divide smaller tensors into other blocks.
@@ -188,7 +188,7 @@ def _rules(
 
 
 def _has_axes(letters: str, shape: Shape | None) -> bool:
-    """Whether a shape is known and has an axis for each letter."""
+    """Returns whether a shape is known and has an axis for each letter."""
     return letters in (ANY, WHOLE) or (shape is not None and None not in shape and len(shape) == len(letters))
 
 
@@ -199,7 +199,7 @@ def _rule(
     inputs: Sequence[tuple[str, Shape | None]],
     outputs: Sequence[tuple[str, Shape | None]],
 ) -> SplitRule | None:
-    """The rule for one letter; None where it is too short."""
+    """Returns the rule for one letter; None where it is too short."""
     lengths: list[int] = []
 
     def axis_of(letters: str, shape: Shape | None) -> int | None:

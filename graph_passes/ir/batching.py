@@ -38,7 +38,7 @@ def split_evenly(samples: int, parts: int) -> tuple[int, ...]:
 
 
 def intervals(sizes: Sequence[int], start: int = 0) -> tuple[Interval, ...]:
-    """Consecutive intervals of the given sizes, the first of them at ``start``."""
+    """Returns consecutive intervals of the given sizes, the first of them at ``start``."""
     stops = list(itertools.accumulate(sizes, initial=start))
     return tuple(Interval(a, b) for a, b in itertools.pairwise(stops))
 

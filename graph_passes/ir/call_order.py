@@ -61,18 +61,18 @@ class CallOrder:
                 self._bit[name] = 1 << len(self._bit)
 
     def is_before(self, one: str, other: str) -> bool:
-        """Whether call ``one`` has ended when ``other`` begins."""
+        """Returns whether call ``one`` has ended when ``other`` begins."""
         return bool(self._before[other] & self._bit[one])
 
     def up_to(self, calls: Iterable[str]) -> list[str]:
-        """Some calls and all those before them, the last first."""
+        """Returns some calls and all those before them, the last first."""
         mask = 0
         for call in calls:
             mask |= self._before[call] | self._bit[call]
         return [call for call in reversed(self.topological) if mask & self._bit.get(call, 0)]
 
     def touches(self, uses: ResourceUse) -> dict[Resource, list[Touch]]:
-        """Resource -> the calls that use it, in order."""
+        """Maps each resource to the calls that use it, in order."""
         found: dict[Resource, list[Touch]] = {}
         for name in self.topological:
             node = self._view.nodes[name]

@@ -69,11 +69,11 @@ class _Shapes:
         return self._boundaries.get(value.ref) if known else None
 
     def slice(self, boundary: Boundary, task: Task) -> Shape:
-        """The shape of a task's slice."""
+        """Returns the shape of a task's slice."""
         return boundary.slice_shape(self._layout.slice(task.stage, task.micro_batch, task.replica).size)
 
     def of(self, ref: Ref) -> Shape | None:
-        """The shape of a tensor; None where it isn't known."""
+        """Returns the shape of a tensor; None where it isn't known."""
         if ref not in self._known:
             made = self._made.get(ref)
             self._known[ref] = self.slice(*made) if made else connected_shape(self._graph, ref, self.of)
@@ -167,7 +167,7 @@ def _verify_dtypes(graph: Graph, node: NodeDef, dtypes: Mapping[str, Sequence[in
 
 
 def _agree(one: Shape, other: Shape) -> bool:
-    """Whether two shapes may be the same, as far as they are known."""
+    """Returns whether two shapes may be the same, as far as they are known."""
     if len(one) != len(other):
         return False
     return all(a == b or a is None or b is None for a, b in zip(one, other, strict=True))

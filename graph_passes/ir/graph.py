@@ -38,7 +38,7 @@ BYTES_ATTR = "_dapple_bytes"
 
 
 def copied(graph: GraphDef) -> GraphDef:
-    """A copy of a graph, to be changed."""
+    """Returns a copy of a graph, to be changed."""
     copy = GraphDef()
     copy.CopyFrom(graph)
     return copy
@@ -64,12 +64,12 @@ class Ref(NamedTuple):
 
 
 def data_inputs(node: NodeDef) -> list[Ref]:
-    """The tensors that a node reads, in order."""
+    """Returns the tensors that a node reads, in order."""
     return [Ref.parse(text) for text in node.input if not text.startswith("^")]
 
 
 def function_names(node: NodeDef) -> list[str]:
-    """The functions that attributes of a node name: loops, branches, calls.
+    """Returns the functions that attributes of a node name: loops, branches, calls.
 
     They are sorted by attribute: protobuf's order of a map's keys differs from node to node.
     """
@@ -78,7 +78,7 @@ def function_names(node: NodeDef) -> list[str]:
 
 
 def control_inputs(node: NodeDef) -> list[str]:
-    """The names of the nodes that a node waits for without reading them."""
+    """Returns the names of the nodes that a node waits for without reading them."""
     return [text[1:] for text in node.input if text.startswith("^")]
 
 
@@ -105,11 +105,11 @@ class Graph:
         return iter(self.nodes.values())
 
     def inputs(self, name: str) -> list[Ref]:
-        """The tensors that node ``name`` reads."""
+        """Returns the tensors that node ``name`` reads."""
         return self._inputs[name]
 
     def consumers(self, name: str) -> list[str]:
-        """Names of the nodes that read any output of node ``name``, each once, in graph order."""
+        """Returns the names of the nodes that read any output of node ``name``, each once, in graph order."""
         if self._consumers is None:
             self._consumers = {node: [] for node in self.nodes}
             for node, refs in self._inputs.items():
@@ -140,7 +140,7 @@ class Graph:
         return sorted(names, key=self.position.__getitem__)
 
     def topological(self) -> list[str]:
-        """All nodes, producers first, control edges included.
+        """Returns all nodes, producers first, control edges included.
 
         Raises:
             PassError: there is a cycle; the text shows it.
@@ -194,7 +194,7 @@ class Names:
 
 
 def attr(value: Any) -> AttrValue:
-    """An AttrValue for a Python value: bool, int, float, str, bytes, or an AttrValue itself."""
+    """Returns an AttrValue for a Python value: bool, int, float, str, bytes, or an AttrValue itself."""
     if isinstance(value, bool):
         return AttrValue(b=value)
     if isinstance(value, int):
@@ -211,17 +211,17 @@ def attr(value: Any) -> AttrValue:
 
 
 def dtype_attr(dtype: int) -> AttrValue:
-    """An AttrValue for one dtype (a ``DT_*`` number)."""
+    """Returns an AttrValue for one dtype (a ``DT_*`` number)."""
     return AttrValue(type=dtype)
 
 
 def dtypes_attr(dtypes: Iterable[int]) -> AttrValue:
-    """An AttrValue for a list of dtypes."""
+    """Returns an AttrValue for a list of dtypes."""
     return AttrValue(list=AttrValue.ListValue(type=dtypes))
 
 
 def shape_attr(shape: Sequence[int | None] | None) -> AttrValue:
-    """An AttrValue for a shape; None is an unknown rank or an unknown dimension."""
+    """Returns an AttrValue for a shape; None is an unknown rank or an unknown dimension."""
     if shape is None:
         return AttrValue(shape=tensor_shape_pb2.TensorShapeProto(unknown_rank=True))
     dims = [tensor_shape_pb2.TensorShapeProto.Dim(size=-1 if size is None else size) for size in shape]
@@ -229,12 +229,12 @@ def shape_attr(shape: Sequence[int | None] | None) -> AttrValue:
 
 
 def integers_attr(numbers: Iterable[int]) -> AttrValue:
-    """An AttrValue for a list of integers."""
+    """Returns an AttrValue for a list of integers."""
     return AttrValue(list=AttrValue.ListValue(i=numbers))
 
 
 def function_attr(name: str) -> AttrValue:
-    """An AttrValue that names a library function."""
+    """Returns an AttrValue that names a library function."""
     return AttrValue(func=attr_value_pb2.NameAttrList(name=name))
 
 
@@ -247,7 +247,7 @@ def make_node(
     device: str = "",
     attrs: Mapping[str, Any] | None = None,
 ) -> NodeDef:
-    """A NodeDef. ``attrs`` holds Python values or AttrValues."""
+    """Returns a NodeDef. ``attrs`` holds Python values or AttrValues."""
     node = NodeDef(name=name, op=op, device=device)
     node.input.extend(str(ref) for ref in inputs)
     node.input.extend(f"^{waited}" for waited in dict.fromkeys(control))
@@ -265,7 +265,7 @@ _FIELDS = {
 
 
 def make_const(name: str, value: float | Sequence[int], dtype: int, *, device: str = "") -> NodeDef:
-    """A Const node: a scalar, or a vector of integers; int32, int64, float32 or float64."""
+    """Returns a Const node: a scalar, or a vector of integers; int32, int64, float32 or float64."""
     tensor = tensor_pb2.TensorProto(dtype=dtype)
     if isinstance(value, Sequence):
         tensor.tensor_shape.dim.add(size=len(value))
@@ -337,7 +337,7 @@ class Builder:
     def split(
         self, name: str, tensor: Ref, dtype: int, sizes: Sequence[int], axis: int, *, device: str = ""
     ) -> list[Ref]:
-        """Consecutive parts of a tensor along one axis."""
+        """Splits a tensor into consecutive parts along one axis."""
         if len(sizes) == 1:
             return [tensor]
         inputs = [tensor, self.const(sizes, types_pb2.DT_INT64), self.const(axis, types_pb2.DT_INT32)]
@@ -354,7 +354,7 @@ class Builder:
         return self.add(name, "ConcatV2", inputs, device=device, **kind)
 
     def add_n(self, name: str, parts: Sequence[Ref], dtype: int, *, device: str = "") -> Ref:
-        """The sum of tensors of one shape."""
+        """Returns the sum of tensors of one shape."""
         if len(parts) == 1:
             return parts[0]
         return self.add(name, "AddN", parts, device=device, T=dtype_attr(dtype), N=len(parts))

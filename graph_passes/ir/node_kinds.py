@@ -66,7 +66,7 @@ class NodeKind(enum.Enum):
 
     @classmethod
     def of_phase(cls, phase: Phase) -> NodeKind:
-        """The kind of the calls of a phase's tasks."""
+        """Returns the kind of the calls of a phase's tasks."""
         return _OF_PHASES[phase]
 
     @classmethod

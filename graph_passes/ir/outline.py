@@ -33,7 +33,7 @@ COLOCATION = "_class"
 
 
 def dtype_of(graph: Graph, ref: Ref) -> int:
-    """The dtype (a ``DT_*`` number) of a tensor."""
+    """Returns the dtype (a ``DT_*`` number) of a tensor."""
     return output_dtypes(graph.nodes[ref.node])[ref.output]
 
 
@@ -47,7 +47,7 @@ def outline(
     jit_compile: bool = False,
     attrs: Mapping[str, str] | None = None,
 ) -> FunctionDef:
-    """A function that computes ``outputs`` of ``graph`` from ``inputs``.
+    """Returns a function that computes ``outputs`` of ``graph`` from ``inputs``.
 
         x -> a -> b -> y,  inputs (a,), outputs (y,)   becomes   f(a) = y { b, y }
 
@@ -108,7 +108,7 @@ def call_node(
     control: Sequence[str] = (),
     attrs: Mapping[str, str | int | AttrValue] | None = None,
 ) -> NodeDef:
-    """A call of a library function, as one node on ``device``.
+    """Returns a call of a library function, as one node on ``device``.
 
     Raises:
         PassError: the number of inputs isn't the function's.
@@ -130,7 +130,7 @@ def call_node(
 
 
 def compiled(function: FunctionDef) -> tuple[FunctionDef, FunctionDef]:
-    """A function that changes variables, and the part of it that XLA compiles.
+    """Returns a function that changes variables, and the part of it that XLA compiles.
 
         f(x) { h = VarHandleOp; h -= x }   becomes   f(x) { h = VarHandleOp; g(x, h) },  g(x, h) { h -= x }
 
@@ -173,7 +173,7 @@ def compiled(function: FunctionDef) -> tuple[FunctionDef, FunctionDef]:
 
 
 def placeholder(name: str, dtype: int) -> NodeDef:
-    """A placeholder of unknown shape: an input of a graph that is about to be outlined."""
+    """Returns a placeholder of unknown shape: an input of a graph that is about to be outlined."""
     return make_node(name, "Placeholder", attrs={"dtype": dtype_attr(dtype)})
 
 

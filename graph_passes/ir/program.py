@@ -203,11 +203,11 @@ class Boundary:
     example_shape: tuple[int | None, ...]
 
     def slice_shape(self, samples: int) -> tuple[int | None, ...]:
-        """The shape for a slice of ``samples`` samples, whatever the lengths that the model leaves open."""
+        """Returns the shape for a slice of ``samples`` samples, whatever the lengths that the model leaves open."""
         return self._sliced(self.shape, self.rows_per_sample, samples)
 
     def example_slice_shape(self, samples: int) -> tuple[int | None, ...]:
-        """The shape for a slice of ``samples`` samples with the lengths of the batch at hand."""
+        """Returns the shape for a slice of ``samples`` samples with the lengths of the batch at hand."""
         rows = None if self.batch_axis is None else self.example_shape[self.batch_axis]
         return self._sliced(self.example_shape, rows, samples)
 
@@ -267,7 +267,7 @@ class StageFunction:
         return str(self.function.signature.name)
 
     def result_dtype(self, value: Value) -> int:
-        """The dtype (a ``DT_*`` number) of a result."""
+        """Returns the dtype (a ``DT_*`` number) of a result."""
         return int(self.function.signature.output_arg[self.outputs.index(value)].type)
 
 
@@ -422,7 +422,7 @@ class Layout:
         return self.devices if self.weight_devices is None else self.weight_devices
 
     def device_of(self, task: Task) -> str:
-        """Name of the device that runs a task."""
+        """Returns the name of the device that runs a task."""
         places = self.homes if task.phase is Phase.WEIGHT_GRAD else self.devices
         return places[task.stage][task.replica]
 
@@ -432,15 +432,15 @@ class Layout:
         return micro_batch_intervals(self.batch, self.global_batch_size, self.micro_batches)
 
     def slices(self, stage: int, micro_batch: int) -> tuple[Interval, ...]:
-        """The samples of each replica of a stage; empty intervals where there are fewer samples than replicas."""
+        """Returns the samples of each replica of a stage; empty intervals if there are fewer samples than replicas."""
         return slice_intervals(self.micro_batch_intervals[micro_batch], len(self.devices[stage]))
 
     def slice(self, stage: int, micro_batch: int, replica: int) -> Interval:
-        """The samples of one replica."""
+        """Returns the samples of one replica."""
         return self.slices(stage, micro_batch)[replica]
 
     def active(self, stage: int, micro_batch: int, replica: int) -> bool:
-        """Whether the replica has any sample of this micro-batch."""
+        """Returns whether the replica has any sample of this micro-batch."""
         return self.slice(stage, micro_batch, replica).size > 0
 
 
@@ -544,7 +544,7 @@ class Program:
     couplings: tuple[tuple[str, Coupling], ...] = ()
 
     def replace(self, **changes: object) -> Program:
-        """A copy with some fields changed."""
+        """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     @property

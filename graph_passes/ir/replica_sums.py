@@ -16,12 +16,12 @@ SUM_OP = "CollectiveReduceV2"
 
 
 def sums_of(nodes: Iterable[NodeDef]) -> list[NodeDef]:
-    """The sums over replicas among nodes, in their order."""
+    """Returns the sums over replicas among nodes, in their order."""
     return [node for node in nodes if node.op == SUM_OP]
 
 
 def without_sums(graph: GraphDef) -> GraphDef:
-    """The graph of a replica that works alone: it adds nothing to what it has.
+    """Returns the graph of a replica that works alone: it adds nothing to what it has.
 
     x -> CollectiveReduceV2 -> y   becomes   x -> Identity -> y
     """
@@ -39,7 +39,7 @@ def without_sums(graph: GraphDef) -> GraphDef:
 
 
 def key_nodes(graph: Graph, peers: Container[Ref]) -> set[str]:
-    """Nodes that compute keys of sums: from ``peers``, the stage's arguments, and constants alone."""
+    """Returns the nodes that compute keys of sums: from ``peers``, the stage's arguments, and constants alone."""
     found: set[str] = set()
     for node in graph:
         producers = [ref for ref in graph.inputs(node.name) if graph.nodes[ref.node].op != "Const"]

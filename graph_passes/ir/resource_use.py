@@ -99,7 +99,7 @@ class ResourceUse:
         return types_pb2.DT_RESOURCE in output_dtypes(node)
 
     def _writes(self, node: NodeDef, at: int) -> bool:
-        """Whether a node may change the resource that is its data input number ``at``."""
+        """Returns whether a node may change the resource that is its data input number ``at``."""
         if node.op in READS:
             return False
         called = called_functions(node, self._functions)

@@ -26,7 +26,7 @@ def handle(builder: Builder, name: str, dtype: int, shape: Sequence[int]) -> Ref
 
 
 def read(builder: Builder, name: str, dtype: int, shape: Sequence[int]) -> Ref:
-    """The value of a variable."""
+    """Returns the value of a variable."""
     source = handle(builder, name, dtype, shape)
     return builder.add(f"read/{name}", "ReadVariableOp", [source], dtype=dtype_attr(dtype))
 
@@ -40,13 +40,13 @@ def assign(
 
 
 def flatten(builder: Builder, tensor: Ref, dtype: int) -> Ref:
-    """All elements as a vector."""
+    """Returns all elements as a vector."""
     minus_one = builder.const([-1], types_pb2.DT_INT32)
     return builder.add("flat", "Reshape", [tensor, minus_one], T=dtype_attr(dtype))
 
 
 def unflatten(builder: Builder, vector: Ref, dtype: int, shapes: Sequence[Sequence[int]]) -> list[Ref]:
-    """Consecutive parts of a vector in the given shapes."""
+    """Splits a vector into consecutive parts of the given shapes."""
     parts = builder.split("parts", vector, dtype, [math.prod(shape) for shape in shapes], 0)
     return [
         builder.add("shaped", "Reshape", [part, builder.const(list(shape), types_pb2.DT_INT32)], T=dtype_attr(dtype))
@@ -55,7 +55,7 @@ def unflatten(builder: Builder, vector: Ref, dtype: int, shapes: Sequence[Sequen
 
 
 def zeros(builder: Builder, dtype: int, shape: Sequence[int], device: str = "") -> Ref:
-    """A tensor of zeros."""
+    """Returns a tensor of zeros."""
     dims = builder.const(list(shape), types_pb2.DT_INT32)
     kind = {"T": dtype_attr(dtype), "index_type": dtype_attr(types_pb2.DT_INT32)}
     return builder.add("zeros", "Fill", [dims, builder.const(0, dtype)], device=device, **kind)
@@ -128,7 +128,7 @@ def accumulate_function(name: str, targets: Sequence[Variable], mode: str) -> Fu
 
 
 def buckets(variables: Iterable[Variable], limit: int) -> list[tuple[Variable, ...]]:
-    """Consecutive variables of one dtype, up to ``limit`` bytes together; one that is larger gets its own bucket."""
+    """Groups consecutive variables of one dtype, up to ``limit`` bytes together; a larger one gets its own bucket."""
     found: list[list[Variable]] = []
     size = 0
     for variable in variables:
@@ -142,7 +142,7 @@ def buckets(variables: Iterable[Variable], limit: int) -> list[tuple[Variable, .
 
 
 def bytes_of(variables: Iterable[Variable]) -> int:
-    """Bytes of the values of variables."""
+    """Returns the bytes of the values of variables."""
     return sum(math.prod(variable.shape) * dtype_size(variable.dtype) for variable in variables)
 
 

@@ -76,7 +76,7 @@ class Task:
 
     @classmethod
     def parse(cls, text: str) -> Task:
-        """Return the task that prints as ``text``.
+        """Returns the task that prints as ``text``.
 
         Raises:
             ValueError: ``text`` isn't a task.
@@ -134,7 +134,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str, name: str = "parsed") -> Schedule:
-        """Return the schedule that prints as ``text``; blank lines are ignored.
+        """Returns the schedule that prints as ``text``; blank lines are ignored.
 
         Raises:
             ValueError: a line isn't ``<device>: <task> <task> ...``, a device has two lines, or as `Schedule`.
@@ -178,7 +178,7 @@ class Schedule:
         return {task: device for device, tasks in self.orders.items() for task in tasks}
 
     def device_of(self, task: Task) -> int:
-        """Return the index of the device that runs ``task``.
+        """Returns the index of the device that runs ``task``.
 
         Raises:
             LookupError: no device runs it.

@@ -42,7 +42,7 @@ _Place = tuple[int, int]
 
 @functools.cache
 def op_def(op: str) -> op_def_pb2.OpDef:
-    """The definition of a primitive op.
+    """Returns the definition of a primitive op.
 
     Raises:
         PassError: TensorFlow doesn't know the op (a custom op whose library isn't loaded, say).
@@ -54,12 +54,12 @@ def op_def(op: str) -> op_def_pb2.OpDef:
 
 
 def is_stateful(op: str) -> bool:
-    """Whether running the op twice may differ from running it once."""
+    """Returns whether running the op twice may differ from running it once."""
     return bool(op_def(op).is_stateful)
 
 
 def _attr(node: NodeDef, name: str) -> AttrValue:
-    """An attribute of a node, or the op's default for one that it leaves out; ``node.attr[name]`` would add it."""
+    """Returns an attribute of a node, or the op's default if it is missing; ``node.attr[name]`` would add it."""
     if name in node.attr:
         return node.attr[name]
     return next(attr.default_value for attr in op_def(node.op).attr if attr.name == name)
@@ -74,7 +74,7 @@ def _count(arg: op_def_pb2.OpDef.ArgDef, node: NodeDef) -> int:
 
 
 def output_dtypes(node: NodeDef) -> list[int]:
-    """The dtype (a ``DT_*`` number) of each output of a node."""
+    """Returns the dtype (a ``DT_*`` number) of each output of a node."""
     dtypes: list[int] = []
     for arg in op_def(node.op).output_arg:
         if arg.type_list_attr:
@@ -85,7 +85,7 @@ def output_dtypes(node: NodeDef) -> list[int]:
 
 
 def function_body_name(node: NodeDef, index: int) -> str:
-    """Output ``index`` of a node as a function body spells it: ``node:output_name:index_within_it``."""
+    """Spells output ``index`` of a node as function bodies do: ``node:output_name:index_within_it``."""
     left = index
     for arg in op_def(node.op).output_arg:
         count = _count(arg, node)
@@ -107,7 +107,7 @@ def output_number(node: NodeDef, argument: str, index: int) -> int:
 
 @functools.cache
 def takes_functions(op: str) -> bool:
-    """Whether nodes of a primitive op run functions of the library: loops, branches, calls."""
+    """Returns whether nodes of a primitive op run functions of the library: loops, branches, calls."""
     return any(attr.type in ("func", "list(func)") for attr in op_def(op).attr)
 
 
@@ -130,7 +130,7 @@ def make_constant(node: NodeDef, value: np.ndarray) -> None:
 
 
 def empty_graph() -> GraphDef:
-    """A GraphDef without nodes, at TensorFlow's current version."""
+    """Returns a GraphDef without nodes, at TensorFlow's current version."""
     graph = GraphDef()
     graph.versions.producer = tf.version.GRAPH_DEF_VERSION
     graph.versions.min_consumer = tf.version.GRAPH_DEF_VERSION_MIN_CONSUMER
@@ -346,7 +346,7 @@ def _gradient(gradient: tf.Tensor | tf.IndexedSlices) -> Gradient:
 def infer_shapes(
     graph: GraphDef, placeholders: Mapping[str, Sequence[int | None]], values: Mapping[Ref, int]
 ) -> dict[Ref, Shape | None]:
-    """The static shape of every tensor; None is an unknown rank.
+    """Returns the static shape of every tensor; None is an unknown rank.
 
     Args:
         graph: a flat graph.
@@ -400,7 +400,7 @@ def _contradiction(graph: GraphDef, text: str) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _shapes_of_outputs(serialized: bytes) -> tuple[tuple[Shape | None, ...], ...]:
-    """The shapes of each node's outputs. Stages of equal layers have equal graphs, but for names, one after another."""
+    """Returns the shapes of each node's outputs. Stages of equal layers have equal graphs, apart from names."""
     graph = GraphDef.FromString(serialized)
     _rename_functions(graph, f"_differentiated{next(_differentiations)}")
     with tf.Graph().as_default() as scope:
@@ -458,7 +458,7 @@ def measure_shapes(
 
 
 def function_graph(library: FunctionDefLibrary, name: str) -> tuple[GraphDef, tuple[Ref, ...]]:
-    """A library function as a flat graph: its arguments are placeholders, in order and before all other nodes.
+    """Returns a library function as a flat graph: its arguments are placeholders, in order and before all other nodes.
 
     Args:
         library: functions, with those that this one calls.
@@ -496,7 +496,7 @@ def function_graph(library: FunctionDefLibrary, name: str) -> tuple[GraphDef, tu
 
 
 def constant_value(node: NodeDef) -> np.ndarray:
-    """The value of a ``Const`` node."""
+    """Returns the value of a ``Const`` node."""
     value: np.ndarray = tf.make_ndarray(node.attr["value"].tensor)
     return value
 
@@ -508,7 +508,7 @@ def dtype_size(dtype: int) -> int:
 
 
 def numpy_dtype(dtype: int) -> np.dtype[Any]:
-    """The dtype of arrays with values of a dtype (a ``DT_*`` number)."""
+    """Returns the dtype of arrays with values of a dtype (a ``DT_*`` number)."""
     return np.dtype(tf.dtypes.as_dtype(dtype).as_numpy_dtype)
 
 

@@ -75,7 +75,7 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 
 def compiles_with_xla(function: Any) -> bool:
-    """Whether a ``tf.function`` has ``jit_compile=True``."""
+    """Returns whether a ``tf.function`` has ``jit_compile=True``."""
     return bool(function._jit_compile)
 
 
@@ -99,7 +99,7 @@ def captured_inputs(function: Any) -> list[Any]:
 
 
 def functions_of(graph: tf.Graph) -> dict[str, Any]:
-    """The functions that a graph calls, by name."""
+    """Returns the functions that a graph calls, by name."""
     return dict(graph._functions)
 
 
@@ -109,7 +109,7 @@ def replace_input(operation: tf.Operation, number: int, tensor: tf.Tensor) -> No
 
 
 def registered_gradient(name: str) -> Callable[..., Any]:
-    """The gradient function of an operation type, or of a name given by ``tf.RegisterGradient``."""
+    """Returns the gradient function of an operation type, or of a name given by ``tf.RegisterGradient``."""
     found: Callable[..., Any] = ops.gradient_registry.lookup(name)
     return found
 
@@ -120,13 +120,13 @@ def python_function(token: str) -> Any:
 
 
 def code_of(python_function: Any) -> Callable[..., Any]:
-    """The Python code of a ``tf.py_function``."""
+    """Returns the Python code of a ``tf.py_function``."""
     code: Callable[..., Any] = python_function._func
     return code
 
 
 def watches_variables(tape: tf.GradientTape) -> bool:
-    """Whether a tape watches trainable variables by itself."""
+    """Returns whether a tape watches trainable variables by itself."""
     return bool(tape._watch_accessed_variables)
 
 
@@ -140,5 +140,5 @@ def prepared_run(session: tf.compat.v1.Session, options: Any) -> Callable[..., A
 
 
 def iterator_resource(iterator: Any) -> tf.Tensor:
-    """The resource of an iterator over a ``tf.data.Dataset``."""
+    """Returns the resource of an iterator over a ``tf.data.Dataset``."""
     return iterator._iterator_resource

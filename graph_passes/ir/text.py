@@ -32,7 +32,7 @@ def program_text(program: Program) -> str:
 
 
 def graph_text(graph: GraphDef) -> str:
-    """One line for each node: ``name = Op(inputs) ^control @device``."""
+    """Prints one line for each node: ``name = Op(inputs) ^control @device``."""
     return "".join(f"{_node_text(each)}\n" for each in graph.node)
 
 
@@ -54,7 +54,7 @@ def stages_text(program: Program) -> str:
 
 
 def functions_text(program: Program) -> str:
-    """The functions of all stages, with the meaning of their arguments and results."""
+    """Prints the functions of all stages, with the meaning of their arguments and results."""
     return "\n".join(function_text(function) for stage in program.stages for function in stage.functions)
 
 

@@ -195,7 +195,7 @@ class Application:
         return Computation(function, tuple(inputs.values()))
 
     def _rows(self, name: str, index: int, device: str) -> Ref:
-        """The values (index 0) or indices of a gradient's rows on a device."""
+        """Returns the values (index 0) or indices of a gradient's rows on a device."""
         return self.reduction.rows.gather(name, device)[index]
 
     def _state_of(self, group: ParameterGroup, what: NodeKind) -> list[Variable]:
@@ -253,7 +253,7 @@ class Application:
 
 
 def _everywhere(tensor: Ref, device: str) -> Ref:
-    """The same tensor for every device."""
+    """Returns the same tensor for every device."""
     return tensor
 
 

@@ -295,7 +295,7 @@ def _boundaries(
 
 
 def _batch_axis(axes: Sequence[Axis] | None, where: str, shapes: SliceShapes) -> int | None:
-    """The axis that is cut into slices; None where there is none."""
+    """Returns the axis that is cut into slices; None where there is none."""
     if axes is None:
         raise _refusal(shapes, f"{where} has no known rank; cut elsewhere")
     grows = [index for index, axis in enumerate(axes) if axis.of_batch]

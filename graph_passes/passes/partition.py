@@ -325,7 +325,7 @@ def _size(shape: Shape | None, dtype: int) -> int:
 
 
 def _growth(kept: Sequence[Ref], counted: Mapping[int, Mapping[Ref, int]]) -> tuple[int, int]:
-    """Bytes of ``kept`` per sample and whatever the number of samples is."""
+    """Returns the bytes of ``kept`` per sample and whatever the number of samples is."""
     (few, least), (many, most) = ((samples, sum(size[ref] for ref in kept)) for samples, size in counted.items())
     per_sample = (most - least) // (many - few)
     return per_sample, max(0, least - per_sample * few)
@@ -334,7 +334,7 @@ def _growth(kept: Sequence[Ref], counted: Mapping[int, Mapping[Ref, int]]) -> tu
 def _residuals(
     policy: str, graph: Graph, crossing: Sequence[Ref], given: set[Ref], sizes: Sequence[Mapping[Ref, int]]
 ) -> list[Ref]:
-    """The tensors to keep, in the order of the graph."""
+    """Returns the tensors to keep, in the order of the graph."""
     if policy == "none" or not crossing:
         kept = set(crossing)
     elif policy == "boundary":

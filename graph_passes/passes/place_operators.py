@@ -128,7 +128,7 @@ class _Placement:
         self._copy_constants()
 
     def _variables(self) -> dict[str, str]:
-        """The nodes that touch variables of which some operator has a device -> that device."""
+        """Maps the nodes that touch a variable of an operator with a device to that device."""
         functions = {function.signature.name: function for function in self.program.graph.library.function}
         members: dict[tuple[str, str], dict[str, None]] = {}
         for node in self.view:

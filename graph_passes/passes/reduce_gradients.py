@@ -199,5 +199,5 @@ class Reduction:
         return found
 
     def _bucket(self, bucket: tuple[Variable, ...], device: str) -> Ref:
-        """A bucket of reduced gradients on a device."""
+        """Returns a bucket of reduced gradients on a device."""
         return self.reduced[bucket, device]

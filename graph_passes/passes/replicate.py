@@ -323,7 +323,7 @@ class _Replication:
         return {name: tuple(refs) for name, refs in found.items()}
 
     def _loss(self) -> Ref | None:
-        """The sum of all slices' contributions, in the order of samples."""
+        """Returns the sum of all slices' contributions, in the order of samples."""
         loss = self.program.roles.loss
         if loss is None:
             return None

@@ -73,7 +73,7 @@ class RowGradients:
                     raise refusal(name, why, stage.index, slices)
 
     def gather(self, name: str, device: str) -> tuple[Ref, Ref]:
-        """The rows of a parameter's gradient from all slices (by stage, replica, micro-batch), on one device.
+        """Returns the rows of a parameter's gradient from all slices (by stage, replica, micro-batch), on one device.
 
         Returns:
             The values, [rows, ...], and their indices, [rows].
@@ -122,7 +122,7 @@ class RowGradients:
             return self._builder.add("indices", "Cast", [indices], device=device, **kinds)
 
     def _rows_of(self, value: Value, stage: int, replica: int) -> Ref | None:
-        """The rows from one device, joined there before they are sent."""
+        """Returns the rows from one device, joined there before they are sent."""
         key = (value, stage, replica)
         if key not in self._own:
             parts, device, marks = self._made(key)

@@ -140,7 +140,7 @@ def _apart(builder: Builder, graph: Graph, variable: Variable, rows: Rows, parts
 
 
 def _sizes(builder: Builder, graph: Graph, parts: Parts) -> Ref:
-    """The number of rows of each part."""
+    """Returns the number of rows of each part."""
     int32 = dtype_attr(types_pb2.DT_INT32)
     sizes = [
         builder.add("rows/size", "Size", [part.tensor], T=dtype_attr(dtype_of(graph, part.tensor)), out_type=int32)

@@ -132,7 +132,7 @@ class _Scaling:
         self.shares: dict[Ref, Ref] = {}
 
     def result(self) -> Program:
-        """The program with scaled losses."""
+        """Returns the program with scaled losses."""
         roles, view = self.program.roles, self.view
         needed = [roles.loss, *roles.outputs, *(v.update for v in roles.variables if v.kind is VariableKind.STATE)]
         used = view.ancestors([ref for ref in needed if ref is not None], control=False)
@@ -167,7 +167,7 @@ class _Scaling:
         return spread.axis is None and spread.linear and spread.degree == 1
 
     def of(self, ref: Ref) -> Spread:
-        """A tensor's spread."""
+        """Returns a tensor's spread."""
         return self.dependence.spreads.get(ref, CONSTANT)
 
     # ---- contributions
@@ -260,7 +260,7 @@ class _Scaling:
         return Ref(copy.name, ref.output)
 
     def _times_weight(self, ref: Ref, power: int, dtype: int, name: str, marks: Mapping[str, AttrValue]) -> Ref:
-        """A tensor of a dtype, multiplied by a power of the slice's weight."""
+        """Returns a tensor of a dtype, multiplied by a power of the slice's weight."""
         weight = self.program.roles.slice.weight
         if dtype_of(self.view, weight) != dtype:
             types = {"SrcT": dtype_attr(dtype_of(self.view, weight)), "DstT": dtype_attr(dtype)}

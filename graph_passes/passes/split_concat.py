@@ -176,7 +176,7 @@ class _Connection:
         axis: Ref,
         device: str,
     ) -> Ref:
-        """The rows of each part: samples of the part * length of the axis / samples of the slice."""
+        """Returns the rows of each part: samples of the part * length of the axis / samples of the slice."""
         int64 = dtype_attr(types_pb2.DT_INT64)
         shape = self.builder.add(
             f"{name}/shape", "Shape", [tensor], device=device, T=dtype_attr(boundary.dtype), out_type=int64

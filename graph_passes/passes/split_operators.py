@@ -187,7 +187,7 @@ class _Splitting:
         self.parts: dict[str, list[NodeDef]] = {}
 
     def result(self, fetched: Iterable[Ref]) -> SplitGraph:
-        """The graph whose operators have been split."""
+        """Returns the graph whose operators have been split."""
         changed: dict[str, NodeDef] = {}
         for name, node in self.view.nodes.items():
             if name in self.wholes:
@@ -294,7 +294,7 @@ class _Splitting:
     # ---- tensors
 
     def _whole(self, ref: Ref) -> Ref:
-        """A whole tensor."""
+        """Returns a whole tensor."""
         whole = self.wholes.get(ref.node)
         if whole is None:
             return ref

@@ -76,7 +76,7 @@ class UpdateNodes:
         ]
 
     def stages_on(self, group: ParameterGroup, device: str) -> list[int]:
-        """The stages of a group that a device runs."""
+        """Returns the stages of a group that a device runs."""
         return [stage for stage, _ in self.places(group.stages, device)]
 
     def complete(self, group: ParameterGroup, device: str) -> list[str]:
