@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class Pass(Protocol):
     """A frozen dataclass whose fields are its options and whose docstring is its contract.
 
-    It may say what it needs and what it sees to by ``requires`` and ``ensures``: class attributes, tuples of
+    It may declare what it needs and what it establishes by ``requires`` and ``ensures``: class attributes, tuples of
     `graph_passes.ir.program.Fact`. Both are checked whenever it runs.
     """
 
@@ -35,7 +35,7 @@ class Pass(Protocol):
         """The pass's name: that of its file."""
 
     def run(self, program: Program) -> Program:
-        """A new program; the given one stays as it is."""
+        """Returns a new program; the given one stays as it is."""
 
 
 class After(NamedTuple):
@@ -68,8 +68,8 @@ class Pipeline:
 
     Attributes:
         names: of all passes, in order.
-        ending: those of ``names`` that end a step, which has none of those behind them.
-        own: passes of a user's own; several at one place run in the order in which they stand here.
+        ending: those of ``names`` that end a step: none after them runs in it.
+        own: the user's passes; several at one place run in this order.
 
     Raises:
         PassError: an own pass is at an unknown place, is no pass, or has the name of another.
@@ -93,17 +93,17 @@ class Pipeline:
             taken.add(name)
 
     def _around(self, name: str) -> tuple[list[Pass], list[Pass]]:
-        """The own passes right before and right after one of the pipeline."""
+        """Returns the own passes right before and right after one of the pipeline."""
         here = [place for place in self.own if place.name == name]
         before = [place.item for place in here if isinstance(place, Before)]
         return before, [place.item for place in here if isinstance(place, After)]
 
     def placed(self, passes: Iterable[Pass], *, again: bool = False) -> list[Pass]:
-        """Passes of the pipeline with own ones among them.
+        """Returns passes of the pipeline with the user's among them.
 
         Args:
             passes: some of the pipeline's, in order.
-            again: whether the first of them has run before, and with it what comes before it.
+            again: whether the first of them has run before, and with it the user's passes before it.
         """
         found: list[Pass] = []
         for index, item in enumerate(passes):
@@ -112,9 +112,9 @@ class Pipeline:
         return found
 
     def number(self, item: Pass) -> int:
-        """The number of a pass from 1, own ones counted; those behind one that ends a step begin where it stands.
+        """Returns the number of a pass from 1, own ones counted; passes after one that ends a step begin at its number.
 
-        A run of passes is numbered from that of its first on, whichever of the others it leaves out.
+        A run of passes is numbered from its first one's number on, even if it leaves out others.
         """
         number = 1
         for name in self.names:
@@ -148,8 +148,8 @@ def run_passes(
 
     Args:
         program: where to start.
-        passes: what to run.
-        instruments: what looks on.
+        passes: the passes to run.
+        instruments: observers, called after each pass.
         first: number of the first pass, for instruments.
         verified: whether to check the invariants after each pass.
         complete: whether nothing may be pending after the last of these passes.
@@ -192,7 +192,7 @@ def _check_facts(program: Program, facts: Iterable[Fact], says: str) -> None:
 
 
 class Timing:
-    """An instrument that keeps the seconds of each pass, and of what else there is to time.
+    """An instrument that keeps the seconds of each pass, and of other parts.
 
     Attributes:
         seconds: name of the pass or part -> seconds, in the order in which they ran.
@@ -207,7 +207,7 @@ class Timing:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Within it, time passes for something that isn't a pass."""
+        """Times something within it that isn't a pass."""
         start = time.perf_counter()
         try:
             yield
@@ -219,7 +219,7 @@ class Timing:
 
 
 def stage_graphs(program: Program) -> dict[int, GraphDef]:
-    """The graphs of stages while they are being built, with the functions that have been made of them."""
+    """Returns the graphs of stages while they are being built, with the functions that have been made of them."""
     found = {}
     for stage in program.stages:
         if program.step is None and stage.graph is not None:
@@ -232,10 +232,10 @@ class Dumped(NamedTuple):
     """A graph that was written.
 
     Attributes:
-        file: where to.
-        what: the pass after which it is like that, and what that does; of which stage it is.
-        nodes: of its top level.
-        functions: in its library.
+        file: its path.
+        what: the pass that it was written after, with its summary, or its stage.
+        nodes: number of nodes of its top level.
+        functions: number of functions in its library.
     """
 
     file: pathlib.Path
@@ -248,8 +248,8 @@ class Dump:
     """An instrument that writes the graph after each pass: ``03_build_backward.pbtxt``, for any GraphDef viewer.
 
     Attributes:
-        directory: where to.
-        written: what has been written so far.
+        directory: the folder to write to.
+        written: the graphs written so far.
     """
 
     def __init__(self, directory: str | pathlib.Path) -> None:

@@ -1,4 +1,4 @@
-"""What placements of operators are compared with, in the same simulator: one device, and data parallelism."""
+"""Baselines for placements of operators, in the same simulator: one device, and data parallelism."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dapple_tf.operators.split_layouts import Layouts
 
 
 def single_device(graph: OpGraph, topology: Topology) -> OpPlacement:
-    """Everything on the fastest device; groups that are pinned to another one are there.
+    """Places everything on the fastest device, except groups that are pinned to another one.
 
     Its peak may be above the device's limit: see `fits`.
     """
@@ -32,9 +32,9 @@ class DataParallelStep:
     Attributes:
         seconds: of the whole step.
         compute_seconds: of the slowest device's operators.
-        reduce_seconds: of the all-reduce, were there nothing else to do.
-        gradient_bytes: what each device reduces.
-        peak_bytes: what a device holds at most.
+        reduce_seconds: of the all-reduce by itself.
+        gradient_bytes: reduced by each device.
+        peak_bytes: the most bytes that a device holds.
     """
 
     seconds: float
@@ -45,11 +45,11 @@ class DataParallelStep:
 
 
 def data_parallel(graph: OpGraph, topology: Topology) -> DataParallelStep:
-    """Each device does the whole step for 1/V of the batch, and gradients are all-reduced in a ring.
+    """Simulates the whole step on each device for 1/V of the batch, with gradients all-reduced in a ring.
 
-    What works on samples takes launch + (seconds - launch) / V; the rest, such as updates of variables, as long as
+    Operators on samples take launch + (seconds - launch) / V; the rest, such as updates of variables, take as long as
     before, on every device. A tensor of the batch that an update reads is reduced as soon as all devices have it, one
-    after another in 2 (V - 1) steps of 1/V of its bytes at the slowest link of the ring, while other operators go on;
+    after another in 2 (V - 1) steps of 1/V of its bytes at the slowest link of the ring, while other operators run;
     updates come last.
 
     Raises:
@@ -99,9 +99,9 @@ def data_parallel(graph: OpGraph, topology: Topology) -> DataParallelStep:
 
 
 def samples_operators(problem: PlacementProblem) -> np.ndarray:
-    """Which operators work on samples: bool [n].
+    """Returns which operators work on samples: bool [n].
 
-    Those that can be split by batch together with the heaviest one that can, and what lies between such ones.
+    These are the operators that can be split by batch together with the heaviest one that can, and all between them.
 
     Raises:
         PlacementError: there are none.

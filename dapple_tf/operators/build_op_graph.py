@@ -1,4 +1,4 @@
-"""A flat training graph and what its operators cost -> an `OpGraph`: the graph search space of FD-DPS, definition 7."""
+"""Builds an `OpGraph`, the graph search space of FD-DPS (definition 7), from a flat training graph and its costs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LEFT_OUT = frozenset({"Const", "Placeholder"})
 
 
 class _Inputs(NamedTuple):
-    """What a node reads and waits for, as (index of the node, output)."""
+    """The inputs of a node and what it waits for, as (index of the node, output)."""
 
     data: list[tuple[int, int]]
     control: list[int]
@@ -50,16 +50,16 @@ def build_op_graph(
     pinned: Mapping[str, int] | None = None,
     rules: Rules | None = split_rules,
 ) -> OpGraph:
-    """The operators of a flat graph with their costs.
+    """Returns the operators of a flat graph with their costs.
 
     Args:
         graph: a flat training graph; it isn't changed.
-        topology: the devices. What an operator takes on one depends on its kind, which its name tells.
+        topology: the devices. An operator's time depends on a device's kind, which its name contains.
         costs: times of operators by kind of device.
         shapes: of all tensors, see `operator_shapes`; None infers them from the graph alone. An unknown dimension
             counts as 1 here: that is logged.
         speeds: of each device, `Device.speed`; None is 1 for each.
-        pinned: name of a variable -> index of the device that keeps it already; others can be anywhere.
+        pinned: name of a variable -> index of the device that already keeps it; others can be anywhere.
         rules: how operators can be split; None splits nothing.
 
     Raises:
@@ -94,7 +94,7 @@ def build_op_graph(
 
 
 def operator_signatures(graph: GraphDef, shapes: Mapping[Ref, Shape | None]) -> dict[str, OpSignature]:
-    """Node -> what its time depends on, for all operators of a flat graph: under what `build_op_graph` asks for it.
+    """Maps the operators of a flat graph to their signatures, by which `build_op_graph` looks up times.
 
     Args:
         graph: a flat graph.
@@ -143,16 +143,16 @@ class _Reading:
         )
 
     def read(self, index: int) -> tuple[TensorType, ...]:
-        """The tensors that a node reads."""
+        """Returns the tensors that a node reads."""
         return tuple([self.outputs[producer][output] for producer, output in self.inputs[index].data])
 
     def signature(self, index: int) -> OpSignature:
-        """What a node's time depends on."""
+        """Returns what a node's time depends on."""
         node = self.nodes[index]
         return signature(node, self.read(index), self.outputs[index], self.fingerprints.of(node))
 
     def order(self) -> list[int]:
-        """The operators' positions, producers first; those that are ready at the same time in the graph's order.
+        """Returns the operators' positions, producers first; ties in the graph's order.
 
         Raises:
             PassError: there is a cycle.
@@ -178,12 +178,12 @@ class _Reading:
                 if not pending[follower]:
                     ready.append(follower)
         if len(found) < sum(kept):
-            Graph(self.graph).topological()  # Raises, and shows the cycle.
+            Graph(self.graph).topological()  # raises an error that shows the cycle
         return found
 
 
 def _known(tensor: TensorType) -> bool:
-    """Whether it is known how large a tensor is; handles have no size."""
+    """Returns whether a tensor's size is known; handles have none."""
     return tensor.dtype in ("variant", "resource", "string") or (tensor.shape is not None and None not in tensor.shape)
 
 
@@ -196,7 +196,7 @@ def _reads(reading: _Reading, order: Sequence[int]) -> Iterator[tuple[int, NodeD
 def _edges(
     reading: _Reading, order: Sequence[int], number: Mapping[int, int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Edges by consumer, then by argument; and of the tensors that they read, sizes and numbers of outputs.
+    """Returns edges by consumer, then by argument; and their tensors' sizes and output numbers.
 
     Control edges come last, and only from producers that the consumer doesn't read.
     """
@@ -225,7 +225,7 @@ def _edges(
 
 
 def _seconds(reading: _Reading, order: Sequence[int], kinds: Sequence[str], costs: OperatorCosts) -> np.ndarray:
-    """E of formula 1 on devices of speed 1: [operators, devices]."""
+    """Returns E of formula 1 in seconds, on devices of speed 1: [operators, devices]."""
     columns = list(dict.fromkeys(kinds))
     functions = FunctionWork(reading.graph, costs, reading.shapes)
     by_kind = np.zeros((len(order), len(columns)))
@@ -244,7 +244,7 @@ def _seconds(reading: _Reading, order: Sequence[int], kinds: Sequence[str], cost
 def _splits(
     reading: _Reading, order: Sequence[int], rules: Rules, groups: Sequence[int]
 ) -> dict[int, tuple[SplitRule, ...]]:
-    """How operators can be split; those that have to be where others are can't."""
+    """Returns how operators can be split; those that are bound to others can't."""
     members = collections.Counter(groups)
     found = {}
     constants: dict[int, np.ndarray] = {}

@@ -1,10 +1,9 @@
-"""Fewer, larger operators to place: those that aren't worth a transfer join the one before or behind them.
+"""Fewer, larger operators to place: operators that aren't worth a transfer join a neighbour.
 
-Placing an operator apart from what it reads, or from what reads it, can only pay if it takes longer than that tensor's
-transfer. So an operator that is cheaper joins its only producer, or its only consumer; one that needs nothing, as the
-read of a variable, joins the first of its consumers; a chain is one piece as long as the piece isn't a large share of
-the step. None of these joins makes a cycle. All operators of a piece get its device; in which order they run is
-decided for single operators again, so nothing is lost but choices.
+Placing an operator apart from its producer or consumer can only pay if it takes longer than the tensor's transfer. So a
+cheaper operator joins its only producer, or its only consumer; one without inputs, such as the read of a variable,
+joins the first of its consumers; a chain is one piece unless it is a large share of the step. None of these joins makes
+a cycle. All operators of a piece get its device; their order is again decided for single operators.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from dapple_tf.operators.op_graph import OpGraph
 from dapple_tf.operators.placement_problem import PlacementProblem
 
 _PIECES_PER_DEVICE = 24
-"""A chain becomes pieces of at most the step's time divided by so many per device."""
+"""A chain's pieces take at most the step's time divided by this and the number of devices."""
 
 _MOST_CONSUMERS = 64
-"""What more need than these, as the learning rate, is no more the one's than the other's."""
+"""A source with more consumers than this, such as the learning rate, joins none of them."""
 _ROUNDS = 3
-"""How often pieces are joined forward and backward at most."""
+"""The most rounds of joining pieces forward and backward."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,7 +39,7 @@ class Coarse:
 
 
 def coarsen(problem: PlacementProblem, per_device: int = _PIECES_PER_DEVICE) -> Coarse:
-    """Join operators to pieces; near-linear in operators and edges.
+    """Joins operators to pieces; near-linear in operators and edges.
 
     Args:
         problem: the operators.
@@ -56,14 +55,14 @@ def coarsen(problem: PlacementProblem, per_device: int = _PIECES_PER_DEVICE) -> 
 
 @dataclasses.dataclass
 class _Level:
-    """The pieces of the moment, numbered in a topological order.
+    """The current pieces, numbered in a topological order.
 
     Attributes:
         seconds: of each.
-        before: of each, those that it needs, with the seconds of the transfers.
-        after: of each, those that need it.
-        most: seconds of a piece that is made of a chain.
-        may_join: whether two pieces can be on one device; if so, they are bound to each other from now on.
+        before: of each, the pieces that it needs, with the seconds of the transfers.
+        after: of each, the pieces that need it.
+        most: the most seconds of a piece that is made of a chain.
+        may_join: whether two pieces can be on one device; if so, it binds them to each other.
         apart: whether some of these pieces have to be on different devices.
     """
 
@@ -75,16 +74,16 @@ class _Level:
     apart: Callable[[Iterable[int]], bool]
 
     def worth_joining(self, joining: float, other: float, transfer: float, chain: bool) -> bool:
-        """Whether a piece should go with another, by their seconds; in a chain they're linked with no third."""
+        """Returns whether a piece should join another, by their seconds; in a ``chain`` they have no other link."""
         if joining <= transfer:
             return chain or joining <= self.most
         return chain and joining + other <= self.most
 
 
 def _sources(level: _Level) -> list[int]:
-    """What needs nothing and is cheaper than its transfer joins the first that needs it: pieces by their last one.
+    """Joins pieces without inputs that are cheaper than their transfer to their first consumer; names the last one.
 
-    Not where those that need it are on several devices anyway.
+    It doesn't if their consumers are on several devices anyway.
     """
     root = list(range(len(level.seconds)))
     seconds, needs = list(level.seconds), [len(before) for before in level.before]
@@ -108,7 +107,7 @@ def _sources(level: _Level) -> list[int]:
                 kept[other] = kept.get(other, 0.0) + transfer
         if joins:
             needs[first] -= 1
-            # Those that needed the source as well as its piece need one thing.
+            # Consumers of both the source and its piece now have one producer.
             for other in behind:
                 if other != first and other in level.after[first]:
                     needs[other] -= 1
@@ -116,12 +115,12 @@ def _sources(level: _Level) -> list[int]:
 
 
 def _forward(level: _Level) -> list[int]:
-    """What has only one producer joins it: pieces by their first one."""
+    """Joins pieces to their only producer; names the first one."""
     return _along(level, range(len(level.seconds)), level.before, level.after)
 
 
 def _backward(level: _Level) -> list[int]:
-    """What has only one consumer joins it: pieces by their last one."""
+    """Joins pieces to their only consumer; names the last one."""
     return _along(level, range(len(level.seconds) - 1, -1, -1), level.after, level.before)
 
 
@@ -162,7 +161,7 @@ class _Pieces:
         self.transfer = np.append(problem.mean_transfer, problem.mean_latency)  # the last one is for edges that wait
 
     def join(self, rule: Callable[[_Level], list[int]]) -> bool:
-        """Join pieces by a rule; whether any were."""
+        """Joins pieces by a rule; returns whether any were joined."""
         level = self._level()
         root = np.array(rule(level), np.int64)
         kept = np.flatnonzero(root == np.arange(len(root)))
@@ -213,7 +212,7 @@ class _Pieces:
         return True
 
     def coarse(self) -> Coarse:
-        """The graph of the pieces, in a topological order."""
+        """Returns the graph of the pieces, in a topological order."""
         problem, graph, piece = self.problem, self.problem.graph, self.piece
         count = len(self.bound)
         first = np.full(count, problem.count, np.int64)

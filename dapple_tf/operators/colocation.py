@@ -1,4 +1,4 @@
-"""Which operators have to be on one device: a variable and all that touches it, makers and readers of a handle."""
+"""Operators that must share a device: a variable and all that touches it, makers and readers of a handle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOCATION = b"loc:@"
 
 
 class Storage(NamedTuple):
-    """What a node refers to by name rather than by an edge.
+    """A resource that a node refers to by name rather than by an edge.
 
     Attributes:
         op: op type of the handle's node.
@@ -39,7 +39,7 @@ class DisjointSets:
         self._size = [1] * count
 
     def find(self, item: int) -> int:
-        """The representative of an item's set."""
+        """Returns the representative of an item's set."""
         parent = self._parent
         while parent[item] != item:
             parent[item] = parent[parent[item]]
@@ -71,14 +71,14 @@ class Colocation(NamedTuple):
 
 
 class StorageFinder:
-    """Finds what nodes refer to by name, also inside of the functions that they call."""
+    """Finds the resources that nodes refer to by name, also inside the functions that they call."""
 
     def __init__(self, library: Iterable[FunctionDef]) -> None:
         self._functions = {function.signature.name: function for function in library}
         self._found: dict[str, tuple[Storage, ...]] = {}
 
     def of(self, node: NodeDef) -> tuple[Storage, ...]:
-        """What a node refers to."""
+        """Returns the resources that a node refers to."""
         if node.op == "VarHandleOp":
             attrs = node.attr
             size = dtype_size(attrs["dtype"].type)
@@ -106,15 +106,15 @@ def colocate(
 ) -> Colocation:
     """Groups the operators of a graph.
 
-    Together are: what refers to the same variable, table, queue or iterator, by its handle's name (also inside of
-    functions), who makes and who reads a tensor that is a resource or a variant (a handle is of use only where the
-    thing is; a list of tensors would be sent whole), and nodes with the same ``_class`` attribute.
+    A group has the operators that refer to the same variable, table, queue or iterator by its handle's name (also
+    inside functions), the maker and readers of a resource or a variant (a handle is useful only where its resource is;
+    a list of tensors would be sent whole), and nodes with the same ``_class`` attribute.
 
     Args:
         graph: the graph.
         nodes: its operators.
         reads: (operator, node whose tensor it reads, which output) for each tensor that an operator reads.
-        left_out: nodes that aren't operators (fed placeholders), of whose handles readers are together as well.
+        left_out: nodes that aren't operators (fed placeholders); readers of their handles share a group too.
     """
     position = {node.name: number for number, node in enumerate(nodes)}
     outside = {node.name: len(nodes) + number for number, node in enumerate(left_out)}
@@ -152,12 +152,12 @@ def colocate(
 
 
 def pin(colocation: Colocation, pinned: Mapping[str, int], devices: int) -> list[int]:
-    """The device of each group whose variables are placed already, -1 for the others.
+    """Returns the device of each group whose variables are already placed, -1 for the others.
 
     Args:
         colocation: the groups.
-        pinned: name of a variable -> index of its device; those that no operator touches don't matter.
-        devices: how many there are.
+        pinned: name of a variable -> index of its device; variables that no operator touches are ignored.
+        devices: number of devices.
 
     Raises:
         PassError: variables of one group are on different devices, or a device doesn't exist.

@@ -1,16 +1,16 @@
 """Scheduling by dynamic critical paths: algorithms 1, 2 and 3 of FD-DPS, without splits.
 
-The critical path is dynamic: EST (formula 6) counts the transfers and the busy devices that the operators placed so far
-bring, so that DCPL (10) and the slack LST - EST of what isn't placed change with every step. Written out, each step
-would visit all operators. It needn't:
+The critical path is dynamic: EST (formula 6) counts the transfers and busy devices of the operators placed so far, so
+that DCPL (10) and the slack LST - EST of unplaced operators change with every step. Literally, each step would visit
+all operators. It needn't:
 
-* The path behind an operator that isn't placed, tail(o), doesn't change: all that is on it isn't placed either. With it
-  LST(o) = DCPL - ET(o) - tail(o) (7), for the one DCPL of the moment.
+* The path after an unplaced operator, tail(o), doesn't change: nothing on it is placed either. With it
+  LST(o) = DCPL - ET(o) - tail(o) (7), for the current DCPL.
 * So Score(o) = 1 / (LST - EST + eps) (9) ranks operators as EST(o) + ET(o) + tail(o) does, and the critical ones (8),
-  which come first in algorithm 1, are those at the top, where this sum is DCPL.
-* EST(o) is when its data is made, or when the first device is free, if that is later. All that could start before a
-  device is free have one EST and rank by ET + tail; the others by ready + ET + tail. Two heaps keep these orders, and
-  an operator changes from one to the other once: O(log n) for each.
+  which come first in algorithm 1, are at the top, where this sum is DCPL.
+* EST(o) is when its data is made, or when the first device is free, if that is later. Operators that could start
+  before a device is free have one EST and rank by ET + tail; the others by ready + ET + tail. Two heaps keep these
+  orders, and an operator moves from one to the other once: O(log n) for each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dapple_tf.operators.placement_problem import PlacementProblem
 
 
 class MostCritical:
-    """The schedulable operators, of which the one with the least slack is taken: algorithm 1.
+    """The schedulable operators, from which the one with the least slack is taken: algorithm 1.
 
     Args:
         length: ET + tail of each operator.
@@ -31,18 +31,18 @@ class MostCritical:
 
     def __init__(self, length: Sequence[float]) -> None:
         self._length = length
-        self._ready: list[tuple[float, int]] = []  # by when their data is made; nobody has been idle until then
+        self._ready: list[tuple[float, int]] = []  # by when their data is made; no device has been idle until then
         self._path: list[tuple[float, int]] = []  # the same ones by ready + length
         self._length_only: list[tuple[float, int]] = []  # those whose data was made before a device was free
         self._moved: set[int] = set()
 
     def push(self, op: int, ready: float) -> None:
-        """All that an operator needs has been placed, and is made at ``ready`` at the latest."""
+        """Adds an operator whose inputs have all been placed, and are made by ``ready``."""
         heapq.heappush(self._ready, (ready, op))
         heapq.heappush(self._path, (-ready - self._length[op], op))
 
     def pop(self, first_free: float) -> int:
-        """The most critical operator, given when the first device is free; of equal ones the first in number."""
+        """Takes the most critical operator, given when the first device is free; ties go to the lowest number."""
         while self._ready and self._ready[0][0] <= first_free:
             op = heapq.heappop(self._ready)[1]
             if op not in self._moved:
@@ -70,18 +70,18 @@ def schedule_by_critical_path(
     *,
     as_numbered: bool = False,
 ) -> tuple[list[int], list[int]]:
-    """Place all operators, one after another.
+    """Places all operators, one after another.
 
-    Each goes to the device on which it ends first (with ``previous``, to that on which the path through it is the
-    shortest), into the first free time that is long enough; what was placed before stays where it is. Links
-    send one tensor after another.
+    Each goes to the device on which it ends first (with ``previous``, to the one on which the path through it is
+    shortest), into the first free time that is long enough; placed operators don't move. Links send one tensor after
+    another.
 
     Args:
         problem: the operators.
-        tail: the path behind each of them, see `tails`.
-        previous: devices in the previous round, taken for those of the operators that aren't placed yet.
-        limits: what devices may hold, as far as that can be told here; None doesn't look.
-        as_numbered: take operators in the order of their numbers, that of the program, in which little is held at once.
+        tail: the path after each of them, see `tails`.
+        previous: devices in the previous round, assumed for operators that aren't placed yet.
+        limits: bytes that devices may hold, as far as that is known here; None doesn't check.
+        as_numbered: takes operators in the order of their numbers, the program's, which holds little at once.
 
     Returns:
         The devices and Q.
@@ -137,7 +137,7 @@ class _Scheduler:
         return self.device, sorted(range(problem.count), key=lambda op: (start[op], op))
 
     def _place(self, op: int) -> None:
-        """Algorithm 2, and what algorithm 3 updates."""
+        """Places an operator by algorithm 2, and updates the state as in algorithm 3."""
         problem = self.problem
         fixed = self.place_of_group[problem.group[op]]
         candidates = [fixed] if fixed >= 0 else self.stored.fitting(op)
@@ -178,7 +178,7 @@ class _Scheduler:
             row[best] = end
 
     def _ready(self, op: int, candidates: Sequence[int]) -> list[float]:
-        """When all that an operator needs is on each device: EST without regard to what the device does (6)."""
+        """Returns when an operator's inputs are on each device: EST if the device were free (6)."""
         problem, device, finish = self.problem, self.device, self.finish
         ready = [0.0] * problem.devices
         for tensor in problem.inputs[op]:
@@ -204,7 +204,7 @@ class _Scheduler:
         return ready
 
     def _after(self, op: int) -> list[float]:
-        """The path behind an operator, for each device that it may have."""
+        """Returns the path after an operator, for each device that it may have."""
         problem, previous, tail = self.problem, self.previous, self.tail
         assert previous is not None
         longest = [0.0] * problem.devices
@@ -232,9 +232,9 @@ class _Scheduler:
 
 
 class _AliveTensors:
-    """What devices hold of what has been placed: M_v of formula 3, with tensors, as far as it can be told yet.
+    """Devices' memory of placed operators: M_v of formula 3, with tensors, as far as known.
 
-    A tensor is held wherever it is until all that read it have been placed. The simulator has the last word.
+    A tensor is held wherever it is until all its readers have been placed. The simulator decides in the end.
     """
 
     def __init__(self, problem: PlacementProblem, limits: Sequence[float]) -> None:
@@ -247,7 +247,7 @@ class _AliveTensors:
         self._where: list[list[int]] = [[] for _ in problem.size]
 
     def fitting(self, op: int, candidates: Sequence[int]) -> list[int]:
-        """The devices that stay within their limits; where there is none, that which has the most memory left."""
+        """Returns the devices that stay within their limits; if none does, the one with the most memory left."""
         problem = self.problem
         made = sum(problem.size[tensor] for tensor in problem.outputs[op]) + problem.stored[problem.group[op]]
         left = {
@@ -261,7 +261,7 @@ class _AliveTensors:
         return fits or [max(candidates, key=lambda device: (left[device], -device))]
 
     def add(self, op: int, device: int, new: bool) -> None:
-        """Place an operator; ``new`` if it's the first of its group."""
+        """Counts a placed operator; ``new`` if it's the first of its group."""
         problem = self.problem
         if new:
             self.held[device] += problem.stored[problem.group[op]]

@@ -1,10 +1,10 @@
 """FastT: list scheduling by static priorities with a device for the critical path (Yi et al., Middleware 2020).
 
 FD-DPS describes it in sections 2.2 and 5.2: "fine-grained static operator priority and the critical path", without the
-dynamics of devices. We take: the priority is the upward rank with mean costs; the operators on the critical path, that
-is those of the path of greatest rank from an entry, go to the device that runs them all soonest (if it has memory for
-their variables; else to the next, and so on); all others go to the device on which they end first. Both take the first
-free time that is long enough. FastT's own splitting of operators isn't part of it.
+dynamics of devices. Our reading: the priority is the upward rank with mean costs; the operators on the critical path
+(of greatest rank from an entry) go to the device that runs them all soonest and has memory for their variables; all
+others go to the device on which they end first. Both take the first free time that is long enough. FastT's own
+splitting of operators isn't included.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dapple_tf.operators.placement_problem import PlacementProblem, compile_prob
 
 
 def fast_t(graph: OpGraph, topology: Topology) -> OpPlacement:
-    """Place operators by static priorities.
+    """Places operators by static priorities.
 
     Raises:
         PlacementError: the graph isn't for this topology.
@@ -26,7 +26,7 @@ def fast_t(graph: OpGraph, topology: Topology) -> OpPlacement:
 
 
 def fast_t_schedule(problem: PlacementProblem) -> tuple[list[int], list[int]]:
-    """Devices of the operators and Q."""
+    """Returns the operators' devices and Q."""
     critical = critical_path(problem)
     on_path = [False] * problem.count
     totals = [0.0] * problem.devices
@@ -48,7 +48,7 @@ def fast_t_schedule(problem: PlacementProblem) -> tuple[list[int], list[int]]:
 
 
 def critical_path(problem: PlacementProblem) -> list[int]:
-    """The operators of the longest path with mean costs, communication included."""
+    """Returns the operators of the longest path with mean costs, communication included."""
     if not problem.count:
         return []
     tail = tails(problem)

@@ -31,16 +31,16 @@ from dapple_tf.operators.split_search import Budget, placed, split_candidates
 _LOGGER = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
-"""Told what is being done, and which share of the search is over."""
+"""Receives the current activity, and the share of the search that is over."""
 
 _VISITS = 3.2e6
-"""Operators that the search visits at most, about: some 20 s on one core."""
+"""Approximate limit of operators that the search visits: some 20 s on one core."""
 _VISITS_EACH = 1000
 """The same for each operator of a small graph."""
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
-"""Shares of the devices' memory to which placing keeps, since the simulated peak may be above what it counts."""
+"""Shares of the devices' memory that placing may use, since the simulated peak may exceed its count."""
 _LARGE = 40000
-"""Operators from which on the times of reads are looked at once only."""
+"""Operators from which on the times of reads are adjusted only once."""
 _ISLAND_EFFORT = 0.5
 """Share of the work for placing on the devices that have fast links among them."""
 _SMALL = 60
@@ -50,18 +50,18 @@ _SMALL = 60
 def fd_dps(
     graph: OpGraph, topology: Topology, *, split: bool = True, effort: float = 1.0, progress: Progress | None = None
 ) -> OpPlacement:
-    """Place the operators of a step so that the simulated step is short.
+    """Places the operators of a step so that the simulated step is short.
 
     Args:
         graph: its operators.
         topology: the devices.
         split: whether operators may be split; without, this is the paper's D-DPS(-F).
         effort: share of the usual work that improving may take.
-        progress: told what is being done, and which share of the search is over.
+        progress: receives the current activity, and the share of the search that is over.
 
     Raises:
         PlacementError: the graph isn't for this topology.
-        PlanError: no placement was found that fits the devices' memory.
+        PlanError: no placement found fits the devices' memory.
     """
     tell = progress or (lambda text, share: None)
     island = largest_island(topology)
@@ -126,14 +126,14 @@ def _search(graph: OpGraph, topology: Topology, split: bool, effort: float, prog
 
 
 def _alike(graph: OpGraph, topology: Topology) -> bool:
-    """Whether it makes no difference which device runs everything."""
+    """Returns whether it makes no difference which device runs everything."""
     seconds, memory = graph.seconds, topology.memory_bytes
     same = bool((seconds == seconds[:, :1]).all() and (memory == memory[0]).all())
     return same and not (graph.pinned >= 0).any()
 
 
 def _within_memory(variant: Variant) -> list[Candidate]:
-    """Placements that keep to a share of the devices' limits, from the whole on, until one fits."""
+    """Returns placements within falling shares of the devices' limits, until one fits."""
     problem = variant.problem
     pieces = Pieces.of(problem)
     program = list(range(problem.count))
@@ -146,7 +146,7 @@ def _within_memory(variant: Variant) -> list[Candidate]:
                 pieces.problem, tails(pieces.problem), limits=limits, as_numbered=as_numbered
             )
             devices = pieces.spread(placing[0])
-            # In the program's order little is held at once.
+            # The program's order holds little at once.
             found += [scheduled(variant, devices, origin), judged(variant, devices, program, origin)]
         if min(one.over for one in found) == 0:
             break
@@ -170,7 +170,7 @@ def _too_much(best: Candidate) -> str:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Without the garbage collector, which takes half of the time where millions of small lists live."""
+    """Suspends the garbage collector, which takes half of the time with millions of small lists."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What an operator computes and moves, from its shapes: floating-point operations and bytes.
+"""An operator's work, from its shapes: floating-point operations and bytes.
 
 Multiplications and additions count one each, as vendors count them. Bytes are those of a kernel that reads each input
 and writes each output once.
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from dapple_tf.operators.signatures import OpSignature, TensorType
 
 FREE = "free"
-"""No kernel: what only passes on a buffer, or tells something of it that the host knows."""
+"""No kernel: passes on a buffer, or returns something about it that the host knows."""
 MEMORY = "memory"
 """Bound by memory: elementwise operators, reductions, copies."""
 POOL = "pool"
@@ -40,7 +40,7 @@ _MOST_IN_A_SHAPE = 16
 
 
 class Work(NamedTuple):
-    """What one run of an operator takes, whatever the device.
+    """The work of one run of an operator, whatever the device.
 
     Attributes:
         kind: one of `KINDS`.
@@ -58,7 +58,7 @@ class Work(NamedTuple):
 
 
 def work(signature: OpSignature) -> Work:
-    """The work of a single operator. An op that isn't known here is taken to be elementwise.
+    """Returns the work of a single operator. Unknown ops count as elementwise.
 
     Loops, branches and calls aren't single operators: see `function_work.py`.
     """
@@ -68,7 +68,7 @@ def work(signature: OpSignature) -> Work:
 
 
 def _on_host(tensor: TensorType) -> bool:
-    """Whether a tensor is a shape, an axis or the like, which the host computes with while the device is busy."""
+    """Returns whether a tensor is a shape, an axis or the like, which the host handles while the device is busy."""
     return tensor.dtype in ("int32", "int64", "bool") and tensor.elements <= _MOST_IN_A_SHAPE
 
 
@@ -101,13 +101,13 @@ def _free(signature: OpSignature) -> Work:
 
 
 def _elementwise(signature: OpSignature) -> Work:
-    """Reads all and writes all; a few operations per element are hidden behind that."""
+    """Reads all and writes all; a few operations per element are hidden behind these."""
     tensors = (*signature.inputs, *signature.outputs)
     return _product(signature, MEMORY, max((tensor.elements for tensor in tensors), default=0))
 
 
 def _copied(factor: int) -> Callable[[OpSignature], Work]:
-    """Copies a part of its input: reads as much as it writes."""
+    """Returns the rule of an op that copies a part of its input: it reads as much as it writes."""
 
     def rule(signature: OpSignature) -> Work:
         return Work(MEMORY, 0.0, factor * _written(signature), 0.0, _dtype(signature))
@@ -129,7 +129,7 @@ def _scatter(signature: OpSignature) -> Work:
 
 
 def _apply(passes: float) -> Callable[[OpSignature], Work]:
-    """An update of a variable and its slots: so many times the gradient's bytes are read and written."""
+    """Returns the rule of an update of a variable and its slots: moves ``passes`` times the gradient's bytes."""
 
     def rule(signature: OpSignature) -> Work:
         largest = max(signature.inputs, key=lambda tensor: tensor.bytes, default=TensorType("float32", ()))
@@ -149,7 +149,7 @@ def _matmul(signature: OpSignature) -> Work:
 
 
 def _einsum(signature: OpSignature) -> Work:
-    """2 operations for each combination of all indices: a product and its sum."""
+    """Counts 2 operations for each combination of all indices: a product and its sum."""
     left, _, right = signature.attr("equation").replace(" ", "").partition("->")
     sizes: dict[str, int] = {}
     shared = math.prod(_sizes(signature.outputs[0])[: _ellipsis(right, signature.outputs[0])])
@@ -166,7 +166,7 @@ def _einsum(signature: OpSignature) -> Work:
 
 
 def _ellipsis(labels: str, tensor: TensorType) -> int:
-    """How many leading dimensions ``...`` stands for; it comes first in what Keras and TensorFlow write."""
+    """Returns the number of leading dimensions of ``...``, which comes first in Keras' and TensorFlow's texts."""
     return max(0, len(tensor.shape or ()) - len(labels.replace("...", ""))) if labels.startswith("...") else 0
 
 
@@ -197,13 +197,13 @@ def _backward_filter(signature: OpSignature) -> Work:
 
 
 def _convolution(signature: OpSignature, filters: tuple[int, ...], out: TensorType, kinds: tuple[str, str]) -> Work:
-    """Each element of the output is an inner product over the filter's window and input channels."""
+    """Counts an inner product over the filter's window and input channels for each element of the output."""
     depth = math.prod(filters[:-1])
     return _product(signature, kinds[not _winograd(signature, filters)], 2.0 * out.elements * depth, depth)
 
 
 def _depthwise(kind: str, filters_of: Callable[[OpSignature], TensorType]) -> Callable[[OpSignature], Work]:
-    """Each element of the output is an inner product over the filter's window alone."""
+    """Returns a rule: an inner product over the filter's window alone for each element of the output."""
 
     def rule(signature: OpSignature) -> Work:
         out = signature.outputs[0] if len(signature.inputs) < 3 else signature.inputs[2]
@@ -224,7 +224,7 @@ def _pool(signature: OpSignature) -> Work:
 
 
 def _passes(read: int, write: int = 1) -> Callable[[OpSignature], Work]:
-    """Goes over its largest input so many times, and over its largest output."""
+    """Returns a rule: ``read`` passes over the largest input, ``write`` over the largest output."""
 
     def rule(signature: OpSignature) -> Work:
         source = max(signature.inputs, key=lambda tensor: tensor.bytes)
@@ -246,13 +246,13 @@ _RULES: Mapping[str, Callable[[OpSignature], Work]] = {
         "PlaceholderWithDefault VarHandleOp ReadVariableOp EnsureShape Bitcast",
         _free,
     ),
-    # What the host tells of a tensor.
+    # Facts about a tensor that the host knows.
     **_named(
         "Shape ShapeN Size Rank BroadcastGradientArgs BroadcastArgs VariableShape VarIsInitializedOp Assert "
         "ControlTrigger MutexV2 MutexLock DestroyResourceOp",
         _free,
     ),
-    # Handles of lists; what they hold is counted when it is put together or taken apart.
+    # Handles of lists; their contents are counted when they are stacked or unstacked.
     **_named(
         "TensorListReserve EmptyTensorList TensorListLength TensorListElementShape TensorListSetItem TensorListGetItem "
         "TensorListPushBack TensorListPopBack TensorListResize TensorListPushBackBatch",

@@ -1,4 +1,4 @@
-"""What loops, branches and calls cost: the operators inside, as often as they run, as far as that can be told."""
+"""Costs of loops, branches and calls: the operators inside, as often as they are known to run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 _PASSED_ON = frozenset({"Identity", "Cast", "StopGradient", "EnsureShape"})
 _COMPARED = frozenset({"Less", "LessEqual"})
 _DEEPEST = 32
-"""Calls within calls: more is a function that calls itself."""
+"""The deepest nesting of calls: more is a function that calls itself."""
 
 
 class _Inside(NamedTuple):
-    """An operator inside of a function, and what is known of its inputs' shapes."""
+    """An operator inside a function, and its inputs' known shapes."""
 
     node: NodeDef
     signature: OpSignature
@@ -59,10 +59,10 @@ class FunctionWork:
         self._depth = 0
 
     def seconds(self, node: NodeDef, made: OpSignature, kind: str) -> float:
-        """Time of one run of a node that runs functions.
+        """Returns the seconds of one run of a node that runs functions.
 
-        What was measured of the node as a whole counts first. A loop takes its body's and condition's time for each
-        round, where the rounds can be told (a static number of time steps), else that of one; a branch the time of the
+        A measurement of the whole node takes precedence. A loop takes its body's and condition's time for each round
+        if the number of rounds is known (a static number of time steps), else for one; a branch takes the time of the
         slower side.
 
         Args:
@@ -77,7 +77,7 @@ class FunctionWork:
         return self._costs.seconds(made, kind, self._run(node, given, kind, self._nodes))
 
     def rounds(self, node: NodeDef) -> int | None:
-        """How often a loop of the top level runs its body; None where that depends on values."""
+        """Returns how often a loop of the top level runs its body; None if that depends on values."""
         return self._rounds(node, self._nodes)
 
     def _run(self, node: NodeDef, given: CallShapes, kind: str, around: Mapping[str, NodeDef]) -> float:
@@ -92,7 +92,7 @@ class FunctionWork:
         return max((self._function(name, inside, kind) for name in function_names(node)), default=0.0)
 
     def _function(self, name: str, given: CallShapes, kind: str) -> float:
-        """Time of a function's operators, one after another."""
+        """Returns the seconds of a function's operators, one after another."""
         key = (name, given, kind)
         if key not in self._inside:
             if self._depth == _DEEPEST:
@@ -137,7 +137,7 @@ class FunctionWork:
     # ---- how often
 
     def _rounds(self, node: NodeDef, around: Mapping[str, NodeDef]) -> int | None:
-        """The least that the condition's comparisons ``counter < limit`` allow, for counters that step by 1."""
+        """Returns the fewest rounds by the condition's comparisons ``counter < limit``, for counters that step by 1."""
         condition, results = function_graph(self._library, node.attr["cond"].func.name)
         body, after = function_graph(self._library, node.attr["body"].func.name)
         inside = {part.name: part for part in condition.node}
@@ -147,7 +147,7 @@ class FunctionWork:
         given = data_inputs(node)
 
         def argument(ref: Ref) -> int | None:
-            """Which argument of the condition a tensor is."""
+            """Returns the index of the condition's argument that a tensor is."""
             name = _source(ref, inside).node
             return arguments.index(name) if name in arguments else None
 
@@ -169,7 +169,7 @@ class FunctionWork:
         return min(found, default=None)
 
     def _outer(self, ref: Ref, around: Mapping[str, NodeDef]) -> int | None:
-        """The value of an integer scalar of a graph: a constant, or the number of rounds of another loop."""
+        """Returns the value of an integer scalar of a graph: a constant, or another loop's number of rounds."""
         place = _source(ref, around)
         node = around.get(place.node)
         if node is not None and node.op in LOOPS and place.output == 0:
@@ -179,14 +179,14 @@ class FunctionWork:
 
 
 def _source(ref: Ref, nodes: Mapping[str, NodeDef]) -> Ref:
-    """Where a tensor's value comes from, through what only passes it on."""
+    """Returns the origin of a tensor's value, through nodes that only pass it on."""
     while (node := nodes.get(ref.node)) is not None and node.op in _PASSED_ON:
         ref = data_inputs(node)[0]
     return ref
 
 
 def _scalar(ref: Ref, nodes: Mapping[str, NodeDef]) -> int | None:
-    """The value of a constant integer scalar; None for anything else."""
+    """Returns the value of a constant integer scalar; None for anything else."""
     node = nodes.get(_source(ref, nodes).node)
     if node is None or node.op != "Const":
         return None
@@ -195,7 +195,7 @@ def _scalar(ref: Ref, nodes: Mapping[str, NodeDef]) -> int | None:
 
 
 def _steps_by_one(result: Ref, argument: str, nodes: Mapping[str, NodeDef]) -> bool:
-    """Whether a loop's result is its argument + 1."""
+    """Returns whether a loop's result is its argument + 1."""
     node = nodes.get(_source(result, nodes).node)
     if node is None or node.op not in ("Add", "AddV2"):
         return False
@@ -206,7 +206,7 @@ def _steps_by_one(result: Ref, argument: str, nodes: Mapping[str, NodeDef]) -> b
 
 
 def _needed(name: str, results: Sequence[Ref], nodes: Mapping[str, NodeDef]) -> bool:
-    """Whether a comparison must hold for the loop to go on: the condition is it, or joins it to others with "and"."""
+    """Returns whether a loop's condition requires a comparison: is the comparison, or an "and" of it and others."""
     pending = list(results)
     while pending:
         place = _source(pending.pop(), nodes)

@@ -8,7 +8,7 @@ from dapple_tf.operators.placement_problem import PlacementProblem, compile_prob
 
 
 def heft(graph: OpGraph, topology: Topology) -> OpPlacement:
-    """Place operators by upward rank, each on the device on which it ends first.
+    """Places operators by upward rank, each on the device on which it ends first.
 
     rank(o) = mean seconds of o + max over its successors s of (mean seconds of the transfer + rank(s)). Operators go in
     the order of descending rank, into the first free time that is long enough.
@@ -21,7 +21,7 @@ def heft(graph: OpGraph, topology: Topology) -> OpPlacement:
 
 
 def heft_schedule(problem: PlacementProblem) -> tuple[list[int], list[int]]:
-    """Devices of the operators and Q."""
+    """Returns the operators' devices and Q."""
     scheduler = InsertionScheduler(problem)
     earliest, candidates, place = scheduler.earliest, scheduler.candidates, scheduler.place
     for op in by_rank(problem):
@@ -31,6 +31,6 @@ def heft_schedule(problem: PlacementProblem) -> tuple[list[int], list[int]]:
 
 
 def by_rank(problem: PlacementProblem) -> list[int]:
-    """Operators by descending upward rank; of equal ones in topological order."""
+    """Sorts operators by descending upward rank; ties in topological order."""
     rank = [mean + tail for mean, tail in zip(problem.mean_seconds, tails(problem), strict=True)]
     return sorted(range(problem.count), key=lambda op: (-rank[op], op))

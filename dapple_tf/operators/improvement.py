@@ -1,4 +1,4 @@
-"""Improvement rounds: what bounds the step moves to other devices, as long as that makes the step shorter.
+"""Improvement rounds: operators that bound the step move to other devices, as long as that shortens it.
 
 FD-DPS, section 4.3: "After the graph search space update, perform a new round of node optimization scheduling, and
 repeat this process until the optimal parallel strategy is found."
@@ -16,21 +16,21 @@ from dapple_tf.operators.simulated_placement import run_in_order
 
 _SLACK = 1e-10
 _PATIENCE = 60
-"""Moves without success after which no more are tried."""
+"""The most moves in a row without success."""
 _RANDOM_STARTS = 60
 """Random placements of a small graph."""
 _KEPT = 6
 """Placements of a small graph that are improved."""
 _PAIRED = 700
-"""Ways to place two groups up to which pairs of them are moved together."""
+"""The most ways to place two groups for which pairs of them are moved together."""
 
 
 def improved(candidate: Candidate, pieces: list[int], evaluations: int) -> Candidate:
-    """Move pieces on the critical path of the simulated step as long as it gets shorter.
+    """Moves pieces on the critical path of the simulated step as long as it gets shorter.
 
     Args:
         candidate: where to start.
-        pieces: of each operator its piece; all of a piece move together, and with them all of their groups.
+        pieces: each operator's piece; all of a piece move together, and with them all of their groups.
         evaluations: the most placements that are simulated.
     """
     mover = _Mover(candidate.variant.problem, pieces)
@@ -63,7 +63,7 @@ def improved(candidate: Candidate, pieces: list[int], evaluations: int) -> Candi
 
 
 class _Mover:
-    """Moves pieces, with all that has to be where they are."""
+    """Moves pieces, with all operators that are bound to them."""
 
     def __init__(self, problem: PlacementProblem, pieces: list[int]) -> None:
         self.problem = problem
@@ -87,7 +87,7 @@ class _Mover:
                 self.fixed.add(block)
 
     def moved(self, devices: list[int], block: int, device: int) -> list[int] | None:
-        """Devices with a block on another one; None if it can't move."""
+        """Returns the devices after a block moves to another one; None if it can't move."""
         ops = self.ops[block]
         if block in self.fixed or devices[ops[0]] == device:
             return None
@@ -97,7 +97,7 @@ class _Mover:
         return moved
 
     def moves(self, candidate: Candidate) -> list[tuple[int, int]]:
-        """Blocks on the critical path with devices to which they could go, from the end of the step to its start."""
+        """Returns blocks on the critical path with devices that they could move to, from the step's end on."""
         problem, devices = self.problem, candidate.devices
         start, finish, _ = run_in_order(problem, devices, candidate.order)
         busy = [0.0] * problem.devices
@@ -124,9 +124,9 @@ class _Mover:
 def critical_chain(
     problem: PlacementProblem, candidate: Candidate, start: list[float], finish: list[float]
 ) -> list[tuple[int, int, bool]]:
-    """What bounds the step, from its end: operator, the one that it waited for (-1 for none), whether for its data.
+    """Returns what bounds the step, from its end: (operator, the one it waited for or -1, whether for its data).
 
-    Where it waited for its device, the last one is false.
+    The last is false if it waited for its device.
     """
     devices = candidate.devices
     last = [-1] * problem.devices
@@ -162,11 +162,11 @@ def critical_chain(
 
 
 def polished(starts: Sequence[Candidate], evaluations: int) -> Candidate:
-    """The best of a small graph's placements: all of its assignments if they are few, and moves from the best ones.
+    """Returns a small graph's best placement: tries all assignments if they are few, and moves from the best.
 
     Args:
         starts: placements to start from, of one graph.
-        evaluations: the most placements that are simulated, about.
+        evaluations: the approximate limit of simulated placements.
     """
     variant = starts[0].variant
     problem = variant.problem
@@ -197,7 +197,7 @@ def polished(starts: Sequence[Candidate], evaluations: int) -> Candidate:
 def _moved(
     candidate: Candidate, moves: list[tuple[list[int], ...]], needs: list[set[int]], evaluations: int
 ) -> Candidate:
-    """Move groups to other devices, alone and in pairs, and operators to other places in Q, as long as that helps."""
+    """Moves groups to other devices, alone and in pairs, and operators within Q, as long as that helps."""
     best = candidate
     problem, variant = best.variant.problem, best.variant
     while evaluations > 0:
@@ -235,7 +235,7 @@ def _moved(
 
 
 def _reordered(order: list[int], needs: list[set[int]]) -> list[list[int]]:
-    """The queues in which one operator is at another place."""
+    """Returns the queues in which one operator is at another position."""
     found = []
     for index, op in enumerate(order):
         rest = order[:index] + order[index + 1 :]

@@ -13,7 +13,7 @@ _MUCH_SLOWER = 0.5
 
 
 def largest_island(topology: Topology) -> tuple[int, ...]:
-    """The most devices that fast links connect, in order; the first such set, and all devices where links are alike.
+    """Returns the largest set of devices with fast links, in order; the first of equal ones, all if links are alike.
 
     4 devices in each of 2 servers, with slower links between these   becomes   0, 1, 2, 3
     """
@@ -38,7 +38,7 @@ def largest_island(topology: Topology) -> tuple[int, ...]:
 
 
 def on_island(graph: OpGraph, topology: Topology, island: tuple[int, ...]) -> tuple[OpGraph, Topology] | None:
-    """The same operators for these devices only; None where some have to be elsewhere."""
+    """Returns the same operators for these devices only; None if some are pinned elsewhere."""
     number = {device: index for index, device in enumerate(island)}
     if any(device >= 0 and device not in number for device in graph.pinned.tolist()):
         return None
@@ -57,7 +57,7 @@ def on_island(graph: OpGraph, topology: Topology, island: tuple[int, ...]) -> tu
 
 
 def off_island(placement: OpPlacement, topology: Topology, island: tuple[int, ...]) -> OpPlacement:
-    """A placement on an island, by the numbers of all devices."""
+    """Renumbers a placement on an island by the numbers of all devices."""
     peaks = [0.0] * topology.count
     for device, peak in zip(island, placement.peak_bytes, strict=True):
         peaks[device] = peak

@@ -1,8 +1,8 @@
-"""What HEFT and FastT share: devices' free times, and placing one operator after another where it ends first.
+"""The common part of HEFT and FastT: devices' free times, and placing operators in turn where they end first.
 
-Classical list scheduling by insertion (Topcuoglu et al., 2002): an operator takes the first free time of a device that
-is long enough, maybe before operators that were placed earlier. Links are taken to be free when they are needed, as
-both papers do; the simulator, which sends one tensor after another, judges the result.
+Classical list scheduling by insertion (Topcuoglu et al., 2002): an operator takes a device's first free time that is
+long enough, possibly before operators that were placed earlier. Links count as free when needed, as in both papers;
+the simulator, which sends one tensor after another, judges the result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dapple_tf.operators.placement_problem import PlacementProblem
 from dapple_tf.operators.simulated_placement import simulate
 
 _MOST_GAPS = 64
-"""Gaps of a device that are looked at for one operator."""
+"""The most gaps of a device that are tried for one operator."""
 
 
 class Slots:
@@ -27,16 +27,16 @@ class Slots:
     __slots__ = ("_ends", "_shortest", "_starts", "end")
 
     def __init__(self, shortest: float = 0.0) -> None:
-        """An idle device; gaps up to ``shortest`` seconds are forgotten."""
+        """Starts with an idle device; gaps up to ``shortest`` seconds are forgotten."""
         self.end = 0.0
         self._starts: list[float] = []
         self._ends: list[float] = []
         self._shortest = shortest
 
     def find(self, ready: float, seconds: float) -> float:
-        """The first start from ``ready`` on at which so many seconds are free: formula 11 of FD-DPS.
+        """Returns the first start from ``ready`` on with ``seconds`` free: formula 11 of FD-DPS.
 
-        What was placed before doesn't move.
+        Placed operators don't move.
         """
         if ready >= self.end:
             return ready
@@ -51,7 +51,7 @@ class Slots:
         return self.end
 
     def take(self, start: float, seconds: float) -> None:
-        """Take a time that `find` has found."""
+        """Takes a time that `find` has found."""
         end = start + seconds
         if start >= self.end:
             if start - self.end > self._shortest:
@@ -68,7 +68,7 @@ class Slots:
 
 
 class InsertionScheduler:
-    """Places operators one after another, each after all that it needs.
+    """Places operators one after another, each after its inputs.
 
     Attributes:
         device: of each operator, -1 before it's placed.
@@ -87,20 +87,20 @@ class InsertionScheduler:
         self._memory = StoredBytes(problem)
 
     def candidates(self, op: int) -> list[int]:
-        """The devices on which an operator may be: that of its group, or those with memory for its variables."""
+        """Returns an operator's possible devices: that of its group, or those with memory for its variables."""
         group = self.problem.group[op]
         place = self._place_of_group[group]
         return [place] if place >= 0 else self._memory.fitting(op)
 
     def earliest(self, op: int, device: int) -> tuple[float, float]:
-        """EST and EFT of an operator on a device."""
+        """Returns EST and EFT of an operator on a device."""
         ready = self._ready[op]
         seconds = self.problem.seconds[op][device]
         start = self.slots[device].find(0.0 if ready is None else ready[device], seconds)
         return start, start + seconds
 
     def place(self, op: int, device: int) -> None:
-        """Place an operator in the first free time."""
+        """Places an operator in the first free time."""
         problem = self.problem
         start, finish = self.earliest(op, device)
         self.slots[device].take(start, finish - start)
@@ -121,7 +121,7 @@ class InsertionScheduler:
                 self._delay(waiter, row)
 
     def order(self) -> list[int]:
-        """Q: operators by start; of equal starts in topological order."""
+        """Returns Q: operators by start; ties in topological order."""
         start = self.start
         return sorted(range(self.problem.count), key=lambda op: (start[op], op))
 
@@ -131,7 +131,7 @@ class InsertionScheduler:
 
 
 class StoredBytes:
-    """The variables that devices hold: what list scheduling knows of memory before the simulator has seen the step."""
+    """The variables that devices hold: all that list scheduling knows of memory before a simulation."""
 
     def __init__(self, problem: PlacementProblem) -> None:
         self.problem = problem
@@ -144,7 +144,7 @@ class StoredBytes:
         self._bounded = sum(problem.stored) > min(self.limits)
 
     def fitting(self, op: int) -> list[int]:
-        """Devices with memory for an operator's variables; where there is none, that which has the most left."""
+        """Returns the devices with memory for an operator's variables; if none, the one with the most left."""
         stored = self.problem.stored[self.problem.group[op]]
         if not self._bounded or not stored:
             return self._everywhere
@@ -152,12 +152,12 @@ class StoredBytes:
         return fits or [max(self._everywhere, key=lambda device: (self.limits[device] - self.used[device], -device))]
 
     def add(self, op: int, device: int) -> None:
-        """Count the variables of an operator that is the first of its group."""
+        """Counts the variables of an operator that is the first of its group."""
         self.used[device] += self.problem.stored[self.problem.group[op]]
 
 
 def placement_of(problem: PlacementProblem, devices: list[int], order: list[int]) -> OpPlacement:
-    """A placement without splits, with what the simulator says of it.
+    """Simulates a placement without splits.
 
     Its peak may be above a device's limit: see `fits`.
     """
@@ -173,5 +173,5 @@ def placement_of(problem: PlacementProblem, devices: list[int], order: list[int]
 
 
 def fits(placement: OpPlacement, topology: Topology) -> bool:
-    """Whether every device's peak is within its limit: M_v < C of FD-DPS' formula 4."""
+    """Returns whether every device's peak is within its limit: M_v < C of FD-DPS' formula 4."""
     return all(peak <= limit for peak, limit in zip(placement.peak_bytes, topology.memory_bytes.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""What single operators cost on each kind of device: FD-DPS, definition 3, with a roofline for what wasn't measured."""
+"""Costs of single operators on each kind of device: FD-DPS, definition 3, with a roofline if none was measured."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MeanSeconds(NamedTuple):
     """The running mean of measured times.
 
     Attributes:
-        times: how many were averaged.
+        times: number of averaged times.
         seconds: their mean.
     """
 
@@ -43,12 +43,12 @@ class MeanSeconds(NamedTuple):
     seconds: float
 
     def add(self, seconds: float) -> MeanSeconds:
-        """Iterative averaging, C of formula 1: mean' = mean + (seconds - mean) / times'."""
+        """Averages iteratively, C of formula 1: mean' = mean + (seconds - mean) / times'."""
         times = self.times + 1
         return MeanSeconds(times, self.seconds + (seconds - self.seconds) / times)
 
     def merge(self, other: MeanSeconds) -> MeanSeconds:
-        """The mean of both."""
+        """Returns the mean of both."""
         times = self.times + other.times
         return MeanSeconds(times, (self.times * self.seconds + other.times * other.seconds) / times)
 
@@ -66,23 +66,22 @@ def device_kind(name: str) -> str:
 
 
 class _Correction(NamedTuple):
-    """What measured operators took, beside a roofline: starting them, and a multiple of the rest."""
+    """Measured times relative to a roofline: seconds of a start, and a factor of the rest."""
 
     launch: float
     ratio: float
 
 
 class OperatorCosts(JsonFile):
-    """Times of operators on kinds of devices: E of FD-DPS, formula 1, and estimates for what wasn't measured.
+    """Times of operators on kinds of devices: E of FD-DPS, formula 1, and estimates for unmeasured operators.
 
         costs = OperatorCosts()
         costs.add(signature, "GPU", 0.0021)
         costs.seconds(signature, "GPU")
 
-    An operator that wasn't measured takes what the roofline of the kind of device says, corrected by what was measured
-    there: starting it takes as long as the small operators of its op type took (their median), and the rest as many
-    times the roofline's as with the large ones (the median of their ratios). If none of its own op type was measured,
-    all operators count.
+    The time of an unmeasured operator is estimated by the roofline of the kind of device, corrected by measurements
+    there: its start takes the median time of the small operators of its op type, and the rest the roofline's time
+    multiplied by the median ratio of the large ones. If none of its op type was measured, all operators count.
 
     Attributes:
         rooflines: kind of device (``CPU``, ``GPU``) -> its roofline.
@@ -98,7 +97,7 @@ class OperatorCosts(JsonFile):
 
     @classmethod
     def p100(cls) -> OperatorCosts:
-        """Costs as on the GPUs of FD-DPS's experiments (section 5.1), so that its tables can be set beside ours.
+        """Returns costs as on the GPUs of FD-DPS's experiments (section 5.1), to compare its tables with ours.
 
         Milliseconds of table 6 (VGG-16, a batch of 64 images of 224 x 224, operators before splitting):
 
@@ -118,7 +117,7 @@ class OperatorCosts(JsonFile):
     # ---- measured
 
     def add(self, signature: OpSignature, kind: str, seconds: float, *, times: int = 1) -> None:
-        """Takes in a measured time, or the mean of ``times`` ones.
+        """Adds a measured time, or the mean of ``times`` measured times, in seconds.
 
         Raises:
             OperatorCostsError: the time isn't finite and at least 0, or ``times`` isn't at least 1.
@@ -138,13 +137,13 @@ class OperatorCosts(JsonFile):
         self._estimates.clear()
 
     def update(self, other: OperatorCosts) -> None:
-        """Takes in all that another one has measured."""
+        """Adds all measurements of another one."""
         for kind, means in other._means.items():
             for signature, mean in means.items():
                 self.add(signature, kind, mean.seconds, times=mean.times)
 
     def measured(self, signature: OpSignature, kind: str) -> MeanSeconds | None:
-        """The mean of an operator's measured times; None if it wasn't measured."""
+        """Returns the mean of an operator's measured times; None if it wasn't measured."""
         return self._means.get(kind, {}).get(signature)
 
     @property
@@ -160,12 +159,12 @@ class OperatorCosts(JsonFile):
     # ---- asked
 
     def seconds(self, signature: OpSignature, kind: str, inner: float | None = None) -> float:
-        """Time of one run on an undisturbed device of speed 1.
+        """Returns the seconds of one run on an undisturbed device of speed 1.
 
         Args:
             signature: the operator.
             kind: the kind of device.
-            inner: for a loop, branch or call: time of what it runs inside, for where it wasn't measured as a whole.
+            inner: for a loop, branch or call: seconds of its inside, used if it wasn't measured as a whole.
 
         Raises:
             OperatorCostsError: nothing is known of such devices.
@@ -182,7 +181,7 @@ class OperatorCosts(JsonFile):
         return found
 
     def roofline(self, kind: str) -> Roofline:
-        """The roofline of a kind of device.
+        """Returns the roofline of a kind of device.
 
         Raises:
             OperatorCostsError: there is none.
@@ -202,7 +201,7 @@ class OperatorCosts(JsonFile):
         return correction.launch + correction.ratio * (roofline.seconds(amount) - roofline.launch)
 
     def launch_seconds(self, kind: str) -> float:
-        """What starting an operator costs on a kind of device, whatever it does.
+        """Returns the seconds of starting any operator on a kind of device.
 
         Raises:
             OperatorCostsError: nothing is known of such devices.
@@ -210,7 +209,7 @@ class OperatorCosts(JsonFile):
         return self._corrections_of(kind)[""].launch
 
     def copy_seconds(self, kind: str) -> float:
-        """Seconds for each byte that is copied within a device: read and written.
+        """Returns the seconds for each byte that is copied (read and written) within a device.
 
         Raises:
             OperatorCostsError: nothing is known of such devices.
@@ -219,7 +218,7 @@ class OperatorCosts(JsonFile):
         return self.roofline(kind).copy_seconds * corrections.get("ConcatV2", corrections[""]).ratio
 
     def _corrections_of(self, kind: str) -> dict[str, _Correction]:
-        """Op type -> how its times differ from the roofline; under "" that of all."""
+        """Maps op types to the corrections of their rooflines; "" to that of all."""
         if kind not in self._corrections:
             roofline = self.roofline(kind)
             small: dict[str, list[float]] = {}
@@ -246,7 +245,7 @@ class OperatorCosts(JsonFile):
         """Writes `to_json` to a file.
 
         Raises:
-            OperatorCostsError: there are so many measured operators that `load` would refuse the file.
+            OperatorCostsError: `load` would refuse the file for its number of measured operators.
         """
         text = self.to_json()
         if len(text) > MOST_BYTES:
@@ -257,7 +256,7 @@ class OperatorCosts(JsonFile):
         Path(path).write_text(text, encoding="utf-8")
 
     def to_json(self) -> str:
-        """The costs as JSON text: rooflines and measured means of each kind of device.
+        """Returns the costs as JSON text: rooflines and measured means of each kind of device.
 
             {"format": "dapple_tf.operator_costs/1",
              "devices": {"GPU": {"roofline": {"flops": 1.06e13, ...},
@@ -278,7 +277,7 @@ class OperatorCosts(JsonFile):
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "operator costs") -> OperatorCosts:
-        """Reads what `to_json` writes; ``source`` stands in error messages.
+        """Reads the text of `to_json`; ``source`` names it in errors.
 
         Raises:
             OperatorCostsError: not JSON, or an unknown, missing or wrong key.
@@ -301,7 +300,7 @@ class OperatorCosts(JsonFile):
 def _correction(
     small: Sequence[float] | None, large: Sequence[tuple[float, float]] | None, default: _Correction
 ) -> _Correction:
-    """From seconds of small operators, and (seconds, roofline without launch) of large ones."""
+    """Returns the correction from seconds of small operators and (seconds, roofline without launch) of large ones."""
     launch = statistics.median(small) if small else default.launch
     if not large:
         return default._replace(launch=launch)

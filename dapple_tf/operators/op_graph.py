@@ -1,4 +1,4 @@
-"""The operators of a training step with their costs, and the devices: what a placement is searched on."""
+"""The operators of a training step with their costs, and the devices: the input of a search for placements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Topology:
         names: of the devices, V in number.
         bandwidth: bytes/s from a device to another, float64 [V, V]; inf where it is unknown, and on the diagonal.
         latency: seconds until a transfer's first byte arrives, float64 [V, V]; 0 on the diagonal.
-        memory_bytes: what a device may hold, float64 [V]; inf where there is no limit.
+        memory_bytes: each device's limit, float64 [V]; inf for no limit.
     """
 
     names: tuple[str, ...]
@@ -29,7 +29,7 @@ class Topology:
 
     @classmethod
     def of(cls, cluster: Cluster, devices: Sequence[int] | None = None) -> Topology:
-        """Some devices of a cluster, in this order; all of them for None."""
+        """Returns the topology of some devices of a cluster, in this order; all of them for None."""
         chosen = range(cluster.num_devices) if devices is None else devices
         links = [[cluster.link(one, other) for other in chosen] for one in chosen]
         bandwidth = np.array([[link.bandwidth for link in row] for row in links], float)
@@ -46,13 +46,13 @@ class Topology:
         return len(self.names)
 
     def seconds(self, size: float, source: int, target: int) -> float:
-        """How long a tensor of ``size`` bytes is under way: formula 2. 0 on the same device."""
+        """Returns the seconds of a transfer of ``size`` bytes: formula 2; 0 on the same device."""
         return float(self.latency[source, target] + size / self.bandwidth[source, target])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpGraph:
-    """The operators of a step, and what they cost: T(O', E', V', W) of FD-DPS, definition 7.
+    """The operators of a step, and their costs: T(O', E', V', W) of FD-DPS, definition 7.
 
     Operators are numbered in a topological order. Constants and fed placeholders aren't operators: every device has its
     own copy of a constant, and batches come from the host.
@@ -60,14 +60,14 @@ class OpGraph:
     Attributes:
         names: of the operators' nodes, n in number.
         ops: their TensorFlow op types.
-        seconds: what each takes on each device, E of formula 1; float64 [n, V].
+        seconds: of each operator on each device, E of formula 1; float64 [n, V].
         edges: see `Edge`; int64 [edges, 4]. Several edges may read one tensor; on one device they share one transfer.
         tensor_bytes: float64 [tensors].
         groups: operators with the same number are on one device (a variable and all that touch it); int64 [n].
         pinned: device on which a group has to be, -1 for any; int64 [groups].
         stored_bytes: of each group's variables, held all the time; float64 [groups].
         splits: operator -> the dimensions along which it can be split; empty for most.
-        launch_seconds: what starting an operator costs on each device, float64 [V]. A part that does a share s of an
+        launch_seconds: seconds of starting an operator on each device, float64 [V]. A part with a share s of an
             operator takes launch + s (seconds - launch).
         copy_seconds: for each byte that a split, a concatenation or a sum writes, float64 [V].
         tensor_outputs: which output of its producer each tensor is; int64 [tensors]; None where all are the first.
@@ -97,7 +97,7 @@ class OpPlacement:
     """Where each operator runs, and when: the strategy S and the queue Q of FD-DPS, algorithm 3.
 
     Attributes:
-        devices: S: name of an operator -> index of its device. Operators that were split are there by their parts.
+        devices: S: name of an operator -> index of its device. Split operators are listed by their parts.
         order: Q: the operators' names in the order in which they were scheduled, a topological order. Each device runs
             its operators in this order.
         splits: name of an operator of the unsplit graph -> how it was split.

@@ -1,4 +1,4 @@
-"""Placements on the way, each with its simulated makespan and peaks."""
+"""Placements during the search, each with its simulated makespan and peaks."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Candidate(NamedTuple):
     """A placement.
 
     Attributes:
-        variant: of which graph.
+        variant: its graph.
         devices: of each operator.
         order: Q.
         seconds: the simulated makespan.
-        over: bytes by which the devices' peaks are over their limits, in sum.
-        origin: what it came from.
+        over: total bytes by which the devices' peaks exceed their limits.
+        origin: how it was found.
     """
 
     variant: Variant
@@ -50,12 +50,12 @@ class Candidate(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, float]:
-        """The lower, the better: what doesn't fit is worse than all that does."""
+        """The lower, the better: a placement that doesn't fit is worse than any that does."""
         return (self.over, self.seconds)
 
 
 def judged(variant: Variant, devices: list[int], order: list[int], origin: str) -> Candidate:
-    """A candidate of given devices and queue."""
+    """Simulates given devices and queue."""
     problem = variant.problem
     start, finish, sent = run_in_order(problem, devices, order)
     over = 0.0
@@ -68,7 +68,7 @@ def judged(variant: Variant, devices: list[int], order: list[int], origin: str) 
 
 
 def scheduled(variant: Variant, devices: list[int], origin: str) -> Candidate:
-    """The queue for given devices by urgency: the path from an operator's start to the end of the step."""
+    """Finds the queue for given devices by urgency: the path from an operator's start to the end of the step."""
     return _queued(variant, devices, _urgency(variant.problem, devices), None, origin)
 
 
@@ -87,15 +87,15 @@ def _queued(
 
 
 def ordered_sources(candidate: Candidate, rounds: int = 2) -> Candidate:
-    """A candidate whose variables are read and sent when others need them, or the given one if that is better.
+    """Returns a candidate whose variables are read and sent when needed, or the given one if that is better.
 
-    What needs nothing would run at the start of the step, the longest path first: a large variable is sent before a
-    small one that is needed sooner, since transfers on a link go in the order in which they became ready. Tried are
-    reads in the order in which their tensors are needed, at the start and shortly before that.
+    Operators without inputs would run at the start of the step, the longest path first: a large variable is sent before
+    a small one that is needed sooner, since transfers on a link go in the order in which they became ready. It tries
+    reads in the order in which their tensors are needed, at the start and shortly before they are needed.
 
     Args:
         candidate: where to start.
-        rounds: how often the times at which tensors are needed are looked at again.
+        rounds: number of updates of the times at which tensors are needed.
     """
     for _ in range(rounds):
         better = _with_ordered_sources(candidate)
@@ -109,7 +109,7 @@ def _with_ordered_sources(candidate: Candidate) -> Candidate:
     problem, devices = candidate.variant.problem, candidate.devices
     start, _, _ = run_in_order(problem, devices, candidate.order)
     early = _early(problem)
-    needed: dict[int, float] = {}  # when what follows from variables alone has to be sent
+    needed: dict[int, float] = {}  # when tensors that follow from variables alone have to be sent
     for op in range(problem.count - 1, -1, -1):
         if not early[op]:
             continue
@@ -139,7 +139,7 @@ def _with_ordered_sources(candidate: Candidate) -> Candidate:
 
 
 def _early(problem: PlacementProblem) -> list[bool]:
-    """Which operators need nothing but variables, and take less than sending what they make."""
+    """Returns which operators need only variables, and take less time than sending their outputs."""
     early = [False] * problem.count
     for op in range(problem.count):
         light = problem.mean_seconds[op] <= sum(problem.mean_transfer[tensor] for tensor in problem.outputs[op])
@@ -150,7 +150,7 @@ def _early(problem: PlacementProblem) -> list[bool]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pieces:
-    """A graph with its operators joined to pieces, some of which have to be on given devices.
+    """A graph with its operators joined to pieces, some pinned to devices.
 
     Attributes:
         problem: the pieces.
@@ -162,17 +162,17 @@ class Pieces:
 
     @classmethod
     def of(cls, problem: PlacementProblem, pinned: np.ndarray | None = None) -> Pieces:
-        """The pieces of a problem; ``pinned`` in place of its groups' devices."""
+        """Returns the pieces of a problem; ``pinned`` replaces its groups' devices."""
         if pinned is not None:
             problem = dataclasses.replace(problem, pinned=pinned.tolist())
         coarse: Coarse = coarsen(problem)
         return cls(compile_problem(coarse.graph, problem.topology), coarse.piece.tolist())
 
     def spread(self, devices: list[int]) -> list[int]:
-        """Devices of the operators, given those of the pieces."""
+        """Returns the operators' devices, given those of the pieces."""
         return [devices[piece] for piece in self.piece]
 
 
 def variant_of(graph: OpGraph, topology: Topology, splits: Mapping[str, Split]) -> Variant:
-    """A graph as a variant."""
+    """Returns a graph as a variant."""
     return Variant(compile_problem(graph, topology), splits)

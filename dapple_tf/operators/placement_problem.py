@@ -1,4 +1,4 @@
-"""An `OpGraph` and a `Topology` as plain lists, which the loops over operators run on."""
+"""An `OpGraph` and a `Topology` as plain lists, for loops over operators."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class PlacementError(DappleError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlacementProblem:
-    """What to place, compiled: n operators, m tensors, V devices.
+    """A compiled placement problem: n operators, m tensors, V devices.
 
     Attributes:
-        graph: what it was made from.
+        graph: its source.
         topology: the devices.
         count: n.
         devices: V.
@@ -27,12 +27,12 @@ class PlacementProblem:
         mean_seconds: of each operator over all devices.
         inputs: of each operator, the tensors that it reads, each once.
         waits: of each operator, those that it waits for without reading from them.
-        outputs: of each operator, its tensors that somebody reads.
+        outputs: of each operator, its tensors that have readers.
         producer: of each tensor.
         readers: of each tensor, each once.
         waiters: of each operator, those that only wait for it.
         size: bytes of each tensor.
-        mean_transfer: seconds that each tensor is under way, the mean over all pairs of different devices.
+        mean_transfer: seconds of each tensor's transfer, the mean over all pairs of different devices.
         latency: seconds from a device to another.
         per_byte: seconds for each byte, from a device to another.
         mean_latency: over all pairs of different devices.
@@ -66,7 +66,7 @@ class PlacementProblem:
 
 
 def compile_problem(graph: OpGraph, topology: Topology) -> PlacementProblem:
-    """Compile a graph for these devices.
+    """Compiles a graph for these devices.
 
     Raises:
         PlacementError: the graph's costs are for another number of devices, its operators aren't in topological order,
@@ -98,7 +98,7 @@ def compile_problem(graph: OpGraph, topology: Topology) -> PlacementProblem:
     reader, read = reads // max(tensors, 1), reads % max(tensors, 1)
     known = np.unique(data[:, 0] * count + data[:, 1])
     control = np.unique(edges[edges[:, 2] < 0, 0] * count + edges[edges[:, 2] < 0, 1])
-    control = control[~np.isin(control, known)]  # what reads from an operator waits for it anyway
+    control = control[~np.isin(control, known)]  # readers of an operator wait for it anyway
     first, second = control // count, control % count
     by_tensor = np.argsort(read, kind="stable")
     made = np.flatnonzero(producer >= 0)
@@ -138,13 +138,13 @@ def compile_problem(graph: OpGraph, topology: Topology) -> PlacementProblem:
 
 
 def tails(problem: PlacementProblem, devices: list[int] | None = None, weight: float = 1.0) -> list[float]:
-    """Seconds from each operator's end to the end of the step, at least: the longest path behind it.
+    """Returns the least seconds from each operator's end to the end of the step: the longest path after it.
 
     With LST of FD-DPS' formula 7, tail(o) = DCPL - LST(o) - ET(o).
 
     Args:
         problem: the operators.
-        devices: where they are, for exact times; None for means over devices and links.
+        devices: their devices, for exact times; None for means over devices and links.
         weight: of communication.
     """
     tail = [0.0] * problem.count
@@ -189,7 +189,7 @@ def tails(problem: PlacementProblem, devices: list[int] | None = None, weight: f
 
 
 def _rows(keys: np.ndarray, values: np.ndarray, count: int) -> list[list[int]]:
-    """Values by key; the keys ascend."""
+    """Groups values by key; the keys ascend."""
     bounds = np.searchsorted(keys, np.arange(count + 1)).tolist()
     flat = values.tolist()
     return [flat[bounds[row] : bounds[row + 1]] for row in range(count)]

@@ -1,4 +1,4 @@
-"""Where the operators of a step are, in words."""
+"""Reports of a step's placement as text."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from dapple_tf.operators.op_graph import OpPlacement
 
 _SHOWN = 8
-"""Op types that are named, of operators that are split alike."""
+"""The most op types named for operators that are split alike."""
 _HERE = "/job:localhost/replica:0/task:0"
 
 
 def placement_report(placement: OpPlacement) -> str:
-    """The simulated step, what was split, and what each device runs and holds: ``str(placement)``."""
+    """Reports the simulated step, the splits, and what each device runs and holds: ``str(placement)``."""
     count, devices = len(placement.devices), len(placement.peak_bytes)
     lines = [
         f"{_counted(count, 'operator')} on {_counted(devices, 'device')}, "
@@ -33,7 +33,7 @@ def placement_report(placement: OpPlacement) -> str:
 
 
 def queue_report(placement: OpPlacement) -> str:
-    """Every operator in the order of the queue Q: its position, its device, and its name."""
+    """Lists every operator in the order of the queue Q: its position, its device, and its name."""
     position = len(str(max(len(placement.order) - 1, 0)))
     names = [device_name(placement, device) for device in range(len(placement.peak_bytes))]
     width = max(map(len, names), default=0)
@@ -44,7 +44,7 @@ def queue_report(placement: OpPlacement) -> str:
 
 
 def placements_report(placements: Mapping[int, OpPlacement], devices: Sequence[Sequence[int]]) -> str:
-    """The placements of all stages, each with its queue.
+    """Reports the placements of all stages, each with its queue.
 
     Args:
         placements: stage -> where its operators are.
@@ -59,9 +59,9 @@ def placements_report(placements: Mapping[int, OpPlacement], devices: Sequence[S
 
 
 def device_name(placement: OpPlacement, device: int) -> str:
-    """What a device of a placement is called in reports: ``GPU:3``, on a cluster ``job:worker/task:1/GPU:3``.
+    """Returns a device's name in reports: ``GPU:3``, on a cluster ``job:worker/task:1/GPU:3``.
 
-    Where names aren't known, it is the number within the placement.
+    If names aren't known, it is the number within the placement.
     """
     if not placement.device_names:
         return str(device)
@@ -70,7 +70,7 @@ def device_name(placement: OpPlacement, device: int) -> str:
 
 
 def _splits(placement: OpPlacement) -> list[str]:
-    """How many operators of which type are split, for each dimension and number of parts; the most frequent first."""
+    """Counts split operators by type for each dimension and number of parts; the most frequent first."""
     found: dict[tuple[str, int], Counter[str]] = {}
     for name, split in placement.splits.items():
         found.setdefault((split.dimension, split.parts), Counter())[placement.ops.get(name, "of unknown type")] += 1

@@ -1,7 +1,6 @@
-"""Q for operators whose devices are known: each device takes, of the operators that are ready, the most urgent one.
+"""Q for operators whose devices are known: each device takes the most urgent of its ready operators.
 
-Simulates the step by events with the very rules of `simulated_placement`, so that what it says of a step's length is
-what the simulator says of the order that it returns.
+Simulates the step by events with the rules of `simulated_placement`, so that both agree on a step's length.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ def order_by_urgency(
     urgency: Sequence[float],
     release: Mapping[int, float] | None = None,
 ) -> tuple[list[int], list[float], list[float]]:
-    """Run the step and see in which order operators started.
+    """Simulates the step and records the order in which operators start.
 
     Args:
         problem: the operators.
         devices: of each operator.
-        urgency: of each operator; the greatest first, of equal ones the one with the lowest number.
-        release: when operators may start at the earliest; 0 for those that aren't there.
+        urgency: of each operator; the greatest first, ties by the lowest number.
+        release: operators' earliest starts, in seconds; 0 for missing ones.
 
     Returns:
         Q, and the start and end of each operator.
@@ -35,7 +34,7 @@ def order_by_urgency(
     missing = [len(a) + len(b) for a, b in zip(problem.inputs, problem.waits, strict=True)]
     key = [(-urgency[op], op) for op in range(n)]
     ready: list[list[tuple[float, int]]] = [[] for _ in range(count)]
-    # (time, number, device, operators that miss one thing less, operator that ends or -1)
+    # (time, number, device, operators that wait for one thing less, operator that ends or -1)
     events: list[tuple[float, int, int, list[int], int]] = []
     number = 0
     for op, time in sorted((release or {}).items()):

@@ -1,4 +1,4 @@
-"""How long a kind of device takes for a piece of work that nobody has measured: a roofline.
+"""Rooflines: estimates of unmeasured work on a kind of device.
 
 seconds = launch + max(flops / (peak * efficiency), bytes / (bandwidth * efficiency))
 """
@@ -32,13 +32,13 @@ _WINOGRAD_SAVING = 36 / 16
 
 @dataclass(frozen=True)
 class Roofline:
-    """What a kind of device can do.
+    """The peak rates of a kind of device.
 
     Attributes:
-        flops: float32 operations/s at most.
-        bandwidth: bytes/s of its memory at most.
-        launch: seconds that starting any kernel costs.
-        compute: kind of work -> the share of ``flops`` that its kernels get; above 1 where an algorithm saves some.
+        flops: peak float32 operations/s.
+        bandwidth: peak bytes/s of its memory.
+        launch: seconds of starting any kernel.
+        compute: kind of work -> the share of ``flops`` that its kernels get; above 1 if an algorithm saves operations.
         memory: the share of ``bandwidth`` that kernels get.
         pool: the same for pooling.
         half_depth: length of inner products at which matrix products and convolutions get half of their share.
@@ -78,7 +78,7 @@ class Roofline:
             raise ValueError(f"unknown kind of work {unknown[0]!r}; the kinds are {', '.join(KINDS)}")
 
     def seconds(self, work: Work) -> float:
-        """Time of one run; 0 for work without a kernel."""
+        """Returns the seconds of one run; 0 for work without a kernel."""
         if work.kind == FREE:
             return 0.0
         share = self.compute.get(work.kind, 1.0) * self.dtypes.get(work.dtype, 1.0)
@@ -128,7 +128,7 @@ GPU = Roofline(
     half_depth=14.0,
     dtypes={"float16": 4.0, "bfloat16": 4.0, "float64": 0.5},
 )
-"""A GPU of which nothing is known. Ratios between operators matter more than the level."""
+"""An unknown GPU. Ratios between operators matter more than the level."""
 
 CPU = Roofline(
     flops=60e9,
@@ -143,4 +143,4 @@ CPU = Roofline(
     half_depth=8.0,
     dtypes={"float64": 0.5},
 )
-"""One logical CPU device of which nothing is known: about one core with wide vectors."""
+"""An unknown logical CPU device: about one core with wide vectors."""

@@ -1,6 +1,6 @@
-"""What an operator's time depends on: its type, attributes, and the shapes and dtypes of what it reads and makes.
+"""What an operator's time depends on: its type, attributes, and the shapes and dtypes of its inputs and outputs.
 
-Names don't matter, so that what is measured in one graph serves others: "we collect the historical execution time of an
+Names don't matter, so that measurements of one graph serve others: "we collect the historical execution time of an
 operator on a given device to predict the execution time of the operator on the same type of device" (FD-DPS, section 3,
 on constructing O').
 """
@@ -23,7 +23,7 @@ from graph_passes.ir.resource_use import called_functions
 from graph_passes.ir.tensorflow_bridge import FunctionDefLibrary, dtype_size, op_def, takes_functions
 
 _IRRELEVANT = frozenset(
-    # What a variable or a table is called, how random numbers begin, how calls are set up, and hints.
+    # Names of variables and tables, random seeds, configurations of calls, and hints.
     {"shared_name", "container", "seed", "seed2", "config", "config_proto", "executor_type", "parallel_iterations"}
     | {"grad_a", "grad_b", "grad_x", "grad_y"}
 )
@@ -78,7 +78,7 @@ class OpSignature(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> OpSignature:
-        """Reads the text that `str` gives.
+        """Reads the text of `str`.
 
         Raises:
             ValueError: it isn't one.
@@ -92,11 +92,11 @@ class OpSignature(NamedTuple):
         return cls(words[0], attrs, _tensors(parts[1]), _tensors(parts[2]))
 
     def attr(self, name: str) -> str:
-        """An attribute; the empty string for one that isn't there."""
+        """Returns an attribute; the empty string for a missing one."""
         return next((text for key, text in self.attrs if key == name), "")
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """An attribute that is a list of integers."""
+        """Returns an attribute that is a list of integers."""
         return tuple(int(part) for part in self.attr(name).split(":") if part)
 
 
@@ -128,13 +128,13 @@ def _dtype_name(dtype: int) -> str:
 def signature(
     node: NodeDef, inputs: Sequence[TensorType], outputs: Sequence[TensorType], functions: str = ""
 ) -> OpSignature:
-    """The signature of a node of a graph.
+    """Returns the signature of a node of a graph.
 
     Args:
         node: a primitive op.
         inputs: the tensors that it reads.
         outputs: the tensors that it makes.
-        functions: what tells the functions that it runs from others; empty if it runs none.
+        functions: identifies the functions that it runs; empty if it runs none.
 
     Raises:
         PassError: TensorFlow doesn't know the op.
@@ -149,7 +149,7 @@ def signature(
 
 
 class Fingerprints:
-    """Tells functions of a library apart by what they compute, whatever their names.
+    """Identifies functions of a library by what they compute, whatever their names.
 
     Args:
         library: the functions.
@@ -160,7 +160,7 @@ class Fingerprints:
         self._found: dict[str, str] = {}
 
     def of(self, node: NodeDef) -> str:
-        """A hash of the functions that a node runs; empty if it runs none."""
+        """Returns a hash of the functions that a node runs; empty if it runs none."""
         if not takes_functions(node.op):
             return ""
         return _hash([self._function(name) for name in called_functions(node, self._functions)])
@@ -185,7 +185,7 @@ def _hash(lines: Sequence[str]) -> str:
 
 @functools.cache
 def _relevant(op: str) -> tuple[tuple[str, str, Callable[[Any], str]], ...]:
-    """The attributes of an op that its time may depend on, besides its dtypes: name, default as text, how to spell."""
+    """Returns the attributes that an op's time may depend on besides dtypes: (name, default as text, its printer)."""
     found = []
     definition = op_def(op)
     counts = {arg.number_attr for side in (definition.input_arg, definition.output_arg) for arg in side}
@@ -206,7 +206,7 @@ _SPELLED: Mapping[str, Callable[[Any], str]] = {
 
 
 def output_dtype_names(node: NodeDef) -> tuple[str, ...]:
-    """The dtype of each output, as `dtype_name` spells it; what `tensorflow_bridge.output_dtypes` tells, but faster."""
+    """Returns each output's dtype as `dtype_name` spells it: like `tensorflow_bridge.output_dtypes`, but faster."""
     attrs = node.attr
     found: list[str] = []
     for default, type_attr, number_attr, list_attr in _output_args(node.op):
@@ -221,7 +221,7 @@ def output_dtype_names(node: NodeDef) -> tuple[str, ...]:
 
 @functools.cache
 def _output_args(op: str) -> tuple[tuple[tuple[str, ...], str, str, str], ...]:
-    """Of each output argument: its default dtypes, and the attributes that hold its dtype, number and dtypes."""
+    """Returns each output argument's default dtypes, and the attributes that hold its dtype, number and dtypes."""
     definition = op_def(op)
     defaults = {attr.name: attr.default_value for attr in definition.attr}
     found = []

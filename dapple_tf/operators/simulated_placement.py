@@ -1,13 +1,13 @@
-"""How long a step takes whose operators are placed on devices, and what memory each device needs.
+"""Simulates a step whose operators are placed on devices: its time, and each device's memory.
 
-The judge of all placements. Each device runs one operator at a time in the order of the queue Q restricted to it; an
-operator starts when its device is free and all that it needs is there. A tensor that is read on another device is sent
-there once, when its producer has ended; transfers from one device to another go one after another in the order in
-which they became ready (ties: by Q), each for as long as formula 2 of FD-DPS says. One that only waits for an operator
-on another device knows of its end a latency later.
+It judges all placements. Each device runs one operator at a time in the order of the queue Q restricted to it; an
+operator starts when its device is free and its inputs are there. A tensor that is read on another device is sent there
+once, when its producer has ended; transfers from one device to another go one after another in the order in which they
+became ready (ties: by Q), each with the time of formula 2 of FD-DPS. An operator that only waits for one on another
+device learns of its end a latency later.
 
-Since a device runs its operators in the order of Q, its tensors become ready in that order as well: one pass over Q
-is enough, without a queue of events.
+Since a device runs its operators in the order of Q, its tensors become ready in that order too: one pass over Q is
+enough, without a queue of events.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dapple_tf.operators.placement_problem import PlacementError, PlacementProbl
 
 
 class Transfer(NamedTuple):
-    """A tensor on its way.
+    """A transfer of a tensor.
 
     Attributes:
         tensor: its number.
         source: device.
         target: device.
-        start: seconds, when the link began with it.
-        arrival: seconds, when it was there.
+        start: when the link began to send it, in seconds.
+        arrival: when it arrived, in seconds.
     """
 
     tensor: int
@@ -40,7 +40,7 @@ class Transfer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SimulatedPlacement:
-    """What the simulator saw.
+    """A simulated step.
 
     Attributes:
         start: of each operator, seconds; float64 [n].
@@ -48,7 +48,7 @@ class SimulatedPlacement:
         seconds: the makespan.
         peak_bytes: of each device, float64 [V]: the variables of its groups, and tensors from their producer's start or
             their arrival until the last reader there, or their last transfer, has ended.
-        busy_seconds: for how long each device ran operators, float64 [V].
+        busy_seconds: each device's seconds of running operators, float64 [V].
         sent_bytes: over each link, float64 [V, V].
         transfers: in the order in which their producers stand in Q.
     """
@@ -63,7 +63,7 @@ class SimulatedPlacement:
 
 
 def simulate(problem: PlacementProblem, devices: list[int], order: list[int]) -> SimulatedPlacement:
-    """Simulate a step.
+    """Simulates a step.
 
     Args:
         problem: its n operators, and the topology.
@@ -72,7 +72,7 @@ def simulate(problem: PlacementProblem, devices: list[int], order: list[int]) ->
 
     Raises:
         PlacementError: ``order`` isn't a topological order of all operators, or a group isn't on one device, or not on
-            that to which it is pinned.
+            the one to which it is pinned.
     """
     _check(problem, devices, order)
     start, finish, sent = run_in_order(problem, devices, order)
@@ -100,7 +100,7 @@ Sent = list[tuple[int, int, int, float, float]]
 def run_in_order(
     problem: PlacementProblem, devices: list[int], order: list[int]
 ) -> tuple[list[float], list[float], Sent]:
-    """Starts and ends of the operators, and the transfers; nothing is checked."""
+    """Returns the operators' starts and ends, and the transfers, without checks."""
     count = problem.devices
     seconds, inputs, waits, outputs = problem.seconds, problem.inputs, problem.waits, problem.outputs
     readers, size, all_latency, all_per_byte = problem.readers, problem.size, problem.latency, problem.per_byte
@@ -146,7 +146,7 @@ def run_in_order(
 def peak_bytes(
     problem: PlacementProblem, place: np.ndarray, start: np.ndarray, finish: np.ndarray, sent: Sent
 ) -> np.ndarray:
-    """Peak bytes of each device."""
+    """Returns the peak bytes of each device."""
     count, tensors = problem.devices, len(problem.size)
     peaks = np.zeros(count)
     for group, members in enumerate(problem.members):
@@ -175,7 +175,7 @@ def peak_bytes(
         chosen, bytes_ = alive[mine], size[mine]
         times = np.concatenate([begin[chosen], until[chosen]])
         change = np.concatenate([bytes_, -bytes_])
-        # What ends at a moment is freed before what starts then is allocated.
+        # At one moment memory is freed before other memory is allocated.
         by_time = np.lexsort((change, times))
         peaks[device] += max(0.0, float(np.cumsum(change[by_time]).max()))
     return peaks

@@ -1,4 +1,4 @@
-"""Operators of an `OpGraph` become parts: what `graph_passes.passes.split_operators` does to the graph, node for node.
+"""Splits operators of an `OpGraph` into parts, as `graph_passes.passes.split_operators` does to graphs, node for node.
 
 Source: FD-DPS (Mathematics 2022, 10, 4788), section 4.1 and algorithm 3, lines 2 to 6.
 """
@@ -26,18 +26,18 @@ from graph_passes.ir.graph import Ref
 
 
 def apply_splits(graph: OpGraph, splits: Mapping[str, Split]) -> OpGraph:
-    """The graph with some operators split; the given one stays as it is.
+    """Returns the graph with some operators split; the given one isn't changed.
 
-    Parts take the place of their operator in the numbering, joins and splits of its outputs follow them. A part
-    that does a share s of an operator takes launch + s (seconds - launch). A part is a group of its own and can be
-    anywhere; it isn't split again. Linear in operators and edges.
+    Parts replace their operator in the numbering, followed by joins and splits of its outputs. A part with a share s of
+    an operator takes launch + s (seconds - launch). A part is a group of its own and can be anywhere; it isn't split
+    again. Linear in operators and edges.
 
     Args:
         graph: the operators.
         splits: name of an operator -> how it is split.
 
     Raises:
-        ValueError: there is no such operator, it has to be where others are, or it can't be split like this.
+        ValueError: there is no such operator, it is bound to others, or it can't be split like this.
     """
     return _Splitting(graph, splits).result() if splits else graph
 
@@ -49,12 +49,12 @@ class _Whole(NamedTuple):
     parts: int
 
     def cut(self, output: int) -> Cut | None:
-        """How its parts make an output."""
+        """Returns how its parts make an output."""
         return self.rule.output_cut(output, self.parts)
 
 
 class _Source(NamedTuple):
-    """Where a tensor comes from: from the operator or, behind it, from one of its parts, joins and splits."""
+    """The origin of a tensor: the operator, or one of its parts, joins and splits."""
 
     operator: int
     place: int
@@ -86,7 +86,7 @@ class _Splitting:
         self.edges: list[tuple[int, int, int, int, int, int]] = []
 
     def result(self) -> OpGraph:
-        """The new graph."""
+        """Returns the new graph."""
         split = np.zeros(self.graph.count, bool)
         split[list(self.wholes)] = True
         changed = split[self.graph.edges[:, 0]] | split[self.graph.edges[:, 1]]
@@ -102,12 +102,12 @@ class _Splitting:
         return 1 if whole is None else whole.parts
 
     def _wait(self, producer: int, consumer: int) -> None:
-        """Whatever waits for an operator waits for all its parts."""
+        """Makes a consumer wait for all parts of an operator."""
         for before in range(self._count(producer)):
             self.edges += [(producer, before, consumer, after, -1, -1) for after in range(self._count(consumer))]
 
     def _connect(self, producer: int, consumer: int, tensor: int, argument: int) -> None:
-        """Gives the consumer, or each of its parts, what it reads of a tensor."""
+        """Connects the consumer, or each of its parts, to the tensor or the part that it reads."""
         reader = self.wholes.get(consumer)
         if reader is None:
             sources = [self._whole(producer, tensor)]
@@ -123,7 +123,7 @@ class _Splitting:
         self.edges.append((source.operator, source.place, consumer, place, source.tensor, argument))
 
     def _read_by_parts(self, producer: int, tensor: int, cut: Cut | None, parts: int) -> list[_Source]:
-        """The tensor as each part of a consumer reads it."""
+        """Returns the tensor as each part of a consumer reads it."""
         whole = self.wholes.get(producer)
         if cut is not None and whole is not None and whole.cut(self.outputs[tensor]) == cut:
             return self._made_by_parts(producer, tensor)
@@ -141,7 +141,7 @@ class _Splitting:
         return self.cut[tensor, cut]
 
     def _whole(self, producer: int, tensor: int) -> _Source:
-        """The whole tensor."""
+        """Returns the whole tensor."""
         whole = self.wholes.get(producer)
         if whole is None:
             return _Source(producer, 0, tensor)
@@ -154,7 +154,7 @@ class _Splitting:
         return self.joined[tensor]
 
     def _join(self, producer: int, tensor: int, parts: Sequence[_Source], whole: _Whole) -> _Source:
-        """Adds the node that concatenates or adds what parts make; two nodes for a mean."""
+        """Adds the node that concatenates or adds the parts' results; two nodes for a mean."""
         ref, size = Ref(self.graph.names[producer], self.outputs[tensor]), self.bytes[tensor]
         adds = whole.rule.output_axes[ref.output] is None
         name = total_name(ref) if whole.rule.divisor else joined_name(ref)
@@ -169,7 +169,7 @@ class _Splitting:
         return joined
 
     def _made_by_parts(self, producer: int, tensor: int) -> list[_Source]:
-        """What each part of the producer makes in place of the tensor."""
+        """Returns the tensors that the producer's parts make instead of this one."""
         if tensor not in self.parts:
             whole, output = self.wholes[producer], self.outputs[tensor]
             cut = whole.rule.output_axes[output] not in (None, FIRST)
@@ -180,7 +180,7 @@ class _Splitting:
         return self.parts[tensor]
 
     def _add(self, operator: int, node: _New) -> int:
-        """Puts a node behind an operator; returns its place."""
+        """Adds a node after an operator; returns its place."""
         behind = self.behind.setdefault(operator, [])
         behind.append(node)
         return self._count(operator) + len(behind) - 1
@@ -194,7 +194,7 @@ class _Splitting:
         return [self.bytes[tensor] * size / sum(sizes) for size in sizes]
 
     def _numbered(self, unchanged: np.ndarray) -> OpGraph:
-        """The new graph, given the edges between operators that stay."""
+        """Returns the new graph, given the edges between operators that stay."""
         graph = self.graph
         counts = np.ones(graph.count, np.int64)
         for operator in self.wholes.keys() | self.behind.keys():
@@ -240,7 +240,7 @@ class _Splitting:
         )
 
     def _edges(self, unchanged: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """All edges by consumer, and the old numbers of the tensors that anything reads."""
+        """Returns all edges by consumer, and the old numbers of the tensors that anything reads."""
         rows = np.array(self.edges, np.int64).reshape(-1, 6)
         new = np.stack((first[rows[:, 0]] + rows[:, 1], first[rows[:, 2]] + rows[:, 3], rows[:, 4], rows[:, 5]), axis=1)
         kept = unchanged.copy()
@@ -256,7 +256,7 @@ class _Splitting:
 
 
 def _chosen(graph: OpGraph, splits: Mapping[str, Split]) -> dict[int, _Whole]:
-    """The operators to split, by number."""
+    """Returns the operators to split, by number."""
     numbers = {name: number for number, name in enumerate(graph.names) if name in splits}
     sizes = np.bincount(graph.groups, minlength=len(graph.pinned))
     found = {}

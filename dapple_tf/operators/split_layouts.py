@@ -1,11 +1,11 @@
-"""Which operators to split, as a guess: layouts for whole regions of operators that are split alike.
+"""Guesses which operators to split: layouts for whole regions of operators that are split alike.
 
-Splitting pays where neighbours are split alike, so that each part reads what the corresponding part made, without joins
-and transfers between. A region grows from a heavy operator over its neighbours along the axis on which they agree
+Splitting pays if neighbours are split alike, so that each part reads the corresponding part's result, without joins and
+transfers between. A region grows from a heavy operator over its neighbours along the axis on which they agree
 (FD-DPS, section 4.1, splits single operators; light ones are split here for the sake of the heavy ones around them).
-Then every operator is asked in turn whether another way of splitting it, or none, is cheaper given what its neighbours
-do: the time that a part takes, and that of joins, cuts and transfers at the borders. Which of the guesses is best, if
-any, the simulated makespan decides.
+Then another split, or none, is tried for every operator in turn and kept if it is cheaper given its neighbours: by the
+time of a part, and of joins, cuts and transfers at the borders. The simulated makespan decides which guess is best, if
+any.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from dapple_tf.operators.placement_problem import PlacementProblem
 from graph_passes.analysis.split_rules import FIRST, Cut, Split, SplitRule
 
 _SWEEPS = 4
-"""How often each operator is asked at most."""
+"""The most times that each operator's split is reconsidered."""
 _DEAR = 64
-"""Tensors whose readers are asked together."""
+"""Number of tensors whose readers are reconsidered together."""
 _COMBINATIONS = 125
-"""Ways to split all readers of a tensor, up to which they are asked together."""
+"""The most ways to split all readers of a tensor for which they are reconsidered together."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reads:
-    """Who reads what, and how: the graph's data edges as lists.
+    """The graph's data edges as lists.
 
     Attributes:
         inputs: of each operator: (tensor, argument).
@@ -40,7 +40,7 @@ class Reads:
         readers: of each tensor: (operator, argument).
         producer: of each tensor.
         output: which output of its producer each tensor is.
-        rules: of each operator, the ways to split it; none for those that have to be where others are.
+        rules: of each operator, the ways to split it; none for those that are bound to others.
     """
 
     inputs: list[list[tuple[int, int]]]
@@ -52,7 +52,7 @@ class Reads:
 
     @classmethod
     def of(cls, graph: OpGraph, most: int) -> Reads:
-        """Those of a graph whose operators are to become up to ``most`` parts."""
+        """Returns the edges of a graph whose operators are split into at most ``most`` parts."""
         inputs: list[list[tuple[int, int]]] = [[] for _ in range(graph.count)]
         outputs: list[list[int]] = [[] for _ in range(graph.count)]
         readers: list[list[tuple[int, int]]] = [[] for _ in range(len(graph.tensor_bytes))]
@@ -76,7 +76,7 @@ class Reads:
 
 
 Layout = list[int]
-"""Of each operator the index of the rule by which it is split, -1 for none."""
+"""For each operator the index of the rule by which it is split, -1 for none."""
 
 
 class Layouts:
@@ -84,7 +84,7 @@ class Layouts:
 
     Args:
         problem: the operators.
-        parts: how many parts.
+        parts: number of parts.
     """
 
     def __init__(self, problem: PlacementProblem, parts: int) -> None:
@@ -95,7 +95,7 @@ class Layouts:
         self.copy = float(np.mean(graph.copy_seconds))
         off = ~np.eye(problem.devices, dtype=bool)
         self.rate = float(np.array(problem.per_byte)[off].mean()) if problem.devices > 1 else 0.0
-        # What the parts of each operator read and make by each rule.
+        # The parts' inputs and outputs for each operator and rule.
         self.input_cuts: list[list[tuple[Cut | None, ...]]] = []
         self.output_cuts: list[list[tuple[Cut | None, ...]]] = []
         known: dict[int, tuple[tuple[Cut | None, ...], tuple[Cut | None, ...]]] = {}
@@ -112,11 +112,11 @@ class Layouts:
             self.output_cuts.append([other for _, other in cuts])
 
     def none(self) -> Layout:
-        """Nothing is split."""
+        """Returns the layout without splits."""
         return [-1] * self.problem.count
 
     def grown(self, layout: Layout, dimension: str, least: float) -> Layout:
-        """Grow regions from all operators of ``least`` seconds that can be split along a dimension, heaviest first."""
+        """Grows regions from operators of ``least`` seconds that can be split along a dimension, heaviest first."""
         layout = list(layout)
         seconds = self.problem.mean_seconds
         seeds = [op for op in self._splittable() if seconds[op] >= least]
@@ -128,7 +128,7 @@ class Layouts:
         return layout
 
     def grow(self, layout: Layout, seed: int, rule: int) -> list[int]:
-        """Split an operator and all that are linked with it by tensors that are cut alike; returns them."""
+        """Splits an operator and all that are linked with it by tensors that are cut alike; returns them."""
         reads = self.reads
         layout[seed] = rule
         region = [seed]
@@ -161,12 +161,12 @@ class Layouts:
         return region
 
     def refined(self, layout: Layout, discount: float = 1.0, *, together: bool = True) -> Layout:
-        """Ask each operator that can be split whether another layout of it alone is cheaper, until none is.
+        """Changes the split of single operators as long as that is cheaper.
 
         Args:
             layout: where to start.
-            discount: share of the seconds of an unsplit operator that count, for others run meanwhile.
-            together: whether those that read one tensor are asked together as well.
+            discount: share of an unsplit operator's seconds that count, as others run meanwhile.
+            together: whether the readers of one tensor are changed together as well.
         """
         layout = list(layout)
         ops = self._splittable()
@@ -196,9 +196,9 @@ class Layouts:
         return layout
 
     def _together(self, layout: Layout, discount: float) -> set[int]:
-        """Ask the readers of each of the dearest tensors together, where each alone would change nothing.
+        """Changes the readers of each of the most expensive tensors together, where each alone would gain nothing.
 
-        As all that read a large variable whole: it's sent whole as long as one of them does.
+        For example, a large variable is sent whole as long as one of its readers reads it whole.
         """
         costs = [(self._tensor_cost(layout, tensor), -tensor) for tensor in range(len(self.problem.size))]
         again: set[int] = set()
@@ -225,7 +225,7 @@ class Layouts:
         return again
 
     def pruned(self, layout: Layout, discount: float = 1.0) -> Layout:
-        """Leave out the regions that cost more, as a whole, than they save; the lightest are asked first."""
+        """Drops the regions that cost more, as a whole, than they save; the lightest are tried first."""
         layout = list(layout)
         for region in reversed(self.regions(layout)):
             tensors = {tensor for op in region for tensor, _ in self.reads.inputs[op]}
@@ -243,12 +243,12 @@ class Layouts:
         return layout
 
     def cost(self, layout: Layout, discount: float = 1.0) -> float:
-        """Seconds of all operators one after another, with the transfers between them: what `refined` makes less."""
+        """Returns the seconds of all operators in sequence, with transfers between them: what `refined` reduces."""
         total = sum(self._op_cost(op, layout[op], discount) for op in range(self.problem.count))
         return total + sum(self._tensor_cost(layout, tensor) for tensor in range(len(self.problem.size)))
 
     def regions(self, layout: Layout) -> list[list[int]]:
-        """The split operators, those together that are linked by tensors that are cut alike; heaviest first."""
+        """Groups split operators that are linked by tensors that are cut alike; heaviest first."""
         reads = self.reads
         seen = [rule < 0 for rule in layout]
         found = []
@@ -277,7 +277,7 @@ class Layouts:
         return sorted(found, key=lambda region: (-sum(seconds[op] for op in region), region[0]))
 
     def splits(self, layout: Layout) -> dict[str, Split]:
-        """A layout as decisions for `apply_splits`."""
+        """Returns a layout as splits for `apply_splits`."""
         names, rules = self.problem.graph.names, self.reads.rules
         return {names[op]: Split(rules[op][rule].dimension, self.parts) for op, rule in enumerate(layout) if rule >= 0}
 
@@ -334,7 +334,7 @@ class Layouts:
         return launch + (seconds - launch) / self.parts
 
     def _tensor_cost(self, layout: Layout, tensor: int) -> float:
-        """Seconds for joining, cutting and sending a tensor."""
+        """Returns the seconds of joining, cutting and sending a tensor."""
         reads, parts = self.reads, self.parts
         producer = reads.producer[tensor]
         if producer < 0:

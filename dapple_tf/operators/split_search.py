@@ -1,4 +1,4 @@
-"""Which operators to split, decided by the simulated makespan: lines 2 to 6 of FD-DPS' algorithm 3.
+"""Decides by the simulated makespan which operators to split: lines 2 to 6 of FD-DPS' algorithm 3.
 
 The paper's "fine-grained conditions" are lists of operator types; here `split_layouts` guesses, and the simulator
 decides.
@@ -25,25 +25,25 @@ from graph_passes.analysis.split_rules import part_name
 _HEAVY = 2e-3
 """Share of a device's mean load that makes an operator heavy, so that a region grows from it."""
 _LARGE = 12000
-"""Operators of a graph from which on only as many parts as devices are tried."""
+"""Operators of a graph from which on only one part for each device is tried."""
 _LAUNCHES = 8
-"""An operator is heavy as well if it takes as long as so many launches."""
+"""An operator is also heavy if it takes as long as this many launches."""
 _DISCOUNT = 0.4
-"""Share of an unsplit operator's time that a guess counts, for others run meanwhile."""
+"""Share of an unsplit operator's time that a guess counts, as others run meanwhile."""
 _WORSE = 1.6
-"""How much worse than the best guess another may be by its own estimate and still be tried."""
+"""How much worse than the best guess another's estimate may be for it to be tried."""
 _DROPS = 3
-"""How often a share of the regions is left out, to see whether that is better."""
+"""Number of attempts to leave out a share of the regions."""
 
 
 class Budget:
-    """What the search may still spend, in operators that are visited: that is the same on every machine."""
+    """The search's remaining budget, in visited operators, which is the same on every machine."""
 
     def __init__(self, visits: float) -> None:
         self.visits = self.total = visits
 
     def spend(self, visits: float) -> bool:
-        """Spend so much; False if there isn't as much left."""
+        """Spends ``visits``; returns False if fewer are left."""
         if visits > self.visits:
             return False
         self.visits -= visits
@@ -58,13 +58,13 @@ class Budget:
 def placed(
     variant: Variant, pinned: np.ndarray | None, origin: str, weights: Sequence[float] = (1.0, 0.0)
 ) -> list[Candidate]:
-    """A graph's placements by dynamic critical paths and by ranks, on pieces; queues for single operators.
+    """Places a graph's pieces by dynamic critical paths and by ranks, with queues for single operators.
 
     Args:
         variant: the graph.
         pinned: device of each group, in place of the graph's own.
-        origin: what they come from.
-        weights: of communication in paths behind operators.
+        origin: how they are found.
+        weights: of communication in paths after operators.
     """
     pieces = Pieces.of(variant.problem, pinned)
     found = []
@@ -77,21 +77,21 @@ def placed(
 
 
 def placed_cost(count: int) -> float:
-    """Visits that `placed` and splitting spend on so many operators."""
+    """Returns the visits that `placed` and splitting spend on ``count`` operators."""
     return 6.0 * count
 
 
 def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Callable[[str], None]) -> Candidate:
-    """Search for operators to split.
+    """Searches operators to split.
 
     Args:
         base: the graph without splits.
         best: the best placement without splits.
-        budget: what may be spent.
-        tell: is told what is being done.
+        budget: the remaining visits.
+        tell: receives the current activity.
 
     Returns:
-        The best placement, with splits if there are any that pay.
+        The best placement, with splits if any pay.
     """
     problem = base.problem
     heavy = _HEAVY * sum(problem.mean_seconds) / problem.devices
@@ -123,7 +123,7 @@ def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Calla
     found = _without_light_regions(base, found, budget, tell)
     problem = found.candidate.variant.problem
     if budget.spend(placed_cost(problem.count)):
-        # Ranks of single operators, where those of pieces were good enough so far.
+        # Ranks of single operators, if those of pieces were good enough so far.
         pinned = dataclasses.replace(problem, pinned=found.pinned.tolist())
         ranked = scheduled(found.candidate.variant, heft_schedule(pinned)[0], found.candidate.origin)
         return min(found.candidate, ranked, key=lambda one: one.rank)
@@ -131,7 +131,7 @@ def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Calla
 
 
 class _Tried(NamedTuple):
-    """A layout that has been tried, and the devices of its groups with parts on devices of their own."""
+    """A tried layout, and its groups' devices with each part on a device of its own."""
 
     candidate: Candidate
     layouts: Layouts
@@ -140,7 +140,7 @@ class _Tried(NamedTuple):
 
 
 def _without_light_regions(base: Variant, found: _Tried, budget: Budget, tell: Callable[[str], None]) -> _Tried:
-    """Leave out the lighter half of the regions, or of that half the heavier half, as long as that helps."""
+    """Drops the lighter half of the regions, or that half's heavier half, as long as that helps."""
     for _ in range(_DROPS):
         layouts = found.layouts
         regions = layouts.regions(found.layout)
@@ -162,7 +162,7 @@ def _without_light_regions(base: Variant, found: _Tried, budget: Budget, tell: C
 
 
 def _guesses(layouts: Layouts, heavy: float) -> Iterator[Layout]:
-    """Layouts to try: regions by batch, by channel, or by both; the most promising first."""
+    """Yields layouts to try: regions by batch, by channel, or by both; the most promising first."""
     names = sorted(
         {rule.dimension for rules in layouts.reads.rules for rule in rules},
         key=lambda name: (name != "batch", name != "channel", name),
@@ -193,7 +193,7 @@ def _tried(
     tell: Callable[[str], None],
     first: bool = False,
 ) -> _Tried | None:
-    """The best placement of a layout; None if it splits nothing, or the budget is over and it isn't the first."""
+    """Returns a layout's best placement; None if it splits nothing, or isn't the first and the budget is spent."""
     problem = base.problem
     splits = layouts.splits(layout)
     if not splits:
@@ -214,7 +214,7 @@ def _tried(
 
 
 def _pinned_parts(graph: OpGraph, layouts: Layouts, layout: Layout, problem: PlacementProblem) -> np.ndarray:
-    """Groups' devices with part k of each operator on device k, of fewer parts than devices on those of its region."""
+    """Returns groups' devices, with part k of an operator on device k; on its region's devices if they are fewer."""
     pinned = graph.pinned.copy()
     number = {name: op for op, name in enumerate(graph.names)} if layouts.parts < problem.devices else None
     teams = max(1, problem.devices // layouts.parts)
@@ -242,9 +242,9 @@ def _pinned_parts(graph: OpGraph, layouts: Layouts, layout: Layout, problem: Pla
 
 
 def _spread_variables(graph: OpGraph, pinned: np.ndarray) -> None:
-    """Share out variables that parts on several devices read, so that each device sends as much as the others.
+    """Distributes variables that parts on several devices read, so that devices send equal amounts.
 
-    The largest first, each to the device that has the least.
+    The largest go first, each to the device that has the least.
     """
     edges = graph.edges[graph.edges[:, 2] >= 0]
     group, place = graph.groups[edges[:, 0]], pinned[graph.groups[edges[:, 1]]]

@@ -1,4 +1,4 @@
-"""Places the operators of steps: the passes from a complete step to one whose every node has its device."""
+"""Places the operators of steps: the passes from a complete step to one in which every node has a device."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ logger = logging.getLogger(__name__)
 
 _VARIABLE = "VarHandleOp"
 _LATER_EFFORT = 0.2
-"""Share of the usual search for steps after the first of all: evaluation, a last smaller batch."""
+"""Share of the usual search for steps after the first: evaluation, a last smaller batch."""
 
 
 _ALONE = Pipeline()
-"""The order of no passes: none has a number, or one of a user's own beside it."""
+"""An empty pipeline: passes have no numbers, and no user's passes beside them."""
 
 
 def _run(
     program: Program, item: Pass, pipeline: Pipeline, instruments: Sequence[Instrument], *, complete: bool = False
 ) -> Program:
-    """Runs a pass, with a user's own around it."""
+    """Runs a pass, with the user's passes around it."""
     passes = pipeline.placed([item])
     first = pipeline.number(passes[0])
     return run_passes(program, passes, first=first, instruments=instruments, complete=complete)
@@ -80,13 +80,13 @@ def flat_step(
     pipeline: Pipeline = _ALONE,
     keep_tasks: bool = False,
 ) -> FlatStep:
-    """The operators of a complete step, and all shapes.
+    """Returns the operators of a complete step, and all shapes.
 
     Args:
         program: a complete step.
         shapes: of its batch inputs, with the number of samples.
-        instruments: what looks on.
-        pipeline: the order of passes, a user's own among them.
+        instruments: observers of the passes.
+        pipeline: the order of passes, the user's included.
         keep_tasks: whether tasks stay in the order of a schedule.
 
     Raises:
@@ -99,7 +99,7 @@ def flat_step(
         fed |= {ref.node: variables[name].shape for ref in placeholders}
     folding = FoldShapes(operator_shapes(flat.graph, fed))
     folded = _run(flat, folding, pipeline, instruments)
-    known = operator_shapes(folded.graph, fed)  # More than before: the shapes of sums over given axes, say.
+    known = operator_shapes(folded.graph, fed)  # more than before: the shapes of sums over given axes, say
     sharing = ShareValues(known, within_calls=keep_tasks)
     shared = _run(folded, sharing, pipeline, instruments)
     return FlatStep(shared, known)
@@ -111,7 +111,7 @@ class PlacedStep:
 
     Attributes:
         program: the step.
-        placements: stage -> what was found for its operators, those of its first micro-batch.
+        placements: stage -> the placement of its operators, those of its first micro-batch.
         places: (stage, name of a variable's storage) -> the name of its device.
         flat: the step's operators before any was split or placed.
     """
@@ -129,8 +129,8 @@ class StepPlacer:
     Attributes:
         plan: a plan with ``operator_devices``.
         cluster: the cluster, real or a description.
-        costs: what operators take on its devices.
-        pipeline: the order of passes, a user's own among them.
+        costs: operators' times on its devices.
+        pipeline: the order of passes, the user's included.
     """
 
     plan: Plan
@@ -162,9 +162,9 @@ class StepPlacer:
         Args:
             program: a complete step.
             shapes: of its batch inputs, with the number of samples.
-            places: where variables are already; they stay there.
-            instruments: what looks on.
-            known: what was found before for the same step, to be used again; None searches.
+            places: (stage, name of a variable's storage) -> its device; they stay there.
+            instruments: observers of the passes.
+            known: placements found before for the same step, to be reused; None searches.
 
         Raises:
             PassError: an operator can't be inlined or placed.
@@ -192,7 +192,7 @@ class StepPlacer:
         devices: Sequence[int],
         places: Mapping[tuple[int, str], str],
     ) -> OpPlacement:
-        """Where the operators of one stage run, those of its first micro-batch."""
+        """Searches the placement of one stage's operators, those of its first micro-batch."""
         topology = Topology.of(self.cluster, devices)
         own, outside = _stage_graph(flat.program.graph, topology.names[0])
         shapes = {**flat.shapes, **{Ref(name): flat.shapes.get(ref) for name, ref in outside.items()}}
@@ -215,7 +215,7 @@ class StepPlacer:
     def _spread(
         self, graph: GraphDef, placements: Mapping[int, OpPlacement], calls: _Calls, alone: bool
     ) -> tuple[dict[str, str], list[str]]:
-        """The device of every operator, and the order of all: what was found for a micro-batch is for all of them."""
+        """Returns every operator's device, and the order of all, by the first micro-batch's placements."""
         names = self.cluster.device_names
         found: dict[str, str] = {}
         ranks: dict[str, tuple[int, int]] = {}
@@ -230,7 +230,7 @@ class StepPlacer:
         return found, sorted(found, key=ranks.__getitem__)
 
     def _places(self, graph: GraphDef) -> dict[tuple[int, str], str]:
-        """Where each variable is that the placed operators touch."""
+        """Returns the device of each variable that the placed operators touch."""
         names = self.cluster.device_names
         stages = {names[device]: stage for stage, devices in enumerate(self.devices) for device in devices}
         return {
@@ -241,7 +241,7 @@ class StepPlacer:
 
 
 class _Calls:
-    """The calls of a step before it is flattened, by which operators of several micro-batches are known as the same.
+    """A step's calls before it is flattened, which identify equal operators of several micro-batches.
 
     Args:
         program: the step.
@@ -262,29 +262,29 @@ class _Calls:
                 self._first |= zip(names, numbered[least], strict=False)
 
     def in_first(self, node: NodeDef) -> str:
-        """Name of the same operator of the stage's first micro-batch."""
+        """Returns the name of the same operator of the stage's first micro-batch."""
         call = _call_of(node)
         return self._first.get(call, call) + node.name[len(call) :]
 
     def rank(self, node: NodeDef) -> int:
-        """Position of its call in an order that the step allows; what cuts or joins a tensor has its."""
+        """Returns the position of a node's call in an order that the step allows; cuts and joins use their tensor's."""
         name = _call_of(node)
         while name and name not in self._ranks:
             name = name.rpartition("/")[0]
         return self._ranks[name]
 
     def repeated(self, splits: Mapping[str, Split], graph: GraphDef) -> dict[str, Split]:
-        """Decisions for the first micro-batch, for all of them."""
+        """Repeats the splits of the first micro-batch for all of them."""
         return {node.name: splits[first] for node in graph.node if (first := self.in_first(node)) in splits}
 
 
 def _call_of(node: NodeDef) -> str:
-    """The call that a node was in; the node itself if it was in none."""
+    """Returns the call that a node was in; the node itself if it was in none."""
     return node.attr[CALL_ATTR].s.decode() if CALL_ATTR in node.attr else node.name
 
 
 def _stage_graph(graph: GraphDef, device: str) -> tuple[GraphDef, dict[str, Ref]]:
-    """What runs on a device in the first micro-batch; and placeholder -> what comes from elsewhere in its place."""
+    """Returns a device's graph of the first micro-batch, and the outside tensor that each placeholder replaces."""
     view = Graph(graph)
     batches = [int(node.attr[MICRO_BATCH_ATTR].i) for node in graph.node if _is_task_of(node, device)]
     first = min(batches, default=0)

@@ -11,12 +11,12 @@ from dapple_tf.simulation.cost import CostModel
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan that was simulated. The simulation isn't kept: ten thousands of spans for each plan slow Python down.
+    """A simulated plan. The simulation isn't kept: tens of thousands of spans for each plan slow Python down.
 
     Attributes:
         plan: the plan.
         latency: simulated seconds of its step.
-        costs: what it was simulated with.
+        costs: the costs it was simulated with.
     """
 
     plan: Plan
@@ -25,18 +25,18 @@ class Choice:
 
     @property
     def memory(self) -> float:
-        """Bytes that the fullest device needs with as many micro-batches in flight as the schedule allows."""
+        """Bytes that the fullest device needs with the most micro-batches in flight that the schedule allows."""
         return max(self.costs.needed_bytes(stage, count) for stage, count in enumerate(self.costs.warm_up))
 
 
 def simplest(ranked: Sequence[Choice], least_gain: float) -> list[Choice]:
-    """The plans of the simplest kind that no plan gains enough over, the fastest first.
+    """Returns the plans of the simplest kind that no other plan beats by enough, the fastest first.
 
-    Simple is one device before data parallelism before pipelines: fewer stages, and of as many stages fewer devices.
+    From simple to complex: one device, data parallelism, pipelines; fewer stages first, then fewer devices.
 
     Args:
         ranked: plans, the fastest first.
-        least_gain: the part of its step's time that a plan must gain over a simpler one.
+        least_gain: the fraction of its step's time that a plan must gain over a simpler one.
     """
 
     def kind(choice: Choice) -> tuple[int, int]:

@@ -3,9 +3,9 @@
     layers    0 1 2 3 4 5 6 7          0 1 2 | 3 4 | 5 6 7
     devices   [0, 1]            ->     [0, 1] [0, 1] [0, 1]
 
-While the backward of the first chunks goes on, the gradients of the last ones are all-reduced: wait-free reduction,
-which Poseidon and PipeDream do by layers, and what reverse first-k (Out-Of-Order BackProp, EuroSys'22, section 5.1)
-puts in another order.
+During the backward of the first chunks, the gradients of the last ones are all-reduced: wait-free reduction, which
+Poseidon and PipeDream do by layers, and which reverse first-k (Out-Of-Order BackProp, EuroSys'22, section 5.1)
+reorders.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from dapple_tf.describe.profile import Profile
 
 
 def chunked(plan: Plan, profile: Profile, chunks: int = 4) -> Plan:
-    """Cut each replicated stage into chunks of about the same time and parameters, where few bytes cross.
+    """Cuts each replicated stage into chunks of about the same time and parameters, where few bytes cross.
 
     Args:
-        plan: the plan; whatever it says of a stage holds for each of its chunks, and ``reverse_first_k`` counts the
-            chunks of its first k stages. Its report is dropped.
-        profile: what its layers cost.
-        chunks: the most parts of a stage. There are fewer where the layers don't allow it, since each chunk has
-            parameters.
+        plan: the plan; each chunk inherits its stage's settings, and ``reverse_first_k`` counts the chunks of its
+            first k stages. Its report is dropped.
+        profile: its layers' costs.
+        chunks: the most parts of a stage; fewer where the layers don't allow more, since each chunk needs parameters.
 
     Returns:
         The plan; the same one if there is nothing to cut.
@@ -48,7 +47,7 @@ def chunked(plan: Plan, profile: Profile, chunks: int = 4) -> Plan:
     if all(len(ends) == 1 for ends in parts):
         return plan
     cuts = [profile.layers[end - 1].name for ends in parts for end in ends][:-1]
-    origin = [stage for stage, ends in enumerate(parts) for _ in ends]  # the stage that each chunk is of
+    origin = [stage for stage, ends in enumerate(parts) for _ in ends]  # the stage of each chunk
     ranges = list(itertools.pairwise([0, *(end for ends in parts for end in ends)]))
     seconds = plan.task_seconds
     if seconds is not None:
@@ -76,7 +75,7 @@ def _time(profile: Profile, start: int, stop: int) -> float:
 
 
 def _ends(profile: Profile, start: int, stop: int, chunks: int) -> list[int]:
-    """Where the chunks of a stage end, the last at ``stop``."""
+    """Returns the ends of a stage's chunks, the last at ``stop``."""
     sizes = _parameters(profile, start, stop)
     total_size, total_time = sum(sizes), _time(profile, start, stop)
     if not total_size:
@@ -92,7 +91,7 @@ def _ends(profile: Profile, start: int, stop: int, chunks: int) -> list[int]:
         near = [i for i in range(start, stop - 1) if abs(passed[i - start] - wanted) <= 0.25 / chunks]
         near = near or sorted(range(start, stop - 1), key=lambda i: (abs(passed[i - start] - wanted), i))[:1]
         if near:
-            # Of cuts that are about as good, that which the fewest bytes cross.
+            # Among about equally good cuts, the one that the fewest bytes cross.
             best = min(near, key=lambda i: (_crossing(profile, i, samples), abs(passed[i - start] - wanted), i))
             ends.append(best + 1)
     found: list[int] = []
@@ -104,7 +103,7 @@ def _ends(profile: Profile, start: int, stop: int, chunks: int) -> list[int]:
 
 
 def _parameters(profile: Profile, start: int, stop: int) -> list[int]:
-    """Bytes of each layer's parameters; shared ones count for the first of their layers in the stage."""
+    """Returns bytes of each layer's parameters; shared ones count for the first of their layers in the stage."""
     sizes = [layer.parameter_bytes for layer in profile.layers[start:stop]]
     for group in profile.shared:
         inside = [layer for layer in group.layers if start <= layer < stop]

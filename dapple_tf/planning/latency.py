@@ -44,7 +44,7 @@ class PipelineLatency(NamedTuple):
 
 
 def pivot_stage(stages: Sequence[StageTime], micro_batches: int) -> int:
-    """Q, the stage that dominates the steady phase (formula 3 and algorithm 1).
+    """Returns Q, the stage that dominates the steady phase (formula 3 and algorithm 1).
 
     From the last stage backwards, a stage s takes the place of Q when its own steady phase is longer than that of Q
     with the work between the two: (M - 1) (F_s + B_s) > (M - 1) (F_Q + B_Q) + sum of F + B from s + 1 to Q - 1.
@@ -62,7 +62,7 @@ def pivot_stage(stages: Sequence[StageTime], micro_batches: int) -> int:
 
 
 def pipeline_latency(stages: Sequence[StageTime], micro_batches: int) -> PipelineLatency:
-    """L of a pipeline (formulas 1 and 2).
+    """Returns the phases of L of a pipeline (formulas 1 and 2).
 
         T_w = sum of F_s for s = 0..Q
         T_s = (M - 1) (F_Q + B_Q)
@@ -84,7 +84,7 @@ def pipeline_latency(stages: Sequence[StageTime], micro_batches: int) -> Pipelin
 
 
 def stage_times(costs: CostModel) -> list[StageTime]:
-    """Computation stages and the network stages between them, as formula 2 takes them."""
+    """Returns the computation stages and the network stages between them, as formula 2 takes them."""
     cluster, plan = costs.cluster, costs.plan
     found: list[StageTime] = []
     for stage, devices in enumerate(plan.devices):
@@ -109,7 +109,7 @@ def stage_times(costs: CostModel) -> list[StageTime]:
 
 
 def _transfer_seconds(costs: CostModel, stage: int, *, backward: bool) -> float:
-    """Time to send everything that crosses the cut behind a stage, for one micro-batch: that of the busiest link."""
+    """Returns the seconds to send all that crosses the cut after a stage, for one micro-batch: the busiest link's."""
     cluster, plan = costs.cluster, costs.plan
     loads: dict[tuple[str, int], float] = {}
     latency = 0.0

@@ -1,4 +1,4 @@
-"""Plans that differ from another in one thing: the steps of the planner's local search."""
+"""Plans that differ from another in one respect: the steps of the planner's local search."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Profile
 
 _GROUPS = 4
-"""Groups of like devices whose unused devices are tried."""
+"""Number of groups of like devices whose unused devices are tried."""
 
 
 def neighbours(plan: Plan, profile: Profile, cluster: Cluster, micro_batches: Iterable[int]) -> Iterator[Plan]:
-    """Legal plans that differ from ``plan`` in one thing: of plans whose stages share devices, cuts or micro-batches.
+    """Yields legal plans that differ from ``plan`` in one respect; if stages share devices, in cuts or micro-batches.
 
     Args:
         plan: where to start.
@@ -44,7 +44,7 @@ def neighbours(plan: Plan, profile: Profile, cluster: Cluster, micro_batches: It
 
 
 def _bounds(plan: Plan, profile: Profile) -> list[int]:
-    """Index of the first layer of each stage, and of the one after the last."""
+    """Returns the index of each stage's first layer, and of the one after the last."""
     return [0, *(profile.index[cut] + 1 for cut in plan.cuts), len(profile.layers)]
 
 
@@ -58,7 +58,7 @@ def _moved_cuts(plan: Plan, profile: Profile) -> Iterator[tuple[str, ...]]:
 
 
 def _free(plan: Plan, cluster: Cluster) -> list[int]:
-    """The first unused device of each group of like devices."""
+    """Returns the first unused device of each group of like devices."""
     used = {device for group in plan.devices for device in group}
     unused = ([device for device in group if device not in used] for group in cluster.device_groups)
     return [devices[0] for devices in unused if devices][:_GROUPS]
@@ -89,7 +89,7 @@ def _moved_devices(plan: Plan, cluster: Cluster) -> Iterator[tuple[tuple[int, ..
 
 
 def _alike(cluster: Cluster, first: int, second: int) -> bool:
-    """Whether it doesn't matter which of two devices one has, but for links."""
+    """Returns whether two devices are interchangeable, apart from links."""
     one, other = cluster.devices[first], cluster.devices[second]
     return (one.speed, one.memory_bytes) == (other.speed, other.memory_bytes)
 
@@ -97,7 +97,7 @@ def _alike(cluster: Cluster, first: int, second: int) -> bool:
 def _split_stages(
     plan: Plan, profile: Profile, cluster: Cluster
 ) -> Iterator[tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]]:
-    """A stage in two, of about half its time each: by sharing its devices, or with one that is free."""
+    """Yields each stage split into two halves of about equal time, which share its devices or use a free one."""
     layers, samples = profile.layers, profile.batch_sizes[-1]
     for stage, (start, stop) in enumerate(itertools.pairwise(_bounds(plan, profile))):
         if stop - start < 2:
@@ -121,7 +121,7 @@ def _both_ways(stages: range) -> Iterator[tuple[int, int]]:
 
 
 def _legal(plan: Plan, **changes: Any) -> Iterator[Plan]:
-    """The plan with changes, if that is a legal plan."""
+    """Yields the plan with changes, if that is a legal plan."""
     try:
         yield dataclasses.replace(plan, **changes)
     except PlanError:

@@ -2,12 +2,12 @@
 
     what stays                  what changes                                            policies
     the stages                  the order of tasks                                      of Placement.STRAIGHT
-    the devices of the stages   v stages on each, over and over: 0 1 2 0 1 2            of Placement.PERIODIC
+    the devices of the stages   v stages on each, repeating: 0 1 2 0 1 2                of Placement.PERIODIC
     the devices of the stages   two stages on each, there and back: 0 1 2 2 1 0         of Placement.VEE
     the stages and their order  replicated stages in chunks, reduced one by one         those of the first row
 
-The last may be combined with the first: Out-Of-Order BackProp (EuroSys'22), section 6. Which policy is tried with which
-placements, and where, it says itself (`Policy.planning`).
+The last may be combined with the first: Out-Of-Order BackProp (EuroSys'22), section 6. Each policy says itself with
+which placements it is tried, and where (`Policy.planning`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dapple_tf.simulation.cost import CostModel
 from graph_passes.ir.tasks import Phase, Task
 
 _MOST_PER_DEVICE = 4
-"""More stages on a device than this aren't tried by themselves."""
+"""The most stages on a device that are tried."""
 _DIGITS = 3
 """Digits of `Plan.task_seconds`: enough to order tasks, few enough to read."""
 
 
 def with_task_seconds(plan: Plan, request: PlanRequest) -> Plan:
-    """The plan with its stages' times, relative to the longest, if its policy orders tasks by them."""
+    """Returns the plan, with its stages' times relative to the longest if its policy orders tasks by them."""
     plan = dataclasses.replace(plan, task_seconds=None)
     if not plan.policy.planning.by_seconds:
         return plan
@@ -47,7 +47,7 @@ def with_task_seconds(plan: Plan, request: PlanRequest) -> Plan:
 def even_plans(request: PlanRequest, recompute: str) -> Iterator[Plan]:
     """Pipelines of stages of the same time and number of devices, on all devices, that fit in memory.
 
-    Under DAPPLE's policies unequal stages may be better, but not where weight gradients fill the bubbles.
+    Under DAPPLE's policies unequal stages may be better, but not when weight gradients fill the bubbles.
     """
     devices = request.cluster.num_devices
     for stages in range(1, min(devices, len(request.profile.layers)) + 1):
@@ -65,13 +65,13 @@ def even_plans(request: PlanRequest, recompute: str) -> Iterator[Plan]:
 
 
 def same_stages(base: Plan, request: PlanRequest, policies: Sequence[Policy]) -> Iterator[Plan]:
-    """The same stages under these policies."""
+    """Yields the same stages under these policies."""
     for policy in policies:
         yield from _legal(base, request, schedule=policy)
 
 
 def stages_per_device(base: Plan, request: PlanRequest) -> Iterator[tuple[Policy, int]]:
-    """(policy, stages on each device) that are possible with the devices of a plan, the most likely to gain first."""
+    """Yields the (policy, stages on each device) that a plan's devices allow, the most likely to gain first."""
     most = min(_MOST_PER_DEVICE, len(request.profile.layers) // base.num_stages)
     if base.num_stages > 1:
         for count in range(2, most + 1):
@@ -83,19 +83,19 @@ def stages_per_device(base: Plan, request: PlanRequest) -> Iterator[tuple[Policy
 
 
 def _is_short(base: Plan, request: PlanRequest) -> bool:
-    """Whether memory limits the micro-batches in flight of a plan."""
+    """Returns whether memory limits the micro-batches in flight of a plan."""
     holds = request.costs(base).holds
     return holds is not None and min(holds) < base.micro_batches
 
 
 def _stages_on(places: Sequence[tuple[int, ...]], policy: Policy, count: int) -> list[tuple[int, ...]] | None:
-    """The devices of stages, ``count`` on each of these places, as a policy wants them; None if it doesn't."""
+    """Returns each stage's devices, ``count`` on each place, as a policy needs them; None if it can't have them."""
     found = (placement.stages(places, count) for placement in policy.planning.placements)
     return next((devices for devices in found if devices is not None), None)
 
 
 def more_stages(base: Plan, request: PlanRequest, policy: Policy, count: int) -> Iterator[Plan]:
-    """``count`` stages on each device under a policy that takes these, of times that fit the devices."""
+    """Yields plans with ``count`` stages on each device under a policy, with times in proportion to the devices."""
     devices = _stages_on(base.devices, policy, count)
     if devices is None:
         return
@@ -105,7 +105,7 @@ def more_stages(base: Plan, request: PlanRequest, policy: Policy, count: int) ->
 
 
 def with_chunks(base: Plan, request: PlanRequest, chunks: int) -> Iterator[Plan]:
-    """The plan with its replicated stages cut into chunks, if that is possible and changes anything."""
+    """Yields the plan with its replicated stages cut into chunks, if that is possible and changes anything."""
     if max(base.replicas) > 1 and _one_group_per_device(base):
         cut = chunked(base, request.profile, chunks)
         if cut != base:
@@ -113,7 +113,7 @@ def with_chunks(base: Plan, request: PlanRequest, chunks: int) -> Iterator[Plan]
 
 
 def groups(plan: Plan) -> list[tuple[range, tuple[int, ...]]]:
-    """The runs of consecutive stages with equal devices, and these devices."""
+    """Returns the runs of consecutive stages with equal devices, and these devices."""
     found: list[tuple[range, tuple[int, ...]]] = []
     for devices, stages in itertools.groupby(range(plan.num_stages), key=lambda stage: plan.devices[stage]):
         members = list(stages)
@@ -122,14 +122,14 @@ def groups(plan: Plan) -> list[tuple[range, tuple[int, ...]]]:
 
 
 def has_chunks(plan: Plan) -> bool:
-    """Whether a replicated stage is cut into chunks."""
+    """Returns whether a replicated stage is cut into chunks."""
     return any(len(stages) > 1 and len(devices) > 1 for stages, devices in groups(plan))
 
 
 def least_seconds(costs: CostModel) -> float:
-    """No order of a plan's tasks makes its step shorter than this.
+    """Returns a lower bound of a plan's step, whatever the order of its tasks.
 
-    What the busiest device computes, and what the busiest port of a device or network card sends or receives.
+    It is the time of the busiest device, or of the busiest port of a device or network card.
     """
     busy: dict[object, float] = {}
     plan, cluster = costs.plan, costs.cluster
@@ -152,7 +152,7 @@ def least_seconds(costs: CostModel) -> float:
 
 
 def name(plan: Plan) -> str:
-    """What is out of order in a plan, in short: ``zb_h2, stages 0-3 and 4-7 in chunks, k = 2``; empty for nothing."""
+    """Returns what is out of order in a plan, briefly: ``zb_h2, stages 0-3 and 4-7 in chunks, k = 2``; else empty."""
     parts = [str(plan.policy)] if not plan.policy.planning.formula else []
     found = groups(plan)
     hosts = [device for _, devices in found for device in devices]
@@ -175,7 +175,7 @@ def _one_group_per_device(plan: Plan) -> bool:
 
 
 def _legal(base: Plan, request: PlanRequest, **changes: object) -> Iterator[Plan]:
-    """The plan with changes and its stages' times, if that is a legal plan."""
+    """Yields the plan with changes and its stages' times, if that is a legal plan."""
     try:
         plan = dataclasses.replace(base, task_seconds=None, report=None, **changes)  # type: ignore[arg-type]
         if isinstance(request.reverse_first_k, int):

@@ -1,4 +1,4 @@
-"""Looks for the best out-of-order plan near those of DAPPLE's that the planner found, by simulation."""
+"""Searches by simulation for the best out-of-order plan near DAPPLE's plans that the planner found."""
 
 from __future__ import annotations
 
@@ -29,51 +29,51 @@ from dapple_tf.schedules.schedule_request import ScheduleError
 from dapple_tf.simulation.simulator import run
 
 _CHUNKS = (2, 4, 8, 16)
-"""Numbers of chunks of a replicated stage that are tried, as long as more are better."""
+"""Numbers of chunks of a replicated stage to try, as long as more are better."""
 _PARALLEL_CHUNKS = 8
-"""Chunks of data parallelism that are tried first."""
+"""Number of chunks that data parallelism is tried with first."""
 _PROBED = 8
-"""Of so many of DAPPLE's plans a few variants are tried, from the one on that would be fastest without bubbles."""
+"""Number of DAPPLE's plans of which a few variants are tried, beginning with the fastest apart from bubbles."""
 _VARIED = 2
-"""Of so many of DAPPLE's plans all variants are tried, if work is left."""
+"""Number of DAPPLE's plans of which all variants are tried, if work is left."""
 _BEST = 4
-"""Of so many plans more is tried, and of so many neighbours are looked at."""
+"""Number of leading plans explored further: more variants, and their neighbours."""
 _LIKELY = 6
-"""Of all policies for the same stages so many are tried."""
+"""Number of policies tried for the same stages where all are allowed."""
 _SORTING = 0.2
-"""Policies whose list scheduling takes a larger part of the work aren't tried, unless they are likely to gain most."""
+"""Policies whose list scheduling takes a larger share of the work are skipped, unless they are likely to gain most."""
 _BOUND = 3
-"""What a plan's costs and its bound take for each replica of a stage, relative to simulating a task."""
+"""Work of a plan's costs and bound for each replica of a stage, relative to simulating a task."""
 _FOR_K = 0.25
-"""The search for k may take so much more work."""
+"""Additional share of the work that the search for k may take."""
 _HOPEFUL = 1.1
-"""Plans with several stages on a device whose estimate is above the best one's time by this factor aren't simulated."""
+"""Plans with several stages on a device aren't simulated if their estimate exceeds the best time by this factor."""
 _NEAR = 1.2
 """Plans that are slower than the best by this factor aren't varied any more."""
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
 _NOT_STRAIGHT = {policy for policy in BUILT_IN if Placement.STRAIGHT not in policy.planning.placements}
-"""Policies that aren't tried with stages on devices of their own."""
+"""Policies that aren't tried with one stage on each device."""
 _SORTED_TASKS = 0.5
-"""What ordering a task by list scheduling costs, relative to simulating it."""
+"""Work of ordering a task by list scheduling, relative to simulating it."""
 
 
 class OutOfOrderSearch:
     """One search.
 
     Attributes:
-        choices: what has been simulated; None for what doesn't fit in memory.
+        choices: plan -> its simulation; None for a plan that doesn't fit in memory.
         origin: the plan of DAPPLE's from which each was derived.
-        bases: those plans of DAPPLE's that were simulated themselves.
+        bases: DAPPLE's plans that were simulated themselves.
     """
 
     def __init__(self, request: PlanRequest, allowed: float, step: Callable[[str], None]) -> None:
         """Starts with nothing.
 
         Args:
-            request: what is sought; gradients aren't taken to be reduced during a backward, but chunk by chunk.
-            allowed: how many tasks and transfers to simulate, about.
-            step: is told of progress.
+            request: the request; gradients are assumed to be reduced chunk by chunk, not during a backward.
+            allowed: approximate number of tasks and transfers to simulate.
+            step: receives the progress.
         """
         self.request, self.overlapped = dataclasses.replace(request, overlap=False), request.overlap
         self.allowed, self.step = allowed, step
@@ -84,14 +84,14 @@ class OutOfOrderSearch:
         self.bases: list[Choice] = []
 
     def run(self, bases: Sequence[Plan]) -> Choice | None:
-        """The best plan that the request allows and that follows from one of these; None if none fits.
+        """Returns the best plan that the request allows and that follows from a base; None if none fits.
 
         Args:
             bases: plans of DAPPLE's, the best first.
         """
         self._baseline(bases)
         found = dict.fromkeys([*bases, *even_plans(self.request, bases[0].recompute)])
-        # The best of DAPPLE's own first, so that it is known what there is to gain.
+        # DAPPLE's best plan first, to know what there is to gain.
         ranked = sorted(found, key=lambda base: (base != bases[0], self._estimate(base)))[:_PROBED]
         probed = [(self._probe(base), index) for index, base in enumerate(ranked)]
         self._combine()
@@ -103,12 +103,12 @@ class OutOfOrderSearch:
         return self.best()
 
     def dapple(self) -> Choice | None:
-        """The best of DAPPLE's own plans, without chunks; None if no base fits."""
+        """Returns the best of DAPPLE's own plans, without chunks; None if no base fits."""
         ranked = sorted(self.bases, key=lambda choice: choice.latency)
         return simplest(ranked, self.request.least_gain)[0] if ranked else None
 
     def best(self) -> Choice | None:
-        """The fastest; of those within the tie the simplest, and one of DAPPLE's if others gain too little."""
+        """Returns the fastest; the simplest on a tie, and one of DAPPLE's if others gain too little."""
         ranked = self.ranked()
         if not ranked:
             return None
@@ -122,7 +122,7 @@ class OutOfOrderSearch:
         return min(close, key=_complexity)
 
     def ranked(self) -> list[Choice]:
-        """What the request allows, the fastest first."""
+        """Returns the simulated plans that the request allows, the fastest first."""
         found = [choice for choice in self.choices.values() if choice and choice.plan.policy in self.request.schedules]
         return sorted(found, key=lambda choice: choice.latency)
 
@@ -135,11 +135,11 @@ class OutOfOrderSearch:
             choice = self._try(base, base, certainly=True)
             self.bases += [choice] if choice is not None else []
             if not known:
-                self.choices[base] = None  # without k it isn't what is sought
+                self.choices[base] = None  # the request asks for k
                 self.fastest = math.inf
 
     def _probe(self, base: Plan) -> float:
-        """The least latency of a few plans that follow from one of DAPPLE's; infinite where none is known."""
+        """Returns the least latency of a few plans that follow from one of DAPPLE's; infinite if none is known."""
         found = self._all(same_stages(base, self.request, self.request.straight[:1]), base)
         for policy, count in itertools.islice(stages_per_device(base, self.request), 1):
             found += self._all(self._worth(more_stages(base, self.request, policy, count)), base)
@@ -148,29 +148,29 @@ class OutOfOrderSearch:
         return min((choice.latency for choice in found if choice is not None), default=math.inf)
 
     def _worth(self, plans: Iterable[Plan]) -> Iterator[Plan]:
-        """Those that may be among the best by their estimates."""
+        """Yields the plans whose estimates may be among the best."""
         return (plan for plan in plans if self._estimate(plan) <= self.fastest * _HOPEFUL)
 
     def _vary(self, base: Plan) -> None:
-        """All that follows directly from a plan."""
+        """Tries all plans that follow directly from a plan."""
         for policy, count in stages_per_device(base, self.request):
             if self.work <= self.allowed:
                 self._all(self._worth(more_stages(base, self.request, policy, count)), base)
         policies = self.request.straight
         if set(BUILT_IN) - set(policies) <= _NOT_STRAIGHT:
-            policies = policies[:_LIKELY]  # all are allowed: the others are hardly ever better
+            policies = policies[:_LIKELY]  # the others are hardly ever better
         for plan in same_stages(base, self.request, policies):
             if self._ordering(plan) <= _SORTING * self.allowed:
                 self._all([plan], base)
 
     def _combine(self) -> None:
-        """Chunks in the best plans without them (section 6 of Out-Of-Order BackProp)."""
+        """Tries chunks in the best plans without them (section 6 of Out-Of-Order BackProp)."""
         if self.request.chunks:
             for choice in self._near():
                 self._more_chunks(choice.plan, self.origin[choice.plan], choice.latency)
 
     def _more_chunks(self, plan: Plan, origin: Plan, seconds: float) -> None:
-        """Twice as many chunks of a plan that takes so long, as long as that makes its step shorter."""
+        """Doubles the number of chunks of a plan that takes ``seconds``, as long as that makes its step shorter."""
         for chunks in _CHUNKS:
             found = self._all(with_chunks(plan, self.request, chunks), origin)
             least = min((choice.latency for choice in found if choice is not None), default=math.inf)
@@ -179,7 +179,7 @@ class OutOfOrderSearch:
             seconds = least
 
     def _climb(self) -> None:
-        """Moves cuts and devices of the best plans, as long as work is left."""
+        """Moves cuts and devices of the best plans, while work is left."""
         tried: set[Plan] = set()
         while self.work < self.allowed:
             start = next((choice.plan for choice in self._near() if choice.plan not in tried), None)
@@ -192,7 +192,7 @@ class OutOfOrderSearch:
                     self._try(with_task_seconds(plan, self.request), self.origin[start])
 
     def _order_bw_of_first_stages(self) -> None:
-        """Reverse first-k, with updates carried over, in the best plans that reduce gradients chunk by chunk."""
+        """Tries reverse first-k, with carried updates, in the best plans that reduce gradients chunk by chunk."""
         if not self.request.reverse_first_k:
             return
         cut = [choice for choice in self.ranked() if has_chunks(choice.plan) and _splits(choice.plan)]
@@ -200,16 +200,16 @@ class OutOfOrderSearch:
         near = [choice for choice in self._near() if choice in cut]
         for choice in dict.fromkeys([*near[:1], *parallel[:1], *near[1:2]]):
             if least_seconds(choice.costs) >= self.fastest * (1 - _TIE):
-                continue  # whatever the order
+                continue  # in any order
             # A stage whose weights others share can't be updated before these have their gradients.
             own = all(len(reduction.stages) == 1 for reduction in choice.costs.reductions)
             self._search_k(choice.plan, self.origin[choice.plan], own and self.request.carries)
 
     def _search_k(self, plan: Plan, origin: Plan, carries: bool) -> None:
-        """The paper's search for k by simulated throughput (section 5.1), and likewise for the updates to carry over.
+        """Searches k by simulated throughput as the paper does (section 5.1), and likewise the updates to carry over.
 
-        What is reduced last are the gradients of the first k stages, of stage 0 first; the next step's forward needs
-        those at the end of this row last.
+        The gradients of the first k stages are reduced last, stage 0's first; the next step's forward needs those at
+        the end of this order last.
         """
 
         def throughput(k: int, carried: int) -> float:
@@ -227,7 +227,7 @@ class OutOfOrderSearch:
             best_reverse_first_k(plan.num_stages + 1, lambda carried: throughput(k, carried))
 
     def _near(self) -> list[Choice]:
-        """The best plans, that aren't much slower than the first; one of those with the same devices and policy."""
+        """Returns the best plans not much slower than the first; one for each combination of devices and policy."""
         ranked = self.ranked()
         found: dict[tuple[object, ...], Choice] = {}
         for choice in ranked:
@@ -241,9 +241,9 @@ class OutOfOrderSearch:
         return [self._try(plan, origin) for plan in plans]
 
     def _try(self, plan: Plan, origin: Plan, *, certainly: bool = False, share: float = 1.0) -> Choice | None:
-        """The simulated plan; None if it doesn't fit in memory, or needn't be known.
+        """Returns the simulated plan; None if it doesn't fit in memory, or isn't worth simulating.
 
-        That is when this share of the work is done, or when it takes longer than the fastest, whatever the order.
+        It isn't when this share of the work is done, or when no order could make it faster than the fastest.
         """
         if plan in self.choices:
             return self.choices[plan]
@@ -260,7 +260,7 @@ class OutOfOrderSearch:
                 self.work += 20
             else:
                 self.work += len(simulation.spans)
-                # Memory is added up only where it matters.
+                # Adding up memory takes long.
                 if simulation.latency > _NEAR * self.fastest or simulation.fits:
                     choice = Choice(plan, simulation.latency, costs)
                     if plan.policy in self.request.schedules:
@@ -271,13 +271,13 @@ class OutOfOrderSearch:
         return choice
 
     def _ordering(self, plan: Plan) -> float:
-        """What it costs to order the tasks of a plan."""
+        """Returns the work of ordering a plan's tasks."""
         planning = plan.policy.planning
         runs = planning.list_runs + planning.list_runs_per_stage * plan.num_stages
         return _SORTED_TASKS * 3 * plan.num_stages * plan.micro_batches * runs
 
     def _estimate(self, plan: Plan) -> float:
-        """About the seconds of a step without other bubbles than those of the first and the last micro-batch.
+        """Estimates the seconds of a step whose only bubbles are those of the first and the last micro-batch.
 
         Formula 1 of DAPPLE (section 4.1) for orders in which Bw fill bubbles.
         """
@@ -295,12 +295,12 @@ class OutOfOrderSearch:
 
 
 def _splits(plan: Plan) -> bool:
-    """Whether it is known that the backwards of a plan's first stages can be split."""
+    """Returns whether the backwards of a plan's first stages are known to be splittable."""
     return plan.policy.reverses and plan.policy.splits is not None
 
 
 def _complexity(choice: Choice) -> tuple[int, int, int, float]:
-    """The simplest plan is one of DAPPLE's, then that with the fewest stages, micro-batches and bytes."""
+    """Ranks plans by simplicity: DAPPLE's first, then by the fewest stages, micro-batches and bytes."""
     plan = choice.plan
     orders = (not plan.policy.planning.formula) + (plan.reverse_first_k > 0) + (plan.carried_updates > 0)
     return orders, plan.num_stages, plan.micro_batches, choice.memory

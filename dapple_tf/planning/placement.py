@@ -18,9 +18,9 @@ POLICIES = ("fresh_first", "append_first", "scatter_first")
 """Names of the placement policies."""
 
 _MAX_STATES = 1000
-"""How many different occupancies of the cluster are looked at."""
+"""The most different occupancies of the cluster that are explored."""
 _FINE = 24
-"""Up to so many devices, all numbers of replicas and all policies are tried in all states."""
+"""The most devices for which all numbers of replicas and all policies are tried in all states."""
 _COARSE = 128
 """On more devices than this, stages get multiples of a quantum of devices."""
 
@@ -31,7 +31,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def allocate(policy: str, used: Sequence[int], sizes: Sequence[int], count: int, order: Sequence[int]) -> Counts:
-    """How many devices of each server a stage of ``count`` replicas gets.
+    """Returns how many devices of each server a stage of ``count`` replicas gets.
 
     * ``fresh_first``: from fresh servers, so that the stage stays together; then from used ones.
     * ``append_first``: from servers that are partly used, to reduce fragmentation; then from fresh ones.
@@ -41,7 +41,7 @@ def allocate(policy: str, used: Sequence[int], sizes: Sequence[int], count: int,
         policy: one of `POLICIES`.
         used: devices of each server that are taken.
         sizes: devices of each server.
-        count: how many are wanted; at most as many as are free.
+        count: number wanted; at most as many as are free.
         order: servers in the order in which they are preferred.
     """
     free = [size - taken for size, taken in zip(sizes, used, strict=True)]
@@ -62,7 +62,7 @@ def allocate(policy: str, used: Sequence[int], sizes: Sequence[int], count: int,
 
 
 def _scatter(group: Sequence[int], free: Sequence[int], given: list[int], count: int) -> int:
-    """Takes up to ``count`` devices from a group of servers, equally; returns how many are still wanted."""
+    """Takes up to ``count`` devices from a group of servers, equally; returns how many are still missing."""
     while count:
         open_servers = [server for server in group if given[server] < free[server]]
         if not open_servers:
@@ -77,10 +77,10 @@ def _scatter(group: Sequence[int], free: Sequence[int], given: list[int], count:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Giving devices to one stage: from one occupancy of the cluster to another.
+    """An assignment of devices to one stage: from one occupancy of the cluster to another.
 
-    Servers stand in a canonical order here, in which those of a kind are sorted by use, so that occupancies that differ
-    by an exchange of like servers are one state.
+    Servers are in a canonical order, those of a kind sorted by use, so that occupancies that differ only by an exchange
+    of like servers are one state.
 
     Attributes:
         source: the state before.
@@ -96,9 +96,9 @@ class Step:
 
 
 class Placements:
-    """All ways to hand out a cluster's devices to stages, one after the other, by the three policies.
+    """All ways to assign a cluster's devices to stages, one after the other, by the three policies.
 
-    Devices of one server that aren't alike are taken for servers of their own here, on the same links.
+    Unlike devices of one server count as separate servers here, on the same links.
 
     Attributes:
         cluster: the cluster.
@@ -151,19 +151,19 @@ class Placements:
                         self.steps.append(Step(source, target, given, places))
 
     def _counts(self, used: Counts) -> list[int]:
-        """The numbers of replicas to try in a state: also what completes a server, and all that is left."""
+        """Returns the numbers of replicas to try in a state: also those that complete a server or use all the rest."""
         free = sum(self.sizes) - sum(used)
         partly = sum(size - taken for size, taken in zip(self.sizes, used, strict=True) if taken)
         return sorted({count for count in (*self.counts, partly, free) if 0 < count <= free})
 
     def _policies(self, count: int) -> tuple[str, ...]:
-        """On a large cluster scattered or scarcely used servers come in too many ways; small stages stay together."""
+        """Returns the policies to try; on large clusters, which have too many states, small stages stay together."""
         if sum(self.sizes) <= _FINE:
             return POLICIES
         return POLICIES[:2] if count >= max(self.sizes) else POLICIES[1:2]
 
     def _canonical(self, used: Sequence[int]) -> tuple[int, ...]:
-        """Servers of each kind by falling use; kinds keep their places."""
+        """Sorts servers of each kind by descending use; kinds keep their places."""
         places = list(range(len(used)))
         for kind in set(self.kinds):
             slots = [place for place in places if self.kinds[place] == kind]
@@ -174,7 +174,7 @@ class Placements:
         return tuple(places)
 
     def devices(self, steps: Iterable[Step]) -> list[tuple[int, ...]]:
-        """The devices of each stage of a path from the empty cluster."""
+        """Returns the devices of each stage of a path from the empty cluster."""
         servers = list(range(len(self.sizes)))  # the actual server at each place
         taken = [0] * len(self.sizes)
         found = []
@@ -191,14 +191,14 @@ class Placements:
 
 
 def _kinds(cluster: Cluster) -> tuple[int, ...]:
-    """A number for each group of like devices; groups of one number are exchangeable."""
+    """Returns a number for each group of like devices; groups with the same number are exchangeable."""
     numbers: dict[object, int] = {}
     found = []
     groups = Counter(cluster.devices[group[0]].server for group in cluster.device_groups)
     for group in cluster.device_groups:
         device = cluster.devices[group[0]]
         links, capacity = cluster.server_links[device.server], cluster.capacity(device.server)
-        # Parts of one server aren't exchangeable with those of another: they have neighbours.
+        # Parts of different servers aren't exchangeable: they have different neighbours.
         part = device.server if groups[device.server] > 1 else None
         key = (len(group), device.memory_bytes, device.speed, links, capacity, part)
         found.append(numbers.setdefault(key, len(numbers)))
@@ -206,13 +206,13 @@ def _kinds(cluster: Cluster) -> tuple[int, ...]:
 
 
 def _orders(kinds: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Servers in order of preference: each kind first in turn."""
+    """Yields orders of preference for servers: each kind first in turn."""
     for first in sorted(set(kinds)):
         yield tuple(sorted(range(len(kinds)), key=lambda server: (kinds[server] != first, kinds[server], server)))
 
 
 def _replica_counts(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The numbers of replicas to try: all on small clusters; on large ones, finely for few and by servers for many."""
+    """Returns the numbers of replicas to try: all on small clusters; on large ones all small ones, then by servers."""
     total, server = sum(sizes), max(sizes)
     if total <= _FINE or (server == 1 and total <= 64):
         return tuple(range(1, total + 1))
@@ -228,7 +228,7 @@ def _replica_counts(sizes: Sequence[int]) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """What the devices of each of `Placements.steps` mean for time, as arrays.
+    """Speeds and links of the devices of each of `Placements.steps`, as arrays.
 
     Attributes:
         source: state before each step.
@@ -238,7 +238,7 @@ class Links:
         memory: that of the smallest, in bytes; infinite where unknown.
         reduce_start: seconds of an all-reduce of nothing over them.
         reduce_rate: seconds per byte of an all-reduce.
-        rest: for each state the step that takes all that is left; -1 for the full cluster.
+        rest: for each state the step that takes all remaining devices; -1 for the full cluster.
         column: position of a step among those that leave its source.
         row: position of a step among those that lead to its target.
         base: for each state, where its block of the two arrays below starts: a row for each step into the state, a
@@ -264,7 +264,7 @@ class Links:
     latency: Floats
 
     def pair(self, before: Ints, step: Ints) -> Ints:
-        """Where ``per_byte`` and ``latency`` have the entry of two consecutive steps."""
+        """Returns the index in ``per_byte`` and ``latency`` of two consecutive steps."""
         state = self.source[step]
         return np.asarray(self.base[state] + self.row[before] * self.width[state] + self.column[step])
 

@@ -1,4 +1,4 @@
-"""What the planner says about a plan, and what it says when there is none."""
+"""The planner's reasons for a plan, and its explanation when there is none."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def report(
     one_device: float | None = None,
     derived: Derivation | None = None,
 ) -> PlanReport:
-    """Says what is expected of a plan, and why it was chosen.
+    """Reports a plan's expected step, and why it was chosen.
 
     Args:
-        request: what was sought.
+        request: the request.
         best: the plan's simulated step.
         runner_up: the best plan with other stages or replicas, and its latency; None if there was none.
         data_parallel: latency of data parallelism on all devices; None if that doesn't fit.
         one_device: latency on a single device, simulated like the others; None if that doesn't fit.
-        derived: what the plan was made from, if plans other than DAPPLE's were sought.
+        derived: the plan's derivation, if plans other than DAPPLE's were searched.
     """
     costs, plan = best.costs, best.costs.plan
     total = sum(best.busy.values()) or 1.0
@@ -116,7 +116,7 @@ def _why_not_data_parallel(request: PlanRequest) -> str:
 
 
 def shortage(request: PlanRequest) -> str:
-    """Why no plan fits, by how much, and what would."""
+    """Says why no plan fits, by how much, and what would."""
     devices = request.cluster.num_devices
     best = min(attempts(request), key=lambda attempt: attempt[0], default=None)
     if best is None:
@@ -152,7 +152,7 @@ def shortage(request: PlanRequest) -> str:
 
 
 def _in_flight(request: PlanRequest, micro_batches: int) -> int:
-    """The fewest micro-batches that a stage has to hold."""
+    """Returns the fewest micro-batches that a stage has to hold."""
     return micro_batches if all(policy.needs_all for policy in request.schedules) else 1
 
 
@@ -161,9 +161,9 @@ def _fits(request: PlanRequest) -> bool:
 
 
 def attempts(request: PlanRequest) -> Iterator[tuple[float, CostModel, int]]:
-    """Pipelines of stages of equal memory: (bytes over the limit, costs, the stage that is most over).
+    """Yields pipelines of stages of equal memory: (bytes over the limit, costs, the stage that exceeds it most).
 
-    Devices with most memory are used first; where none's is known, nothing is over.
+    Devices with most memory are used first; if no device's memory is known, nothing exceeds it.
     """
     devices = request.cluster.num_devices
     limits = [math.inf if device.memory_bytes is None else device.memory_bytes for device in request.cluster.devices]
@@ -185,7 +185,7 @@ def attempts(request: PlanRequest) -> Iterator[tuple[float, CostModel, int]]:
 
 
 def _stage_counts(most: int) -> list[int]:
-    """Numbers of stages to try: all small ones, larger ones in steps of an eighth."""
+    """Returns the numbers of stages to try: all small ones, larger ones in steps of an eighth."""
     found = [1]
     while found[-1] < most:
         found.append(min(most, max(found[-1] + 1, found[-1] * 9 // 8)))
@@ -193,7 +193,7 @@ def _stage_counts(most: int) -> list[int]:
 
 
 def _enlarged(cluster: Cluster, factor: int) -> Cluster:
-    """The cluster several times over."""
+    """Returns the cluster repeated ``factor`` times."""
     servers = cluster.num_servers
     devices = tuple(
         dataclasses.replace(device, name=f"{device.name}/copy{copy}", server=device.server + copy * servers)
@@ -204,11 +204,11 @@ def _enlarged(cluster: Cluster, factor: int) -> Cluster:
 
 
 def single_device_seconds(profile: Profile, batch: int) -> float:
-    """Time to run all micro-batches one after the other on one device (section 6.3), in slices of the profiled size."""
+    """Returns the seconds to run all micro-batches in sequence on one device (section 6.3), in profiled slices."""
     size = profile.batch_sizes[-1]
     cost = profile.total("forward") + profile.total("backward")
     count = -(-batch // size)
-    least, longer = divmod(batch, count)  # so many slices have a sample more
+    least, longer = divmod(batch, count)  # ``longer`` slices have one more sample
     seconds = longer * cost.at(profile.timed_samples(least + 1)) + (count - longer) * cost.at(
         profile.timed_samples(least)
     )
@@ -216,7 +216,7 @@ def single_device_seconds(profile: Profile, batch: int) -> float:
 
 
 def shape(plan: Plan) -> str:
-    """A plan in short, as the paper writes it: ``8:8`` with 4 micro-batches, ``data parallel``, ``straight``."""
+    """Returns a plan's short form, as in the paper: ``8:8`` with 4 micro-batches, ``data parallel``, ``straight``."""
     replicas = plan.replicas
     name = ":".join(map(str, replicas))
     if plan.num_stages == 1:
@@ -235,7 +235,7 @@ def _stage_name(index: int) -> str:
 
 
 def _limit(simulation: Simulation) -> str:
-    """What the step's time is made of, longest part first."""
+    """Returns the parts of the step's time, longest first."""
     parts: dict[str, float] = {}
     names = {"send": "transfers", "all_reduce": "all-reduce", "apply": "the optimizer"}
     for span in simulation.critical_path:

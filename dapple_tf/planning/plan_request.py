@@ -1,4 +1,4 @@
-"""What a plan is sought for, and what the search may choose from."""
+"""The planner's request: a model, a cluster, and what the search may choose from."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from dapple_tf.schedules.schedules import POLICIES, policy_of
 from dapple_tf.simulation.cost import ALL_REDUCE, CostModel
 
 DAPPLE_POLICIES = tuple(policy.name for policy in BUILT_IN if policy.planning.formula)
-"""The policies that are tried unless others are asked for."""
+"""The policies that are tried by default."""
 
 AUTO = "auto"
 """Lets the planner choose."""
 
 LEAST_GAIN = 0.03
-"""The part of a step's time below which a plan's gain over a simpler one isn't worth it."""
+"""The least fraction of a step's time that a plan must gain over a simpler one."""
 _MOST_MICRO_BATCHES = 64
-"""More micro-batches than this aren't tried by themselves."""
+"""The most micro-batches that are tried by default."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,19 @@ class PlanRequest:
     """A model, a cluster and the choices there are.
 
     Attributes:
-        profile: what the model's layers cost.
-        cluster: what to run on.
+        profile: the costs of the model's layers.
+        cluster: the devices and links.
         batch: samples in one step.
         micro_batches: numbers of micro-batches.
         schedules: policies that a plan may have; where a stage has no successor the first counts.
-        recompute: modes; None recomputes only where memory demands it.
+        recompute: modes; None recomputes only where memory requires it.
         overlap: whether gradients are all-reduced during the stage's last backward.
         all_reduce: the algorithm.
         jit_compile: passed on to plans.
         reverse_first_k: of plans with chunks; ``auto`` looks for the best.
         chunks: whether to cut replicated stages into chunks, so that gradients are reduced while others are computed.
         carries: whether plans with reverse first-k may leave updates to the next step's forward.
-        least_gain: by what part of its time a plan must be better than a simpler one.
+        least_gain: the fraction of its time that a plan must gain over a simpler one.
 
     Raises:
         PlanError: a choice that doesn't exist.
@@ -82,7 +82,7 @@ class PlanRequest:
         reverse_first_k: int | str = 0,
         least_gain: float = LEAST_GAIN,
     ) -> PlanRequest:
-        """Fills in what wasn't said, for :func:`dapple_tf.plan`."""
+        """Fills in defaults, for :func:`dapple_tf.plan`."""
         batch = integer("global_batch_size", batch)
         if batch < 1:
             raise PlanError(f"global_batch_size is {batch}; it must be at least 1")
@@ -96,7 +96,7 @@ class PlanRequest:
             cluster,
             batch,
             tuple(integer("micro_batches", count) for count in counts),
-            # First one that doesn't hold all micro-batches, if there is a choice.
+            # Policies that don't hold all micro-batches go first.
             tuple(sorted(schedules, key=lambda policy: policy.needs_all)),
             None if recompute is None else _several(recompute, ()),
             overlap,
@@ -144,7 +144,7 @@ class PlanRequest:
 
     @property
     def searched(self) -> tuple[Policy, ...]:
-        """The policies of the search proper: DAPPLE's that may be chosen, or those that stand in for others."""
+        """DAPPLE's policies that may be chosen, or the ones that the search uses in place of others."""
         standing_in = (policy for policy in BUILT_IN if policy.planning.formula and not policy.needs_all)
         return tuple(policy for policy in self.schedules if policy.planning.formula) or tuple(standing_in)
 
@@ -155,18 +155,18 @@ class PlanRequest:
 
     @property
     def straight(self) -> list[Policy]:
-        """Those of them for stages on devices of their own."""
+        """Those of them for one stage on each device."""
         return [policy for policy in self.ranked if Placement.STRAIGHT in policy.planning.placements]
 
     @property
     def out_of_order(self) -> bool:
-        """Whether other plans than DAPPLE's are to be derived from those that the search finds."""
+        """Whether to derive other plans from DAPPLE's that the search finds."""
         return self.chunks or not all(policy.planning.formula for policy in self.schedules)
 
     def plan(
         self, cuts: Iterable[str], devices: Iterable[Iterable[int]], micro_batches: int, recompute: str = "none"
     ) -> Plan:
-        """A plan for this request, under the first schedule that is searched."""
+        """Returns a plan for this request, under the first schedule that is searched."""
         return Plan.manual(
             cuts,
             devices,
@@ -178,12 +178,12 @@ class PlanRequest:
         )
 
     def costs(self, plan: Plan) -> CostModel:
-        """What a plan costs, all-reduce as requested."""
+        """Returns what a plan costs, all-reduce as requested."""
         return CostModel(plan, self.profile, self.cluster, overlap=self.overlap, all_reduce=self.all_reduce)
 
 
 def _first_k(value: Any) -> int:
-    """The number of ``reverse_first_k``."""
+    """Returns the number of ``reverse_first_k``."""
     if isinstance(value, str):
         raise PlanError(f"reverse_first_k is {value!r}; give a number of stages, or 'auto'")
     count = integer("reverse_first_k", value)
@@ -193,10 +193,10 @@ def _first_k(value: Any) -> int:
 
 
 def _policies(given: Iterable[Any]) -> tuple[Policy, ...]:
-    """Policies from their names, or as they are.
+    """Converts names of policies to policies.
 
     Raises:
-        PlanError: one isn't known.
+        PlanError: one is unknown.
     """
     found = []
     for value in given:
@@ -218,11 +218,11 @@ def _several(given: Any, default: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _micro_batch_counts(profile: Profile, batch: int) -> tuple[int, ...]:
-    """The numbers of micro-batches to try: divisors near powers of two, of slices that aren't smaller than profiled."""
+    """Returns the counts of micro-batches to try: divisors near powers of two, with slices no smaller than profiled."""
     most = max(1, min(batch // profile.least_samples, _MOST_MICRO_BATCHES))
     wanted = [2**power for power in range(most.bit_length())]
     divisors = [count for count in range(1, most + 1) if batch % count == 0]
     found = {min(divisors, key=lambda divisor: (abs(math.log(divisor / count)), divisor)) for count in wanted}
-    # A batch with few divisors is cut unevenly rather than hardly at all.
+    # A batch with few divisors is cut unevenly.
     found |= {count for count in wanted if all(abs(math.log(count / other)) > 0.5 for other in found)}
     return tuple(sorted(found))

@@ -1,7 +1,7 @@
 """Finds the plan: dynamic programming by the paper's formula, then the best candidates by simulation.
 
-The formula (DAPPLE, PPoPP'21, section 4) knows neither the schedule's K nor memory beyond one micro-batch, nor links
-that several transfers share. The search therefore gives many candidates, for several numbers of micro-batches and for
+The formula (DAPPLE, PPoPP'21, section 4) ignores the schedule's K, memory beyond one micro-batch, and links that
+several transfers share. The search therefore returns many candidates, for several numbers of micro-batches and for
 recomputation where memory is short; each is simulated under each schedule; and the best are improved by moving cuts and
 devices between neighbouring stages as long as that helps.
 """
@@ -37,31 +37,31 @@ from dapple_tf.simulation.simulator import run
 logger = logging.getLogger(__name__)
 
 _WORK = 25_000
-"""Tasks and transfers to simulate per plan that is sought, for a small cluster."""
+"""Number of tasks and transfers to simulate in one search, for a small cluster."""
 _GROUPS = 36
-"""Places at which the search considers cuts; the local search that follows moves them layer by layer."""
+"""Number of places at which the search considers cuts; the local search then moves them layer by layer."""
 _MARGIN = 1.02
-"""Plans that are certainly slower than the best by this factor aren't simulated to their end."""
+"""Plans that are certainly slower than the best by this factor aren't simulated to the end."""
 _COUNTS = 3
-"""Of so many numbers of micro-batches the search is run, the others are left to the local search."""
+"""Number of counts of micro-batches that the search runs with; the others are left to the local search."""
 _FEW_DEVICES = 8
-"""On so few devices it is run with all of them."""
+"""The most devices for which the search runs with all counts of micro-batches."""
 _STRIDE = 4
-"""The second best of a kind of plan is simulated no later than the best so many others."""
+"""The second best plan of a kind is simulated after at most this many others."""
 _ALIKE = 2
-"""Of plans with the same replicas and micro-batches so many are simulated; cuts are the local search's affair."""
+"""The most simulated plans with the same replicas and micro-batches; the local search varies their cuts."""
 _FEW_PLANS = 300
-"""All are simulated if there are so few in all, and work is left."""
+"""The most candidates for which all are simulated, if work is left."""
 _FIRST = 3
-"""Plans that are simulated before it is decided whether to look at recomputation."""
+"""Number of plans simulated before deciding whether to try recomputation."""
 _STARTS = 24
-"""Of so many of the best plans the neighbours are looked at, if work is left."""
+"""Number of best plans whose neighbours are tried, if work is left."""
 _HOPELESS = 1.5
-"""Plans whose L is above that of the best by this factor are simulated last."""
+"""Plans whose L exceeds the best L by this factor are simulated last."""
 _BASES = 10
-"""From so many plans out-of-order ones are derived."""
+"""Number of plans from which out-of-order plans are derived."""
 _DERIVING = 0.8
-"""How much of the work that finding the stages may take deriving these may take."""
+"""Work allowed for deriving them, as a fraction of that for finding the stages."""
 _TIE = 1e-3
 """Relative difference of latencies below which they count as equal."""
 
@@ -85,32 +85,31 @@ def plan(
         found = plan(profile, cluster, 64, schedule="auto", reverse_first_k="auto")
 
     Args:
-        profile: what the model's layers cost.
-        cluster: what to run on. Devices without known memory count as large enough, unknown links as free.
+        profile: the costs of the model's layers.
+        cluster: the devices and links. Devices without known memory count as large enough, unknown links as free.
         global_batch_size: samples in one step.
         micro_batches: M, or several to choose from; None tries the usual ones.
         schedule: a policy (a built-in one's name, or one of your own), or several to choose from; None tries DAPPLE's,
             which are gpipe, dapple_a and dapple_b.
             ``auto`` tries all, modulo and interleaved with several stages on a device, and cuts replicated stages into
             chunks (:func:`dapple_tf.chunked`), whose gradients are reduced while others are computed.
-        recompute: a mode, or several; None recomputes only where memory demands it.
+        recompute: a mode, or several; None recomputes only where memory requires it.
         overlap: whether to assume that gradients are all-reduced during the stage's last backward, bucket by bucket.
             Where chunks are tried (``auto`` or ``reverse_first_k``), only the search for stages assumes it.
         all_reduce: ``hierarchical`` or ``flat``.
         jit_compile: passed on to the plan.
-        reverse_first_k: k of the plan, of which replicated stages are cut into chunks then: of so many stages, or of
-            all if there are fewer, the last weight gradients come last (Out-Of-Order BackProp, EuroSys'22, section
-            5.1). ``auto`` looks for the best k as the paper does, by simulated throughput. The last updates may be left
-            to the next step's forward then (`Plan.carried_updates`).
-        least_gain: by what part of the step's time a plan must be better than the best of the simpler ones: those with
-            fewer stages, or as many on fewer devices, and those of DAPPLE's policies. Predictions are hardly as exact
-            as that.
+        reverse_first_k: k of the plan, whose replicated stages are then cut into chunks: the weight gradients of the
+            first k stages (at most all) come last (Out-Of-Order BackProp, EuroSys'22, section 5.1). ``auto`` searches
+            the best k as the paper does, by simulated throughput. The last updates may then be left to the next step's
+            forward (`Plan.carried_updates`).
+        least_gain: the fraction of the step's time that a plan must gain over the best simpler one: with fewer stages,
+            or as many on fewer devices, or under DAPPLE's policies. Predictions are hardly more exact than that.
 
     Returns:
         The plan; ``print`` it for a table with the reasons, which are also in ``plan.report``.
 
     Raises:
-        PlanError: nothing fits the devices' memory: the text says what is short by how much, and what would fit.
+        PlanError: nothing fits the devices' memory; the text says what is short by how much, and what would fit.
     """
     request = PlanRequest.of(
         profile,
@@ -138,11 +137,12 @@ def find(request: PlanRequest) -> Plan:
 
 
 class _Found(NamedTuple):
-    """A plan that the formula thinks well of, with its L.
+    """A plan that the formula rates highly, with its L.
 
     Attributes:
         latency: L.
-        kind: what it is the best of: the search with so many micro-batches and that recomputation, or equal stages.
+        kind: the group of plans that it leads: a search with one count of micro-batches and one recomputation, or
+            plans of equal stages.
         plan: the plan.
     """
 
@@ -160,13 +160,13 @@ class _Planner:
         self.choices: dict[tuple[Any, ...], Choice | None] = {}
         self.work = 0.0
         self.fastest = math.inf
-        # Time is allowed to grow with the cluster: 1 s on 16 devices, 5 s on 64, a minute on thousands.
+        # Time may grow with the cluster: 1 s on 16 devices, 5 s on 64, a minute on thousands.
         self.allowed = _WORK * max(1.0, min(30.0, self.cluster.num_devices / 16))
         self.bar = Progress("planning")
-        # The schedule with the most micro-batches in flight of those whose memory doesn't grow with M: hardly ever
-        # slower than the others, so that it stands for them until the last few plans are compared.
+        # Among schedules whose memory doesn't grow with M, the one with the most micro-batches in flight is hardly
+        # ever slower than the others, so that it represents them until the last few plans are compared.
         self.quickest = max(request.searched, key=lambda policy: policy.planning.rank)
-        # That with the fewest.
+        # The one with the fewest.
         self.leanest = min(request.searched, key=lambda policy: (policy.needs_all, policy.planning.rank))
 
     def plan(self) -> Plan:
@@ -184,7 +184,7 @@ class _Planner:
         self._one_device()
         best = self._improved()
         if best is None:
-            # Stages of equal memory may fit where those that the formula likes don't.
+            # Stages of equal memory may fit where those that the formula prefers don't.
             for over, costs, _ in attempts(self.request):
                 if over <= 0:
                     self._simulate_all(costs.plan)
@@ -205,7 +205,7 @@ class _Planner:
     # ---- candidates
 
     def _candidates(self) -> list[_Found]:
-        """Plans that the formula finds good, with their L."""
+        """Returns plans that the formula rates highly, with their L."""
         request = self.request
         placements = Placements(self.cluster)
         links = links_of(placements, request.all_reduce)
@@ -230,7 +230,7 @@ class _Planner:
             fresh.sort(key=lambda entry: entry.latency)
             for entry in itertools.islice(self._interleaved(fresh), _FIRST):
                 self._explore(entry.plan)
-            # L knows nothing of the bubbles that too few micro-batches in flight make.
+            # L ignores the bubbles that too few micro-batches in flight cause.
             best = self._best()
             bound = max(bound, best.latency) if best is not None else math.inf
             found += fresh
@@ -239,9 +239,9 @@ class _Planner:
         return sorted(found, key=lambda entry: entry.latency)
 
     def _promising(self, even: Sequence[_Found]) -> list[int]:
-        """The numbers of micro-batches to search with, best first: by the plans of equal stages that they allow.
+        """Returns the counts of micro-batches to search with, best first: by the plans of equal stages that they allow.
 
-        All of them where the search is small, or where no such plan fits.
+        It returns all of them if the search is small, or if no such plan fits.
         """
         best: dict[int, float] = {}
         for entry in even:
@@ -256,7 +256,7 @@ class _Planner:
         return ranked[:_COUNTS]
 
     def _even_plans(self, recompute: str) -> list[_Found]:
-        """Pipelines of equal stages: data parallelism, straight, and those in between."""
+        """Returns pipelines of equal stages: data parallelism, straight, and those in between."""
         devices = self.cluster.num_devices
         stages = [
             count
@@ -271,7 +271,7 @@ class _Planner:
         ]
 
     def _even(self, stages: int, micro_batches: int, recompute: str) -> Iterator[_Found]:
-        """A pipeline of stages of the same time and number of replicas, if it fits."""
+        """Yields a pipeline of stages of the same time and number of replicas, if it fits."""
         replicas = self.cluster.num_devices // stages
         if replicas > self.request.batch // micro_batches:
             return
@@ -289,7 +289,7 @@ class _Planner:
         return self.request.plan(cuts, devices, micro_batches, recompute)
 
     def _interleaved(self, found: Sequence[_Found]) -> Iterator[_Found]:
-        """Best first, but the best of every kind early on."""
+        """Yields the best plans first, but the best of every kind early."""
         ranks: dict[tuple[object, ...], int] = {}
         keyed = []
         for order, entry in enumerate(found):
@@ -299,7 +299,7 @@ class _Planner:
         yield from (entry for _, _, entry in sorted(keyed, key=lambda item: item[:2]))
 
     def _data_parallel(self) -> None:
-        """Data parallelism on all devices is simulated in any case: users want to know."""
+        """Simulates data parallelism on all devices in any case: users want to know."""
         devices = range(self.cluster.num_devices)
         for count in self.request.micro_batches:
             if self.request.batch // count >= self.cluster.num_devices:
@@ -307,7 +307,7 @@ class _Planner:
                     self._simulate(self.request.plan((), [devices], count, mode), certainly=True)
 
     def _one_device(self) -> None:
-        """So is one device, the first of the fastest: what others are compared with comes from the same simulator."""
+        """Simulates one device, the first of the fastest, so that comparisons come from the same simulator."""
         device = max(range(self.cluster.num_devices), key=lambda device: self.cluster.devices[device].speed)
         for count in self.request.micro_batches:
             for mode in self.request.recompute or ("none",):
@@ -323,14 +323,14 @@ class _Planner:
     def _explore(self, plan: Plan) -> None:
         """Simulates a plan under the schedule that is likely to be best."""
         choice = self._simulate(dataclasses.replace(plan, schedule=self.quickest))
-        # Where memory cuts down K, that of neighbouring stages may be equal, and then they wait for each other; P_A's
-        # is one less from stage to stage.
+        # Where memory lowers K, neighbouring stages may have equal K, and then wait for each other; P_A's falls by one
+        # from stage to stage.
         limited = choice is None or choice.costs.warm_up != choice.plan.warm_up_counts()
         if limited:
             self._simulate(dataclasses.replace(plan, schedule=self.leanest))
 
     def _hopeless(self, plan: Plan) -> bool:
-        """Whether the first micro-batches tell already that a plan won't be the best one.
+        """Returns whether the first micro-batches already show that a plan won't be the best one.
 
         The others take at least as long as the busiest device computes on them.
         """
@@ -352,7 +352,7 @@ class _Planner:
         return simulation.latency + (plan.micro_batches - few) * each > self.fastest * _MARGIN
 
     def _simulate(self, plan: Plan, *, certainly: bool = False) -> Choice | None:
-        """The simulated plan; None if it doesn't fit in memory, or is hopeless and needn't be known ``certainly``."""
+        """Returns the simulated plan; None if it doesn't fit in memory, or is hopeless and not wanted ``certainly``."""
         if plan.num_stages == 1:
             plan = dataclasses.replace(plan, schedule=self.request.searched[0])
         key = (plan.cuts, plan.devices, plan.micro_batches, plan.schedule, plan.recompute)
@@ -365,7 +365,7 @@ class _Planner:
         except PlanError:
             self.work += 20
         else:
-            # The same K by another name is the same schedule.
+            # Another policy with the same K is the same schedule.
             alias = (*key[:3], warm_up, plan.recompute)
             known = self.choices.get(alias)
             if known is not None:
@@ -381,7 +381,7 @@ class _Planner:
         return choice
 
     def _best(self) -> Choice | None:
-        """The fastest; of those within the tie the simplest, and of these the one that needs the least memory."""
+        """Returns the fastest; on a tie the simplest, then the one that needs the least memory."""
         ranked = self._ranked()
         if not ranked:
             return None
@@ -389,13 +389,13 @@ class _Planner:
         return min(close, key=lambda choice: (choice.plan.num_stages, choice.plan.micro_batches, choice.memory))
 
     def _simplest(self) -> Choice:
-        """The plan to choose: of those that all others gain too little over, the simplest kind's best one."""
+        """Returns the plan to choose: the best one of the simplest kind over which all others gain too little."""
         kind = simplest(self._ranked(), self.request.least_gain)
         close = [choice for choice in kind if choice.latency <= kind[0].latency * (1 + _TIE)]
         return min(close, key=lambda choice: (choice.plan.micro_batches, choice.memory))
 
     def _improved(self) -> Choice | None:
-        """Local search from the best plans: other micro-batches, cuts and devices moved between neighbours."""
+        """Searches locally from the best plans: other micro-batches, cuts and devices moved between neighbours."""
         tried: set[int] = set()
         while self.work < self.allowed:
             ranked = self._ranked()
@@ -413,14 +413,14 @@ class _Planner:
         return self._best()
 
     def _derives(self) -> bool:
-        """Whether to look for plans besides DAPPLE's: on one device there is nothing to gain, but it may be asked."""
+        """Returns whether to search plans besides DAPPLE's; on one device, without any gain, only if asked."""
         request = self.request
         asked = isinstance(request.reverse_first_k, int) and request.reverse_first_k > 0
         asked |= not any(policy.planning.formula for policy in request.schedules)
         return request.out_of_order and (asked or self.cluster.num_devices > 1)
 
     def _out_of_order(self, best: Choice) -> Derivation:
-        """The best plan under the policies that were asked for, derived from the best ones of DAPPLE's."""
+        """Returns the best plan under the policies that were asked for, derived from the best ones of DAPPLE's."""
         search = OutOfOrderSearch(self.request, self.allowed * _DERIVING, self.bar.step)
         kinds: dict[tuple[object, ...], Plan] = {}
         for choice in self._ranked():
@@ -439,7 +439,7 @@ class _Planner:
         return Derivation(found, search.origin[found.plan], search.dapple())
 
     def _ranked(self) -> list[Choice]:
-        """What has been simulated, the fastest first."""
+        """Returns the simulated plans, the fastest first."""
         found = {id(choice): choice for choice in self.choices.values() if choice is not None}
         return sorted(found.values(), key=lambda choice: choice.latency)
 

@@ -1,4 +1,4 @@
-"""Plans for the devices that are left when workers are lost."""
+"""Plans for the devices that remain when workers are lost."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dapple_tf.schedules.policy import Policy
 
 
 def without_servers(cluster: Cluster, lost: Collection[int]) -> Cluster:
-    """The cluster of the servers that are left, which are numbered anew.
+    """Returns the cluster of the remaining servers, renumbered.
 
     Raises:
-        DappleError: none is left.
+        DappleError: no server remains.
     """
     left = [server for server in range(cluster.num_servers) if server not in lost]
     if not left:
@@ -35,22 +35,22 @@ def without_servers(cluster: Cluster, lost: Collection[int]) -> Cluster:
 
 
 def shrink(plan: Plan, cluster: Cluster, lost: Collection[int]) -> Plan:
-    """The same plan on the devices that are left, as `without_servers` numbers them.
+    """Returns the same plan on the remaining devices, as `without_servers` numbers them.
 
         3 stages on servers 0, 1+2, 3   without 1   0, 2, 3
                                         without 3   0, 1+2 with the last two stages
 
-    A stage keeps its other replicas; one that has none left joins the stage before it, or, if it is the first, the one
-    after. What needs exactly the stages that were planned is left out: weight gradients on devices of their own,
-    carried updates, task times, warm-up, and a schedule that doesn't fit the new stages.
+    A stage keeps its other replicas; one without any joins the stage before it, or, if it is the first, the one after.
+    Settings that need exactly the planned stages are dropped: weight gradients on devices of their own, carried
+    updates, task times, warm-up, and a schedule that doesn't fit the new stages.
 
     Args:
         plan: a plan for ``cluster``.
         cluster: the cluster before.
-        lost: servers that aren't there any more.
+        lost: the lost servers.
 
     Raises:
-        DappleError: no device of the plan is left.
+        DappleError: no device of the plan remains.
     """
     left = [server for server in range(cluster.num_servers) if server not in lost]
     numbers = {device: new for new, device in enumerate(d for server in left for d in cluster.devices_of(server))}

@@ -3,12 +3,12 @@
 DAPPLE, PPoPP'21, section 4.3. T_PL(j, m, g) is the pipeline latency when the first j layers are planned on the devices
 g and the other layers form one last stage on all other devices (formula 4); T_PL(j', m + m', g + g') splits that last
 stage after layer j' and gives m' devices to the new stage (formula 5), chosen by the three placement policies.
-Subproblems are memorised. Each is a pair of j and an occupancy of the cluster, and all that leads on from those with
-the same j is computed at once, as arrays over (placement, j').
+Subproblems are memorised. Each is a pair of j and an occupancy of the cluster; all continuations of those with the
+same j are computed at once, as arrays over (placement, j').
 
-A subproblem's best prefix by T_PL needn't be a part of the best plan, since the last stage hides how well the prefix is
-balanced. Three are kept for each, therefore: the one with the least T_PL, the one that would be best if what is left
-were balanced ideally, and the one with the smallest bottleneck.
+A subproblem's best prefix by T_PL needn't be part of the best plan, since the last stage hides how well the prefix is
+balanced. Therefore three are kept for each: the one with the least T_PL, the one that would be best if the rest were
+balanced ideally, and the one with the smallest bottleneck.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 _KEPT = 3
-"""Prefixes that are kept for each subproblem."""
+"""Number of prefixes kept for each subproblem."""
 _SLACK = 1.15
-"""Prefixes whose ideal completion is slower than the best plan by this factor are given up."""
+"""Prefixes whose ideal completion is slower than the best plan by this factor are dropped."""
 _SMALL_SLACK = 2.0
-"""The same where there are few states, and time for what the formula thinks little of."""
+"""The same for few states, which leave time for candidates that the formula rates low."""
 _FEW_STATES = 25
 
 
@@ -55,9 +55,9 @@ class Candidate(NamedTuple):
 
 
 def coarsened(profile: Profile, limit: int) -> tuple[int, ...]:
-    """Positions (after layer i: i + 1) at which to consider cuts, at most ``limit`` of them, the model's end included.
+    """Returns at most ``limit`` positions (after layer i: i + 1) at which to consider cuts, with the model's end.
 
-    Cuts are dropped one by one: those first that separate the least work, and of these the ones that most bytes cross.
+    Cuts are dropped one by one: first those that separate the least work, among these the ones that most bytes cross.
     """
     samples = profile.batch_sizes[-1]
     times = [layer.forward.at(samples) + layer.backward.at(samples) for layer in profile.layers]
@@ -95,10 +95,10 @@ class Search:
     Args:
         profile: the layers.
         placements: the ways to hand out devices.
-        links: what they mean for time.
+        links: their speeds and links.
         ends: positions at which cuts are considered, the model's end last; see :func:`coarsened`.
         overlap: whether all-reduce overlaps with the stage's last backward.
-        recompute: what B computes again.
+        recompute: the mode: what B computes again.
     """
 
     def __init__(
@@ -117,17 +117,17 @@ class Search:
         self.memory_bound = False
 
     def least_seconds(self, batch: int) -> float:
-        """Time of a step without any bubble, transfer or reduction, on all devices at their speed."""
+        """Returns the seconds of a step without bubbles, transfers or reductions, on all devices at their speed."""
         speeds = sum(device.speed for device in self.placements.cluster.devices)
         return float((self.ranges.forward[1] + self.ranges.backward[1])[0, -1]) * batch / speeds
 
     def run(
         self, micro_batches: int, global_batch_size: int, keep: int = 64, bound: float = math.inf
     ) -> list[Candidate]:
-        """The ``keep`` best plans with M micro-batches, by formula 2, best first; none if none fits in memory.
+        """Returns the ``keep`` best plans with M micro-batches, by formula 2, best first; none if none fits in memory.
 
-        A stage with successors should hold two micro-batches, or it can't work while they do, which L knows nothing
-        of; where no plan allows that, one is enough. What can't come near ``bound`` seconds is left out.
+        A stage with successors should hold two micro-batches, or it can't work while they do, which L ignores; if no
+        plan allows that, one is enough. Plans that can't come near ``bound`` seconds are left out.
         """
         found: list[Candidate] = []
         for in_flight in (2, 1) if micro_batches > 1 else (1,):
@@ -189,7 +189,7 @@ def _ranges(profile: Profile, ends: Sequence[int], recompute: str) -> _Ranges:
 
 
 class _Prefix(NamedTuple):
-    """What formula 2 needs of the stages planned so far, as arrays."""
+    """The stages planned so far, as formula 2 needs them, in arrays."""
 
     forward: Floats  # sum of F
     backward: Floats  # sum of B
@@ -202,13 +202,13 @@ class _Prefix(NamedTuple):
     bottleneck: Floats  # max of F + B
 
     def latency(self, rounds: int) -> Floats:
-        """L, with ``rounds`` = M - 1."""
+        """Returns L, with ``rounds`` = M - 1."""
         return self.warm_up + rounds * self.pivot + self.ending
 
     def extended(
         self, net: tuple[Floats, Floats], stage: tuple[Floats, Floats], reduced: Floats, rounds: int
     ) -> _Prefix:
-        """With a network stage and a computation stage behind, and the pivot found by algorithm 1.
+        """Appends a network stage and a computation stage, and finds the pivot by algorithm 1.
 
         The new stage is the first guess of Q; then the network stage; then the prefix's own Q stands for all of its
         stages ("use Q_j instead in the iterative process").
@@ -266,7 +266,7 @@ class _Run:
     # ---- costs of a stage and of the transfer before it
 
     def stage(self, first: Ints | int, stop: Ints, step: Ints) -> tuple[Floats, Floats, Floats, npt.NDArray[np.bool_]]:
-        """F, B, AR and whether it fits in memory, of the groups ``first`` to ``stop`` on the devices of ``step``."""
+        """Returns F, B, AR and whether it fits in memory, for groups ``first`` to ``stop`` on a ``step``'s devices."""
         ranges, links = self.ranges, self.links
         speed, timed, samples = links.speed[step], self.timed[step], self.samples[step]
         start = self.search.profile.task_seconds
@@ -286,7 +286,7 @@ class _Run:
         return forward, backward, reduced, fits
 
     def net(self, before: Ints, step: Ints, cut: Ints | int) -> tuple[Floats, Floats]:
-        """F and B of the network stage between two consecutive stages; 0 where there is none before."""
+        """Returns F and B of the network stage between two consecutive stages; 0 before the first stage."""
         known = before >= 0
         pair = np.where(known, self.links.pair(np.where(known, before, 0), step), 0)
         pair = np.minimum(pair, max(0, self.links.per_byte.size - 1))
@@ -366,7 +366,7 @@ class _Run:
         value: Floats,
         came: Ints,
     ) -> None:
-        """Puts new prefixes in the place of worse ones of their subproblems."""
+        """Replaces worse prefixes of their subproblems by new ones."""
         target = self.links.target[steps]
         rest = self.links.rest[target]
         open_ = fits & (rest >= 0)[:, None]
@@ -419,7 +419,7 @@ class _Run:
         latencies = np.concatenate([latency for latency, _, _, _ in ended])
         owner = np.repeat(np.arange(len(ended)), [latency.size for latency, _, _, _ in ended])
         last = np.concatenate([steps for _, _, _, steps in ended])
-        # The same plan may be there several times.
+        # The same plan may occur several times.
         order = np.argsort(latencies, kind="stable")[: 4 * keep]
         entries = [
             (float(latencies[index]), *ended[owner[index]][1:3], int(last[index]))

@@ -10,7 +10,7 @@ from dapple_tf.describe.profile import Profile
 
 
 def by_time(profile: Profile, stages: int, weights: Sequence[float] | None = None) -> list[str]:
-    """The layers to cut after, so that the longest stage is as short as can be.
+    """Returns the layers to cut after, so that the longest stage is as short as possible.
 
     Args:
         profile: the layers.
@@ -23,13 +23,13 @@ def by_time(profile: Profile, stages: int, weights: Sequence[float] | None = Non
 
 
 def by_device(profile: Profile, devices: Sequence[object], speeds: Sequence[float]) -> list[str]:
-    """The layers to cut after, so that each device gets about as much to do, in all of its stages together.
+    """Returns the layers to cut after, so that devices get about equal work, over all of their stages.
 
-    Cuts of equal stages are moved by single layers as long as that shares out the work better.
+    It starts from equal stages and moves cuts by single layers as long as that balances the work better.
 
     Args:
         profile: the layers.
-        devices: of each stage what it runs on; equal ones share their time.
+        devices: what each stage runs on; stages with equal entries share its time.
         speeds: how fast each stage is, such as its number of replicas.
     """
     samples = profile.batch_sizes[-1]
@@ -56,7 +56,7 @@ def by_device(profile: Profile, devices: Sequence[object], speeds: Sequence[floa
 
 
 def by_memory(profile: Profile, stages: int) -> list[str]:
-    """The layers to cut after, so that stored bytes and residuals are shared out evenly."""
+    """Returns the layers to cut after, so that stored bytes and residuals are balanced."""
     samples = profile.least_samples
     sizes = [
         2 * layer.parameter_bytes + layer.slot_bytes + layer.state_bytes + layer.residual_bytes.at(samples)
@@ -74,7 +74,7 @@ def by_memory(profile: Profile, stages: int) -> list[str]:
 
 
 def balanced(times: Sequence[float], stages: int, weights: Sequence[float] | None = None) -> list[int]:
-    """Where to cut a row of layers into stages of which the longest is as short as can be: positions after each.
+    """Cuts a row of layers into stages so that the longest is as short as possible; returns the positions after each.
 
     Args:
         times: of each layer.
@@ -96,7 +96,7 @@ def balanced(times: Sequence[float], stages: int, weights: Sequence[float] | Non
 
 
 def _packed(passed: Sequence[float], speeds: Sequence[float], limit: float) -> list[int] | None:
-    """Stages of at most ``limit`` each, as long as possible but for a layer that every later stage needs."""
+    """Returns stages of at most ``limit`` each, as long as possible while every later stage keeps a layer."""
     ends: list[int] = []
     start, last = 0, len(passed) - 1
     for stage, speed in enumerate(speeds[:-1]):

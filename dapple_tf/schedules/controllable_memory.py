@@ -1,7 +1,8 @@
 """V-Min and V-Half (Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024): less memory than 1F1B.
 
-Stages i and 2p - 1 - i are on device i of p, the ways there and back. A building block says at which moment each task
-of a micro-batch runs, with F = Bx = Bw = 1; it is repeated every 6 moments, which are as many as a device has tasks:
+Stages i and 2p - 1 - i are on device i of p, the ways there and back. A building block gives the moment at which each
+task of a micro-batch runs, with F = Bx = Bw = 1; it repeats every 6 moments, the number of a micro-batch's tasks on a
+device:
 
     task on position i    v_min              v_half
     F there               i                  2i
@@ -9,13 +10,13 @@ of a micro-batch runs, with F = Bx = Bw = 1; it is repeated every 6 moments, whi
     Bx back               2p + i + g         3p - 1 + 2i + g
     Bx there              4p - 1 - i + g     6p - 2 - i + g
     g                     2 if 3 divides p   3 if 2 divides p    else 0; no two tasks of a device fall on one moment
-    most in flight        (p + 4) // 3       (p + 2) // 2        micro-batches of a device, 1F1B's p
+    most in flight        (p + 4) // 3       (p + 2) // 2        micro-batches on a device; 1F1B's p
     bubble, about         4p                 3p                  tasks; 1F1B's 6 (p - 1)
 
-Bw fill the moments that are left, as they become ready. Then tasks move to earlier moments that are free, as far as
-data and memory allow, which takes out bubbles of the first micro-batches; and once a device has no more forwards, its
-Bx go before its Bw. What counts in the end is the order. For other times than equal ones a list schedule within the
-same memory may be shorter, and is taken then. Under less memory there is only that.
+Bw fill the remaining moments, as they become ready. Then tasks move to earlier free moments, as far as data and memory
+allow, which removes bubbles of the first micro-batches; once a device has no more forwards, its Bx go before its Bw.
+Only the resulting order counts. For unequal times a list schedule within the same memory may be shorter, and is used
+then; under less memory it is the only choice.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ Block = Callable[[int, int], tuple[int, int, int, int]]
 """(position, p) -> the moments of F there, F back, Bx back and Bx there."""
 
 _PERIOD = 6
-"""Moments from a micro-batch to the next."""
+"""Moments from one micro-batch to the next."""
 
 
 def v_min_block(position: int, positions: int) -> tuple[int, int, int, int]:
-    """The building block with the least memory."""
+    """Returns the building block with the least memory."""
     gap = 0 if positions % 3 else 2
     return (
         position,
@@ -49,7 +50,7 @@ def v_min_block(position: int, positions: int) -> tuple[int, int, int, int]:
 
 
 def v_half_block(position: int, positions: int) -> tuple[int, int, int, int]:
-    """The building block with half of 1F1B's memory."""
+    """Returns the building block with half of 1F1B's memory."""
     gap = 0 if positions % 2 else 3
     return (
         2 * position,
@@ -60,17 +61,17 @@ def v_half_block(position: int, positions: int) -> tuple[int, int, int, int]:
 
 
 def v_min_held(positions: int) -> int:
-    """The most micro-batches that a device holds under v_min."""
+    """Returns the most micro-batches that a device holds under v_min."""
     return (positions + 4) // 3
 
 
 def v_half_held(positions: int) -> int:
-    """The most micro-batches that a device holds under v_half."""
+    """Returns the most micro-batches that a device holds under v_half."""
     return (positions + 2) // 2
 
 
 def room_on_devices(request: ScheduleRequest, most: int) -> dict[int, int]:
-    """For each device the most stages' micro-batches in flight together: ``most`` of all its stages, or what D allows.
+    """Returns each device's limit of stages' micro-batches in flight: ``most`` of all its stages, or what D allows.
 
     D counts micro-batches of any of the device's stages (`Policy.shares_room`); at least one gets through all of them.
     """
@@ -85,7 +86,7 @@ def room_on_devices(request: ScheduleRequest, most: int) -> dict[int, int]:
 
 
 def listed(request: ScheduleRequest, room: dict[int, int]) -> list[list_scheduling.Timeline]:
-    """List schedules of a V within K, D and the devices' room."""
+    """Returns list schedules of a V within K, D and the devices' room."""
     limits = [request.limit(stage, request.micro_batches) for stage in range(request.stages)]
     queues = list_scheduling.free_queues(request)
     keys = (priorities.oldest_first(request), priorities.deepest_first(request))
@@ -93,7 +94,7 @@ def listed(request: ScheduleRequest, room: dict[int, int]) -> list[list_scheduli
 
 
 def keeps_within(request: ScheduleRequest, orders: Orders, room: dict[int, int]) -> bool:
-    """Whether orders keep to K, D and the devices' room."""
+    """Returns whether orders keep to K, D and the devices' room."""
     for device, jobs in orders.items():
         counts: dict[int, int] = {}
         for job in jobs:
@@ -107,7 +108,7 @@ def keeps_within(request: ScheduleRequest, orders: Orders, room: dict[int, int])
 
 
 def on_devices(request: ScheduleRequest, orders: Sequence[Sequence[Job]]) -> Orders:
-    """The jobs of devices from those of positions, whose "stages" are ways: each way's stages run one by one."""
+    """Turns positions' jobs, whose "stages" are ways, into devices' jobs: each way's stages run one by one."""
     members = ways(request)
     found: Orders = {}
     for position, jobs in enumerate(orders):
@@ -121,7 +122,7 @@ def on_devices(request: ScheduleRequest, orders: Sequence[Sequence[Job]]) -> Ord
 
 
 def v_min(request: ScheduleRequest) -> Orders:
-    """V-Min's block repeated, or a list schedule if that takes less time.
+    """Repeats V-Min's block, or makes a list schedule if that takes less time.
 
     Raises:
         ScheduleError: the devices aren't a V.
@@ -130,7 +131,7 @@ def v_min(request: ScheduleRequest) -> Orders:
 
 
 def v_half(request: ScheduleRequest) -> Orders:
-    """V-Half's block repeated, or a list schedule if that takes less time.
+    """Repeats V-Half's block, or makes a list schedule if that takes less time.
 
     Raises:
         ScheduleError: the devices aren't a V.
@@ -139,7 +140,7 @@ def v_half(request: ScheduleRequest) -> Orders:
 
 
 def _shortest(request: ScheduleRequest, block: Block, held: Callable[[int], int]) -> Orders:
-    """The repeated block, if it keeps within the limits, or a list schedule, whichever takes less time."""
+    """Returns the repeated block, if it keeps within the limits, or a list schedule, whichever takes less time."""
     check_vee(request)
     positions = len(ways(request)) // 2
     hosted = max(map(len, hosted_stages(request).values()))
@@ -172,7 +173,7 @@ class _Repeated:
                     self.moments[Job(way, phase, number)] = first + _PERIOD * number
 
     def orders(self) -> list[list[Job]]:
-        """For each position its tasks in order."""
+        """Returns for each position its tasks in order."""
         self._fill_gaps()
         self._move_up()
         self._finish()
@@ -188,7 +189,7 @@ class _Repeated:
         return min(job.stage, 2 * self.positions - 1 - job.stage)
 
     def _before(self, job: Job) -> list[Job]:
-        """What a task comes after: its inputs, and the same of the micro-batch before."""
+        """Returns a task's predecessors: its inputs, and the same task of the previous micro-batch."""
         way, phase, number = job
         if phase is F:
             found = [Job(way - 1, F, number)] if way else []
@@ -201,14 +202,14 @@ class _Repeated:
         return [*found, Job(way, phase, number - 1)] if number else found
 
     def _tables(self) -> list[dict[int, Job]]:
-        """For each position moment -> task."""
+        """Returns for each position a map from moments to tasks."""
         tables: list[dict[int, Job]] = [{} for _ in range(self.positions)]
         for job, moment in self.moments.items():
             tables[self._position(job)][moment] = job
         return tables
 
     def _fill_gaps(self) -> None:
-        """Put each Bw at the first free moment after its Bx, in the order of these."""
+        """Puts each Bw at the first free moment after its Bx, in the order of these."""
         for table in self._tables():
             waiting: list[Job] = []
             moment, end = 0, max(table)
@@ -222,7 +223,7 @@ class _Repeated:
                 moment += 1
 
     def _move_up(self) -> None:
-        """Move each task to the first free moment that data and memory allow, in the order of their moments."""
+        """Moves each task to the first free moment that data and memory allow, in the order of their moments."""
         tables = self._tables()
         held = [self._held(table) for table in tables]
         for job in sorted(self.moments, key=self._when):
@@ -248,7 +249,7 @@ class _Repeated:
 
     @staticmethod
     def _held(table: dict[int, Job]) -> list[int]:
-        """Micro-batches in flight at each moment, with one that begins or ends then."""
+        """Returns the micro-batches in flight at each moment, including one that begins or ends then."""
         counts, count = [], 0
         for moment in range(max(table) + 1):
             phase = table[moment].phase if moment in table else None
@@ -258,7 +259,7 @@ class _Repeated:
         return counts
 
     def _finish(self) -> None:
-        """After a position's last F, run Bx as soon as they are ready, and Bw when none is."""
+        """Runs Bx as soon as they are ready after a position's last F, and Bw when none is."""
         last = [max(moment for moment, job in table.items() if job.phase is F) for table in self._tables()]
         left: list[list[Job]] = [[] for _ in last]
         for job in sorted(self.moments, key=self._when):
@@ -279,7 +280,7 @@ class _Repeated:
                         jobs.remove(job)
 
     def _done(self, job: Job, moment: int) -> bool:
-        """Whether all that a task comes after is over at a moment."""
+        """Returns whether all of a task's predecessors are over at a moment."""
         return all(self.moments.get(other, moment) < moment for other in self._before(job))
 
 

@@ -1,4 +1,4 @@
-"""DualPipeV: DeepSeek's DualPipe cut in half by Sea AI Lab, so that each stage is there once, on a V of p devices.
+"""DualPipeV: DeepSeek's DualPipe cut in half by Sea AI Lab, so that each stage exists once, on a V of p devices.
 
 Stages i and 2p - 1 - i are on device i. With its two stages called there and back, device i of p runs
 
@@ -34,7 +34,7 @@ F, BX, BW = Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 
 
 def dualpipe_v(request: ScheduleRequest) -> Orders:
-    """Order a V as DualPipeV, or by list scheduling where limits or too few micro-batches don't let it.
+    """Orders a V as DualPipeV, or by list scheduling where limits or too few micro-batches rule that out.
 
     Raises:
         ScheduleError: the devices aren't a V.
@@ -51,7 +51,7 @@ def dualpipe_v(request: ScheduleRequest) -> Orders:
 
 
 def _order(position: int, positions: int, micro_batches: int) -> list[Job]:
-    """The tasks of a position; a `Job`'s stage is its way."""
+    """Returns the tasks of a position; a `Job`'s stage is its way."""
     there, back = position, 2 * positions - 1 - position
     near, far = position + 1, positions - position - 1
     tasks = _Tasks()
@@ -88,19 +88,19 @@ class _Tasks:
         self._late: deque[Job] = deque()
 
     def forward(self, *ways_: int) -> None:
-        """The next F of each of these ways."""
+        """Appends the next F of each of these ways."""
         for way in ways_:
             self.jobs.append(self._job(way, F))
 
     def backward(self, way: int, *, keep: bool = False) -> None:
-        """The next Bx of a way, and its Bw unless that is kept for later."""
+        """Appends the next Bx of a way, and its Bw unless that is kept for later."""
         job = self._job(way, BX)
         self.jobs.append(job)
         weights = Job(way, BW, job.micro_batch)
         (self._late if keep else self.jobs).append(weights)
 
     def weights(self) -> None:
-        """The oldest Bw that was kept."""
+        """Appends the oldest Bw that was kept."""
         self.jobs.append(self._late.popleft())
 
     def _job(self, way: int, phase: Phase) -> Job:

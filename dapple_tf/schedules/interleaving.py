@@ -6,7 +6,7 @@ so on; B in the same rounds, from the last stage to the first. Device r (from 0)
 forwards before alternating one F and one B; with one stage per device it is 1F1B. The bubble is ``(p - 1)/(v M)`` of
 the ideal time, v times smaller than that of 1F1B.
 
-M should be a multiple of p. If it isn't, there are ``M // p`` rounds of p or a few more, as equal as possible.
+M should be a multiple of p. If it isn't, the ``M // p`` rounds have p micro-batches or slightly more, evenly.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from graph_passes.ir.tasks import Phase
 
 
 def interleaved(request: ScheduleRequest) -> Orders:
-    """Order an interleaved pipeline over groups of stages.
+    """Orders an interleaved pipeline over groups of stages.
 
-    Where K or D allow less in flight than this order needs, devices take backwards first, then forwards in the order
-    above, as far as the limits allow (list scheduling).
+    Where K or D are too small for this order, devices take backwards first, then forwards in the order above, within
+    the limits (list scheduling).
 
     Raises:
         ScheduleError: the groups' devices don't repeat with a period.
@@ -65,7 +65,7 @@ INTERLEAVED = Policy(
 
 
 def _period(request: ScheduleRequest) -> int:
-    """How many groups there are before their devices come again."""
+    """Returns the number of groups after which their devices repeat."""
     lists = [request.devices[group[0]] for group in request.groups]
     period = next((index for index in range(1, len(lists)) if lists[index] == lists[0]), len(lists))
     if len(lists) % period:
@@ -94,7 +94,7 @@ def _period(request: ScheduleRequest) -> int:
 
 
 def _passes(groups: tuple[range, ...], rounds: tuple[int, ...]) -> list[tuple[range, int]]:
-    """(group, micro-batch) in the order of one device's forwards; for backwards ``groups`` is reversed."""
+    """Returns (group, micro-batch) in the order of one device's forwards; for backwards ``groups`` is reversed."""
     found, first = [], 0
     for size in rounds:
         found += [(group, first + offset) for group in groups for offset in range(size)]

@@ -1,14 +1,14 @@
 """Multi-region joint scheduling (Out-Of-Order BackProp, EuroSys'22, section 4.1 and algorithm 1).
 
 A device has a main stream, which runs forwards and output gradients (F, Bx) in their usual order, and a sub-stream,
-which runs weight gradients (Bw) and updates. The backward's Bx are split into regions; each Bw is put into the region
-with whose kernels it gains most from running at the same time, not before the region in which its own Bx ends.
+which runs weight gradients (Bw) and updates. The backward's Bx are split into regions; each Bw goes into the region
+whose kernels it overlaps with most profitably, not before the region in which its own Bx ends.
 
 In the paper an iteration starts at the backward, so that Bw may also run beside the next iteration's forward. A step
 here is synchronous: it ends with the update, and only the regions of its own backward can hold Bw.
 
 All functions are pure. Regions are numbered from 0 in the order in which they run, kernels of the sub-stream by their
-stages. `stream_speedups` measures what goes in, `stream_schedule` makes a schedule of what comes out.
+stages. `stream_speedups` measures the inputs, `stream_schedule` makes a schedule of the result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Ready(NamedTuple):
 def joint_schedule(
     main_seconds: Sequence[float], sub_seconds: Pairs, speedup: Pairs, ready: Mapping[int, Ready]
 ) -> tuple[tuple[int, ...], ...]:
-    """Schedule the sub-stream's kernels in the main stream's regions: algorithm 1.
+    """Schedules the sub-stream's kernels in the main stream's regions: algorithm 1.
 
         1  S[i] = [], now[i] = 0 for i = 1..N
         2  U = {dW_2..dW_L}; C = {R[1]..R[N]}
@@ -47,16 +47,16 @@ def joint_schedule(
        11      if now[j] >= T_main(R[j]) then C.remove(R[j])
        12  return S[1..N]
 
-    What the paper leaves open: of equal speedups the earliest region wins, and in it the kernel that was ready first. A
-    region in which nothing is runnable yet is passed over; where that is so in all, the sub-stream idles until the next
-    kernel is ready within a region. What is left when no region has time left runs behind the last one, as it became
-    ready.
+    What the paper leaves open: among equal speedups the earliest region wins, and in it the kernel that was ready
+    first. A region in which nothing is runnable yet is skipped; if all are, the sub-stream idles until the next kernel
+    is ready within a region. Kernels left when no region has time run after the last one, in the order in which they
+    became ready.
 
     Args:
-        main_seconds: T_main of each region: what its main-stream kernels take together.
-        sub_seconds: T_sub(k, i): what kernel k takes in region i.
-        speedup: of running k at the same time as region i's kernels over one after the other.
-        ready: for each kernel when it becomes runnable: the end of its own Bx.
+        main_seconds: T_main of each region: seconds of its main-stream kernels together.
+        sub_seconds: T_sub(k, i): seconds of kernel k in region i.
+        speedup: of running k at the same time as region i's kernels, over one after the other.
+        ready: when each kernel becomes runnable: the end of its own Bx.
 
     Returns:
         S: for each region its kernels in the order in which they run.
@@ -105,14 +105,14 @@ def joint_schedule(
 
 @dataclass(frozen=True)
 class StreamTimes:
-    """What the tasks of stages take on two streams; see `stream_speedups.measure_speedups`.
+    """Times of stages' tasks on two streams; see `stream_speedups.measure_speedups`.
 
     Attributes:
         input_grad: seconds of each stage's Bx by itself; 0 where there is nothing to compute.
         weight_grad: seconds of each stage's Bw by itself; 0 where there is nothing to compute.
-        beside: (k, r) -> seconds of stage k's Bw while stage r's Bx runs; by itself where it isn't there.
+        beside: (k, r) -> seconds of stage k's Bw while stage r's Bx runs; a missing pair counts as Bw by itself.
         speedup: (k, r) -> how much faster stage k's Bw and stage r's Bx are at the same time than one after the other;
-            1 where it isn't there.
+            a missing pair counts as 1.
 
     Raises:
         ValueError: the lists have different lengths, or a pair names a stage that doesn't exist.
@@ -139,11 +139,11 @@ class StreamTimes:
         return len(self.input_grad)
 
     def sub_seconds(self, kernel: int, region: Sequence[int]) -> float:
-        """T_sub: seconds of a stage's Bw in a region, the mean over the region's Bx weighted by their times."""
+        """Returns T_sub: seconds of a stage's Bw in a region, the mean over its Bx weighted by their times."""
         return self._mean(region, [self.beside.get((kernel, stage), self.weight_grad[kernel]) for stage in region])
 
     def region_speedup(self, kernel: int, region: Sequence[int]) -> float:
-        """The speedup of a stage's Bw in a region, likewise."""
+        """Returns the speedup of a stage's Bw in a region, averaged likewise."""
         return self._mean(region, [self.speedup.get((kernel, stage), 1.0) for stage in region])
 
     def _mean(self, region: Sequence[int], values: Sequence[float]) -> float:
@@ -154,21 +154,21 @@ class StreamTimes:
 
 
 Regions = Sequence[Sequence[int]]
-"""For each region the stages whose Bx it is, in the order in which they run: descending."""
+"""For each region the stages whose Bx it has, in the order in which they run: descending."""
 
 
 def stage_regions(stages: int) -> tuple[tuple[int, ...], ...]:
-    """A region for each stage's Bx, the last stage's first."""
+    """Returns a region for each stage's Bx, the last stage's first."""
     return tuple((stage,) for stage in reversed(range(stages)))
 
 
 def similar_regions(input_grad_seconds: Sequence[float], tolerance: float = 0.5) -> tuple[tuple[int, ...], ...]:
-    """Group consecutive stages of similar compute into regions ("e.g. a ResNet block can be a single region").
+    """Groups consecutive stages of similar compute into regions ("e.g. a ResNet block can be a single region").
 
     Args:
         input_grad_seconds: time of each stage's Bx.
-        tolerance: a stage joins the region before it if its time differs from the region's mean by at most this part of
-            it.
+        tolerance: a stage joins the region before it if its time differs from the region's mean by at most this
+            fraction of the mean.
 
     Raises:
         ValueError: ``tolerance`` is negative.
@@ -187,7 +187,7 @@ def similar_regions(input_grad_seconds: Sequence[float], tolerance: float = 0.5)
 
 
 def check_regions(regions: Regions, stages: int) -> None:
-    """Check that the regions are runs of all stages, the last stage first.
+    """Checks that the regions are runs of all stages, the last stage first.
 
     Raises:
         ValueError: naming the region that isn't.
@@ -210,7 +210,7 @@ def check_regions(regions: Regions, stages: int) -> None:
 
 
 def readiness(times: StreamTimes, regions: Regions) -> dict[int, Ready]:
-    """When each stage's Bw becomes runnable: when its Bx ends; stages without a Bw are left out."""
+    """Returns when each stage's Bw becomes runnable: when its Bx ends; stages without a Bw are left out."""
     found = {}
     for number, region in enumerate(regions):
         ends = itertools.accumulate(times.input_grad[stage] for stage in region)
@@ -222,7 +222,7 @@ def readiness(times: StreamTimes, regions: Regions) -> dict[int, Ready]:
 
 
 def schedule_regions(times: StreamTimes, regions: Regions, prescheduled: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Algorithm 1 for stages, behind ``prescheduled`` regions in which Bw run as soon as they are ready.
+    """Runs algorithm 1 for stages, after ``prescheduled`` regions in which Bw run as soon as they are ready.
 
     Section 4.1: "we pre-schedule for k regions at the beginning of the backpropagation; in the k regions, we schedule
     the weight gradient computations as soon as they are ready [...]. Then we re-run Algorithm 1 for the remaining
@@ -263,10 +263,10 @@ def peak_bytes(
     residual_bytes: Sequence[float],
     delayed_bytes: Sequence[float],
 ) -> float:
-    """The most bytes that one micro-batch keeps during its backward under a schedule of the sub-stream.
+    """Returns the most bytes that one micro-batch keeps during its backward under a schedule of the sub-stream.
 
-    A stage keeps its residuals until its Bx has run, from then on what its Bw needs, until that has run. The main
-    stream is taken to run without gaps, the sub-stream in the schedule's order, no Bw before its region.
+    A stage keeps its residuals until its Bx has run, then the inputs of its Bw until that has run. The main stream is
+    assumed to run without gaps, the sub-stream in the schedule's order, no Bw before its region.
 
     Args:
         times: what tasks take.
@@ -316,7 +316,7 @@ def fit_memory(
     delayed_bytes: Sequence[float],
     limit: float | None,
 ) -> Fitted:
-    """Algorithm 1 under the memory rule of section 4.1: pre-schedule k regions, k growing until the schedule fits.
+    """Runs algorithm 1 under the memory rule of section 4.1: pre-schedules k regions, with k growing until it fits.
 
     Args:
         times: what tasks take.
@@ -326,8 +326,8 @@ def fit_memory(
         limit: bytes that a micro-batch may keep; None for no limit.
 
     Returns:
-        The schedule with the least k that fits; if none does, that with all regions prescheduled, whose ``peak`` then
-        is above the limit.
+        The fitting schedule with the least k; if none fits, the one with all regions prescheduled, whose ``peak`` is
+        above the limit.
     """
     fitted = []
     for k in range(len(regions) + 1):
@@ -339,7 +339,7 @@ def fit_memory(
 
 
 def weight_regions(regions: Regions, schedule: Sequence[Sequence[int]], stages: int) -> tuple[int, ...]:
-    """`Plan.weight_regions` for a schedule: for each stage the stage with whose Bx its Bw may start.
+    """Returns `Plan.weight_regions` for a schedule: for each stage the stage with whose Bx its Bw may start.
 
     A stage without a Bw has itself.
     """

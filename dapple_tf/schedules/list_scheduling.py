@@ -1,13 +1,13 @@
-"""List scheduling: runs jobs on simulated devices, each of which takes the best of those that are ready.
+"""List scheduling: simulated devices each take the best of their ready jobs.
 
-Event-driven: whenever a job ends, every idle device looks at the heads of its queues and starts the one that is ready
-and comes first by a key; a device never idles while one of its jobs is ready. The order in which each device took its
-jobs is the schedule. Since a run of it has just been seen, such an order can't deadlock, whatever the times really are.
+Event-driven: whenever a job ends, every idle device looks at the heads of its queues and starts the ready one that
+comes first by a key; a device never idles while one of its jobs is ready. The order in which each device took its
+jobs is the schedule. The simulated run proves that it can't deadlock, whatever the real times are.
 
-A micro-batch is in flight in a stage from its F to its B or Bw. F waits while its stage has as many as it may have.
-This can't stop everything as long as forwards of a stage come in micro-batch order: the oldest unfinished micro-batch
-finds no older one in its way. Under a limit for all stages of a device together (``room``) F waits
-unless the micro-batches on its device could still finish one after another, the oldest first (banker's algorithm).
+A micro-batch is in flight in a stage from its F to its B or Bw. F waits while its stage is at its limit. This can't
+deadlock as long as a stage's forwards run in micro-batch order: no older micro-batch blocks the oldest unfinished one.
+Under a limit for all stages of a device together (``room``) F waits unless the micro-batches on its device could still
+finish one after another, the oldest first (banker's algorithm).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graph_passes.ir.tasks import Phase
 F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 
 _TOLERANCE = 1e-9
-"""Ends that differ by less, relative to the time, are one moment: sums of equal times differ by rounding."""
+"""Ends that differ by less than this, relative to the time, are one moment: sums of equal times differ by rounding."""
 
 
 @dataclass(frozen=True)
@@ -54,34 +54,34 @@ def run(
     limits: Sequence[int] | None = None,
     room: Mapping[int, int] | None = None,
 ) -> Timeline:
-    """Run all jobs of ``queues`` and return what happened.
+    """Runs all jobs of ``queues`` and returns their timeline.
 
     Args:
         request: the devices of stages, and the times of jobs.
-        queues: device -> its queues; of each, only the first job that hasn't started may start. A job stands in one
-            queue of each device that runs it.
-        key: which of the ready jobs a device takes: that with the least.
+        queues: device -> its queues; only the first unstarted job of each may start. A job is in one queue of each
+            device that runs it.
+        key: a device takes the ready job with the least key.
         limits: for each stage, the most micro-batches in flight; None is no limit.
         room: device -> the most micro-batches in flight, summed over its stages.
 
     Raises:
-        ScheduleError: jobs are left that can't start, because of the order in their queues or a missing job.
+        ScheduleError: some jobs can't start, because of the order in their queues or a missing job.
     """
     return _Run(request, queues, key, limits, room or {}).run()
 
 
 def replay(request: ScheduleRequest, orders: Orders) -> Timeline:
-    """Run the jobs of each device in a given order."""
+    """Runs the jobs of each device in a given order."""
     return run(request, {device: [jobs] for device, jobs in orders.items()}, lambda job, ready: ())
 
 
 def best(runs: Sequence[Timeline]) -> Timeline:
-    """The run with the shortest step, of equal ones that with the shortest time on one device, then the first."""
+    """Returns the run with the shortest step; ties go to the shortest `Timeline.longest_span`, then to the first."""
     return min(runs, key=lambda run: (round(run.makespan, 9), round(run.longest_span, 9)))
 
 
 def merged_devices(request: ScheduleRequest) -> dict[int, int]:
-    """Map each device to the first that runs the same jobs for the same partners, so that one stands for all replicas.
+    """Maps each device to the first with the same jobs and partners, so that one replica stands for all.
 
     Where replicas can't be paired so, every device is mapped to itself.
     """
@@ -131,7 +131,7 @@ class _Run:
         self._count_room()
 
     def run(self) -> Timeline:
-        """Run until nothing can start any more."""
+        """Runs until nothing can start any more."""
         ends: list[tuple[float, int, Job]] = []
         idle = set(self.devices)
         now = 0.0
@@ -173,7 +173,7 @@ class _Run:
         return None if best is None else best[1]
 
     def _ready(self, device: int, job: Job) -> float | None:
-        """When the job's inputs were there; None if they aren't, or if it would be one too many in flight."""
+        """Returns when the job's inputs arrived; None if they haven't, or if it would exceed a limit in flight."""
         stage, phase, micro_batch = job
         if phase is BW:
             return self.ended.get((Job(stage, BX, micro_batch), self.partner[stage, device]))
@@ -236,7 +236,7 @@ class _Run:
             self.oldest[main] = oldest
 
     def _count_room(self) -> None:
-        """Count, for each device, each micro-batch's stages in flight and those it hasn't begun."""
+        """Counts each micro-batch's stages in flight on each device, and those it hasn't begun."""
         self.held: dict[int, dict[int, int]] = {device: {} for device in self.devices}
         self.ahead: dict[int, dict[int, int]] = {device: {} for device in self.devices}
         self.oldest = dict.fromkeys(self.devices, 0)
@@ -264,7 +264,7 @@ class _Run:
 
 
 def free_queues(request: ScheduleRequest, split: bool = True) -> dict[int, list[list[Job]]]:
-    """For each device a queue for each phase of each of its stages, in micro-batch order."""
+    """Returns each device's queues: one for each phase of each of its stages, in micro-batch order."""
     queues: dict[int, list[list[Job]]] = {}
     for stage in range(request.stages):
         phases = ((F, request.devices), (BX, request.devices), (BW, request.weight_devices))

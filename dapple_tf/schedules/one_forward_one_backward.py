@@ -25,29 +25,29 @@ Wanted = Callable[[int, int], list[int]]
 
 
 def all_micro_batches(groups: int, micro_batches: int) -> list[int]:
-    """GPipe's K."""
+    """Returns GPipe's K."""
     return [micro_batches] * groups
 
 
 def p_a(groups: int, micro_batches: int) -> list[int]:
-    """DAPPLE's policy A."""
+    """Returns K of DAPPLE's policy A."""
     return [groups - i for i in range(groups)]
 
 
 def p_b(groups: int, micro_batches: int) -> list[int]:
-    """DAPPLE's policy B."""
+    """Returns K of DAPPLE's policy B."""
     return [2 * (groups - i) - 1 for i in range(groups)]
 
 
 def warm_up(request: ScheduleRequest, wanted: Wanted) -> list[int]:
-    """Return K of each group: the request's where given, else what is wanted, as far as limits allow.
+    """Returns K of each group: the request's where given, else the wanted one, within the limits.
 
     The paper has one D. With one per stage a K never exceeds that of the group before: the first backward of group i
     waits for K_(i+1) forwards of group i, which would never come.
 
     Raises:
         ScheduleError: ``warm_up`` is above the stage's `holds`, rises from one stage to the next (a deadlock), differs
-            within a group, or is given where all micro-batches are wanted; or these are, and a D is below M.
+            within a group, or is given though all micro-batches are wanted; or all are wanted, and a D is below M.
     """
     if request.warm_up is not None:
         _check_explicit(request, request.warm_up, wanted)
@@ -63,7 +63,7 @@ def warm_up(request: ScheduleRequest, wanted: Wanted) -> list[int]:
 
 
 def limited(request: ScheduleRequest, wanted: Sequence[int]) -> list[int]:
-    """Lower each group's K to what its stages hold, and to K of the group before."""
+    """Lowers each group's K to what its stages hold, and to K of the group before."""
     counts = [
         min(request.limit(stage, count) for stage in group) for group, count in zip(request.groups, wanted, strict=True)
     ]
@@ -71,7 +71,7 @@ def limited(request: ScheduleRequest, wanted: Sequence[int]) -> list[int]:
 
 
 def one_forward_one_backward(micro_batches: int, warm_up: int) -> Iterator[tuple[Phase, int]]:
-    """Yield ``warm_up`` forwards, then a backward and a forward in turn, then the backwards that are left."""
+    """Yields ``warm_up`` forwards, then backwards and forwards in turn, then the remaining backwards."""
     for micro_batch in range(warm_up):
         yield Phase.FORWARD, micro_batch
     for micro_batch in range(micro_batches):
@@ -83,14 +83,14 @@ def one_forward_one_backward(micro_batches: int, warm_up: int) -> Iterator[tuple
 def sequence(
     micro_batches: int, stages: range, warm_up: int, split: Collection[int] = (), delayed: Collection[int] = ()
 ) -> list[Job]:
-    """The order of a group with ``warm_up`` as K.
+    """Returns the order of a group with ``warm_up`` as K.
 
     Args:
         micro_batches: M.
         stages: the group's.
         warm_up: K.
         split: stages with Bx, and Bw right after it, in place of B.
-        delayed: those of ``split`` whose Bw are left out, to be put elsewhere.
+        delayed: stages of ``split`` whose Bw are left out, to be placed elsewhere.
     """
     jobs = []
     for phase, micro_batch in one_forward_one_backward(micro_batches, warm_up):

@@ -1,6 +1,6 @@
-"""Out-of-order backprop (EuroSys'22): weight gradients (Bw) are computed when nothing waits for something else.
+"""Out-of-order backprop (EuroSys'22): weight gradients (Bw) are computed when no other task is waited for.
 
-* Gradient fast-forwarding (section 5.2.1): Bx before Bw, so that the next device can go on with the backward.
+* Gradient fast-forwarding (section 5.2.1): Bx before Bw, so that the next device can continue the backward.
 * Modulo allocation (section 5.2.1): layer l on device l mod n, scheduled as a list by the critical path.
 * Reverse first-k (section 5.1, algorithm 2): the Bw of the first k stages last, that of stage 0 first, so that the
   gradients that the next step needs first are reduced while the others are computed.
@@ -28,9 +28,9 @@ from graph_passes.ir.tasks import Phase, Task
 
 
 def in_flight_limits(request: ScheduleRequest, wanted: Wanted, delayed: bool) -> list[int]:
-    """The most micro-batches that each stage has in flight under gpipe, dapple_*, and fast_forward*.
+    """Returns the most micro-batches that each stage has in flight under gpipe, dapple_*, and fast_forward*.
 
-    A stage whose Bw is delayed may have as many as the fullest stage wants, if K and D allow it; any other K.
+    A stage whose Bw is delayed may have what the fullest stage wants, if K and D allow it; any other stage has its K.
 
     Args:
         request: what is asked for.
@@ -50,10 +50,10 @@ def in_flight_limits(request: ScheduleRequest, wanted: Wanted, delayed: bool) ->
 
 
 def fast_forward(request: ScheduleRequest, wanted: Wanted, delayed: bool) -> Orders:
-    """Order gpipe, dapple_* and fast_forward*: forwards and backwards by K, Bw in the gaps.
+    """Orders gpipe, dapple_* and fast_forward*: forwards and backwards by K, Bw in the gaps.
 
     Under fast_forward* every stage is split and its Bw runs when its device would idle, or when no further micro-batch
-    may be in flight. Under the others this holds for the Bw that run on another device than their Bx; stages below
+    may be in flight. Under the others this holds only for Bw that run on another device than their Bx; stages below
     ``reverse_first_k`` are split too, with Bw right after Bx.
 
     Args:
@@ -96,7 +96,7 @@ def _check(request: ScheduleRequest, wanted: Wanted, delayed: bool) -> None:
 
 
 def _waits_for_room(request: ScheduleRequest, active: Active | None, wanted: Wanted, delayed: bool) -> dict[Task, Task]:
-    """Forwards that wait until there is room again, where it is Bw on another device that makes room."""
+    """Returns the forwards that wait until a Bw on another device has made room."""
     if not request.offloaded:
         return {}
     limits = in_flight_limits(request, wanted, delayed)
@@ -113,7 +113,7 @@ def _waits_for_room(request: ScheduleRequest, active: Active | None, wanted: Wan
 
 
 def _by_warm_up(name: str, wanted: Wanted, summary: str, rank: int, *, delayed: bool = False) -> Policy:
-    """A policy of forwards and backwards in turn, behind K forwards."""
+    """Returns a policy of forwards and backwards in turn, behind K forwards."""
     return Policy(
         name,
         functools.partial(fast_forward, wanted=wanted, delayed=delayed),
@@ -137,10 +137,10 @@ FAST_FORWARD_B = _by_warm_up("fast_forward_b", p_b, "dapple_b with Bw in the gap
 
 
 def modulo(request: ScheduleRequest) -> Orders:
-    """List scheduling of all tasks on any placement, meant for stage l on device l mod n (section 5.2.1).
+    """Orders all tasks by list scheduling on any placement, meant for stage l on device l mod n (section 5.2.1).
 
-    Of two list schedules the one with the shorter step: by the critical path alone, which runs forwards early (as
-    GPipe), and with the oldest micro-batch first, which starts the backward early and needs fewer in flight. K and D
+    The shorter of two list schedules: by the critical path alone, which runs forwards early (like GPipe), and with the
+    oldest micro-batch first, which starts the backward early and has fewer in flight. K and D
     bound the micro-batches in flight of each stage.
     """
     limits = [request.limit(stage, request.micro_batches) for stage in range(request.stages)]
@@ -159,15 +159,15 @@ MODULO = Policy(
 
 
 def modulo_devices(stages: int, devices: int) -> list[list[int]]:
-    """Modulo allocation: stage l on device l mod n."""
+    """Allocates stage l to device l mod n."""
     return [[stage % devices] for stage in range(stages)]
 
 
 def reverse_first_k(orders: Orders, k: int, micro_batches: int) -> Orders:
-    """Move the last micro-batch's Bw of stages below ``k`` to the end of each device, stage 0's first.
+    """Moves the last micro-batch's Bw of stages below ``k`` to the end of each device, stage 0's first.
 
     Algorithm 2: ``for i <- L down to 1 do if i > k then D.append(dW_i); D.append(dO_i)``, then ``for i <- 1 to k do
-    D.append(dW_i)``. Of the micro-batches before the last, gradients aren't complete, so that there is no hurry.
+    D.append(dW_i)``. Gradients of earlier micro-batches aren't complete, so nothing is gained by moving their Bw.
     """
     late = [Job(stage, Phase.WEIGHT_GRAD, micro_batches - 1) for stage in range(k)]
     moved = set(late)
@@ -180,10 +180,10 @@ def reverse_first_k(orders: Orders, k: int, micro_batches: int) -> Orders:
 def largest_reverse_first_k(
     limit: float, forward_bytes: float, output_gradient_bytes: Sequence[float], weight_gradient_bytes: Sequence[float]
 ) -> int:
-    """Return the largest k that memory allows (algorithm 2, lines 1 and 2).
+    """Returns the largest k that memory allows (algorithm 2, lines 1 and 2).
 
     ``max_k = argmax_j f(j) = M_fwd - sum_{i=j+1..L} M(dO_i) + sum_{i=1..j} M(dW_i)  s.t.  f(j) < MXM``: when the
-    first j weight gradients are all that is left to compute, the other layers' memory is free again and theirs isn't.
+    only the first j weight gradients are left to compute, the other layers' memory is free again and theirs isn't.
 
     Args:
         limit: MXM, in bytes.
@@ -192,7 +192,7 @@ def largest_reverse_first_k(
         weight_gradient_bytes: M(dW_i) of each layer.
 
     Returns:
-        The largest j of 0 to L for which f(j) < MXM; 0 also when not even that fits.
+        The largest j from 0 to L with f(j) < MXM; 0 also when not even that fits.
 
     Raises:
         ValueError: the two lists have different lengths.
@@ -212,10 +212,10 @@ def largest_reverse_first_k(
 
 
 def best_reverse_first_k(layers: int, throughput: Callable[[int], float]) -> int:
-    """Return the k of the highest throughput, taken to be a concave function of k (section 5.1).
+    """Returns the k of the highest throughput, taken to be a concave function of k (section 5.1).
 
     The paper's search: from k = 0 in steps of dk = L/10 while k < L; then, for the best k, within (k - dk, k + dk) with
-    dk halved; and so on until dk is 1. Of equal ones the smallest k wins.
+    dk halved; and so on until dk is 1. Ties go to the smallest k.
 
     Args:
         layers: L.

@@ -30,13 +30,13 @@ BUILT_IN: tuple[Policy, ...] = (
     DUALPIPE_V,
     JOINT,
 )
-"""A policy stands here, and nowhere else but in its own file."""
+"""Policies are listed only here; each is defined in its own file."""
 
 _BY_NAME = {policy.name: policy for policy in BUILT_IN}
 
 
 def policy_of(schedule: object) -> Policy:
-    """The policy that a plan's ``schedule`` means: a built-in one's name, or a policy itself.
+    """Returns the policy that a plan's ``schedule`` means: a built-in one's name, or a policy itself.
 
     Raises:
         ScheduleError: it is neither, or a policy that has a built-in one's name.

@@ -35,12 +35,12 @@ class Placement(enum.Enum):
     STRAIGHT = "straight"
     """One stage on each place: 0 1 2."""
     PERIODIC = "periodic"
-    """Several, over and over: 0 1 2 0 1 2."""
+    """Several on each, repeating: 0 1 2 0 1 2."""
     VEE = "vee"
-    """Two, there and back: 0 1 2 2 1 0."""
+    """Two on each, there and back: 0 1 2 2 1 0."""
 
     def stages(self, places: Sequence[Place], count: int) -> list[Place] | None:
-        """For each stage its place, with ``count`` stages on each; None where the placement has another number."""
+        """Returns each stage's place, with ``count`` stages on each; None if the placement has another number."""
         there = list(places)
         if self is Placement.STRAIGHT:
             return there if count == 1 else None
@@ -54,13 +54,13 @@ class Planning:
     """When the planner tries a policy, and what that costs.
 
     Attributes:
-        placements: those that it is tried with.
+        placements: the placements that it is tried with.
         rank: how likely it is to gain: policies of a higher rank are tried first.
-        where_short: it is tried only where the devices' memory limits the micro-batches in flight.
-        by_seconds: it orders tasks by their times, which go into the plan (`Plan.task_seconds`).
+        where_short: whether it is tried only where the devices' memory limits the micro-batches in flight.
+        by_seconds: whether it orders tasks by their times, which go into the plan (`Plan.task_seconds`).
         list_runs: number of list schedules that it makes for one order.
-        list_runs_per_stage: that number for each stage, besides.
-        formula: it is one of DAPPLE's, which the search by formula stands for; others are derived from its plans.
+        list_runs_per_stage: further list schedules for each stage.
+        formula: whether it is one of DAPPLE's, which the search by formula covers; others are derived from its plans.
     """
 
     placements: tuple[Placement, ...] = (Placement.STRAIGHT,)
@@ -77,7 +77,7 @@ def any_request(request: ScheduleRequest) -> None:
 
 
 def no_waits(request: ScheduleRequest, active: Active | None) -> Mapping[Task, Task]:
-    """The waits of a policy whose tasks wait for their data and their devices only."""
+    """Returns the waits of a policy whose tasks wait for their data and their devices only."""
     return {}
 
 
@@ -94,32 +94,32 @@ class Policy:
 
     docs/extending.md has a longer example. Every policy runs the weight gradients of a stage (B or Bw) in micro-batch
     order, so that results don't depend on it. All functions are pure: equal requests, equal orders.
-    `schedule_check.validate` checks what comes out; of a policy that isn't built in, each order before it is used.
+    `schedule_check.validate` checks an order; orders of policies that aren't built in are checked before each use.
 
     Attributes:
-        name: what plans and texts call it; no built-in policy's, unless it is that.
-        order: request -> for each device its jobs in order, whatever number of micro-batches. A stage's devices all
+        name: its name in plans and texts; built-in policies' names are taken.
+        order: request -> for each device its jobs in order, for any number of micro-batches. A stage's devices all
             have its jobs. No stage may have more micro-batches in flight than `ScheduleRequest.limit` allows.
-        summary: what it is, in one line.
-        in_flight: request -> the most micro-batches that each stage has in flight, from F to B or Bw; None finds it
-            out from the order.
+        summary: one line about it.
+        in_flight: request -> the most micro-batches that each stage has in flight, from F to B or Bw; None derives it
+            from the order.
         check: raises ScheduleError for stages, devices or options that the policy can't do, before anything is ordered.
         waits: (request, active slices) -> what tasks wait for besides their data and their device's order.
-        splits: whether the backward of each stage is Bx and Bw: True; or a whole B unless an option splits it: False;
-            None finds it out from the order.
+        splits: True: each stage's backward is Bx and Bw; False: a whole B, unless an option splits it; None derives
+            it from the order.
         reverses: whether it takes ``reverse_first_k``.
         offloads: whether it takes ``weight_devices``, on which Bw run apart from F and Bx.
         two_streams: whether it is for the two streams of one device: it needs ``weight_devices`` and takes
             ``weight_regions``. The planner doesn't try it.
         needs_all: whether it keeps all micro-batches in flight, however little memory there is.
         shares_room: whether it limits the micro-batches in flight of all stages of a device together. A memory limit D
-            then is the number of micro-batches' slices that a device holds, of whichever of its stages.
+            then is the number of micro-batches' slices that a device holds, of any of its stages.
         planning: when the planner tries it.
-        source: what stands for it in a plan's file: ``module:name`` or the path of a CSV file; None for a built-in
-            one, and for one that is found by its name in the module that defines ``order``.
+        source: its reference in a plan's file: ``module:name`` or the path of a CSV file; None for a built-in one,
+            and for one that is found by its name in the module that defines ``order``.
 
     Raises:
-        ScheduleError: the name is no text, or could be a path or a module's attribute.
+        ScheduleError: the name isn't a text, or could be a path or a module's attribute.
     """
 
     name: str

@@ -1,12 +1,12 @@
-"""What stands for a policy in a plan's file, and finding it again.
+"""References to policies in a plan's file: writing and resolving them.
 
     in the file               what it is
     zb_h1                     a built-in policy
     my_schedules:RUN_AHEAD    a policy bound to a name of a module
-    schedules/mine.csv        a CSV file, counted from the plan's folder
+    schedules/mine.csv        a CSV file, relative to the plan's folder
 
-A plan's file is data: reading it must not run code that it names. A module is therefore looked at only if the program
-has imported it already; otherwise the caller hands over the policy itself. A CSV file is read, within bounds.
+A plan's file is data: reading it must not run code that it names. A module is therefore searched only if the program
+has already imported it; otherwise the caller passes the policy itself. A CSV file is read, within bounds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dapple_tf.schedules.schedule_request import ScheduleError
 
 
 def own_policy(schedule: object) -> object:
-    """A plan's ``schedule`` with a CSV file's path read, and a built-in policy's name for that policy.
+    """Returns a plan's ``schedule`` with a CSV file's path read, and a built-in policy's name for that policy.
 
     Raises:
         ScheduleError: the CSV file isn't a schedule, or can't be read.
@@ -39,12 +39,12 @@ def own_policy(schedule: object) -> object:
 
 
 def reference(policy: Policy, folder: Path | None = None) -> str:
-    """What stands for a policy in a plan's file.
+    """Returns the reference to a policy for a plan's file.
 
     Args:
-        policy: the policy. One that no name of a module stands for has its own, by which `find_policy` finds it among
-            those that are given.
-        folder: the plan's: a CSV file in it, or in one of its folders, is counted from there.
+        policy: the policy. If no name of a module is bound to it, its own name is used, by which `find_policy` finds
+            it among ``given``.
+        folder: the plan's: the path of a CSV file in it, or below it, is relative to it.
     """
     if policy in BUILT_IN:
         return policy.name
@@ -62,15 +62,15 @@ def reference(policy: Policy, folder: Path | None = None) -> str:
 
 
 def find_policy(text: object, given: Iterable[Policy], folder: Path) -> object:
-    """The policy that ``text`` stands for in a plan's file; ``text`` itself if it is a name, of a built-in one or not.
+    """Returns the policy that ``text`` refers to in a plan's file; ``text`` itself if it is a name, built in or not.
 
     Args:
         text: from the file.
-        given: policies that it may stand for, besides those of modules that are imported.
-        folder: the plan's, from which paths of CSV files count.
+        given: policies that it may refer to, besides those of imported modules.
+        folder: the plan's, which paths of CSV files are relative to.
 
     Raises:
-        ScheduleError: none stands for it, or it is a CSV file that isn't a schedule or can't be read.
+        ScheduleError: no policy is found, or it is a CSV file that isn't a schedule or can't be read.
     """
     if not isinstance(text, str) or any(text == policy.name for policy in BUILT_IN):
         return text
@@ -93,6 +93,6 @@ def find_policy(text: object, given: Iterable[Policy], folder: Path) -> object:
 
 
 def _names(module: str) -> dict[str, object]:
-    """What a module has that is imported; looking it up runs no code, as asking the module for a name could."""
+    """Returns the names of an imported module. Reading its dictionary runs no code; reading an attribute could."""
     found = sys.modules.get(module)
     return vars(found) if isinstance(found, types.ModuleType) else {}

@@ -11,35 +11,35 @@ from graph_passes.ir.tasks import Phase
 F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 
 Key = Callable[[Job, float], tuple[float, ...]]
-"""(job, when it became ready) -> what a device takes the least of."""
+"""(job, when it became ready) -> its key; a device takes the job with the least."""
 
 
 def fill_gaps(job: Job, ready: float) -> tuple[float, ...]:
-    """Weight gradients only when nothing else is ready; of these that which became ready first."""
+    """Ranks weight gradients last; among them the one that became ready first."""
     return (1.0, ready) if job.phase is BW else (0.0, 0.0)
 
 
 def critical_path_first(request: ScheduleRequest) -> Key:
-    """What starts the longest remaining work first; ties go to the earlier micro-batch, then to the earlier stage."""
+    """Ranks by the longest remaining work; ties go to the earlier micro-batch, then to the earlier stage."""
     remaining = critical_path(request)
     return lambda job, ready: (-remaining(job), job.micro_batch, job.stage)
 
 
 def oldest_first(request: ScheduleRequest) -> Key:
-    """Weight gradients last; the oldest micro-batch first, in it what starts the longest remaining work."""
+    """Ranks weight gradients last and the oldest micro-batch first; within it, the longest remaining work."""
     remaining = critical_path(request)
     return lambda job, ready: (float(job.phase is BW), job.micro_batch, -remaining(job))
 
 
 def deepest_first(request: ScheduleRequest) -> Key:
-    """Weight gradients last, forwards before them; of each phase what is nearest to the step's end."""
+    """Ranks weight gradients last, forwards before them; within a phase, the job nearest to the step's end."""
     remaining = critical_path(request)
     order = (BX, F, BW)
     return lambda job, ready: (order.index(job.phase), remaining(job), job.micro_batch)
 
 
 def critical_path(request: ScheduleRequest, split: bool = True) -> Callable[[Job], float]:
-    """Return the longest time from a job's start to the step's end, by `ScheduleRequest.duration`.
+    """Returns the longest time from a job's start to the step's end, by `ScheduleRequest.duration`.
 
     The classic priority of list scheduling: F(s) is followed by F(s + 1), in the last stage by its Bx; Bx(s) by its Bw
     and by Bx(s - 1).
@@ -56,7 +56,7 @@ def critical_path(request: ScheduleRequest, split: bool = True) -> Callable[[Job
         ahead = length(stage - 1, backward) if stage else 0.0
         return own + max(ahead, length(stage, BW) if split else 0.0)
 
-    # From the first stage on, so that no call goes deeper than a stage.
+    # From the first stage on, so that no call recurses deeper than one stage.
     for stage in range(request.stages):
         length(stage, BX if split else B)
     for stage in reversed(range(request.stages)):

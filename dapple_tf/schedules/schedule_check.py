@@ -1,4 +1,4 @@
-"""Checks of a schedule without running it: that it can come to its end, and how much it holds."""
+"""Checks of a schedule without running it: that it can finish, and how much it holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graph_passes.ir.tasks import Phase, Schedule, Task
 F, B, BX, BW = Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 
 _GRID_COLUMNS = 12
-"""How many of the last steps a deadlock's text shows."""
+"""Number of last steps that a deadlock's text shows."""
 
 
 def validate(
@@ -31,14 +31,14 @@ def validate(
     forward_only: bool = False,
     weight_devices: Sequence[Sequence[int]] | None = None,
 ) -> None:
-    """Check a schedule without running it; it may come from any policy, or from a file.
+    """Checks a schedule without running it; it may come from any policy, or from a file.
 
-    Each active (stage, micro-batch, replica) has one forward and, unless ``forward_only``, either one backward B or one
-    Bx and one Bw, all micro-batches of a stage alike, on its device (Bw on its weight device), the backward later; no
-    replica has more than its stage's ``holds`` micro-batches in flight, from F to B or Bw; backwards that make weight
-    gradients run in micro-batch order; and the step comes to its end when 0F waits for nothing, iF for the same
-    micro-batch's forwards on all replicas of stage i - 1, iB and iBx for its B or Bx on all replicas of stage i + 1,
-    iBw for its own Bx, and each task for what it stands ``after``.
+    It checks that each active (stage, micro-batch, replica) has one forward and, unless ``forward_only``, a later
+    backward: either one B or one Bx and one Bw, the same for all micro-batches of a stage, on its device (Bw on its
+    weight device); that no replica has more than its stage's ``holds`` micro-batches in flight, from F to B or Bw; that
+    backwards that make weight gradients run in micro-batch order; and that the step finishes when 0F waits for nothing,
+    iF for the same micro-batch's forwards on all replicas of stage i - 1, iB and iBx for its B or Bx on all replicas of
+    stage i + 1, iBw for its own Bx, and each task for those that it is ``after``.
 
     Raises:
         ScheduleError: naming the task, the device and the fix; for a deadlock, with a device x step grid.
@@ -58,9 +58,9 @@ def validate(
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Return the most micro-batches that each stage has in flight on one replica, from F to B or Bw.
+    """Returns the most micro-batches that each stage has in flight on one replica, from F to B or Bw.
 
-    Where Bw runs on another device than F, the number that the schedule's waits guarantee, whatever tasks take.
+    Where Bw runs on another device than F, this is the number that the schedule's waits guarantee for any task times.
 
     Raises:
         ScheduleError: the schedule deadlocks.
@@ -79,7 +79,7 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def lockstep(schedule: Schedule) -> list[dict[int, Task]]:
-    """Run a schedule as if all tasks took as long: for each step, device -> the task that it runs then.
+    """Runs a schedule as if all tasks took equally long: for each step, device -> the task that it runs then.
 
     Raises:
         ScheduleError: the schedule deadlocks.
@@ -95,7 +95,7 @@ def _expected_tasks(
     active: Active | None,
     forward_only: bool,
 ) -> dict[Task, int]:
-    """Map each task that the step must have to the device that must run it."""
+    """Maps each task that the step must have to the device that must run it."""
     homes = {}
     for stage, places in enumerate(zip(devices, weight_devices, strict=True)):
         phases: tuple[Phase, ...] = (F,) if forward_only else (F, BX, BW) if stage in schedule.split else (F, B)
@@ -118,7 +118,7 @@ def _check_whole_or_split(schedule: Schedule) -> None:
 
 
 def _check_tasks(schedule: Schedule, homes: Mapping[Task, int]) -> None:
-    """Check that every expected task is there once, on its device, and no other."""
+    """Checks that every expected task is there once, on its device, and no other."""
     found = Counter(schedule.tasks)
     for device, tasks in schedule.orders.items():
         for task in tasks:
@@ -136,7 +136,7 @@ def _check_tasks(schedule: Schedule, homes: Mapping[Task, int]) -> None:
 
 
 def _check_device_orders(schedule: Schedule, holds: Sequence[int] | None) -> None:
-    """Check what can be seen from each device's order alone: F before Bx before Bw, and what is in flight."""
+    """Checks what each device's order alone shows: F before Bx before Bw, and the micro-batches in flight."""
     for device, tasks in schedule.orders.items():
         places = {task: place for place, task in enumerate(tasks)}
         for task in tasks:
@@ -165,7 +165,7 @@ def _too_many(device: int, task: Task, count: int, holds: Sequence[int]) -> str:
 
 
 def _counts(schedule: Schedule) -> Iterator[tuple[int, Task, int]]:
-    """Yield (device, forward, micro-batches in flight after it) where the end of the flight is on the same device."""
+    """Yields (device, forward, micro-batches in flight after it) where the flight ends on the same device."""
     if not any(task.phase is not F for task in schedule.tasks):
         return
     for device, tasks in schedule.orders.items():
@@ -183,7 +183,7 @@ def _counts(schedule: Schedule) -> Iterator[tuple[int, Task, int]]:
 
 
 def _crossing(homes: Mapping[Task, int]) -> set[tuple[int, int]]:
-    """The (stage, replica) whose Bw runs on another device than its F."""
+    """Returns the (stage, replica) whose Bw runs on another device than its F."""
     return {
         (task.stage, task.replica)
         for task, device in homes.items()
@@ -197,7 +197,7 @@ def _check_lanes(
     steps: Sequence[Mapping[int, Task]],
     holds: Sequence[int] | None,
 ) -> None:
-    """Check ``holds`` where a micro-batch's flight begins on one device and ends on another."""
+    """Checks ``holds`` where a micro-batch's flight begins on one device and ends on another."""
     if holds is None:
         return
     for task, count in _crossing_counts(schedule, homes, steps, _crossing(homes)):
@@ -214,7 +214,7 @@ def _crossing_counts(
     steps: Sequence[Mapping[int, Task]],
     crossing: set[tuple[int, int]],
 ) -> Iterator[tuple[Task, int]]:
-    """Yield (forward, micro-batches in flight at the worst after it): those whose Bw it doesn't wait for."""
+    """Yields (forward, most micro-batches in flight after it): those whose Bw it doesn't wait for."""
     inputs = _inputs(schedule, homes)
     for stage, replica in sorted(crossing):
         # The Bw of one stage and replica run one after another, so that a task knows of the first n of them.
@@ -237,7 +237,7 @@ def _crossing_counts(
 
 
 def _check_micro_batch_order(schedule: Schedule) -> None:
-    """Check that weight gradients are added up in one order, so that results don't depend on the policy."""
+    """Checks that weight gradients are added up in one order, so that results don't depend on the policy."""
     for device, tasks in schedule.orders.items():
         latest: dict[tuple[int, int], Task] = {}
         for task in tasks:
@@ -252,7 +252,7 @@ def _check_micro_batch_order(schedule: Schedule) -> None:
 
 
 def _inputs(schedule: Schedule, homes: Mapping[Task, int]) -> Callable[[Task], list[Task]]:
-    """Return a function from a task to what it waits for, besides its place in its device's order."""
+    """Returns a function from a task to the tasks that it waits for, besides those before it in its device's order."""
     groups: dict[tuple[int, bool, int], list[Task]] = {}
     for task in homes:
         if task.phase is not BW:
@@ -271,7 +271,7 @@ def _inputs(schedule: Schedule, homes: Mapping[Task, int]) -> Callable[[Task], l
 
 
 def _check_progress(schedule: Schedule, homes: Mapping[Task, int]) -> list[dict[int, Task]]:
-    """Run the schedule in steps of one task per device, until its end or until no device can go on."""
+    """Runs the schedule in steps of one task per device, until its end or until no device can continue."""
     inputs = _inputs(schedule, homes)
     done: set[Task] = set()
 
@@ -303,7 +303,7 @@ def _deadlock_text(
     steps: Sequence[Mapping[int, Task]],
     waits: Mapping[int, tuple[Task, Sequence[Task]]],
 ) -> str:
-    """Draw what each device ran in the last steps, and an arrow to the task it is stuck on and what that waits for."""
+    """Draws what each device ran in the last steps, with an arrow to the task it is stuck on and what that awaits."""
     shown = steps[-_GRID_COLUMNS:]
     first = len(steps) - len(shown)
     rows = [["", *(str(first + column) for column in range(len(shown)))]]

@@ -1,11 +1,11 @@
-"""Schedules in the CSV form of torch.distributed.pipelining, to be compared with that project's.
+"""Schedules in the CSV format of torch.distributed.pipelining, for comparison with that project's.
 
 A row is a rank (here: a device), a cell an action: stage, kind and micro-batch. Empty cells are bubbles::
 
     0F0,0F1,,,0B0,,0B1        the same here: 0: 0F0 0F1 0B0 0B1
     ,1F0,1B0,1F1,1B1                         1: 1F0 1B0 1F1 1B1
 
-    there   here   what it is
+    there   here   meaning
     F       F      forward
     B       B      whole backward
     I       Bx     backward, input gradients
@@ -20,10 +20,9 @@ Of the policies that both have, these give the same orders:
   latter takes.
 * ``zb_h1`` and ScheduleInterleavedZeroBubble with one stage on each rank, for M of at least S and a multiple of it.
 
-``zb_v`` and ScheduleZBVZeroBubble are of one idea, but order tasks otherwise. ScheduleLoopedBFS runs backwards from the
-last micro-batch to the first, which policies here don't: gradients are added up in micro-batch order. The form is that
-of the project's code (``torch/distributed/pipelining/schedules.py``, ``_Action`` and ``_load_csv``), which documents it
-nowhere else.
+``zb_v`` and ScheduleZBVZeroBubble share an idea, but order tasks differently. ScheduleLoopedBFS runs backwards from the
+last micro-batch to the first, which policies here don't: gradients are added up in micro-batch order. The format is
+defined only by the project's code (``torch/distributed/pipelining/schedules.py``, ``_Action`` and ``_load_csv``).
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
 def to_csv(schedule: Schedule, *, aligned: bool = False) -> str:
-    """Write a schedule in that form.
+    """Writes a schedule in that format.
 
         >>> from dapple_tf.schedules.schedules import make_schedule
         >>> print(to_csv(make_schedule("dapple_a", [[0], [1]], 2), aligned=True), end="")
@@ -63,14 +62,15 @@ def to_csv(schedule: Schedule, *, aligned: bool = False) -> str:
         ,1F0,1B0,1F1,1B1,
 
     Args:
-        schedule: what devices do. Its name isn't written.
-        aligned: puts tasks of one moment into one column, with empty cells before and between, as if all took as long.
+        schedule: the schedule. Its name isn't written.
+        aligned: puts tasks of one moment into one column, with empty cells before and between, as if all tasks took
+            equally long.
 
     Returns:
         A line for each device; one without tasks has an empty cell.
 
     Raises:
-        ScheduleError: the form can't express it: replicas, waits besides data (`Schedule.after`), a stage on several
+        ScheduleError: the format can't express it: replicas, waits besides data (`Schedule.after`), a stage on several
             devices, or devices other than 0, 1, ..., n - 1; or it is to be aligned and deadlocks.
     """
     _check_expressible(schedule)
@@ -84,15 +84,15 @@ def to_csv(schedule: Schedule, *, aligned: bool = False) -> str:
 
 
 def from_csv(text: str, name: str = "parsed") -> Schedule:
-    """Read a schedule in that form.
+    """Reads a schedule in that form.
 
-    What follows from the tasks here is left out: communication (``0SEND_F1``, ``1RECV_B0``), parameters that are
-    gathered and gradients that are reduced (``0UNSHARD``, ``0RESHARD``, ``0REDUCE_GRAD``). Two tasks that overlap,
-    ``(0F7;3B2)OVERLAP_F_B``, follow each other. Where a stage has whole and split backwards, which stages here don't,
-    each whole one becomes Bx and Bw, one after the other. A file from before I was I is understood too, where B (with W
+    Actions that follow from the tasks here are left out: communication (``0SEND_F1``, ``1RECV_B0``), gathering of
+    parameters and reduction of gradients (``0UNSHARD``, ``0RESHARD``, ``0REDUCE_GRAD``). Two overlapping tasks,
+    ``(0F7;3B2)OVERLAP_F_B``, follow each other. If a stage has both whole and split backwards, which stages here don't,
+    each whole one becomes Bx and Bw in sequence. Files that predate the action I are understood too: there B (with W
     for the same micro-batch) was the input gradients' part and BW the whole.
 
-    Only the form is checked; `dapple_tf.schedules.schedules.validate` tells whether a step can run so.
+    Only the format is checked; `dapple_tf.schedules.schedule_check.validate` tells whether a step can run like this.
 
     Args:
         text: the file's.
@@ -125,9 +125,9 @@ def from_csv(text: str, name: str = "parsed") -> Schedule:
 
 
 def csv_policy(path: str | os.PathLike[str]) -> Policy:
-    """Return the policy whose order is that of a CSV file, for as many micro-batches as it has or fewer.
+    """Returns the policy with the order of a CSV file, for at most as many micro-batches as the file has.
 
-    Row r is for the devices of the stages that it has tasks of, whose lists must be equal: replicas share a row.
+    Row r is for the devices of the stages whose tasks it has; their lists must be equal: replicas share a row.
 
     Args:
         path: the file, with the suffix ``.csv``. The policy has its name.
@@ -139,7 +139,7 @@ def csv_policy(path: str | os.PathLike[str]) -> Policy:
     if file.suffix != SUFFIX:
         raise ScheduleError(f"{short(str(file))} isn't a CSV file's path; give one that ends in {SUFFIX}")
     try:
-        if file.exists() and not file.is_file():  # such as a pipe, which may never end
+        if file.exists() and not file.is_file():  # a pipe, say, which may never end
             raise ScheduleError("it isn't a file; give a CSV file")
         schedule = from_csv(read_text(file, ScheduleError, encoding="utf-8-sig"), file.name)
     except OSError as error:
@@ -272,7 +272,7 @@ def _rows(text: str) -> list[list[str]]:
 
 
 def _cells(rows: Sequence[Sequence[str]]) -> Iterator[_Cell]:
-    """The tasks that are written, row by row."""
+    """Yields the tasks that are written, row by row."""
     for device, row in enumerate(rows):
         for column, cell in enumerate(row):
             word = cell.strip()
@@ -283,7 +283,7 @@ def _cells(rows: Sequence[Sequence[str]]) -> Iterator[_Cell]:
 
 
 def _action(part: str, word: str, device: int, column: int) -> Sequence[_Cell]:
-    """The task of an action, if it is one of a task."""
+    """Returns the tasks of an action; none for actions that only follow from tasks."""
     match = _ACTION.fullmatch(part)
     if match is not None:
         stage, kind, number = match.groups()

@@ -1,4 +1,4 @@
-"""What a schedule is asked for: the devices of each stage, the micro-batches, the limits and the options."""
+"""The request for a schedule: the devices of each stage, the micro-batches, the limits and the options."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class ScheduleError(ValueError):
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a schedule may be told besides its devices and micro-batches.
+    """Options of a schedule besides its devices and micro-batches.
 
     Attributes:
         holds: D of each stage, the number of micro-batches whose activations fit; None is no limit.
         warm_up: K of each stage in place of the policy's, the most micro-batches in flight.
-        reverse_first_k: the backwards of the first k stages are split, and their last micro-batch's Bw put at the end
-            of their devices' orders, stage 0's first (EuroSys'22, algorithm 2).
-        task_seconds: for each stage the times of F, Bx and Bw, by which gaps are found; all equal by default.
-        weight_devices: for each stage the device of each replica that runs Bw, in the order in which they become ready;
+        reverse_first_k: the backwards of the first k stages are split, and their last micro-batch's Bw moved to the
+            end of their devices' orders, stage 0's first (EuroSys'22, algorithm 2).
+        task_seconds: for each stage the times of F, Bx and Bw, which determine the gaps; all equal by default.
+        weight_devices: for each stage the device that runs each replica's Bw, in the order in which they become ready;
             the stage's own by default.
         weight_regions: for policies of two streams, for each stage the stage with whose Bx its Bw may start; as soon as
             it is ready by default (`joint_scheduling`).
@@ -46,7 +46,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class Job(NamedTuple):
-    """A task of each replica of a stage: policies order these, for all devices of a stage alike."""
+    """A task of every replica of a stage: what policies order, alike for all devices of the stage."""
 
     stage: int
     phase: Phase
@@ -59,7 +59,7 @@ Orders = dict[int, list[Job]]
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """What a policy is asked for, checked; `of` makes it.
+    """A checked request to a policy; `of` makes it.
 
     Attributes:
         policy: the policy's name, for error texts.
@@ -68,7 +68,7 @@ class ScheduleRequest:
         holds: D of each stage, the micro-batches whose activations fit; None is no limit.
         warm_up: K of each stage in place of the policy's, at most M; None is the policy's.
         seconds: for each stage the times of F, Bx and Bw.
-        weight_devices: for each stage the device of each replica that runs Bw.
+        weight_devices: for each stage the device that runs each replica's Bw.
         reverse_first_k: number of stages whose last micro-batch's Bw come last.
         weight_regions: for each stage the stage with whose Bx its Bw may start; None is its own.
     """
@@ -87,7 +87,7 @@ class ScheduleRequest:
     def of(
         cls, policy: str, devices: Sequence[Sequence[int]], micro_batches: int, **options: Unpack[RequestOptions]
     ) -> ScheduleRequest:
-        """Check and fill in arguments.
+        """Checks arguments and fills in defaults.
 
         Args:
             policy: the policy's name.
@@ -122,7 +122,7 @@ class ScheduleRequest:
         )
 
     def within(self, holds: Sequence[int] | None, micro_batches: int | None = None) -> ScheduleRequest:
-        """The same under a memory limit, and for another number of micro-batches.
+        """Returns the same under a memory limit, and for another number of micro-batches.
 
         Args:
             holds: D of each stage; None is no limit.
@@ -155,13 +155,13 @@ class ScheduleRequest:
         return frozenset(stage for stage in range(self.stages) if self.devices[stage] != self.weight_devices[stage])
 
     def limit(self, stage: int, wanted: int) -> int:
-        """``wanted`` micro-batches in flight, or as many as K, D and M allow if that is less."""
+        """Returns ``wanted`` micro-batches in flight, or what K, D and M allow if that is less."""
         limits = [wanted, self.micro_batches]
         limits += [counts[stage] for counts in (self.holds, self.warm_up) if counts is not None]
         return min(limits)
 
     def duration(self, job: Job) -> float:
-        """How long a job takes."""
+        """Returns the time of a job, in the unit of ``seconds``."""
         forward, input_grad, weight_grad = self.seconds[job.stage]
         if job.phase is Phase.FORWARD:
             return forward
@@ -170,7 +170,7 @@ class ScheduleRequest:
         return input_grad if job.phase is Phase.INPUT_GRAD else weight_grad
 
     def check_straight(self) -> None:
-        """Check that each device stands in one group only.
+        """Checks that each device stands in one group only.
 
         Raises:
             ScheduleError: naming the device and two of its stages.
@@ -190,13 +190,13 @@ class ScheduleRequest:
 
 
 def check_count(name: str, count: int) -> None:
-    """Check that a number is at least 1."""
+    """Checks that a number is at least 1."""
     if count < 1:
         raise ScheduleError(f"{name} is {count}; it must be at least 1")
 
 
 def check_per_stage(name: str, counts: Sequence[int], stages: int) -> None:
-    """Check that there is a number of at least 1 for each stage."""
+    """Checks that there is a number of at least 1 for each stage."""
     if len(counts) != stages:
         raise ScheduleError(f"{name} has {len(counts)} entries for {stages} stages; give one for each stage")
     for stage, count in enumerate(counts):
@@ -212,7 +212,7 @@ def _per_stage(name: str, counts: Sequence[int] | None, stages: int) -> tuple[in
 
 
 def check_devices(devices: Sequence[Sequence[int]]) -> None:
-    """Check that each stage has devices, and each at most once."""
+    """Checks that each stage has devices, and each at most once."""
     check_count("number of stages", len(devices))
     for stage, replicas in enumerate(devices):
         if not replicas:
@@ -221,7 +221,7 @@ def check_devices(devices: Sequence[Sequence[int]]) -> None:
 
 
 def check_weight_devices(devices: Sequence[Sequence[int]], weight_devices: Sequence[Sequence[int]] | None) -> None:
-    """Check that there is a weight device for each replica."""
+    """Checks that there is a weight device for each replica."""
     if weight_devices is None:
         return
     counts, wanted = list(map(len, weight_devices)), list(map(len, devices))

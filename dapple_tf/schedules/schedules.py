@@ -1,12 +1,12 @@
-"""Schedules by policies: a request is checked, its order made, and that turned into the tasks of replicas.
+"""Schedules by policies: checks a request, makes its order, and turns that into the tasks of replicas.
 
-A `Policy` (`policy.py`) is one value; the built-in ones stand in one tuple (`policies.py`), each with its summary.
+A `Policy` (`policy.py`) is one value; the built-in ones are in one tuple (`policies.py`), each with its summary.
 Weight gradients run in micro-batch order under every policy, so that they are added up in one order and results don't
 depend on the policy, to the last bit. The GPipe paper draws the backwards of a step last micro-batch first; the peak
 memory (M micro-batches) and, for micro-batches of equal cost, the makespan are the same either way.
 
 Every replica of a stage runs its slice of each micro-batch (the split approach, section 5.2.2 and Fig. 8a), hence all
-replicas of a stage have one order. All functions are pure. `schedule_check.validate` checks what comes out.
+replicas of a stage have one order. All functions are pure. `schedule_check.validate` checks the result.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ POLICIES = tuple(policy.name for policy in BUILT_IN if not policy.two_streams)
 """The names of the built-in policies for devices of any number."""
 
 STREAM_POLICIES = tuple(policy.name for policy in BUILT_IN if policy.two_streams)
-"""Those for two streams of one device, which want `weight_devices` besides."""
+"""The policies for two streams of one device, which also need `weight_devices`."""
 
 
 def check(policy: Policy, request: ScheduleRequest) -> None:
-    """Check that a policy can do what is asked, without ordering any tasks.
+    """Checks that a policy can do what is asked, without ordering any tasks.
 
     Raises:
-        ScheduleError: saying what it can't do, and what would do.
+        ScheduleError: names what it can't do, and what would do.
     """
     if request.weight_regions is not None and not policy.two_streams:
         raise ScheduleError(
@@ -82,13 +82,13 @@ def check(policy: Policy, request: ScheduleRequest) -> None:
 def order_tasks(
     policy: Policy, request: ScheduleRequest, *, active: Active | None = None, forward_only: bool = False
 ) -> Schedule:
-    """Make the order of each device's tasks in one step.
+    """Makes the order of each device's tasks in one step.
 
     Args:
         policy: the policy.
         request: what is asked of it.
         active: leaves out the tasks of slices for which it returns False; None keeps all.
-        forward_only: just the forwards, in order, for evaluation: nothing is held, so that limits don't matter, and the
+        forward_only: only the forwards, in order, for evaluation: nothing is held, so that limits don't matter, and the
             schedule's name is "forward".
 
     Raises:
@@ -102,11 +102,11 @@ def order_tasks(
 
 
 def in_flight_limits(policy: Policy, request: ScheduleRequest) -> tuple[int, ...]:
-    """Return K of each stage, the most micro-batches it has in flight, from F to B or Bw.
+    """Returns K of each stage, the most micro-batches it has in flight, from F to B or Bw.
 
     Under gpipe and dapple_* it is also the number of forwards before the first backward: the request's ``warm_up``,
     else the policy's. Under fast_forward*, zb_h1 and zb_h2 it is the limit within which Bw are delayed; under the
-    others what the schedule comes to.
+    others the number that results from the schedule.
 
     Raises:
         ScheduleError: as `order_tasks`.
@@ -118,7 +118,7 @@ def in_flight_limits(policy: Policy, request: ScheduleRequest) -> tuple[int, ...
 
 
 def warm_up_counts(policy: str, stages: int, micro_batches: int, holds: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the warm-up K of each stage, each on a device of its own: see `in_flight_limits`.
+    """Returns the warm-up K of each stage, each on a device of its own: see `in_flight_limits`.
 
     Args:
         policy: the name of a built-in one.
@@ -144,7 +144,7 @@ def resolve_warm_up(
     devices: Sequence[Sequence[int]] | None = None,
     **options: Unpack[RequestOptions],
 ) -> tuple[int, ...]:
-    """Return K of each stage: `in_flight_limits` for arguments that aren't a request yet.
+    """Returns K of each stage: `in_flight_limits` for arguments that aren't a request yet.
 
     Args:
         policy: a built-in one's name, or a policy.
@@ -171,7 +171,7 @@ def make_schedule(
     forward_only: bool = False,
     **options: Unpack[RequestOptions],
 ) -> Schedule:
-    """Make the order of each device's tasks in one step: `order_tasks` for arguments that aren't a request yet.
+    """Makes the order of each device's tasks in one step: `order_tasks` for arguments that aren't a request yet.
 
         >>> print(make_schedule("dapple_a", [[0], [1]], 3))
         0: 0F0 0F1 0B0 0F2 0B1 0B2
@@ -191,8 +191,8 @@ def make_schedule(
             in flight (from F to B or Bw), not the number of forwards before the first backward.
 
     Raises:
-        ScheduleError: a policy that isn't known or that can't run on these devices; a number or list that is no use, or
-            that the policy can't keep to; the text says which and what would do.
+        ScheduleError: the policy is unknown or can't run on these devices; or a number or list is invalid, or more than
+            the policy can satisfy; the text says which and what would do.
     """
     chosen = policy_of(policy)
     if forward_only:
@@ -207,7 +207,7 @@ def _schedule(policy: Policy, request: ScheduleRequest, active: Active | None) -
 
 @functools.lru_cache(maxsize=64)
 def _orders(policy: Policy, request: ScheduleRequest) -> Orders:
-    """Run the policy. Callers don't change what comes back: a plan asks for it more than once."""
+    """Runs the policy. Callers must not change the result: a plan asks for it more than once."""
     orders = policy.order(request)
     if request.reverse_first_k:
         orders = reverse_first_k(orders, request.reverse_first_k, request.micro_batches)
@@ -217,7 +217,7 @@ def _orders(policy: Policy, request: ScheduleRequest) -> Orders:
 
 
 def _check_own(policy: Policy, request: ScheduleRequest, orders: Orders) -> None:
-    """Check an order of a policy that no test of this package has seen."""
+    """Checks an order of a policy that isn't built in, which this package's tests don't cover."""
     split = {job.stage for jobs in orders.values() for job in jobs if job.phase is Phase.WEIGHT_GRAD}
     for stage in range(request.reverse_first_k):
         if stage not in split:
@@ -239,7 +239,7 @@ def _check_own(policy: Policy, request: ScheduleRequest, orders: Orders) -> None
 
 
 def _forwards(request: ScheduleRequest) -> Orders:
-    """Forwards alone: group after group, in rounds of as many micro-batches as there are groups.
+    """Orders forwards alone: group after group, in rounds with one micro-batch for each group.
 
     This order can't deadlock on any devices: all of them keep to one order of (round, group, micro-batch, stage), in
     which every forward comes after those that it reads from. With several groups on a device a round keeps all busy.
@@ -262,7 +262,7 @@ def _expand(
     active: Active | None,
     waits: Mapping[Task, Task] = MappingProxyType({}),
 ) -> Schedule:
-    """Turn jobs into the tasks of the replicas that the devices are, leaving out those of empty slices."""
+    """Turns devices' jobs into tasks of their replicas, without those of empty slices."""
     replicas = [{device: replica for replica, device in enumerate(devices)} for devices in request.devices]
     weights = [{device: replica for replica, device in enumerate(devices)} for devices in request.weight_devices]
 

@@ -7,9 +7,9 @@ each stage the stage with whose Bx its Bw may start at the earliest::
     weight_regions (0, 0, 0)    0: 0F0 1F0 2F0 2Bx0 1Bx0 0Bx0
                                 1: 2Bw0>1Bx0 1Bw0 0Bw0
 
-A region begins when the main-stream task before its first has ended: that is what its Bw wait for. Within a region Bw
-run in the order in which they become ready. A Bw that doesn't fit beside the backward runs on beside the next
-micro-batch's forward: two micro-batches may be in flight in a stage, or as many as K and D allow.
+A region begins when the main-stream task before its first one has ended: its Bw wait for that. Within a region Bw
+run in the order in which they become ready. A Bw that doesn't fit beside the backward continues beside the next
+micro-batch's forward: two micro-batches may be in flight in a stage, or fewer if K or D are lower.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _IN_FLIGHT = 2
 
 
 def joint(request: ScheduleRequest) -> Orders:
-    """Order both streams.
+    """Orders both streams.
 
     joint, [[0], [0]], weight_devices [[1], [1]], 2 micro-batches
     0: 0F0 1F0 1Bx0 0Bx0 0F1 1F1 1Bx1 0Bx1
@@ -44,7 +44,7 @@ def joint(request: ScheduleRequest) -> Orders:
 
 
 def _waits(request: ScheduleRequest, active: Active | None) -> dict[Task, Task]:
-    """What tasks wait for besides their data: Bw for their region, F for room."""
+    """Returns what tasks wait for besides their data: Bw for their region, F for room."""
     waits = {}
     for stage in range(request.stages):
         limit = request.limit(stage, _IN_FLIGHT)
@@ -63,7 +63,7 @@ def _waits(request: ScheduleRequest, active: Active | None) -> dict[Task, Task]:
 
 
 def _check(request: ScheduleRequest) -> None:
-    """Check that there is one main stream and one sub-stream for each replica, and a region for each Bw."""
+    """Checks that there is one main stream and one sub-stream for each replica, and a region for each Bw."""
     if request.weight_regions is not None:
         _check_regions(request.weight_regions, request.stages)
     mains = request.devices[0]
@@ -89,7 +89,7 @@ def _check(request: ScheduleRequest) -> None:
 
 
 def _check_regions(weight_regions: Sequence[int], stages: int) -> None:
-    """Check that each stage's Bw has a region that doesn't begin before its Bx."""
+    """Checks that each stage's Bw has a region that doesn't begin before its Bx."""
     if len(weight_regions) != stages:
         raise ScheduleError(f"weight_regions has {len(weight_regions)} entries for {stages} stages; give one for each")
     for stage, region in enumerate(weight_regions):
@@ -106,7 +106,7 @@ def _check_regions(weight_regions: Sequence[int], stages: int) -> None:
 
 
 def _starts_after(request: ScheduleRequest, stage: int) -> int:
-    """The stage whose Bx ends when the Bw of ``stage`` may start: its own, or the one before its region."""
+    """Returns the stage whose Bx ends when the Bw of ``stage`` may start: its own, or the one before its region."""
     regions = request.weight_regions
     return stage if regions is None else min(stage, regions[stage] + 1)
 

@@ -1,4 +1,4 @@
-"""Pipelines that go there and back, stages i and 2p - 1 - i on one device: whether devices are such a V, and its parts.
+"""V-shaped pipelines, with stages i and 2p - 1 - i on one device: recognising them, and their parts.
 
     device   0  1  2  2  1  0
     stage    0  1  2  3  4  5     p = 3 positions
@@ -14,7 +14,7 @@ from dapple_tf.schedules.schedule_request import ScheduleError, ScheduleRequest
 
 
 def is_vee(request: ScheduleRequest) -> bool:
-    """Whether the second half of the stages goes back over the devices of the first."""
+    """Returns whether the second half of the stages goes back over the devices of the first."""
     lists = request.devices
     half = len(lists) // 2
     if len(lists) % 2 or len(request.groups) == 1 or lists != lists[::-1]:
@@ -24,7 +24,7 @@ def is_vee(request: ScheduleRequest) -> bool:
 
 
 def check_vee(request: ScheduleRequest) -> None:
-    """Check that the devices are a V.
+    """Checks that the devices are a V.
 
     Raises:
         ScheduleError: they aren't.
@@ -38,7 +38,7 @@ def check_vee(request: ScheduleRequest) -> None:
 
 
 def ways(request: ScheduleRequest) -> list[range]:
-    """The stages of each of the 2p ways of a V: first there, position by position, then back."""
+    """Returns the stages of each of the 2p ways of a V: first there, position by position, then back."""
     half = request.stages // 2
     there = [list(stages) for _, stages in itertools.groupby(range(half), key=lambda stage: request.devices[stage])]
     spans = [(stages[0], stages[-1] + 1) for stages in there]
@@ -47,7 +47,7 @@ def ways(request: ScheduleRequest) -> list[range]:
 
 
 def hosted_stages(request: ScheduleRequest) -> dict[int, list[int]]:
-    """Device -> its stages."""
+    """Maps each device to its stages."""
     hosted: dict[int, list[int]] = {}
     for stage, devices in enumerate(request.devices):
         for device in devices:

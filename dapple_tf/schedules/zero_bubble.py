@@ -1,4 +1,4 @@
-"""Zero Bubble Pipeline Parallelism (Qi et al., ICLR'24): Bw are put off by so many micro-batches as memory allows.
+"""Zero Bubble Pipeline Parallelism (Qi et al., ICLR'24): delays Bw by as many micro-batches as memory allows.
 
 On position i of p (a group of stages counts as one), with unit times, K = warm-up and d = delay of Bw in micro-batches:
 
@@ -9,8 +9,8 @@ On position i of p (a group of stages counts as one), with unit times, K = warm-
     zb_v      a list schedule  -                  p, over both stages       see `zb_v`
 
 The bubble is that of position 0, between its first and its last task; the other positions start later as well.
-The order of a position is K forwards; then for each micro-batch j: Bx(j), Bw(j - d), F(j + K); at last the Bw that are
-left. L falls to what D (`holds`) or K (`warm_up`) allow, and with L = 1 this is the order F Bx Bw of each micro-batch.
+The order of a position is K forwards; then for each micro-batch j: Bx(j), Bw(j - d), F(j + K); then the remaining Bw.
+L falls to what D (`holds`) or K (`warm_up`) allow, and with L = 1 the order is F Bx Bw for each micro-batch.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ F, BX, BW = Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
 
 
 def in_flight_limits(request: ScheduleRequest, wanted: int) -> list[int]:
-    """L of each stage: what is wanted, or less if K, D or M say so; one number for a group."""
+    """Returns L of each stage: ``wanted``, or less if K, D or M are lower; one number for a group."""
     limits = [min(request.limit(stage, wanted) for stage in group) for group in request.groups]
     return [limit for limit, group in zip(limits, request.groups, strict=True) for _ in group]
 
 
 def h1_limits(request: ScheduleRequest) -> list[int]:
-    """L of each stage under zb_h1: p, as 1F1B's fullest."""
+    """Returns L of each stage under zb_h1: p, as 1F1B's fullest."""
     return in_flight_limits(request, len(request.groups))
 
 
 def h2_limits(request: ScheduleRequest) -> list[int]:
-    """L of each stage under zb_h2 and zero_bubble: 2p - 1."""
+    """Returns L of each stage under zb_h2 and zero_bubble: 2p - 1."""
     return in_flight_limits(request, 2 * len(request.groups) - 1)
 
 
 def handcrafted(request: ScheduleRequest, extra: int, limits: Sequence[int]) -> Orders:
-    """The closed form with a warm-up of ``min(p - i + extra, 2(p - i) - 1)``: 0 is zb_h1, p - 1 is zb_h2."""
+    """Returns the closed form with a warm-up of ``min(p - i + extra, 2(p - i) - 1)``: 0 is zb_h1, p - 1 is zb_h2."""
     counts = _warm_up(request, extra, limits)
     orders: Orders = {}
     for group, count in zip(request.groups, counts, strict=True):
@@ -54,17 +54,17 @@ def handcrafted(request: ScheduleRequest, extra: int, limits: Sequence[int]) -> 
 
 
 def zb_h1(request: ScheduleRequest) -> Orders:
-    """ZB-H1 (section 2.1): 1F1B's warm-up and 1F1B's peak memory, a third of its bubble."""
+    """Orders ZB-H1 (section 2.1): 1F1B's warm-up and 1F1B's peak memory, a third of its bubble."""
     return handcrafted(request, 0, h1_limits(request))
 
 
 def zb_h2(request: ScheduleRequest) -> Orders:
-    """ZB-H2 (section 2.2): no bubble between a device's first and last task, at twice the activations."""
+    """Orders ZB-H2 (section 2.2): no bubble between a device's first and last task, at twice the activations."""
     return handcrafted(request, len(request.groups), h2_limits(request))
 
 
 def zero_bubble(request: ScheduleRequest) -> Orders:
-    """The best of several warm-ups for the given times and limits (section 3: the automatic schedule); zb_v on a V.
+    """Returns the best of several warm-ups for the times and limits (section 3: automatic schedule); zb_v on a V.
 
     For each warm-up between zb_h1's and zb_h2's, the closed form and one whose Bw fill the gaps of a simulated run are
     compared by the time of the step, then by the longest time between a device's first and last task.
@@ -92,10 +92,10 @@ def zero_bubble(request: ScheduleRequest) -> Orders:
 
 
 def zb_v(request: ScheduleRequest) -> Orders:
-    """ZB-V ("Pipeline Parallelism with Controllable Memory", Qi et al.): stages i and 2p - 1 - i on one device.
+    """Orders ZB-V ("Pipeline Parallelism with Controllable Memory", Qi et al.): stages i and 2p - 1 - i on one device.
 
     A device has at most p micro-batches' worth of activations: p times its number of stages, each one part of the
-    model's. With `warm_up`, K of its stages are the limit instead. Of two list schedules the one with the shorter step;
+    model's. With `warm_up`, K of its stages are the limit instead. The result is the shorter of two list schedules;
     for equal times it has the ideal length of ``6 M + p - 1`` tasks.
 
     Raises:

@@ -1,1 +1,1 @@
-"""What a plan costs, and its step simulated event by event."""
+"""The costs of a plan, and its step simulated event by event."""

@@ -1,4 +1,4 @@
-"""How long the devices of a cluster need to reduce gradients."""
+"""The time of gradients' all-reduce on a cluster."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dapple_tf.describe.cluster import Cluster, Link
 
 ALL_REDUCE = ("hierarchical", "flat")
-"""How gradients are reduced over several servers: inside each first, or along one ring through all devices."""
+"""All-reduce algorithms over several servers: inside each server first, or one ring through all devices."""
 
 
 def all_reduce_seconds(cluster: Cluster, devices: Sequence[int], size: float, algorithm: str = "hierarchical") -> float:
-    """Time to all-reduce ``size`` bytes over ``devices``; see :func:`all_reduce_line`."""
+    """Returns the seconds to all-reduce ``size`` bytes over ``devices``; see :func:`all_reduce_line`."""
     if size <= 0:
         return 0.0
     start, rate = all_reduce_line(cluster, Counter(cluster.devices[device].server for device in devices), algorithm)
@@ -20,7 +20,7 @@ def all_reduce_seconds(cluster: Cluster, devices: Sequence[int], size: float, al
 
 
 def all_reduce_line(cluster: Cluster, members: Mapping[int, int], algorithm: str) -> tuple[float, float]:
-    """Seconds of an all-reduce: (those of nothing, those per byte).
+    """Returns the seconds of an all-reduce: (fixed, per byte).
 
     A ring of n members moves 2 (n - 1) / n of the bytes over each of its links, in 2 (n - 1) steps. ``hierarchical``
     reduces inside each server first, then over the servers' network cards, then spreads the result; ``flat`` is one
@@ -28,7 +28,7 @@ def all_reduce_line(cluster: Cluster, members: Mapping[int, int], algorithm: str
 
     Args:
         cluster: the cluster.
-        members: server -> how many of its devices take part.
+        members: server -> number of its devices that take part.
         algorithm: one of `ALL_REDUCE`.
     """
     count = sum(members.values())

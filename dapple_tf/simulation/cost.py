@@ -1,4 +1,4 @@
-"""What the tasks, transfers and reductions of a plan cost on a cluster, by a profile; and the memory that it needs.
+"""Costs of a plan's tasks, transfers and reductions on a cluster, by a profile; and the memory that it needs.
 
 The planner, the simulator and the emulator ask this one model, so that they can't disagree.
 """
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class Piece(NamedTuple):
-    """What one replica sends to one replica of another stage for one micro-batch."""
+    """A message of one replica to one replica of another stage for one micro-batch."""
 
     sender: int
     receiver: int
@@ -64,14 +64,14 @@ class CostModel:
 
     Attributes:
         plan: the plan.
-        profile: what its layers cost.
-        cluster: what it runs on.
+        profile: its layers' costs.
+        cluster: the devices and links.
         overlap: whether gradients are all-reduced as soon as each layer's last backward is over, rather than after the
             stage's last one.
         all_reduce: one of `ALL_REDUCE`.
         stages: see :class:`StageCost`.
-        homes: for each stage the devices where its variables live, Bw runs and updates are made; those of the plan's
-            stages, unless it has `Plan.weight_devices`.
+        homes: for each stage the devices that keep its variables, run Bw and make updates; those of the plan's stages,
+            unless it has `Plan.weight_devices`.
         devices: all devices that the plan uses, each once.
         routes: (producer stage, consumer stage) -> bytes of a slice forwards, and of its gradient backwards.
 
@@ -117,7 +117,7 @@ class CostModel:
         self._pieces: dict[tuple[int, int, int, bool], tuple[Piece, ...]] = {}
 
     def alone(self, stage: int) -> bool:
-        """Whether no other stage shares a device of this one, and its variables live there too."""
+        """Returns whether a stage shares no device with another stage, and keeps its variables there."""
         return self.homes[stage] == self.plan.devices[stage] and all(
             not set(self.plan.devices[stage]) & set(devices)
             for other, devices in enumerate(self.plan.devices)
@@ -127,7 +127,7 @@ class CostModel:
     # ---- time
 
     def slices(self, stage: int, micro_batch: int) -> tuple[Interval, ...]:
-        """The samples of each replica of a stage, counted from the start of the micro-batch."""
+        """Returns the samples of each replica of a stage, counted from the start of the micro-batch."""
         size = self.micro_batches[micro_batch].size
         key = (stage, size)
         if key not in self._slices:
@@ -135,17 +135,17 @@ class CostModel:
         return self._slices[key]
 
     def computes(self, stage: int, phase: Phase) -> bool:
-        """Whether a phase of a stage has anything to do.
+        """Returns whether a phase of a stage has anything to do.
 
-        Bx hasn't where the stage receives nothing that has a gradient, as the first one; Bw then is the whole backward.
-        Bw hasn't where the stage has no parameters.
+        Bx has nothing to do if the stage, such as the first one, receives nothing with a gradient; Bw then is the whole
+        backward. Bw has nothing to do if the stage has no parameters.
         """
         if phase is Phase.WEIGHT_GRAD:
             return self.stages[stage].parameter_bytes > 0
         return phase is not Phase.INPUT_GRAD or stage in self._receives or not self.stages[stage].parameter_bytes
 
     def seconds(self, task: Task, device: int | None = None) -> float:
-        """Time of a task, undisturbed, on its device or on another one."""
+        """Returns the undisturbed seconds of a task on its device, or on ``device``."""
         samples = self.slices(task.stage, task.micro_batch)[task.replica].size
         key = (task.stage, task.phase, samples)
         if key not in self._seconds:
@@ -183,7 +183,7 @@ class CostModel:
         )
 
     def pieces(self, producer: int, consumer: int, micro_batch: int, *, backward: bool = False) -> tuple[Piece, ...]:
-        """What goes between the replicas of two stages, owner to owner.
+        """Returns the messages between the replicas of two stages, owner to owner.
 
         When ``backward`` these are gradients, from the consumer's replicas to the producer's.
         """
@@ -226,12 +226,12 @@ class CostModel:
         return tuple(found)
 
     def reduction_seconds(self, reduction: Reduction, size: float | None = None) -> float:
-        """Time of an all-reduce, of all or of ``size`` of its bytes."""
+        """Returns the seconds of an all-reduce of all, or ``size``, of its bytes."""
         size = reduction.bytes if size is None else size
         return all_reduce_seconds(self.cluster, reduction.devices, size, self.all_reduce)
 
     def buckets(self, stage: int) -> tuple[tuple[float, float], ...]:
-        """For overlapped reduction: (part of the last B's time after which it is ready, bytes) of each bucket.
+        """Returns, for overlapped reduction, each bucket's (fraction of the last B's time until it is ready, bytes).
 
         B recomputes what it must, then runs through the layers from last to first; a bucket is full at
         ``plan.bucket_bytes``. A parameter that several layers of the stage share is ready after the first of them.
@@ -258,21 +258,21 @@ class CostModel:
         return tuple(found)
 
     def apply_seconds(self, stage: int, device: int) -> float:
-        """Time of the optimizer's update of a stage on one of its devices."""
+        """Returns the seconds of the optimizer's update of a stage on one of its devices."""
         return self.stages[stage].apply_seconds / self.cluster.devices[device].speed
 
     # ---- memory
 
     def samples(self, stage: int) -> int:
-        """Samples of the largest slice of a stage."""
+        """Returns the samples of the largest slice of a stage."""
         return max(interval.size for interval in self.slices(stage, 0))
 
     def residual_bytes(self, stage: int, samples: int) -> float:
-        """What a slice keeps from F to B, or to Bx."""
+        """Returns the bytes that a slice keeps from F to B, or to Bx."""
         return self.stages[stage].residual_bytes.at(samples)
 
     def delayed_bytes(self, stage: int, samples: int) -> float:
-        """What a slice keeps from Bx to Bw: nothing where Bw has nothing to do, everything where Bx hasn't."""
+        """Returns the bytes that a slice keeps from Bx to Bw: 0 if Bw has nothing to do, all if Bx has nothing."""
         if not self.computes(stage, Phase.WEIGHT_GRAD):
             return 0.0
         if not self.computes(stage, Phase.INPUT_GRAD):
@@ -280,7 +280,7 @@ class CostModel:
         return self.stages[stage].delayed_bytes.at(samples)
 
     def working_bytes(self, stage: int, samples: int, phase: Phase = Phase.BACKWARD) -> float:
-        """What a running B, Bx or Bw needs beyond what is kept. Of the two, Bx recomputes what it must."""
+        """Returns the bytes that a running B, Bx or Bw needs beyond kept ones. If B is split, Bx recomputes."""
         if not self.computes(stage, phase):
             return 0.0
         cost = self.stages[stage]
@@ -292,9 +292,9 @@ class CostModel:
 
     @functools.cached_property
     def stored_bytes(self) -> Mapping[int, float]:
-        """Device -> bytes of variables, optimizer slots and accumulators, if any, of all stages that live there.
+        """Device -> bytes of variables, optimizer slots and accumulators, if any, of all stages kept there.
 
-        Parameters that several of its stages read are there once.
+        Parameters that several of its stages read count once.
         """
         return stored_bytes(self)
 
@@ -303,7 +303,7 @@ class CostModel:
         return device_needs(self)
 
     def delays(self, stage: int) -> bool:
-        """Whether the plan's schedule splits the backwards of a stage."""
+        """Returns whether the plan's schedule splits the backwards of a stage."""
         plan = self.plan
         if plan.policy.splits is None:
             return stage in plan.split_stages
@@ -311,24 +311,24 @@ class CostModel:
         return plan.policy.splits or stage < plan.reverse_first_k or offloaded
 
     def needed_bytes(self, stage: int, in_flight: int) -> float:
-        """Peak memory of each device of a stage with ``in_flight`` micro-batches (K) in flight.
+        """Returns the peak bytes of each device of a stage with ``in_flight`` micro-batches (K) in flight.
 
-        The device's other stages are taken to have as many; `Simulation.peak_bytes` tells what a schedule really needs.
+        The device's other stages are assumed to have as many; `Simulation.peak_bytes` is what a schedule really needs.
         """
         return max(need.peak(in_flight) for need in self._needs[stage])
 
     def memory_limit(self, stage: int) -> int | None:
-        """Memory of the smallest device of a stage; None where no device's is known."""
+        """Returns the bytes of the smallest device of a stage; None if no device's memory is known."""
         devices = {*self.plan.devices[stage], *self.homes[stage]}
         known = [self.cluster.devices[device].memory_bytes for device in devices]
         return min((limit for limit in known if limit is not None), default=None)
 
     @functools.cached_property
     def holds(self) -> tuple[int, ...] | None:
-        """D of each stage: how many micro-batches fit; None when no device's memory is known. 0: not even one.
+        """Returns D of each stage, the micro-batches that fit: None if no device's memory is known, 0 if not even one.
 
-        On a device that hosts several stages, so many of each of them fit at the same time; where the policy limits
-        them together, so many of any of them (`Policy.shares_room`).
+        On a device that hosts several stages, D of each of them fit at the same time; if the policy limits them
+        together, D of any of them (`Policy.shares_room`).
         """
         limits = [self.memory_limit(stage) for stage in range(len(self.stages))]
         if all(limit is None for limit in limits):
@@ -343,7 +343,7 @@ class CostModel:
 
     @functools.cached_property
     def warm_up(self) -> tuple[int, ...]:
-        """K of each stage, under the memory limit.
+        """Returns K of each stage, under the memory limit.
 
         Raises:
             PlanError: a stage doesn't fit its devices; the text says which, by how much, and what would help.
@@ -355,10 +355,10 @@ class CostModel:
             raise PlanError(f"the plan doesn't fit the devices' memory: {error}") from error
 
     def check_memory(self) -> None:
-        """Check that each stage's devices hold at least one micro-batch.
+        """Checks that each stage's devices hold at least one micro-batch.
 
         Raises:
-            PlanError: naming the stage, what it needs and what there is.
+            PlanError: names the stage, the bytes that it needs and those that there are.
         """
         for stage, count in enumerate(self.holds or ()):
             limit = self.memory_limit(stage)
@@ -379,7 +379,7 @@ class CostModel:
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        """The order of tasks on each device, K bounded by memory as the runtime does it.
+        """Returns the order of tasks on each device, with K bounded by memory as in the runtime.
 
         Raises:
             PlanError: as `warm_up`.
@@ -396,9 +396,9 @@ class CostModel:
 
 
 def _routes(profile: Profile, stage_of: Sequence[int]) -> dict[tuple[int, int], tuple[Cost, Cost]]:
-    """(producer stage, consumer stage) -> bytes forwards and backwards.
+    """Maps (producer stage, consumer stage) to bytes forwards and backwards.
 
-    A stage gets a tensor from the one that made it, however many stages lie between.
+    A stage gets a tensor directly from the stage that made it.
     """
     found: dict[tuple[int, int], tuple[Cost, Cost]] = {}
     for tensor in profile.tensors:

@@ -1,4 +1,4 @@
-"""The memory that devices need, by the stages that they run and those whose variables they keep."""
+"""Devices' memory, by the stages that they run and those whose variables they keep."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 class DeviceNeed(NamedTuple):
-    """The memory that a device needs.
+    """The memory that a device needs, in bytes.
 
     Attributes:
-        stored: bytes of variables, slots and gradients: accumulators, or what a single micro-batch leaves at its end.
-        each: what one micro-batch keeps in all stages of the device.
-        largest: what it keeps in that of them where it keeps most.
+        stored: variables, slots and gradients: accumulators, or what a single micro-batch leaves at its end.
+        each: kept by one micro-batch in all stages of the device.
+        largest: kept by it in the stage where it keeps most.
         stages: number of stages of the device.
-        working: what a running task needs besides.
+        working: needed by a running task besides.
         alone: for reductions at the end of the step.
-        beside: for a reduction while tasks go on.
+        beside: for a reduction while tasks run.
     """
 
     stored: float
@@ -33,14 +33,14 @@ class DeviceNeed(NamedTuple):
     beside: float
 
     def peak(self, in_flight: int) -> float:
-        """Bytes with so many micro-batches in flight."""
+        """Returns the peak bytes with ``in_flight`` micro-batches in flight."""
         return self.stored + max(in_flight * self.each + self.working + self.beside, self.alone)
 
     def fitting(self, limit: int, most: int, *, shared: bool = False) -> int:
-        """How many micro-batches fit in so many bytes, at most ``most`` in each stage.
+        """Returns how many micro-batches fit in ``limit`` bytes, at most ``most`` in each stage.
 
-        With ``shared`` it is their slices that count, in whichever stage of the device: each may be as large as the
-        largest, unless there are no more than one micro-batch's (`Policy.shares_room`).
+        With ``shared`` it counts slices in any stage of the device: each may be as large as the largest, unless there
+        are only one micro-batch's (`Policy.shares_room`).
         """
         room = limit - self.stored - self.working - self.beside
         if room < self.each or limit < self.peak(1):
@@ -51,15 +51,15 @@ class DeviceNeed(NamedTuple):
 
 
 def stored_bytes(costs: CostModel) -> Mapping[int, float]:
-    """Device -> bytes of variables, optimizer slots and accumulators, if any, of all stages that live there."""
+    """Maps each device to the bytes of variables, slots and accumulators, if any, of all stages kept there."""
     homes = _hosted(costs.devices, costs.homes)
-    accumulated = costs.plan.accumulates() or not costs.profile.has_buffers  # Buffers tell of gradients by themselves.
+    accumulated = costs.plan.accumulates() or not costs.profile.has_buffers  # Buffers contain gradients already.
     sizes = {stages: _stored(costs, stages, accumulated=accumulated) for stages in set(homes.values())}
     return {device: sizes[homes[device]] for device in costs.devices}
 
 
 def device_needs(costs: CostModel) -> tuple[tuple[DeviceNeed, ...], ...]:
-    """For each stage what its devices need; devices that host the same stages need the same."""
+    """Returns each stage's devices' needs; devices that host the same stages need the same."""
     runs, homes = _hosted(costs.devices, costs.plan.devices), _hosted(costs.devices, costs.homes)
     hosts = {device: (runs[device], homes[device]) for device in costs.devices}
     needs = {pair: _need(costs, *pair) for pair in dict.fromkeys(hosts.values())}
@@ -70,7 +70,7 @@ def device_needs(costs: CostModel) -> tuple[tuple[DeviceNeed, ...], ...]:
 
 
 def _need(costs: CostModel, runs: tuple[int, ...], homes: tuple[int, ...]) -> DeviceNeed:
-    """What a device needs that runs F and Bx of some stages, and has the variables of some."""
+    """Returns the need of a device that runs F and Bx of ``runs``, and has the variables of ``homes``."""
     kept = []
     for stage in {*runs, *homes}:
         samples = costs.samples(stage)
@@ -93,7 +93,7 @@ def _need(costs: CostModel, runs: tuple[int, ...], homes: tuple[int, ...]) -> De
 
 
 def _working(costs: CostModel, stage: int) -> float:
-    """What the hungriest backward task of a stage needs."""
+    """Returns the bytes of a stage's largest backward task."""
     samples = costs.samples(stage)
     split = (Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
     phases = split if costs.delays(stage) and costs.stages[stage].buffers is not None else (Phase.BACKWARD,)
@@ -101,7 +101,7 @@ def _working(costs: CostModel, stage: int) -> float:
 
 
 def _stored(costs: CostModel, stages: Sequence[int], *, accumulated: bool) -> float:
-    """What some stages store on one device; parameters that several of them read are there once."""
+    """Returns the bytes that some stages store on one device; parameters that several of them read count once."""
     total = sum(costs.stages[stage].stored_bytes for stage in stages)
     copies = 2  # of parameters: with gradients
     if not accumulated:
@@ -117,7 +117,7 @@ def _stored(costs: CostModel, stages: Sequence[int], *, accumulated: bool) -> fl
 
 
 def _hosted(devices: Sequence[int], stages: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """Device -> the stages that stand on it."""
+    """Maps each device to its stages."""
     found: dict[int, tuple[int, ...]] = dict.fromkeys(devices, ())
     for stage, members in enumerate(stages):
         for device in members:

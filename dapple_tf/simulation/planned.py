@@ -1,4 +1,4 @@
-"""The schedule as the plan means it: tasks take the time that is expected of them, and nothing else takes any."""
+"""The schedule as planned: tasks take their expected times, and nothing else takes any."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from graph_passes.ir.tasks import Phase, Schedule
 def planned(
     plan: Plan, profile: Profile | None = None, cluster: Cluster | None = None, *, schedule: Schedule | None = None
 ) -> Timeline:
-    """The step as it would be if transfers and reductions were free and devices didn't slow each other down.
+    """Returns the step as it would be if transfers and reductions were free and devices didn't slow each other down.
 
-    Tasks start as soon as their device's order, their data and what they stand ``after`` in the schedule allow. With a
-    profile they take their stage's times, and updates are made; what a step costs besides is left out, so that only
-    the schedule's own bubbles are left. Without one, tasks take ``plan.task_seconds``; without these F = Bx = Bw = 1
-    and B = 2, in the unit ``F``.
+    Tasks start as soon as their device's order, their data and the tasks that they are ``after`` in the schedule allow.
+    With a profile they take their stage's times, and updates are made; other costs are left out, so that only the
+    schedule's own bubbles remain. Without one, tasks take ``plan.task_seconds``; without these F = Bx = Bw = 1 and
+    B = 2, in the unit ``F``.
 
     Args:
         plan: the plan.
-        profile: what its layers cost.
-        cluster: tells speeds and memory of devices, where there is a profile.
-        schedule: this one instead of the plan's; of the plan's micro-batches or fewer, with or without backwards.
+        profile: its layers' costs.
+        cluster: gives speeds and memory of devices if there is a profile.
+        schedule: used instead of the plan's; with at most the plan's micro-batches, with or without backwards.
 
     Returns:
         A timeline with the name ``planned``. Without a profile it has no memory.
@@ -56,7 +56,7 @@ def planned(
 
 
 def _free(plan: Plan, cluster: Cluster | None) -> Cluster:
-    """The devices of a cluster, with links that cost nothing and cores for each; all that the plan names, if None."""
+    """Returns a cluster's devices (for None, those of the plan) with free links and cores for each."""
     if cluster is None:
         used = [*plan.working_devices, *(plan.weight_devices or ())]
         count = 1 + max(device for devices in used for device in devices)
@@ -65,7 +65,7 @@ def _free(plan: Plan, cluster: Cluster | None) -> Cluster:
 
 
 def _check(plan: Plan, schedule: Schedule) -> int:
-    """Check a schedule of a plan's stages; return its number of micro-batches."""
+    """Checks a schedule of a plan's stages; returns its number of micro-batches."""
     count = max((task.micro_batch + 1 for task in schedule.tasks), default=1)
     validate(
         schedule,
@@ -78,7 +78,7 @@ def _check(plan: Plan, schedule: Schedule) -> int:
 
 
 def _without_links(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The spans in which devices compute; what waited for a transfer or a reduction waits for what made these wait."""
+    """Returns the spans of computation; waits for a transfer or a reduction become waits for its own cause."""
     kept = [span.kind not in (SEND, ALL_REDUCE) for span in spans]
     places = {old: new for new, old in enumerate(index for index, keep in enumerate(kept) if keep)}
 

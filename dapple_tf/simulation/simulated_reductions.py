@@ -1,4 +1,4 @@
-"""The order in which gradients are all-reduced, and which reductions may go on."""
+"""The order in which gradients are all-reduced, and which reductions may start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _GRADIENTS = (Phase.BACKWARD, Phase.WEIGHT_GRAD)
 
 
 def last_gradients(schedule: Schedule) -> Mapping[tuple[int, int], Task]:
-    """(device, stage) -> the task after which the stage's gradients are complete there; none in a forward schedule."""
+    """Maps (device, stage) to the task that completes the stage's gradients there; empty for a forward schedule."""
     return {
         (device, task.stage): task
         for device, tasks in schedule.orders.items()
@@ -22,7 +22,7 @@ def last_gradients(schedule: Schedule) -> Mapping[tuple[int, int], Task]:
 
 
 def gradient_ends(schedule: Schedule, *, wait_free: bool = True) -> Mapping[Task, tuple[int, ...]]:
-    """Task -> the stages whose gradients are handed on at its end: those that it completes on its device.
+    """Maps each task to the stages whose gradients it completes on its device, and hands on at its end.
 
     Unless ``wait_free``, all of a device's stages wait for the last of its tasks (conventional backpropagation).
     """
@@ -34,7 +34,7 @@ def gradient_ends(schedule: Schedule, *, wait_free: bool = True) -> Mapping[Task
 
 
 def carried_stages(costs: CostModel, schedule: Schedule) -> tuple[int, ...]:
-    """The stages whose parameters are updated during the next step's forward, by ``plan.carried_updates``.
+    """Returns the stages whose parameters are updated during the next step's forward, by ``plan.carried_updates``.
 
     A stage that shares some of its parameters with another isn't among them: its update is simulated as one.
     """
@@ -55,9 +55,9 @@ class Unit:
     Attributes:
         number: of the reduction, in :attr:`CostModel.reductions`.
         bytes: its size.
-        part: the part of the last backward's time after which its gradients are complete.
-        unready: how many stages on how many devices still compute them.
-        before: how many units are still to be reduced before it.
+        part: the fraction of the last backward's time after which its gradients are complete.
+        unready: number of (stage, device) pairs that still compute them.
+        before: number of units still to be reduced before it.
         after: positions of the units that wait for it.
     """
 
@@ -70,12 +70,12 @@ class Unit:
 
 
 class Reductions:
-    """All reductions of a step, in order: each waits for its gradients and for the one before on each of its devices.
+    """All reductions of a step, in order: each waits for its gradients and for the previous one on each of its devices.
 
     Attributes:
         units: in the order in which they are reduced.
         of_stage: stage -> positions of its units.
-        unreduced: stage -> how many of its units aren't over.
+        unreduced: stage -> number of its units that aren't over.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class Reductions:
         """Orders the reductions.
 
         Args:
-            costs: what is reduced.
-            schedule: completes the gradients.
+            costs: the plan's costs, with its reductions.
+            schedule: the tasks that complete the gradients.
             order: positions in :attr:`CostModel.reductions`; None for that of a real step, `reduction_order`.
-            carried: stages whose gradients are those of the step before: they are reduced first, and at once.
+            carried: stages whose gradients are those of the previous step: they are reduced first, at once.
 
         Raises:
             ValueError: ``order`` isn't one of all reductions.
@@ -125,13 +125,13 @@ class Reductions:
         self.unreduced = {stage: len(units) for stage, units in self.of_stage.items()}
 
     def ready(self, position: int) -> bool:
-        """One member has the gradients of a unit; returns whether it can be reduced now."""
+        """Notes that one member has the gradients of a unit; returns whether it can be reduced now."""
         unit = self.units[position]
         unit.unready -= 1
         return not unit.unready and not unit.before
 
     def over(self, position: int, stages: Sequence[int]) -> Iterator[int]:
-        """A unit of these stages has been reduced; yields those that can be reduced now."""
+        """Notes that a unit of these stages has been reduced; yields those that can be reduced now."""
         for stage in stages:
             self.unreduced[stage] -= 1
         for after in self.units[position].after:
@@ -142,9 +142,9 @@ class Reductions:
 
 
 def buckets(costs: CostModel, number: int) -> tuple[tuple[float, float], ...]:
-    """(part of the last backward's time after which it is ready, bytes) of each bucket of a reduction.
+    """Returns each bucket of a reduction: (fraction of the last backward's time until it is ready, bytes).
 
-    Only with :attr:`CostModel.overlap`, of a stage that has its devices to itself, there are several.
+    There are several only with :attr:`CostModel.overlap`, for a stage that has its devices to itself.
     """
     reduction = costs.reductions[number]
     if costs.overlap and len(reduction.stages) == 1 and costs.alone(reduction.stages[0]):

@@ -1,4 +1,4 @@
-"""A step that is being simulated: what its devices, links and reductions do, event by event."""
+"""The simulation of a step: its devices, links and reductions, event by event."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from graph_passes.ir.tasks import Phase, Schedule, Task
 def device_orders(
     schedule: Schedule, next_forward: bool = False
 ) -> tuple[Mapping[int, tuple[Task, ...]], frozenset[Task]]:
-    """Device -> what it runs in the time that is simulated, and the tasks among these that are the next step's.
+    """Maps each device to its simulated tasks; returns also which of these are the next step's.
 
-    These are, when asked for, the forwards before a device's first backward: they stand at the end then.
+    With ``next_forward`` these are the forwards before a device's first backward, moved to the end.
     """
     orders: dict[int, tuple[Task, ...]] = {}
     following: set[Task] = set()
@@ -72,14 +72,14 @@ class SimulatedStep:
             self.followers.setdefault(other, []).append(task)
         self.waiting: dict[Task, int] = dict(self._waits())
         self.arrived: dict[Task, int | None] = {}
-        # Servers whose devices share their cores: the tasks that run, by device.
+        # Servers whose devices share their cores: running tasks by device.
         self.server = [device.server for device in cluster.devices]
         self.capacity = [cluster.capacity(server) for server in range(cluster.num_servers)]
         self.shared = [self.capacity[s] < len(cluster.devices_of(s)) for s in range(cluster.num_servers)]
         self.running: list[list[_Running]] = [[] for _ in range(cluster.num_servers)]
         self.updated = [0.0] * cluster.num_servers
         self.version = [0] * cluster.num_servers
-        # Updates: of each stage those who make them, whose gradients are complete, and who waits for a device.
+        # Updates: for each stage who makes them, whose gradients are complete, and who waits for a device.
         self.ends = gradient_ends(schedule, wait_free=plan.wait_free)
         self.members: dict[int, list[tuple[int, int]]] = {stage: [] for stage in range(plan.num_stages)}
         for (device, stage), task in last_gradients(schedule).items():
@@ -95,7 +95,7 @@ class SimulatedStep:
                 self.next_of_stage.setdefault(task.stage, []).append(task)
 
     def _waits(self) -> Iterator[tuple[Task, int]]:
-        """How many messages and other tasks each task waits for."""
+        """Yields how many messages and other tasks each task waits for."""
         costs = self.costs
         counts: dict[tuple[int, int, bool], list[int]] = {}
         for task in self.home:
@@ -116,7 +116,7 @@ class SimulatedStep:
             yield task, number + counts[key][task.replica]
 
     def _await_updates(self) -> None:
-        """The next step's forwards wait for their stage's update; what waits for forwards alone has them already."""
+        """Makes the next step's forwards wait for their stage's update; waits for forwards alone are already met."""
         for task in sorted(self.next):
             if any(replica == task.replica for _, replica in self.members[task.stage]):
                 self.waiting[task] += 1
@@ -132,11 +132,11 @@ class SimulatedStep:
     # ---- events
 
     def at(self, time: float, action: Callable[..., None], data: tuple[Any, ...], turn: int = 0) -> None:
-        """Lets something happen at a time; of what happens at one time, that of the lowest turn comes first."""
+        """Schedules an event; among events at one time, the lowest turn comes first."""
         heapq.heappush(self.events, (time, turn, next(self.numbers), action, data))
 
     def run(self) -> Simulation:
-        """Lets everything happen, in order of time."""
+        """Runs all events, in order of time."""
         for stage in self.carried:
             for device, _ in self.members[stage]:
                 self.complete[device, stage] = None
@@ -157,13 +157,13 @@ class SimulatedStep:
         return Simulation(end + self.costs.profile.step_seconds, tuple(self.spans), self.costs)
 
     def start(self, device: int) -> None:
-        """Starts the device's next task if it is free and the task's inputs are there; else an update that waits."""
+        """Starts the device's next task if the device is free and the inputs are there; else a waiting update."""
         if not self.free[device]:
             return
         tasks, position = self.orders[device], self.position[device]
         if position == len(tasks) or self.waiting[tasks[position]]:
             if self.updates[device]:
-                self.at(self.now, self.update, (device,), 1)  # unless a task gets ready at this very time
+                self.at(self.now, self.update, (device,), 1)  # unless a task becomes ready at this very time
             return
         task = tasks[position]
         self.position[device] += 1
@@ -185,12 +185,12 @@ class SimulatedStep:
                 self.announce(task, self.now, seconds, index)
 
     def add(self, span: Span) -> int:
-        """Keeps a span; returns its position."""
+        """Records a span; returns its position."""
         self.spans.append(span)
         return len(self.spans) - 1
 
     def finished(self, device: int, task: Task, index: int) -> None:
-        """A task is over: its results are sent, and its device goes on."""
+        """Ends a task: sends its results, and lets its device continue."""
         self.last[device] = index
         self.free[device] = True
         self.send(task, index)
@@ -207,7 +207,7 @@ class SimulatedStep:
     # ---- shared cores
 
     def begin(self, span: Span, task: Task | None = None) -> None:
-        """Starts what would take the span's time undisturbed."""
+        """Starts work that would take the span's time undisturbed."""
         assert span.device is not None
         server = self.server[span.device]
         self.advance(server)
@@ -215,7 +215,7 @@ class SimulatedStep:
         self.next_of(server)
 
     def advance(self, server: int) -> None:
-        """Brings the remaining work of a server's tasks up to date."""
+        """Updates the remaining work of a server's tasks."""
         running = self.running[server]
         if running:
             rate = min(1.0, self.capacity[server] / len(running))
@@ -224,7 +224,7 @@ class SimulatedStep:
         self.updated[server] = self.now
 
     def next_of(self, server: int) -> None:
-        """Foresees which task of a server ends next, if nothing else starts or ends before."""
+        """Predicts which task of a server ends next, if nothing else starts or ends before."""
         self.version[server] += 1
         running = self.running[server]
         if running:
@@ -233,7 +233,7 @@ class SimulatedStep:
             self.at(self.now + max(0.0, left) / rate, self.shared_event, (server, self.version[server]))
 
     def shared_event(self, server: int, version: int) -> None:
-        """The foreseen tasks are over, unless things have changed."""
+        """Ends the predicted tasks, unless the prediction is outdated."""
         if version != self.version[server]:
             return
         self.advance(server)
@@ -249,7 +249,7 @@ class SimulatedStep:
     # ---- transfers
 
     def send(self, task: Task, index: int) -> None:
-        """Sends what a task has made; what waited for the task itself can go on, too."""
+        """Sends a task's results, and releases what waited for the task itself."""
         begun = task in self.next
         for stage, phase, replica, size in self.sent(task):
             receiver = Task(stage, phase, task.micro_batch, replica)
@@ -260,7 +260,7 @@ class SimulatedStep:
                 self.arrive(follower, index)
 
     def sent(self, task: Task) -> list[tuple[int, Phase, int, float]]:
-        """What a task sends: (stage, phase, replica, bytes)."""
+        """Returns what a task sends: (stage, phase, replica, bytes)."""
         phase = task.phase
         key = (task.stage, task.replica, self.costs.micro_batches[task.micro_batch].size, phase._value_)
         if key not in self.messages:
@@ -284,7 +284,7 @@ class SimulatedStep:
             yield task.stage, Phase.WEIGHT_GRAD, task.replica, self.costs.delayed_bytes(task.stage, samples)
 
     def route(self, source: int, target: int) -> tuple[_Ports, float, float]:
-        """The ports between two devices, with their bandwidth and latency."""
+        """Returns the ports between two devices, with their bandwidth and latency."""
         if (source, target) not in self.routes:
             link = self.costs.cluster.link(source, target)
             a, b = self.server[source], self.server[target]
@@ -293,7 +293,7 @@ class SimulatedStep:
         return self.routes[source, target]
 
     def transfer(self, task: Task, index: int, receiver: Task, size: float) -> None:
-        """Takes a message from the device of a task to that of another."""
+        """Sends a message from the device of a task to that of another."""
         source, target = self.home[task], self.home[receiver]
         if source == target:
             self.arrive(receiver, index)
@@ -311,7 +311,7 @@ class SimulatedStep:
         self.at(end, self.arrive, (receiver, span))
 
     def reserve(self, ports: Sequence[tuple[str, int]], ready: float, cause: int | None) -> tuple[float, int | None]:
-        """When all of these ports are free, from ``ready`` on, and what was waited for."""
+        """Returns when all of these ports are free, from ``ready`` on, and what they waited for."""
         start = ready
         for port in ports:
             free, owner = self.ports.get(port, (0.0, None))
@@ -320,7 +320,7 @@ class SimulatedStep:
         return start, cause
 
     def arrive(self, task: Task, index: int | None) -> None:
-        """Something that a task waits for is there."""
+        """Notes that something that a task waits for has arrived."""
         self.waiting[task] -= 1
         self.arrived[task] = index  # messages come in order of time
         if not self.waiting[task]:
@@ -329,13 +329,13 @@ class SimulatedStep:
     # ---- reductions and updates
 
     def announce(self, task: Task, start: float, seconds: float, index: int) -> None:
-        """The last backward tells when each bucket will be ready."""
+        """Schedules when each bucket of the last backward will be ready."""
         for stage in self.ends[task]:
             for unit in self.reductions.of_stage[stage] if stage not in self.carried else ():
                 self.at(start + self.reductions.units[unit].part * seconds, self.ready, (unit, index))
 
     def ready(self, unit: int, index: int) -> None:
-        """One member has the gradients of a unit."""
+        """Notes that one member has the gradients of a unit."""
         if self.reductions.ready(unit):
             self.reduce(unit, index)
 
@@ -357,7 +357,7 @@ class SimulatedStep:
         self.at(end, self.is_reduced, (unit, span))
 
     def is_reduced(self, unit: int, index: int) -> None:
-        """A reduction is over: others have their turn, and parameters can be updated."""
+        """Ends a reduction: others have their turn, and parameters can be updated."""
         stages = self.costs.reductions[self.reductions.units[unit].number].stages
         for following in self.reductions.over(unit, stages):
             self.reduce(following, index)
@@ -378,7 +378,7 @@ class SimulatedStep:
             self.at(self.now, self.update, (device,), 1)
 
     def update(self, device: int) -> None:
-        """Makes the update that has waited longest, unless the device has something else to do by now."""
+        """Runs the longest-waiting update if the device is still idle."""
         tasks, position = self.orders[device], self.position[device]
         if not self.free[device] or not self.updates[device]:
             return
@@ -398,14 +398,14 @@ class SimulatedStep:
             self.at(end, self.is_updated, (device, stage, self.add(span)))
 
     def is_updated(self, device: int, stage: int, index: int) -> None:
-        """An update is over."""
+        """Ends an update."""
         self.last[device] = index
         self.free[device] = True
         self.release(device, stage, index)
         self.start(device)
 
     def release(self, device: int, stage: int, index: int | None) -> None:
-        """The next step's forwards of a stage have what they waited for."""
+        """Releases the next step's forwards of a stage."""
         for task in self.next_of_stage.get(stage, ()):
             if (device, task.replica) in self.members[stage]:
                 self.arrive(task, index)
@@ -413,7 +413,7 @@ class SimulatedStep:
 
 @dataclass(eq=False)
 class _Running:
-    """What runs on a server whose devices share their cores: its span if undisturbed, and the seconds that are left."""
+    """A running task on a server whose devices share their cores: its undisturbed span, and the remaining seconds."""
 
     span: Span
     task: Task | None

@@ -1,4 +1,4 @@
-"""What a simulated or emulated step took: spans of time, how busy devices were, and their memory over the step."""
+"""The result of a simulated or emulated step: spans of time, how busy devices were, and their memory over time."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _PHASES = {phase.value: phase for phase in Phase}
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulated step took.
+    """The result of a simulated step.
 
     Attributes:
         latency: seconds of the step.
-        spans: everything that took time, in the order in which it began to be known.
+        spans: everything that took time, in the order of its creation.
         costs: the costs it was computed from.
     """
 
@@ -53,12 +53,12 @@ class Simulation:
 
     @functools.cached_property
     def idle(self) -> Mapping[int, float]:
-        """Device -> the part of the step in which it has nothing to do, 0 to 1."""
+        """Device -> the fraction of the step in which it is idle, 0 to 1."""
         return {device: 1 - busy / self.latency if self.latency else 0.0 for device, busy in self.busy.items()}
 
     @functools.cached_property
     def bubbles(self) -> tuple[float, ...]:
-        """For each stage the part of the step in which its devices have nothing to do, 0 to 1.
+        """For each stage the fraction of the step in which its devices are idle, 0 to 1.
 
         Stages that share their devices share their bubbles.
         """
@@ -66,7 +66,7 @@ class Simulation:
 
     @property
     def critical_path(self) -> tuple[Span, ...]:
-        """Spans that each waited for the one before, up to the last to end: to be faster, shorten these."""
+        """Spans that each waited for the previous one, up to the last to end: shorten these to be faster."""
         if not self.spans:
             return ()
         index: int | None = max(range(len(self.spans)), key=lambda i: self.spans[i].end)
@@ -86,7 +86,7 @@ class Simulation:
         return {device: tuple(sorted(spans, key=lambda span: span.start)) for device, spans in found.items()}
 
     def drawn(self, name: str = "simulated") -> Timeline:
-        """The step as what all ways of drawing take.
+        """Returns the step as a timeline, which all pictures take.
 
         Args:
             name: its title.
@@ -113,9 +113,9 @@ class Simulation:
     def memory(self) -> Mapping[int, tuple[tuple[float, float], ...]]:
         """Device -> (seconds, bytes in use from then on), its curve over the step.
 
-        F adds a slice's residuals, which B takes away at its end. Where B is split, Bx leaves behind what Bw needs,
-        on the device of Bw. A running backward needs its temporaries besides, a reduction its buffers. Where the
-        profile tells of buffers, each lives as long as in a real step (`step_memory.py`).
+        F adds a slice's residuals, which B frees at its end. If B is split, Bx leaves the inputs of Bw on the device of
+        Bw. A running backward also needs its temporaries, a reduction its buffers. If the profile has buffers, each
+        lives as long as in a real step (`step_memory.py`).
         """
         changes = {device: _Changes(stored) for device, stored in self.costs.stored_bytes.items()}
         if self.costs.profile.has_buffers:
@@ -127,10 +127,10 @@ class Simulation:
         return {device: change.curve() for device, change in changes.items()}
 
     def _uses(self) -> Iterator[tuple[int, float, float, float, float, float]]:
-        """(device, start, end, bytes added at the start, used in between besides, added at the end) of each span."""
+        """Yields each span's (device, start, end, bytes added at the start, also used meanwhile, added at the end)."""
         costs = self.costs
         split = {span.stage for span in self.spans if span.kind == "Bx"}
-        begun: set[tuple[int, int | None, int]] = set()  # what F of an earlier step kept is there from the start
+        begun: set[tuple[int, int | None, int]] = set()  # bytes kept by F of an earlier step are there from the start
         for span in self.spans:
             phase = _PHASES.get(span.kind)
             if phase is None or span.device is None or span.micro_batch is None:
@@ -169,15 +169,15 @@ class Simulation:
 
     @property
     def fits(self) -> bool:
-        """Whether no device needs more memory than it has, as far as that is known."""
+        """Whether no device needs more memory than it is known to have."""
         limits = ((device, self.costs.cluster.devices[device].memory_bytes) for device in self.peak_bytes)
         return all(limit is None or self.peak_bytes[device] <= limit for device, limit in limits)
 
     def check_memory(self) -> None:
-        """Check that no device needs more memory than it has, whatever the policy.
+        """Checks that no device needs more memory than it has, whatever the policy.
 
         Raises:
-            PlanError: naming the device that lacks most, what it needs and what there is.
+            PlanError: names the device that lacks most, the bytes that it needs and those that it has.
         """
         over = []
         for device, peak in self.peak_bytes.items():
@@ -197,7 +197,7 @@ class Simulation:
         return "\n".join([self._summary(), table(self._rows()), self._shares()])
 
     def _repr_html_(self) -> str:
-        """The simulation in a notebook: what each stage does, and the step as a picture."""
+        """Returns the simulation in a notebook: what each stage does, and the step as a picture."""
         tables = [Table("", self._rows())]
         return notebook_html(self._summary(), tables, [self.drawn()], [self._shares()])
 
@@ -205,7 +205,7 @@ class Simulation:
         return f"step {ms_text(self.latency)} ms, {self.throughput:.4g} samples/s"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """A row for each stage (or those that share devices), below a header."""
+        """Returns a row for each stage (or those that share devices), below a header."""
         rows: list[tuple[str, ...]] = [("stage", "devices", "bubble", "busy ms", "peak memory")]
         for stages, devices in device_rows(self.costs):
             busy = sum(self.busy[device] for device in devices) / len(devices)
@@ -215,20 +215,20 @@ class Simulation:
         return rows
 
     def _shares(self) -> str:
-        """What the critical path consists of."""
+        """Returns the parts of the critical path, as text."""
         shares: dict[str, float] = {}
         path = self.critical_path
         for span, after in itertools.zip_longest(path, path[1:]):
             end = span.end if after is None else min(span.end, after.start)  # overlapped reductions start before
             shares[span.kind] = shares.get(span.kind, 0.0) + end - span.start
-        if (once := self.costs.profile.step_seconds) > 0:  # feeding, metrics: behind the last span
+        if (once := self.costs.profile.step_seconds) > 0:  # feeding, metrics: after the last span
             shares["what a step takes once"] = once
         parts = ", ".join(f"{kind} {ms_text(seconds)} ms" for kind, seconds in shares.items())
         return f"critical path: {parts}"
 
 
 class _Changes:
-    """How the memory of one device rises and falls."""
+    """The changes of one device's memory."""
 
     def __init__(self, stored: float) -> None:
         self.stored = stored
@@ -236,13 +236,13 @@ class _Changes:
         self.moments: defaultdict[float, float] = defaultdict(float)  # what rises and falls at one time is a peak too
 
     def add(self, start: float, end: float, before: float, during: float, after: float) -> None:
-        """Something adds bytes at its start, needs some more until its end, and adds or frees others then."""
+        """Adds a use: ``before`` bytes from its start on, ``during`` until its end, ``after`` from then on."""
         self.changes += [(start, before + during), (end, after - during)]
         if start == end and (peak := during - min(0.0, after)) > 0:
             self.moments[start] = max(self.moments[start], peak)
 
     def curve(self) -> tuple[tuple[float, float], ...]:
-        """(seconds, bytes from then on)."""
+        """Returns the curve: (seconds, bytes from then on)."""
         level = self.stored
         points = [(0.0, level)]
         for time, group in itertools.groupby(sorted(self.changes), key=lambda event: event[0]):
@@ -254,7 +254,7 @@ class _Changes:
 
 
 def device_rows(costs: CostModel) -> list[tuple[str, tuple[int, ...]]]:
-    """(stages, devices) for reports: a row for each list of devices, with the stages that share it."""
+    """Returns rows (stages, devices) for reports: one for each list of devices, with the stages that share it."""
     found: dict[tuple[int, ...], list[str]] = {}
     for stage, devices in enumerate(costs.plan.devices):
         found.setdefault(devices, []).append(str(stage))
@@ -265,5 +265,5 @@ def device_rows(costs: CostModel) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def shown(entries: Sequence[object], limit: int = 8) -> str:
-    """The first entries of a list, as text."""
+    """Returns the first ``limit`` entries of a list, as text."""
     return " ".join(map(str, entries[:limit])) + (" ..." if len(entries) > limit else "")

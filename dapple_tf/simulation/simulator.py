@@ -29,29 +29,29 @@ def simulate(
 ) -> Simulation:
     """Simulates one training step of a plan.
 
-    Each device runs its tasks in the Schedule's order, a task as soon as its inputs have come. Transfers go from
+    Each device runs its tasks in the Schedule's order, each as soon as its inputs have arrived. Transfers go from
     replica to replica; between two devices of a server over their own ports, between servers over the servers' network
-    cards, each of which sends one message at a time and receives one, first come, first served. What stays on a device
-    is there at once.
+    cards, each of which sends one message at a time and receives one, first come, first served. Data that stays on a
+    device arrives at once.
 
-    Gradients of a parameter group are reduced when all replicas of its stages have computed them, whatever tasks are
-    left; with ``plan.wait_free=False`` when all tasks of these devices are over. A device takes part in one reduction
+    A parameter group's gradients are reduced when all replicas of its stages have computed them, whatever tasks remain;
+    with ``plan.wait_free=False`` when all tasks of these devices are over. A device takes part in one reduction
     at a time, in the order of a real step (:func:`graph_passes.ir.tasks.reduction_order`). A stage's parameters are
-    updated when its gradients are reduced and its device has no task that is ready. A schedule without backwards
-    reduces and updates nothing. With ``plan.carried_updates`` a step begins with what the one before has left: that is
-    reduced and updated first, and the forwards of its stages wait for it.
+    updated when its gradients are reduced and its device has no ready task. A schedule without backwards
+    reduces and updates nothing. With ``plan.carried_updates`` a step first reduces and updates what the previous step
+    has left, and the forwards of these stages wait for it.
 
     On a server whose capacity is below its number of devices, tasks that run at the same time slow each other down.
 
     Args:
         plan: the plan.
-        profile: what its layers cost.
-        cluster: the devices and links; links that are unknown are free.
+        profile: its layers' costs.
+        cluster: the devices and links; unknown links are free.
         overlap: all-reduce each bucket as soon as it is ready in the stage's last backward, of stages that don't share
             their devices.
         all_reduce: ``hierarchical`` or ``flat``, see :func:`dapple_tf.simulation.all_reduce.all_reduce_seconds`.
-        schedule: run this one instead of the plan's.
-        reduction_order: reduce in this order, given as positions in :attr:`CostModel.reductions`.
+        schedule: run this schedule instead of the plan's.
+        reduction_order: the order of reductions, as positions in :attr:`CostModel.reductions`.
         next_forward: simulate from the first backwards to the end of the next step's first forwards, each of which
             waits for its stage's update (Out-Of-Order BackProp, EuroSys'22, section 2): the forwards that come before
             a device's first backward are those of the next step. The time between two steps' ends, where steps follow

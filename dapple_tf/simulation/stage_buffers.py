@@ -1,4 +1,4 @@
-"""What the tasks of a stage leave in memory, and what they use besides: its layers' buffers, added up."""
+"""The memory that a stage's tasks keep, and what they use while they run: its layers' buffers, added up."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from graph_passes.ir.tasks import Phase
 
 
 class _Step(NamedTuple):
-    """The backward of one layer.
+    """The backward of one layer, in bytes.
 
     Attributes:
-        gradients: of its parameters, dense.
+        gradients: dense gradients of its parameters.
         partial: made by Bx for Bw.
         temporary: peak use, these two included.
-        passing: the gradients that it is given within the stage, and those that it gives back.
+        passing: the gradients that it gets from within the stage, and those that it returns.
     """
 
     gradients: int
@@ -27,7 +27,7 @@ class _Step(NamedTuple):
     passing: Cost
 
     def without_weights(self, samples: int) -> float:
-        """Peak use of the layer's part of Bx, beyond what it makes for Bw."""
+        """Returns the peak bytes of the layer's part of Bx, beyond those that it makes for Bw."""
         own = self.temporary.at(samples) - self.gradients - self.partial.at(samples)
         return max(0.0, own) + self.passing.at(samples)
 
@@ -36,7 +36,7 @@ class _Step(NamedTuple):
 class StageBuffers:
     """The buffers of the layers of one stage.
 
-    A tensor is inside if no other stage reads it; those that cross have lives of their own (`step_memory.py`).
+    A tensor is inside if no other stage reads it; crossing tensors have lives of their own (`step_memory.py`).
 
     Attributes:
         residual: made by F, kept to the end of the backward.
@@ -45,10 +45,10 @@ class StageBuffers:
         gradients: dense gradients of parameters, which B or Bw returns.
         rows: gradients that are rows of embeddings, kept from the backward to the update.
         apply: peak use of the optimizer's update.
-        kept: all that a slice keeps from F to its backward, tensors that cross included.
+        kept: all that a slice keeps from F to its backward, crossing tensors included.
         late: all that it keeps from Bx to Bw, likewise.
-        given: the gradients that the stage is given.
-        returned: those that it gives to earlier stages.
+        given: the gradients that the stage receives.
+        returned: the gradients that it sends to earlier stages.
     """
 
     residual: Cost
@@ -64,10 +64,10 @@ class StageBuffers:
     _steps: tuple[_Step, ...]
 
     def working(self, samples: int) -> float:
-        """What a running B uses at most besides its arguments.
+        """Returns the most bytes that a running B uses besides its arguments.
 
-        The executor keeps a function's results until it is over: at each layer the gradients of the parameters of all
-        later layers are there, and the gradients that the layer is given and gives back.
+        The executor keeps a function's results until it is over: at each layer there are the gradients of all later
+        layers' parameters, and the gradients that the layer receives and returns.
         """
         if samples in self._most:
             return self._most[samples]
@@ -83,15 +83,15 @@ class StageBuffers:
         return {}
 
     def working_input(self, samples: int) -> float:
-        """What a running Bx uses besides, beyond what it makes for Bw."""
+        """Returns the bytes that a running Bx uses besides, beyond those that it makes for Bw."""
         return max(step.without_weights(samples) for step in self._steps)
 
     def working_weight(self) -> float:
-        """What a running Bw uses besides: its results."""
+        """Returns the bytes that a running Bw uses besides: its results."""
         return float(self.gradients)
 
     def most(self, samples: int, phase: Phase) -> float:
-        """What a running B, Bx or Bw uses at most beyond what is kept."""
+        """Returns the most bytes that a running B, Bx or Bw uses beyond kept ones."""
         if phase is Phase.WEIGHT_GRAD:
             return self.working_weight()
         if phase is Phase.INPUT_GRAD:
@@ -100,7 +100,7 @@ class StageBuffers:
 
 
 def stage_buffers(profile: Profile, start: int, stop: int, recompute: str = "none") -> StageBuffers | None:
-    """The buffers of layers ``start`` to ``stop`` (excluded); None where the profile doesn't tell."""
+    """Returns the buffers of layers ``start`` to ``stop`` (excluded); None if the profile has none."""
     if not profile.has_buffers:
         return None
     layers = profile.layers[start:stop]

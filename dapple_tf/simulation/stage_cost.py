@@ -1,4 +1,4 @@
-"""What the layers of one stage cost together."""
+"""The summed costs of one stage's layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dapple_tf.describe.profile import ZERO, Cost, LayerProfile, Profile
 from dapple_tf.simulation.stage_buffers import StageBuffers, stage_buffers
 
 MIN_CUT_SHARE = 0.1
-"""Part of F's time that B takes longer with ``recompute="min_cut"``: elementwise work, by memory bandwidth."""
+"""Fraction of F's time that ``recompute="min_cut"`` adds to B: elementwise work, by memory bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -19,18 +19,18 @@ class StageCost:
     Attributes:
         layers: indices of the first layer and of the one after the last.
         forward: seconds of F.
-        backward: seconds of B, with what it recomputes.
-        backward_weight: the part of B for weight gradients. Where the profile doesn't tell, both gradients of a layer
+        backward: seconds of B, recomputation included.
+        backward_weight: the part of B for weight gradients. If the profile doesn't say, both gradients of a layer
             with parameters cost the same: one matrix product each.
         residual_bytes: kept from F to B.
         delayed_bytes: kept from Bx to Bw where B is split.
         recomputed_bytes: residuals that B computes again, alive while it runs.
-        temporary_bytes: peak use of a running task beyond that.
+        temporary_bytes: peak use of a running task beyond these.
         parameter_bytes: trainable variables, shared ones included.
         slot_bytes: the optimizer's variables.
         state_bytes: other variables.
         apply_seconds: the optimizer's update.
-        buffers: what its tasks leave in memory, buffer by buffer; None where the profile doesn't tell.
+        buffers: its tasks' memory, buffer by buffer; None if the profile has none.
     """
 
     layers: tuple[int, int]
@@ -49,12 +49,12 @@ class StageCost:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes on each of the stage's devices: variables, slots and, in accumulators or not, gradients."""
+        """Bytes on each of the stage's devices: variables, slots, and gradients (in accumulators or not)."""
         return 2 * self.parameter_bytes + self.slot_bytes + self.state_bytes
 
 
 def stage_cost(profile: Profile, start: int, stop: int, recompute: str = "none") -> StageCost:
-    """The layers ``start`` to ``stop`` (excluded) as one stage."""
+    """Returns the layers ``start`` to ``stop`` (excluded) as one stage."""
     layers = profile.layers[start:stop]
 
     def total(costs: Sequence[Cost]) -> Cost:
@@ -96,7 +96,7 @@ def stage_cost(profile: Profile, start: int, stop: int, recompute: str = "none")
 
 
 def _weight_gradient(layer: LayerProfile, tied: bool) -> Cost:
-    """The part of a layer's B that computes weight gradients."""
+    """Returns the part of a layer's B that computes weight gradients."""
     if layer.backward_weight is not None:
         return layer.backward_weight
     return layer.backward * 0.5 if layer.parameter_bytes or tied else ZERO

@@ -1,7 +1,7 @@
 """How long each buffer of a simulated step lives, and on which device.
 
-A buffer is on the device that makes it until its last reader is over. Devices that share the host's memory (logical CPU
-devices of one server) read it there; others get a copy, which is theirs from its arrival to their last reader's end.
+A buffer stays on the device that makes it until its last reader ends. Devices that share the host's memory (logical CPU
+devices of one server) read it there; others hold a copy from its arrival to their last reader's end.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class Life(NamedTuple):
-    """A buffer, or what something uses while it runs.
+    """The life of a buffer, or of a task's working memory.
 
     Attributes:
         device: where it is.
-        start: when it comes to be.
-        end: when it is freed.
+        start: when it is allocated, in seconds.
+        end: when it is freed, in seconds.
         bytes: its size.
     """
 
@@ -39,10 +39,10 @@ class Life(NamedTuple):
 
 
 class _Slice(NamedTuple):
-    """What a replica of a stage does for a micro-batch.
+    """A stage's replica's work for one micro-batch.
 
     Attributes:
-        samples: how many it has.
+        samples: number of its samples.
         device: where F and Bx run.
         home: where Bw runs.
         forward: start and end of F.
@@ -59,7 +59,7 @@ class _Slice(NamedTuple):
 
 
 class StepMemory:
-    """The lives of all buffers of a simulated step, whose profile tells of buffers."""
+    """The lives of all buffers of a simulated step, whose profile has buffers."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.costs, self.end = simulation.costs, simulation.latency
@@ -83,7 +83,7 @@ class StepMemory:
         self.carried = frozenset((stage,) for stage in carried_stages(self.costs, self.costs.schedule))
 
     def lives(self) -> Iterator[Life]:
-        """Each buffer, and what each task uses while it runs."""
+        """Yields the life of each buffer, and of each task's working memory."""
         buffers = [stage.buffers for stage in self.costs.stages]
         for stage, own in enumerate(buffers):
             assert own is not None
@@ -93,7 +93,7 @@ class StepMemory:
                     if done is not None:
                         yield from self._inside(stage, own, done)
         for tensor in self.costs.profile.tensors:
-            # What is handed on at once is part of what the task that makes it uses.
+            # A buffer that is handed on at once is part of its maker's working memory.
             yield from (life for life in self._between(tensor) if life.end > life.start)
         if self.trains:
             yield from self._updates(buffers)
@@ -101,7 +101,7 @@ class StepMemory:
     # ---- a stage's own
 
     def slice(self, stage: int, micro_batch: int, replica: int) -> _Slice | None:
-        """What a replica does for a micro-batch; None if it has no part in it."""
+        """Returns a replica's work for a micro-batch; None if it has none."""
         samples = self.costs.slices(stage, micro_batch)[replica].size
         forward = self._times("F", stage, micro_batch, replica)
         weight = self._times("Bw" if stage in self.split else "B", stage, micro_batch, replica)
@@ -127,7 +127,7 @@ class StepMemory:
         return None if span is None else (span.start, span.end)
 
     def _until(self, start: float, end: float) -> list[tuple[float, float]]:
-        """From a forward to what frees its results; if that comes before, it is of an earlier step."""
+        """Returns the time from a forward to the release of its results; a release before it is an earlier step's."""
         return [(start, end)] if start <= end else [(0.0, end), (start, self.end)]
 
     def _inside(self, stage: int, own: StageBuffers, done: _Slice) -> Iterator[Life]:
@@ -152,7 +152,7 @@ class StepMemory:
         if not self.plan.accumulates():
             taken, packed = self._taken(stage, done.home)
             yield Life(done.home, last, max(last, taken), own.gradients)
-            if packed:  # into vectors that are there at the same time
+            if packed:  # into vectors that exist at the same time
                 yield Life(done.home, taken, taken, own.gradients)
 
     # ---- between stages
@@ -161,7 +161,7 @@ class StepMemory:
         return {self.stage_of[layer] for layer in layers}
 
     def _shares(self, first: int, second: int) -> bool:
-        """Whether a device reads what is in the memory of another one where it is."""
+        """Returns whether a device reads another device's memory in place."""
         if first == second:
             return True
         devices = self.costs.cluster.devices
@@ -169,14 +169,14 @@ class StepMemory:
         return cpus and devices[first].server == devices[second].server
 
     def _last_use(self, tensor: Tensor, stage: int, done: _Slice) -> float:
-        """When a stage's slice has read a tensor for the last time."""
+        """Returns when a stage's slice reads a tensor for the last time."""
         if self.trains and stage in self._stages(tensor.kept):
             late = stage in self._stages(tensor.delayed)
             return done.weight[1] if late else done.backward[1]
         return done.forward[1]
 
     def _between(self, tensor: Tensor) -> Iterator[Life]:
-        """A tensor that crosses from one stage to others, and its gradient."""
+        """Yields the lives of a tensor that crosses from one stage to others, and of its gradient."""
         producer = self.stage_of[tensor.producer]
         consumers = sorted(self._stages(tensor.consumers) - {producer})
         readers = sorted(self._stages((*tensor.consumers, *tensor.kept)) - {producer})
@@ -215,7 +215,7 @@ class StepMemory:
     def _gradient(
         self, tensor: Tensor, micro_batch: int, made: _Slice, own: Interval, consumers: Sequence[int]
     ) -> Iterator[Life]:
-        """The gradients that come back to one of the slices that made a tensor."""
+        """Yields the lives of the gradients that return to one of the slices that made a tensor."""
         late = tensor.gradient_delayed or made.backward == made.weight
         use = made.weight[1] if late else made.backward[1]
         parts: list[tuple[_Slice, float, float]] = []  # from whom, when it is there, bytes
@@ -237,7 +237,7 @@ class StepMemory:
             yield Life(made.device, joined, max(joined, use), tensor.bytes.at(made.samples))
 
     def _arrival(self, stage: int, micro_batch: int, replica: int, target: int, after: float) -> float:
-        """When what a slice has made by some time is on another device."""
+        """Returns when a slice's result, made at ``after`` or earlier, has arrived on another device."""
         found = [span.end for span in self.sends[stage, micro_batch, replica, target] if span.start >= after]
         return min(found, default=after)
 
@@ -251,7 +251,7 @@ class StepMemory:
         return self.end if span is None else span.end
 
     def _taken(self, stage: int, device: int) -> tuple[float, bool]:
-        """When the dense gradients of a stage, which no accumulator has, are packed or have been used on a device.
+        """Returns when a stage's dense gradients outside accumulators have been packed or used on a device.
 
         Returns:
             The time, and whether they are packed then.
@@ -262,7 +262,7 @@ class StepMemory:
         return self._applied(stage, device), False
 
     def _complete(self, stages: Iterable[int], device: int) -> float:
-        """When the gradients of stages are complete on a device."""
+        """Returns when the gradients of stages are complete on a device."""
         kinds = ("B", "Bw")
         if not self.plan.wait_free:
             ends = [span.end for (kind, *_), span in self.spans.items() if span.device == device]
@@ -275,7 +275,7 @@ class StepMemory:
         return max(ends, default=0.0)
 
     def _updates(self, buffers: Sequence[StageBuffers | None]) -> Iterator[Life]:
-        """Packed gradients from the last task to the update, and what the updates themselves use.
+        """Yields the lives of packed gradients, from the last task to the update, and of updates' working memory.
 
         An update runs as soon as its gradients are reduced, on a thread of its own beside the device's tasks.
         """
@@ -308,7 +308,7 @@ class StepMemory:
             yield from _one_at_a_time(lives)
 
     def _head(self, stages: Iterable[int], device: int) -> float:
-        """When the first forward of stages begins on a device."""
+        """Returns when the first forward of stages begins on a device."""
         found = [
             s.start
             for (kind, stage, *_), s in self.spans.items()
@@ -318,7 +318,7 @@ class StepMemory:
 
 
 def _one_at_a_time(lives: Sequence[Life]) -> Iterator[Life]:
-    """What uses that may come at any time of theirs, but one after the other, need at most."""
+    """Yields the most memory of uses that run at any time within their lives, but one after the other."""
     times = sorted({time for life in lives for time in (life.start, life.end)})
     for start, end in itertools.pairwise(times):
         yield Life(

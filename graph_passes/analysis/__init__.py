@@ -1,1 +1,1 @@
-"""What can be told of a graph without running it: shapes, dependence on samples, how operators can be split."""
+"""Static analysis of graphs: shapes, dependence on samples, how operators can be split."""

@@ -1,4 +1,4 @@
-"""Means over the rows that a mask chooses, written as sums over numbers of rows: these can be the whole batch's."""
+"""Rewrites means over the rows that a mask chooses as sums over row counts, which can be the whole batch's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _BY_ROWS = ELEMENTWISE | {
     "Reciprocal",
     "Rsqrt",
 }
-"""They make of each row of their inputs one of their result."""
+"""Ops that compute each row of their result from one row of their inputs."""
 
 
 def with_counted_rows(program: Program, dependence: SampleDependence, loss_nodes: Container[str]) -> Program | None:
@@ -44,8 +44,8 @@ def with_counted_rows(program: Program, dependence: SampleDependence, loss_nodes
 
         Mean(Gather(e, Where(m)))   becomes   Sum(Gather(e, Where(m))) / Sum(m)
 
-    A slice's mean is over its own rows, however few; its sum and the number of the whole batch's rows are what
-    `scale_losses` can add up.
+    A slice's mean is over its own rows, however few; `scale_losses` can add up its sum and the number of the whole
+    batch's rows.
 
     Returns:
         None where there is no such mean.
@@ -67,7 +67,7 @@ class _Rows:
         self._spreads, self._shapes = dependence.spreads, dependence.shapes
 
     def counted(self, node: NodeDef, names: Names) -> Sequence[NodeDef] | None:
-        """What takes the place of a mean; None where it isn't one over rows that a mask of inputs chooses."""
+        """Returns the replacement of a mean; None if it isn't over rows that a mask of inputs chooses."""
         ref, axes = self.view.inputs(node.name)
         spread, shape, over = self._spreads.get(ref, CONSTANT), self._shapes.get(ref), self._integers(axes)
         if not spread.partial or spread.axis != 0 or shape is None or over is None:
@@ -102,7 +102,7 @@ class _Rows:
         return made
 
     def _mask(self, ref: Ref) -> Ref | None:
-        """The condition that has chosen a tensor's rows, if each is of one true entry."""
+        """Returns the condition that has chosen a tensor's rows, if each row belongs to one true entry."""
         node, inputs = self.view.nodes[ref.node], self.view.inputs(ref.node)
         if node.op == "GatherV2":
             return self._condition(inputs[1]) if self._integers(inputs[2]) == [0] else None
@@ -117,7 +117,7 @@ class _Rows:
         return masks.pop() if len(masks) == len(ranks) == 1 else None
 
     def _condition(self, ref: Ref) -> Ref | None:
-        """The condition whose true entries are at these places."""
+        """Returns the condition whose true entries are at these places."""
         node, inputs = self.view.nodes[ref.node], self.view.inputs(ref.node)
         if node.op in ("Squeeze", "Identity"):
             return self._condition(inputs[0])

@@ -1,4 +1,4 @@
-"""What follows from shapes alone becomes constants, so that it binds no operators to each other."""
+"""Turns values that follow from shapes alone into constants, so that they don't tie operators to each other."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from graph_passes.ir.tensorflow_bridge import (
 
 _ASKING = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _LARGEST = 1024
-"""Elements of a tensor that may become a constant: shapes, axes and counts are small."""
+"""The most elements of a tensor that may become a constant: shapes, axes and counts are small."""
 _NUMBERS = frozenset(
     {types_pb2.DT_BOOL, types_pb2.DT_INT32, types_pb2.DT_INT64, types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE}
 )
 
 
 class Folded(NamedTuple):
-    """A graph in which what follows from shapes is constant.
+    """A graph in which values that follow from shapes are constants.
 
     Attributes:
         graph: the graph.
-        shapes: those that were given, and those of new constants. Inferring them anew may tell more: a sum's shape, now
-            that its axes are known.
-        moved: tensor -> the constant that has taken its place.
+        shapes: the given ones, and those of new constants. Inferring them again may yield more, such as a sum's shape
+            now that its axes are known.
+        moved: tensor -> the constant that has replaced it.
     """
 
     graph: GraphDef
@@ -59,17 +59,17 @@ def fold_shapes(
     results: Collection[Ref] = (),
     largest: int = _LARGEST,
 ) -> Folded:
-    """A graph with constants in place of what follows from known shapes; see `FoldShapes`.
+    """Returns a graph with constants for values that follow from known shapes; see `FoldShapes`.
 
-    Constants have the names of the nodes that they replace; of further outputs ``<node>/output<k>``. They wait for
-    nothing. What only served to compute them is gone.
+    Constants have the names of the nodes that they replace; further outputs ``<node>/output<k>``. They wait for
+    nothing. Nodes that only served to compute them are removed.
 
     Args:
         graph: a flat graph; it isn't changed.
         shapes: of its tensors.
         kept: nodes that stay, under their names, even where nothing reads them.
-        results: tensors that stay, or that constants take the place of, even where nothing reads them.
-        largest: elements of a tensor that may become a constant.
+        results: tensors that stay, or that constants replace, even where nothing reads them.
+        largest: the most elements of a tensor that may become a constant.
     """
     return _Folding(graph, shapes, largest).result(kept, results)
 
@@ -93,7 +93,7 @@ class _Folding:
                 self.folded.append(name)
 
     def result(self, kept: Collection[str], results: Collection[Ref]) -> Folded:
-        """The folded graph."""
+        """Returns the folded graph."""
         read = {ref for name in self.view.nodes if name not in self.constant for ref in self.view.inputs(name)}
         read.update(results)
         named = {name for node in self.view for name in control_inputs(node)} | set(kept)
@@ -126,7 +126,7 @@ class _Folding:
         return Folded(graph, shapes, moved)
 
     def _follows(self, node: NodeDef) -> bool:
-        """Whether a node asks for a known shape, or computes something small from what is known."""
+        """Returns whether a node reads a known shape, or computes a small value from known ones."""
         inputs, refs = self.view.inputs(node.name), self._refs(node.name)
         if not inputs or not refs or not _NUMBERS.issuperset(self.outputs[node.name]):
             return False
@@ -141,12 +141,12 @@ class _Folding:
         return [Ref(name, output) for output in range(len(self.outputs[name]))]
 
     def _size(self, ref: Ref) -> int | None:
-        """Elements of a tensor, where its shape is known."""
+        """Returns a tensor's number of elements; None if its shape is unknown."""
         shape = self.shapes.get(ref)
         return None if shape is None or None in shape else math.prod(size or 0 for size in shape)
 
     def _values(self, wanted: Sequence[Ref]) -> dict[Ref, np.ndarray]:
-        """The values of tensors that follow from shapes."""
+        """Returns the values of tensors that follow from shapes."""
         asked = {name: self._asked(name) for name in self.folded if self.view.nodes[name].op in _ASKING}
         graph = GraphDef(versions=self.view.graph.versions)
         constants: dict[Ref, str] = {}
@@ -174,7 +174,7 @@ class _Folding:
         return {ref: asked[ref.node][ref.output] if ref.node in asked else computed[ref] for ref in wanted}
 
     def _asked(self, name: str) -> list[np.ndarray]:
-        """What a node that asks for shapes gives."""
+        """Returns the values of a node that reads shapes."""
         node, found = self.view.nodes[name], []
         for ref, dtype in zip(self.view.inputs(name), self.outputs[name], strict=True):
             shape = self.shapes[ref]
@@ -184,7 +184,7 @@ class _Folding:
         return found
 
     def _constant(self, name: str, original: NodeDef, value: np.ndarray) -> NodeDef:
-        """A constant where a node was; it waits for nothing."""
+        """Returns a constant that replaces a node; it waits for nothing."""
         node = make_node(name, "Const", device=original.device)
         make_constant(node, value)
         for key, attr in original.attr.items():

@@ -1,12 +1,12 @@
-"""What the elements of a stage's tensors come from, as far as the slices of a batch differ by it.
+"""Origins of the elements of a stage's tensors, which decide how slices of a batch differ.
 
     constants, variables          the same in every slice
     ids, ids + 1, flat ids        a set of elements for each sample: those of a batch are those of its slices together
     unique(ids)                   fewer in a batch than in its slices together, but no two of them are equal
     max(ids), range(batch size)   other elements in a batch than in its slices
 
-It is told by data flow: by what operators do with the elements of their inputs, and otherwise by shapes, of which an
-axis that grows as the batch does has a part for each sample.
+They follow from data flow: from operators' effects on the elements of their inputs, and otherwise from shapes, in which
+an axis that grows with the batch has a part for each sample.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from graph_passes.ir.tensorflow_bridge import (
 
 
 class Origin(enum.Enum):
-    """What the elements of a tensor come from."""
+    """The origin of a tensor's elements."""
 
     CONSTANT = "the same in every slice"
     SAMPLES = "a set of elements for each sample"
@@ -62,9 +62,9 @@ class Part(NamedTuple):
     """Consecutive elements of a tensor, in row-major order.
 
     Attributes:
-        origin: what they come from.
-        tensor: has them, perhaps in another shape or order.
-        root: of DISTINCT ones, the different elements that they are computed from.
+        origin: their origin.
+        tensor: a tensor that has them, perhaps in another shape or order.
+        root: for DISTINCT ones, the different elements that they are computed from.
     """
 
     origin: Origin
@@ -112,14 +112,14 @@ class ElementOrigins:
                 self._found[Ref(name, output)] = self._parts(node, Ref(name, output))
 
     def of(self, ref: Ref) -> Parts:
-        """A wanted tensor's elements, part by part, as far as their sizes can be told outside of calls."""
+        """Returns a wanted tensor's elements, part by part, as far as their sizes are known outside calls."""
         parts = self._found[self._moved.get(ref, ref)]
         inside = {each.node for part in parts for each in (part.tensor, part.root or part.tensor)} - self._real
         asked = len(parts) > 1 or parts[0].origin is Origin.DISTINCT
         return (Part(Origin.COUPLED, ref),) if asked and inside else parts
 
     def image(self, part: Part, elements: np.ndarray) -> np.ndarray | None:
-        """What DISTINCT elements are if those that they are computed from are these; None if more than that decides."""
+        """Computes DISTINCT elements from given root elements; None if they depend on more."""
         assert part.root is not None
         stop = {part.root: elements.astype(self._dtype(part.root))}
         names = self._view.ancestors([part.tensor], stop, control=False)
@@ -178,7 +178,7 @@ class ElementOrigins:
 
     @staticmethod
     def _computed(values: Sequence[np.ndarray]) -> Origin:
-        """What depends on a slice's size only, from its values for `SAMPLES`."""
+        """Returns the origin of a value that depends only on a slice's size, from its values for `SAMPLES`."""
         if all(np.array_equal(value, values[0]) for value in values):
             return Origin.CONSTANT
         if all(value.ndim == 0 or value.shape == values[0].shape for value in values):
@@ -221,7 +221,7 @@ class ElementOrigins:
         return self._by_shape(node, ref, given) if found is None else found
 
     def _by_shape(self, node: NodeDef, ref: Ref, given: Sequence[Parts]) -> Parts:
-        """What an operator gives of which nothing is known but its shapes."""
+        """Returns the parts of an operator's result from shapes alone."""
         aside = SHAPE_OPERANDS.get(node.op, ())
         content = {part.origin for index, parts in enumerate(given) if index not in aside for part in parts}
         grows = self._slices.grows(ref)
@@ -241,7 +241,7 @@ class ElementOrigins:
         return (Part(origin, ref),)
 
     def _kept(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
-        """Operators that give the elements of their first input, in another shape or order."""
+        """Handles operators that return the elements of their first input, in another shape or order."""
         parts = given[0]
         return parts if len(parts) == 1 or node.op in KEEPING_ORDER else None
 
@@ -267,7 +267,7 @@ class ElementOrigins:
         return None
 
     def _keeps_size(self, ref: Ref, given: Sequence[Ref]) -> bool:
-        """Whether an elementwise result has as many elements as those of the inputs that aren't constant."""
+        """Returns whether an elementwise result has as many elements as the inputs that aren't constant."""
         sizes = {each: _sizes(self._slices.shapes(each)) for each in (ref, *given)}
         growing = {sizes[each] for each in given if {part.origin for part in self._found[each]} != {Origin.CONSTANT}}
         if growing == {sizes[ref]} and None not in sizes[ref]:
@@ -301,7 +301,7 @@ class ElementOrigins:
         )
 
     def _gathered(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
-        """Values at indices: of a constant map they are what the indices are; of others, mostly what their shape is."""
+        """Handles values at indices: from a constant map they have the indices' origin; else mostly their shape's."""
         values, indices = given[0], given[1]
         origins = {part.origin for part in indices}
         unique = values[0].tensor
@@ -329,7 +329,7 @@ class ElementOrigins:
         return self._different(data_inputs(node)[1], ref) if ref.output == 1 else None
 
     def _different(self, source: Ref, ref: Ref) -> Parts:
-        """A vector of the different elements of another one."""
+        """Returns the parts of a vector of the different elements of another one."""
         shape, origins = self._slices.shapes(source)[0], {part.origin for part in self._found[source]}
         if {Origin.PLACES, Origin.SIZE} & origins:
             return (Part(Origin.PLACES, ref),)
@@ -339,12 +339,12 @@ class ElementOrigins:
         return (Part(Origin.COUPLED, ref),)
 
     def _range(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
-        """0, 1, ... up to what the data say: as many as they say, all different."""
+        """Handles 0, 1, ... up to a number from the data: all different."""
         origins = {part.origin for parts in given for part in parts}
         return (Part(Origin.DISTINCT, ref, ref),) if origins == {Origin.CONSTANT, Origin.COUPLED} else None
 
     def _accumulated(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
-        """Sums of all before, and orders: along the batch they count its samples."""
+        """Handles cumulative sums, and orders: along the batch they count its samples."""
         inputs = data_inputs(node)
         axis = self._slices.value(inputs[1]) if node.op not in ("TopKV2", "TopK") else np.array(-1)
         shape, batch = self._slices.shapes(inputs[0])[0], self._slices.batch_axis(inputs[0])
@@ -355,23 +355,23 @@ class ElementOrigins:
         return (Part(Origin.PLACES, ref),) if int(axis) % len(shape) == batch else None
 
     def _where(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
-        """Places where a mask is true, a column for each of its axes."""
+        """Handles places where a mask is true, a column for each of its axes."""
         along = {part.origin for part in given[0]} == {Origin.SAMPLES}
         return (Part(Origin.PLACES if along else Origin.COUPLED, ref),)
 
     def _partitioned(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
-        """Elements that each have the number of the output where they go."""
+        """Handles elements that are distributed to outputs by number."""
         own = all(len(parts) == 1 and parts[0].origin is Origin.SAMPLES for parts in given)
         return (Part(Origin.SAMPLES, ref),) if own else None
 
     def _filled(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
-        """The elements of a sparse tensor, its second input, with one more for each sample that has none."""
+        """Handles the elements of a sparse tensor, the second input, with one more for each sample that has none."""
         origins = {part.origin for index in (1, 3) for part in given[index]}
         own = ref.output == 1 and Origin.SAMPLES in origins and origins <= {Origin.SAMPLES, Origin.CONSTANT}
         return (Part(Origin.SAMPLES if own else Origin.PLACES, ref),)
 
     def _columns(self, node: NodeDef, ref: Ref, given: list[Parts]) -> Parts | None:
-        """Columns of a list of places: those of other axes than the batch's are places within a sample."""
+        """Handles columns of a list of places: those of other axes than the batch's are places within a sample."""
         source = data_inputs(node)[0]
         while self._view.nodes[source.node].op in ("Identity", "Cast"):
             source = data_inputs(self._view.nodes[source.node])[0]
@@ -397,5 +397,5 @@ class ElementOrigins:
 
 
 def _sizes(shapes: Sequence[Shape | None]) -> tuple[int | None, ...]:
-    """Numbers of elements; None where one isn't known."""
+    """Returns the numbers of elements; None for unknown ones."""
     return tuple(None if shape is None or None in shape else math.prod(size or 0 for size in shape) for shape in shapes)

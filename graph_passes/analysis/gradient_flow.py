@@ -1,4 +1,4 @@
-"""Which gradients an optimizer computes each variable's new value from."""
+"""Finds the gradients from which an optimizer computes each variable's new value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 
 
 def gradients_behind(update: Captured) -> Mapping[str, frozenset[str]]:
-    """Variable that an update uses -> the parameters whose gradients it assigns something of to it.
+    """Maps each variable of an update to the parameters whose gradients its new value depends on.
 
     w -= g_w / norm([g_w, g_v])   gives   {w: {w, v}}
     """
@@ -43,13 +43,13 @@ class _Flow:
     def walk(
         self, graph: GraphDef, sources: Mapping[Ref, frozenset[str]], handles: Mapping[Ref, str], under: frozenset[str]
     ) -> tuple[dict[Ref, frozenset[str]], dict[Ref, str]]:
-        """Follows the nodes of a graph, producers first; tells what is in tensors, and variables' handles.
+        """Follows the nodes of a graph, producers first; returns tensors' gradients, and variables' handles.
 
         Args:
             graph: the graph.
             sources: tensors -> the gradients in them.
             handles: tensors that are variables' handles.
-            under: the gradients by which it was decided that the graph runs at all.
+            under: the gradients that decided whether the graph runs at all.
         """
         view = Graph(graph)
         found, named = dict(sources), dict(handles)
@@ -80,7 +80,7 @@ class _Flow:
         named: Mapping[Ref, str],
         under: frozenset[str],
     ) -> list[frozenset[str]]:
-        """What is in the results of a call, or of any of the branches of which a tensor chooses one."""
+        """Returns the gradients in the results of a call, or of any of the branches that a tensor chooses from."""
         arguments = inputs[1:] if node.op in _BRANCHES else inputs
         under = under if node.op in CALLS else under | found.get(inputs[0], _NONE)
         results: list[frozenset[str]] = []

@@ -1,4 +1,4 @@
-"""The bodies of a flat graph's calls in the calls' place, for those who look at what operators do."""
+"""Replaces a flat graph's calls by their bodies, for analyses of operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graph_passes.ir.tensorflow_bridge import function_graph
 
 
 def inline_calls(graph: GraphDef) -> tuple[GraphDef, Mapping[Ref, Ref]]:
-    """A graph without calls, also within the functions that they call; loops and branches stay.
+    """Returns a graph without calls, also within the functions that they call; loops and branches stay.
 
         y = f(x), f(a) = { b, c }   becomes   y/b(x) -> y/c
 
@@ -18,7 +18,7 @@ def inline_calls(graph: GraphDef) -> tuple[GraphDef, Mapping[Ref, Ref]]:
         graph: a flat graph, producers first; it isn't changed.
 
     Returns:
-        The graph, and the tensors that are there in place of calls' results.
+        The graph, and the tensors that replace calls' results.
     """
     if not any(node.op in CALLS for node in graph.node):
         return graph, {}
@@ -38,11 +38,11 @@ class _Inlining:
         self.moved: dict[Ref, Ref] = {}
 
     def now(self, ref: Ref) -> Ref:
-        """The tensor that is in a tensor's place."""
+        """Returns the tensor that replaces a tensor."""
         return self.moved.get(ref, ref)
 
     def place(self, node: NodeDef, name: str, inputs: Sequence[Ref]) -> None:
-        """Adds a node under a name, or what it calls."""
+        """Adds a node under a name, or the body that it calls."""
         if node.op not in CALLS:
             own = self.graph.node.add()
             own.CopyFrom(node)

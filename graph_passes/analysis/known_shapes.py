@@ -1,4 +1,4 @@
-"""Shapes of an earlier stage's tensors, computed from the slice of the stage that reads them."""
+"""Computes shapes of an earlier stage's tensors from the slice of the stage that reads them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from graph_passes.ir.tensorflow_bridge import output_dtypes
 def with_known_shapes(
     program: Program, shapes: SliceShapes, wanted: Container[str], stage_of: Mapping[str, int]
 ) -> tuple[GraphDef, frozenset[str]]:
-    """A copy in which the ``wanted`` shapes are computed from the slice's number of samples wherever that is possible.
+    """Returns a copy that computes the ``wanted`` shapes from the slice's number of samples wherever possible.
 
-    A model may take the batch size from one tensor and use it far behind. Slices differ between stages, so that such a
-    value must not cross a cut; as a function of the stage's own slice it needn't. Lengths that the model leaves
-    open are the same in all slices, and may cross.
+    A model may take the batch size from one tensor and use it much later. Slices differ between stages, so such a
+    value must not cross a cut; as a function of the stage's own slice it needn't. Lengths that the model leaves open
+    are the same in all slices, and may cross.
 
     Returns:
         The copy, and its nodes that are the same in all slices.
@@ -56,9 +56,9 @@ class _KnownShape:
     Args:
         graph: the graph to add them to.
         names: gives them names.
-        node: the ``Shape`` node in place of which they are.
+        node: the ``Shape`` node that they replace.
         samples: the slice's number of samples.
-        position: of what makes the tensor.
+        position: of the node that makes the tensor.
     """
 
     def __init__(self, graph: GraphDef, names: Names, node: NodeDef, samples: Ref, position: int | None) -> None:
@@ -99,7 +99,7 @@ class _KnownShape:
         return Ref(self.graph.node[-1].name)
 
     def _own(self) -> Ref:
-        """The tensor's own shape."""
+        """Returns the tensor's own shape."""
         copy = self.graph.node.add()
         copy.CopyFrom(self.node)
         copy.name = self._name("own")
@@ -107,7 +107,7 @@ class _KnownShape:
         return Ref(copy.name)
 
     def _add(self, part: str, op: str, *inputs: Ref, here: bool = False) -> Ref:
-        """A node, ``here`` if it is computed where the tensor is made."""
+        """Returns a node, ``here`` if it is computed where the tensor is made."""
         attrs = {"T": dtype_attr(types_pb2.DT_INT32)}
         self.graph.node.append(make_node(self._name(part), op, list(inputs), attrs=attrs))
         if here:

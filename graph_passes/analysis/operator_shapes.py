@@ -1,8 +1,7 @@
-"""The shapes of all tensors of a flat graph whose batch size is known, also behind loops, branches and lists.
+"""Infers the shapes of all tensors of a flat graph with a known batch size, also after loops, branches and lists.
 
-TensorFlow's own inference takes the outputs of loops, branches and calls to have the shapes that they were traced with,
-with an unknown batch size, and what comes out of a list of tensors likewise. Here their bodies are asked, and handles
-(of lists and variables) are followed into them.
+TensorFlow's own inference assigns the outputs of loops, branches, calls and lists of tensors the traced shapes, with an
+unknown batch size. Here their bodies are inferred too, and handles (of lists and variables) are followed into them.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from graph_passes.ir.tensorflow_bridge import (
 )
 
 LOOPS = frozenset({"While", "StatelessWhile"})
-"""Every input is an argument of condition and body, and every output what the last round makes of it."""
+"""Loops: every input is an argument of condition and body, every output its value after the last round."""
 BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
-"""The first input chooses a function, the others are its arguments."""
+"""Branches: the first input chooses a function, the others are its arguments."""
 _HANDLES = frozenset({types_pb2.DT_RESOURCE, types_pb2.DT_VARIANT})
 # Op that reads what is behind a handle -> (output that has its shape, dimensions before it).
 _READERS = {
@@ -51,9 +50,9 @@ _READERS = {
 _KEEPING = frozenset({"Identity", "TensorListSetItem"})
 _ZEROS = "Fill"
 _MOST_ROUNDS = 50
-"""How often shapes are inferred again with what has become known of loops: each behind another takes one more."""
+"""The most rounds of inference with new knowledge of loops: each loop after another takes one more."""
 _DEEPEST = 8
-"""Calls within calls that are looked into."""
+"""The deepest nesting of calls that is inferred."""
 
 _Given: TypeAlias = tuple[Shape | None, ...]
 
@@ -65,14 +64,14 @@ class CallShapes(NamedTuple):
     elements: _Given
 
     def arguments(self, node: NodeDef) -> CallShapes:
-        """Those of the functions that a node runs, if these are those of its inputs."""
+        """Returns the shapes of the arguments of a node's functions, if these are those of its inputs."""
         return CallShapes(self.shapes[1:], self.elements[1:]) if node.op in BRANCHES else self
 
 
 def operator_shapes(graph: GraphDef, placeholders: Mapping[str, Sequence[int | None]]) -> dict[Ref, Shape | None]:
-    """The shape of every tensor of a flat graph; None is an unknown rank.
+    """Returns the shape of every tensor of a flat graph; None is an unknown rank.
 
-    What depends on values (the rows that a mask leaves, say) stays unknown.
+    Shapes that depend on values (the rows that a mask leaves, say) stay unknown.
 
     Args:
         graph: a flat graph.
@@ -85,7 +84,7 @@ def operator_shapes(graph: GraphDef, placeholders: Mapping[str, Sequence[int | N
 
 
 class KnownShapes(NamedTuple):
-    """What is known of the tensors of one graph.
+    """The known shapes of one graph.
 
     Attributes:
         shapes: see `operator_shapes`.
@@ -116,7 +115,7 @@ class ShapeInference:
         elements: Mapping[str, Shape] | None = None,
         values: Mapping[Ref, int] | None = None,
     ) -> KnownShapes:
-        """Shapes of a graph.
+        """Returns the shapes of a graph.
 
         Args:
             graph: a flat graph.
@@ -148,7 +147,7 @@ class ShapeInference:
         return KnownShapes(shapes, handles.known())
 
     def of_function(self, graph: GraphDef, given: CallShapes) -> KnownShapes:
-        """Shapes inside of a function for arguments of given shapes; ``graph`` is the `function_graph`."""
+        """Infers shapes inside a function for arguments of given shapes; ``graph`` is the `function_graph`."""
         arguments = [node.name for node in graph.node if node.op == "Placeholder"]
         shapes = zip(arguments, given.shapes, strict=False)
         elements = zip(arguments, given.elements, strict=False)
@@ -159,7 +158,7 @@ class ShapeInference:
         )
 
     def results(self, name: str, given: CallShapes) -> CallShapes | None:
-        """What a function makes of arguments of given shapes; None where calls go too deep."""
+        """Returns the shapes of a function's results for given arguments; None if calls nest too deeply."""
         key = name, given
         if key not in self._results:
             if self._depth == _DEEPEST:
@@ -176,7 +175,7 @@ class ShapeInference:
         return self._results[key]
 
     def call(self, node: NodeDef, given: CallShapes) -> CallShapes | None:
-        """What a loop, branch or call makes of its inputs; None for other nodes that run functions."""
+        """Returns the shapes of a loop's, branch's or call's results; None for other nodes that run functions."""
         if node.op in LOOPS:
             return self._loop(node.attr["body"].func.name, given)
         if node.op in CALLS:
@@ -190,7 +189,7 @@ class ShapeInference:
         return joined
 
     def _loop(self, body: str, given: CallShapes) -> CallShapes | None:
-        """What stays the same from round to round."""
+        """Returns the shapes that stay the same from round to round."""
         for _ in range(_MOST_ROUNDS):
             after = self.results(body, given)
             if after is None:
@@ -207,7 +206,7 @@ class ShapeInference:
         return None
 
     def keeps_length(self, body: str, index: int) -> bool:
-        """Whether a loop's body gives a list back with as many elements as it takes: it only replaces some."""
+        """Returns whether a loop's body returns a list with as many elements as it takes: it only replaces some."""
         if (body, index) not in self._kept:
             graph, results = function_graph(self._library, body)
             nodes = {node.name: node for node in graph.node}
@@ -220,13 +219,13 @@ class ShapeInference:
 
 
 class Handles:
-    """What is behind a graph's handles, and what comes out of loops, branches and calls.
+    """Shapes behind a graph's handles, and of the results of loops, branches and calls.
 
     Args:
         inference: of the graph's library.
         graph: a flat graph.
         shapes: of its tensors, as far as known.
-        elements: shapes of what is behind placeholders that are handles.
+        elements: shapes behind placeholders that are handles.
         lengths: node that reserves a list -> the number of its elements, as far as known.
     """
 
@@ -246,7 +245,7 @@ class Handles:
         self._called: dict[str, CallShapes | None] = {}
 
     def known(self) -> dict[Ref, Shape]:
-        """All that is known of handles."""
+        """Returns all known shapes behind handles."""
         for node in self._nodes.values():
             for output, dtype in enumerate(output_dtypes(node) if _may_pass_on_handles(node) else ()):
                 if dtype in _HANDLES:
@@ -254,7 +253,7 @@ class Handles:
         return {ref: shape for ref, shape in self._found.items() if shape is not None}
 
     def outputs(self, node: NodeDef) -> dict[Ref, Shape]:
-        """What is known of the outputs of a reader of a handle, or of a node that runs functions."""
+        """Returns the known output shapes of a reader of a handle, or of a node that runs functions."""
         if node.op == _ZEROS:
             # The gradient of a variable that a loop reads begins with zeros of its shape.
             origin = self._nodes[data_inputs(node)[0].node]
@@ -283,14 +282,14 @@ class Handles:
 
     def _call(self, node: NodeDef) -> CallShapes | None:
         if node.name not in self._called:
-            self._called[node.name] = None  # Asked again on the way, it isn't known.
+            self._called[node.name] = None  # unknown if asked recursively
             given = data_inputs(node)
             shapes = tuple(self._shapes.get(ref) for ref in given)
             self._called[node.name] = self._inference.call(node, CallShapes(shapes, tuple(map(self.element, given))))
         return self._called[node.name]
 
     def element(self, ref: Ref) -> Shape | None:
-        """The shape of what is behind a handle; None where it is unknown, and for other tensors."""
+        """Returns the shape behind a handle; None if unknown, and for other tensors."""
         if ref not in self._found:
             self._found[ref] = None
             self._found[ref] = self._element(ref)
@@ -319,7 +318,7 @@ class Handles:
         return None
 
     def _length(self, ref: Ref) -> int | None:
-        """The number of a list's elements, where none is added after it was made."""
+        """Returns the number of a list's elements, where none is added after it was made."""
         node = self._nodes[ref.node]
         given = data_inputs(node)
         if node.op == "TensorListReserve":
@@ -333,7 +332,7 @@ class Handles:
         return None
 
     def _declared(self, ref: Ref) -> Shape | None:
-        """The shape that a list was made for, if it is constant and complete."""
+        """Returns the shape that a list was made for, if it is constant and complete."""
         node = self._nodes[ref.node]
         sizes = constant_value(node) if node.op == "Const" else None
         return None if sizes is None or sizes.ndim != 1 or (sizes < 0).any() else tuple(map(int, sizes))
@@ -348,7 +347,7 @@ def _may_grow(node: NodeDef) -> bool:
 
 
 def _refined(known: Shape | None, more: Shape | None) -> Shape | None:
-    """Both pieces of knowledge together; None where they contradict each other or nothing is known."""
+    """Merges two known shapes; None if they contradict each other or nothing is known."""
     if known is None or more is None:
         return more if known is None else known
     if len(known) != len(more) or any(
@@ -359,14 +358,14 @@ def _refined(known: Shape | None, more: Shape | None) -> Shape | None:
 
 
 def _join(one: Shape | None, other: Shape | None) -> Shape | None:
-    """What two shapes have in common."""
+    """Returns the common part of two shapes."""
     if one is None or other is None or len(one) != len(other):
         return None
     return tuple(first if first == second else None for first, second in zip(one, other, strict=True))
 
 
 def _both(one: Shape, other: Shape) -> Shape | None:
-    """The shape of elements of one list: what is known of either, or what both have in common."""
+    """Returns the shape of elements of one list: what is known of either, or what both have in common."""
     return _refined(one, other) or _join(one, other)
 
 
@@ -386,7 +385,7 @@ def _length_name(name: str) -> str:
 
 
 def _with_lengths(graph: GraphDef) -> GraphDef:
-    """The graph with vectors that are as long as lists are when they are made."""
+    """Returns the graph with vectors that are as long as lists are when they are made."""
     reserved = [node for node in graph.node if node.op == "TensorListReserve"]
     if not reserved:
         return graph
@@ -400,7 +399,7 @@ def _with_lengths(graph: GraphDef) -> GraphDef:
 
 
 def _with_shapes(graph: GraphDef, more: Mapping[Ref, Shape]) -> GraphDef:
-    """The graph with nodes that tell the shapes of some tensors to their readers."""
+    """Returns the graph with nodes that tell the shapes of some tensors to their readers."""
     if not more:
         return graph
     found = copied(graph)

@@ -1,4 +1,4 @@
-"""What operators do with the elements of their inputs."""
+"""Operators' effects on the elements of their inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNIQUE = frozenset({"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV
 SEGMENT_GRADIENTS = frozenset({"SparseSegmentSumGradV2", "SparseSegmentMeanGradV2", "SparseSegmentSqrtNGradV2"})
 """Their second result has the different elements of their second input."""
 ACCUMULATING = frozenset({"Cumsum", "Cumprod", "CumulativeLogsumexp", "TopK", "TopKV2"})
-"""What they give at one place of an axis depends on others."""
+"""Their result at one place of an axis depends on others."""
 SHAPE_OPERANDS = {
     "BroadcastTo": (1,),
     "ExpandDims": (1,),
@@ -45,9 +45,9 @@ SHAPE_OPERANDS = {
     "Tile": (1,),
     "Transpose": (1,),
 }
-"""Numbers of the inputs that only tell the shape of the result, or which part of another input it is."""
+"""Numbers of the inputs that only determine the result's shape, or which part of another input it is."""
 
 
 def draws(op: str) -> bool:
-    """Whether an operator draws random numbers."""
+    """Returns whether an operator draws random numbers."""
     return any(told in op for told in ("Random", "Multinomial", "TruncatedNormal"))

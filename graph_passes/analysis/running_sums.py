@@ -1,4 +1,4 @@
-"""What an update makes of a running value: what it adds to it, or compares it with."""
+"""Updates of running values: what they add, or compare with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Part(NamedTuple):
 
 
 def parts_of_update(graph: Graph, update: Ref, value: Ref) -> list[Part] | None:
-    """The operands that become one with a running value, one after the other.
+    """Returns the operands that are combined with a running value, in order.
 
         (value + a) - b   has   a, b
 
@@ -33,7 +33,7 @@ def parts_of_update(graph: Graph, update: Ref, value: Ref) -> list[Part] | None:
         value: the value before.
 
     Returns:
-        None where the new value is computed in another way.
+        The operands; None if the new value is computed in another way.
     """
     if update == value:
         return []

@@ -1,4 +1,4 @@
-"""What functions make of the samples of a slice: calls, branches, and loops round by round."""
+"""Spreads of functions' results: calls, branches, and loops round by round."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from graph_passes.ir.graph import NodeDef, function_names
 from graph_passes.ir.spreads import Coupling, Spread, all_shared
 
 _MOST_ROUNDS = 8
-"""How often a loop's body is interpreted: what one variable depends on may become another's, round by round."""
+"""The most interpretations of a loop's body: dependences pass from variable to variable, round by round."""
 
 
 def _called(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
-    """What a function makes of its arguments."""
+    """Returns the spreads of a call's results."""
     refs = interpreter.graph.inputs(node.name)
     body = interpreter.body(node.attr["f"].func.name, *interpreter.call_shapes(refs))
     if body is None:
@@ -27,7 +27,7 @@ def _called(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
 
 
 def _branched(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
-    """What the branches have in common; which one is run mustn't depend on a slice."""
+    """Returns what the branches have in common; the choice mustn't depend on a slice."""
     choice, *refs = interpreter.graph.inputs(node.name)
     used = _used(interpreter, node)[1:]
     chosen = interpreter.of(choice)
@@ -48,7 +48,7 @@ def _branched(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | Non
 
 
 def _looped(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
-    """What stays true of a loop's variables from round to round."""
+    """Returns the spreads of a loop's variables that hold in every round."""
     refs = interpreter.graph.inputs(node.name)
     spreads = _used(interpreter, node)
     given = [interpreter.inference.call(node, shapes) for shapes in interpreter.call_shapes(refs)]
@@ -94,27 +94,27 @@ def _looped(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
 
 
 def _used(interpreter: Interpreter, node: NodeDef) -> list[Spread]:
-    """The inputs' spreads; sums of samples aren't used linearly in bodies, but for those that hand them on."""
+    """Returns the inputs' spreads; bodies don't use sums of samples linearly, except to pass them on."""
     refs = interpreter.graph.inputs(node.name)
     has_rows = any(spread.axis is not None for spread in interpreter.inputs(node))
     return [interpreter.fixed(node, index, rows=has_rows) for index in range(len(refs))]
 
 
 def _taken_over(interpreter: Interpreter, node: NodeDef, body: Body, inside: Interpreter) -> list[Spread]:
-    """A body's couplings are those of the node that runs it; what it gives."""
+    """Assigns a body's couplings to the node that runs it; returns the spreads of the results."""
     for _, coupling in inside.couplings:
         interpreter.couple(node, coupling)
     return [inside.of(ref) for ref in body.results]
 
 
 def _unknown(interpreter: Interpreter, node: NodeDef) -> None:
-    """Of a body that can't be looked into, it is said that nothing is known."""
+    """Notes that nothing is known of a body that can't be interpreted."""
     if any(spread.axis is not None and spread.varies for spread in interpreter.inputs(node)):
         interpreter.couple(node, Coupling.UNKNOWN)
 
 
 def _merged(several: Sequence[Spread]) -> Spread:
-    """What is true of all of some tensors, one of which is taken."""
+    """Returns a spread that holds for each of several tensors, one of which is chosen."""
     if len(set(several)) == 1:
         return several[0]
     axes = [spread.axis for spread in several if spread.axis is not None]

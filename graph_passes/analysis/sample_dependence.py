@@ -18,14 +18,14 @@ from graph_passes.ir.tensorflow_bridge import Shape
 
 
 class SampleDependence(NamedTuple):
-    """What the interpretation has found out.
+    """The result of the interpretation.
 
     Attributes:
         spreads: tensor -> how it relates to that of the whole batch.
         couplings: (node, what it does), in the order of the graph.
         wholes: see `Whole`.
         shapes: those of tensors without batch axes, and of others for some number of samples.
-        partial: whether this is of what computes the outputs alone, as shapes contradict each other in the rest.
+        partial: whether it covers only the outputs' computation, as shapes contradict each other in the rest.
     """
 
     spreads: Mapping[Ref, Spread]
@@ -43,11 +43,11 @@ def sample_dependence(
     Args:
         program: a flat program, producers first.
         loss_nodes: the nodes that serve the loss alone, which may read statistics of the whole batch.
-        outputs: the model's outputs: with the samples along two axes, they are coupled as pairs. Where shapes
-            contradict each other, of the loss and the labels, say, what these are computed by is interpreted alone.
+        outputs: the model's outputs: with the samples along two axes, they are coupled as pairs. If shapes contradict
+            each other (of the loss and the labels, say), only the outputs' computation is interpreted.
 
     Returns:
-        What is known; None where shapes contradict each other whatever the number of samples in that part, too.
+        The result; None if shapes contradict each other in that part too, for all numbers of samples.
     """
     graph, partial = Graph(program.graph), False
     shapes = _shapes(program, program.graph)
@@ -94,7 +94,7 @@ def sample_dependence(
 
 
 def _shapes(program: Program, graph: GraphDef) -> SliceShapes | None:
-    """None where shapes contradict each other for all numbers of samples: an error of what needs them."""
+    """Returns the shapes; None if they contradict each other for all numbers of samples: their readers raise that."""
     try:
         shapes = SliceShapes.of(program, graph)
     except PassError:
@@ -105,7 +105,7 @@ def _shapes(program: Program, graph: GraphDef) -> SliceShapes | None:
 def _inside(
     program: Program, graph: GraphDef, shapes: SliceShapes, inference: ShapeInference
 ) -> tuple[SliceShapes, Sequence[Mapping[Ref, Shape]]]:
-    """The shapes also behind loops and branches, and of lists' elements for both numbers of samples."""
+    """Infers shapes after loops and branches too, and of lists' elements for both numbers of samples."""
     assert shapes.samples is not None
     few, many = shapes.samples
     nothing: Sequence[Mapping[Ref, Shape]] = ({}, {})
@@ -117,7 +117,7 @@ def _inside(
             inference.of(graph, inputs, values={program.roles.slice.samples: samples})
             for inputs, samples in [(shapes.assumed[0], few), (shapes.assumed[1], many), *open_lengths]
         ]
-    except PassError:  # Without that, sizes are told by axes.
+    except PassError:  # sizes then follow from axes
         return shapes, nothing
     first, second, last = known[0], known[1], known[-1] if open_lengths else known[0]
     found = first.shapes, second.shapes, last.shapes

@@ -1,4 +1,4 @@
-"""What operations that move, cut, join and look up elements make of the samples of a slice."""
+"""Spreads of the results of operations that move, cut, join and look up elements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graph_passes.ir.spreads import CONSTANT, Coupling, Spread, together
 
 
 def _mixed(interpreter: Interpreter, node: NodeDef, spread: Spread, coupling: Coupling) -> Spread:
-    """Notes a coupling, if samples differ; what follows goes on as if there were none."""
+    """Notes a coupling if samples differ; the interpretation continues as if there were none."""
     if spread.varies:
         interpreter.couple(node, coupling)
     return spread
@@ -35,7 +35,7 @@ def _reshaped(interpreter: Interpreter, node: NodeDef) -> Spread:
 
 
 def _moved(interpreter: Interpreter, node: NodeDef) -> Spread:
-    """The same elements with other axes."""
+    """Handles the same elements with other axes."""
     refs = interpreter.graph.inputs(node.name)
     spread = interpreter.of(refs[0])
     if spread.axis is None or spread.one_by_one:
@@ -46,7 +46,7 @@ def _moved(interpreter: Interpreter, node: NodeDef) -> Spread:
 
 
 def _cut(interpreter: Interpreter, node: NodeDef) -> Spread:
-    """`StridedSlice` and `Slice`."""
+    """Handles `StridedSlice` and `Slice`."""
     refs = interpreter.graph.inputs(node.name)
     spread = interpreter.of(refs[0])
     if spread.axis is None or spread.one_by_one:
@@ -69,7 +69,7 @@ def _cut(interpreter: Interpreter, node: NodeDef) -> Spread:
 
 
 def _slice_of(interpreter: Interpreter, node: NodeDef, refs: Sequence[Ref], axis: int) -> tuple[int | None, int] | None:
-    """Where a slice begins on an axis and its step; None where it takes the axis whole."""
+    """Returns where a slice begins on an axis and its step; None where it takes the axis whole."""
     begin = interpreter.numbers(refs[1])
     if node.op == "Slice":
         size, shape = interpreter.numbers(refs[2]), interpreter.shape(refs[0])
@@ -100,7 +100,7 @@ def _slice_of(interpreter: Interpreter, node: NodeDef, refs: Sequence[Ref], axis
 def _entry(
     interpreter: Interpreter, refs: Sequence[Ref], masks: Mapping[str, int], entry: int, size: int | None
 ) -> tuple[int | None, int] | None:
-    """One entry of a strided slice; see `_slice_of`."""
+    """Returns one entry of a strided slice; see `_slice_of`."""
     begin, end, steps = (interpreter.numbers(ref) for ref in refs[1:4])
     step = 1 if steps is None else int(steps[0][entry])
     if masks["shrink_axis"] >> entry & 1:
@@ -116,7 +116,7 @@ def _entry(
 
 
 def _split(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread]:
-    """`Split`, `SplitV` and `Unpack`: parts along an axis."""
+    """Handles `Split`, `SplitV` and `Unpack`: parts along an axis."""
     refs = interpreter.graph.inputs(node.name)
     ref = refs[1] if node.op == "Split" else refs[0]
     count, spread, shape = len(interpreter.dtypes(node.name)), interpreter.of(ref), interpreter.shape(ref)
@@ -137,7 +137,7 @@ def _split(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread]:
 
 
 def _joined(interpreter: Interpreter, node: NodeDef) -> Spread | None:
-    """`ConcatV2` and `Pack`."""
+    """Handles `ConcatV2` and `Pack`."""
     refs = interpreter.graph.inputs(node.name)
     values = refs[:-1] if node.op == "ConcatV2" else refs
     used = [(ref, interpreter.of(ref)) for ref in values]
@@ -184,7 +184,7 @@ def _tiled(interpreter: Interpreter, node: NodeDef) -> Spread:
 
 
 def _gathered(interpreter: Interpreter, node: NodeDef) -> Spread | None:
-    """`GatherV2`: rows of a table, or of the samples themselves."""
+    """Handles `GatherV2`: rows of a table, or of the samples themselves."""
     refs = interpreter.graph.inputs(node.name)
     table, indices = interpreter.of(refs[0]), interpreter.of(refs[1])
     shape = interpreter.shape(refs[0])
@@ -211,7 +211,7 @@ def _gathered_nd(interpreter: Interpreter, node: NodeDef) -> Spread | None:
 
 
 def _picked(interpreter: Interpreter, node: NodeDef, table: Spread, indices: Spread) -> Spread:
-    """Samples that are looked up among the samples: each its own, by its place, or others."""
+    """Handles lookups of samples among the samples: each its own, by its place, or others."""
     if indices.axis is None:
         _mixed(interpreter, node, table, Coupling.PLACE)
         return Spread(varies=table.varies, linear=False, known=table.known and indices.known)
@@ -222,7 +222,7 @@ def _picked(interpreter: Interpreter, node: NodeDef, table: Spread, indices: Spr
 
 
 def _without_place(interpreter: Interpreter, node: NodeDef) -> Spread:
-    """Sample by sample, whatever the places say."""
+    """Handles sample-by-sample operations, whatever the places are."""
     refs = interpreter.graph.inputs(node.name)
     used = [(ref, interpreter.of(ref)) for ref in refs]
     return Spread(
@@ -244,7 +244,7 @@ def _where(interpreter: Interpreter, node: NodeDef) -> Spread | None:
 
 
 def _unique(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | None:
-    """The different values among all, and where each sample has its own among these."""
+    """Handles the different values among all, and each sample's position among these."""
     spread = interpreter.inputs(node)[0]
     if spread.axis is None or spread.one_by_one:
         return None
@@ -261,7 +261,7 @@ def _range(interpreter: Interpreter, node: NodeDef) -> Spread:
 
 
 def _listed(interpreter: Interpreter, node: NodeDef) -> Spread:
-    """`TensorListFromTensor`: a list has the spread of its elements."""
+    """Handles `TensorListFromTensor`: a list has the spread of its elements."""
     spread = interpreter.inputs(node)[0]
     return spread if spread.axis is None else spread._replace(axis=spread.axis - 1)
 
@@ -275,7 +275,7 @@ def _element(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread]:
 
 
 def _in_turn(interpreter: Interpreter, node: NodeDef) -> bool:
-    """Whether a list with an element for each sample is read or written at the place where its loop is."""
+    """Returns whether a list with an element for each sample is accessed at its loop's current position."""
     if node.op not in ("TensorListGetItem", "TensorListSetItem"):
         return False
     place = interpreter.graph.inputs(node.name)[1]

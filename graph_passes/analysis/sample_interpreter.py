@@ -1,4 +1,4 @@
-"""Walks through a graph and asks of each node what it makes of the samples of a slice."""
+"""Interprets a graph node by node: how each treats the samples of a slice."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from graph_passes.ir.tensorflow_bridge import Shape, function_graph, is_stateful
 
 Rule: TypeAlias = "Callable[[Interpreter, NodeDef], Spread | Sequence[Spread] | None]"
 _SOME_LENGTH = 48
-"""Of an axis of unknown length: how what is computed of it grows with the samples doesn't depend on which."""
+"""Assumed length of an axis of unknown length: growth with the samples doesn't depend on it."""
 _DEEPEST = 8
-"""Calls within calls that are looked into."""
+"""The deepest nesting of calls that is interpreted."""
 
 
 class Whole(NamedTuple):
-    """A tensor that a node of the loss must read of the whole batch, for being neither a sum nor a mean to it.
+    """A tensor that a node of the loss must read of the whole batch, as it uses it neither as a sum nor as a mean.
 
     Attributes:
         node: the reader.
-        argument: which of its inputs.
-        ref: what it reads; computed from batch inputs alone.
+        argument: the index of its input.
+        ref: the tensor; computed from batch inputs alone.
     """
 
     node: str
@@ -38,7 +38,7 @@ class Whole(NamedTuple):
 
 
 class Body(NamedTuple):
-    """A function, and what is known inside it of shapes, for two numbers of samples.
+    """A function, and its inner shapes, for two numbers of samples.
 
     Attributes:
         graph: producers first.
@@ -58,7 +58,7 @@ class Interpreter:
 
     Args:
         graph: a flat graph, producers first.
-        rules: op -> what it makes of its inputs; None where it does something with each sample by itself.
+        rules: op -> its effect on its inputs' spreads; None if it treats each sample by itself.
         samples: two numbers of samples of a slice.
         shapes: of its tensors, for each of them.
         scalars: values of some placeholders, for each of them.
@@ -137,7 +137,7 @@ class Interpreter:
         return self.generic(node)
 
     def _evaluate(self, node: NodeDef) -> None:
-        """What of the node follows from shapes; an axis with samples of unknown length has a row for each."""
+        """Evaluates what follows from shapes; an axis with samples of unknown length has one row for each."""
         spread = self.inputs(node)[0] if node.op in ASKING else CONSTANT
         axis = None if spread.partial or spread.one_by_one else spread.axis
         for own, samples in zip(self._values, self._samples, strict=True):
@@ -149,7 +149,7 @@ class Interpreter:
     # ---- functions
 
     def call_shapes(self, refs: Sequence[Ref]) -> tuple[CallShapes, CallShapes]:
-        """What is known of a call's inputs, for both numbers of samples."""
+        """Returns the known shapes of a call's inputs, for both numbers of samples."""
         few, many = (
             CallShapes(tuple(shapes.get(ref) for ref in refs), tuple(elements.get(ref) for ref in refs))
             for shapes, elements in zip(self._shapes, self._elements, strict=True)
@@ -157,7 +157,7 @@ class Interpreter:
         return few, many
 
     def body(self, name: str, few: CallShapes, many: CallShapes) -> Body | None:
-        """A function for arguments of some shapes; None where it can't be computed for these, or calls go too deep."""
+        """Returns a function for arguments of some shapes; None if it doesn't fit these, or calls nest too deeply."""
         if self._depth == _DEEPEST:
             return None
         graph, results = function_graph(self.graph.graph.library, name)
@@ -169,7 +169,7 @@ class Interpreter:
         return Body(_sorted(graph), arguments, results, known)
 
     def scalars_of(self, body: Body, refs: Sequence[Ref], same: Sequence[bool] = ()) -> list[dict[Ref, float]]:
-        """Numbers that follow from shapes and that a function is given; ``same`` tells which are so in all rounds."""
+        """Returns a function's arguments that follow from shapes; ``same`` marks those that are equal in all rounds."""
         kept = same or [True] * len(refs)
         return [
             {
@@ -199,33 +199,33 @@ class Interpreter:
     # ---- what rules ask
 
     def of(self, ref: Ref) -> Spread:
-        """A tensor's spread."""
+        """Returns a tensor's spread."""
         return self.spreads.get(ref, CONSTANT)
 
     def inputs(self, node: NodeDef) -> list[Spread]:
-        """The spreads of a node's inputs."""
+        """Returns the spreads of a node's inputs."""
         return [self.of(ref) for ref in self.graph.inputs(node.name)]
 
     def dtypes(self, name: str) -> list[int]:
-        """The dtypes of a node's outputs."""
+        """Returns the dtypes of a node's outputs."""
         if name not in self._dtypes:
             self._dtypes[name] = output_dtypes(self.graph.nodes[name])
         return self._dtypes[name]
 
     def is_float(self, ref: Ref) -> bool:
-        """Whether a tensor is of floating-point numbers."""
+        """Returns whether a tensor is of floating-point numbers."""
         return self.dtypes(ref.node)[ref.output] in COUNTABLE_DTYPES
 
     def is_handle(self, ref: Ref) -> bool:
-        """Whether a tensor is a list of tensors, say."""
+        """Returns whether a tensor is a list of tensors, say."""
         return self.dtypes(ref.node)[ref.output] in (types_pb2.DT_VARIANT, types_pb2.DT_RESOURCE)
 
     def shape(self, ref: Ref) -> Shape | None:
-        """A tensor's shape for the smaller number of samples."""
+        """Returns a tensor's shape for the smaller number of samples."""
         return self._shapes[0].get(ref)
 
     def numbers(self, ref: Ref) -> tuple[np.ndarray, np.ndarray] | None:
-        """What follows from shapes: the value for both numbers of samples."""
+        """Returns a value that follows from shapes, for both numbers of samples."""
         return self._numbers(self._values, ref)
 
     @staticmethod
@@ -234,31 +234,31 @@ class Interpreter:
         return None if few is None or many is None else (few, many)
 
     def integers(self, ref: Ref) -> list[int] | None:
-        """The value of a small tensor that is the same for all slices."""
+        """Returns the value of a small tensor that is the same for all slices."""
         numbers = self.numbers(ref)
         if numbers is None or numbers[0].shape != numbers[1].shape or not np.array_equal(*numbers):
             return None
         return [int(number) for number in numbers[0].ravel()]
 
     def axes_of(self, ref: Ref, rank: int) -> list[int] | None:
-        """Axes that a constant input names, counted from the first."""
+        """Returns the axes that a constant input names, counted from the first."""
         axes = self.integers(ref)
         return None if axes is None else [axis % rank if rank else 0 for axis in axes]
 
     def growing(self, ref: Ref) -> list[int]:
-        """The axes of a tensor whose lengths are proportional to the number of samples."""
+        """Returns the axes of a tensor whose lengths are proportional to the number of samples."""
         few, many = (shapes.get(ref) for shapes in self._shapes)
         return _growing(few, many, self._samples)
 
     def differing(self, ref: Ref) -> list[int]:
-        """The axes of a tensor whose lengths depend on the number of samples, in whatever way."""
+        """Returns the axes of a tensor whose lengths depend on the number of samples, in whatever way."""
         few, many = (shapes.get(ref) for shapes in self._shapes)
         if few is None or many is None or len(few) != len(many):
             return []
         return [axis for axis, (one, other) in enumerate(zip(few, many, strict=True)) if one != other]
 
     def batch_axis(self, node: NodeDef, output: int, inputs: Sequence[tuple[Ref, Spread]]) -> int | None:
-        """The axis with the samples of an output that is computed from others; two such axes are a coupling."""
+        """Returns the axis with the samples of an output that is computed from others; two such axes are a coupling."""
         ref = Ref(node.name, output)
         axes = self.growing(ref)
         rows = [
@@ -289,7 +289,7 @@ class Interpreter:
         return None
 
     def lead(self, ref: Ref) -> int | None:
-        """Number of places before the samples' own in the order of a tensor's elements."""
+        """Returns the number of places before the samples' own in the order of a tensor's elements."""
         spread, shape = self.of(ref), self.shape(ref)
         if spread.axis is None or spread.one_by_one or shape is None:
             return None
@@ -314,17 +314,17 @@ class Interpreter:
         self.couple(self.graph.nodes[name], Coupling.BATCH_SIZE)
 
     def in_loss(self, node: NodeDef) -> bool:
-        """Whether a node serves the loss alone."""
+        """Returns whether a node serves the loss alone."""
         return node.name in self._loss_nodes
 
     def _asks_open_shapes(self, ref: Ref) -> bool:
-        """Whether a tensor is computed from the shape of one that must be there for that."""
+        """Returns whether a tensor depends on a shape that can only be read from the tensor itself."""
         asked = [Ref(node.name) for node in self.graph if node.op == "Shape"]
         body = self.graph.ancestors([ref], asked, control=False)
         return any(own.node in self._open_shapes for name in body for own in self.graph.inputs(name))
 
     def fixed(self, node: NodeDef, index: int, *, rows: bool) -> Spread:
-        """The spread of an input that isn't used linearly: that of the whole batch, if it can be known before.
+        """Returns the spread of an input that isn't used linearly: the whole batch's, if known before the step.
 
         Args:
             node: the reader.
@@ -346,7 +346,7 @@ class Interpreter:
         return spread._replace(degree=0, linear=False)
 
     def generic(self, node: NodeDef) -> list[Spread]:
-        """What an operation is taken to do of which nothing else is known: something with each sample by itself."""
+        """Returns the default spreads of an operation: it treats each sample by itself."""
         refs = self.graph.inputs(node.name)
         spreads = self.inputs(node)
         has_rows = any(spread.axis is not None and spread.varies for spread in spreads)
@@ -378,7 +378,7 @@ class Interpreter:
 
 
 def _growing(few: Shape | None, many: Shape | None, samples: tuple[int, int]) -> list[int]:
-    """The axes whose lengths are proportional to the number of samples."""
+    """Returns the axes whose lengths are proportional to the number of samples."""
     if few is None or many is None or len(few) != len(many):
         return []
     return [
@@ -389,12 +389,12 @@ def _growing(few: Shape | None, many: Shape | None, samples: tuple[int, int]) ->
 
 
 def _draws(node: NodeDef) -> bool:
-    """Whether a node draws random numbers, also by an operator that only its seeds tell of."""
+    """Returns whether a node draws random numbers, also by an operator that only its seeds reveal."""
     return draws(node.op) or (is_stateful(node.op) and {"seed", "seed2"} <= set(node.attr))
 
 
 def _sorted(graph: GraphDef) -> Graph:
-    """A function's body, producers first."""
+    """Returns a function's body, producers first."""
     view = Graph(graph)
     ordered = GraphDef(versions=graph.versions, library=graph.library)
     ordered.node.extend(view.nodes[name] for name in view.topological())

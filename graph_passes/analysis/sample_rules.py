@@ -1,6 +1,6 @@
-"""What single operations make of the samples of a slice: those that are linear, and those that mix samples.
+"""Rules for single operations on a slice's samples: linear ones, and those that mix samples.
 
-All others do something with each sample by itself (`Interpreter.generic`).
+All others treat each sample by itself (`Interpreter.generic`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from graph_passes.ir.spreads import CONSTANT, Coupling, Spread, together
 
 
 def _placed(interpreter: Interpreter, node: NodeDef, spread: Spread) -> Spread:
-    """A place that becomes a floating-point number counts."""
+    """Handles a place that becomes a floating-point number, which counts samples."""
     if spread.place and interpreter.is_float(Ref(node.name)):
         interpreter.couple(node, Coupling.PLACE)
         return spread._replace(place=False)
@@ -23,7 +23,7 @@ def _placed(interpreter: Interpreter, node: NodeDef, spread: Spread) -> Spread:
 
 
 def _same(interpreter: Interpreter, node: NodeDef) -> Spread | Sequence[Spread]:
-    """Identity and the like, output by output."""
+    """Handles Identity and the like, output by output."""
     spreads = interpreter.inputs(node)
     return spreads if len(interpreter.dtypes(node.name)) == len(spreads) else spreads[0]
 
@@ -42,7 +42,7 @@ def _is_zero(interpreter: Interpreter, ref: Ref) -> bool:
 def _of_samples(
     interpreter: Interpreter, node: NodeDef, used: Sequence[tuple[Ref, Spread]], degree: int | None
 ) -> Spread:
-    """The spread of a tensor with a batch axis that is computed from others sample by sample."""
+    """Returns the spread of a tensor with a batch axis that is computed from others sample by sample."""
     spreads = [spread for _, spread in used]
     axis = interpreter.batch_axis(node, 0, used)
     outers = {spread.outer for spread in spreads if spread.axis is not None}
@@ -62,7 +62,7 @@ def _of_samples(
 
 
 def _sum(interpreter: Interpreter, node: NodeDef) -> Spread:
-    """A sum of all inputs."""
+    """Handles a sum of all inputs."""
     refs = [ref for ref in interpreter.graph.inputs(node.name) if not _is_zero(interpreter, ref)]
     spreads = [interpreter.of(ref) for ref in refs]
     if all(spread.axis is None for spread in spreads):
@@ -76,7 +76,7 @@ def _sum(interpreter: Interpreter, node: NodeDef) -> Spread:
 
 
 def _chosen(interpreter: Interpreter, node: NodeDef) -> Spread | None:
-    """One of two tensors, by a condition."""
+    """Handles one of two tensors, by a condition."""
     condition, *values = interpreter.graph.inputs(node.name)
     chosen = interpreter.of(condition)
     if chosen.varies and chosen.axis is None and interpreter.is_float(Ref(node.name)):
@@ -89,7 +89,7 @@ def _chosen(interpreter: Interpreter, node: NodeDef) -> Spread | None:
 
 
 def _times(interpreter: Interpreter, node: NodeDef, signs: Sequence[int] = (1, 1)) -> Spread:
-    """A product, or a quotient where a sign is -1."""
+    """Handles a product, or a quotient where a sign is -1."""
     refs = interpreter.graph.inputs(node.name)
     spreads = list(interpreter.inputs(node))
     rows = any(spread.axis is not None for spread in spreads)
@@ -130,7 +130,7 @@ def _square(interpreter: Interpreter, node: NodeDef) -> Spread | None:
 
 
 def _reduced(interpreter: Interpreter, node: NodeDef) -> Spread:
-    """A sum or mean over axes."""
+    """Handles a sum or mean over axes."""
     ref, axes = interpreter.graph.inputs(node.name)[:2]
     spread = interpreter.of(ref)
     if spread.axis is None or not _over_samples(interpreter, node, ref, axes):
@@ -144,7 +144,7 @@ def _reduced(interpreter: Interpreter, node: NodeDef) -> Spread:
 
 
 def _over_samples(interpreter: Interpreter, node: NodeDef, ref: Ref, axes: Ref) -> bool:
-    """Whether a reduction leaves no batch axis."""
+    """Returns whether a reduction leaves no batch axis."""
     spread, shape = interpreter.of(ref), interpreter.shape(ref)
     if shape is not None and (over := interpreter.axes_of(axes, len(shape))) is not None:
         return spread.axis in over
@@ -152,7 +152,7 @@ def _over_samples(interpreter: Interpreter, node: NodeDef, ref: Ref, axes: Ref) 
 
 
 def _extreme(interpreter: Interpreter, node: NodeDef) -> Spread | None:
-    """A maximum, product or the like over axes."""
+    """Handles a maximum, product or the like over axes."""
     ref, axes = interpreter.graph.inputs(node.name)[:2]
     spread = interpreter.of(ref)
     if spread.axis is None or not _over_samples(interpreter, node, ref, axes):
@@ -217,7 +217,7 @@ def _einsum(interpreter: Interpreter, node: NodeDef) -> Spread | None:
 
 
 def _contraction(interpreter: Interpreter, node: NodeDef, refs: Sequence[Ref], over: Sequence[bool]) -> Spread:
-    """A product of tensors; ``over`` says of those with samples whether it is summed over these."""
+    """Handles a product of tensors; ``over`` says for each with samples whether it is summed over them."""
     used = [(ref, interpreter.fixed(node, index, rows=True)) for index, ref in enumerate(refs)]
     spreads = [spread for _, spread in used]
     known = [spread.degree for spread in spreads if spread.degree is not None]
@@ -247,13 +247,13 @@ def _batch_norm(interpreter: Interpreter, node: NodeDef) -> Sequence[Spread] | N
 
 
 def _reduced_over_replicas(interpreter: Interpreter, node: NodeDef) -> Spread:
-    """A sum over the slices of a micro-batch."""
+    """Handles a sum over the slices of a micro-batch."""
     spread = interpreter.inputs(node)[0]
     return spread._replace(axis=None, known=False, shared=True)
 
 
 def _added_up(interpreter: Interpreter, node: NodeDef) -> Spread | None:
-    """Samples are added up in the rows of a table, if the result has no batch axis."""
+    """Handles samples that are added up in the rows of a table, if the result has no batch axis."""
     used = list(zip(interpreter.graph.inputs(node.name), interpreter.inputs(node), strict=True))
     rows = [spread for _, spread in used if spread.axis is not None]
     if not rows or interpreter.batch_axis(node, 0, used) is not None:
@@ -263,7 +263,7 @@ def _added_up(interpreter: Interpreter, node: NodeDef) -> Spread | None:
 
 
 def _along(index: int) -> Rule:
-    """Something along axes that another input names: across samples if these are among them."""
+    """Returns the rule of an op along axes that another input names: across samples if these are among them."""
 
     def rule(interpreter: Interpreter, node: NodeDef) -> Spread | None:
         refs = interpreter.graph.inputs(node.name)
@@ -283,7 +283,7 @@ def _along(index: int) -> Rule:
 
 
 def _along_last(interpreter: Interpreter, node: NodeDef) -> None:
-    """Something along the last axis."""
+    """Handles an operation along the last axis."""
     ref = interpreter.graph.inputs(node.name)[0]
     spread, shape = interpreter.of(ref), interpreter.shape(ref)
     if shape and spread.axis == len(shape) - 1 and spread.varies:
@@ -297,13 +297,13 @@ def _reversed_sequences(interpreter: Interpreter, node: NodeDef) -> None:
 
 
 def _alike(interpreter: Interpreter, node: NodeDef) -> Spread:
-    """Zeros or ones in the shape of a tensor."""
+    """Handles zeros or ones in the shape of a tensor."""
     spread = interpreter.inputs(node)[0]
     return Spread(axis=spread.axis, outer=spread.outer, known=spread.known, partial=spread.partial)
 
 
 def _filled(interpreter: Interpreter, node: NodeDef) -> Spread:
-    """A value in every element, or along new axes."""
+    """Handles a value in every element, or along new axes."""
     index = 1 if node.op == "Fill" else 0
     ref = interpreter.graph.inputs(node.name)[index]
     spread = interpreter.of(ref)
@@ -314,7 +314,7 @@ def _filled(interpreter: Interpreter, node: NodeDef) -> Spread:
 
 
 def _chosen_elements(interpreter: Interpreter, node: NodeDef) -> Spread | None:
-    """Elements of the first input at other places, or zeros between them."""
+    """Handles elements of the first input at other places, or zeros between them."""
     first, *others = interpreter.inputs(node)
     return first if first.axis is None and all(other.constant for other in others) else None
 
@@ -356,4 +356,4 @@ RULES: Mapping[str, Rule] = {
     **INDEXING,
     **BODIES,
 }
-"""What each operation makes of its inputs; where it is missing, or gives None, see `Interpreter.generic`."""
+"""Each operation's rule; if it is missing, or returns None, see `Interpreter.generic`."""

@@ -1,4 +1,4 @@
-"""What is known of a stage's tensors for slices of several sizes: shapes, and values that follow from the size."""
+"""A stage's tensors for slices of several sizes: shapes, and values that follow from the size."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 SIZES = tuple((few, many, few + many, 2 * (few + many)) for few, many in SAMPLES)
 """Slice sizes, the first that the stage can be computed for count: two, their sum, and twice that."""
 _LENGTHS = (16, 4, 1, None)
-"""What lengths that the model leaves open are taken for, the first that doesn't contradict others; None leaves them."""
+"""Values for lengths that the model leaves open, the first without contradictions counts; None leaves them open."""
 _MOST_ELEMENTS = 1 << 16
-"""Elements of a tensor that is computed in order to see how it depends on the size of a slice."""
+"""The most elements of a tensor that is computed to find how it depends on the size of a slice."""
 
 
 class Grows(enum.Enum):
@@ -60,7 +60,7 @@ class SeveralSlices:
         self._measured: dict[Ref, list[Shape | None]] = {}
 
     def _inferred(self) -> tuple[Sequence[int], int | None, Sequence[_Known]]:
-        """Slice sizes, the length that open ones are taken for, and what is known for each size."""
+        """Infers slice sizes, the assumed length of open axes, and the known shapes and values for each size."""
         for length in _LENGTHS:
             for sizes in SIZES:
                 try:
@@ -111,16 +111,16 @@ class SeveralSlices:
         return shapes
 
     def values(self, ref: Ref) -> list[np.ndarray] | None:
-        """The values of a tensor for each of `SIZES`; None where they don't follow from the size alone."""
+        """Returns the values of a tensor for each of `SIZES`; None where they don't follow from the size alone."""
         values = [known.values[ref] for known in self._known if ref in known.values]
         return values if len(values) == len(self._samples) else None
 
     def shapes(self, ref: Ref) -> list[Shape | None]:
-        """The shapes of a tensor for each slice size; None where it isn't known."""
+        """Returns the shapes of a tensor for each slice size; None where it isn't known."""
         return self._measured.get(ref) or [known.shapes.get(ref) for known in self._known] or [None]
 
     def value(self, ref: Ref) -> np.ndarray | None:
-        """The value of a tensor that is the same for all slice sizes; None for others."""
+        """Returns the value of a tensor that is the same for all slice sizes; None for others."""
         node = self._view.nodes[ref.node]
         if node.op == "Const":
             return constant_value(node)
@@ -128,7 +128,7 @@ class SeveralSlices:
         return values[0] if values and all(np.array_equal(value, values[0]) for value in values) else None
 
     def grows(self, ref: Ref) -> Grows:
-        """How a tensor grows with the batch."""
+        """Returns how a tensor grows with the batch."""
         shapes = self.shapes(ref)
         if any(shape is None for shape in shapes) or len({len(shape or ()) for shape in shapes}) > 1:
             return Grows.UNKNOWN
@@ -138,7 +138,7 @@ class SeveralSlices:
         return Grows.UNKNOWN if Grows.UNKNOWN in kinds and set(kinds) <= {Grows.UNKNOWN, Grows.NOT} else Grows.NOT
 
     def _axis_grows(self, sizes: Sequence[int | None]) -> Grows | None:
-        """How an axis grows; None for one that grows, but not as the batch does."""
+        """Returns how an axis grows; None for one that grows, but not as the batch does."""
         if None in sizes:
             return Grows.UNKNOWN
         lengths = [size or 0 for size in sizes]
@@ -148,7 +148,7 @@ class SeveralSlices:
         return Grows.ALONG_AN_AXIS if len(rates) == 1 and rates.pop().is_integer() else None
 
     def batch_axis(self, ref: Ref) -> int | None:
-        """The axis of a tensor that grows with the batch; None if there isn't one, or it isn't known."""
+        """Returns the axis of a tensor that grows with the batch; None if there isn't one, or it isn't known."""
         shapes = self.shapes(ref)
         if self.grows(ref) is not Grows.ALONG_AN_AXIS:
             return None
@@ -156,7 +156,7 @@ class SeveralSlices:
         return next(axis for axis, of in enumerate(sizes) if self._axis_grows(of) is Grows.ALONG_AN_AXIS)
 
     def run(self, ref: Ref) -> Grows:
-        """How a tensor grows of which only a run can tell, with random inputs."""
+        """Finds how a tensor grows by a run with random inputs."""
         number = self._program.roles.slice.samples
         graph = GraphDef(versions=self._part.versions, library=self._part.library)
         before = self._view.ancestors([ref])

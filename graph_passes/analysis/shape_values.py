@@ -12,7 +12,7 @@ from graph_passes.ir.graph import FLOAT_DTYPES, Graph, NodeDef, Ref
 from graph_passes.ir.tensorflow_bridge import Shape, constant_value
 
 _LARGEST = 1024
-"""Elements of a tensor whose value is computed: shapes, axes and counts are small."""
+"""The most elements of a tensor whose value is computed: shapes, axes and counts are small."""
 ASKING = frozenset({"Shape", "Size", "Rank"})
 """Ops that tell something of their input's shape."""
 _UNARY: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -68,8 +68,8 @@ class ShapeValues:
         Args:
             node: the node.
             axis: the axis of its first input with the samples; None where there is none.
-            length: what that is taken to have, should it not be known.
-            others: what other axes beside it are taken to have likewise.
+            length: its assumed length if unknown.
+            others: the assumed length of other unknown axes.
         """
         own, refs = Ref(node.name), self._graph.inputs(node.name)
         if own in self.values:
@@ -142,7 +142,7 @@ def _computed(node: NodeDef, inputs: Sequence[np.ndarray]) -> np.ndarray | None:
 def _strided(
     node: NodeDef, value: np.ndarray, begin: np.ndarray, end: np.ndarray, stride: np.ndarray
 ) -> np.ndarray | None:
-    """A slice of a vector, by TensorFlow's masks."""
+    """Returns a slice of a vector, by TensorFlow's masks."""
     masks = {name: node.attr[name].i for name in ("begin_mask", "end_mask", "shrink_axis_mask")}
     if value.ndim != 1 or begin.size != 1 or node.attr["ellipsis_mask"].i or node.attr["new_axis_mask"].i:
         return None

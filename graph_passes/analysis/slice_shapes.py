@@ -35,7 +35,7 @@ _Inputs = Mapping[str, Sequence[int | None]]
 
 
 class LengthsUnknownError(PassError):
-    """What a tensor's axes are depends on lengths that the model leaves open, and no batch is at hand."""
+    """A tensor's axes depend on lengths that the model leaves open, and no batch is at hand."""
 
 
 class Dependence(enum.Enum):
@@ -115,7 +115,7 @@ class SliceShapes:
         raise AssertionError("the last attempt returns or raises")
 
     def axes(self, ref: Ref) -> list[Axis] | None:
-        """What each axis of a tensor depends on; None where not even its rank is known."""
+        """Returns what each axis of a tensor depends on; None where not even its rank is known."""
         few, many, whatever = (found.get(ref) for found in self.found)
         if few is None or many is None:
             return None
@@ -133,7 +133,7 @@ class SliceShapes:
         return Axis(Dependence.BATCH if whatever == few else Dependence.BOTH, few // least)
 
     def vague(self, refs: Iterable[Ref]) -> list[Ref]:
-        """Those of the tensors of which it isn't known what some axis depends on."""
+        """Returns the tensors with an axis of unknown dependence."""
         found = {ref: self.axes(ref) for ref in refs}
         return [
             ref
@@ -142,9 +142,9 @@ class SliceShapes:
         ]
 
     def through_functions(self, program: Program, refs: Iterable[Ref]) -> SliceShapes:
-        """Of ``refs`` also what is told through loops, branches and lists: the batch behind an LSTM, say.
+        """Adds the shapes of ``refs`` inferred through loops, branches and lists: the batch after an LSTM, say.
 
-        Where the whole graph's shapes contradict each other, what comes before ``refs`` is asked by itself.
+        If the whole graph's shapes contradict each other, only the part before ``refs`` is inferred.
         """
         vague = self.vague(refs)
         if not vague:
@@ -166,9 +166,9 @@ class SliceShapes:
         return self.with_shapes(_each(self.assumed, [{number: samples} for samples in (few, many, few)], infer))
 
     def measured(self, program: Program, refs: Iterable[Ref]) -> SliceShapes:
-        """Of ``refs`` also what only running what makes them can tell: it depends on values.
+        """Adds the shapes of ``refs`` that depend on values, from a run.
 
-        A run uses random inputs, so that a length which the data decide isn't proportional to the batch.
+        A run uses random inputs, so that a length that the data decide isn't proportional to the batch.
         """
         vague = self.vague(refs)
         if not vague or self.samples is None or not self.lengths_known:
@@ -183,7 +183,7 @@ class SliceShapes:
         return self.with_shapes((few, many, few if self.assumed[2] == self.assumed[0] else {}))
 
     def with_shapes(self, more: Sequence[_Shapes]) -> SliceShapes:
-        """These and others, for few samples, many, and any number."""
+        """Returns these shapes and others, for few samples, many, and any number."""
         few, many, whatever = ({**found, **added} for found, added in zip(self.found, more, strict=True))
         return dataclasses.replace(self, found=(few, many, whatever))
 
@@ -191,7 +191,7 @@ class SliceShapes:
 def input_shapes(
     graph: Graph, roles: Roles, samples: int | None, *, lengths: bool = True
 ) -> dict[str, list[int | None]]:
-    """Shapes of a flat graph's batch inputs for a slice of ``samples`` samples.
+    """Returns the shapes of a flat graph's batch inputs for a slice of ``samples`` samples.
 
     Args:
         graph: the flat graph.
@@ -207,7 +207,7 @@ def input_shapes(
 
 
 def input_shape(node: NodeDef, samples: int | None, example: Sequence[int | None] | None) -> list[int | None]:
-    """The shape of a batch input, with lengths that the model leaves open taken from an example if there is one."""
+    """Returns the shape of a batch input, with lengths that the model leaves open from an example if there is one."""
     dims = [dim.size if dim.size >= 0 else None for dim in node.attr["shape"].shape.dim[1:]]
     known = dims if example is None else example[1:]
     return [samples, *(other if size is None else size for size, other in zip(dims, known, strict=True))]
@@ -224,7 +224,7 @@ def _each(
 
 
 def _before(graph: GraphDef, refs: Sequence[Ref]) -> GraphDef:
-    """The part of a graph that tensors are computed by."""
+    """Returns the part of a graph that computes tensors."""
     names = Graph(graph).ancestors(refs)
     part = GraphDef(versions=graph.versions, library=graph.library)
     part.node.extend(node for node in graph.node if node.name in names)
@@ -236,7 +236,7 @@ def _whole(shape: Sequence[int | None]) -> list[int]:
 
 
 def _told(roles: Roles, inputs: _Inputs) -> str:
-    """The batch inputs' shapes for a message."""
+    """Returns the batch inputs' shapes for a message."""
     shown = (
         f"{ref.node} of shape ({', '.join('?' if size is None else str(size) for size in inputs[ref.node])})"
         for ref in roles.inputs

@@ -1,4 +1,4 @@
-"""Along which dimensions an operator can be split without changing its result.
+"""Finds the dimensions along which an operator can be split without changing its result.
 
 Every rule is derived from the operator's signature, written in letters: one letter for each axis of its inputs and
 outputs (see `split_signatures`). An operator can be split along a letter when its part computes, from the cut inputs, a
@@ -24,7 +24,7 @@ from graph_passes.ir.batching import split_evenly
 from graph_passes.ir.graph import NodeDef, Ref
 
 FIRST = -1
-"""In place of an axis: what every part computes alike, or what only its own parts read, so that any of them will do."""
+"""In place of an axis: a tensor that is equal in all parts, or that only its own parts read, so any of them will do."""
 
 Shape = tuple[int | None, ...]
 
@@ -37,13 +37,13 @@ class Split(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a tensor falls into parts: two cuts of a tensor are equal if and only if all their parts are.
+    """How a tensor is cut into parts: two cuts of a tensor are equal if and only if all their parts are.
 
     Attributes:
         axis: along which it is cut; `FIRST` for a tensor of which every part has its own.
-        parts: how many there are.
-        length: the units that are shared out as evenly as possible, the larger parts first; ``parts`` where all are of
-            one size. A unit is one or several elements.
+        parts: number of parts.
+        length: number of units, distributed as evenly as possible, the larger parts first; ``parts`` if all are of one
+            size. A unit is one or several elements.
     """
 
     axis: int
@@ -56,7 +56,7 @@ class Cut(NamedTuple):
         return cls(axis, parts, length if length % parts else parts)
 
     def sizes(self, elements: int) -> tuple[int, ...]:
-        """The length of each part of an axis of ``elements``."""
+        """Returns the length of each part of an axis of ``elements``."""
         return tuple(size * (elements // self.length) for size in split_evenly(self.length, self.parts))
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class SplitRule:
 
     Attributes:
         dimension: ``batch`` or ``channel`` (of the output); for others a telling name.
-        length: of that dimension, at most so many parts. The axes below have this length or a multiple of it.
+        length: of that dimension: the most parts. The axes below have this length or a multiple of it.
         input_axes: for each data input the axis along which it is cut; None for those that each part reads whole;
             `FIRST` for those of which each part reads its own where there is one.
         output_axes: for each output the axis along which the parts' results are concatenated; None where they are
@@ -90,46 +90,46 @@ class SplitRule:
     divisor: int = 0
 
     def sizes(self, parts: int) -> tuple[int, ...]:
-        """The length of each part, as even as possible, the larger ones first."""
+        """Returns the length of each part, as even as possible, the larger ones first."""
         return split_evenly(self.length, parts)
 
     def input_cut(self, argument: int, parts: int) -> Cut | None:
-        """How the parts read a data input; None where each reads it whole."""
+        """Returns how the parts read a data input; None where each reads it whole."""
         axis = self.input_axes[argument]
         return None if axis is None else Cut.of(axis, parts, self.length)
 
     def part_op(self, op: str) -> str:
-        """The op type of the parts of an operator."""
+        """Returns the op type of the parts of an operator."""
         return "Sum" if self.divisor else op
 
     def output_cut(self, output: int, parts: int) -> Cut | None:
-        """How the parts make an output; None where it is the sum of theirs."""
+        """Returns how the parts make an output; None where it is the sum of theirs."""
         axis = self.output_axes[output]
         return None if axis is None else Cut.of(axis, parts, self.length)
 
 
 def part_name(operator: str, part: int) -> str:
-    """Name of a part of an operator."""
+    """Returns the name of a part of an operator."""
     return f"{operator}/part{part}"
 
 
 def joined_name(tensor: Ref) -> str:
-    """Name of the node that joins what the parts of a split operator make."""
+    """Returns the name of the node that joins what the parts of a split operator make."""
     return f"{tensor.node}/joined_{tensor.output}"
 
 
 def total_name(tensor: Ref) -> str:
-    """Name of the node that adds what the parts of a mean make; the joined result is a quotient of it."""
+    """Returns the name of the node that adds what the parts of a mean make; the joined result is a quotient of it."""
     return f"{tensor.node}/total_{tensor.output}"
 
 
 def split_name(tensor: Ref, cut: Cut) -> str:
-    """Name of the node that cuts a tensor, for all who read it cut like this."""
+    """Returns the name of the node that cuts a tensor, for all readers with this cut."""
     return f"{tensor.node}/split_{tensor.output}_{cut}"
 
 
 def chosen_rule(operator: str, rules: Sequence[SplitRule], split: Split) -> SplitRule:
-    """The rule that a split of an operator goes by.
+    """Returns the rule of a split of an operator.
 
     Raises:
         ValueError: it can't be split like this; the text says what can be done.
@@ -152,7 +152,7 @@ def split_rules(
     output_shapes: Sequence[Shape | None],
     constants: Mapping[int, np.ndarray] | None = None,
 ) -> tuple[SplitRule, ...]:
-    """The dimensions along which an operator can be split; none for stateful, random and unknown ones.
+    """Returns the dimensions along which an operator can be split; none for stateful, random and unknown ones.
 
     Results are those of the whole operator, but for the last bits: sums over parts are added in another order, and
     kernels may divide smaller tensors into other blocks.
@@ -161,8 +161,8 @@ def split_rules(
         node: the operator.
         input_shapes: of its data inputs; None, or with None in it, where it isn't known.
         output_shapes: of its outputs.
-        constants: data input -> its value, for those that are known. Without them an axis that can be told by shapes
-            alone is found all the same: a permutation of axes of unlike lengths, say.
+        constants: data input -> its value, if known. Without them axes that follow from shapes alone are still found:
+            a permutation of axes of unlike lengths, say.
 
     Returns:
         A rule for each dimension of 2 and more, the best known first.
@@ -188,7 +188,7 @@ def _rules(
 
 
 def _has_axes(letters: str, shape: Shape | None) -> bool:
-    """Whether a shape is known and has an axis for each letter."""
+    """Returns whether a shape is known and has an axis for each letter."""
     return letters in (ANY, WHOLE) or (shape is not None and None not in shape and len(shape) == len(letters))
 
 
@@ -199,7 +199,7 @@ def _rule(
     inputs: Sequence[tuple[str, Shape | None]],
     outputs: Sequence[tuple[str, Shape | None]],
 ) -> SplitRule | None:
-    """The rule for one letter; None where it is too short."""
+    """Returns the rule for one letter; None where it is too short."""
     lengths: list[int] = []
 
     def axis_of(letters: str, shape: Shape | None) -> int | None:
@@ -221,6 +221,6 @@ def _rule(
         {index: axis for index, axis in shape_inputs.items() if axis >= 0},
         signature.divisor,
     )
-    # An axis without elements has nothing that could be shared out.
+    # An axis without elements can't be split.
     length = math.gcd(*lengths) if lengths and min(lengths) > 0 else 0
     return dataclasses.replace(rule, length=length) if length >= 2 else None

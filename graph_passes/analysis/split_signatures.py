@@ -53,7 +53,7 @@ class Signature(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """What a signature is derived from.
+    """The operator that a signature is derived from.
 
     Attributes:
         node: the operator.
@@ -68,29 +68,29 @@ class Operator(NamedTuple):
     constants: Mapping[int, np.ndarray]
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """A boolean attribute."""
+        """Returns a boolean attribute."""
         return bool(self.node.attr[name].b) if name in self.node.attr else default
 
     def number(self, name: str, default: int = 0) -> int:
-        """An integer attribute."""
+        """Returns an integer attribute."""
         return int(self.node.attr[name].i) if name in self.node.attr else default
 
     def numbers(self, name: str) -> list[int]:
-        """An attribute that is a list of integers."""
+        """Returns an attribute that is a list of integers."""
         return list(self.node.attr[name].list.i) if name in self.node.attr else []
 
     def text(self, name: str, default: str = "") -> str:
-        """An attribute that is a string."""
+        """Returns an attribute that is a string."""
         return self.node.attr[name].s.decode() if name in self.node.attr else default
 
     def integers(self, argument: int) -> list[int] | None:
-        """The value of a constant input, flattened."""
+        """Returns the value of a constant input, flattened."""
         value = self.constants.get(argument)
         return None if value is None else [int(number) for number in np.ravel(value)]
 
 
 def matmul_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """Rows, columns, and the inner axis, over which the result is a sum."""
+    """Splits along rows, columns, or the inner axis, over which the result is a sum."""
     a, b = operator.flag("transpose_a"), operator.flag("transpose_b")
     # x' dy, the gradient of weights, is a sum over the batch.
     names = ("inner", "batch") if not a else ("batch", "row")
@@ -99,7 +99,7 @@ def matmul_signatures(operator: Operator) -> tuple[Signature, ...]:
 
 
 def batch_matmul_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """Matrices of a batch, rows and columns; axes of the batch may be broadcast."""
+    """Splits along the batch, rows or columns; axes of the batch may be broadcast."""
     x, y, out = operator.inputs[0], operator.inputs[1], operator.outputs[0]
     if x is None or y is None or out is None:
         return ()
@@ -129,14 +129,14 @@ def _letters(rank: int) -> str:
 
 
 def _axes(letters: str) -> tuple[tuple[str, str], ...]:
-    """Names of a tensor's axes: batch is the first, channel the last, whatever they hold."""
+    """Returns the names of a tensor's axes: batch is the first, channel the last, whatever they hold."""
     last = len(letters) - 1
     names = ("batch" if axis == 0 else "channel" if axis == last else f"axis{axis}" for axis in range(len(letters)))
     return tuple((name, letter) for name, letter in zip(names, letters, strict=True) if letter != "_")
 
 
 def _aligned(letters: str, output: Known, shape: Known) -> str:
-    """The term of an input that is broadcast to the output: its axes are the output's last ones, or have length 1."""
+    """Returns the term of an input broadcast to the output: its axes are the output's last ones, or have length 1."""
     start = len(output) - len(shape)
     return "".join(
         letter if size == wanted else "_"
@@ -145,7 +145,7 @@ def _aligned(letters: str, output: Known, shape: Known) -> str:
 
 
 def elementwise_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """Any axis of the output; inputs that are broadcast along it are read whole."""
+    """Splits along any axis of the output; inputs that are broadcast along it are read whole."""
     output = operator.outputs[0]
     if output is None or not output or any(shape is None or len(shape) > len(output) for shape in operator.inputs):
         return ()
@@ -155,7 +155,7 @@ def elementwise_signatures(operator: Operator) -> tuple[Signature, ...]:
 
 
 def select_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """The condition of the old Select, if it isn't a scalar and has another shape, chooses among rows."""
+    """Splits Select; the old op's condition, if it isn't a scalar and has another shape, chooses among rows."""
     condition, output = operator.inputs[0], operator.outputs[0]
     return elementwise_signatures(operator) if condition in ((), output) else ()
 
@@ -196,7 +196,7 @@ def identities_signatures(operator: Operator) -> tuple[Signature, ...]:
 
 
 def same_lengths_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """Padding and the like: an axis whose length doesn't change isn't touched; other inputs are read whole."""
+    """Splits padding and the like along axes whose length doesn't change; other inputs are read whole."""
     source, output = operator.inputs[0], operator.outputs[0]
     if source is None or output is None or len(source) != len(output):
         return ()
@@ -206,7 +206,7 @@ def same_lengths_signatures(operator: Operator) -> tuple[Signature, ...]:
 
 
 def slice_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """An axis whose length doesn't change is taken whole; the slice's size is the output's shape."""
+    """Splits along axes whose length doesn't change: they are taken whole; the slice's size is the output's shape."""
     return tuple(
         found._replace(inputs=(found.inputs[0], WHOLE, found.outputs[0]), shape_inputs=frozenset({2}))
         for found in same_lengths_signatures(operator)
@@ -214,7 +214,7 @@ def slice_signatures(operator: Operator) -> tuple[Signature, ...]:
 
 
 def strided_slice_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """An axis is whole where both masks say so and the stride is 1. Of the gradient, input and output change places."""
+    """Splits along axes that both masks and stride 1 leave whole. For the gradient, input and output change places."""
     backward = operator.node.op == "StridedSliceGrad"
     source = operator.outputs[0] if backward else operator.inputs[0]
     strides = operator.integers(3)
@@ -236,7 +236,7 @@ def strided_slice_signatures(operator: Operator) -> tuple[Signature, ...]:
 
 
 def concat_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """Along another axis than that of the concatenation."""
+    """Splits along another axis than that of the concatenation."""
     first, output = operator.inputs[0], operator.outputs[0]
     if first is None or output is None or len(operator.inputs) < 3:
         return ()
@@ -245,7 +245,7 @@ def concat_signatures(operator: Operator) -> tuple[Signature, ...]:
 
 
 def split_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """Split and SplitV: along another axis than theirs."""
+    """Splits Split and SplitV along another axis than theirs."""
     value = 1 if operator.node.op == "Split" else 0
     source, output = operator.inputs[value], operator.outputs[0]
     if source is None or output is None or len(operator.outputs) < 2:
@@ -256,7 +256,7 @@ def split_signatures(operator: Operator) -> tuple[Signature, ...]:
 
 
 def pack_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """Pack and Unpack: one of the two sides has an axis more."""
+    """Splits Pack and Unpack: one of the two sides has one more axis."""
     unpack = operator.node.op == "Unpack"
     short = operator.outputs[0] if unpack else operator.inputs[0]
     if short is None:
@@ -287,7 +287,7 @@ def reshape_signatures(operator: Operator) -> tuple[Signature, ...]:
 
 
 def units_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """ExpandDims and Squeeze: the first axis and the last one, where they stay."""
+    """Splits ExpandDims and Squeeze along the first axis and the last one, if they stay."""
     source, output = operator.inputs[0], operator.outputs[0]
     # Without a list, Squeeze would remove the batch of a part that has one sample.
     if not source or not output or (operator.node.op == "Squeeze" and not operator.numbers("squeeze_dims")):
@@ -302,7 +302,7 @@ def units_signatures(operator: Operator) -> tuple[Signature, ...]:
 
 
 def transpose_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """By the permutation, or, where it isn't known, of axes that no other is as long as."""
+    """Splits by the permutation, or, if it is unknown, along axes of unique length."""
     source, output = operator.inputs[0], operator.outputs[0]
     if source is None or output is None:
         return ()
@@ -317,7 +317,7 @@ def transpose_signatures(operator: Operator) -> tuple[Signature, ...]:
 
 
 def _kept_axes(operator: Operator) -> tuple[str, str] | None:
-    """The terms of what is reduced and of the result; axes of which it isn't certain whether they stay are ``_``."""
+    """Returns the terms of a reduction's input and result; axes that may or may not stay are ``_``."""
     source, output, axes = operator.inputs[0], operator.outputs[0], operator.integers(1)
     if source is None or output is None:
         return None
@@ -338,7 +338,7 @@ def _kept_axes(operator: Operator) -> tuple[str, str] | None:
 
 
 def _embedding(source: Known, output: Known) -> list[int] | None:
-    """The first place in ``source`` for each length of ``output``, in order."""
+    """Returns the first place in ``source`` for each length of ``output``, in order."""
     places, axis = [], 0
     for size in output:
         while axis < len(source) and source[axis] != size:
@@ -351,7 +351,7 @@ def _embedding(source: Known, output: Known) -> list[int] | None:
 
 
 def reduction_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """Along axes that stay; a sum also along those that it is taken over, and a mean as such a sum."""
+    """Splits along axes that stay; a sum also along those that it is taken over, and a mean as such a sum."""
     terms = _kept_axes(operator)
     if terms is None:
         return ()
@@ -399,7 +399,7 @@ def gather_signatures(operator: Operator) -> tuple[Signature, ...]:
 
 
 def one_hot_signatures(operator: Operator) -> tuple[Signature, ...]:
-    """Any axis of the indices."""
+    """Splits along any axis of the indices."""
     indices = operator.inputs[0]
     if indices is None or operator.number("axis", -1) != -1:
         return ()

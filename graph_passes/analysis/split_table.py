@@ -20,7 +20,7 @@ def signatures_of(
     output_shapes: Sequence[Shape | None],
     constants: Mapping[int, np.ndarray],
 ) -> tuple[Signature, ...]:
-    """The signatures of an operator (some have one for each of their dimensions); none where nothing is known of it."""
+    """Returns the signatures of an operator (some have one for each of their dimensions); none for unknown ones."""
     derive = OPERATORS.get(node.op)
     if derive is None:
         return ()
@@ -82,7 +82,7 @@ _BATCH_NORM_INFERENCE = "bhwc . . . . -> bhwc * * * * *"
 
 
 def _row(text: str, dimensions: tuple[tuple[str, str], ...], operator: Operator) -> tuple[Signature, ...]:
-    """A row's signature, with the axes of images as ``data_format`` has them."""
+    """Returns a row's signature, with the axes of images as ``data_format`` has them."""
     ranks = [shape for shape in operator.inputs if shape is not None]
     rank = len(ranks[0]) if ranks else 0
     first = operator.text("data_format", "NHWC").startswith("NC")

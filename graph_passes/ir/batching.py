@@ -24,13 +24,13 @@ class Interval(NamedTuple):
         return self.stop - self.start
 
     def overlap(self, other: Interval) -> Interval:
-        """The samples in both; an empty interval when there are none."""
+        """Returns the samples in both; an empty interval when there are none."""
         start = max(self.start, other.start)
         return Interval(start, max(start, min(self.stop, other.stop)))
 
 
 def split_evenly(samples: int, parts: int) -> tuple[int, ...]:
-    """Sizes of ``parts`` parts of ``samples`` samples: 7 in 3 parts is (3, 2, 2); 1 in 2 parts is (1, 0)."""
+    """Returns the sizes of ``samples`` samples in ``parts`` parts: 7 in 3 is (3, 2, 2); 1 in 2 is (1, 0)."""
     if samples < 0 or parts < 1:
         raise ValueError(f"can't split {samples} samples into {parts} parts; need samples >= 0 and parts >= 1")
     quotient, rest = divmod(samples, parts)
@@ -38,7 +38,7 @@ def split_evenly(samples: int, parts: int) -> tuple[int, ...]:
 
 
 def intervals(sizes: Sequence[int], start: int = 0) -> tuple[Interval, ...]:
-    """Consecutive intervals of the given sizes, the first of them at ``start``."""
+    """Returns consecutive intervals of the given sizes, the first of them at ``start``."""
     stops = list(itertools.accumulate(sizes, initial=start))
     return tuple(Interval(a, b) for a, b in itertools.pairwise(stops))
 
@@ -48,7 +48,7 @@ def micro_batch_intervals(batch: int, global_batch_size: int, micro_batches: int
     """Cuts a batch of ``batch`` samples into micro-batches.
 
     A batch smaller than the global batch size (the last one of an epoch) keeps the micro-batch size of the plan and has
-    fewer micro-batches, rather than as many tiny ones.
+    fewer micro-batches.
     """
     count = min(micro_batches, max(1, -(-batch * micro_batches // global_batch_size)))
     return intervals(split_evenly(batch, count))

@@ -1,4 +1,4 @@
-"""The order of calls in a step's top level, and what it means for the variables that they touch."""
+"""The order of calls in a step's top level, and its consequences for the variables that they touch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Resource: TypeAlias = tuple[str, str]
 
 
 class Touch(NamedTuple):
-    """What a call does with one resource.
+    """A call's use of one resource.
 
     Attributes:
         call: the call.
@@ -61,18 +61,18 @@ class CallOrder:
                 self._bit[name] = 1 << len(self._bit)
 
     def is_before(self, one: str, other: str) -> bool:
-        """Whether call ``one`` has ended when ``other`` begins."""
+        """Returns whether call ``one`` has ended when ``other`` begins."""
         return bool(self._before[other] & self._bit[one])
 
     def up_to(self, calls: Iterable[str]) -> list[str]:
-        """Some calls and all those before them, the last first."""
+        """Returns some calls and all those before them, the last first."""
         mask = 0
         for call in calls:
             mask |= self._before[call] | self._bit[call]
         return [call for call in reversed(self.topological) if mask & self._bit.get(call, 0)]
 
     def touches(self, uses: ResourceUse) -> dict[Resource, list[Touch]]:
-        """Resource -> the calls that use it, in order."""
+        """Maps each resource to the calls that use it, in order."""
         found: dict[Resource, list[Touch]] = {}
         for name in self.topological:
             node = self._view.nodes[name]
@@ -87,10 +87,10 @@ class CallOrder:
         return found
 
     def conflicts(self, touches: Iterable[Touch]) -> Iterator[tuple[Touch, tuple[str, ...], Touch, tuple[str, ...]]]:
-        """What has to stay in order when the calls of one resource are taken apart.
+        """Yields the orders to keep between nodes when the calls of one resource are taken apart.
 
-        Each write comes after all uses before it, each use after the write before it. What others imply is left out,
-        and so is what the calls don't order.
+        Each write comes after all uses before it, each use after the write before it. Orders that others imply are left
+        out, as are those that the calls don't have.
 
         Returns:
             Tuples (earlier call, nodes of its body, later call, nodes of its body): each of the later nodes comes after

@@ -1,4 +1,4 @@
-"""Checks what goes from stage to stage: its dtype and shape, through the splits and joins between tasks."""
+"""Checks dtypes and shapes of tensors between stages, through the splits and joins between tasks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONNECTING = frozenset({"AddN", "ConcatV2", "Identity", "Mul", "SplitV"})
 
 
 def verify_connections(program: Program, graph: Graph, dtypes: Mapping[str, Sequence[int]]) -> None:
-    """Checks that each task reads its slice of what other stages send, as far as shapes are known before the step.
+    """Checks that each task reads its slice of other stages' tensors, as far as shapes are known before the step.
 
     Args:
         program: a program with a step.
@@ -28,7 +28,7 @@ def verify_connections(program: Program, graph: Graph, dtypes: Mapping[str, Sequ
         dtypes: node -> the dtypes of its outputs.
 
     Raises:
-        PassError: names the node or task, and both sides of what disagrees.
+        PassError: names the node or task, and both sides of the disagreement.
     """
     step = program.own_step
     shapes = _Shapes(program, graph)
@@ -64,16 +64,16 @@ class _Shapes:
         self._known: dict[Ref, Shape | None] = {}
 
     def boundary(self, value: Value) -> Boundary | None:
-        """The boundary tensor that a value is, or is the gradient of."""
+        """Returns the boundary tensor that a value is, or is the gradient of."""
         known = value.kind in (ValueKind.FORWARD, ValueKind.GRADIENT)
         return self._boundaries.get(value.ref) if known else None
 
     def slice(self, boundary: Boundary, task: Task) -> Shape:
-        """The shape of a task's slice."""
+        """Returns the shape of a task's slice."""
         return boundary.slice_shape(self._layout.slice(task.stage, task.micro_batch, task.replica).size)
 
     def of(self, ref: Ref) -> Shape | None:
-        """The shape of a tensor; None where it isn't known."""
+        """Returns the shape of a tensor; None where it isn't known."""
         if ref not in self._known:
             made = self._made.get(ref)
             self._known[ref] = self.slice(*made) if made else connected_shape(self._graph, ref, self.of)
@@ -81,7 +81,7 @@ class _Shapes:
 
 
 def connected_shape(graph: Graph, ref: Ref, known: Callable[[Ref], Shape | None]) -> Shape | None:
-    """The shape of what a node that connects tasks gives.
+    """Returns the shape of a result of a node that connects tasks.
 
     Args:
         graph: the node's.
@@ -92,7 +92,7 @@ def connected_shape(graph: Graph, ref: Ref, known: Callable[[Ref], Shape | None]
         The shape; None for other nodes, and where it isn't known.
 
     Raises:
-        PassError: the shapes of what it reads don't fit.
+        PassError: the shapes of its inputs don't fit.
     """
     node, inputs = graph.nodes[ref.node], graph.inputs(ref.node)
     if node.op in _KEEPING:
@@ -148,13 +148,13 @@ def _joined(node: NodeDef, shapes: Sequence[Shape | None], axis: _Integers) -> S
 
 
 def _constant(graph: Graph, ref: Ref) -> _Integers:
-    """The integers of a constant; None for what is computed."""
+    """Returns the integers of a constant; None for computed ones."""
     node = graph.nodes[ref.node]
     return tuple(constant_value(node).ravel().tolist()) if node.op == "Const" else None
 
 
 def _verify_dtypes(graph: Graph, node: NodeDef, dtypes: Mapping[str, Sequence[int]]) -> None:
-    """Checks that what connects tasks is given tensors of the dtype of its results."""
+    """Checks that a node that connects tasks reads tensors of the dtype of its results."""
     if node.op not in CONNECTING:
         return
     inputs = graph.inputs(node.name)
@@ -167,7 +167,7 @@ def _verify_dtypes(graph: Graph, node: NodeDef, dtypes: Mapping[str, Sequence[in
 
 
 def _agree(one: Shape, other: Shape) -> bool:
-    """Whether two shapes may be the same, as far as they are known."""
+    """Returns whether two shapes may be the same, as far as they are known."""
     if len(one) != len(other):
         return False
     return all(a == b or a is None or b is None for a, b in zip(one, other, strict=True))

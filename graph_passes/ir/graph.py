@@ -21,7 +21,7 @@ AttrValue: TypeAlias = attr_value_pb2.AttrValue
 
 # Attributes that carry roles, so that a dumped GraphDef explains itself in any viewer.
 OWN_ATTRS = "_dapple_"
-"""Start of the names of attributes that say what a node is for."""
+"""Prefix of the attributes that say what a node is for."""
 LAYER_ATTR = "_dapple_layer"
 STAGE_ATTR = "_dapple_stage"
 PHASE_ATTR = "_dapple_phase"
@@ -32,13 +32,13 @@ GROUP_ATTR = "_dapple_group"
 POSITION_ATTR = "_dapple_position"
 """A node's place in the order in which the model made it, written by capture."""
 CALL_ATTR = "_dapple_call"
-"""The call in place of which a node is at the top level, of one whose call was inlined."""
+"""The inlined call that a node at the top level comes from."""
 BYTES_ATTR = "_dapple_bytes"
 """Of the vector that a node reduces."""
 
 
 def copied(graph: GraphDef) -> GraphDef:
-    """A copy of a graph, to be changed."""
+    """Returns a copy of a graph, to be changed."""
     copy = GraphDef()
     copy.CopyFrom(graph)
     return copy
@@ -64,21 +64,21 @@ class Ref(NamedTuple):
 
 
 def data_inputs(node: NodeDef) -> list[Ref]:
-    """The tensors that a node reads, in order."""
+    """Returns the tensors that a node reads, in order."""
     return [Ref.parse(text) for text in node.input if not text.startswith("^")]
 
 
 def function_names(node: NodeDef) -> list[str]:
-    """The functions that attributes of a node name: loops, branches, calls.
+    """Returns the functions that attributes of a node name: loops, branches, calls.
 
-    By the names of the attributes: protobuf gives the keys of a map in an order that differs from node to node.
+    They are sorted by attribute: protobuf's order of a map's keys differs from node to node.
     """
     attrs = [node.attr[key] for key in sorted(node.attr)]
     return [called.name for attr in attrs for called in (attr.func, *attr.list.func) if called.name]
 
 
 def control_inputs(node: NodeDef) -> list[str]:
-    """The names of the nodes that a node waits for without reading them."""
+    """Returns the names of the nodes that a node waits for without reading them."""
     return [text[1:] for text in node.input if text.startswith("^")]
 
 
@@ -105,11 +105,11 @@ class Graph:
         return iter(self.nodes.values())
 
     def inputs(self, name: str) -> list[Ref]:
-        """The tensors that node ``name`` reads."""
+        """Returns the tensors that node ``name`` reads."""
         return self._inputs[name]
 
     def consumers(self, name: str) -> list[str]:
-        """Names of the nodes that read any output of node ``name``, each once, in graph order."""
+        """Returns the names of the nodes that read any output of node ``name``, each once, in graph order."""
         if self._consumers is None:
             self._consumers = {node: [] for node in self.nodes}
             for node, refs in self._inputs.items():
@@ -118,9 +118,9 @@ class Graph:
         return self._consumers[name]
 
     def ancestors(self, outputs: Iterable[Ref], stop: Iterable[Ref] = (), *, control: bool = True) -> set[str]:
-        """Nodes needed to compute ``outputs`` when the tensors in ``stop`` are given.
+        """Returns the nodes needed to compute ``outputs`` from the tensors in ``stop``.
 
-        With ``control``, nodes that must merely have run count too.
+        With ``control``, nodes that only must have run count too.
         """
         given = set(stop)
         found: set[str] = set()
@@ -136,11 +136,11 @@ class Graph:
         return found
 
     def ordered(self, names: Iterable[str]) -> list[str]:
-        """``names`` in the order of the graph, which is topological for a traced one."""
+        """Sorts ``names`` in the order of the graph, which is topological for a traced one."""
         return sorted(names, key=self.position.__getitem__)
 
     def topological(self) -> list[str]:
-        """All nodes, producers first, control edges included.
+        """Returns all nodes, producers first, control edges included.
 
         Raises:
             PassError: there is a cycle; the text shows it.
@@ -165,7 +165,7 @@ class Graph:
         return order
 
     def _cycle(self, stuck: set[str]) -> list[str]:
-        """One cycle among nodes of which each waits for another of them."""
+        """Returns one cycle among nodes that all wait for each other."""
         path: list[str] = []
         name = min(stuck)
         while name not in path:
@@ -176,14 +176,14 @@ class Graph:
 
 
 class Names:
-    """The one place that mints node names: fresh, readable, deterministic."""
+    """Makes node names: fresh, readable, deterministic."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)
         self._next: dict[str, int] = {}
 
     def fresh(self, wanted: str) -> str:
-        """``wanted`` itself when it is free, else with the first free number behind it."""
+        """Returns ``wanted`` if it is free, else with the first free number appended."""
         name = wanted
         while name in self._taken:
             number = self._next.get(wanted, 1)
@@ -194,7 +194,7 @@ class Names:
 
 
 def attr(value: Any) -> AttrValue:
-    """An AttrValue for a Python value: bool, int, float, str, bytes, or an AttrValue itself."""
+    """Returns an AttrValue for a Python value: bool, int, float, str, bytes, or an AttrValue itself."""
     if isinstance(value, bool):
         return AttrValue(b=value)
     if isinstance(value, int):
@@ -211,17 +211,17 @@ def attr(value: Any) -> AttrValue:
 
 
 def dtype_attr(dtype: int) -> AttrValue:
-    """An AttrValue for one dtype (a ``DT_*`` number)."""
+    """Returns an AttrValue for one dtype (a ``DT_*`` number)."""
     return AttrValue(type=dtype)
 
 
 def dtypes_attr(dtypes: Iterable[int]) -> AttrValue:
-    """An AttrValue for a list of dtypes."""
+    """Returns an AttrValue for a list of dtypes."""
     return AttrValue(list=AttrValue.ListValue(type=dtypes))
 
 
 def shape_attr(shape: Sequence[int | None] | None) -> AttrValue:
-    """An AttrValue for a shape; None is an unknown rank or an unknown dimension."""
+    """Returns an AttrValue for a shape; None is an unknown rank or an unknown dimension."""
     if shape is None:
         return AttrValue(shape=tensor_shape_pb2.TensorShapeProto(unknown_rank=True))
     dims = [tensor_shape_pb2.TensorShapeProto.Dim(size=-1 if size is None else size) for size in shape]
@@ -229,12 +229,12 @@ def shape_attr(shape: Sequence[int | None] | None) -> AttrValue:
 
 
 def integers_attr(numbers: Iterable[int]) -> AttrValue:
-    """An AttrValue for a list of integers."""
+    """Returns an AttrValue for a list of integers."""
     return AttrValue(list=AttrValue.ListValue(i=numbers))
 
 
 def function_attr(name: str) -> AttrValue:
-    """An AttrValue that names a library function."""
+    """Returns an AttrValue that names a library function."""
     return AttrValue(func=attr_value_pb2.NameAttrList(name=name))
 
 
@@ -247,7 +247,7 @@ def make_node(
     device: str = "",
     attrs: Mapping[str, Any] | None = None,
 ) -> NodeDef:
-    """A NodeDef. ``attrs`` holds Python values or AttrValues."""
+    """Returns a NodeDef. ``attrs`` holds Python values or AttrValues."""
     node = NodeDef(name=name, op=op, device=device)
     node.input.extend(str(ref) for ref in inputs)
     node.input.extend(f"^{waited}" for waited in dict.fromkeys(control))
@@ -265,7 +265,7 @@ _FIELDS = {
 
 
 def make_const(name: str, value: float | Sequence[int], dtype: int, *, device: str = "") -> NodeDef:
-    """A Const node: a scalar, or a vector of integers; int32, int64, float32 or float64."""
+    """Returns a Const node: a scalar, or a vector of integers; int32, int64, float32 or float64."""
     tensor = tensor_pb2.TensorProto(dtype=dtype)
     if isinstance(value, Sequence):
         tensor.tensor_shape.dim.add(size=len(value))
@@ -292,7 +292,7 @@ class Builder:
 
     @contextlib.contextmanager
     def marked(self, marks: Mapping[str, Any]) -> Iterator[None]:
-        """Within it, nodes get these attributes, too; but not constants, which others share."""
+        """Gives nodes added within it these attributes too, except constants, which others share."""
         before, self._marks = self._marks, marks
         try:
             yield
@@ -313,14 +313,14 @@ class Builder:
         return self.append(make_node(self.names.fresh(name), op, inputs, control=control, device=device, attrs=attrs))
 
     def append(self, node: NodeDef) -> Ref:
-        """Adds a node that has been made under a fresh name."""
+        """Adds an existing node under a fresh name."""
         for key, value in self._marks.items():
             node.attr[key].CopyFrom(attr(value))
         self.graph.node.append(node)
         return Ref(node.name)
 
     def const(self, value: float | Sequence[int], dtype: int, *, device: str = "") -> Ref:
-        """A constant, shared by all who ask for it on that device. Half precision is cast from float32."""
+        """Returns a constant, shared by all its readers on that device. Half precision is cast from float32."""
         key = (tuple(value) if isinstance(value, Sequence) else value, dtype, device)
         if key not in self._constants:
             with self.marked({}):
@@ -337,7 +337,7 @@ class Builder:
     def split(
         self, name: str, tensor: Ref, dtype: int, sizes: Sequence[int], axis: int, *, device: str = ""
     ) -> list[Ref]:
-        """Consecutive parts of a tensor along one axis."""
+        """Splits a tensor into consecutive parts along one axis."""
         if len(sizes) == 1:
             return [tensor]
         inputs = [tensor, self.const(sizes, types_pb2.DT_INT64), self.const(axis, types_pb2.DT_INT32)]
@@ -346,7 +346,7 @@ class Builder:
         return [Ref(node.node, index) for index in range(len(sizes))]
 
     def concat(self, name: str, parts: Sequence[Ref], dtype: int, axis: int, *, device: str = "") -> Ref:
-        """The parts, one after another along one axis."""
+        """Concatenates the parts along one axis."""
         if len(parts) == 1:
             return parts[0]
         inputs = [*parts, self.const(axis, types_pb2.DT_INT32)]
@@ -354,14 +354,14 @@ class Builder:
         return self.add(name, "ConcatV2", inputs, device=device, **kind)
 
     def add_n(self, name: str, parts: Sequence[Ref], dtype: int, *, device: str = "") -> Ref:
-        """The sum of tensors of one shape."""
+        """Returns the sum of tensors of one shape."""
         if len(parts) == 1:
             return parts[0]
         return self.add(name, "AddN", parts, device=device, T=dtype_attr(dtype), N=len(parts))
 
 
 def substitute(graph: GraphDef, replacements: Mapping[str, Ref]) -> None:
-    """Replaces placeholders in place: what read one of them reads the tensor that is given for it, and it is gone."""
+    """Replaces placeholders by the given tensors, in place, and removes them."""
     kept = [node for node in graph.node if node.name not in replacements]
     for node in kept:
         for index, text in enumerate(node.input):
@@ -372,9 +372,9 @@ def substitute(graph: GraphDef, replacements: Mapping[str, Ref]) -> None:
 
 
 def reroute(graph: GraphDef, tensors: Mapping[Ref, Ref]) -> None:
-    """Puts something behind tensors, in place: what read one of them reads the one that is given for it.
+    """Inserts nodes after tensors, in place: readers of a tensor read the given one instead.
 
-    Nodes that the new tensors come from go on reading the old ones; so does who waits for a node.
+    The nodes that the new tensors come from keep reading the old ones; control edges don't change.
     """
     between = {ref.node for ref in tensors.values()}
     for node in graph.node:
@@ -388,7 +388,7 @@ def _now(tensors: Mapping[Ref, Ref], text: str) -> Ref:
 
 
 def dtype_name(dtype: int) -> str:
-    """``float32`` for DT_FLOAT and so on, for messages."""
+    """Returns a dtype's name for messages: ``float32`` for DT_FLOAT."""
     name: str = types_pb2.DataType.Name(dtype)
     special = {"DT_FLOAT": "float32", "DT_DOUBLE": "float64", "DT_HALF": "float16"}
     return special.get(name, name.removeprefix("DT_").lower())
@@ -396,4 +396,4 @@ def dtype_name(dtype: int) -> str:
 
 FLOAT_DTYPES = frozenset({types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE, types_pb2.DT_HALF, types_pb2.DT_BFLOAT16})
 COUNTABLE_DTYPES = FLOAT_DTYPES | {types_pb2.DT_COMPLEX64, types_pb2.DT_COMPLEX128}
-"""Of what can be averaged over slices; integers and booleans count or choose."""
+"""The dtypes that can be averaged over slices; integers and booleans count or choose."""

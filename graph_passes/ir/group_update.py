@@ -1,4 +1,4 @@
-"""What the update pass is given: the user's optimizer as graphs, one part for each parameter group."""
+"""The input of the update pass: the user's optimizer as graphs, one part for each parameter group."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class GroupUpdate:
     Attributes:
         stages: those stages, ascending.
         apply: the optimizer on the group's parameters.
-        statistics: what the optimizer needs to know of all gradients (a vector that adds up over groups: the squared
-            norm, the number of non-finite values); None when nothing is.
+        statistics: what the optimizer needs of all gradients (a vector that adds up over groups: the squared norm, the
+            number of non-finite values); None if it needs nothing.
         loss_scale: the factor of the loss, by this group's part of the optimizer; None for 1.
     """
 

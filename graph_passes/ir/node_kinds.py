@@ -10,12 +10,12 @@ from graph_passes.ir.tasks import Phase, Task
 
 
 class NodeKind(enum.Enum):
-    """What a node of a step is for. Its value is what stands in the node, as `PHASE_ATTR`.
+    """The purpose of a node of a step. Its value is the node's `PHASE_ATTR`.
 
     Attributes:
         phase: of a task's call, and of an operator that was in one.
-        traced: what a trace of the step counts its time as; empty for what only connects.
-        drawn: what a drawing of the step shows it as; empty for what only connects.
+        traced: the category of its time in a trace; empty for connections.
+        drawn: its category in a drawing of the step; empty for connections.
     """
 
     FORWARD = "forward", "F", "F"
@@ -61,17 +61,17 @@ class NodeKind(enum.Enum):
 
     @property
     def text(self) -> str:
-        """What stands in the node."""
+        """The text in the node."""
         return str(self.value)
 
     @classmethod
     def of_phase(cls, phase: Phase) -> NodeKind:
-        """The kind of the calls of a phase's tasks."""
+        """Returns the kind of the calls of a phase's tasks."""
         return _OF_PHASES[phase]
 
     @classmethod
     def of(cls, node: NodeDef) -> NodeKind | None:
-        """What a node is for; None for one that no pass has marked, or with a mark of a pass of somebody's own."""
+        """Returns the purpose of a node; None if no pass has marked it, or a user's pass has marked it otherwise."""
         return _BY_TEXT.get(node.attr[PHASE_ATTR].s) if PHASE_ATTR in node.attr else None
 
 
@@ -80,7 +80,7 @@ _OF_PHASES = {kind.phase: kind for kind in NodeKind if kind.phase is not None}
 
 
 def task_attrs(task: Task, kind: NodeKind) -> dict[str, Any]:
-    """The attributes that tell what a node of a task is."""
+    """Returns the attributes that identify a node of a task."""
     return {
         PHASE_ATTR: kind.text,
         STAGE_ATTR: task.stage,

@@ -29,11 +29,11 @@ FunctionDef: TypeAlias = function_pb2.FunctionDef
 _NOINLINE = "_noinline"
 _XLA = "_XlaMustCompile"
 COLOCATION = "_class"
-"""Names nodes of the flat graph, which a function's body doesn't have."""
+"""Colocation attribute: it names nodes of the flat graph, which a function's body doesn't have."""
 
 
 def dtype_of(graph: Graph, ref: Ref) -> int:
-    """The dtype (a ``DT_*`` number) of a tensor."""
+    """Returns the dtype (a ``DT_*`` number) of a tensor."""
     return output_dtypes(graph.nodes[ref.node])[ref.output]
 
 
@@ -47,7 +47,7 @@ def outline(
     jit_compile: bool = False,
     attrs: Mapping[str, str] | None = None,
 ) -> FunctionDef:
-    """A function that computes ``outputs`` of ``graph`` from ``inputs``.
+    """Returns a function that computes ``outputs`` of ``graph`` from ``inputs``.
 
         x -> a -> b -> y,  inputs (a,), outputs (y,)   becomes   f(a) = y { b, y }
 
@@ -56,8 +56,8 @@ def outline(
         graph: the flat graph; it isn't changed.
         inputs: tensors that become arguments, in order; their producers stay outside.
         outputs: tensors that become results, in order; an input may be one of them.
-        effects: nodes that must run although no output needs them; with them, control edges count as needs. Without,
-            the function is pure and control edges only order what it has anyway.
+        effects: nodes that must run although no output needs them; with them, control edges count as needs. Without
+            them the function is pure, and control edges only order its nodes.
         jit_compile: compile the function with XLA.
         attrs: string attributes of the function, for those who read a dump.
 
@@ -108,7 +108,7 @@ def call_node(
     control: Sequence[str] = (),
     attrs: Mapping[str, str | int | AttrValue] | None = None,
 ) -> NodeDef:
-    """A call of a library function, as one node on ``device``.
+    """Returns a call of a library function, as one node on ``device``.
 
     Raises:
         PassError: the number of inputs isn't the function's.
@@ -130,11 +130,11 @@ def call_node(
 
 
 def compiled(function: FunctionDef) -> tuple[FunctionDef, FunctionDef]:
-    """A function that changes variables, and the part of it that XLA compiles.
+    """Returns a function that changes variables, and the part of it that XLA compiles.
 
         f(x) { h = VarHandleOp; h -= x }   becomes   f(x) { h = VarHandleOp; g(x, h) },  g(x, h) { h -= x }
 
-    XLA knows no names of variables: their handles are made outside and given to it.
+    XLA doesn't know names of variables: their handles are made outside and passed to it.
 
     Returns:
         The function, and the compiled one that it calls.
@@ -173,11 +173,11 @@ def compiled(function: FunctionDef) -> tuple[FunctionDef, FunctionDef]:
 
 
 def placeholder(name: str, dtype: int) -> NodeDef:
-    """A placeholder of unknown shape: an input of a graph that is about to be outlined."""
+    """Returns a placeholder of unknown shape: an input of a graph that is about to be outlined."""
     return make_node(name, "Placeholder", attrs={"dtype": dtype_attr(dtype)})
 
 
 def layer_of(graph: Graph, ref: Ref) -> str:
-    """Path of the layer that made a tensor, for messages."""
+    """Returns the path of the layer that made a tensor, for messages."""
     node = graph.nodes[ref.node]
     return node.attr[LAYER_ATTR].s.decode() if LAYER_ATTR in node.attr else "(no layer)"

@@ -1,4 +1,4 @@
-"""A Program: a GraphDef and what its tensors mean. Passes take one and return a new one.
+"""A Program: a GraphDef and its tensors' meaning. Passes take one and return a new one.
 
 A program starts flat: the model's graph as it was captured, for one slice of a batch. ``assign_stages`` cuts it,
 ``build_forward`` and ``build_backward`` move each stage into library functions, and ``replicate`` starts a new top
@@ -21,7 +21,7 @@ from graph_passes.ir.tasks import Phase, Schedule, Task
 
 
 class VariableKind(enum.Enum):
-    """What a variable is to a training step."""
+    """A variable's role in a training step."""
 
     PARAMETER = "parameter"  # has a gradient
     STATE = "state"  # is updated by the forward pass (moving averages, counters, random seeds)
@@ -39,14 +39,14 @@ class Variable:
         shape: fully known.
         kind: see :class:`VariableKind`.
         value: the placeholder that stands for it in the flat graph; None when the flat graph doesn't read it.
-        update: what this slice contributes to its value after the step, in the flat graph; None when the forward pass
-            doesn't change it. Contributions of floating-point state add up over the slices of the global batch (each is
-            weighted by its samples); of other state (counters, random seeds) that of the first slice is the new value;
+        update: this slice's contribution to its value after the step, in the flat graph; None when the forward pass
+            doesn't change it. Contributions to floating-point state add up over the slices of the global batch (each is
+            weighted by its samples); for other state (counters, random seeds) the first slice's is the new value;
             metric values pass from one micro-batch to the next.
         additive: of a metric: whether an update only adds to the value, so that each replica can keep a sum of its
             own. One value passes through all replicas otherwise, in the order of samples.
-        metric: of a metric: which one, so that all its variables are updated from the same slices; None for one of its
-            own.
+        metric: the metric that it belongs to, so that all its variables are updated from the same slices; None for a
+            metric of its own.
         storage: name of its storage on devices; None for the variable's own. Counters that every parameter group steps
             for itself have one for each group.
     """
@@ -74,11 +74,11 @@ class Variable:
 
 @dataclasses.dataclass(frozen=True)
 class Normalizer:
-    """A number of the whole global batch that slices read: the divisor of a loss term, for one.
+    """A number of the whole global batch that slices read, such as the divisor of a loss term.
 
     A masked mean divides by the number of valid entries of the whole batch, which no slice knows by itself. In the flat
-    graph slices read a placeholder for ``1 / divisor``; ``of_whole_batch`` computes it when it is given whole batches.
-    Losses that are written as functions read other statistics of batch inputs in the same way (`scale_losses`).
+    graph slices read a placeholder for ``1 / divisor``; ``of_whole_batch`` computes it from whole batches. Losses that
+    are written as functions read other statistics of batch inputs in the same way (`scale_losses`).
 
     Attributes:
         placeholder: of floating-point numbers, mostly a scalar, that slices read.
@@ -118,7 +118,7 @@ class Slice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Peers:
-    """What tells a stage function with which others it adds up: the replicas that have samples of its micro-batch.
+    """The peers with which a stage function adds up: the replicas that have samples of its micro-batch.
 
     All are int32 placeholders. Keys are those of TensorFlow's collective operations.
 
@@ -171,7 +171,7 @@ class Roles:
 
     @property
     def scalars(self) -> tuple[Ref, ...]:
-        """What tells a stage function about its slice, and with whom it adds up."""
+        """The scalars about a stage function's slice and its peers."""
         return *self.slice, *(() if self.peers is None else self.peers.refs)
 
 
@@ -185,7 +185,8 @@ class Boundary:
         consumers: later stages that read it, ascending; skip connections have several.
         dtype: a ``DT_*`` number.
         batch_axis: the axis along which it is cut into slices; None when it has no batch axis (a scalar loss term,
-        say). rows_per_sample: length of that axis per sample; None when it is only known at run time.
+        say).
+        rows_per_sample: length of that axis per sample; None when it is only known at run time.
         shape: static shape; None for axes that grow with the batch or are unknown.
         differentiable: whether a gradient flows back through it.
         example_shape: its shape for one sample of the batch at hand (see `Roles`); None for what isn't known then.
@@ -202,11 +203,11 @@ class Boundary:
     example_shape: tuple[int | None, ...]
 
     def slice_shape(self, samples: int) -> tuple[int | None, ...]:
-        """The shape for a slice of ``samples`` samples, whatever the lengths that the model leaves open."""
+        """Returns the shape for a slice of ``samples`` samples, whatever the lengths that the model leaves open."""
         return self._sliced(self.shape, self.rows_per_sample, samples)
 
     def example_slice_shape(self, samples: int) -> tuple[int | None, ...]:
-        """The shape for a slice of ``samples`` samples with the lengths of the batch at hand."""
+        """Returns the shape for a slice of ``samples`` samples with the lengths of the batch at hand."""
         rows = None if self.batch_axis is None else self.example_shape[self.batch_axis]
         return self._sliced(self.example_shape, rows, samples)
 
@@ -218,7 +219,7 @@ class Boundary:
 
 
 class ValueKind(enum.Enum):
-    """What a function's argument or result is."""
+    """The meaning of a function's argument or result."""
 
     FORWARD = "forward"  # a tensor of the flat graph
     GRADIENT = "gradient"  # the gradient with respect to a tensor of the flat graph
@@ -233,11 +234,11 @@ class ValueKind(enum.Enum):
 OWN_ROWS = (ValueKind.SLICE_VALUES, ValueKind.SLICE_INDICES)
 SHARED_ROWS = (ValueKind.SHARED_VALUES, ValueKind.SHARED_INDICES)
 ROWS = frozenset((*OWN_ROWS, *SHARED_ROWS))
-"""Of a gradient that isn't a whole tensor."""
+"""Kinds of a gradient that isn't a whole tensor."""
 
 
 class Value(NamedTuple):
-    """What an argument or a result of a stage function means."""
+    """The meaning of an argument or a result of a stage function."""
 
     ref: Ref
     kind: ValueKind = ValueKind.FORWARD
@@ -266,12 +267,12 @@ class StageFunction:
         return str(self.function.signature.name)
 
     def result_dtype(self, value: Value) -> int:
-        """The dtype (a ``DT_*`` number) of a result."""
+        """Returns the dtype (a ``DT_*`` number) of a result."""
         return int(self.function.signature.output_arg[self.outputs.index(value)].type)
 
 
 class Contribution(NamedTuple):
-    """What the slices of a stage add up to for a variable: a dense gradient, or floating-point state.
+    """A stage's contribution to a variable, summed over slices: a dense gradient, or floating-point state.
 
     Attributes:
         value: one slice's part, among the stage's results.
@@ -310,9 +311,10 @@ class Stage:
         metrics: (tensors of F, labels, metric values) -> metric values.
         residual_bytes: bytes that a slice keeps from F to B, boundary inputs included, per sample.
         fixed_residual_bytes: bytes that it keeps whatever its size.
-        undecided_rows: parameter -> why it can't be told which rows of its gradient slices have in common.
+        undecided_rows: parameter -> why it is unknown which rows of its gradient slices have in common.
         delayed_bytes: bytes that a slice keeps from Bx to Bw, per sample: residuals, partial results and gradients of
-            boundary outputs that Bw reads. fixed_delayed_bytes: those whatever its size.
+            boundary outputs that Bw reads.
+        fixed_delayed_bytes: bytes that it keeps from Bx to Bw whatever its size.
     """
 
     index: int
@@ -371,7 +373,7 @@ class Stage:
 
     @property
     def phases(self) -> tuple[tuple[Phase, StageFunction | None], ...]:
-        """What a slice runs, and the function that does it; None for what there is nothing to do."""
+        """The phases that a slice runs, with their functions; None for a phase with nothing to do."""
         forward = (Phase.FORWARD, self.forward if self.fused is None else self.fused)
         if self.split:
             return forward, (Phase.INPUT_GRAD, self.input_grad), (Phase.WEIGHT_GRAD, self.weight_grad)
@@ -420,7 +422,7 @@ class Layout:
         return self.devices if self.weight_devices is None else self.weight_devices
 
     def device_of(self, task: Task) -> str:
-        """Name of the device that runs a task."""
+        """Returns the name of the device that runs a task."""
         places = self.homes if task.phase is Phase.WEIGHT_GRAD else self.devices
         return places[task.stage][task.replica]
 
@@ -430,15 +432,15 @@ class Layout:
         return micro_batch_intervals(self.batch, self.global_batch_size, self.micro_batches)
 
     def slices(self, stage: int, micro_batch: int) -> tuple[Interval, ...]:
-        """The samples of each replica of a stage; empty intervals where there are fewer samples than replicas."""
+        """Returns the samples of each replica of a stage; empty intervals if there are fewer samples than replicas."""
         return slice_intervals(self.micro_batch_intervals[micro_batch], len(self.devices[stage]))
 
     def slice(self, stage: int, micro_batch: int, replica: int) -> Interval:
-        """The samples of one replica."""
+        """Returns the samples of one replica."""
         return self.slices(stage, micro_batch)[replica]
 
     def active(self, stage: int, micro_batch: int, replica: int) -> bool:
-        """Whether the replica has any sample of this micro-batch."""
+        """Returns whether the replica has any sample of this micro-batch."""
         return self.slice(stage, micro_batch, replica).size > 0
 
 
@@ -450,7 +452,7 @@ class Step:
         layout: see :class:`Layout`.
         entry: the first node of each task: the one that control edges make wait.
         exit: the last nodes of each task: those that the next task of the device waits for.
-        values: where each result of each task is: (task, value) -> tensor.
+        values: (task, value) -> the tensor of a task's result.
         pending: (task, value) -> the placeholder that stands for an argument until a later pass connects it.
         schedule: the order of tasks on each device, once it is fixed.
         reads: (stage, replica) -> the nodes that read its variables.
@@ -461,8 +463,8 @@ class Step:
         outputs: for each of the model's outputs, its slices in the order of samples.
         gradients: parameter -> its reduced gradient, on the first replica of its first stage; for checks.
         train: the node that has run when all variables have been updated.
-        dissolved: stages that have no tasks any more: their operators are ordered one by one, or the step is one
-            function (`Join`). ``entry`` and ``exit`` have none of theirs; ``schedule`` still tells their order.
+        dissolved: stages without tasks: their operators are ordered one by one, or the step is one function (`Join`).
+            ``entry`` and ``exit`` have none of theirs; ``schedule`` still has their order.
         placed_on: devices of operators that were placed one by one.
     """
 
@@ -485,7 +487,7 @@ class Step:
 
     @property
     def named_nodes(self) -> set[str]:
-        """The nodes that the step speaks of, feeds apart."""
+        """The nodes that the step refers to, except feeds."""
         refs = [*([self.loss] if self.loss is not None else []), *self.gradients.values(), *self.values.values()]
         refs += [ref for several in (*self.outputs, *self.metric_results.values()) for ref in several]
         names = {*(ref.node for ref in refs), *self.entry.values(), *(n for names in self.exit.values() for n in names)}
@@ -493,10 +495,10 @@ class Step:
 
 
 class Fact(enum.Enum):
-    """What a program has: what passes require before they run, and ensure afterwards. Its value is told in errors.
+    """A property of a program that passes require before they run, or ensure afterwards. Its value appears in errors.
 
     Attributes:
-        made_by: the pass that sees to it.
+        made_by: the pass that establishes it.
     """
 
     STAGES = "stages", "assign_stages"
@@ -542,12 +544,12 @@ class Program:
     couplings: tuple[tuple[str, Coupling], ...] = ()
 
     def replace(self, **changes: object) -> Program:
-        """A copy with some fields changed."""
+        """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     @property
     def flat_graph(self) -> GraphDef:
-        """The flat graph, whatever ``graph`` is by now."""
+        """The flat graph, even after ``graph`` has become something else."""
         return self.graph if self.flat is None else self.flat
 
     @property

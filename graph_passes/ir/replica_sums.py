@@ -1,7 +1,7 @@
 """Sums over the replicas that work on one micro-batch: of a layer's moments, say, and of their gradients.
 
-They are collective operations inside stage functions. What tells them which replicas they add up (`Peers`) are
-arguments, so that one function serves all replicas and micro-batches.
+They are collective operations inside stage functions. The replicas to add up (`Peers`) are arguments, so that one
+function serves all replicas and micro-batches.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ SUM_OP = "CollectiveReduceV2"
 
 
 def sums_of(nodes: Iterable[NodeDef]) -> list[NodeDef]:
-    """The sums over replicas among nodes, in their order."""
+    """Returns the sums over replicas among nodes, in their order."""
     return [node for node in nodes if node.op == SUM_OP]
 
 
 def without_sums(graph: GraphDef) -> GraphDef:
-    """The graph of a replica that works alone: it adds nothing to what it has.
+    """Returns the graph of a replica that works alone: it adds nothing to what it has.
 
     x -> CollectiveReduceV2 -> y   becomes   x -> Identity -> y
     """
@@ -39,7 +39,7 @@ def without_sums(graph: GraphDef) -> GraphDef:
 
 
 def key_nodes(graph: Graph, peers: Container[Ref]) -> set[str]:
-    """Nodes that compute keys of sums: from ``peers``, the stage's arguments, and constants alone."""
+    """Returns the nodes that compute keys of sums: from ``peers``, the stage's arguments, and constants alone."""
     found: set[str] = set()
     for node in graph:
         producers = [ref for ref in graph.inputs(node.name) if graph.nodes[ref.node].op != "Const"]
@@ -49,7 +49,7 @@ def key_nodes(graph: Graph, peers: Container[Ref]) -> set[str]:
 
 
 def order_sums(function: FunctionDef) -> None:
-    """Makes each sum of a function wait for the one before, in place, so that all replicas run them in one order."""
+    """Makes each sum of a function wait for the previous one, in place, so that all replicas run them in one order."""
     for before, after in itertools.pairwise(sums_of(function.node_def)):
         if before.name not in control_inputs(after):
             after.input.append(f"^{before.name}")

@@ -42,7 +42,7 @@ class Use(NamedTuple):
 
 
 class ResourceUse:
-    """Finds out about nodes; what is known of library functions is kept.
+    """Finds nodes' uses of resources; results for library functions are cached.
 
     Args:
         functions: the library, by name.
@@ -54,14 +54,14 @@ class ResourceUse:
         self._written: dict[str, frozenset[str]] = {}
 
     def of_function(self, name: str) -> tuple[Use, ...]:
-        """What the nodes of a library function use by handles that are made inside, each use once."""
+        """Returns the uses by handles that are made inside a library function, each once."""
         if name not in self._of_functions:
             self._of_functions[name] = ()  # of a function that calls itself
             self._of_functions[name] = tuple(self.of_nodes(self._functions[name].node_def))
         return self._of_functions[name]
 
     def of_nodes(self, nodes: Iterable[NodeDef], handles: Mapping[str, str] | None = None) -> list[Use]:
-        """What nodes of one graph or function body use, in their order; handles themselves aren't counted.
+        """Returns the uses of one graph's or function body's nodes, in their order, without the handles themselves.
 
         Args:
             nodes: the nodes.
@@ -72,7 +72,7 @@ class ResourceUse:
         made = {node.name: {resource_name(node)} for node in nodes if self._primitive(node) and makes_resource(node.op)}
         tracked: dict[str, set[str]] = made | {name: {resource} for name, resource in (handles or {}).items()}
         grown = True
-        while grown:  # once more only where handles are handed on to nodes that come before
+        while grown:  # repeats only if handles are passed to earlier nodes
             grown = False
             for node in nodes:
                 given = [(at, name) for at, name in enumerate(_producers(node)) if name in tracked]
@@ -99,7 +99,7 @@ class ResourceUse:
         return types_pb2.DT_RESOURCE in output_dtypes(node)
 
     def _writes(self, node: NodeDef, at: int) -> bool:
-        """Whether a node may change the resource that is its data input number ``at``."""
+        """Returns whether a node may change the resource that is its data input number ``at``."""
         if node.op in READS:
             return False
         called = called_functions(node, self._functions)
@@ -121,7 +121,7 @@ class ResourceUse:
 
 
 def called_functions(node: NodeDef, functions: Mapping[str, FunctionDef]) -> list[str]:
-    """Those of these library functions that a node runs, in the same order for nodes with the same attributes."""
+    """Returns the library functions that a node runs, in the same order for nodes with the same attributes."""
     if node.op in functions:
         return [node.op]
     if not takes_functions(node.op):
@@ -130,7 +130,7 @@ def called_functions(node: NodeDef, functions: Mapping[str, FunctionDef]) -> lis
 
 
 def resource_name(node: NodeDef) -> str:
-    """The name of the resource on its device to which a node gives the handle."""
+    """Returns the name, on its device, of the resource whose handle a node makes."""
     for key in ("shared_name", "table_name"):
         if key in node.attr and node.attr[key].s:
             return node.attr[key].s.decode()
@@ -138,5 +138,5 @@ def resource_name(node: NodeDef) -> str:
 
 
 def _producers(node: NodeDef) -> list[str]:
-    """The nodes or arguments of which a node reads results, whether in a graph or in a function's body."""
+    """Returns the nodes or arguments that a node reads, in a graph or in a function's body."""
     return [text.partition(":")[0] for text in node.input if not text.startswith("^")]

@@ -1,8 +1,8 @@
 """Spreads: how a slice's tensor relates to the same tensor of the whole batch.
 
-What layers compute of a slice of a batch is, of most tensors, the slice's part of what they would compute of the batch:
-the batch axis is cut. Of what has no batch axis the whole batch's value may be the sum of the slices' values, their
-mean, or the same in all of them.
+Most of a slice's tensors are the slice's part of the whole batch's tensors, cut along the batch axis. For a tensor
+without a batch axis the whole batch's value may be the sum of the slices' values, their mean, or the same in all of
+them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 
 
 class Coupling(enum.Enum):
-    """What makes a slice's tensor other than the slice of the whole batch's."""
+    """A reason why a slice's tensor differs from the slice of the whole batch's."""
 
     TOGETHER = "together"
     """Something is computed across the samples of a slice."""
     MICRO_BATCH = "micro-batch"
-    """Something is computed across the samples of a micro-batch, of all its slices."""
+    """Something is computed across all samples of a micro-batch, over its slices."""
     BATCH_SIZE = "batch size"
     """Something depends on the number of a slice's samples."""
     PLACE = "place"
@@ -36,7 +36,7 @@ class Coupling(enum.Enum):
     DRAWS = "draws"
     """Random numbers for samples are drawn whose seeds don't tell slices apart."""
     UNKNOWN = "unknown"
-    """It can't be told what something does."""
+    """It is unknown what something does."""
 
 
 class Spread(NamedTuple):
@@ -53,9 +53,9 @@ class Spread(NamedTuple):
         outer: number of parts of that axis each of which has all samples: 2 where two batches are concatenated.
         varies: whether it depends on the samples' values.
         degree: see above; None where it isn't a power of n: a sum of such terms with different degrees, for one.
-        linear: whether the slices' values tell that of the batch as above. A maximum over samples doesn't.
+        linear: whether the slices' values determine the batch's as above. A maximum over samples doesn't.
         known: whether it is computed from batch inputs alone, so that it can be known before the step.
-        place: whether it says at which places of the batch samples are: numbers 0 to n - 1.
+        place: whether it has the samples' places in the batch: numbers 0 to n - 1.
         shared: whether all slices of a micro-batch have the same value, being that of the micro-batch.
         partial: whether the number of rows that a sample has depends on values: those that a mask leaves, say.
     """
@@ -77,7 +77,7 @@ class Spread(NamedTuple):
 
     @property
     def one_by_one(self) -> bool:
-        """Whether it is of one sample at a time, in a loop over all."""
+        """Whether it belongs to one sample at a time, in a loop over all."""
         return self.axis is not None and self.axis < 0
 
 
@@ -87,7 +87,7 @@ TRAINED = Spread(known=False)
 
 
 def degree_of(few: np.ndarray, many: np.ndarray, ratio: float) -> int | None:
-    """The power of the number of samples that a value grows with; None if it isn't one.
+    """Returns the power of the number of samples that a value grows with; None if it isn't one.
 
     Args:
         few: the value for a number of samples; not a number where it isn't known.
@@ -102,7 +102,7 @@ def degree_of(few: np.ndarray, many: np.ndarray, ratio: float) -> int | None:
 
 
 def together(spreads: Iterable[Spread]) -> Spread:
-    """That of a linear combination of tensors without batch axes."""
+    """Returns the spread of a linear combination of tensors without batch axes."""
     several = list(spreads)
     degrees = {spread.degree for spread in several}
     return Spread(
@@ -116,6 +116,6 @@ def together(spreads: Iterable[Spread]) -> Spread:
 
 
 def all_shared(spreads: Iterable[Spread]) -> bool:
-    """Whether slices of one micro-batch have the same of all that depends on samples, without a batch axis."""
+    """Returns whether slices of one micro-batch have equal values that depend on samples, without a batch axis."""
     varying = [spread.shared for spread in spreads if spread.varies and spread.axis is None]
     return bool(varying) and all(varying)

@@ -20,13 +20,13 @@ from graph_passes.ir.tensorflow_bridge import dtype_size, empty_graph
 
 
 def handle(builder: Builder, name: str, dtype: int, shape: Sequence[int]) -> Ref:
-    """The handle of the variable ``name`` of whichever device runs the node."""
+    """Returns the handle of the variable ``name`` of the device that runs the node."""
     kind = {"dtype": dtype_attr(dtype), "shape": shape_attr(tuple(shape)), "shared_name": name}
     return builder.add(f"handle/{name}", "VarHandleOp", **kind)
 
 
 def read(builder: Builder, name: str, dtype: int, shape: Sequence[int]) -> Ref:
-    """The value of a variable."""
+    """Returns the value of a variable."""
     source = handle(builder, name, dtype, shape)
     return builder.add(f"read/{name}", "ReadVariableOp", [source], dtype=dtype_attr(dtype))
 
@@ -34,19 +34,19 @@ def read(builder: Builder, name: str, dtype: int, shape: Sequence[int]) -> Ref:
 def assign(
     builder: Builder, name: str, value: Ref, dtype: int, shape: Sequence[int], op: str = "AssignVariableOp"
 ) -> str:
-    """Assigns (or, with ``AssignAddVariableOp``, adds to) a variable; returns the node that does."""
+    """Assigns (or, with ``AssignAddVariableOp``, adds to) a variable; returns the node's name."""
     target = handle(builder, name, dtype, shape)
     return builder.add(f"assign/{name}", op, [target, value], dtype=dtype_attr(dtype)).node
 
 
 def flatten(builder: Builder, tensor: Ref, dtype: int) -> Ref:
-    """All elements as a vector."""
+    """Returns all elements as a vector."""
     minus_one = builder.const([-1], types_pb2.DT_INT32)
     return builder.add("flat", "Reshape", [tensor, minus_one], T=dtype_attr(dtype))
 
 
 def unflatten(builder: Builder, vector: Ref, dtype: int, shapes: Sequence[Sequence[int]]) -> list[Ref]:
-    """Consecutive parts of a vector in the given shapes."""
+    """Splits a vector into consecutive parts of the given shapes."""
     parts = builder.split("parts", vector, dtype, [math.prod(shape) for shape in shapes], 0)
     return [
         builder.add("shaped", "Reshape", [part, builder.const(list(shape), types_pb2.DT_INT32)], T=dtype_attr(dtype))
@@ -55,7 +55,7 @@ def unflatten(builder: Builder, vector: Ref, dtype: int, shapes: Sequence[Sequen
 
 
 def zeros(builder: Builder, dtype: int, shape: Sequence[int], device: str = "") -> Ref:
-    """A tensor of zeros."""
+    """Returns a tensor of zeros."""
     dims = builder.const(list(shape), types_pb2.DT_INT32)
     kind = {"T": dtype_attr(dtype), "index_type": dtype_attr(types_pb2.DT_INT32)}
     return builder.add("zeros", "Fill", [dims, builder.const(0, dtype)], device=device, **kind)
@@ -68,14 +68,14 @@ def by_dtype(variables: Iterable[Variable]) -> dict[int, tuple[Variable, ...]]:
 
 
 def read_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
-    """() -> the variables' values."""
+    """Returns a function () -> the variables' values."""
     builder = Builder(empty_graph())
     values = [read(builder, variable.place, variable.dtype, variable.shape) for variable in variables]
     return outline(name, Graph(builder.graph), [], values)
 
 
 def load_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
-    """One vector per dtype (in the order of :func:`by_dtype`) -> (); assigns all variables."""
+    """Returns a function that assigns all variables: one vector per dtype (in the order of :func:`by_dtype`) -> ()."""
     builder = Builder(empty_graph())
     vectors, effects = [], []
     for dtype, group in by_dtype(variables).items():
@@ -88,7 +88,7 @@ def load_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
 
 
 def assign_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
-    """The variables' values -> (); assigns all variables."""
+    """Returns a function that assigns all variables: their values -> ()."""
     builder = Builder(empty_graph())
     values = [builder.append(placeholder(builder.names.fresh("value"), v.dtype)) for v in variables]
     effects = [assign(builder, v.place, value, v.dtype, v.shape) for v, value in zip(variables, values, strict=True)]
@@ -96,7 +96,7 @@ def assign_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
 
 
 def save_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
-    """() -> one vector per dtype, in the order of :func:`by_dtype`."""
+    """Returns a function () -> one vector per dtype, in the order of :func:`by_dtype`."""
     builder = Builder(empty_graph())
     vectors = []
     for dtype, group in by_dtype(variables).items():
@@ -106,7 +106,7 @@ def save_function(name: str, variables: Sequence[Variable]) -> FunctionDef:
 
 
 def accumulate_function(name: str, targets: Sequence[Variable], mode: str) -> FunctionDef:
-    """Values -> (); adds them to their accumulators in place.
+    """Returns a function that adds values to their accumulators in place: values -> ().
 
     Args:
         name: the function's name.
@@ -128,7 +128,7 @@ def accumulate_function(name: str, targets: Sequence[Variable], mode: str) -> Fu
 
 
 def buckets(variables: Iterable[Variable], limit: int) -> list[tuple[Variable, ...]]:
-    """Consecutive variables of one dtype, up to ``limit`` bytes together; one that is larger gets its own bucket."""
+    """Groups consecutive variables of one dtype, up to ``limit`` bytes together; a larger one gets its own bucket."""
     found: list[list[Variable]] = []
     size = 0
     for variable in variables:
@@ -142,7 +142,7 @@ def buckets(variables: Iterable[Variable], limit: int) -> list[tuple[Variable, .
 
 
 def bytes_of(variables: Iterable[Variable]) -> int:
-    """Bytes of the values of variables."""
+    """Returns the bytes of the values of variables."""
     return sum(math.prod(variable.shape) * dtype_size(variable.dtype) for variable in variables)
 
 

@@ -1,8 +1,8 @@
 """What a device does in one step, as data: a `Task` is one call, a `Schedule` is every device's ordered tasks.
 
 Both have a text form that parses back. ``2F0`` is stage 2, forward, micro-batch 0; ``0B3.r1`` is stage 0, backward,
-micro-batch 3, replica 1. A schedule has one line per device; ``1Bw0>2Bx0`` is a task that besides waits for the end of
-another, which need not be on its device::
+micro-batch 3, replica 1. A schedule has one line per device; ``1Bw0>2Bx0`` is a task that also waits for the end of
+another, on any device::
 
     0: 0F0 0F1 0B0 0B1
     1: 1F0 1B0 1F1 1B1
@@ -59,7 +59,7 @@ class Task:
             numbers = {name: getattr(self, name) for name in ("stage", "micro_batch", "replica")}
             name, number = next((name, number) for name, number in numbers.items() if number < 0)
             raise ValueError(f"task's {name} is {number}; it must be 0 or more")
-        # Tasks are looked up by the ten thousand, and an enum's own hash is slow.
+        # Tasks are looked up tens of thousands of times, and an enum's own hash is slow.
         key = (self.stage, self.micro_batch, self.replica, self.phase._value_)
         object.__setattr__(self, "_hash", hash(key))
 
@@ -76,7 +76,7 @@ class Task:
 
     @classmethod
     def parse(cls, text: str) -> Task:
-        """Return the task that prints as ``text``.
+        """Returns the task that prints as ``text``.
 
         Raises:
             ValueError: ``text`` isn't a task.
@@ -98,8 +98,8 @@ class Schedule:
     Attributes:
         name: the policy that made it.
         orders: device index -> its tasks in order. A device without tasks has an empty tuple. Read-only.
-        after: task -> another for whose end it waits, besides its place in its device's order and its data: how the
-            orders of a main stream and a sub-stream are tied together. Read-only.
+        after: task -> another whose end it waits for, besides its place in its device's order and its data: this ties
+            the orders of a main stream and a sub-stream together. Read-only.
 
     Raises:
         ValueError: ``after`` has a task that no device runs, or one that waits for itself.
@@ -134,7 +134,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str, name: str = "parsed") -> Schedule:
-        """Return the schedule that prints as ``text``; blank lines are ignored.
+        """Returns the schedule that prints as ``text``; blank lines are ignored.
 
         Raises:
             ValueError: a line isn't ``<device>: <task> <task> ...``, a device has two lines, or as `Schedule`.
@@ -178,7 +178,7 @@ class Schedule:
         return {task: device for device, tasks in self.orders.items() for task in tasks}
 
     def device_of(self, task: Task) -> int:
-        """Return the index of the device that runs ``task``.
+        """Returns the index of the device that runs ``task``.
 
         Raises:
             LookupError: no device runs it.
@@ -195,11 +195,11 @@ class Schedule:
 def reduction_order(
     groups: Sequence[tuple[int, ...]], schedule: Schedule | None, devices: Sequence[Sequence[int]]
 ) -> list[int]:
-    """The order in which groups are all-reduced, on every device: that in which the schedule completes gradients.
+    """Returns the order in which every device all-reduces groups: that in which the schedule completes gradients.
 
-    A group counts from where its last gradient stands in the order of a device; devices that run several of its stages
-    decide for each of them. Of groups that are complete at the same place, the one whose first stage is later goes
-    first: backward ends with the first stage.
+    A group's rank is the position of its last gradient in the order of a device; devices that run several of its stages
+    decide for each of them. Among groups that are complete at the same position, the one whose first stage is later
+    goes first: backward ends with the first stage.
 
     Args:
         groups: the stages of each group.

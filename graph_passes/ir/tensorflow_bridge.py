@@ -1,4 +1,4 @@
-"""What only TensorFlow itself can tell: gradients, shapes and op signatures. The one module that imports it.
+"""The bridge to TensorFlow: gradients, shapes and op signatures. The only module here that imports it.
 
 Everything goes in and comes out as GraphDefs and references, so that the passes stay plain data transformations.
 """
@@ -42,7 +42,7 @@ _Place = tuple[int, int]
 
 @functools.cache
 def op_def(op: str) -> op_def_pb2.OpDef:
-    """The definition of a primitive op.
+    """Returns the definition of a primitive op.
 
     Raises:
         PassError: TensorFlow doesn't know the op (a custom op whose library isn't loaded, say).
@@ -54,12 +54,12 @@ def op_def(op: str) -> op_def_pb2.OpDef:
 
 
 def is_stateful(op: str) -> bool:
-    """Whether running the op twice may differ from running it once."""
+    """Returns whether running the op twice may differ from running it once."""
     return bool(op_def(op).is_stateful)
 
 
 def _attr(node: NodeDef, name: str) -> AttrValue:
-    """An attribute of a node, or the op's default for one that it leaves out; ``node.attr[name]`` would add it."""
+    """Returns an attribute of a node, or the op's default if it is missing; ``node.attr[name]`` would add it."""
     if name in node.attr:
         return node.attr[name]
     return next(attr.default_value for attr in op_def(node.op).attr if attr.name == name)
@@ -74,7 +74,7 @@ def _count(arg: op_def_pb2.OpDef.ArgDef, node: NodeDef) -> int:
 
 
 def output_dtypes(node: NodeDef) -> list[int]:
-    """The dtype (a ``DT_*`` number) of each output of a node."""
+    """Returns the dtype (a ``DT_*`` number) of each output of a node."""
     dtypes: list[int] = []
     for arg in op_def(node.op).output_arg:
         if arg.type_list_attr:
@@ -85,7 +85,7 @@ def output_dtypes(node: NodeDef) -> list[int]:
 
 
 def function_body_name(node: NodeDef, index: int) -> str:
-    """Output ``index`` of a node as a function body spells it: ``node:output_name:index_within_it``."""
+    """Spells output ``index`` of a node as function bodies do: ``node:output_name:index_within_it``."""
     left = index
     for arg in op_def(node.op).output_arg:
         count = _count(arg, node)
@@ -96,7 +96,7 @@ def function_body_name(node: NodeDef, index: int) -> str:
 
 
 def output_number(node: NodeDef, argument: str, index: int) -> int:
-    """The number of the output that a function body spells ``node:argument:index``; see `function_body_name`."""
+    """Returns the number of the output ``node:argument:index`` of a function body; see `function_body_name`."""
     before = 0
     for arg in op_def(node.op).output_arg:
         if arg.name == argument:
@@ -107,13 +107,13 @@ def output_number(node: NodeDef, argument: str, index: int) -> int:
 
 @functools.cache
 def takes_functions(op: str) -> bool:
-    """Whether nodes of a primitive op run functions of the library: loops, branches, calls."""
+    """Returns whether nodes of a primitive op run functions of the library: loops, branches, calls."""
     return any(attr.type in ("func", "list(func)") for attr in op_def(op).attr)
 
 
 @functools.cache
 def makes_resource(op: str) -> bool:
-    """Whether a primitive op gives a handle of its own: of a variable, a table and the like."""
+    """Returns whether a primitive op makes a handle of its own: of a variable, a table and the like."""
     definition = op_def(op)
     given = any(arg.type == types_pb2.DT_RESOURCE for arg in definition.output_arg)
     return given and not any(arg.type == types_pb2.DT_RESOURCE for arg in definition.input_arg)
@@ -130,7 +130,7 @@ def make_constant(node: NodeDef, value: np.ndarray) -> None:
 
 
 def empty_graph() -> GraphDef:
-    """A GraphDef without nodes, at TensorFlow's current version."""
+    """Returns a GraphDef without nodes, at TensorFlow's current version."""
     graph = GraphDef()
     graph.versions.producer = tf.version.GRAPH_DEF_VERSION
     graph.versions.min_consumer = tf.version.GRAPH_DEF_VERSION_MIN_CONSUMER
@@ -183,7 +183,7 @@ def add_gradients(
     result = copied(extended)
     for node in result.node:
         if node.name not in renaming:
-            # n3_grad is TensorFlow's name for what is computed for node n3.
+            # n3_grad is TensorFlow's name for the gradient of node n3.
             told = re.sub(r"(?<![^/])n(\d+)_grad", lambda match: f"{names[int(match[1])]}_grad", node.name)
             renaming[node.name] = taken.fresh(told)
     for node in result.node:
@@ -210,7 +210,7 @@ def add_gradients(
 
 
 def _rename(node: NodeDef, rename: Callable[[str], str]) -> None:
-    """Gives a node, and those that it names, other names."""
+    """Renames a node, and the nodes that it names."""
     inputs = [str(Ref(rename(ref.node), ref.output)) for ref in data_inputs(node)]
     inputs += [f"^{rename(waited)}" for waited in control_inputs(node)]
     node.name = rename(node.name)
@@ -224,7 +224,7 @@ def _gradients(
     outputs: tuple[tuple[_Place, _Place], ...],
     sources: tuple[_Place, ...],
 ) -> tuple[GraphDef, tuple[Gradient | None, ...]]:
-    """`add_gradients` of a graph whose nodes are n0, n1, ...: stages of equal layers have equal ones, but for names."""
+    """Adds gradients to a graph with nodes n0, n1, ...: stages of equal layers differ in names only, and share it."""
     graph = GraphDef.FromString(serialized)
     _rename_functions(graph, f"_differentiated{next(_differentiations)}")
     with tf.Graph().as_default() as scope:
@@ -261,14 +261,14 @@ CALL_GRADIENT_FUNCTION = "_gradient_function"
 CALL_GRADIENT_DTYPES = "_gradient_dtypes"
 """Of its results."""
 CALL_GRADIENT_READS = "_gradient_reads"
-"""What that reads: numbers of the call's inputs, of its outputs, of outputs whose gradients it reads; -1 between."""
+"""Its inputs: numbers of the call's inputs, of its outputs, of outputs whose gradients it reads; -1 between."""
 CALL_GRADIENT_RESULTS = "_gradient_results"
 """For each of its results twice the number of the input; plus 1 for the values of rows, before their indices."""
 
 
 @tf.RegisterGradient(CALL_GRADIENT)
 def _differentiate_call(operation: tf.Operation, *gradients: tf.Tensor | None) -> list[tf.Tensor | None]:
-    """The gradients of a call's inputs, in whichever graph the gradient of its graph is made."""
+    """Returns the gradients of a call's inputs, in the graph where its graph's gradient is made."""
     reads = iter(operation.get_attr(CALL_GRADIENT_READS))
     of_inputs, of_outputs, of_gradients = (list(itertools.takewhile(lambda number: number >= 0, reads)) for _ in "123")
     outputs = operation.outputs
@@ -295,10 +295,10 @@ def _differentiate_call(operation: tf.Operation, *gradients: tf.Tensor | None) -
 
 
 def _without_stopped(graph: tf.Graph) -> dict[str, str]:
-    """Gives operators through which no gradient flows a placeholder to read; operator -> placeholder.
+    """Makes operators through which no gradient flows read placeholders; returns operator -> placeholder.
 
-    tf.gradients lets what comes before them wait for them, as a tape doesn't: sums of gradients would have another
-    order than in plain Keras, round differently, and be fused differently by XLA, which repeats whole chains of sums.
+    Unlike a tape, tf.gradients makes their predecessors wait for them: sums of gradients would have another order than
+    in plain Keras, round differently, and be fused differently by XLA, which repeats whole chains of sums.
     """
     found = {}
     for stopped in [each for each in graph.get_operations() if each.type == "StopGradient"]:
@@ -312,11 +312,11 @@ _differentiations = itertools.count()
 
 
 def _rename_functions(graph: GraphDef, suffix: str) -> None:
-    """Gives the functions of a graph other names.
+    """Renames the functions of a graph.
 
-    TensorFlow changes the functions of a loop that it differentiates, under names that it derives from theirs and that
-    hold for the whole process as long as anything keeps them. Differentiating the same loop again, in a stage that is
-    cut elsewhere, would give these names to other functions, which is an error.
+    TensorFlow changes the functions of a loop that it differentiates, under names derived from theirs that stay in use
+    in the whole process as long as anything refers to them. Differentiating the same loop again, in a stage that is cut
+    elsewhere, would give these names to other functions, which is an error.
     """
     names = {function.signature.name for function in graph.library.function}
 
@@ -346,7 +346,7 @@ def _gradient(gradient: tf.Tensor | tf.IndexedSlices) -> Gradient:
 def infer_shapes(
     graph: GraphDef, placeholders: Mapping[str, Sequence[int | None]], values: Mapping[Ref, int]
 ) -> dict[Ref, Shape | None]:
-    """The static shape of every tensor; None is an unknown rank.
+    """Returns the static shape of every tensor; None is an unknown rank.
 
     Args:
         graph: a flat graph.
@@ -354,7 +354,7 @@ def infer_shapes(
         values: values to assume for scalar int32 placeholders.
 
     Raises:
-        PassError: the shapes contradict each other, as they didn't when less was known; the text names the layer.
+        PassError: the shapes contradict each other though they didn't when less was known; the text names the layer.
     """
     constants = {ref.node: value for ref, value in values.items()}
     names = {node.name: f"n{number}" for number, node in enumerate(graph.node)}
@@ -386,7 +386,7 @@ def infer_shapes(
 
 
 def _contradiction(graph: GraphDef, text: str) -> str:
-    """Which layer can't be computed from which shapes, of what TensorFlow says of the graph with numbers for names."""
+    """Returns which layer can't be computed from which shapes, from TensorFlow's error for the numbered graph."""
     said = re.fullmatch(
         r"(.*?) for '\{\{node n(\d+)\}\}.*? with input shapes: (.*?)\.?", text.partition(" and with ")[0], re.S
     )
@@ -400,7 +400,7 @@ def _contradiction(graph: GraphDef, text: str) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _shapes_of_outputs(serialized: bytes) -> tuple[tuple[Shape | None, ...], ...]:
-    """The shapes of each node's outputs. Stages of equal layers have equal graphs, but for names, one after another."""
+    """Returns the shapes of each node's outputs. Stages of equal layers have equal graphs, apart from names."""
     graph = GraphDef.FromString(serialized)
     _rename_functions(graph, f"_differentiated{next(_differentiations)}")
     with tf.Graph().as_default() as scope:
@@ -415,21 +415,21 @@ def _shapes_of_outputs(serialized: bytes) -> tuple[tuple[Shape | None, ...], ...
 def measure_shapes(
     graph: GraphDef, placeholders: Mapping[str, Sequence[int]], values: Mapping[Ref, int], wanted: Sequence[Ref]
 ) -> dict[Ref, Shape]:
-    """The shapes of tensors in one run of what makes them, for those that depend on values.
+    """Returns the shapes of tensors that depend on values, from one run of the nodes that compute them.
 
     Args:
         graph: a flat graph.
         placeholders: shapes of placeholders; others (parameters, say) have fixed ones. All get random numbers, integers
             0 and 1. Large ones are drawn where they are read, and gone when the run has read them.
         values: values of scalar placeholders.
-        wanted: what to measure.
+        wanted: the tensors to measure.
 
     Returns:
-        Shapes; nothing when the graph doesn't run on such numbers, so that no more is known than before.
+        Shapes; empty if the graph doesn't run on such numbers.
     """
     generator = np.random.default_rng(0)
     config = tf.compat.v1.ConfigProto()
-    # Nothing is fed: optimized, it would all be constants.
+    # Nothing is fed: the optimizer would make everything constant.
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     config.graph_options.optimizer_options.opt_level = tf.compat.v1.OptimizerOptions.L0
     given: dict[str, tf.Tensor] = {}
@@ -458,7 +458,7 @@ def measure_shapes(
 
 
 def function_graph(library: FunctionDefLibrary, name: str) -> tuple[GraphDef, tuple[Ref, ...]]:
-    """A library function as a flat graph: its arguments are placeholders, in order and before all other nodes.
+    """Returns a library function as a flat graph: its arguments are placeholders, in order and before all other nodes.
 
     Args:
         library: functions, with those that this one calls.
@@ -496,24 +496,24 @@ def function_graph(library: FunctionDefLibrary, name: str) -> tuple[GraphDef, tu
 
 
 def constant_value(node: NodeDef) -> np.ndarray:
-    """The value of a ``Const`` node."""
+    """Returns the value of a ``Const`` node."""
     value: np.ndarray = tf.make_ndarray(node.attr["value"].tensor)
     return value
 
 
 def dtype_size(dtype: int) -> int:
-    """Bytes per element; 0 for what has no fixed size (variants, resources, strings)."""
+    """Returns the bytes per element; 0 for dtypes without a fixed size (variants, resources, strings)."""
     kind = tf.dtypes.as_dtype(dtype)
     return int(kind.size) if kind.is_numpy_compatible and kind != tf.string else 0
 
 
 def numpy_dtype(dtype: int) -> np.dtype[Any]:
-    """The dtype of arrays with values of a dtype (a ``DT_*`` number)."""
+    """Returns the dtype of arrays with values of a dtype (a ``DT_*`` number)."""
     return np.dtype(tf.dtypes.as_dtype(dtype).as_numpy_dtype)
 
 
 def evaluate(graph: GraphDef, wanted: Sequence[Ref]) -> dict[Ref, np.ndarray]:
-    """The values of tensors of a graph that reads nothing from outside, computed on the CPU as they are written."""
+    """Returns the values of tensors of a graph without inputs, computed on the CPU without optimization."""
     if not wanted:
         return {}
     config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})

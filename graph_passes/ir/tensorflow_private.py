@@ -1,4 +1,4 @@
-"""What of TensorFlow is used that isn't public, in one place: all as it is in TensorFlow 2.18 to 2.21."""
+"""All uses of TensorFlow's private parts, as they are in TensorFlow 2.18 to 2.21."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 eager_mode = context.eager_mode
-"""Within it, TensorFlow runs operations at once, even in the midst of a graph that is being made."""
+"""Context in which TensorFlow runs operations at once, even while a graph is being built."""
 
 local_devices = device_lib.list_local_devices
 """Names, kinds and memory of this process's devices."""
@@ -51,14 +51,14 @@ local_devices = device_lib.list_local_devices
 
 
 def global_seed() -> int | None:
-    """The seed that ``tf.random.set_seed`` was given."""
+    """Returns the seed of ``tf.random.set_seed``; None if none is set."""
     seed: int | None = context.global_seed()
     return seed
 
 
 @contextlib.contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """Within it, TensorFlow's global seed is another one, unless it is the same."""
+    """Changes TensorFlow's global seed within it, unless it is the same."""
     own = context.context()
     if seed == own._seed:
         yield
@@ -75,12 +75,12 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 
 def compiles_with_xla(function: Any) -> bool:
-    """Whether a ``tf.function`` has ``jit_compile=True``."""
+    """Returns whether a ``tf.function`` has ``jit_compile=True``."""
     return bool(function._jit_compile)
 
 
 def python_body(function: Any) -> Callable[..., Any]:
-    """The Python function of a ``tf.function``, converted by AutoGraph if that would do so."""
+    """Returns the Python function of a ``tf.function``, converted by AutoGraph if the ``tf.function`` would be."""
     converts, options = function._autograph, function._experimental_autograph_options
     body = function._python_function
     body = py_func_from_autograph(body, options) if converts else body
@@ -93,40 +93,40 @@ def python_body(function: Any) -> Callable[..., Any]:
 
 
 def captured_inputs(function: Any) -> list[Any]:
-    """What a concrete function has captured; the list itself."""
+    """Returns the captured inputs of a concrete function; the list itself."""
     captures: list[Any] = function._captured_inputs
     return captures
 
 
 def functions_of(graph: tf.Graph) -> dict[str, Any]:
-    """The functions that a graph calls, by name."""
+    """Returns the functions that a graph calls, by name."""
     return dict(graph._functions)
 
 
 def replace_input(operation: tf.Operation, number: int, tensor: tf.Tensor) -> None:
-    """Has an operation read another tensor."""
+    """Makes an operation read another tensor."""
     operation._update_input(number, tensor)
 
 
 def registered_gradient(name: str) -> Callable[..., Any]:
-    """The gradient function of an operation type, or of a name given by ``tf.RegisterGradient``."""
+    """Returns the gradient function of an operation type, or of a name given by ``tf.RegisterGradient``."""
     found: Callable[..., Any] = ops.gradient_registry.lookup(name)
     return found
 
 
 def python_function(token: str) -> Any:
-    """What TensorFlow keeps of a ``tf.py_function`` as long as a graph calls it; see `code_of`."""
+    """Returns the object that TensorFlow keeps for a ``tf.py_function`` while a graph calls it; see `code_of`."""
     return script_ops._py_funcs.get(token)
 
 
 def code_of(python_function: Any) -> Callable[..., Any]:
-    """The Python code of a ``tf.py_function``."""
+    """Returns the Python code of a ``tf.py_function``."""
     code: Callable[..., Any] = python_function._func
     return code
 
 
 def watches_variables(tape: tf.GradientTape) -> bool:
-    """Whether a tape watches trainable variables by itself."""
+    """Returns whether a tape watches trainable variables by itself."""
     return bool(tape._watch_accessed_variables)
 
 
@@ -134,11 +134,11 @@ def watches_variables(tape: tf.GradientTape) -> bool:
 
 
 def prepared_run(session: tf.compat.v1.Session, options: Any) -> Callable[..., Any]:
-    """A function that runs what a ``CallableOptions`` says: values of its feeds -> those of its fetches."""
+    """Returns a function that runs a ``CallableOptions``: values of its feeds -> those of its fetches."""
     run: Callable[..., Any] = session._make_callable_from_options(options)
     return run
 
 
 def iterator_resource(iterator: Any) -> tf.Tensor:
-    """The resource of an iterator over a ``tf.data.Dataset``."""
+    """Returns the resource of an iterator over a ``tf.data.Dataset``."""
     return iterator._iterator_resource

@@ -1,4 +1,4 @@
-"""Programs and graphs as text: one line for each node; and graphs for readers that know less than TensorFlow does."""
+"""Programs and graphs as text, one line for each node; and graphs for less capable readers than TensorFlow."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from graph_passes.ir.tensorflow_bridge import constant_value
 
 
 def program_text(program: Program) -> str:
-    """A program as it is now: its stages as long as they are being built, then the step and its functions.
+    """Prints a program: its stages while they are being built, then the step and its functions.
 
-    ``print(program_text(program))`` in a pass of one's own shows what it is given, and what it makes of that.
+    ``print(program_text(program))`` in your own pass shows its input and its result.
     """
     if program.step is not None:
         return f"{graph_text(program.graph)}\n{library_text(program)}"
@@ -32,12 +32,12 @@ def program_text(program: Program) -> str:
 
 
 def graph_text(graph: GraphDef) -> str:
-    """One line for each node: ``name = Op(inputs) ^control @device``."""
+    """Prints one line for each node: ``name = Op(inputs) ^control @device``."""
     return "".join(f"{_node_text(each)}\n" for each in graph.node)
 
 
 def stages_text(program: Program) -> str:
-    """Boundaries, and each stage's variables, arguments, results and graph."""
+    """Prints boundaries, and each stage's variables, arguments, results and graph."""
     text = "".join(f"{_boundary_text(boundary)}\n" for boundary in program.boundaries)
     for stage in program.stages:
         text += f"stage {stage.index}, reads {', '.join(stage.reads)}\n"
@@ -54,12 +54,12 @@ def stages_text(program: Program) -> str:
 
 
 def functions_text(program: Program) -> str:
-    """The functions of all stages, with the meaning of their arguments and results."""
+    """Prints the functions of all stages, with the meaning of their arguments and results."""
     return "\n".join(function_text(function) for stage in program.stages for function in stage.functions)
 
 
 def library_text(program: Program, *skipped: str) -> str:
-    """The functions of the library without those of stages, and without those that stand in ``skipped``."""
+    """Prints the functions of the library, except those of stages and those in ``skipped``."""
     stages = {function.name for stage in program.stages for function in stage.functions}
     shown = [f for f in program.graph.library.function if f.signature.name not in {*skipped, *stages}]
     return "\n".join(function_text(function) for function in shown)
@@ -88,7 +88,7 @@ def _node_text(node: NodeDef) -> str:
 
 
 def _details(node: NodeDef) -> str:
-    """What a node is besides its op and inputs, for the ops where it matters."""
+    """Prints further details of a node, for the ops where they matter."""
     if node.op == "Const":
         value = constant_value(node)
         return f" {value.tolist()}"
@@ -103,7 +103,7 @@ def _details(node: NodeDef) -> str:
 
 
 def function_text(function: FunctionDef | StageFunction) -> str:
-    """A function's signature, one line for each node, and its results; what these mean where that is known."""
+    """Prints a function's signature, one line for each node, and its results, with their meaning if known."""
     definition = function.function if isinstance(function, StageFunction) else function
     signature, body, results = definition.signature, definition.node_def, definition.ret
     arguments, names = [arg.name for arg in signature.input_arg], [arg.name for arg in signature.output_arg]
@@ -120,18 +120,18 @@ def function_text(function: FunctionDef | StageFunction) -> str:
 
 
 def _body_name(text: str) -> str:
-    """``a:product:0`` of a function's body as ``a``; other outputs than the first keep their number."""
+    """Shortens ``a:product:0`` of a function's body to ``a``; other outputs than the first keep their number."""
     name, *rest = text.split(":")
     return name if not rest or rest[-1] == "0" else f"{name}:{rest[-1]}"
 
 
 def readable(graph: GraphDef) -> GraphDef:
-    """The graph with functions none of whose nodes gives results of several dtypes; itself if it is like that.
+    """Returns the graph with every function's nodes split so that each yields one dtype; unchanged if none needs it.
 
         f() = while:output:0 (int32), while:output:1 (float32)   becomes   f() = while/result, while/result_1
 
-    Netron takes all results of one node for one tensor, and refuses a tensor of two dtypes. What is computed is the
-    same.
+    Netron takes all results of one node for one tensor, and refuses a tensor of two dtypes. The computation doesn't
+    change.
     """
     names = [function.signature.name for function in graph.library.function if _mixed(function)]
     if not names:
@@ -144,7 +144,7 @@ def readable(graph: GraphDef) -> GraphDef:
 
 
 def _mixed(function: FunctionDef) -> set[str]:
-    """The nodes that give the function results of several dtypes."""
+    """Returns the nodes that yield function results of several dtypes."""
     dtypes: dict[str, set[int]] = {}
     for arg in function.signature.output_arg:
         node, _, _ = function.ret[arg.name].partition(":")  # as function bodies spell outputs
@@ -153,7 +153,7 @@ def _mixed(function: FunctionDef) -> set[str]:
 
 
 def _separate(function: FunctionDef, mixed: set[str]) -> None:
-    """Gives each result of these nodes a node of its own, which hands it on."""
+    """Adds a node for each result of these nodes that passes it on."""
     fresh = Names(node.name for node in function.node_def)
     for arg in function.signature.output_arg:
         source = function.ret[arg.name]

@@ -1,4 +1,4 @@
-"""The verifier: invariants that hold between passes, and what each function and call must agree on."""
+"""The verifier: invariants between passes, and agreement of functions and calls."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _HANDED_ON = frozenset({ValueKind.RESIDUAL, ValueKind.PARTIAL})
 def verify(program: Program, *, complete: bool = False, known: Sequence[Stage] = ()) -> None:
     """Checks a program.
 
-    Every input is bound to an output that exists; there is no cycle, control edges included; calls agree with their
-    functions; stages agree on the dtypes of what they exchange, and on the shapes as far as these are known before the
-    step; every device is one of the layout; each micro-batch's forward and backward are there exactly once per replica
+    Every input is bound to an existing output; there is no cycle, control edges included; calls agree with their
+    functions; stages agree on the dtypes of the tensors that they exchange, and on their shapes as far as known before
+    the step; every device is one of the layout; each micro-batch has exactly one forward and one backward per replica
     that has samples of it; all members of a group run their collectives in one order; and replicas that add up inside
     their tasks meet.
 
@@ -91,7 +91,7 @@ def _verify_call(
 
 
 def _verify_stage(stage: Stage) -> None:
-    """The type equation: F and B of a stage agree with each other and with the whole, dtype by dtype."""
+    """Checks that F and B of a stage agree in dtypes with each other and with the whole."""
     if stage.forward is None or stage.graph is None:
         return
     graph = Graph(stage.graph)
@@ -167,7 +167,7 @@ def _verify_step(program: Program, graph: Graph, *, complete: bool) -> None:
 
 
 def _verify_collectives(graph: Graph) -> None:
-    """Members of a group start their collectives in one order, or they wait for each other in a circle."""
+    """Checks that members of a group start their collectives in one order; otherwise they would deadlock."""
     orders: dict[str, list[int]] = {}
     members: dict[int, set[str]] = {}
     sizes: dict[int, int] = {}
@@ -197,7 +197,7 @@ def _verify_collectives(graph: Graph) -> None:
 
 
 def _verify_meetings(program: Program, graph: Graph) -> None:
-    """Calls that add up over replicas wait for each other before they end, as if they were one; so do all-reduces."""
+    """Checks for deadlocks: calls that add up over replicas, and all-reduces, end together as if they were one."""
     peers = program.roles.peers
     if peers is None:
         return

@@ -38,7 +38,7 @@ class Accumulate:
     accumulated: bool = True
 
     def run(self, program: Program) -> Program:
-        """Program with connected tasks -> the same with accumulation in the exit of each task."""
+        """Adds accumulation to the exit of each task of a program with connected tasks."""
         if not self.accumulated:
             return program
         step = program.own_step
@@ -61,7 +61,7 @@ class Accumulate:
                     tasks = self._tasks(program, stage.index, phase, replica)
                     for index, task in enumerate(tasks):
                         function = by_mode["next" if index else "first"]
-                        # Addition starts when the previous one is over, also where no schedule orders the tasks.
+                        # Additions run in sequence even where no schedule orders the tasks.
                         after = exits[tasks[index - 1]] if index else ()
                         inputs = [step.values[task, source.value] for source in sources]
                         device = step.layout.homes[stage.index][replica]

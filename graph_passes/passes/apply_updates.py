@@ -1,4 +1,4 @@
-"""Apply: the user's optimizer on reduced gradients, and what goes with it."""
+"""Apply: the user's optimizer on reduced gradients, and its statistics and loss scale."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from graph_passes.passes.update_nodes import Calls, Computation, Inputs, UpdateN
 
 
 class Application:
-    """Adds the nodes that update variables, and those that read what the optimizer knows.
+    """Adds the nodes that update variables, and those that read the optimizer's values.
 
     Args:
         nodes: the step's top level.
@@ -58,14 +58,14 @@ class Application:
         return found
 
     def carried(self) -> Calls:
-        """Reduces and updates what the step before has left."""
+        """Reduces and updates the groups that the previous step has carried over."""
         self.reduction.all_reduce(self.nodes.carried, at_head=True)
         return self.call_each(NodeKind.CARRIED_APPLY, self.nodes.carried)
 
     def bind_loss_scale(self, applied: Calls) -> None:
-        """The gradient of the loss is the loss scale, which each replica of its stage reads from an optimizer's part.
+        """Binds the gradient of the loss to the loss scale, which each replica reads from an optimizer's part.
 
-        From one on its own device if there is one: all have the same value. A carried update changes it first.
+        It prefers a part on its own device: all have the same value. A carried update changes it first.
         """
         bound: dict[str, Ref] = {}
         scales: dict[str, Ref] = {}
@@ -91,7 +91,7 @@ class Application:
         substitute(self.nodes.graph, bound)
 
     def totals(self) -> Ref | None:
-        """The statistics of all groups, added up; each device reads the same sum."""
+        """Adds up the statistics of all groups; each device reads the same sum."""
         parts = []
         for group in self.nodes.groups:
             if group.update is not None and group.update.statistics is not None:
@@ -103,7 +103,7 @@ class Application:
             return self._builder.add_n("totals", present, types_pb2.DT_DOUBLE, device=self.nodes.homes[0][0])
 
     def gradients(self, groups: Sequence[ParameterGroup]) -> dict[str, Ref]:
-        """Reduced gradients as tensors, each from the first device that has it; computed only when they are fetched."""
+        """Returns reduced gradients, each from the first device that has it; computed only when fetched."""
         found: dict[str, Ref] = {}
         for group in groups:
             if group.update is None:
@@ -121,7 +121,7 @@ class Application:
         return found
 
     def _identity(self, variables: Sequence[Variable], sliced: Sequence[str]) -> Captured:
-        """The computation that returns gradients, dense ones all."""
+        """Returns the computation that returns gradients, all dense."""
         builder = Builder(empty_graph())
         gradients, slices, outputs = {}, {}, []
         for variable in variables:
@@ -144,10 +144,9 @@ class Application:
 
         Args:
             what: APPLY, which also assigns state; CARRIED_APPLY, which does so at the head of the next step; COUNTERS,
-                which is what a step assigns of a group that it carries over; STATISTICS; or GRADIENTS, which returns
-                them.
+                which assigns only the counters of a carried group; STATISTICS; or GRADIENTS, which returns them.
             group: the group.
-            device: where.
+            device: the device.
             totals: the sum of all groups' statistics.
 
         Returns:
@@ -161,14 +160,14 @@ class Application:
             return None
         control = [] if what is NodeKind.CARRIED_APPLY else self.nodes.complete(group, device)
         if what is NodeKind.GRADIENTS:
-            # Whoever fetches them without training still needs every member of each all-reduce to take part.
+            # Fetching them without training still needs every member of each all-reduce to take part.
             control += [ref.node for ref in self.reduction.reduced.values()]
         return self.nodes.call(what, function, [tensor(device) for tensor in inputs], group, device, control=control)
 
     def _computation(
         self, what: NodeKind, name: str, group: ParameterGroup, device: str, totals: Ref | None
     ) -> Computation:
-        """The function that `_on_gradients` calls on a device, and on others that run the same stages of the group."""
+        """Returns `_on_gradients`'s function for a device and others that run the same stages of the group."""
         captured = Captured(empty_graph(), {}, {})
         if group.update is not None and what is not NodeKind.COUNTERS:
             captured = group.update.apply
@@ -196,11 +195,11 @@ class Application:
         return Computation(function, tuple(inputs.values()))
 
     def _rows(self, name: str, index: int, device: str) -> Ref:
-        """The values (index 0) or indices of a gradient's rows on a device."""
+        """Returns the values (index 0) or indices of a gradient's rows on a device."""
         return self.reduction.rows.gather(name, device)[index]
 
     def _state_of(self, group: ParameterGroup, what: NodeKind) -> list[Variable]:
-        """The state of a group that a call assigns: counters have their new value in the step itself."""
+        """Returns the state of a group that a call assigns: counters have their new value in the step itself."""
         if what in (NodeKind.STATISTICS, NodeKind.GRADIENTS):
             return []
         found = [
@@ -237,7 +236,7 @@ class Application:
         outputs: Sequence[Ref],
         effects: Sequence[str] = (),
     ) -> FunctionDef:
-        """A library function of a captured computation; its resources become variables of whichever device runs it."""
+        """Makes a library function of a captured computation; its resources become variables of the running device."""
         graph = copied(captured.graph)
         builder = Builder(graph)
         bound = dict(bindings)
@@ -254,12 +253,12 @@ class Application:
 
 
 def _everywhere(tensor: Ref, device: str) -> Ref:
-    """The same tensor for every device."""
+    """Returns the same tensor for every device."""
     return tensor
 
 
 def _sorted(graph: GraphDef) -> Graph:
-    """The graph with producers first: nodes that were added behind their readers move up."""
+    """Sorts a graph, producers first: nodes that were added after their readers move up."""
     view = Graph(graph)
     order = view.topological()
     ordered = GraphDef(node=[view.nodes[name] for name in order], versions=graph.versions, library=graph.library)

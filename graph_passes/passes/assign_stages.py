@@ -1,4 +1,4 @@
-"""Which stage each node of the flat graph belongs to, and which tensors cross each cut.
+"""Finds the stage of each node of the flat graph, and the tensors that cross each cut.
 
 A traced graph lists its nodes in the order in which the model made them, which is a topological order. A cut after a
 layer is a position in that order, so that no tensor can flow backwards over it, whatever branches and skips the model
@@ -35,12 +35,12 @@ class AssignStages:
 
         embed -> block_0 -> block_1 -> loss,  cuts ("block_0",)   becomes   0: embed, block_0   1: block_1, loss
 
-    Within the model a node's stage is told by its position between the cuts. Losses are made after the model: such a
-    node goes to the earliest stage that has what it reads, so that an auxiliary loss or a regularizer is computed where
+    Within the model a node's stage follows from its position between the cuts. Losses are made after the model: such a
+    node goes to the earliest stage that has its inputs, so that an auxiliary loss or a regularizer is computed where
     its tensors are. All of a metric goes to one stage, see `metric_stages`. Integer and boolean tensors that depend on
     batch inputs and integer state alone (masks, positions, random seeds) and everything that depends on labels alone
-    belong to no stage: each stage that reads them computes them from its own slice. Integers that are drawn for each
-    sample are drawn once, as slices of other stages draw others.
+    belong to no stage: each stage that reads them computes them from its own slice. Random integers for each sample
+    are drawn once, since slices of other stages would draw others.
 
     Attributes:
         cuts: names of the layers after which a stage ends, in order: a name, a path (``encoder/block_1``), or, for a
@@ -105,7 +105,7 @@ class AssignStages:
 
 
 def find_call(name: str, calls: Sequence[LayerCall]) -> LayerCall:
-    """The call that a cut's name means.
+    """Returns the call that a cut's name means.
 
     Raises:
         PassError: no such layer, several layers of that name, or a layer called several times without a call's number.
@@ -136,7 +136,7 @@ def find_call(name: str, calls: Sequence[LayerCall]) -> LayerCall:
 
 
 def _shapes_read_later(graph: Graph, stage_of: Mapping[str, int]) -> set[str]:
-    """``Shape`` nodes of which something that a later stage reads is computed, with integers all the way."""
+    """Returns the ``Shape`` nodes from which, by integers only, a value is computed that a later stage reads."""
     latest: dict[str, int] = {}
     for name in reversed(list(graph.nodes)):
         for consumer in graph.consumers(name):
@@ -145,13 +145,13 @@ def _shapes_read_later(graph: Graph, stage_of: Mapping[str, int]) -> set[str]:
                 stage = max(stage, latest.get(consumer, -1))
             latest[name] = max(latest.get(name, -1), stage)
     shapes = [node.name for node in graph if node.op == "Shape"]
-    # The shape of an earlier stage's tensor would take the whole tensor along.
+    # Reading the shape of an earlier stage's tensor would send the whole tensor.
     sources = {name: stage_of.get(graph.inputs(name)[0].node, stage_of.get(name, 0)) for name in shapes}
     return {name for name in shapes if max(latest.get(name, -1), stage_of.get(name, 0)) > sources[name]}
 
 
 def _shapes_of_normalizers(graph: Graph, roles: Roles) -> set[str]:
-    """``Shape`` nodes that a divisor of the whole batch is computed from."""
+    """Returns the ``Shape`` nodes from which a divisor of the whole batch is computed."""
     body = graph.ancestors([normalizer.of_whole_batch for normalizer in roles.normalizers], control=False)
     return {name for name in body if graph.nodes[name].op == "Shape"}
 
@@ -174,14 +174,14 @@ def _check_normalizers(graph: Graph, roles: Roles) -> None:
 def _node_stages(
     graph: Graph, roles: Roles, positions: Sequence[int], shapes: SliceShapes | None, even: Container[str] = ()
 ) -> dict[str, int]:
-    """Stage of each node; those without are computed wherever they are read.
+    """Returns each node's stage; nodes without one are computed wherever they are read.
 
     Args:
         graph: the flat graph.
         roles: what its tensors mean.
         positions: of the cuts.
         shapes: of its tensors; None where there are no cuts.
-        even: nodes that are the same in all slices: what is computed from them needn't be where they are.
+        even: nodes that are the same in all slices: their readers needn't be in their stage.
     """
     last = len(positions)
     roots = {ref.node for ref in (*roles.inputs, *roles.scalars)} | {n.placeholder.node for n in roles.normalizers}
@@ -193,7 +193,7 @@ def _node_stages(
     position = -1
     original = _original_positions(graph, roles)
     in_model: set[str] = set()
-    drawn = {roles.slice.number.node}  # what random numbers are drawn by: others for each slice
+    drawn = {roles.slice.number.node}  # the source of random numbers, which differ between slices
     for node in graph:
         position = original.get(node.name, position)
         if position < roles.model_end:
@@ -227,14 +227,14 @@ def _node_stages(
 
 
 def _may_be_cut(shapes: SliceShapes, ref: Ref) -> bool:
-    """Whether a tensor has an axis that isn't known to be the same for any number of samples."""
+    """Returns whether a tensor has an axis that may depend on the number of samples."""
     same = (Dependence.FIXED, Dependence.LENGTH)
     axes = shapes.axes(ref)
     return axes is None or any(axis.dependence not in same for axis in axes)
 
 
 def _original_positions(graph: Graph, roles: Roles) -> dict[str, int]:
-    """Positions before nodes were inserted; capture writes them down as it knows the order of creation."""
+    """Returns positions before nodes were inserted; capture records them, as it knows the order of creation."""
     return {node.name: int(node.attr[POSITION_ATTR].i) for node in graph if POSITION_ATTR in node.attr}
 
 
@@ -295,7 +295,7 @@ def _boundaries(
 
 
 def _batch_axis(axes: Sequence[Axis] | None, where: str, shapes: SliceShapes) -> int | None:
-    """The axis that is cut into slices; None where there is none."""
+    """Returns the axis that is cut into slices; None where there is none."""
     if axes is None:
         raise _refusal(shapes, f"{where} has no known rank; cut elsewhere")
     grows = [index for index, axis in enumerate(axes) if axis.of_batch]
@@ -312,7 +312,7 @@ def _batch_axis(axes: Sequence[Axis] | None, where: str, shapes: SliceShapes) ->
 
 
 def _refusal(shapes: SliceShapes, text: str) -> PassError:
-    """The error for a tensor of which too little is known; why, if that is known."""
+    """Returns the error for a tensor of which too little is known, with the reason if known."""
     if not shapes.lengths_known:
         return LengthsUnknownError(text)
     return PassError(f"{text} ({shapes.contradiction})" if shapes.contradiction else text)
@@ -342,7 +342,7 @@ def _depends_on_slice_size(graph: Graph, roles: Roles) -> set[str]:
 
 
 def _readers(graph: Graph, roles: Roles, stage_of: Mapping[str, int], last: int) -> dict[str, set[int]]:
-    """Stages in which each node is computed: its own, or those of what reads a node that belongs to none."""
+    """Returns the stages in which each node is computed: its own, or for a node without one those of its readers."""
     readers: dict[str, set[int]] = {name: set() for name in graph.nodes}
     results = [*roles.outputs, *(variable.update for variable in roles.variables), roles.loss]
     for ref in results:
@@ -358,7 +358,7 @@ def _readers(graph: Graph, roles: Roles, stage_of: Mapping[str, int], last: int)
 
 
 def _reads(graph: Graph, roles: Roles, stage_of: Mapping[str, int], last: int) -> list[tuple[str, ...]]:
-    """For each stage the variables that it reads, also through nodes that belong to no stage; metrics have no stage."""
+    """Returns each stage's variables, also those read through nodes without a stage; metrics have no stage."""
     readers = _readers(graph, roles, stage_of, last)
     stored = [v for v in roles.variables if v.value is not None and v.kind is not VariableKind.METRIC]
     return [

@@ -31,9 +31,8 @@ class BuildBackward:
 
         x, w -> y   becomes   x, w, dy -> y, dx, dw
 
-    The gradient of the loss and of every tensor that the stage sends on are arguments; the gradients of the tensors
-    that it receives and of its parameters are results. A parameter that is used several times in the stage gets the
-    sum.
+    The gradients of the loss and of every tensor that the stage sends are arguments; the gradients of its received
+    tensors and of its parameters are results. A parameter that is used several times in the stage gets the sum.
 
     A parameter from which all stages only gather rows (an embedding) keeps its gradient as rows and their indices.
     Keras' optimizers square the rows of such a gradient one by one, where the sum of rows would give another update.
@@ -55,7 +54,7 @@ class BuildBackward:
         """Program with forward graphs -> program whose stages have gradients among ``arguments`` and ``results``.
 
         Raises:
-            PassError: it can't be told which rows of a gradient belong to samples, and a stage has several slices.
+            PassError: it is unknown which rows of a gradient belong to samples, and a stage has several slices.
         """
         arriving: set[Ref] = set()  # boundary tensors for which some later stage computes a gradient
         stages: list[Stage] = []
@@ -75,7 +74,7 @@ class BuildBackward:
         )
 
     def _with_row_sets(self, program: Program, stage: Stage) -> Stage:
-        """The stage with rows of its own apart from those that all slices have in common."""
+        """Returns the stage with each slice's own rows separate from the rows that all slices have in common."""
         by_value = {variable.value: variable for variable in program.roles.variables if variable.value is not None}
         gradients = {
             by_value[value.ref]: Rows(values, stage.results[Value(value.ref, ValueKind.SLICE_INDICES)])
@@ -136,7 +135,7 @@ class BuildBackward:
 
 
 def _with_gradients(program: Program, stage: Stage) -> Stage:
-    """The stage with what it computes dense gradients of."""
+    """Returns the stage with the list of its dense gradients."""
     values = ((Value(v.value, ValueKind.GRADIENT), v) for v in program.roles.variables if v.value is not None)
     gradients = tuple(
         Contribution(value, v, dataclasses.replace(v, name=f"{v.name}/gradient/stage{stage.index}"))
@@ -147,7 +146,7 @@ def _with_gradients(program: Program, stage: Stage) -> Stage:
 
 
 def _without(stage: Stage, sliced: set[Ref], dense: set[Ref]) -> Stage:
-    """The stage with one form of each gradient: rows for ``sliced`` parameters, the whole for ``dense`` ones."""
+    """Returns the stage with one form of each gradient: rows for ``sliced`` parameters, the whole for ``dense``."""
     results = {
         value: ref
         for value, ref in stage.results.items()

@@ -78,11 +78,10 @@ def _shapes(program: Program) -> dict[Ref, tuple[int | None, ...]]:
 def extract(
     graph: Graph, results: Sequence[Ref], arguments: Iterable[Ref], shapes: Mapping[Ref, Sequence[int | None]]
 ) -> tuple[GraphDef, dict[Ref, Ref]]:
-    """The part of a graph that computes ``results`` from ``arguments``, as a graph of its own.
+    """Extracts the part of a graph that computes ``results`` from ``arguments``, as a graph of its own.
 
     Returns:
-        The graph, in which node names are unchanged, and for each argument that it needs the placeholder that stands
-        for it.
+        The graph, with unchanged node names, and for each argument that it needs the placeholder in its place.
     """
     candidates = list(dict.fromkeys(arguments))
     body = graph.ancestors(results, candidates, control=False)

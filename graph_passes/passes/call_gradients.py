@@ -1,6 +1,6 @@
-"""Gradients of calls: functions that stay one node, as those do that XLA has to compile, get a function for B.
+"""Gradients of calls: functions that stay one node, such as those that XLA has to compile, get a function for B.
 
-TensorFlow knows the gradient of a call by the Python function that was traced, which a GraphDef doesn't have.
+TensorFlow finds the gradient of a call by the traced Python function, which a GraphDef doesn't have.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class _Split:
     """A function and its gradient.
 
     Attributes:
-        forward: the function, which also gives what its gradient needs of its inside.
+        forward: the function, which also returns the inner tensors that its gradient needs.
         gradient: (what it reads) -> gradients.
-        reads: numbers of the call's inputs that the gradient reads, then of its outputs, then of those whose gradients
-            it reads: three lists one after the other, with -1 between.
-        results: for each of the gradient's results twice the number of the input that it belongs to, plus 1 where
-            it is the first of a pair: values and indices of rows.
+        reads: numbers of the call's inputs that the gradient reads, then of its outputs, then of the outputs whose
+            gradients it reads: three lists in sequence, with -1 between.
+        results: for each of the gradient's results twice the number of its input, plus 1 for the first of a pair:
+            values and indices of rows.
     """
 
     forward: FunctionDef
@@ -59,12 +59,12 @@ class _Split:
 
 
 def differentiable_calls(graph: GraphDef) -> GraphDef:
-    """A graph of which every call can be differentiated.
+    """Returns a graph whose calls can all be differentiated.
 
         y = f(x)   becomes   y, r = f'(x),   with the gradient   dx = g(x, r, dy)
 
-    f' gives in addition what its gradient g reads of its inside: what the gradients of functions are in TensorFlow.
-    Each is one node, compiled by XLA if f is. Calls in the bodies of loops, branches and other calls are, too.
+    f' also returns the inner tensors that its gradient g reads, as TensorFlow's own gradients of functions do. Each is
+    one node, compiled by XLA if f is. Calls in the bodies of loops, branches and other calls are treated alike.
 
     Args:
         graph: a flat graph with its library; it isn't changed.
@@ -94,7 +94,7 @@ class _Rewriting:
         return self.graph
 
     def _rewrite_body(self, name: str) -> None:
-        """Those that it calls first."""
+        """Rewrites a function's body, after the functions that it calls."""
         if name in self.rewritten:
             return
         self.rewritten.add(name)
@@ -115,7 +115,7 @@ class _Rewriting:
                 _call_both(node, split)
 
     def _split(self, function: FunctionDef) -> _Split | None:
-        """A function with its gradient; None where none flows through it."""
+        """Returns a function with its gradient; None if no gradient flows through it."""
         name = function.signature.name
         flat, results = function_graph(self.graph.library, name)
         before = Graph(flat)
@@ -166,7 +166,7 @@ class _Rewriting:
         return _Split(forward, gradient, (*of_inputs, -1, *of_outputs, -1, *of_gradients), tuple(belongs))
 
     def _take_over(self, whole: GraphDef, callers: Iterable[FunctionDef]) -> None:
-        """Adds those functions of a graph to the library that others call."""
+        """Adds the functions of a graph that ``callers`` call to the library."""
         functions = {function.signature.name: function for function in whole.library.function}
         gradients = {g.function_name: g.gradient_func for g in whole.library.gradient}
         called: dict[str, None] = {}
@@ -182,7 +182,7 @@ class _Rewriting:
 
 
 def _call_both(node: NodeDef, split: _Split) -> None:
-    """Makes a call one of the function that also gives what its gradient needs, and says which that is."""
+    """Makes a call use the function that also returns its gradient's inputs, and names the gradient."""
     more = [argument.type for argument in split.forward.signature.output_arg][len(node.attr["Tout"].list.type) :]
     node.attr["f"].func.name = split.forward.signature.name
     node.attr["Tout"].list.type.extend(more)

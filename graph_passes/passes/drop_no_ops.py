@@ -1,4 +1,4 @@
-"""Operators that give what they are given go away, where shapes tell that they do."""
+"""Removes operators that return their input unchanged, where static shapes prove it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _REDUCING = frozenset({"Max", "Mean", "Min", "Prod", "Sum"})
 
 
 def drop_no_ops(graph: GraphDef, shapes: Mapping[Ref, Shape | None]) -> tuple[GraphDef, dict[Ref, Ref]]:
-    """A graph without reshapes to the shape that is there, and without reductions over no axes.
+    """Returns a graph without reshapes to the same shape, and without reductions over no axes.
 
         x -> Sum(axes=[]) -> Reshape(shape of x) -> y   becomes   x -> y
 
-    Gradients undo broadcasting in this way wherever it may have happened. Where a graph is made for known shapes from
-    the beginning, TensorFlow leaves these operators out; XLA fuses differently around them.
+    Gradients undo broadcasting in this way wherever it may have happened. For graphs with known shapes TensorFlow
+    leaves these operators out; XLA fuses differently around them.
 
     Args:
         graph: a flat graph; it isn't changed.
         shapes: of its tensors, as far as known.
 
     Returns:
-        The graph, and what has taken the place of each tensor that is gone.
+        The graph, and the replacement of each removed tensor.
     """
     view = Graph(graph)
     needed = {name for node in view for name in control_inputs(node)}

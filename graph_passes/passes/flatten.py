@@ -1,4 +1,4 @@
-"""The operators of stage functions move to the top level, where each can have a device of its own."""
+"""Moves the operators of stage functions to the top level, where each can have its own device."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class Flatten:
 
         read -> F(x) -> B -> apply   becomes   read/W -> F/MatMul(x) -> B/MatMul -> apply/Descent -> write/W
 
-    What a body calls itself (loops, branches, functions of the user) stays one node. A node is named ``<call>/<node>``
-    and has the call's device and attributes. With the calls goes the order that their being atomic gave: operators run
-    as soon as their inputs are there. Two things are kept of it. Operators that touch the same variable are ordered as
-    their calls were, unless both only read it. And what waited for a call waits for its effects, and for those of all
-    calls before it.
+    Functions that a body calls (loops, branches, the user's functions) stay one node. A node is named
+    ``<call>/<node>`` and has the call's device and attributes. Atomic calls implied an order, which is lost: operators
+    run as soon as their inputs are there. Two parts of it are kept. Operators that touch the same variable are ordered
+    as their calls were, unless both only read it. And nodes that waited for a call wait for its effects, and for those
+    of all calls before it.
 
     Attributes:
-        stages: the stages whose calls are inlined, and with them all that is done on their devices (reading variables,
+        stages: the stages whose calls are inlined, with all other calls on their devices (reading variables,
             accumulating, updating); None for all calls.
-        keep_tasks: whether tasks stay units of order: ``<call>/entry`` takes what the call waited for and comes before
-            all of the body, ``<call>/exit`` after all of it. Otherwise these stages have no tasks any more.
+        keep_tasks: whether tasks stay units of order: ``<call>/entry`` waits for what the call waited for and comes
+            before all of the body, ``<call>/exit`` after all of it. Otherwise these stages have no tasks any more.
         kept: the kinds of calls that aren't inlined.
-        compiled: whether functions for XLA may be inlined, too; what they are inlined in has to be compiled then.
+        compiled: whether functions for XLA may be inlined too; the result then has to be compiled.
 
     Source: FD-DPS (Mathematics 2022), section 3, definition 1: the computation graph of single operators, which the
     search starts from.
@@ -142,7 +142,7 @@ class _Flattening:
         return self.results.get(ref, ref)
 
     def _keep(self, name: str) -> None:
-        """A node that isn't an inlined call; what it waits for comes later."""
+        """Adds a node that isn't an inlined call; its control edges are added later."""
         node = self.graph.node.add()
         original = self.view.nodes[name]
         node.CopyFrom(original)
@@ -200,7 +200,7 @@ class _Flattening:
             self._bracket(call, given)
 
     def _given(self, call: str) -> NodeDef:
-        """What a body's nodes have of their call."""
+        """Returns the device and attributes that a body's nodes get from their call."""
         node = self.view.nodes[call]
         given = NodeDef(device=node.device)
         for key, value in node.attr.items():
@@ -210,7 +210,7 @@ class _Flattening:
         return given
 
     def _bracket(self, call: str, given: NodeDef) -> None:
-        """The nodes before and after a body."""
+        """Adds the nodes before and after a body."""
         ends = [self.results[Ref(call, index)].node for index in range(len(self.calls[call].signature.output_arg))]
         own = [name for name in ends if name in self.nodes and self._call_of(name) == call]
         for names, text, after in (
@@ -234,7 +234,7 @@ class _Flattening:
     # ---- order
 
     def _wait(self, name: str) -> None:
-        """Makes what waited for a call wait for what is left of it."""
+        """Makes nodes that waited for a call wait for what is left of it."""
         waits = control_inputs(self.view.nodes[name])
         if not waits:
             return
@@ -245,7 +245,7 @@ class _Flattening:
             return
         kept = [waited for waited in waits if waited not in self.calls]
         if name in self.calls:
-            # Between calls only variables order. Waiting for nothing but other nodes is what a NoOp does for calls.
+            # Between calls only variables impose an order. A NoOp that only waits for other nodes orders calls.
             kept = [waited for waited in kept if self._orders(self.view.nodes[waited])]
             for root in self.roots[name] if kept else ():
                 self._add_waits(root, kept)
@@ -253,7 +253,7 @@ class _Flattening:
         self._add_waits(name, [*kept, *self._effects_before(waited for waited in waits if waited in self.calls)])
 
     def _orders(self, node: NodeDef) -> bool:
-        """Whether to wait for a node, which isn't inlined, means anything."""
+        """Returns whether waiting for a node, which isn't inlined, has a meaning."""
         if node.op == "NoOp":
             return False
         return node.op not in CALLS or bool(self.uses.of_function(node.attr["f"].func.name))
@@ -264,7 +264,7 @@ class _Flattening:
         node.input.extend(f"^{each}" for each in dict.fromkeys(waited) if each not in present)
 
     def _effects_before(self, calls: Iterable[str]) -> list[str]:
-        """Effects of calls and of all calls before them, without those that others of them need anyway."""
+        """Returns the effects of calls and of all calls before them, without effects that others of them imply."""
         found: list[str] = []
         needed: set[str] = set()
         for call in self.order.up_to(calls):
@@ -292,7 +292,7 @@ class _Flattening:
                 self._add_waits(node, self._nodes_of(earlier.call, before))
 
     def _nodes_of(self, call: str, names: Iterable[str]) -> list[str]:
-        """Nodes of a call's body; the call itself if it stays one."""
+        """Returns the nodes of a call's body; the call itself if it isn't inlined."""
         return [self.renamed[call][name] for name in names] if call in self.calls else [call]
 
     # ---- what is told of it
@@ -312,7 +312,7 @@ class _Flattening:
         library = self.program.graph.library
         self.graph.library.function.extend(f for f in library.function if f.signature.name in kept)
         for function in self.graph.library.function:
-            # A loop and its gradient name one node, which neither has; they may go to different devices now.
+            # A loop and its gradient name one missing node; they may go to different devices now.
             for node in function.node_def:
                 node.attr.pop(COLOCATION, None)
         self.graph.library.gradient.extend(g for g in library.gradient if g.function_name in kept)
@@ -358,7 +358,7 @@ class _Flattening:
 
 
 def _is_free(node: NodeDef, functions: Mapping[str, FunctionDef]) -> bool:
-    """Whether a node gives a constant or a handle: when it runs makes no difference."""
+    """Returns whether a node yields a constant or a handle, so that it may run at any time."""
     if node.op in functions or not all(text.startswith("^") for text in node.input):
         return False
     return node.op == "Const" or (makes_resource(node.op) and not node.input)

@@ -1,4 +1,4 @@
-"""What follows from shapes alone becomes constants, so that it binds no operators to each other."""
+"""Turns values that follow from shapes alone into constants, so that they don't tie operators to each other."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class FoldShapes:
 
         x -> Shape -> Reshape(dy)    becomes   Const -> Reshape(dy)
 
-    Gradients ask for the shapes of what the forward pass has computed. On one device that costs nothing; across devices
-    a whole tensor would be sent for it, and parts of a split operator would be joined.
+    Gradients read the shapes of the forward pass's tensors. On one device that costs nothing; across devices a whole
+    tensor would be sent for it, and parts of a split operator would be joined.
 
     Attributes:
         shapes: of all tensors of the step.

@@ -92,7 +92,7 @@ class Join:
 
 
 def _inside(graph: Graph) -> set[str]:
-    """The operators that were in calls, and what stands between them."""
+    """Returns the operators that were in calls, and the nodes between them."""
     called = {node.name for node in graph if CALL_ATTR in node.attr}
     after, before = set(called), set(called)
     order = graph.topological()
@@ -111,7 +111,7 @@ def _sources(graph: Graph, name: str) -> Iterator[str]:
 
 
 def _fetched(step: Step) -> Iterable[Ref]:
-    """What a session may ask a training step for."""
+    """Returns the tensors that a session may fetch from a training step."""
     if step.loss is not None:
         yield step.loss
     for refs in (*step.metric_results.values(), *step.outputs):
@@ -119,7 +119,7 @@ def _fetched(step: Step) -> Iterable[Ref]:
 
 
 def _joined(step: Step, moved: Mapping[Ref, Ref]) -> Step:
-    """What there is to tell of a step without tasks."""
+    """Returns the step without tasks."""
 
     def now(ref: Ref) -> Ref:
         return moved.get(ref, ref)

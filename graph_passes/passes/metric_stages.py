@@ -16,13 +16,13 @@ def metric_stages(
     last: int,
     has_batch_axis: Callable[[Ref], bool],
 ) -> dict[str, int]:
-    """Puts all that only a metric needs into one stage: the earliest that has what it reads.
+    """Puts all nodes that only a metric needs into one stage: the earliest that has their inputs.
 
         stage 0: d -> sum(d)    stage 1: total + sum(d)    becomes    stage 0: d -> sum(d) -> total + sum(d)
 
-    A metric adds up numbers of slices (sums, counts, a loss times its slice's weight), and the slices of one stage
-    aren't those of another, so that none of them may cross a cut. A metric that reads tensors of several stages goes to
-    the last of these; tensors with a batch axis are sent there, where they are cut anew.
+    A metric adds up numbers of slices (sums, counts, a loss times its slice's weight). Stages have different slices,
+    so none of these numbers may cross a cut. A metric that reads tensors of several stages goes to the last of these;
+    tensors with a batch axis are sent there and cut again.
 
     Args:
         graph: the flat graph.
@@ -33,7 +33,7 @@ def metric_stages(
         has_batch_axis: whether a tensor can be cut into slices.
 
     Returns:
-        The stages of nodes that only metrics need, as far as they go by this.
+        The stages of nodes that only metrics need, where this rule decides them.
     """
     metrics = [v for v in roles.variables if v.kind is VariableKind.METRIC and v.update is not None]
     if not metrics or not last:
@@ -52,7 +52,7 @@ def metric_stages(
 
 
 def _own_nodes(graph: Graph, roles: Roles, metrics: list[Variable]) -> set[str]:
-    """The nodes that nothing but metrics needs."""
+    """Returns the nodes that only metrics need."""
     others = [variable.update for variable in roles.variables if variable.kind is not VariableKind.METRIC]
     results = [*roles.outputs, roles.loss, *others, *(normalizer.of_whole_batch for normalizer in roles.normalizers)]
     wanted = [variable.update for variable in metrics if variable.update is not None]
@@ -70,7 +70,7 @@ def _given(roles: Roles) -> set[str]:
 def _homes(
     graph: Graph, roles: Roles, stage_of: Mapping[str, int], last: int, late: Callable[[str], bool]
 ) -> dict[str, int]:
-    """Stages of the weights and state that metrics may read: that of the first reader that isn't ``late``."""
+    """Returns the stages of weights and state that metrics may read: that of the first reader that isn't ``late``."""
     homes: dict[str, int] = {}
     for variable in roles.variables:
         if variable.value is not None and variable.kind is not VariableKind.METRIC and not variable.is_counter:
@@ -88,9 +88,9 @@ def _groups(
     in_model: Container[str],
     has_batch_axis: Callable[[Ref], bool],
 ) -> list[set[str]]:
-    """Sets of nodes that must be in one stage: those of one metric, or of several that share some.
+    """Returns sets of nodes that must be in one stage: those of one metric, or of several that share nodes.
 
-    What a layer has made for a metric stays in the layer's stage, up to where it has no batch axis any more.
+    Nodes that a layer has made for a metric stay in the layer's stage, until the batch axis is gone.
     """
     running = {v.value.node: v.metric or v.name for v in metrics if v.value is not None}
     after = set(running)  # what depends on a metric's value

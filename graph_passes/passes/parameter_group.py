@@ -35,7 +35,7 @@ class ParameterGroup:
 
 
 def contributors(program: Program) -> dict[str, dict[int, Variable]]:
-    """Variable -> the stages that contribute to it, with their accumulators."""
+    """Maps each variable to the stages that contribute to it, with their accumulators."""
     found: dict[str, dict[int, Variable]] = {}
     for stage in program.stages:
         for _, variable, accumulator in (*stage.gradients, *stage.state):
@@ -46,7 +46,7 @@ def contributors(program: Program) -> dict[str, dict[int, Variable]]:
 def parameter_groups(
     program: Program, updates: Sequence[GroupUpdate], hosts: Mapping[str, Sequence[int]]
 ) -> list[ParameterGroup]:
-    """All groups of a program with ordered tasks, in the order in which they are reduced.
+    """Returns all groups of a program with ordered tasks, in the order in which they are reduced.
 
     Args:
         program: the program.
@@ -76,6 +76,6 @@ def parameter_groups(
 
 
 def _device_numbers(step: Step) -> dict[str, int]:
-    """Name of a device that runs some task -> its number in the schedule."""
+    """Maps the names of devices that run tasks to their numbers in the schedule."""
     orders = {} if step.schedule is None else step.schedule.orders
     return {step.layout.device_of(task): device for device, tasks in orders.items() for task in tasks}

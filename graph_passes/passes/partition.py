@@ -1,4 +1,4 @@
-"""Which tensors a stage keeps from forward to backward, and which it computes again."""
+"""Decides which tensors a stage keeps from forward to backward, and which it computes again."""
 
 from __future__ import annotations
 
@@ -50,25 +50,25 @@ class Partition:
         Bx:    (residuals, params, x, dy) -> (dx, partial results)
         Bw:    (residuals, partial results, params, x, dy) -> dparams
 
-    What the outputs need is forward; residuals are the tensors that backward reads of it. Arguments of F that B reads
-    are handed to both and are no residuals, although they stay in memory as long. What the gradients of the received
-    tensors need is Bx (dO in Out-Of-Order BackProp, section 3), the rest Bw (dW), which takes what Bx has computed as
-    partial results. Whether a weight is used once or several times makes no difference.
+    Nodes that the outputs need are forward; residuals are forward tensors that backward reads. Arguments of F that B
+    reads are passed to both and are no residuals, although they stay in memory as long. Nodes that the gradients of the
+    received tensors need are Bx (dO in Out-Of-Order BackProp, section 3), the rest Bw (dW), which takes results of Bx
+    as partial results. Whether a weight is used once or several times makes no difference.
 
     Attributes:
-        recompute: ``none`` keeps every residual; ``boundary`` keeps only what enters the stage and computes the rest
-            again (GPipe, section 2.3); ``min_cut`` keeps the set of fewest bytes from which the rest follows by cheap
+        recompute: ``none`` keeps every residual; ``boundary`` keeps only the stage's inputs and computes the rest again
+            (GPipe, section 2.3); ``min_cut`` keeps the smallest set (in bytes) from which the rest follows by cheap
             elementwise work. Results of stateful ops (random draws without a seed) are always kept.
-        jit_compile: compile F and B with XLA, except in stages with loops (recurrent layers) and branches: the tensor
-            lists and optional values that B needs of them can't pass from one compiled function to another. Nor are
-            stages compiled that add up over their replicas, which XLA can't.
+        jit_compile: compile F and B with XLA, except in stages with loops (recurrent layers) and branches: their tensor
+            lists and optional values, which B needs, can't pass from one compiled function to another. Stages that add
+            up over their replicas aren't compiled either: XLA can't do that.
         training: whether stages have a B; without gradients of its own a stage's B is empty.
         split: the stages that have Bx and Bw in place of B.
-        fuse: the stages whose B follows F at once. With XLA F and B are one function there, if B needs nothing from
-            other stages: residuals stay inside, where XLA computes again what is cheaper than to keep.
+        fuse: the stages whose B follows F at once. With XLA, F and B are one function there if B needs nothing from
+            other stages: residuals stay inside, where XLA recomputes those that are cheaper to recompute than to keep.
         prefix: start of the functions' names: unique in the library.
-        samples: samples of each stage's slices where all of them have as many; None where they haven't. What follows
-            from shapes is constant then, and B needn't be handed it by F; such functions serve no other slices.
+        samples: samples of each stage's slices if all are equal, else None. Values that follow from shapes are then
+            constant, and F needn't pass them to B; such functions serve no other slices.
         replicas: number of each stage's replicas; by default one. A replica that is alone adds nothing up.
         counted: whether to count the bytes that stages keep, which only ``min_cut`` needs itself.
     """
@@ -107,7 +107,7 @@ class Partition:
         gradients = {value: ref for value, ref in stage.results.items() if value.kind is not ValueKind.FORWARD}
 
         first = _with_metadata(graph, graph.ancestors(forward.values(), given, control=False), given)
-        # Whoever adds up has its keys as arguments.
+        # Stages that add up over replicas get their keys as arguments.
         peers = program.roles.peers
         if peers is not None:
             first -= key_nodes(graph, peers.refs)
@@ -168,7 +168,7 @@ class Partition:
 
 
 def _of_samples(program: Program, stage: Stage, samples: int) -> tuple[Stage, Mapping[Ref, Shape | None]]:
-    """A stage for slices of so many samples, in which what follows from their shapes is constant; and these shapes."""
+    """Returns the stage for slices of ``samples`` samples, with values from shapes as constants; and these shapes."""
     wanted = [*stage.results.values(), *stage.metric_results.values()]
     found = fold_shapes(stage.own_graph, _inferred(program, stage, samples), results=wanted)
     graph, moved = drop_no_ops(found.graph, found.shapes)
@@ -184,7 +184,7 @@ def _of_samples(program: Program, stage: Stage, samples: int) -> tuple[Stage, Ma
 
 
 def _tell_shapes(function: StageFunction, arguments: Mapping[Value, Ref], shapes: Mapping[Ref, Shape | None]) -> None:
-    """Tells TensorFlow's optimizer, which sees a function by itself, the shapes of its arguments."""
+    """Writes the shapes of a function's arguments into it, for TensorFlow's optimizer, which sees it by itself."""
     for index, value in enumerate(function.inputs):
         shape = shapes.get(arguments.get(value, value.ref))
         if shape is not None:
@@ -192,7 +192,7 @@ def _tell_shapes(function: StageFunction, arguments: Mapping[Value, Ref], shapes
 
 
 def _inferred(program: Program, stage: Stage, samples: int, *, example: bool = False) -> dict[Ref, Shape | None]:
-    """The shapes of a stage's tensors for slices of so many samples.
+    """Returns the shapes of a stage's tensors for slices of ``samples`` samples.
 
     Args:
         program: the stage's program.
@@ -218,7 +218,7 @@ def _inferred(program: Program, stage: Stage, samples: int, *, example: bool = F
 
 
 def _is_kept(value: Value, received: Container[Ref]) -> bool:
-    """Whether an argument of a backward function is kept from the forward one: not a variable, say."""
+    """Returns whether an argument of a backward function is kept from the forward one, unlike a variable, say."""
     return value.kind is ValueKind.RESIDUAL or (value.kind is ValueKind.FORWARD and value.ref in received)
 
 
@@ -231,13 +231,13 @@ def _split_backward(
     recomputed: Container[str],
     jit_compile: bool,
 ) -> tuple[StageFunction | None, StageFunction | None]:
-    """Bx and Bw.
+    """Returns Bx and Bw.
 
     Args:
         name: start of the functions' names.
         graph: the stage's graph.
-        arguments: what backward functions may be given.
-        gradients: what they are to compute.
+        arguments: possible arguments of backward functions.
+        gradients: their results.
         received: tensors that come from other stages.
         recomputed: cheap nodes of the forward part: Bw computes them again rather than keep their results from Bx.
         jit_compile: compile both with XLA.
@@ -263,7 +263,7 @@ def _split_backward(
 
 
 def _with_metadata(graph: Graph, forward: set[str], given: set[Ref]) -> set[str]:
-    """The forward part and what reads only shapes of its tensors."""
+    """Returns the forward part with the nodes that read only shapes of its tensors."""
     found = set(forward)
     for node in graph:
         reads = graph.inputs(node.name)
@@ -279,7 +279,7 @@ def _is_const(graph: Graph, ref: Ref) -> bool:
 def _crossing(
     graph: Graph, readers: Iterable[str], results: Iterable[Ref], forward: set[str], given: set[Ref]
 ) -> list[Ref]:
-    """Tensors of the forward part that the readers, or the results themselves, need."""
+    """Returns the tensors of the forward part that the readers, or the results themselves, need."""
     read = [ref for name in graph.ordered(readers) for ref in graph.inputs(name)] + list(results)
     return [
         ref for ref in dict.fromkeys(read) if ref.node in forward and ref not in given and not _is_const(graph, ref)
@@ -289,7 +289,7 @@ def _crossing(
 def _function(
     name: str, graph: Graph, arguments: Mapping[Value, Ref], results: Mapping[Value, Ref], jit_compile: bool
 ) -> StageFunction:
-    """The function of ``results``, with those arguments that it needs."""
+    """Returns the function of ``results``, with only the arguments that it needs."""
     body = graph.ancestors(results.values(), arguments.values(), control=False)
     needed = {ref for node in body for ref in graph.inputs(node)} | set(results.values())
     used = {value: ref for value, ref in arguments.items() if ref in needed}
@@ -299,7 +299,7 @@ def _function(
 
 
 def _counted(program: Program, stage: Stage) -> dict[int, dict[Ref, int]]:
-    """Bytes of each tensor of a stage for slices of few and of many samples; 0 where that isn't known statically.
+    """Returns bytes of each tensor of a stage for slices of few and of many samples; 0 where statically unknown.
 
     Nothing is known of a stage that works on slices of certain sizes only.
     """
@@ -325,7 +325,7 @@ def _size(shape: Shape | None, dtype: int) -> int:
 
 
 def _growth(kept: Sequence[Ref], counted: Mapping[int, Mapping[Ref, int]]) -> tuple[int, int]:
-    """Bytes of ``kept`` per sample and whatever the number of samples is."""
+    """Returns the bytes of ``kept`` per sample and whatever the number of samples is."""
     (few, least), (many, most) = ((samples, sum(size[ref] for ref in kept)) for samples, size in counted.items())
     per_sample = (most - least) // (many - few)
     return per_sample, max(0, least - per_sample * few)
@@ -334,7 +334,7 @@ def _growth(kept: Sequence[Ref], counted: Mapping[int, Mapping[Ref, int]]) -> tu
 def _residuals(
     policy: str, graph: Graph, crossing: Sequence[Ref], given: set[Ref], sizes: Sequence[Mapping[Ref, int]]
 ) -> list[Ref]:
-    """The tensors to keep, in the order of the graph."""
+    """Returns the tensors to keep, in the order of the graph."""
     if policy == "none" or not crossing:
         kept = set(crossing)
     elif policy == "boundary":
@@ -345,7 +345,7 @@ def _residuals(
 
 
 def _unrepeatable(graph: Graph, crossing: Sequence[Ref], given: set[Ref]) -> set[Ref]:
-    """Results of stateful ops without which ``crossing`` can't be computed again as it was."""
+    """Returns results of stateful ops that must be kept so that ``crossing`` can be recomputed exactly."""
     kept: set[Ref] = set()
     seen: set[Ref] = set()
     pending = list(crossing)
@@ -362,10 +362,10 @@ def _unrepeatable(graph: Graph, crossing: Sequence[Ref], given: set[Ref]) -> set
 
 
 def _min_cut(graph: Graph, crossing: Sequence[Ref], given: set[Ref], sizes: Mapping[Ref, int]) -> set[Ref]:
-    """The fewest bytes from which all of ``crossing`` follows by cheap ops.
+    """Returns the set of fewest bytes from which all of ``crossing`` follows by cheap ops.
 
     Each tensor is an edge whose capacity is its size; a cheap op lets what it reads flow on to its result, the result
-    of any other op flows in from the source, and ``crossing`` flows out to the sink. The cheapest cut is what to keep.
+    of any other op flows in from the source, and ``crossing`` flows out to the sink. The cheapest cut is kept.
     """
     network = networkx.DiGraph()
     network.add_nodes_from(["source", "sink"])

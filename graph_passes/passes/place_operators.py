@@ -1,4 +1,4 @@
-"""Every operator gets its device, and devices run theirs in the order of a queue."""
+"""Assigns every operator a device, and makes devices run theirs in the order of a queue."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class PlaceOperators:
         a@0 b@0 c@0   becomes   a@0 -> c@0, b@1
 
     A constant has a copy ``<constant>/on<k>`` on each further device that reads it. Placeholders stay where they are
-    fed. An operator that isn't named goes where the variable is that it touches, or else what it reads first.
+    fed. An unnamed operator goes to the device of the variable that it touches, or else of its first input.
 
-    Operators that only serve the fetching of gradients are placed but not ordered. Where gradients can be fetched in
-    place of training (``step.gradients``), what such a fetch needs doesn't wait for updates that come before it in the
-    order: it would make them.
+    Operators that only serve fetching gradients are placed but not ordered. If gradients can be fetched instead of
+    training (``step.gradients``), nodes that such a fetch needs don't wait for earlier updates in the order: waiting
+    would run these.
 
     Attributes:
         devices: S: name of an operator -> name of its device.
@@ -93,7 +93,7 @@ class _Placement:
             raise PassError(f"operator {twice!r} is twice in the order")
 
     def _check_order(self, topological: Iterable[str]) -> None:
-        """No operator comes before one that it needs, whether it reads it itself or through nodes without a place."""
+        """Checks that no operator comes before one that it needs, directly or through nodes without a place."""
         last: dict[str, str | None] = {}  # node -> the operator among those before it that comes last in the order
         for name in topological:
             node = self.view.nodes[name]
@@ -121,14 +121,14 @@ class _Placement:
             if place is None and CALL_ATTR in node.attr and node.op not in ("Const", "NoOp"):
                 producers = (ref.node for ref in self.view.inputs(name))
                 beside = (each for each in producers if self.view.nodes[each].op not in ("Const", "Placeholder"))
-                # What another device computes stays there.
+                # Nodes of another device stay there.
                 beside = (each for each in beside if self.view.nodes[each].device == node.device)
                 place = next((self.device[each] for each in beside), None)
             self.device[name] = node.device if place is None else place
         self._copy_constants()
 
     def _variables(self) -> dict[str, str]:
-        """The nodes that touch variables of which some operator has a device -> that device."""
+        """Maps the nodes that touch a variable of an operator with a device to that device."""
         functions = {function.signature.name: function for function in self.program.graph.library.function}
         members: dict[tuple[str, str], dict[str, None]] = {}
         for node in self.view:
@@ -171,7 +171,7 @@ class _Placement:
     # ---- order
 
     def _chain(self) -> dict[str, list[str]]:
-        """Operator -> those that it has to wait for because it comes after them on its device."""
+        """Returns for each operator those that it has to wait for because they come before it on its device."""
         step = self.step
         told = [*([step.loss] if step.loss is not None else []), *itertools.chain(*step.outputs)]
         told += itertools.chain(*step.metric_results.values())
@@ -207,5 +207,5 @@ class _Placement:
                 copy = graph.node.add()
                 copy.CopyFrom(original)
                 copy.name, copy.device = self.copies[name, device], device
-                del copy.input[:]  # what it waits for; a constant is one whenever it is there
+                del copy.input[:]  # its control edges, which a constant doesn't need
         return graph

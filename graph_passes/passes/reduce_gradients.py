@@ -1,4 +1,4 @@
-"""AllReduce: what each device has of a group's gradients becomes the sum over all its devices."""
+"""AllReduce: each device's part of a group's gradients becomes the sum over all its devices."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from graph_passes.passes.row_gradients import RowGradients
 from graph_passes.passes.update_nodes import Calls, Inputs, UpdateNodes, marks
 
 _Pack: TypeAlias = tuple[FunctionDef, tuple[Callable[[str], Ref], ...]]
-"""What makes vectors of gradients; device -> tensor of the top level, for each of its arguments."""
+"""The function that packs gradients into vectors; device -> tensor of the top level, for each of its arguments."""
 
 
 class Reduction:
-    """Adds the nodes that reduce gradients, and finds what they have come to.
+    """Adds the nodes that reduce gradients, and finds the reduced ones.
 
     Args:
         nodes: the step's top level.
@@ -47,7 +47,7 @@ class Reduction:
         self._previous: dict[str, str] = {}  # device -> the last of its all-reduces so far
 
     def accumulate_nothing(self, applied: Calls) -> None:
-        """A replica that has no samples in this step contributes zeros, once what was carried over has been used."""
+        """Makes replicas without samples in this step contribute zeros, once carried gradients have been used."""
         if not self._options.accumulated:
             return  # `_contribution` gives them.
         for stage, devices in enumerate(self.nodes.homes):
@@ -70,7 +70,7 @@ class Reduction:
                     self.nodes.empty[stage, replica] = [node]
 
     def all_reduce(self, groups: Sequence[ParameterGroup], *, at_head: bool = False) -> None:
-        """Reduces groups in buckets; ``at_head`` gradients of the step before, for which there is nothing to wait."""
+        """Reduces groups in buckets; ``at_head`` those of the previous step, at once."""
         for group in groups:
             if len(group.devices) == 1 or not group.variables:
                 continue
@@ -98,7 +98,7 @@ class Reduction:
                 self._next_key += 1
 
     def _pack(self, group: ParameterGroup, device: str, packed: Sequence[Sequence[Variable]]) -> _Pack:
-        """What makes vectors of a device's gradients; devices that run the same stages of a group share it."""
+        """Returns the packing of a device's gradients; devices that run the same stages of a group share it."""
         name = self.nodes.function_name(NodeKind.PACK, group, device)
         if name not in self._packs:
             stages = self.nodes.stages_on(group, device)
@@ -135,7 +135,7 @@ class Reduction:
             merge_op="Add",
             final_op="Id",
             communication_hint="auto",
-            # None: TensorFlow starts a thread for each timeout, which sleeps until it is over, whatever has happened.
+            # No timeout: TensorFlow would start a thread for each, which sleeps until it is over in any case.
             timeout_seconds=0.0,
             Nordering_token=0,
             max_subdivs_per_device=-1,
@@ -144,7 +144,7 @@ class Reduction:
         )
 
     def own_sum(self, builder: Builder, inputs: Inputs, variable: Variable, stages: Iterable[int]) -> Ref:
-        """What stages of one device contribute to a variable, added up; zeros if they contribute nothing."""
+        """Adds up the contributions of one device's stages to a variable; zeros if there are none."""
         accumulators = self.nodes.contributors[variable.name]
         parts = []
         for stage in stages:
@@ -159,7 +159,7 @@ class Reduction:
         return builder.add_n("sum", parts, variable.dtype)
 
     def _contribution(self, variable: Variable, stage: int, device: str) -> Ref:
-        """What a stage's only task on a device contributes to a variable; zeros if it has no samples."""
+        """Returns the contribution of a stage's only task on a device to a variable; zeros if it has no samples."""
         if variable.kind is VariableKind.STATE:
             value, phase = Value(variable.update or Ref("")), Phase.FORWARD
         else:
@@ -176,11 +176,11 @@ class Reduction:
     def reduced_values(
         self, builder: Builder, inputs: Inputs, wanted: Sequence[str], group: ParameterGroup, device: str
     ) -> dict[str, Ref]:
-        """Reduced gradients and state of a group on a device, as tensors of the graph of a function.
+        """Returns reduced gradients and state of a group on a device, as tensors of a function's graph.
 
         Args:
             builder: of the function's graph.
-            inputs: gets what the function is to be given.
+            inputs: receives the function's arguments.
             wanted: names of variables.
             group: the group.
             device: where the function runs.
@@ -199,5 +199,5 @@ class Reduction:
         return found
 
     def _bucket(self, bucket: tuple[Variable, ...], device: str) -> Ref:
-        """A bucket of reduced gradients on a device."""
+        """Returns a bucket of reduced gradients on a device."""
         return self.reduced[bucket, device]

@@ -44,18 +44,18 @@ class Replicate:
 
         2 stages x 2 micro-batches, 2 replicas of stage 0   becomes   0F0 0F0.r1 0F1 0F1.r1 1F0 1F1 (and as many B)
 
-    Where B is split there are as many Bx and Bw. A task that has nothing to compute is a NoOp, so that schedules
-    needn't know: a Bx, say, or a B whose work is done in one function with F's.
+    If B is split, there are as many Bx and Bw. A task without work, such as a Bx, or a B in one function with F, is a
+    NoOp, so that schedules needn't know.
 
     Every replica of a stage works on each micro-batch, on its own slice of it. Calls of one slice are connected here
     (residuals, variables, batch inputs); what comes from other stages stays pending.
 
     Attributes:
         layout: devices and batch sizes.
-        host_device: where batches are fed, and cut into slices.
+        host_device: the device on which batches are fed and cut into slices.
         hosts: the stages that keep each variable on their devices. A stage that reads a variable without keeping it
             reads it from the first device of the first of them.
-        prefix: start of the names of the functions that are made here.
+        prefix: start of the names of the functions made here.
         first_key: the first of the keys of collective operations inside tasks, see `sum_keys`.
 
     Source: DAPPLE (PPoPP'21), section 5.2.2 and figure 8(a): "we split the micro-batch further into 2 even slices, and
@@ -136,7 +136,7 @@ class _Replication:
             )
 
     def _slices_of(self, ref: Ref, stage: int) -> dict[tuple[int, int], Ref]:
-        """A batch input, cut for the replicas of a stage: (micro-batch, replica) -> slice."""
+        """Cuts a batch input for the replicas of a stage: (micro-batch, replica) -> slice."""
         if (ref, stage) not in self.slices:
             places = [
                 (micro_batch, replica)
@@ -158,7 +158,7 @@ class _Replication:
         return self.slices[ref, stage]
 
     def _normalizers(self) -> None:
-        """Divisors of the whole batch, each computed once from the batch inputs."""
+        """Adds the divisors of the whole batch, each computed once from the batch inputs."""
         self.inverses: dict[Ref, Ref] = {}
         normalizers = self.program.roles.normalizers
         if not normalizers:
@@ -279,7 +279,7 @@ class _Replication:
         return self._pending(forward, value, dtype)
 
     def _peers(self, task: Task, peers: Peers) -> tuple[int, int, int]:
-        """What `Peers` stands for in a task: number of its peers, key of their devices, first key of its own."""
+        """Returns a task's `Peers`: number of its peers, key of their devices, first key of its own."""
         replicas = range(len(self.layout.devices[task.stage]))
         active = [replica for replica in replicas if self.layout.active(task.stage, task.micro_batch, replica)]
         devices = tuple(self.layout.device_of(dataclasses.replace(task, replica=replica)) for replica in active)
@@ -296,10 +296,10 @@ class _Replication:
         return Ref(self.pending[task, value])
 
     def _metric_value(self, variable: Variable, replica: int) -> Ref:
-        """The value that the replica's last micro-batch left behind, or the one from before the step.
+        """Returns the value after the replica's last micro-batch, or the one before the step.
 
-        Only the first replica goes on from the running value; the others start afresh, so that their sums can be added.
-        What isn't a sum goes on from the replica before.
+        Only the first replica continues from the running value; the others start from zero, so that their sums can be
+        added. A value that isn't a sum continues from the previous replica.
         """
         replica = replica if variable.additive else 0
         if (variable.name, replica) in self.metric_values:
@@ -323,7 +323,7 @@ class _Replication:
         return {name: tuple(refs) for name, refs in found.items()}
 
     def _loss(self) -> Ref | None:
-        """The sum of all slices' contributions, in the order of samples."""
+        """Returns the sum of all slices' contributions, in the order of samples."""
         loss = self.program.roles.loss
         if loss is None:
             return None
@@ -339,7 +339,7 @@ class _Replication:
 
 
 def sum_keys(program: Program, layout: Layout) -> int:
-    """Number of keys that the collective operations inside the tasks of a step take."""
+    """Returns the number of keys that the collective operations inside a step's tasks take."""
     peers, micro_batches = program.roles.peers, len(layout.micro_batch_intervals)
     # Groups have keys of their own, at most one for each phase of each stage's micro-batches.
     return 0 if peers is None else len(layout.devices) * micro_batches * max(peers.keys, len(Phase))

@@ -1,4 +1,4 @@
-"""Gradients that are rows of an embedding: joined where they were made, then gathered where they are applied."""
+"""Gradients that are rows of an embedding: joined where they are made, then gathered where they are applied."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from graph_passes.passes.row_sets import refusal
 
 
 def index_dtype(program: Program, variable: Variable) -> int | None:
-    """The dtype (a ``DT_*`` number) of the indices of a parameter's rows: the wider of several; None without rows."""
+    """Returns the dtype (a ``DT_*`` number) of the indices of a parameter's rows: the widest; None without rows."""
     dtypes = {_stage_dtype(stage, variable) for stage in program.stages} - {None}
     return types_pb2.DT_INT64 if len(dtypes) > 1 else next(iter(dtypes), None)
 
 
 def row_dtype(program: Program, variable: Variable) -> int:
-    """As `index_dtype`, of a parameter whose gradient is rows.
+    """Returns `index_dtype` for a parameter whose gradient is rows.
 
     Raises:
         PassError: it isn't.
@@ -42,7 +42,7 @@ def _stage_dtype(stage: Stage, variable: Variable) -> int | None:
 
 
 class RowGradients:
-    """The rows of gradients on the devices that ask for them; each set of rows is joined and gathered once.
+    """The rows of gradients on the devices that need them; each set of rows is joined and gathered once.
 
         B0, B1 of a replica -> own rows -> rows,  those of the other replicas -> rows
 
@@ -56,7 +56,7 @@ class RowGradients:
         builder: of the step's top level, which gets the nodes.
 
     Raises:
-        PassError: of a gradient it can't be told which rows slices have in common, and there are several slices.
+        PassError: it is unknown which rows of a gradient slices have in common, and there are several slices.
     """
 
     def __init__(self, program: Program, builder: Builder) -> None:
@@ -73,7 +73,7 @@ class RowGradients:
                     raise refusal(name, why, stage.index, slices)
 
     def gather(self, name: str, device: str) -> tuple[Ref, Ref]:
-        """The rows of a parameter's gradient from all slices (by stage, replica, micro-batch), on one device.
+        """Returns the rows of a parameter's gradient from all slices (by stage, replica, micro-batch), on one device.
 
         Returns:
             The values, [rows, ...], and their indices, [rows].
@@ -95,7 +95,7 @@ class RowGradients:
         return self._gathered[name, device]
 
     def _own_rows(self, variable: Variable, stage: int, device: str) -> tuple[list[Ref], list[Ref]]:
-        """The values and indices of a stage's rows: sets of each replica, and one that all have in common."""
+        """Returns the values and indices of a stage's rows: sets of each replica, and one that all have in common."""
         ref = variable.value or Ref("")
         found: list[list[Ref]] = []
         for kind in OWN_ROWS:
@@ -113,7 +113,7 @@ class RowGradients:
         return values, indices
 
     def _cast(self, indices: Ref, stage: Stage, variable: Variable, dtype: int, device: str) -> Ref:
-        """Indices of a stage in the dtype that those of all stages have."""
+        """Casts the indices of a stage to the dtype of those of all stages."""
         own = _stage_dtype(stage, variable)
         if own is None or own == dtype:
             return indices
@@ -122,7 +122,7 @@ class RowGradients:
             return self._builder.add("indices", "Cast", [indices], device=device, **kinds)
 
     def _rows_of(self, value: Value, stage: int, replica: int) -> Ref | None:
-        """The rows from one device, joined there before they are sent."""
+        """Returns the rows from one device, joined there before they are sent."""
         key = (value, stage, replica)
         if key not in self._own:
             parts, device, marks = self._made(key)
@@ -137,7 +137,7 @@ class RowGradients:
         return self._own[key]
 
     def _sum_of(self, value: Value, variable: Variable, stage: int, replica: int) -> Ref | None:
-        """The rows that all slices have in common, added up over those of one device, one after the other."""
+        """Returns the rows that all slices have in common, added up in sequence over the slices of one device."""
         key = (value, stage, replica)
         if key not in self._own:
             parts, device, marks = self._made(key)
@@ -153,7 +153,7 @@ class RowGradients:
         return self._own[key]
 
     def _made(self, key: tuple[Value, int, int]) -> tuple[list[Ref], str, dict[str, int]]:
-        """What tasks of a stage's replica have made of a value, the device where it is, and marks of what uses it."""
+        """Returns the tensors of a value by a replica's tasks, their device, and marks for their readers."""
         value, stage, replica = key
         own = sorted(task for task in self._tasks_with(value) if (task.stage, task.replica) == (stage, replica))
         marks = {STAGE_ATTR: stage, REPLICA_ATTR: replica}

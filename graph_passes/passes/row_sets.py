@@ -1,4 +1,4 @@
-"""Rows of a gather's gradient, told apart by what they belong to: the samples of a slice, or all slices alike.
+"""Separates rows of a gather's gradient by what they belong to: the samples of a slice, or all slices alike.
 
 ids of the batch       rows of each slice's own, as many as its samples have: those of a batch are all of them
 arange, constants      the same rows in every slice, whose values add up
@@ -38,9 +38,9 @@ class RowSets(NamedTuple):
     """The rows of a parameter's gradient in one stage.
 
     Attributes:
-        own: those that each slice has for itself; None if there are none.
-        shared: those that all slices have in common, each with its share of their values; None if there are none.
-        undecided: why it can't be told which they are, so that all are in ``own``; empty where it can.
+        own: rows of each slice alone; None if there are none.
+        shared: rows that all slices have in common, each with its share of their values; None if there are none.
+        undecided: why they can't be separated, so that all are in ``own``; empty if they can.
     """
 
     own: Rows | None
@@ -51,7 +51,7 @@ class RowSets(NamedTuple):
 def row_sets(
     program: Program, stage: Stage, graph: GraphDef, gradients: Mapping[Variable, Rows]
 ) -> dict[Variable, RowSets]:
-    """Tells the rows of gradients apart.
+    """Separates the rows of gradients.
 
     Args:
         program: the flat program.
@@ -78,7 +78,7 @@ def row_sets(
 
 
 def _wrapped(origins: ElementOrigins, part: Part, rows: int) -> Part:
-    """A part of indices; COUPLED in place of DISTINCT where they aren't the numbers of rows that they come from.
+    """Returns a part of indices; COUPLED instead of DISTINCT if they aren't the row numbers that they come from.
 
     keras.ops.take makes ``i + rows`` of an ``i`` that counts from the end.
     """
@@ -91,7 +91,7 @@ def _wrapped(origins: ElementOrigins, part: Part, rows: int) -> Part:
 
 
 def refusal(variable: str, why: str, stage: int, slices: int) -> PassError:
-    """The error of a step that cuts a batch into several slices where the rows of a gradient can't be told apart."""
+    """Returns the error for several slices of a batch where the rows of a gradient can't be separated."""
     return PassError(
         f"the rows of the gradient of {variable!r} in stage {stage} can't be told apart by sample: {why}. With "
         f"{slices} slices of a batch (micro-batches times replicas of the stage) the optimizer would get other rows "
@@ -102,7 +102,7 @@ def refusal(variable: str, why: str, stage: int, slices: int) -> PassError:
 
 
 def _layer(flat: Graph, graph: Graph, ref: Ref) -> str:
-    """The layer that made a tensor; of one that isn't in the flat graph, that of the first tensor that it is from."""
+    """Returns the layer that made a tensor, or its first ancestor in the flat graph."""
     pending, seen = [ref.node], set()
     while pending:
         name = pending.pop(0)
@@ -140,7 +140,7 @@ def _apart(builder: Builder, graph: Graph, variable: Variable, rows: Rows, parts
 
 
 def _sizes(builder: Builder, graph: Graph, parts: Parts) -> Ref:
-    """The number of rows of each part."""
+    """Returns the number of rows of each part."""
     int32 = dtype_attr(types_pb2.DT_INT32)
     sizes = [
         builder.add("rows/size", "Size", [part.tensor], T=dtype_attr(dtype_of(graph, part.tensor)), out_type=int32)
@@ -157,9 +157,9 @@ def _split(builder: Builder, tensor: Ref, sizes: Ref, dtype: int, count: int) ->
 
 
 def _whole(builder: Builder, graph: Graph, variable: Variable, values: Ref, index_dtype: int, part: Part) -> Rows:
-    """All rows of a parameter, zeros for those that a slice hasn't: no two of a batch are the same, so they add up.
+    """Returns all rows of a parameter, zeros for missing ones: no two of a batch are the same, so they add up.
 
-    Twice, as an index may count from the end: a batch may look up a row by both of its numbers.
+    They are there twice: an index may count from the end, so a batch may look up a row by both of its numbers.
     """
     assert part.root is not None
     int32, dtype = types_pb2.DT_INT32, dtype_of(graph, part.root)

@@ -1,4 +1,4 @@
-"""Scales losses and state so that what slices contribute adds up to what the whole batch gives."""
+"""Scales losses and state so that slices' contributions add up to the whole batch's values."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _SUMS = frozenset({"AddV2", "Add", "Sub", "AddN", "Pack"})
 
 
 def scale_losses(program: Program, outputs: Sequence[Ref] = ()) -> Program:
-    """A captured program whose loss and state are slices' contributions to those of the whole batch.
+    """Returns a captured program whose loss and state are slices' contributions to those of the whole batch.
 
         weight * (sum(e) + mean(f))       becomes   weight * (sum(e) / weight + mean(f))
         sum(m * e) / sum(m)               becomes   sum(m * e) / (sum(m) of the whole batch)
 
-    Capture has multiplied the whole loss by ``weight``, as if it were a mean. That stays where it is one, or where
-    nothing can be told. A sum is divided by the weight where it is made, so that it is an estimate of the whole batch's
-    in each slice, as a mean is: its mean over the slices of one stage is what the slices of another one read.
-    Statistics of batch inputs that the loss alone uses, and not linearly, are computed from the whole batch before the
-    step, as divisors of masked losses are. What remains is written down in ``couplings``.
+    Capture has multiplied the whole loss by ``weight``, as if it were a mean. That stays if it is one, or if nothing is
+    known. A sum is divided by the weight where it is made, so that each slice's is an estimate of the whole batch's,
+    as a mean is: the slices of another stage read its mean over the slices of its stage. Statistics of batch inputs
+    that only the loss uses, and not linearly, are computed from the whole batch before the step, like divisors of
+    masked losses. The rest is recorded in ``couplings``.
 
     Args:
         program: a flat program, its loss and its floating-point state multiplied by the slice's weight.
@@ -66,7 +66,7 @@ def scale_losses(program: Program, outputs: Sequence[Ref] = ()) -> Program:
 
 
 def with_whole_batches(program: Program, dependence: SampleDependence) -> Program:
-    """Placeholders in place of what the loss must read of the whole batch, which is computed apart."""
+    """Replaces values that the loss must read from the whole batch by placeholders; these are computed apart."""
     if not dependence.wholes:
         return program
     view = Graph(program.graph)
@@ -98,7 +98,7 @@ def with_whole_batches(program: Program, dependence: SampleDependence) -> Progra
 
 
 def _computing(view: Graph, ref: Ref) -> set[str]:
-    """The nodes that compute a tensor from batch inputs; of shapes it isn't asked what they are the shapes of."""
+    """Returns the nodes that compute a tensor from batch inputs, with ``Shape`` nodes but not what these read."""
     asked = [Ref(node.name) for node in view if node.op == "Shape"]
     body = view.ancestors([ref], asked, control=False)
     shapes = {own.node for name in body for own in view.inputs(name) if view.nodes[own.node].op == "Shape"}
@@ -106,7 +106,7 @@ def _computing(view: Graph, ref: Ref) -> set[str]:
 
 
 def _copy(node: NodeDef, renamed: Mapping[str, str]) -> NodeDef:
-    """A node under its new name, reading others under theirs; it belongs to no layer."""
+    """Copies a node under its new name, with its inputs under theirs; the copy belongs to no layer."""
     copy = NodeDef()
     copy.CopyFrom(node)
     copy.name = renamed[node.name]
@@ -132,7 +132,7 @@ class _Scaling:
         self.shares: dict[Ref, Ref] = {}
 
     def result(self) -> Program:
-        """The program with scaled losses."""
+        """Returns the program with scaled losses."""
         roles, view = self.program.roles, self.view
         needed = [roles.loss, *roles.outputs, *(v.update for v in roles.variables if v.kind is VariableKind.STATE)]
         used = view.ancestors([ref for ref in needed if ref is not None], control=False)
@@ -158,7 +158,7 @@ class _Scaling:
         return not spread.varies and spread.degree == 0
 
     def _adds(self, update: Ref, variable: Variable) -> bool:
-        """Whether a metric's update adds a sum over samples to its value, or compares it with a largest sample."""
+        """Returns whether a metric's update adds a sum over samples to its value, or compares it with an extreme."""
         parts = None if variable.value is None else parts_of_update(self.view, update, variable.value)
         return parts is not None and all(not part.added or self._is_sum(self.of(part.ref)) for part in parts)
 
@@ -167,13 +167,13 @@ class _Scaling:
         return spread.axis is None and spread.linear and spread.degree == 1
 
     def of(self, ref: Ref) -> Spread:
-        """A tensor's spread."""
+        """Returns a tensor's spread."""
         return self.dependence.spreads.get(ref, CONSTANT)
 
     # ---- contributions
 
     def _scaled(self, contribution: Ref, coupling: Coupling) -> Ref:
-        """What takes the place of something that capture has multiplied by the weight, or of a sum that it hasn't."""
+        """Returns the replacement of a value that capture has multiplied by the weight, or of a sum that it hasn't."""
         node, inputs = self.view.nodes[contribution.node], self.view.inputs(contribution.node)
         if node.op == "Identity":
             scaled = self._scaled(inputs[0], coupling)
@@ -193,7 +193,7 @@ class _Scaling:
         return self._times_weight(share, 1, dtype_of(self.view, value), f"{value.node}/contribution", {})
 
     def _is_weighted(self, node: NodeDef) -> bool:
-        """Whether capture has multiplied something by the weight."""
+        """Returns whether a node is capture's product with the weight."""
         if node.op != "Mul":
             return False
         weight, factor = self.program.roles.slice.weight, self.view.inputs(node.name)[1]
@@ -202,7 +202,7 @@ class _Scaling:
 
     @functools.cached_property
     def _coupled(self) -> set[str]:
-        """The nodes that couple samples, and all that follows from them."""
+        """Returns the nodes that couple samples, and all that depend on them."""
         found = {name for name, _ in self.dependence.couplings}
         for name in self.view.nodes:
             if any(ref.node in found for ref in self.view.inputs(name)):
@@ -210,7 +210,7 @@ class _Scaling:
         return found
 
     def _share(self, ref: Ref) -> Ref | None:
-        """A tensor whose mean over slices, weighted, is that of the whole batch; None where it can't be told."""
+        """Returns a tensor whose weighted mean over slices is the whole batch's; None if none is known."""
         if ref not in self.shares:
             share = self._contribution(ref)
             if share is None:
@@ -232,7 +232,7 @@ class _Scaling:
         return combined
 
     def _combined(self, ref: Ref) -> Ref | None:
-        """The node's result for the shares of what it is linear in; None where it is linear in no such thing."""
+        """Returns the node's result for the shares of inputs that it is linear in; None if there are none."""
         node = self.view.nodes[ref.node]
         inputs = self.view.inputs(node.name)
         if node.op in _LINEAR:
@@ -260,7 +260,7 @@ class _Scaling:
         return Ref(copy.name, ref.output)
 
     def _times_weight(self, ref: Ref, power: int, dtype: int, name: str, marks: Mapping[str, AttrValue]) -> Ref:
-        """A tensor of a dtype, multiplied by a power of the slice's weight."""
+        """Returns a tensor of a dtype, multiplied by a power of the slice's weight."""
         weight = self.program.roles.slice.weight
         if dtype_of(self.view, weight) != dtype:
             types = {"SrcT": dtype_attr(dtype_of(self.view, weight)), "DstT": dtype_attr(dtype)}
@@ -272,7 +272,7 @@ class _Scaling:
 
 
 def _pruned(graph: GraphDef, roles: Roles) -> GraphDef:
-    """Without what has been replaced."""
+    """Removes replaced nodes."""
     wanted = [roles.loss, *roles.outputs, *(variable.update for variable in roles.variables)]
     wanted += [normalizer.of_whole_batch for normalizer in roles.normalizers]
     used = Graph(graph).ancestors([ref for ref in wanted if ref is not None], control=False)

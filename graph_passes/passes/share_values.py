@@ -1,4 +1,4 @@
-"""Small values that are computed several times are computed once."""
+"""Computes equal small values only once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graph_passes.ir.program import Fact, Program
 from graph_passes.ir.tensorflow_bridge import is_stateful, makes_resource, output_dtypes, takes_functions
 
 _LARGEST = 1024
-"""Elements of what is shared."""
+"""The most elements of a shared value."""
 _READ = "ReadVariableOp"
 
 
@@ -24,11 +24,11 @@ class ShareValues:
         read rate -> scale a, read rate -> scale b   becomes   read rate -> scale a, scale b
 
     An optimizer traced variable by variable reads the learning rate and counts steps for each: on several devices each
-    of these would be sent by itself. Larger values stay: they may be computed again on purpose, to save memory.
+    of these would be sent separately. Larger values stay: they may be recomputed on purpose, to save memory.
 
     Attributes:
         shapes: of all tensors of the step.
-        within_calls: whether only what was in one call is shared, where tasks have an order.
+        within_calls: whether to share only within former calls, where tasks have an order.
     """
 
     name: ClassVar[str] = "share_values"
@@ -46,7 +46,7 @@ class ShareValues:
 def share_values(
     graph: GraphDef, shapes: Mapping[Ref, Shape | None], kept: Collection[str] = (), *, within_calls: bool = False
 ) -> GraphDef:
-    """A graph in which equal small values are computed once.
+    """Returns a graph in which equal small values are computed once.
 
     Args:
         graph: a flat graph; it isn't changed.
@@ -87,11 +87,11 @@ def share_values(
 
 
 def _can_be_shared(node: NodeDef, shapes: Mapping[Ref, Shape | None]) -> bool:
-    """Whether a node gives a small value that depends on what it reads and waits for alone."""
+    """Returns whether a node yields a small value that depends only on its inputs and control edges."""
     if node.op == "VarHandleOp":
         return True
     if node.op == _READ:
-        # Without anything to wait for, it reads what the variable is before the step.
+        # Without control edges, it reads the variable's value before the step.
         return not control_inputs(node) and _is_small(node, shapes)
     if node.op in ("Placeholder", "NoOp") or is_stateful(node.op) or makes_resource(node.op):
         return False

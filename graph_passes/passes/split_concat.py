@@ -22,7 +22,7 @@ class SplitConcat:
         3 replicas [0,2) [2,4) [4,5)  ->  2 replicas [0,3) [3,5)
         sender 0 sends all to 0; sender 1 splits [2,3) to 0 and [3,4) to 1; sender 2 sends all to 1
 
-    Slices go from owner to owner, never through a gather on one device; gradients flow back through the mirror image. A
+    Slices go from owner to owner, never through a gather on one device; gradients flow back the same way. A
     tensor that has no batch axis (a loss term of an earlier stage, say) is the mean over the sender's slices, weighted
     by their samples; its gradient is shared out by the same weights.
 
@@ -66,7 +66,7 @@ class _Connection:
         ]
 
     def send(self, boundary: Boundary, stage: int) -> None:
-        """Forward: from the producer's slices to those of stage ``stage``."""
+        """Sends a tensor forward: from the producer's slices to those of stage ``stage``."""
         value = Value(boundary.ref)
         for micro_batch in range(len(self.layout.micro_batch_intervals)):
             senders = self._slices(boundary.producer, Phase.FORWARD, micro_batch)
@@ -82,7 +82,7 @@ class _Connection:
                 self.bound[self.step.pending[receiver, value]] = tensor
 
     def send_back(self, boundary: Boundary) -> None:
-        """Backward: from all consumers' slices to those of the producer."""
+        """Sends gradients backward: from all consumers' slices to those of the producer."""
         value = Value(boundary.ref, ValueKind.GRADIENT)
         for micro_batch in range(len(self.layout.micro_batch_intervals)):
             receivers = [
@@ -117,7 +117,7 @@ class _Connection:
         *,
         backward: bool = False,
     ) -> list[Ref]:
-        """The tensor as each receiver needs it."""
+        """Returns the tensor as each receiver needs it."""
         axis = boundary.batch_axis
         if axis is None:
             if backward:
@@ -176,7 +176,7 @@ class _Connection:
         axis: Ref,
         device: str,
     ) -> Ref:
-        """The rows of each part: samples of the part * length of the axis / samples of the slice."""
+        """Returns the rows of each part: samples of the part * length of the axis / samples of the slice."""
         int64 = dtype_attr(types_pb2.DT_INT64)
         shape = self.builder.add(
             f"{name}/shape", "Shape", [tensor], device=device, T=dtype_attr(boundary.dtype), out_type=int64

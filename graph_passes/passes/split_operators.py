@@ -1,4 +1,4 @@
-"""Heavy operators become parts, each of which can have a device of its own."""
+"""Splits heavy operators into parts, each of which can have its own device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from graph_passes.ir.program import Fact, Program, Step
 from graph_passes.ir.tensorflow_bridge import constant_value, make_constant, output_dtypes
 
 _SMALL = 64
-"""Elements of a constant that could hold axes, a permutation or strides."""
+"""The most elements of a constant that could hold axes, a permutation or strides."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,19 +48,19 @@ class SplitOperators:
         a -> Conv2D -> b        becomes   a -> SplitV -> Conv2D/part0, Conv2D/part1 -> ConcatV2 -> b
         Conv2D -> Relu -> b               Conv2D/part0 -> Relu/part0, Conv2D/part1 -> Relu/part1 -> ConcatV2 -> b
 
-    Parts are named ``N/part<k>``. What one of them reads cut comes from a node ``<producer>/split_<output>_<cut>`` that
-    all share who read it cut alike; from the parts of the producer, where these have it like that; or, of a constant,
-    from smaller constants. ``N/joined_<output>`` is the whole result, a concatenation or a sum; it is there where
-    anything reads it whole. The parts of a mean are sums, whose total is divided. All of them have the device and the
-    roles of the operator that they come from. Whatever waited for the operator waits for its parts.
+    Parts are named ``N/part<k>``. Their cut inputs come from a node ``<producer>/split_<output>_<cut>``, shared by all
+    readers with the same cut; from the producer's parts, if they are cut alike; or, for a constant, from smaller
+    constants. ``N/joined_<output>`` is the whole result, a concatenation or a sum; it exists if anything reads it
+    whole. The parts of a mean are sums, whose total is divided. All of them have the device and the roles of their
+    operator. Nodes that waited for the operator wait for its parts.
 
     Results are the same but for the last bits, see `split_rules`.
 
     Attributes:
         splits: name of an operator -> how it is split.
         shapes: of all tensors that these operators read and make.
-        optional: those of the operators that stay whole where they can't be split like this: the same operator of a
-            smaller micro-batch, say.
+        optional: operators that stay whole if they can't be split like this, such as the same operator of a smaller
+            micro-batch.
 
     Source: FD-DPS (Mathematics 2022, 10, 4788), section 4.1 and algorithm 3, lines 2 to 6.
     """
@@ -91,7 +91,7 @@ class SplitGraph(NamedTuple):
 
     Attributes:
         graph: the graph.
-        joined: output of a split operator -> the whole tensor, of all that anything reads whole.
+        joined: output of a split operator -> the whole tensor, for outputs that are read whole.
     """
 
     graph: GraphDef
@@ -124,7 +124,7 @@ def _fetched(step: Step) -> list[Ref]:
 
 
 def _redirected(step: Step, found: SplitGraph, splits: Mapping[str, _Whole]) -> Step:
-    """The step's tensors and nodes where they are now."""
+    """Returns the step with its tensors and nodes replaced."""
     for what in (*step.entry.values(), *([step.train] if step.train is not None else [])):
         if what in splits:
             raise PassError(f"{what!r} can't be split: the step is ordered by it as one node")
@@ -155,7 +155,7 @@ class _Whole(NamedTuple):
     outputs: tuple[tuple[int, ...], ...]
 
     def cut(self, output: int) -> Cut | None:
-        """How its parts make an output."""
+        """Returns how its parts make an output."""
         return self.rule.output_cut(output, self.parts)
 
 
@@ -187,7 +187,7 @@ class _Splitting:
         self.parts: dict[str, list[NodeDef]] = {}
 
     def result(self, fetched: Iterable[Ref]) -> SplitGraph:
-        """The graph whose operators have been split."""
+        """Returns the graph whose operators have been split."""
         changed: dict[str, NodeDef] = {}
         for name, node in self.view.nodes.items():
             if name in self.wholes:
@@ -224,7 +224,7 @@ class _Splitting:
         return _Whole(node, rule, split.parts, known)
 
     def _constants(self, name: str) -> dict[int, np.ndarray]:
-        """The inputs of a node that may be axes and the like."""
+        """Returns the inputs of a node that may be axes and the like."""
         found = {}
         for argument, ref in enumerate(self.view.inputs(name)):
             producer = self.view.nodes[ref.node]
@@ -254,7 +254,7 @@ class _Splitting:
         return found
 
     def _rewire(self, node: NodeDef, inputs: Sequence[Ref], read: Iterable[Ref]) -> None:
-        """Gives a node other inputs. What it waited for it still does, except for what it ``read`` and needs anyway."""
+        """Replaces a node's inputs. It keeps its control edges, except to nodes of ``read``, which it needs anyway."""
         needed = {ref.node for ref in read}
         waits: list[str] = []
         for waited in control_inputs(node):
@@ -266,7 +266,7 @@ class _Splitting:
         node.input.extend(f"^{waited}" for waited in waits)
 
     def _read_by_parts(self, ref: Ref, argument: int, whole: _Whole) -> list[Ref]:
-        """The tensor as each part reads it."""
+        """Returns the tensor as each part reads it."""
         rule, parts = whole.rule, whole.parts
         if argument in rule.shape_inputs:
             return self._shapes_of_parts(ref, rule.shape_inputs[argument], whole)
@@ -283,7 +283,7 @@ class _Splitting:
         return self.cut[ref, cut]
 
     def _shapes_of_parts(self, ref: Ref, axis: int, whole: _Whole) -> list[Ref]:
-        """Constants in place of a shape that is the first output's."""
+        """Returns constants that replace the first output's shape."""
         shape, found = whole.outputs[0], []
         dtype = self._dtype(ref)
         for size in Cut.of(axis, whole.parts, whole.rule.length).sizes(shape[axis]):
@@ -294,7 +294,7 @@ class _Splitting:
     # ---- tensors
 
     def _whole(self, ref: Ref) -> Ref:
-        """A whole tensor."""
+        """Returns a whole tensor."""
         whole = self.wholes.get(ref.node)
         if whole is None:
             return ref
@@ -329,7 +329,7 @@ class _Splitting:
         return [Ref(node.node, number) for number in range(cut.parts)]
 
     def _cut_constant(self, ref: Ref, cut: Cut) -> list[Ref]:
-        """Smaller constants, for every device has its own of them."""
+        """Returns smaller constants, since every device has its own."""
         producer = self.view.nodes[ref.node]
         value = constant_value(producer)
         stops = np.cumsum(cut.sizes(value.shape[cut.axis]))[:-1]
@@ -356,7 +356,7 @@ class _Splitting:
                 node.attr[key].CopyFrom(value)
 
     def _name(self, name: str) -> str:
-        """A name as others compute it, too."""
+        """Checks and returns a name that other modules compute as well."""
         if self.builder.names.fresh(name) != name:
             raise PassError(f"there is a node {name!r} already; rename it, or don't split what it is named after")
         return name
@@ -370,7 +370,7 @@ class _Splitting:
         return shape[axis] or 0
 
     def _forget_places(self, graph: GraphDef) -> None:
-        """Nobody is to be where an operator is that is gone."""
+        """Removes colocation with operators that are gone."""
         gone = {f"loc:@{name}".encode() for name in self.wholes}
         for node in graph.node:
             if "_class" in node.attr:

@@ -9,14 +9,14 @@ _PADDED = frozenset({"Conv2D", "DepthwiseConv2dNative"})
 
 
 def unfused(graph: GraphDef) -> GraphDef:
-    """A graph in which what would be fused reads through an Identity, which takes its control edges, too.
+    """Returns a graph in which fusible nodes read through an Identity, which also takes their control edges.
 
         Conv2D -> BiasAdd (^x)   becomes   Conv2D -> Identity (^x) -> BiasAdd
 
     TensorFlow's layout pass for oneDNN (mkl_layout_pass.cc) merges a convolution with its BiasAdd, a Pad with its
-    convolution, and the gradients of a filter and of a bias. Two of them with the same control edges it takes for
+    convolution, and the gradients of a filter and of a bias. It takes two of them with the same control edges for
     mergeable, and then aborts the process because there are control edges. Merged, they wouldn't run in the order of
-    the queue, either.
+    the queue either.
     """
     view = Graph(graph)
     names = Names(view.nodes)
@@ -30,7 +30,7 @@ def unfused(graph: GraphDef) -> GraphDef:
 
 
 def _apart(node: NodeDef, names: Names) -> NodeDef:
-    """An Identity in front of a node, which is changed."""
+    """Inserts an Identity before a node, which is changed."""
     waits = control_inputs(node)
     first, *others = data_inputs(node)
     kind = {"T": node.attr["T"]}

@@ -26,13 +26,12 @@ class Update:
     batch. Variables that the same stages read form a group, which is reduced over the devices of these stages, each of
     which then makes the same update; a device that runs several of the stages adds up their gradients first. A group is
     reduced and updated as soon as its gradients are complete, while other stages of the device still compute. Devices
-    start their all-reduces in one order, that in which the schedule completes gradients, so that none waits for another
-    in a circle.
+    start their all-reduces in one order, that in which the schedule completes gradients, so that they can't deadlock.
 
     Attributes:
         updates: the parameter groups' parts of the optimizer.
         hosts: the stages that keep each variable on their devices.
-        host_device: where the step's end is told.
+        host_device: the device of the step's last node.
         bucket_bytes: gradients are reduced in vectors of about this size.
         first_key: the first of the collective keys; steps that share workers mustn't share keys.
         prefix: start of the functions' names.
@@ -44,8 +43,8 @@ class Update:
         head: whether a step before this one has carried groups over: this one begins by reducing and updating them, and
             each stage's forward waits for its own groups only.
         jit_compile: compile the optimizer with XLA.
-        accumulated: whether gradients are in accumulators. Without, each replica has made them in one task, and they
-            are taken from there; the optimizer works in their memory then, which is warm. Nothing can be carried over.
+        accumulated: whether gradients are in accumulators. If not, each replica has made them in one task, from which
+            they are taken; the optimizer then works in their memory, which is warm. Nothing can be carried over.
 
     Source: DAPPLE (PPoPP'21), section 5.2.3: "AllReduce operation to synchronize gradients among all replicas [...] A
     normal Apply operation updates weights with averaged gradients eventually." Out-Of-Order BackProp (EuroSys'22),
@@ -69,7 +68,7 @@ class Update:
     accumulated: bool = True
 
     def run(self, program: Program) -> Program:
-        """Program with ordered tasks -> complete one: nothing pending, ``step.train`` and ``step.gradients`` set."""
+        """Completes a program with ordered tasks: nothing pending, ``step.train`` and ``step.gradients`` set."""
         nodes = UpdateNodes(self, program, copied(program.graph))
         reduction = Reduction(nodes)
         application = Application(nodes, reduction)
@@ -81,7 +80,7 @@ class Update:
         reduction.all_reduce(now)
         applied |= application.call_each(NodeKind.APPLY, now, application.totals())
         ends = [*applied.values(), *application.call_each(NodeKind.COUNTERS, nodes.carried).values()]
-        # What is carried over must have been accumulated, though nothing in this step reads it.
+        # Carried gradients must have been accumulated, though nothing in this step reads them.
         ends += [name for group in nodes.carried for device in group.devices for name in nodes.complete(group, device)]
         train = nodes.end(dict.fromkeys(ends))
         gradients = application.gradients(now) if self.want_gradients else {}
@@ -91,7 +90,7 @@ class Update:
 
 
 def flush(update: Update, program: Program) -> tuple[GraphDef, str]:
-    """A graph that reduces and updates what steps with ``update`` have carried over, and nothing else.
+    """Returns a graph that only reduces and updates the groups that steps with ``update`` have carried over.
 
     Args:
         update: the pass with which these steps were made.

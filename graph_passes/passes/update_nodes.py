@@ -1,4 +1,4 @@
-"""What reduction and update add their nodes to: a step's top level, its groups, and when gradients are complete."""
+"""The step's top level for reduction and update: its groups, and when gradients are complete."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Inputs: TypeAlias = dict[Ref, Callable[[str], Ref]]
 
 
 class Computation(NamedTuple):
-    """What all devices that run the same stages of a group do with its gradients.
+    """A function on a group's gradients, shared by all devices that run the same stages of the group.
 
     Attributes:
-        function: that does it; None if there is nothing to do.
+        function: the function; None if there is nothing to do.
         inputs: device -> tensor of the top level, for each of its arguments.
     """
 
@@ -42,9 +42,9 @@ class UpdateNodes:
         program: a program with ordered tasks.
         step: its step.
         homes: names of the devices that keep the variables of each stage's replicas.
-        graph: what nodes are added to.
+        graph: the graph that nodes are added to.
         builder: adds them.
-        functions: what they call; `finish` puts them into the graph's library.
+        functions: the functions that they call; `finish` puts them into the graph's library.
         contributors: variable -> the stages that contribute to it, with their accumulators.
         groups: the parameter groups, in the order of their reduction.
         computations: name of a function -> what computes it, so that devices share it.
@@ -70,17 +70,17 @@ class UpdateNodes:
         return [by_stages[stages] for stages in self.options.carried]
 
     def places(self, stages: Iterable[int], device: str) -> list[tuple[int, int]]:
-        """The (stage, replica) of these stages whose variables are on a device."""
+        """Returns the (stage, replica) pairs of these stages whose variables are on a device."""
         return [
             (stage, replica) for stage in stages for replica, home in enumerate(self.homes[stage]) if home == device
         ]
 
     def stages_on(self, group: ParameterGroup, device: str) -> list[int]:
-        """The stages of a group that a device runs."""
+        """Returns the stages of a group that a device runs."""
         return [stage for stage, _ in self.places(group.stages, device)]
 
     def complete(self, group: ParameterGroup, device: str) -> list[str]:
-        """Nodes after which a device's accumulators are complete and its variables are no longer read."""
+        """Returns nodes after which a device's accumulators are complete and its variables are no longer read."""
         places = set(self.places(group.stages, device))
         names = [
             name
@@ -92,7 +92,7 @@ class UpdateNodes:
         return names + [name for place in places for name in self.empty.get(place, ())]
 
     def function_name(self, what: NodeKind, group: ParameterGroup, device: str) -> str:
-        """The name, without the prefix, of the function by which a device does something with a group's gradients.
+        """Returns the name, without the prefix, of a device's function on a group's gradients.
 
         Devices that run different stages of a group have functions of their own.
 
@@ -118,7 +118,7 @@ class UpdateNodes:
         return self.builder.append(call_node(name, function, inputs, device=device, control=control, attrs=attrs))
 
     def hold_back_reads(self, applied: Calls) -> None:
-        """The variables of a stage are read when its carried updates have been made."""
+        """Makes reads of a stage's variables wait for its carried updates."""
         nodes = {node.name: node for node in self.graph.node}
         for (stages, device), call in applied.items():
             for place in self.places(stages, device):
@@ -126,7 +126,7 @@ class UpdateNodes:
                     nodes[name].input.append(f"^{call}")
 
     def end(self, after: Iterable[str]) -> str:
-        """The node that has run when others have."""
+        """Returns the node that has run when all of ``after`` have."""
         attrs: dict[str, Any] = {PHASE_ATTR: NodeKind.TRAIN.text}
         return self.builder.add("train", "NoOp", control=after, device=self.options.host_device, **attrs).node
 
@@ -136,5 +136,5 @@ class UpdateNodes:
 
 
 def marks(what: NodeKind, group: ParameterGroup) -> dict[str, str | int | AttrValue]:
-    """The attributes that tell what a node of a group's update is."""
+    """Returns the attributes that identify a node of a group's update."""
     return {PHASE_ATTR: what.text, STAGE_ATTR: group.stages[0], GROUP_ATTR: integers_attr(group.stages)}
