@@ -93,7 +93,7 @@ def amoebanet_d(
 
 
 def amoebanet_tiny(*, image: int = 8, channels: int = 3, classes: int = 10, filters: int = 16) -> keras.Model:
-    """A reduction cell and a normal cell, ``cell_stem_0`` and ``cell_0``; sizes as in `amoebanet_d`."""
+    """Returns a reduction cell and a normal cell, ``cell_stem_0`` and ``cell_0``; sizes as in `amoebanet_d`."""
     return cell_network([1], 1, image=image, channels=channels, classes=classes, filters=filters, stem=8)
 
 
@@ -158,7 +158,7 @@ def _cell(cell: Cell, x: Any, before: Any, width: int, name: str) -> Any:
 
 
 def _fitted(before: Any, x: Any, width: int, name: str) -> Any:
-    """What the cell before the last gave, in the last one's size; if larger, half of it from odd pixels."""
+    """Returns what the cell before the last gave, in the last one's size; if larger, half of it from odd pixels."""
     if before.shape[1] == x.shape[1]:
         return _convolution(before, width, (1, 1), (1, 1), name)
     before = keras.layers.ReLU(name=f"{name}_relu")(before)

@@ -27,7 +27,7 @@ def densenet(
     blocks: Sequence[int] = (6, 12, 24, 16),
     growth: int = 32,
 ) -> keras.Model:
-    """A DenseNet with bottlenecks that halves its channels between groups; by default DenseNet-121.
+    """Returns a DenseNet with bottlenecks that halves its channels between groups; by default DenseNet-121.
 
     Inputs are ``[batch, image, image, channels]``, outputs logits ``[batch, classes]``. keras.applications' has the
     same layers, but one growth rate. Images below 64 pixels, as of CIFAR, are convolved 3x3 at first; larger ones 7x7
@@ -70,7 +70,7 @@ def densenet(
 
 
 def _block(x: Any, growth: int, name: str) -> Any:
-    """What it is given, and ``growth`` channels more."""
+    """Returns what it is given, and ``growth`` channels more."""
     new = _convolution(_activated(x, f"{name}_0"), _BOTTLENECK * growth, 1, f"{name}_conv_0")
     new = _convolution(_activated(new, f"{name}_1"), growth, 3, f"{name}_conv_1")
     return keras.layers.Concatenate(name=f"{name}_concat")([x, new])

@@ -9,7 +9,7 @@ import keras
 
 
 def group(name: str, make: Callable[..., Any], *inputs: Any) -> Any:
-    """The output of a part of a model that is one layer of it.
+    """Returns the output of a part of a model that is one layer of it.
 
     A cell of a hundred layers has a hundred cuts that no plan should choose, for many tensors cross them, but each of
     which would be profiled.
@@ -47,7 +47,7 @@ class Group(keras.layers.Layer):
         return self.network(inputs, training=training)
 
     def compute_output_shape(self, input_shape: Any) -> tuple[int | None, ...]:
-        """The shape of the output."""
+        """Returns the shape of the output."""
         return (input_shape[0][0], *self.network.output_shape[1:])
 
     def get_config(self) -> dict[str, Any]:
@@ -56,5 +56,5 @@ class Group(keras.layers.Layer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Group:
-        """The layer with such arguments."""
+        """Returns the layer with such arguments."""
         return cls(keras.saving.deserialize_keras_object(config.pop("network")), **config)

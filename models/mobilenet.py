@@ -50,7 +50,7 @@ def mobilenet_v3(
 
 
 def mobilenet_v3_tiny(*, image: int = 32, classes: int = 10) -> keras.Model:
-    """A block that is skipped, with squeeze and excitation, and one that halves the image, with hard swish.
+    """Returns a block that is skipped, with squeeze and excitation, and one that halves the image, with hard swish.
 
     Inputs are ``[batch, image, image, 3]``, outputs logits ``[batch, classes]``.
 

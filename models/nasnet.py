@@ -65,7 +65,7 @@ def nasnet(cells: int, width: int, *, image: int, classes: int, stem: int, skip:
 
 
 def nasnet_tiny(*, image: int = 8, classes: int = 10, filters: int = 4) -> keras.Model:
-    """A normal cell and a reduction cell after a convolution that keeps the image's size.
+    """Returns a normal cell and a reduction cell after a convolution that keeps the image's size.
 
     Inputs are ``[batch, image, image, 3]``, outputs logits ``[batch, classes]``.
 
@@ -96,7 +96,7 @@ def _stem(images: Any, width: int, stride: int) -> Any:
 
 
 def _cell(kind: str, x: Any, before: Any | None, filters: int, name: str) -> Any:
-    """A cell after ``x``, and ``before`` that; the first one has but one input."""
+    """Returns a cell after ``x``, and ``before`` that; the first one has but one input."""
     make = nasnet_cell(kind)
 
     def output(x: Any, before: Any | None = None) -> Any:

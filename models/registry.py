@@ -57,7 +57,7 @@ def find_model(name: str) -> ModelSource:
 
 
 def find_data(name: str) -> DataSource:
-    """The data that a name, ``reader:path?option=value`` (see `READERS`) or ``module:function`` stands for.
+    """Returns the data that a name, ``reader:path?option=value`` (see `READERS`) or ``module:function`` stands for.
 
     Raises:
         ModelError: saying which data there are, or what is wrong with the files, options or module.
@@ -83,7 +83,7 @@ def _like(name: str, known: Mapping[str, Any]) -> str:
 
 
 def _function(module: str, function: str, name: str) -> Callable[..., Any]:
-    """A user's function."""
+    """Returns a user's function."""
     if "" not in sys.path and (folder := os.getcwd()) not in sys.path:
         sys.path.append(folder)  # ``python -m`` has it there, a console command hasn't.
     try:
@@ -120,7 +120,7 @@ def _checked(model: object, origin: str) -> keras.Model:
 
 
 def _saved(path: pathlib.Path) -> ModelSource:
-    """A model from a file."""
+    """Returns a model from a file."""
     if not path.is_file():
         raise ModelError(f"there is no file {path}")
 
@@ -137,7 +137,7 @@ def _saved(path: pathlib.Path) -> ModelSource:
 
 
 def _own_data(name: str, function: Callable[..., Any]) -> DataSource:
-    """A user's data: what the function gives is repeated without end."""
+    """Returns a user's data: what the function gives is repeated without end."""
 
     def batches(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
         import keras

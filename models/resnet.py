@@ -66,7 +66,7 @@ def _resnet_200(**options: Any) -> keras.Model:
 def resnet(
     *, image: int = 32, channels: int = 3, classes: int = 10, width: int = 32, blocks: Sequence[int] = (2, 3, 3, 2)
 ) -> keras.Model:
-    """A ResNet of basic blocks: two 3x3 convolutions with batch normalisation, and what skips them, added.
+    """Returns a ResNet of basic blocks: two 3x3 convolutions with batch normalisation, and what skips them, added.
 
     Inputs are ``[batch, image, image, channels]``, outputs logits ``[batch, classes]``.
 
@@ -110,7 +110,7 @@ def _block(x: Any, width: int, stride: int, name: str) -> Any:
 
 
 def _convolution(x: Any, width: int, size: int, stride: int, name: str) -> Any:
-    """A convolution without bias and its normalisation."""
+    """Returns a convolution without bias and its normalisation."""
     convolution = keras.layers.Conv2D(
         width, size, stride, padding="same", use_bias=False, kernel_initializer="he_normal", name=name
     )

@@ -20,7 +20,7 @@ def check_sizes(config: object, *fields: str, least: int = 1) -> None:
 
 
 def check_heads(width: int | None, heads: int, layer: str = "") -> int:
-    """The width of what a layer takes, which its heads must share out evenly.
+    """Returns the width of what a layer takes, which its heads must share out evenly.
 
     Raises:
         ValueError: the width isn't known, or isn't a multiple of the heads.

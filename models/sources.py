@@ -19,7 +19,7 @@ class ModelError(ValueError):
 
 
 def later(function: str) -> Callable[..., Any]:
-    """A function of this package, such as ``gpt.gpt_tiny``, whose module is imported when it is called first.
+    """Returns a function of this package, such as ``gpt.gpt_tiny``, whose module is imported when it is called first.
 
     Names and descriptions are read without TensorFlow then, which takes seconds to import.
     """
@@ -48,7 +48,7 @@ class DataSource:
     held_out: Callable[[keras.Model, int], tf.data.Dataset] | None = None
 
     def example(self, model: keras.Model, samples: int) -> tuple[Any, Any, Any]:
-        """A batch of so many samples as NumPy arrays: x, y and sample weights, each None if there are none.
+        """Returns a batch of so many samples as NumPy arrays: x, y and sample weights, each None if there are none.
 
         Raises:
             ModelError: there are no data, or they can't be read.
@@ -84,7 +84,7 @@ class ModelSource:
 
 
 def compiled_classifier(model: keras.Model, optimizer: keras.optimizers.Optimizer, *metrics: str) -> keras.Model:
-    """The model, compiled for integer labels and outputs that are logits."""
+    """Returns the model, compiled for integer labels and outputs that are logits."""
     import keras
 
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=list(metrics))
@@ -92,7 +92,7 @@ def compiled_classifier(model: keras.Model, optimizer: keras.optimizers.Optimize
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The dataset without the thread that tunes how much is done in parallel, where nothing is left to tune.
+    """Returns the dataset without the thread that tunes how much is done in parallel, where nothing is left to tune.
 
     On busy cores that thread doesn't see that its iterator is let go of, which waits then until it looks again: for as
     long as the iterator was there, up to a minute.

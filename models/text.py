@@ -123,5 +123,5 @@ def unigram_bits_per_byte(train: Bytes, held_out: Bytes) -> float:
 
 
 def bits_per_byte(loss: float) -> float:
-    """A mean cross-entropy in nats, as Keras reports it, in bits."""
+    """Returns a mean cross-entropy in nats, as Keras reports it, in bits."""
     return loss / math.log(2)

@@ -218,7 +218,7 @@ class RelativeAttention(keras.layers.Layer):
         return self.projections["output"](ops.reshape(attended, (-1, sequence, width)))
 
     def _in_heads(self, part: str, vectors: Any) -> Any:
-        """A projection of vectors [batch, n, width] as [batch, n, heads, size]."""
+        """Returns a projection of vectors [batch, n, width] as [batch, n, heads, size]."""
         projected = self.projections[part](vectors)
         return keras.ops.reshape(projected, (-1, vectors.shape[1], self.heads, self.size))
 

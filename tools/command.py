@@ -83,7 +83,7 @@ def publish(values: flags.FlagValues, into: flags.FlagValues) -> None:
 
 
 def line(program: str) -> list[str]:
-    """The words that start a program of this package: a console command, or a module of a checkout."""
+    """Returns the words that start a program of this package: a console command, or a module of a checkout."""
     if not INSTALLED:
         return ["python", "-m", f"tools.{program}"]
     if program in CONSOLE:
@@ -92,7 +92,7 @@ def line(program: str) -> list[str]:
 
 
 def used(values: flags.FlagValues, program: str) -> str:
-    """The command that runs a program of this package, as `line` begins it, with the flags that were given."""
+    """Returns the command that runs a program of this package, as `line` begins it, with the flags that were given."""
     given = [flag for flag in {id(values[name]): values[name] for name in values}.values() if flag.present]
     return " ".join([*line(program), *(flag.serialize() for flag in given)])
 

@@ -61,7 +61,7 @@ class HostsError(RuntimeError):
 
 
 def unavailable() -> str | None:
-    """Why there can be no `Hosts` on this machine; None if there can."""
+    """Returns why there can be no `Hosts` on this machine; None if there can."""
     for program in ("ip", "tc", "unshare", "nsenter"):
         if shutil.which(program) is None:
             return f"`{program}` isn't installed; it comes with iproute2 or util-linux"
@@ -130,7 +130,7 @@ def send_signal(process: subprocess.Popen[Any], number: int) -> None:
 
 
 def environment() -> dict[str, str]:
-    """The environment of processes that are to find these packages, wherever they run."""
+    """Returns the environment of processes that are to find these packages, wherever they run."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
@@ -165,7 +165,7 @@ class _Worker:
             self._heard.notify_all()
 
     def wait_until_serving(self, deadline: float) -> bool:
-        """Whether it has said that it serves, before the deadline."""
+        """Returns whether it has said that it serves, before the deadline."""
         with self._heard:
             self._heard.wait_for(lambda: self._serving or self._silent, timeout=max(0.0, deadline - time.monotonic()))
             return self._serving
@@ -239,7 +239,7 @@ class LocalWorkers:
         return [worker.process for worker in self._workers]
 
     def lines(self, worker: int) -> list[str]:
-        """The last lines that a worker has written."""
+        """Returns the last lines that a worker has written."""
         return list(self._workers[worker].tail)
 
     def kill(self, worker: int) -> None:
@@ -267,7 +267,7 @@ class LocalWorkers:
             self._wait([worker])
 
     def has_served(self, worker: int) -> bool:
-        """Whether a worker has come so far, since it was started last, that it served."""
+        """Returns whether a worker has come so far, since it was started last, that it served."""
         return self._workers[worker].wait_until_serving(0.0)
 
     def _set_up(self, stack: contextlib.ExitStack) -> None:

@@ -52,7 +52,7 @@ def tf_config(addresses: Sequence[str]) -> str:
 
 
 def advice(addresses: Sequence[str]) -> str:
-    """What to write in a program that is to use the workers."""
+    """Returns what to write in a program that is to use the workers."""
     return (
         f"{len(addresses)} workers: {' '.join(addresses)}\n"
         f"  in Python:   cluster = dapple_tf.Cluster.of_servers({list(addresses)!r})\n"
@@ -125,7 +125,7 @@ def serve(supervisor: Supervisor) -> int:
 
 
 def ports() -> list[int] | None:
-    """The workers' ports by --base_port; None for any."""
+    """Returns the workers' ports by --base_port; None for any."""
     if _BASE_PORT.value is None:
         return None
     last = _BASE_PORT.value + _WORKERS.value - 1

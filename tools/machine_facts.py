@@ -16,7 +16,7 @@ _PACKAGES = ("tensorflow", "keras", "numpy", "torch")
 
 
 def machine_facts(versions: dict[str, str] | None = None) -> dict[str, Any]:
-    """The machine's facts, to stand beside measured numbers in JSON.
+    """Returns the machine's facts, to stand beside measured numbers in JSON.
 
     Args:
         versions: of packages that another interpreter has run, such as PyTorch's; they go before this one's.
@@ -44,7 +44,7 @@ def machine_facts(versions: dict[str, str] | None = None) -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name as the system tells it; its architecture where it tells none."""
+    """Returns the processor's name as the system tells it; its architecture where it tells none."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # Not Linux.
@@ -54,5 +54,5 @@ def cpu_model() -> str:
 
 
 def memory_bytes() -> int:
-    """The machine's main memory."""
+    """Returns the machine's main memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

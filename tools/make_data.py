@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def output_folder() -> pathlib.Path:
-    """The folder to write to, which is made.
+    """Returns the folder to write to, which is made.
 
     Raises:
         app.UsageError: it isn't given, or has something in it.

@@ -56,7 +56,7 @@ Pairs = Mapping[tuple[int, int], Link]
 
 
 def topology(cluster: Cluster) -> str:
-    """The cluster's servers and their devices."""
+    """Returns the cluster's servers and their devices."""
     rows = []
     for server in range(cluster.num_servers):
         devices = [cluster.devices[device] for device in cluster.devices_of(server)]
@@ -69,7 +69,7 @@ def topology(cluster: Cluster) -> str:
 
 
 def links(cluster: Cluster, between: Pairs) -> str:
-    """What was measured, for people."""
+    """Returns what was measured, for people."""
     rows = [[f"{one} - {other}", *_speed(link)] for (one, other), link in between.items()]
     for what, bandwidth, latency in (
         ("within a server", cluster.intra_bandwidth, cluster.intra_latency),
@@ -93,7 +93,7 @@ def _speed(link: Link) -> list[str]:
 
 
 def measure(cluster: Cluster) -> tuple[Cluster, dict[tuple[int, int], Link]]:
-    """The cluster with its links, and those between each pair of servers."""
+    """Returns the cluster with its links, and those between each pair of servers."""
     terminal = sys.stderr.isatty()
     large = max(4096 + 4, int(_LARGE.value * 2**20))
 

@@ -85,7 +85,7 @@ class ModelFlags:
         return int(self._seed.value)
 
     def source(self) -> ModelSource:
-        """The model's source; nothing is built.
+        """Returns the model's source; nothing is built.
 
         Raises:
             app.UsageError: there is no such model.
@@ -101,7 +101,7 @@ class ModelFlags:
         return found
 
     def data(self) -> DataSource:
-        """The data.
+        """Returns the data.
 
         Raises:
             app.UsageError: there are no such data.
@@ -121,7 +121,7 @@ class ModelFlags:
         return generated(self._length.value)
 
     def build(self) -> keras.Model:
-        """The compiled model; all seeds are set.
+        """Returns the compiled model; all seeds are set.
 
         Raises:
             app.UsageError: there is no such model, or it can't be made.
@@ -168,7 +168,7 @@ class ClusterFlag:
         return str(self._cluster.value)
 
     def cluster(self) -> dapple.Cluster:
-        """The cluster.
+        """Returns the cluster.
 
         Raises:
             app.UsageError: it can't be had.
@@ -243,7 +243,7 @@ class ProfileFlags:
         return None if self._batch_size.value is None else int(self._batch_size.value)
 
     def profile(self) -> dapple.Profile:
-        """The profile.
+        """Returns the profile.
 
         Raises:
             app.UsageError: it isn't given, or isn't one.
@@ -254,7 +254,7 @@ class ProfileFlags:
 
 
 def load_profile(path: str | os.PathLike[str], batch_size: int | None = None) -> dapple.Profile:
-    """A profile from a file, JSON or text.
+    """Returns a profile from a file, JSON or text.
 
     Raises:
         ProfileError: it isn't one, or a text whose batch size isn't known.
@@ -420,7 +420,7 @@ class PlanFlags:
             )
 
     def plan(self, cuts: Callable[[Sequence[int]], Sequence[str]]) -> dapple.Plan:
-        """The plan, unless it has to be found.
+        """Returns the plan, unless it has to be found.
 
         Args:
             cuts: replicas of each stage -> the layers to cut after.
@@ -438,7 +438,7 @@ class PlanFlags:
             return dapple.Plan.manual(cuts(replicas), devices_of(replicas), **values)
 
     def _loaded(self) -> dapple.Plan:
-        """The plan of a file, with what the other flags change of it."""
+        """Returns the plan of a file, with what the other flags change of it."""
         from dapple_tf.tools.variants import changed
 
         with blamed(f"--plan={self.text}"):

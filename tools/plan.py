@@ -73,7 +73,7 @@ _SAVE_CLUSTER = flags.DEFINE_string(
 
 
 def options() -> dict[str, Any]:
-    """What the planner is to choose from.
+    """Returns what the planner is to choose from.
 
     Raises:
         app.UsageError: something that isn't there to be chosen.
@@ -109,7 +109,7 @@ def options() -> dict[str, Any]:
 
 
 def find() -> tuple[dapple.Plan, dapple.Profile, dapple.Cluster]:
-    """The plan, and what it was made from."""
+    """Returns the plan, and what it was made from."""
     chosen, batch = options(), _GLOBAL_BATCH_SIZE.value
     if _PROFILE.given:
         profile, cluster = _PROFILE.profile(), _CLUSTER.cluster()
@@ -151,7 +151,7 @@ def main() -> None:
 
 
 def simulate_command(plan: str, profile: str) -> str:
-    """The command that simulates a plan."""
+    """Returns the command that simulates a plan."""
     cluster = _SAVE_CLUSTER.value or _CLUSTER.text
     arguments = [f"--plan={plan}", f"--profile={profile}", f"--cluster={cluster}"]
     return shlex.join([*command.line("simulate"), *arguments])

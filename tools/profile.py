@@ -58,7 +58,7 @@ _TEXT_BATCH = flags.DEFINE_integer(
 
 
 def batch_sizes() -> list[int]:
-    """The sizes of ``--batch_size``.
+    """Returns the sizes of ``--batch_size``.
 
     Raises:
         app.UsageError: they aren't whole numbers from 1 on.
@@ -70,7 +70,7 @@ def batch_sizes() -> list[int]:
 
 
 def layer_table(profile: dapple.Profile) -> str:
-    """A row for each layer, times in ms and sizes for the largest profiled batch."""
+    """Returns a row for each layer, times in ms and sizes for the largest profiled batch."""
     samples = profile.batch_sizes[-1]
     titles = ("layer", "forward ms", "backward ms", "share", "spread", "output", "kept", "parameters")
     times = [layer.forward.at(samples) + layer.backward.at(samples) for layer in profile.layers]

@@ -58,12 +58,12 @@ class Question:
 
     @classmethod
     def of(cls, plan: dapple.Plan) -> Question:
-        """What if nothing were changed?"""
+        """Returns what if nothing were changed?"""
         return cls(plan.cuts, plan.devices, plan.micro_batches, plan.global_batch_size, plan.schedule, plan.recompute)
 
     @classmethod
     def parse(cls, data: object, own: Policy | None = None) -> Question:
-        """The question that a page asks, as JSON data, which may name a policy of one's own.
+        """Returns the question that a page asks, as JSON data, which may name a policy of one's own.
 
         Raises:
             QuestionError: it isn't one.
@@ -93,7 +93,7 @@ class Question:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What `parse` takes."""
+        """Returns what `parse` takes."""
         return {
             "stages": stages_text(self.cuts, self.devices),
             "micro_batches": self.micro_batches,
@@ -121,7 +121,7 @@ class Question:
             )
 
     def plan(self, start: dapple.Plan) -> dapple.Plan:
-        """The plan that is asked about, made from the one that all began with.
+        """Returns the plan that is asked about, made from the one that all began with.
 
         Raises:
             PlanError: it contradicts itself.
@@ -132,7 +132,7 @@ class Question:
 
 
 def stages_text(cuts: tuple[str, ...], devices: tuple[tuple[int, ...], ...]) -> str:
-    """A line for each stage: its last layer, and its devices: ``block_2: 0-2``."""
+    """Returns a line for each stage: its last layer, and its devices: ``block_2: 0-2``."""
     names = [*cuts, _LAST]
     return "\n".join(f"{name}: {_ranges(numbers)}" for name, numbers in zip(names, devices, strict=True))
 
@@ -225,7 +225,7 @@ class Desk:
     plan_path: str | None = None
 
     def answer(self, data: Mapping[str, object]) -> dict[str, Any]:
-        """The answer to a page's request.
+        """Returns the answer to a page's request.
 
         Args:
             data: the names of cases, such as ``base`` and ``what if``, and their questions.
@@ -287,7 +287,7 @@ class Desk:
 
 
 def numbers_of(step: dapple.Simulation) -> dict[str, Any]:
-    """What a page shows of a step, as JSON data: seconds, bytes, and shares from 0 to 1."""
+    """Returns what a page shows of a step, as JSON data: seconds, bytes, and shares from 0 to 1."""
     peaks = step.peak_bytes
     device = max(peaks, key=lambda device: peaks[device])
     return {

@@ -31,7 +31,7 @@ def parse_shape(shape: str) -> tuple[int, ...]:
 
 
 def is_shape(text: str) -> bool:
-    """Whether it is meant to be a shape, right or wrong: digits with colons, as ``1:x`` is."""
+    """Returns whether it is meant to be a shape, right or wrong: digits with colons, as ``1:x`` is."""
     return not text.endswith(".json") and re.match(r"\d+(:|$)|:", text) is not None
 
 
@@ -42,7 +42,7 @@ def devices_of(replicas: Sequence[int]) -> list[list[int]]:
 
 
 def cuts_by_profile(profile: dapple.Profile, replicas: Sequence[int]) -> list[str]:
-    """The layers to cut after, so that stages take about as long as each other, each with its replicas.
+    """Returns the layers to cut after, so that stages take about as long as each other, each with its replicas.
 
     Raises:
         PlanError: more stages than layers.
@@ -52,7 +52,7 @@ def cuts_by_profile(profile: dapple.Profile, replicas: Sequence[int]) -> list[st
 
 
 def cuts_by_parameters(model: keras.Model, replicas: Sequence[int]) -> list[str]:
-    """The same by what is known without measuring: parameters are shared out in proportion to replicas.
+    """Returns the same by what is known without measuring: parameters are shared out in proportion to replicas.
 
     Args:
         model: built and compiled.

@@ -87,7 +87,7 @@ _TIMELINE = flags.DEFINE_boolean("timeline", True, "Print the timeline.", flag_v
 
 
 def hardware() -> Hardware:
-    """How the cluster is changed."""
+    """Returns how the cluster is changed."""
     return Hardware(
         _INTRA_BANDWIDTH.value, _INTER_BANDWIDTH.value, _INTRA_LATENCY.value, _INTER_LATENCY.value, _SPEED.value
     )
@@ -110,7 +110,7 @@ def simulate(plan: dapple.Plan, profile: dapple.Profile, cluster: dapple.Cluster
 
 
 def comparison(simulations: dict[str, dapple.Simulation | str]) -> str:
-    """A row for each schedule: what its step takes, or why it can't be.
+    """Returns a row for each schedule: what its step takes, or why it can't be.
 
     Args:
         simulations: schedule -> its step, or what is wrong.
@@ -144,7 +144,7 @@ def _fits(step: dapple.Simulation) -> str:
 def several(
     names: Sequence[str], plan: dapple.Plan, profile: dapple.Profile, cluster: dapple.Cluster
 ) -> dict[str, dapple.Simulation | str]:
-    """The same stages under several schedules: the steps, or what is wrong."""
+    """Returns the same stages under several schedules: the steps, or what is wrong."""
     found: dict[str, dapple.Simulation | str] = {}
     with Progress("simulating", len(names)) as bar:
         for name in dict.fromkeys(names):

@@ -155,7 +155,7 @@ def check_flags() -> None:
 
 
 def places_operators() -> bool:
-    """Whether single operators are placed: as --placement says, or the plan's file."""
+    """Returns whether single operators are placed: as --placement says, or the plan's file."""
     return bool(_PLACEMENT.value == FD_DPS) or _PLAN.places_operators
 
 
@@ -191,7 +191,7 @@ def prepare() -> Job:
 
 
 def checked_example(data: DataSource, model: keras.Model, samples: int) -> tuple[Any, Any, Any]:
-    """A batch, before anything is measured or written.
+    """Returns a batch, before anything is measured or written.
 
     Raises:
         DataError: it doesn't fit the model.

@@ -122,7 +122,7 @@ class Throughput(keras.callbacks.Callback):
 
 
 def make_model() -> keras.Model:
-    """The model that the flags ask for, compiled."""
+    """Returns the model that the flags ask for, compiled."""
     model = gpt.gpt(
         sequence=_SEQUENCE.value,
         depth=_DEPTH.value,

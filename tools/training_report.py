@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def described(model: keras.Model, data: DataSource, pipelined: dapple.PipelinedModel) -> dict[str, Any]:
-    """What was trained, as JSON data."""
+    """Returns what was trained, as JSON data."""
     return {
         "model": model.name,
         "parameters": model.count_params(),
@@ -35,7 +35,7 @@ def predicted(pipelined: dapple.PipelinedModel, measured: float | None) -> dict[
 
 
 def summary(pipelined: dapple.PipelinedModel, history: Any, seconds: float) -> dict[str, Any]:
-    """The final numbers of a training run that took so many seconds, as JSON data."""
+    """Returns the final numbers of a training run that took so many seconds, as JSON data."""
     rates = [rate for rate in history.history.get("samples_per_second", ()) if rate == rate]
     measured = None if pipelined.prediction is None else pipelined.prediction.measured
     return {
@@ -56,7 +56,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def closing(numbers: dict[str, Any], folder: pathlib.Path) -> str:
-    """What stands at the end, of training or of a measurement of steps."""
+    """Returns what stands at the end, of training or of a measurement of steps."""
     rate = numbers["samples_per_second"]
     rates = f", {rate:,.0f} samples/s" if rate else ""
     if "metrics" in numbers:

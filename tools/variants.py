@@ -11,7 +11,7 @@ from dapple_tf.describe.devices import LINKS
 
 
 def changed(plan: dapple.Plan, **changes: Any) -> dapple.Plan:
-    """The plan with other fields.
+    """Returns the plan with other fields.
 
     What no longer fits goes with them: the report always; the K of stages where the schedule, the stages or the number
     of micro-batches change; what a schedule is told of weight gradients, where that or the stages do.
@@ -58,7 +58,7 @@ class Hardware:
             raise dapple.ClusterError(f"speed is {self.speed}; it must be above 0 and finite")
 
     def of(self, cluster: dapple.Cluster) -> dapple.Cluster:
-        """The cluster with these changes; what all-reduce was measured to get is left out where links change.
+        """Returns the cluster with these changes; what all-reduce was measured to get is left out where links change.
 
         Raises:
             ClusterError: a number out of range.

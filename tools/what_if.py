@@ -52,7 +52,7 @@ _SECONDS = 30
 
 
 def page(desk: Desk) -> str:
-    """The page's text."""
+    """Returns the page's text."""
     base = Question.of(desk.plan)
     cluster = desk.cluster
     data = desk.answer({"base": base.as_json()})
@@ -159,7 +159,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._send_json(HTTPStatus.OK, answer)
 
     def _welcome(self, path: str) -> bool:
-        """Whether a request is for this page and from it; refuses it else."""
+        """Returns whether a request is for this page and from it; refuses it else."""
         if self.headers.get_all("Host") not in [[host] for host in self.server.hosts]:
             self._refuse(HTTPStatus.FORBIDDEN, f"this is {self.server.hosts[0]} and no other host")
         elif (origin := self.headers.get("Origin")) is not None and urlsplit(origin).netloc not in self.server.hosts:
@@ -191,7 +191,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def make_desk() -> Desk:
-    """What the flags ask for.
+    """Returns what the flags ask for.
 
     Raises:
         app.UsageError: something that they can't mean.

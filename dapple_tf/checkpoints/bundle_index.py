@@ -48,7 +48,7 @@ class Stored:
 
 
 def read_index(content: bytes) -> dict[str, Stored]:
-    """The tensors of a bundle with one data file, by their names.
+    """Returns the tensors of a bundle with one data file, by their names.
 
     Args:
         content: of the index file.
@@ -153,7 +153,7 @@ def _block(content: bytes, start: int, size: int, interval: int = _RESTART_INTER
 
 
 def _varint(content: bytes, position: int) -> tuple[int, int]:
-    """A number of at most 64 bits, and the position behind it."""
+    """Returns a number of at most 64 bits, and the position behind it."""
     number = 0
     for shift in range(0, 64, 7):
         if position >= len(content):

@@ -87,7 +87,7 @@ class Progress(NamedTuple):
 
 
 def latest_checkpoint(directory: Path) -> pathlib.Path | None:
-    """The newest complete checkpoint of a directory; None if there is none."""
+    """Returns the newest complete checkpoint of a directory; None if there is none."""
     found = checkpoints(pathlib.Path(directory))
     return found[-1] if found else None
 
@@ -172,7 +172,7 @@ class Checkpoint:
         return cls(place, manifest)
 
     def match(self, variables: Mapping[str, keras.Variable]) -> list[Match]:
-        """What each variable gets.
+        """Returns what each variable gets.
 
         In the model and in the optimizer alike: by paths where these are the same; else by position, where dtypes,
         shapes and names agree but for the numbers that Keras gives to layers without names of their own.
@@ -239,7 +239,7 @@ class Checkpoint:
         return found
 
     def read_state(self) -> dict[str, tf.Tensor]:
-        """The state of the training data's iterator: variant tensors, by names; none if it hasn't been saved.
+        """Returns the state of the training data's iterator: variant tensors, by names; none if it hasn't been saved.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -477,5 +477,5 @@ def _dtype(variable: keras.Variable) -> str:
 
 
 def _last_name(path: str) -> str:
-    """A variable's own name, without the numbers of layers in it."""
+    """Returns a variable's own name, without the numbers of layers in it."""
     return re.sub(r"_\d+(?=_|$)", "", path.rpartition("/")[2])

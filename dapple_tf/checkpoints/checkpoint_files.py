@@ -48,7 +48,7 @@ def data_file(shard: str) -> str:
 
 
 def checkpoints(directory: pathlib.Path) -> list[pathlib.Path]:
-    """The complete checkpoints of a directory, oldest first."""
+    """Returns the complete checkpoints of a directory, oldest first."""
     try:
         names = [entry.name for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
@@ -95,7 +95,7 @@ class Writing:
         shutil.rmtree(self.place, ignore_errors=True)
 
     def describe(self, shard: str, entries: Iterable[Entry], writer: str) -> Shard:
-        """What has been written of a shard, which is checked.
+        """Returns what has been written of a shard, which is checked.
 
         Args:
             shard: its name.
@@ -150,7 +150,7 @@ def _to_disk(path: pathlib.Path) -> None:
 
 
 def read_manifest(path: pathlib.Path) -> Manifest:
-    """The manifest of a checkpoint.
+    """Returns the manifest of a checkpoint.
 
     Raises:
         CheckpointError: there is none, or it is damaged.

@@ -21,7 +21,7 @@ _STRING = types_pb2.DT_STRING
 
 
 def host_of(device: str) -> str:
-    """The name of the CPU of a device's server."""
+    """Returns the name of the CPU of a device's server."""
     spec = tf.DeviceSpec.from_string(device)
     return str(spec.replace(device_type="CPU", device_index=0).to_string())
 
@@ -176,7 +176,7 @@ class RestoreGraph:
 
 
 def _strings(builder: Builder, name: str, values: Sequence[str], device: str) -> Ref:
-    """A constant vector of texts."""
+    """Returns a constant vector of texts."""
     constant = AttrValue()
     constant.tensor.dtype = _STRING
     constant.tensor.tensor_shape.dim.add(size=len(values))

@@ -133,7 +133,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> Manifest:
-        """The manifest that `to_json` wrote.
+        """Returns the manifest that `to_json` wrote.
 
         Args:
             text: its text.

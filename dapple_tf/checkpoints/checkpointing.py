@@ -68,7 +68,7 @@ class CheckpointedFit:
         self._within_epoch: Checkpoint | None = None
 
     def resumable(self) -> Checkpoint | None:
-        """The checkpoint to go on from, if there is any.
+        """Returns the checkpoint to go on from, if there is any.
 
         Raises:
             CheckpointError: it is damaged.
@@ -80,7 +80,7 @@ class CheckpointedFit:
         return Checkpoint.open(path)
 
     def arguments(self, source: Checkpoint | None, x: Any, y: Any, **given: Any) -> dict[str, Any]:
-        """The arguments for Keras' ``fit``.
+        """Returns the arguments for Keras' ``fit``.
 
         Args:
             source: the checkpoint to go on from, whose values have been restored.
@@ -177,7 +177,7 @@ class _Save(keras.callbacks.Callback):
         self._data.position_due = self._due
 
     def _due(self) -> bool:
-        """Whether there may be a checkpoint after the next step, but for one at the end of a round."""
+        """Returns whether there may be a checkpoint after the next step, but for one at the end of a round."""
         return self._every is not None and (self._steps() + 1) // self._every > self._saved // self._every
 
     def on_train_begin(self, logs: Any = None) -> None:

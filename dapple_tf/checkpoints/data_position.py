@@ -74,7 +74,7 @@ class Reading(Iterator[Any]):
         return item
 
     def skip(self) -> bool:
-        """Whether the next step is only counted."""
+        """Returns whether the next step is only counted."""
         self.touched = True
         if self.unseen == 0:
             return False
@@ -82,7 +82,7 @@ class Reading(Iterator[Any]):
         return True
 
     def may_read_ahead(self) -> bool:
-        """Whether the batch after the next step's may be read before that step is over, by another thread.
+        """Returns whether the batch after the next step's may be read before that step is over, by another thread.
 
         If the position is asked for all the same (training is stopped, say), it has no iterator's state.
         """
@@ -135,7 +135,7 @@ class TrainingData(DataAdapter):
         class_weight: Any = None,
         steps_per_epoch: int | None = None,
     ) -> TrainingData:
-        """The training data that ``fit`` was given.
+        """Returns the training data that ``fit`` was given.
 
         Raises:
             DataError: labels or weights are given beside data that bring their own.
@@ -158,7 +158,7 @@ class TrainingData(DataAdapter):
     # ---- positions
 
     def example(self) -> Any:
-        """A batch to look at, before any is trained on; for its structure, dtypes and ranks only."""
+        """Returns a batch to look at, before any is trained on; for its structure, dtypes and ranks only."""
         return self._source.example()
 
     @property
@@ -167,7 +167,7 @@ class TrainingData(DataAdapter):
         return self._current is not None and self._current.unseen > 0
 
     def position(self, *, epoch_over: bool) -> tuple[dict[str, Any], State]:
-        """Where training is: JSON values, and the state of the dataset's iterator.
+        """Returns where training is: JSON values, and the state of the dataset's iterator.
 
         Args:
             epoch_over: whether the next batch is the first of another epoch.
@@ -209,11 +209,11 @@ class TrainingData(DataAdapter):
     # ---- for Keras
 
     def get_tf_dataset(self) -> Iterable[Any]:
-        """What Keras takes iterators of."""
+        """Returns what Keras takes iterators of."""
         return self
 
     def __iter__(self) -> Reading:
-        """The batches of a round.
+        """Returns the batches of a round.
 
         The same as before, if nobody has asked for a batch: Keras takes iterators in advance.
         """

@@ -43,23 +43,23 @@ class Source:
     element_spec: Any = None
 
     def example(self) -> Any:
-        """A batch to look at, before any is trained on; for its structure, dtypes and ranks only."""
+        """Returns a batch to look at, before any is trained on; for its structure, dtypes and ranks only."""
         return next(self.open(0, 0))
 
     def open(self, number: int, start: int) -> Iterator[Any]:
-        """The batches of round ``number`` from batch ``start`` on."""
+        """Returns the batches of round ``number`` from batch ``start`` on."""
         raise NotImplementedError
 
     def state(self, items: Iterator[Any]) -> State:
-        """Where the iterator is that it has given last, as far as that can be told."""
+        """Returns where the iterator is that it has given last, as far as that can be told."""
         return {}
 
     def reopen(self, number: int, start: int, state: State) -> Iterator[Any]:
-        """The batches of a round from ``start`` on, where another process had that state."""
+        """Returns the batches of a round from ``start`` on, where another process had that state."""
         return self.open(number, start)
 
     def describe(self) -> dict[str, Any]:
-        """What must be the same when it's resumed, and what it then needs, as JSON values."""
+        """Returns what must be the same when it's resumed, and what it then needs, as JSON values."""
         return {}
 
     def resume(self, saved: Mapping[str, Any], started: bool) -> None:
@@ -130,7 +130,7 @@ class ArraySource(Source):
             yield self._batch(order[first : first + self._batch_size])
 
     def _drawn(self, number: int) -> np.ndarray:
-        """The order of a round, drawn from our own seed: without TensorFlow's global one Keras draws any."""
+        """Returns the order of a round, drawn from our own seed: without TensorFlow's global one Keras draws any."""
         draw = np.random.default_rng([self.seed, number])
         order = draw.permutation(self._samples) if self.shuffle is True else np.arange(self._samples)
         if self.shuffle == "batch":
@@ -139,7 +139,7 @@ class ArraySource(Source):
         return order
 
     def _order_of_keras(self) -> np.ndarray:
-        """The order that Keras gives arrays in each round, as it follows from TensorFlow's global seed."""
+        """Returns the order that Keras gives arrays in each round, as it follows from TensorFlow's global seed."""
         with seeded(self._global_seed):
             indices = ArrayDataAdapter(np.arange(self._samples), batch_size=self._batch_size, shuffle=self.shuffle)
             return np.concatenate([np.asarray(batch) for batch in indices.get_tf_dataset()])
@@ -192,7 +192,7 @@ class PyDatasetSource(Source):
         return standardized(PyDatasetAdapter(self._dataset, self._class_weight), self._dataset[0])
 
     def _order(self) -> np.ndarray:
-        """The numbers of a round's batches."""
+        """Returns the numbers of a round's batches."""
         assert self.num_batches is not None
         order = list(range(self.num_batches))
         if self.shuffle:
@@ -243,7 +243,7 @@ class PyDatasetSource(Source):
 
 
 def _random_state(saved: Any) -> Any:
-    """A state of Python's generator of what JSON has made of it.
+    """Returns a state of Python's generator of what JSON has made of it.
 
     Raises:
         CheckpointError: it is none.

@@ -52,7 +52,7 @@ class Offset(NamedTuple):
 
 
 def estimate(samples: Sequence[ClockSample]) -> Offset:
-    """The offset by the answer that took the shortest time.
+    """Returns the offset by the answer that took the shortest time.
 
     Raises:
         ValueError: there are no samples.
@@ -78,7 +78,7 @@ class WorkerClock:
     after: Offset
 
     def aligned(self, told: int) -> float:
-        """A time of the worker, in nanoseconds -> the same moment by this process's clock.
+        """Returns a time of the worker, in nanoseconds -> the same moment by this process's clock.
 
         Of a clock that has jumped nobody knows when it did: all times count as before that.
         """

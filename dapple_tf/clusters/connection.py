@@ -222,7 +222,7 @@ class Connection:
             lease.channel.close()
 
     def _ask_time(self, lease: _Lease) -> tuple[ClockSample, ...]:
-        """What a worker's clock says, several times."""
+        """Returns what a worker's clock says, several times."""
         found = []
         for number in range(_CLOCK_SAMPLES):
             sent = time.time_ns()
@@ -343,7 +343,7 @@ _client_servers: dict[tuple[str, ...], tuple[int, Any]] = {}
 
 
 def acquire(cluster: Cluster, faults: FaultPolicy) -> Connection:
-    """The connection to a cluster's workers, opened if need be; to be given back by `release`.
+    """Returns the connection to a cluster's workers, opened if need be; to be given back by `release`.
 
     One that is open already keeps the patience that it was opened with.
 
@@ -396,7 +396,7 @@ def connected(cluster: Cluster, faults: FaultPolicy | None = None) -> Iterator[C
 
 
 def open_session(cluster: Cluster, graph: tf.Graph, connection: Connection | None = None) -> Any:
-    """A session on a cluster's devices: TensorFlow's own, or one that watches the workers.
+    """Returns a session on a cluster's devices: TensorFlow's own, or one that watches the workers.
 
     Workers are to be `connected` as long as it is used: once they are given back, each run is a `WorkerLostError`.
 

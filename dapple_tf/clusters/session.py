@@ -26,7 +26,7 @@ _keys_lock = threading.Lock()
 
 
 def collective_keys(more: int = 0) -> int:
-    """The first key of a graph with collective operations: none in this process has its keys.
+    """Returns the first key of a graph with collective operations: none in this process has its keys.
 
     Servers remember what each was used for.
 
@@ -40,7 +40,7 @@ def collective_keys(more: int = 0) -> int:
 
 
 def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
-    """A session's configuration: one executor thread per device, and the cores shared out among them.
+    """Returns a session's configuration: one executor thread per device, and the cores shared out among them.
 
     Servers have threads and devices of their own, see `server_config`.
     """
@@ -88,7 +88,7 @@ class PreparedRun:
         self._run = prepared_run(session, callable_options)
 
     def __call__(self, values: Sequence[Any]) -> Any:
-        """What the nodes give, in the structure of the fetches; ``values`` are those of the placeholders."""
+        """Returns what the nodes give, in the structure of the fetches; ``values`` are those of the placeholders."""
         arrays = [np.asarray(value, dtype) for value, dtype in zip(values, self._dtypes, strict=True)]
         found = self._run(*arrays)
         order = self._order
@@ -157,7 +157,7 @@ def _logical_gpus(cluster: Cluster) -> list[list[tuple[float, int, int]]]:
 
 
 def server_config(cpus: int, gpus: int, leader: int = 0) -> tf.compat.v1.ConfigProto:
-    """The configuration of a worker's server; threads as in `session_config`.
+    """Returns the configuration of a worker's server; threads as in `session_config`.
 
     Args:
         cpus: its logical CPU devices.

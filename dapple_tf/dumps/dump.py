@@ -158,7 +158,7 @@ def dump(
 
 
 def _written(source: StepSource) -> Callable[[_Writer], Section]:
-    """What writes one kind of step."""
+    """Returns what writes one kind of step."""
     return lambda writer: writer.step(source.built.prefix, source)
 
 
@@ -189,12 +189,12 @@ class _Writer:
         self.profile, self.bar = profile, bar
 
     def entry(self, path: pathlib.Path, what: str, graph: Dumped | None = None) -> Entry:
-        """A file for the index."""
+        """Returns a file for the index."""
         name, size = path.relative_to(self.folder).as_posix(), path.stat().st_size
         return Entry(name, what, size) if graph is None else Entry(name, what, size, graph.nodes, graph.functions)
 
     def training(self, spec: BatchSpec) -> Section:
-        """The training step of a model that hasn't been trained."""
+        """Returns the training step of a model that hasn't been trained."""
         table = VariableTable(self.model)
         build(self.model, table, spec)
         return self.step("train_", None, table, spec)
@@ -202,7 +202,7 @@ class _Writer:
     def step(
         self, prefix: str, source: StepSource | None, table: VariableTable | None = None, spec: BatchSpec | None = None
     ) -> Section:
-        """A step: of what is there (``source``), or a training step for batches of a spec."""
+        """Returns a step: of what is there (``source``), or a training step for batches of a spec."""
         mode, training = (Mode.TRAIN, True) if source is None else (source.built.mode, source.training)
         names, batch = (self.table, source.built.spec) if source is not None else (table, spec)
         assert names is not None and batch is not None
@@ -310,7 +310,7 @@ class _Writer:
 
 
 def timelines(plan: Plan, profile: Profile | None, cluster: Cluster, schedule: Schedule) -> list[Timeline]:
-    """A training step as planned and, with a profile, as simulated.
+    """Returns a training step as planned and, with a profile, as simulated.
 
     Raises:
         PlanError: the profile is another model's.

@@ -51,7 +51,7 @@ class Section(NamedTuple):
 
 
 def index_page(title: str, text: str, sections: Sequence[Section]) -> str:
-    """The page.
+    """Returns the page.
 
     Args:
         title: of the page.

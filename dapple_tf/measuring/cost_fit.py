@@ -13,7 +13,7 @@ _LEAST_WEIGHED = 1e-3
 
 
 def nearest_cost(samples: Sequence[int], seconds: Sequence[float]) -> Cost:
-    """The cost nearest to measured times, by relative errors; a single point has no fixed part."""
+    """Returns the cost nearest to measured times, by relative errors; a single point has no fixed part."""
     x, t = np.asarray(samples, float), np.asarray(seconds, float)
     if len(x) == 1:
         return Cost(0.0, float(t[0] / x[0]))
@@ -35,7 +35,7 @@ def nearest_cost(samples: Sequence[int], seconds: Sequence[float]) -> Cost:
 
 
 def cost_through(samples: Sequence[int], sizes: Sequence[float]) -> Cost:
-    """The cost through two exact points; where a part would be negative, the least cost that covers both."""
+    """Returns the cost through two exact points; where a part would be negative, the least cost that covers both."""
     (few, many), (less, more) = samples, sizes
     rate = (more - less) / (many - few)
     fixed = less - rate * few

@@ -130,12 +130,12 @@ class EmulatedStep:
     # ---- tasks
 
     def _slice(self, task: Task) -> Interval:
-        """The samples of the global batch that are the task's."""
+        """Returns the samples of the global batch that are the task's."""
         replicas = self.costs.plan.replicas[task.stage]
         return slice_intervals(self.costs.micro_batches[task.micro_batch], replicas)[task.replica]
 
     def _sources(self, task: Task) -> Iterable[list[tuple[Task, Interval, float]]]:
-        """What a task gets from each other stage: (sender, samples, bytes) in the order of samples."""
+        """Yields what a task gets from each other stage: (sender, samples, bytes) in the order of samples."""
         costs, backward = self.costs, task.phase is not Phase.FORWARD
         wanted = self._slice(task)
         for producer, consumer in costs.routes:
@@ -154,14 +154,14 @@ class EmulatedStep:
                 yield found
 
     def _own(self, task: Task) -> Task | None:
-        """The task of the same stage and slice whose results it reads."""
+        """Returns the task of the same stage and slice whose results it reads."""
         if task.phase is Phase.FORWARD:
             return None
         phase = Phase.INPUT_GRAD if task.phase is Phase.WEIGHT_GRAD else Phase.FORWARD
         return Task(task.stage, phase, task.micro_batch, task.replica)
 
     def _needs(self, task: Task) -> set[Task]:
-        """The tasks of this step that it waits for, besides the one before on its device."""
+        """Returns the tasks of this step that it waits for, besides the one before on its device."""
         found = {sender for pieces in self._sources(task) for sender, _, _ in pieces}
         found |= {other for other in (self._own(task), self.schedule.after.get(task)) if other is not None}
         return found if task in self.next else found - self.next
@@ -212,7 +212,7 @@ class EmulatedStep:
             self.made[task] = made
 
     def _parts(self, task: Task, device: int) -> list[float]:
-        """The parts of a task's time after which buckets are ready; on shared cores a backward isn't cut."""
+        """Returns the parts of a task's time after which buckets are ready; on shared cores a backward isn't cut."""
         parts = {1.0}
         if self.last_gradients.get((device, task.stage)) == task and self.server[device] not in self.clock.cores:
             parts |= {self.reductions.units[unit].part for unit in self.reductions.of_stage[task.stage]}
@@ -264,7 +264,7 @@ class EmulatedStep:
         }
 
     def _completers(self, unit: Unit) -> set[Task]:
-        """The tasks after which a unit can be reduced."""
+        """Returns the tasks after which a unit can be reduced."""
         return {self.ready[device, stage] for device, stages in self._members(unit).items() for stage in stages}
 
     def _add_reduction(self, position: int, unit: Unit) -> None:
@@ -312,7 +312,7 @@ class EmulatedStep:
                 self.reduced.setdefault((stage, device), []).append(made)
 
     def _gradient(self, stage: int, device: int, part: float) -> tuple[tf.Tensor, list[Wait]]:
-        """The sum over all samples of a device, once this part of its last backward is over."""
+        """Returns the sum over all samples of a device, once this part of its last backward is over."""
         gradients = [task for task in self.schedule.orders[device] if task.stage == stage and task.phase in _GRADIENTS]
         segments = self.segments[gradients[-1]]
         last = segments.get(part, segments[1.0])

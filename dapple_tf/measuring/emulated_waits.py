@@ -203,7 +203,7 @@ class StepClock:
             raise self.failure
 
     def result(self, templates: Sequence[Span]) -> MeasuredStep:
-        """The step, as it was measured."""
+        """Returns the step, as it was measured."""
         found: dict[int, tuple[float, float, Wait | None]] = {}
         for wait, start, end, cause in self.records:
             if wait.span in found:

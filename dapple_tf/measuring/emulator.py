@@ -191,7 +191,7 @@ def _choose_scale(simulated: Simulation) -> float:
 
 
 def _most_pending(simulated: Simulation) -> int:
-    """The most transfers and reductions that wait or go on at one time: each has a thread of its own."""
+    """Returns the most transfers and reductions that wait or go on at one time: each has a thread of its own."""
     changes = []
     made: dict[tuple[int | None, int, int | None], float] = {}  # when what is sent was made
     for span in simulated.spans:

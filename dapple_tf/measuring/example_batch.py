@@ -35,7 +35,7 @@ class ExampleArray:
     label: bool
 
     def batch(self, samples: int, generator: np.random.Generator) -> np.ndarray:
-        """The array for so many samples."""
+        """Returns the array for so many samples."""
         if self.given is not None:
             values = self.given[np.arange(samples) % len(self.given)]
         elif tf.dtypes.as_dtype(self.dtype).is_floating or tf.dtypes.as_dtype(self.dtype).is_complex:
@@ -112,7 +112,7 @@ class ExampleBatch:
         return [array.batch(samples, generator) for array in self.arrays]
 
     def trees(self, samples: int) -> tuple[Any, Any, Any]:
-        """The same batch as x, y and sample weights in the structure in which a model is fed."""
+        """Returns the same batch as x, y and sample weights in the structure in which a model is fed."""
         arrays = iter(self.batch(samples))
 
         def packed(tree: Any) -> Any:
@@ -137,7 +137,7 @@ def _present(tree: Any) -> list[Any]:
 
 
 def _leaves(kind: str, tree: Any) -> Any:
-    """A leaf for each array of labels or weights."""
+    """Returns a leaf for each array of labels or weights."""
 
     def leaf(array: Any) -> Leaf | None:
         if array is None:
@@ -188,7 +188,7 @@ def _sample_shape(leaf: Leaf, array: np.ndarray | None) -> tuple[int, ...]:
 
 
 def guessed_labels(model: keras.Model, x: Any) -> tuple[Any, list[int] | None]:
-    """The structure of labels that the compiled losses take, and for each of them its number of classes.
+    """Returns the structure of labels that the compiled losses take, and for each of them its number of classes.
 
     Both are None for a model that takes no labels.
 
@@ -218,7 +218,7 @@ def guessed_labels(model: keras.Model, x: Any) -> tuple[Any, list[int] | None]:
 
 
 def labels_of_outputs(model: keras.Model, outputs: Any, sized: Any) -> tuple[Any, list[int]] | None:
-    """The structure of labels that the compiled losses take, and for each of them its number of classes.
+    """Returns the structure of labels that the compiled losses take, and for each of them its number of classes.
 
     Args:
         model: a compiled model with a loss.
@@ -246,7 +246,7 @@ def labels_of_outputs(model: keras.Model, outputs: Any, sized: Any) -> tuple[Any
 
 
 def _losses(loss: Any, outputs: Any) -> list[Any] | None:
-    """The loss of each output; None where they can't be told apart."""
+    """Returns the loss of each output; None where they can't be told apart."""
     flat = keras.tree.flatten(outputs)
     if isinstance(loss, Mapping):
         if isinstance(outputs, Mapping):

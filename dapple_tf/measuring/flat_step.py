@@ -35,7 +35,7 @@ class FlatStep:
 
 
 def flat_step(program: Program, device: str, host: str, prefix: str) -> FlatStep:
-    """All stages' F and B for one micro-batch whose size is fed; nothing is updated.
+    """Returns all stages' F and B for one micro-batch whose size is fed; nothing is updated.
 
     Args:
         program: stages with functions.

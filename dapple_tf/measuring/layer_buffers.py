@@ -36,7 +36,7 @@ class Buffers:
 
 
 def buffers_of(program: Program, split: Program, trace: StepTrace, static: Sizes) -> Buffers:
-    """The buffers of a traced step.
+    """Returns the buffers of a traced step.
 
     Args:
         program: the stages of the traced step, one for each layer.
@@ -125,7 +125,7 @@ def _roots(stage: Stage) -> list[Value]:
 
 
 def _partial_bytes(stage: Stage, static: Sizes) -> int:
-    """What Bx makes for Bw; reshapes of one buffer count once."""
+    """Returns what Bx makes for Bw; reshapes of one buffer count once."""
     given = {value.ref for value in stage.weight_grad.inputs} if stage.weight_grad is not None else set()
     found = 0
     for value in _roots(stage):
@@ -169,7 +169,7 @@ def _readers(program: Program, trace: StepTrace, reads: Sequence[Sequence[tuple[
 
 
 def _outside(program: Program, trace: StepTrace, stage: int) -> set[Hashable]:
-    """The buffers that a stage receives or hands on: they count as tensors between layers."""
+    """Returns the buffers that a stage receives or hands on: they count as tensors between layers."""
 
     def passes(boundary: Boundary) -> bool:
         return boundary.producer == stage or stage in boundary.consumers

@@ -100,7 +100,7 @@ def layer_memory(
 
 
 def kept_tensors(program: Program, stage: int) -> list[Ref]:
-    """The tensors that a stage makes and that backward functions read, its own or those of later stages."""
+    """Returns the tensors that a stage makes and that backward functions read, its own or those of later stages."""
     made = {boundary.ref for boundary in program.boundaries if boundary.producer == stage}
     found: dict[Ref, None] = {}
     for reader in program.stages[stage:]:
@@ -153,7 +153,7 @@ def stage_shapes(
 
 
 def has_gradient(program: Program, boundary: Boundary) -> bool:
-    """Whether any of the stages that read a tensor gives its gradient back."""
+    """Returns whether any of the stages that read a tensor gives its gradient back."""
     value = Value(boundary.ref, ValueKind.GRADIENT)
     return any(value in program.stages[stage].results for stage in boundary.consumers)
 
@@ -161,7 +161,7 @@ def has_gradient(program: Program, boundary: Boundary) -> bool:
 def _min_cut_bytes(
     program: Program, trace: StepTrace, static: Mapping[tuple[int, Ref], int], otherwise: Sequence[int]
 ) -> list[int]:
-    """What each stage keeps with recomputation; where that can't be told, what it keeps without.
+    """Returns what each stage keeps with recomputation; where that can't be told, what it keeps without.
 
     Most of it is kept otherwise too, and has been measured; of the rest the shapes tell.
     """
@@ -176,7 +176,7 @@ def _min_cut_bytes(
 
 
 def _delayed_bytes(program: Program, trace: StepTrace, static: Mapping[tuple[int, Ref], int]) -> list[int | None]:
-    """What each stage keeps from Bx to Bw, all that Bw reads but variables; None where that can't be told.
+    """Returns what each stage keeps from Bx to Bw, all that Bw reads but variables; None where that can't be told.
 
     What F returns has been measured, each buffer counts once; a gradient is as large as its tensor; of partial results
     the shapes tell.
@@ -292,7 +292,7 @@ class StepTrace:
             self._gradients[task.stage], self._rows[task.stage] = gradients, rows
 
     def knows(self, stage: int, ref: Ref) -> bool:
-        """Whether a stage's F returns this tensor."""
+        """Returns whether a stage's F returns this tensor."""
         return (stage, ref) in self._sizes
 
     def size(self, stage: int, ref: Ref) -> int:
@@ -309,7 +309,7 @@ class StepTrace:
         return self._sizes[stage, ref]
 
     def address(self, stage: int, ref: Ref) -> Hashable | None:
-        """The buffer of a tensor that a stage's F returns; None where that isn't known."""
+        """Returns the buffer of a tensor that a stage's F returns; None where that isn't known."""
         return self._pointers.get((stage, ref)) or ((stage, ref) if self.knows(stage, ref) else None)
 
     def gradient_bytes(self, stage: int) -> int:
@@ -333,7 +333,7 @@ class StepTrace:
         return self._list_bytes(stage) if self._keeps_lists(stage, refs) else 0
 
     def _buffers(self, stage: int, refs: Iterable[Ref]) -> dict[Hashable, int]:
-        """The buffers of tensors that a stage's F returns, with their bytes: several tensors may share one."""
+        """Returns the buffers of tensors that a stage's F returns, with their bytes: several tensors may share one."""
         found: dict[Hashable, int] = {}
         for ref in refs:
             key = self._pointers.get((stage, ref)) or (stage, ref)  # No address: a buffer of its own.
@@ -387,7 +387,7 @@ class StepTrace:
         return max(0, self._in_use[high] - self._in_use[low] - made)
 
     def _events(self, task: Task) -> tuple[int, int]:
-        """How many allocations come before a task, and how many before its end."""
+        """Returns how many allocations come before a task, and how many before its end."""
         begin, end = self._spans[task]
         return bisect.bisect_left(self._times, begin), bisect.bisect_right(self._times, end)
 
@@ -421,7 +421,7 @@ class VariableBytes:
 
 
 def variable_bytes(program: Program, updates: Sequence[GroupUpdate] | None, table: VariableTable) -> VariableBytes:
-    """Each variable counts once: parameters of several layers as shared ones, their state for the first layer.
+    """Returns each variable counts once: parameters of several layers as shared ones, their state for the first layer.
 
     The optimizer's scalars (the step's number, the learning rate) aren't counted: they belong to no layer.
 

@@ -106,7 +106,7 @@ class StageOperators:
 def stage_operators(
     program: Program, sample_shapes: Sequence[Sequence[int]], samples: int
 ) -> tuple[StageOperators, ...]:
-    """The operators of each stage for slices of so many samples.
+    """Returns the operators of each stage for slices of so many samples.
 
     Args:
         program: a stage for each layer, with functions.
@@ -125,7 +125,7 @@ def layers_by_operator(
     measured: MeasuredOperators | None,
     profile: Profile,
 ) -> Profile:
-    """A profile whose layers take as long as their operators.
+    """Returns a profile whose layers take as long as their operators.
 
     Args:
         program: a stage for each layer, with functions.

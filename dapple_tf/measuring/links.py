@@ -153,7 +153,7 @@ def _network_cards(servers: Sequence[Server], between: Mapping[tuple[int, int], 
 
 
 def _pairs(cluster: Cluster) -> dict[str, list[tuple[int, int]]]:
-    """A few pairs of devices for each kind of link: neighbours within servers, and first devices of servers."""
+    """Returns a few pairs of devices for each kind of link: neighbours within servers, and first devices of servers."""
     found: dict[str, list[tuple[int, int]]] = {"intra": [], "inter": []}
     servers = [cluster.devices_of(server) for server in range(cluster.num_servers)]
     for devices in servers:
@@ -164,18 +164,18 @@ def _pairs(cluster: Cluster) -> dict[str, list[tuple[int, int]]]:
 
 
 def _timed(session: Any, fetches: Any, feed: Any, repeats: int, seconds: Callable[[Any], float]) -> float:
-    """The median over runs, of which the first two don't count."""
+    """Returns the median over runs, of which the first two don't count."""
     found = [seconds(session.run(fetches, feed)) for _ in range(repeats + 2)]
     return statistics.median(found[2:])
 
 
 def _host(name: str) -> str:
-    """The CPU beside a device, whose clock is read."""
+    """Returns the CPU beside a device, whose clock is read."""
     return name if "device:CPU" in name else name.rpartition("/")[0] + "/device:CPU:0"
 
 
 def _clock(after: Sequence[Any], host: str) -> tf.Tensor:
-    """The time when all of ``after`` have been computed."""
+    """Returns the time when all of ``after`` have been computed."""
     with tf.device(host):
         arrived = []
         for tensor in after:
@@ -264,7 +264,7 @@ def _reduction(cluster: Cluster, sizes: Sequence[int], repeats: int) -> tuple[fl
 
 
 def _capacity(cluster: Cluster, devices: Sequence[int], repeats: int) -> float:
-    """How many devices' worth of compute these devices give together.
+    """Returns how many devices' worth of compute these devices give together.
 
     The work is like a layer's: a product of matrices and elementwise maths, then two products side by side as in a
     backward function. One device alone may use several cores for it, so that a server's capacity depends on more than

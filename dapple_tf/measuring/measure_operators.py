@@ -122,7 +122,7 @@ def _times(stats: Any, signatures: Mapping[str, OpSignature], prefix: str) -> di
 
 
 def _is_executors(device: str) -> bool:
-    """Whether a list is one of nodes that the executor ran, rather than of what a GPU tells."""
+    """Returns whether a list is one of nodes that the executor ran, rather than of what a GPU tells."""
     return "/stream" not in device and not device.endswith(("/sync", "/memcpy"))
 
 
@@ -133,7 +133,7 @@ def _nodes(stats: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _run(device: str, node: Any) -> _Run:
-    """The computation alone, without what the executor does before and after."""
+    """Returns the computation alone, without what the executor does before and after."""
     begin = node.all_start_nanos or 1000 * node.all_start_micros
     if node.op_end_rel_nanos:
         return _Run(device, begin + node.op_start_rel_nanos, begin + node.op_end_rel_nanos)
@@ -141,7 +141,7 @@ def _run(device: str, node: Any) -> _Run:
 
 
 def _operation(name: str) -> str:
-    """The node of a kernel, which may be told as ``node:OpType``."""
+    """Returns the node of a kernel, which may be told as ``node:OpType``."""
     return name.partition(":")[0]
 
 
@@ -162,7 +162,7 @@ class _Insides:
         self._callers = {name for name, made in signatures.items() if takes_functions(made.op)}
 
     def operator(self, name: str) -> str | None:
-        """The operator that a node of the session's graph belongs to; None if none is known."""
+        """Returns the operator that a node of the session's graph belongs to; None if none is known."""
         if name in self._known:
             return name
         if not self._callers:

@@ -79,7 +79,7 @@ class _Measuring:
         self.sizes, self.program = profiled.sizes, profiled.program
 
     def run(self) -> Profile:
-        """The profile, without a key."""
+        """Returns the profile, without a key."""
         profiled, device = self.profiled, self.profiled.device_name
         host = profiled.cluster.host_device
         self.bar.step("tracing the optimizer", now=True)
@@ -218,7 +218,7 @@ class _Measuring:
         return [nearest_cost(self.sizes, [float(point[stage]) for point in points]) for stage in stages]
 
     def _input_parts(self, start_up: float) -> np.ndarray:
-        """The part of each layer's B that computes the gradients of what it receives: Bx / B."""
+        """Returns the part of each layer's B that computes the gradients of what it receives: Bx / B."""
         layered = self.steps.layered
         parts = np.zeros(len(self.program.stages))
         for stage in self.program.stages:

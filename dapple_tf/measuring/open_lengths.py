@@ -24,7 +24,7 @@ _LENGTHS = (128, 64, 32, 16, 8, 4, 2, 256, 512, 1024, 2048)
 
 
 def chosen_length(model: keras.Model, spec: BatchSpec, told: int | None = None, likely: Sequence[int] = ()) -> int:
-    """The length that all open axes of a model's inputs are taken for; a warning says which.
+    """Returns the length that all open axes of a model's inputs are taken for; a warning says which.
 
     Args:
         model: a built model.

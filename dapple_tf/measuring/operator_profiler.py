@@ -38,7 +38,7 @@ EXAMPLE_DATA = ("x", "y", "sample_weight", "length")
 def measured_operators(
     model: keras.Model, cluster: Cluster, plan: Plan, costs: OperatorCosts | None = None, **examples: Any
 ) -> tuple[OperatorCosts, Cluster]:
-    """What operators cost on a real cluster, and the cluster with its links.
+    """Returns what operators cost on a real cluster, and the cluster with its links.
 
     Args:
         model: a built and compiled Keras model.

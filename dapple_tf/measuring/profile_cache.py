@@ -29,7 +29,7 @@ _VERSION = 3
 
 
 def cache_directory(cache: bool | str | os.PathLike[str]) -> pathlib.Path | None:
-    """Where profiles are kept: a directory, the default one if that is True, or None if it is False."""
+    """Returns where profiles are kept: a directory, the default one if that is True, or None if it is False."""
     if cache is False:
         return None
     if cache is not True:
@@ -39,7 +39,7 @@ def cache_directory(cache: bool | str | os.PathLike[str]) -> pathlib.Path | None
 
 
 def read_profile(path: pathlib.Path) -> Profile | None:
-    """The profile in a file; None if there is none, or, with a warning, none that can be used."""
+    """Returns the profile in a file; None if there is none, or, with a warning, none that can be used."""
     try:
         return Profile.load(path)
     except FileNotFoundError:
@@ -74,7 +74,7 @@ def profile_key(
     device: int,
     repeats: int | None,
 ) -> str:
-    """A hash of all that the measured costs depend on; the same in every process.
+    """Returns a hash of all that the measured costs depend on; the same in every process.
 
     Args:
         model: the model.
@@ -103,7 +103,7 @@ def _hash(text: str) -> str:
 
 
 def _hardware(kind: str) -> str:
-    """What the device is: the model of the processor, or of this machine's GPUs."""
+    """Returns what the device is: the model of the processor, or of this machine's GPUs."""
     if kind == "GPU":
         gpus = tf.config.list_physical_devices("GPU")
         return ", ".join(str(tf.config.experimental.get_device_details(gpu).get("device_name")) for gpu in gpus)

@@ -142,7 +142,7 @@ def _path(directory: pathlib.Path, key: str, method: str) -> pathlib.Path:
 
 
 def _paths(directory: pathlib.Path, key: str, budget: TimeBudget) -> list[pathlib.Path]:
-    """Where a profile may be that is as exact as there is time for, the most exact first."""
+    """Returns where a profile may be that is as exact as there is time for, the most exact first."""
     methods = ["layers"] if budget.seconds is None else ["layers", "operators"]
     return [_path(directory, key, method) for method in methods]
 
@@ -170,7 +170,7 @@ def kept_metrics(model: keras.Model) -> Iterator[None]:
 
 
 def _profiled(profiled: ProfiledModel, budget: TimeBudget, bar: Progress) -> Profile:
-    """The profile, without a key, by the most exact way for which there is time."""
+    """Returns the profile, without a key, by the most exact way for which there is time."""
     bar.step("cutting the model", now=True)
     budget.begin("cut")
     program = profiled.program

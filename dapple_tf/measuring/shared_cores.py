@@ -21,7 +21,7 @@ _MICRO_BATCHES = 2
 
 
 def shares_cores(cluster: Cluster, server: int) -> bool:
-    """Whether devices of a server use the same processor: logical CPU devices do."""
+    """Returns whether devices of a server use the same processor: logical CPU devices do."""
     devices = cluster.devices_of(server)
     return len(devices) > 1 and all("device:CPU" in cluster.devices[device].name for device in devices)
 

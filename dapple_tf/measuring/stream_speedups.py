@@ -212,7 +212,7 @@ def plan_streams(
 def two_stream_plan(
     cluster: Cluster, cuts: Sequence[str], global_batch_size: int, micro_batches: int = 1, **options: Any
 ) -> Plan:
-    """A plan for the two streams of each device in which Bw run as soon as they are ready.
+    """Returns a plan for the two streams of each device in which Bw run as soon as they are ready.
 
     Raises:
         PlanError: a cluster without sub-streams, an option that `plan_streams` doesn't take, or as `Plan`.
@@ -232,7 +232,7 @@ def two_stream_plan(
 def with_joint_schedule(
     plan: Plan, profile: StreamProfile, *, memory_limit: int | None = None, tolerance: float | None = None
 ) -> Plan:
-    """A plan for two streams with the regions that algorithm 1 and the memory rule find for a profile.
+    """Returns a plan for two streams with the regions that algorithm 1 and the memory rule find for a profile.
 
     Raises:
         PlanError: the profile is of another number of stages, or nothing fits the limit.
@@ -263,7 +263,7 @@ def with_joint_schedule(
 
 
 def even_cuts(model: keras.Model, stages: int, x: Any = None, y: Any = None, sample_weight: Any = None) -> list[str]:
-    """The layers to cut after for so many stages of about as many layers each.
+    """Returns the layers to cut after for so many stages of about as many layers each.
 
     Raises:
         PlanError: fewer stages than 1, or more than the model can be cut into.
@@ -336,14 +336,14 @@ class _StreamStep:
         }
 
     def feeds(self, session: TimedSession, values: Mapping[Ref, np.ndarray]) -> dict[str, Any]:
-        """What a run is fed: flat batch input -> the slice."""
+        """Returns what a run is fed: flat batch input -> the slice."""
         found: dict[Ref, Any] = {self.step.feeds[ref]: array for ref, array in values.items()}
         for variable, places in self.step.metric_feeds.items():
             found |= dict(zip(places, session.metrics[variable], strict=True))
         return {f"{_STEP}/{ref.node}:{ref.output}": value for ref, value in found.items()}
 
     def times(self, rounds: np.ndarray) -> StreamTimes:
-        """What the stamps of several runs say. ``rounds``: [run, stamp], in seconds."""
+        """Returns what the stamps of several runs say. ``rounds``: [run, stamp], in seconds."""
         column = {stamp: index for index, stamp in enumerate(self._stamps)}
         # The clock may be set back meanwhile.
         spans = np.maximum(np.diff(rounds[:, : len(self._position) + 1]), 0.0)
@@ -386,7 +386,7 @@ class _StreamStep:
         substitute(self.graph, bound)
 
     def _alone(self) -> list[Item]:
-        """The slice's own tasks, one after another: they make what the pairs read."""
+        """Returns the slice's own tasks, one after another: they make what the pairs read."""
         order = [Task(stage.index, Phase.FORWARD, 0) for stage in self.program.stages]
         for stage in reversed(self.program.stages):
             order += [Task(stage.index, phase, 0) for phase, function in stage.phases[1:] if function is not None]

@@ -66,5 +66,5 @@ class TimeBudget:
         return sum(self._taken.values()) * sum(PHASES[phase] for phase in phases) / done
 
     def allows(self, *phases: str, more: float = 0.0) -> bool:
-        """Whether there is time for phases, and for so many seconds more."""
+        """Returns whether there is time for phases, and for so many seconds more."""
         return self.seconds is None or self.expected(*phases) + more <= self.left

@@ -126,9 +126,9 @@ class StepRuns:
         return np.zeros(len(rounds)) if index is None else np.asarray([found[index] for found in rounds])
 
     def time(self, samples: int, work: str, stage: int = 0, micro_batch: int = LAST) -> float:
-        """The median of `times`."""
+        """Returns the median of `times`."""
         return float(np.median(self.times(samples, work, stage, micro_batch)))
 
     def typical(self) -> float:
-        """The median of all times of all items."""
+        """Returns the median of all times of all items."""
         return float(np.median(np.concatenate([found for rounds in self._rounds.values() for found in rounds])))

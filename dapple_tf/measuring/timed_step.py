@@ -95,7 +95,7 @@ def timed_step(
     *,
     input_gradients: bool = False,
 ) -> TimedStep:
-    """A step of `MICRO_BATCHES` micro-batches whose size is fed, with all stages on one device.
+    """Returns a step of `MICRO_BATCHES` micro-batches whose size is fed, with all stages on one device.
 
     Args:
         program: stages with functions.
@@ -141,13 +141,13 @@ def empty_calls(device: str, count: int) -> TimedStep:
 
 
 def input_gradients_of(program: Program, stage: Stage) -> list[Value]:
-    """The results of a stage's B that are gradients of what it receives from other stages."""
+    """Returns the results of a stage's B that are gradients of what it receives from other stages."""
     received = {boundary.ref for boundary in program.boundaries}
     return [v for v in stage.own_backward.outputs if v.kind is ValueKind.GRADIENT and v.ref in received]
 
 
 def has_weight_gradients(program: Program, stage: Stage) -> bool:
-    """Whether a stage's B computes anything else."""
+    """Returns whether a stage's B computes anything else."""
     return len(input_gradients_of(program, stage)) < len(stage.own_backward.outputs)
 
 
@@ -201,7 +201,7 @@ def _read_results(timed: TimedStep, device: str) -> tuple[str, ...]:
 
 
 def _items(program: Program, graph: GraphDef, step: Step, input_gradients: Mapping[Task, str]) -> list[Item]:
-    """All work of a step in an order in which it can run."""
+    """Returns all work of a step in an order in which it can run."""
     items = []
     for micro_batch in range(MICRO_BATCHES):
         order = [Task(stage.index, Phase.FORWARD, micro_batch) for stage in program.stages]
@@ -297,7 +297,7 @@ def _connecting(view: Graph, items: Sequence[Item], free: set[str]) -> list[list
 
 
 def time_stamp(builder: Builder, device: str, after: Sequence[str]) -> str:
-    """A node that tells the time when ``after`` are over."""
+    """Returns a node that tells the time when ``after`` are over."""
     clock, spec = device, tf.DeviceSpec.from_string(device)
     if spec.device_type == "GPU":
         # A control edge tells that work has been enqueued; a copy to its machine's CPU waits until it is done.

@@ -64,7 +64,7 @@ class Channel:
                 raise ControlError(f"connection lost: {error}") from error
 
     def receive(self, seconds: float) -> dict[str, Any]:
-        """The next message, if it comes within so many seconds.
+        """Returns the next message, if it comes within so many seconds.
 
         Raises:
             ControlError: none came, or something that isn't one.
@@ -107,7 +107,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """The opposite of `split_address`."""
+    """Returns the opposite of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

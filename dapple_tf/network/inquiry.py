@@ -51,12 +51,12 @@ def _is_device(found: object) -> bool:
 
 
 def garbled(answer: Mapping[str, Any], name: str) -> str:
-    """What is wrong with an answer that lacks something, for an error."""
+    """Returns what is wrong with an answer that lacks something, for an error."""
     return f"answers {reprlib.repr(answer)}, which lacks {name!r} or garbles it; is it a worker of this version?"
 
 
 def reachable(addresses: Sequence[str], seconds: float) -> list[bool]:
-    """Whether each worker answers within so many seconds, and is free for this process."""
+    """Returns whether each worker answers within so many seconds, and is free for this process."""
     found: dict[int, bool] = {}
 
     def ask(task: int) -> None:
@@ -94,7 +94,7 @@ def hello(task: int, address: str, question: Mapping[str, Any], seconds: float) 
 
 
 def accepted(task: int, address: str, answer: dict[str, Any]) -> dict[str, Any]:
-    """A worker's answer, unless it is an error.
+    """Returns a worker's answer, unless it is an error.
 
     Raises:
         ClusterError: it is.

@@ -70,7 +70,7 @@ _PACKET_SECONDS = 0.02
 
 
 def resolve(host: str) -> tuple[Address, ...]:
-    """The addresses that a host name stands for, each once; an address stands for itself.
+    """Returns the addresses that a host name stands for, each once; an address stands for itself.
 
         resolve("localhost")          127.0.0.1 and ::1, or one of them: as this machine has it
         resolve("[::ffff:10.0.0.1]")  10.0.0.1
@@ -96,7 +96,7 @@ def resolve(host: str) -> tuple[Address, ...]:
 
 
 def check_private(host: str, *, allow_public: bool, all_interfaces: bool = False) -> tuple[Address, ...]:
-    """The addresses of a host that a server is to listen on, none of which the whole Internet can reach.
+    """Returns the addresses of a host that a server is to listen on, none of which the whole Internet can reach.
 
     Args:
         host: name or address. Names are as good as this machine's table of hosts, in which its own name is often
@@ -281,7 +281,7 @@ def _bound(port: int) -> socket.socket:
 
 
 def _is_own(address: Address) -> bool:
-    """Whether it is one of this machine's addresses."""
+    """Returns whether it is one of this machine's addresses."""
     with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6) as probe:
         try:
             probe.bind((str(address), 0))
@@ -343,7 +343,7 @@ def _devices(addresses: Sequence[Address]) -> frozenset[int]:
 
 
 def _only_to(addresses: Sequence[Address], devices: Collection[int] = ()) -> list[tuple[int, int, int, int]]:
-    """The filter that keeps what is addressed to one of these, as (code, jump if true, jump if false, operand).
+    """Returns the filter that keeps what is addressed to one of these, as (code, jump if true, jump if false, operand).
 
     IPv4 comes to an IPv6 socket as it is, so that the header's version decides where to look.
 
@@ -398,7 +398,7 @@ def _lock(target: socket.socket) -> None:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """A handle of its own on every socket of this process, also on those that TensorFlow's C++ has."""
+    """Yields a handle of its own on every socket of this process, also on those that TensorFlow's C++ has."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # Closed by another thread.
             # Only of sockets: closing any copy of a file's handle gives up the locks that this process has on it.
@@ -452,6 +452,6 @@ def _connections() -> Iterator[_Connection]:
 
 
 def _from_hex(text: str) -> Address:
-    """An address as /proc/net/tcp has it: words of 32 bits, each as this machine stores it."""
+    """Returns an address as /proc/net/tcp has it: words of 32 bits, each as this machine stores it."""
     packed = b"".join(int(text[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(text), 8))
     return _plain(ipaddress.ip_address(packed))

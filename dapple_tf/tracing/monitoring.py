@@ -226,7 +226,7 @@ _SHOWN = (*(name for name in NAMES if name not in ("before", "after")), "host")
 
 
 def step_metrics(step: MeasuredStep, untraced_seconds: float, plan: Plan) -> dict[str, float]:
-    """The metrics of a traced step, as it would be without tracing.
+    """Returns the metrics of a traced step, as it would be without tracing.
 
     Args:
         step: the step.
@@ -254,7 +254,7 @@ def _untraced(parts: StepParts, factor: float) -> StepParts:
 
 
 def tag(name: str) -> str:
-    """The name of a metric for TensorBoard, which groups them by what stands before the first slash.
+    """Returns the name of a metric for TensorBoard, which groups them by what stands before the first slash.
 
     >>> tag("bubble_stage_0"), tag("forward_ms"), tag("samples_per_second")
     ('bubble/stage_0', 'step_ms/forward', 'throughput/samples_per_second')

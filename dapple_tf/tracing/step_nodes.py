@@ -96,7 +96,7 @@ def step_nodes(program: Program) -> dict[str, StepNode]:
 
 
 def _task_of(node: NodeDef, phase: Phase) -> Task:
-    """The task of a single operator."""
+    """Returns the task of a single operator."""
     stage, micro_batch, replica = (int(node.attr[name].i) for name in (STAGE_ATTR, MICRO_BATCH_ATTR, REPLICA_ATTR))
     return Task(stage, phase, micro_batch, replica)
 

@@ -50,12 +50,12 @@ _OF_KIND = {"F": "forward", "B": "backward", "Bx": "backward", "Bw": "backward"}
 
 
 def part_of(kind: str) -> str:
-    """The part that spans of a kind belong to."""
+    """Returns the part that spans of a kind belong to."""
     return _OF_KIND.get(kind, kind)
 
 
 def step_parts(given: Iterable[tuple[str, Interval]], working: Interval, latency: float) -> StepParts:
-    """The parts of one device's step.
+    """Returns the parts of one device's step.
 
     Args:
         given: (name of a part, when), of those up to ``transfers``; they may overlap.
@@ -82,5 +82,5 @@ def step_parts(given: Iterable[tuple[str, Interval]], working: Interval, latency
 
 
 def mean(parts: Sequence[StepParts]) -> StepParts:
-    """The mean of each part over devices."""
+    """Returns the mean of each part over devices."""
     return StepParts(**{name: sum(getattr(own, name) for own in parts) / len(parts) for name in NAMES})

@@ -138,7 +138,7 @@ class StepProfile:
         save_timelines(self.timelines, path, title)
 
     def _repr_html_(self) -> str:
-        """The step in a notebook: its tables, and the timelines as a picture."""
+        """Returns the step in a notebook: its tables, and the timelines as a picture."""
         from dapple_tf.view.notebook import Table, notebook_html  # needed in notebooks alone
 
         tables = [
@@ -189,7 +189,7 @@ class StepProfile:
 
 
 def slowdown(step: MeasuredStep, untraced_seconds: float) -> float:
-    """How many times as long as without tracing devices took for a step.
+    """Returns how many times as long as without tracing devices took for a step.
 
     The host takes as long for its part, traced or not, unless it was held up in just the traced step, as it happens on
     a busy machine: where hardly anything were left for the devices, all of the step counts as slower.

@@ -270,7 +270,7 @@ class _Reading:
         return max(0.0, (nanoseconds - self.traced.called[0]) / 1e9)
 
     def _index(self, name: str) -> int | None:
-        """The device of a node that ran."""
+        """Returns the device of a node that ran."""
         run = self.runs.get(name)
         place = None if run is None else self.places.get(run.device)
         return None if place is None else place.number
@@ -356,7 +356,7 @@ class _Reading:
         return found
 
     def _sends(self, known: set[int]) -> Iterator[Span]:
-        """What goes from device to device: each task's results for another device are one span.
+        """Yields what goes from device to device: each task's results for another device are one span.
 
         Between workers TensorFlow tells when a tensor arrived. On one machine it doesn't: there a transfer ends when
         its reader becomes ready, if that waits for nothing else by then, and takes no time otherwise.

@@ -56,7 +56,7 @@ class DrawingError(DappleError):
 
 
 def dot_text(graph: TaskGraph, *, title: str = "") -> str:
-    """A task graph as Graphviz text: a lane for each device, data edges solid, control edges dotted red.
+    """Returns a task graph as Graphviz text: a lane for each device, data edges solid, control edges dotted red.
 
     Args:
         graph: what to draw.
@@ -178,7 +178,7 @@ def _edge(edge: TaskEdge, curve: Curve, *, faint: bool) -> str:
 
 
 def _legend(shown: Figure) -> tuple[list[str], float]:
-    """The colours that are there, the two kinds of edges, and what was left out; and how wide that is."""
+    """Returns the colours that are there, the two kinds of edges, and what was left out; and how wide that is."""
     kinds = [kind for kind in COLOURS if any(node.kind == kind for node in shown.graph.nodes)]
     y = shown.height + _LEGEND / 2 - 6
     x = 18.0
@@ -208,14 +208,14 @@ def _legend(shown: Figure) -> tuple[list[str], float]:
 
 
 def _wrapped(label: str) -> str:
-    """A lane's label in a few short lines; its tooltip has all of it."""
+    """Returns a lane's label in a few short lines; its tooltip has all of it."""
     head, colon, rest = label.partition(": ")
     lines = [head + colon.strip(), *textwrap.wrap(rest, _LABEL_LETTERS)]
     return "\n".join(lines if len(lines) <= _LABEL_LINES else [*lines[: _LABEL_LINES - 1], "..."])
 
 
 def _text(name: str, text: str, x: float, y: float, size: float) -> str:
-    """A text that begins at x."""
+    """Returns a text that begins at x."""
     lines = text.split("\n")
     width = 0.7 * size * max(map(len, lines)) + 10
     label = "".join(f"{_escaped(line)}\\l" for line in lines)
@@ -227,7 +227,7 @@ def _text(name: str, text: str, x: float, y: float, size: float) -> str:
 
 
 def node_text(node: TaskNode, devices: Mapping[int, str]) -> str:
-    """What a node is, line by line."""
+    """Returns what a node is, line by line."""
     where = "host" if node.device is None else devices[node.device]
     lines = [f"{node.label} on {where}", node.name]
     if node.layers:
@@ -244,7 +244,7 @@ def _tensor(tensor: TensorText) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A string of Graphviz's language."""
+    """Returns a string of Graphviz's language."""
     return f'"{_escaped(text)}"'
 
 

@@ -96,7 +96,7 @@ def _is_shown(node: TaskNode) -> bool:
 
 
 def _contracted(graph: TaskGraph, kept: Sequence[int]) -> TaskGraph:
-    """The graph of the kept nodes, with edges for the paths through others; columns are counted anew."""
+    """Returns the graph of the kept nodes, with edges for the paths through others; columns are counted anew."""
     positions = {index: position for position, index in enumerate(kept)}
     followers: dict[int, list[TaskEdge]] = defaultdict(list)
     for edge in graph.edges:
@@ -239,7 +239,7 @@ class _Layout:
         return found
 
     def _blocked(self, a: TaskNode, b: TaskNode) -> bool:
-        """Whether a straight line would cross another node."""
+        """Returns whether a straight line would cross another node."""
         between = range(a.column + 1, b.column)
         return any((a.device, column, 0) in self.taken for column in between)
 

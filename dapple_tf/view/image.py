@@ -67,7 +67,7 @@ def draw_timelines(timelines: Sequence[Timeline], path: str | os.PathLike[str], 
 
 
 def timelines_svg(timelines: Sequence[Timeline], *, title: str | None = None) -> str:
-    """The same drawing as an SVG element, to stand in a page of HTML.
+    """Returns the same drawing as an SVG element, to stand in a page of HTML.
 
     Raises:
         ModuleNotFoundError: matplotlib isn't installed.
@@ -116,7 +116,7 @@ class _Row:
 
 
 def _rows(timeline: Timeline) -> list[_Row]:
-    """The rows of a panel from top to bottom."""
+    """Returns the rows of a panel from top to bottom."""
     rows: list[_Row] = []
     place = _THIN_GAP
     for lane, spans in timeline.lanes.items():
@@ -281,7 +281,7 @@ class _Panel:
 
 
 def _coarse(curve: MemoryCurve, latency: float) -> MemoryCurve:
-    """A curve with no more points than can be told apart: of each column, the most that is in use."""
+    """Returns a curve with no more points than can be told apart: of each column, the most that is in use."""
     if len(curve) <= _COLUMNS or latency <= 0:
         return curve
     found: dict[int, float] = {}
@@ -309,7 +309,7 @@ def _boxes(
 
 
 def _shade(span: Span, stages: Sequence[int]) -> str:
-    """The colour of a span; paler for the later stages of a device."""
+    """Returns the colour of a span; paler for the later stages of a device."""
     colour = COLOURS.get(span.kind, COLOURS["other"])
     if len(stages) < 2:
         return colour
@@ -317,7 +317,7 @@ def _shade(span: Span, stages: Sequence[int]) -> str:
 
 
 def _pale(colour: str, part: float) -> str:
-    """A colour mixed with so much white."""
+    """Returns a colour mixed with so much white."""
     channels = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     return "#" + "".join(f"{round(channel + (255 - channel) * part):02x}" for channel in channels)
 
@@ -327,7 +327,7 @@ def _short(label: str) -> str:
 
 
 def _kinds(timelines: Sequence[Timeline]) -> Iterator[str]:
-    """The kinds that are drawn, in the order of the palette; those that it doesn't have share one colour."""
+    """Yields the kinds that are drawn, in the order of the palette; those that it doesn't have share one colour."""
     found = {span.kind for timeline in timelines for span in timeline.spans if span.end > span.start}
     yield from (kind for kind in COLOURS if kind in found)
     yield from ["other"] if found - COLOURS.keys() else []

@@ -26,7 +26,7 @@ class Table(NamedTuple):
 def notebook_html(
     summary: str, tables: Sequence[Table], timelines: Sequence[Timeline], remarks: Sequence[str] = ()
 ) -> str:
-    """A fragment of HTML for ``_repr_html_``.
+    """Returns a fragment of HTML for ``_repr_html_``.
 
     Args:
         summary: a line, above everything.

@@ -52,7 +52,7 @@ _SPAN_DEFAULTS: Mapping[str, object] = Span("", 0.0, 0.0, None, 0)._asdict()
 
 
 def timeline_page(timelines: Sequence[Timeline], *, title: str) -> str:
-    """A page that shows timelines one above another, on one axis where their units agree.
+    """Returns a page that shows timelines one above another, on one axis where their units agree.
 
     Args:
         timelines: what was planned, simulated and measured, or some of these.
@@ -143,7 +143,7 @@ def _columns(spans: Sequence[Span]) -> dict[str, list[Any]]:
 
 
 def graph_data(graph: TaskGraph) -> dict[str, Any]:
-    """What ``dapple.showGraph`` takes: ``{"graph": {...}}``, ready for JSON.
+    """Returns what ``dapple.showGraph`` takes: ``{"graph": {...}}``, ready for JSON.
 
     Nodes and edges are columns, as spans are. Their lists of layers, results and tensors are positions in
     lists of such lists.
@@ -193,7 +193,7 @@ class _Table:
         self._positions: dict[Sequence[Any], int] = {}
 
     def add(self, row: Sequence[Any]) -> int:
-        """The position of a row."""
+        """Returns the position of a row."""
         if row not in self._positions:
             self._positions[row] = len(self.rows)
             self.rows.append(row)
@@ -205,7 +205,7 @@ def _short_or_none(number: float | None) -> float | int | None:
 
 
 def _short(number: float) -> float | int:
-    """A number to ten digits, which is more than a screen shows; whole ones without a point."""
+    """Returns a number to ten digits, which is more than a screen shows; whole ones without a point."""
     rounded = float(f"{number:.10g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
@@ -215,14 +215,14 @@ def _short(number: float) -> float | int:
 
 @functools.cache
 def asset(name: str) -> str:
-    """The text of a file in `assets/`."""
+    """Returns the text of a file in `assets/`."""
     return importlib.resources.files("dapple_tf.view").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def assemble(
     title: str, scripts: Sequence[str], data: Mapping[str, Any], *, connect: bool = False, style: str = ""
 ) -> str:
-    """A page in one file.
+    """Returns a page in one file.
 
     Args:
         title: heading of the page.

@@ -44,7 +44,7 @@ _LABELS = {"accumulate": "GA", "all_reduce": "AllReduce", "apply": "Apply", "rea
 
 
 def task_graph(program: Program, device_names: Sequence[str]) -> TaskGraph:
-    """The task graph of a step.
+    """Returns the task graph of a step.
 
     A node of the drawing is a task, or what belongs to one or to the update: the nodes of one all-reduce on one device
     are one. What merely connects these (constants, sums, means) is left out and counted for one of its neighbours. One
@@ -80,7 +80,7 @@ class _Drawing:
         self.control: dict[tuple[int, int], None] = {}
 
     def result(self) -> TaskGraph:
-        """The task graph."""
+        """Returns the task graph."""
         self._place_tasks()
         self._place_others()
         self._connect()
@@ -103,7 +103,7 @@ class _Drawing:
         return len(self.anchors) - 1
 
     def _device(self, name: str) -> int | None:
-        """The number of a node's device; None for one that isn't of the plan: the host."""
+        """Returns the number of a node's device; None for one that isn't of the plan: the host."""
         number = self.numbers.get(self.graph.nodes[name].device)
         return number if number in self.devices else None
 
@@ -190,7 +190,7 @@ class _Drawing:
             self.control |= {(source, own): None for source in control if source != own}
 
     def _carried(self, refs: Iterable[Ref]) -> dict[str, Any]:
-        """The tensors of an edge."""
+        """Returns the tensors of an edge."""
         texts = [self.tensors.text(ref) for ref in refs]
         sizes = [text.bytes for text in texts]
         known = [size for size in sizes if size is not None]

@@ -49,11 +49,11 @@ class StepTensors:
                     self._note_call(task, other, program.stages[task.stage].metrics)
 
     def outputs(self, node: str) -> tuple[TensorText, ...]:
-        """The results of a node."""
+        """Returns the results of a node."""
         return tuple(self.text(Ref(node, index)) for index in range(len(output_dtypes(self.graph.nodes[node]))))
 
     def text(self, ref: Ref) -> TensorText:
-        """A tensor, to be shown."""
+        """Returns a tensor, to be shown."""
         if ref not in self._known:
             dtype = output_dtypes(self.graph.nodes[ref.node])[ref.output]
             shape = self._shape(ref)
@@ -130,7 +130,7 @@ class StepTensors:
         return shapes.get(ref)
 
     def _stage_shapes(self, stage: Stage, samples: int) -> Mapping[Ref, Shape | None]:
-        """The shapes of all tensors of a stage for a slice of so many samples."""
+        """Returns the shapes of all tensors of a stage for a slice of so many samples."""
         key = stage.index, samples
         if key not in self._shapes_of:
             try:
@@ -144,7 +144,7 @@ class StepTensors:
         return self._shapes_of[key]
 
     def _assumed(self, stage: Stage, samples: int) -> dict[str, Shape]:
-        """The shapes of what a stage is given of a slice."""
+        """Returns the shapes of what a stage is given of a slice."""
         placeholders = {node.name: node for node in stage.own_graph.node if node.op == "Placeholder"}
         found: dict[str, Shape] = {}
         for value, ref in stage.arguments.items():

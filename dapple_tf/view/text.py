@@ -50,7 +50,7 @@ class _Grid:
     exact: bool
 
     def position(self, time: float) -> float:
-        """A time, counted in columns."""
+        """Returns a time, counted in columns."""
         return time / self.end * self.columns if self.end else 0.0
 
     def shares(self, start: float, end: float) -> Mapping[int, float]:
@@ -110,7 +110,7 @@ class _Block:
         self.grid = _grid(timelines, width - self.label - self.tail - 4)
 
     def drawn(self, timeline: Timeline) -> list[str]:
-        """The lines of a timeline, its title first."""
+        """Returns the lines of a timeline, its title first."""
         lines = [f"{timeline.name}: {step_text(timeline)}", self.axis(timeline.unit)]
         several = len(timeline.devices) > 1
         for lane, spans in timeline.lanes.items():
@@ -129,7 +129,7 @@ class _Block:
         return lines
 
     def axis(self, unit: str) -> str:
-        """The scale."""
+        """Returns the scale."""
         grid = self.grid
         name, size = shown_unit(unit, grid.end)
         row = [" "] * (grid.columns + 1)
@@ -148,7 +148,7 @@ class _Block:
         return f"{row} {tail}".rstrip()
 
     def computing(self, timeline: Timeline, lane: Lane, spans: Sequence[Span]) -> list[str]:
-        """The rows of a device's computing."""
+        """Returns the rows of a device's computing."""
         columns = self.grid.columns
         shown: list[Span | None] = [None] * columns
         most = [0.0] * columns
@@ -180,7 +180,7 @@ class _Block:
         return lines
 
     def covered(self, spans: Sequence[Span], less: str, more: str) -> list[str]:
-        """A cell for each column: blank, or whether something takes up less or more than half of it."""
+        """Returns a cell for each column: blank, or whether something takes up less or more than half of it."""
         busy = [0.0] * self.grid.columns
         for span in spans:
             for column, share in self.grid.shares(span.start, span.end).items():
@@ -188,7 +188,7 @@ class _Block:
         return [" " if not share else less if share < 0.5 else more for share in busy]
 
     def levels(self, timeline: Timeline, curve: Sequence[tuple[float, float]]) -> list[str]:
-        """A cell for each column: the most memory that is used within it."""
+        """Returns a cell for each column: the most memory that is used within it."""
         columns = self.grid.columns
         end = max(1, min(columns, round(self.grid.position(timeline.latency))))
         most = [0.0] * columns
@@ -225,13 +225,13 @@ def _write(cells: list[str], places: Sequence[int], number: int) -> None:
 
 
 def _tails(timeline: Timeline) -> list[str]:
-    """What stands at the ends of lines, to know how much room it takes."""
+    """Returns what stands at the ends of lines, to know how much room it takes."""
     sums = [bytes_text(sum(s.bytes for s in spans)) for lane, spans in timeline.lanes.items() if lane.row != "compute"]
     return [*sums, *(memory_text(timeline, device) for device, curve in timeline.memory.items() if curve)]
 
 
 def _legend(timelines: Sequence[Timeline], width: int, colour: bool) -> list[str]:
-    """What the marks mean that are there."""
+    """Returns what the marks mean that are there."""
     examples = {span.kind: span for timeline in timelines for span in timeline.spans}
     marks = [(glyph, kind, examples.get(kind)) for kind, glyph in _GLYPHS.items() if kind in examples]
     if others := sorted(examples.keys() - _GLYPHS.keys() - _LINES.keys()):

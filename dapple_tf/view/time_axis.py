@@ -30,13 +30,13 @@ def shown_unit(unit: str, end: float) -> tuple[str, float]:
 
 
 def time_text(value: float, unit: str) -> str:
-    """A time with its unit, in four digits: ``12.34 ms``, ``33 F``."""
+    """Returns a time with its unit, in four digits: ``12.34 ms``, ``33 F``."""
     name, size = shown_unit(unit, value)
     return f"{value / size:.4g} {name}"
 
 
 def step_text(timeline: Timeline) -> str:
-    """A step in a line: ``945.5 ms, 16.92 samples/s, bubbles 27.3%``, the last of all devices together.
+    """Returns a step in a line: ``945.5 ms, 16.92 samples/s, bubbles 27.3%``, the last of all devices together.
 
     Of a traced step: ``276 ms traced, 3.07x the 90 ms without tracing, ...``.
     """
@@ -52,7 +52,7 @@ def step_text(timeline: Timeline) -> str:
 
 
 def memory_text(timeline: Timeline, device: int) -> str:
-    """A device's peak and limit: ``1.25 of 16.0 GiB``."""
+    """Returns a device's peak and limit: ``1.25 of 16.0 GiB``."""
     number, unit = bytes_text(timeline.peak_bytes[device]).split()
     if device not in timeline.limits:
         return f"{number} {unit}"
@@ -71,7 +71,7 @@ def ticks(end: float, most: int) -> list[float]:
 
 
 def common_unit(times: Iterable[float], most: int) -> float | None:
-    """The largest time of which all ``times`` are multiples.
+    """Returns the largest time of which all ``times`` are multiples.
 
     Args:
         times: at least 0.
@@ -106,7 +106,7 @@ def _common_divisor(one: float, other: float, smallest: float) -> float:
 
 
 def short_label(label: str, most: int) -> str:
-    """What a device is called, in at most ``most`` characters, so that it differs from others as before.
+    """Returns what a device is called, in at most ``most`` characters, so that it differs from others as before.
 
     >>> short_label("device 3: stages 1.r0, 2.r0", 20), short_label("device 3: stages 1.r0, 2.r0", 10)
     ('3: stages 1.r0, 2.r0', '3: 1…2.r0')

@@ -123,7 +123,7 @@ class Timeline:
                     )
 
     def devices_of(self, span: Span) -> tuple[int, ...]:
-        """The devices on whose lanes a span is."""
+        """Returns the devices on whose lanes a span is."""
         if span.device is not None:
             return (span.device,)
         return () if span.reduction is None else self.reduced_on.get(span.reduction, ())

@@ -25,7 +25,7 @@ Event = dict[str, Any]
 
 
 def trace_events(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """The timelines as a JSON object of the Trace Event format.
+    """Returns the timelines as a JSON object of the Trace Event format.
 
     Each timeline is a process with the time of the whole step, the lanes of its devices, and a counter of bytes for
     each device whose memory is known. Arrows (flow events) go from a task to what its device sends of it and on to the
@@ -66,7 +66,7 @@ class _Process:
         self.thread_of: dict[tuple[Lane, Span], int] = {}
 
     def events(self) -> Iterator[Event]:
-        """All of them, those that name threads first."""
+        """Yields all of them, those that name threads first."""
         timeline = self.timeline
         name = timeline.name
         if timeline.unit != "s":
@@ -84,26 +84,26 @@ class _Process:
             yield from self.counter(device, curve)
 
     def time(self, value: float) -> int:
-        """A time in nanoseconds."""
+        """Returns a time in nanoseconds."""
         return round(value * self.nanoseconds)
 
     def metadata(self, kind: str, tid: int, **args: Any) -> Event:
-        """What a process or a thread is called, or its place among others."""
+        """Returns what a process or a thread is called, or its place among others."""
         return {"ph": "M", "name": kind, "pid": self.pid, "tid": tid, "ts": 0, "args": args}
 
     def named(self, tid: int, name: str) -> Iterator[Event]:
-        """A thread's name and place."""
+        """Yields a thread's name and place."""
         yield self.metadata("thread_name", tid, name=name)
         yield self.metadata("thread_sort_index", tid, sort_index=tid)
 
     def complete(self, tid: int, name: str, kind: str, start: float, end: float, args: dict[str, Any]) -> Event:
-        """A box."""
+        """Returns a box."""
         first = self.time(start)
         times = {"ts": first / 1e3, "dur": (self.time(end) - first) / 1e3}
         return {"ph": "X", "name": name, "cat": kind, "pid": self.pid, "tid": tid, **times, "args": args}
 
     def lane(self, lane: Lane, spans: Sequence[Span]) -> Iterator[Event]:
-        """A lane's boxes, on as many threads as it takes."""
+        """Yields a lane's boxes, on as many threads as it takes."""
         label = self.timeline.devices[lane.device]
         if lane.row != "compute":
             label = f"{label.split(':')[0]} {'sends' if lane.row == SEND else 'all-reduce'}"
@@ -173,7 +173,7 @@ class _Process:
         return {**about, "pid": self.pid, "tid": tid, "ts": time / 1e3} | ({} if phase == "s" else {"bp": "e"})
 
     def counter(self, device: int, curve: Sequence[tuple[float, float]]) -> Iterator[Event]:
-        """A device's memory over time, to the end of the step."""
+        """Yields a device's memory over time, to the end of the step."""
         name = f"memory of device {device}"
         last = [(self.timeline.latency, level) for _, level in curve[-1:]]
         for time, level in [*curve, *last]:
@@ -196,7 +196,7 @@ def _described(span: Span) -> tuple[str, dict[str, Any]]:
 
 
 def _takes(maker: Span, taker: Span) -> bool:
-    """Whether a task may read what another has made of its micro-batch."""
+    """Returns whether a task may read what another has made of its micro-batch."""
     if maker.kind == "F":
         return taker.kind == "F" and taker.stage > maker.stage
     if taker.kind == "Bw":

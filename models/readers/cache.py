@@ -16,13 +16,13 @@ _logger = logging.getLogger(__name__)
 
 
 def data_folder() -> pathlib.Path:
-    """Where it all is kept."""
+    """Returns where it all is kept."""
     given = os.environ.get("DAPPLE_CACHE")
     return (pathlib.Path(given) if given else pathlib.Path.home() / ".cache" / "dapple_tf") / "data"
 
 
 def kept(name: str, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
-    """A folder of that name, which is made unless it's there: complete, or not at all.
+    """Returns a folder of that name, which is made unless it's there: complete, or not at all.
 
     Args:
         name: of the folder; something else if something else would be in it.
@@ -55,7 +55,7 @@ def kept(name: str, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
 
 
 def digest(parts: Iterable[object]) -> str:
-    """A short hash of the texts of some values."""
+    """Returns a short hash of the texts of some values."""
     total = hashlib.sha256()
     for part in parts:
         total.update(f"{part}\0".encode())
@@ -63,7 +63,7 @@ def digest(parts: Iterable[object]) -> str:
 
 
 def digest_of_files(paths: Iterable[pathlib.Path]) -> str:
-    """A short hash of what is in files."""
+    """Returns a short hash of what is in files."""
     total = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -72,6 +72,6 @@ def digest_of_files(paths: Iterable[pathlib.Path]) -> str:
 
 
 def digest_of_times(paths: Iterable[pathlib.Path]) -> str:
-    """A short hash of names, sizes and times of change: for files that are too large to be read for it."""
+    """Returns a short hash of names, sizes and times of change: for files that are too large to be read for it."""
     found = ((path.resolve(), path.stat()) for path in paths)
     return digest(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in found)

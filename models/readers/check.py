@@ -75,7 +75,7 @@ def _decode(
     where: list[str] | pathlib.Path,
     text: str,
 ) -> list[int]:
-    """The first that ``decode`` gives for each element; ``where`` are the files of each, or the file of all."""
+    """Returns the first that ``decode`` gives for each element; ``where`` are the files of each, or the file of all."""
     found: list[int] = []
     decoded = dataset.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     try:

@@ -14,7 +14,7 @@ from dapple_tf.models.sources import ModelError
 
 
 def mapped(path: pathlib.Path, dtype: np.dtype) -> tf.Tensor:
-    """All of a file that isn't empty as numbers, [file size // item size]: the system reads what is used."""
+    """Returns all of a file that isn't empty as numbers, [file size // item size]: the system reads what is used."""
     # Private pages may be written to, as tensors want it, and take no memory until they are.
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
     with path.open("rb") as file:
@@ -24,7 +24,7 @@ def mapped(path: pathlib.Path, dtype: np.dtype) -> tf.Tensor:
 
 
 def lines_of(path: pathlib.Path, text: str) -> Iterator[str]:
-    """The lines of a file in UTF-8, without their ends.
+    """Yields the lines of a file in UTF-8, without their ends.
 
     Raises:
         ModelError: it isn't UTF-8. ``text`` is what the error begins with.

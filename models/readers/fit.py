@@ -17,7 +17,7 @@ def declared(model: keras.Model, which: str) -> Sequence[Any]:
 
 
 def shapes(data: str, model: keras.Model, inputs: int, outputs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of a model with one input and one output of so many axes, of which only the first is open.
+    """Returns the shapes of a model with one input and one output of so many axes, of which only the first is open.
 
     Raises:
         ModelError: it is another.
@@ -39,7 +39,7 @@ def shapes(data: str, model: keras.Model, inputs: int, outputs: int) -> tuple[tu
 
 
 def named_inputs(data: str, model: keras.Model, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """The shapes of a model's inputs, which must have these names and be [batch, sequence].
+    """Returns the shapes of a model's inputs, which must have these names and be [batch, sequence].
 
     Raises:
         ModelError: they don't.

@@ -20,7 +20,7 @@ Image = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 
 
 def images_of(found: Samples, image: Image, options: ImageOptions, shape: Shape, key: Callable[[], str]) -> Samples:
-    """The images and labels of encoded ones.
+    """Returns the images and labels of encoded ones.
 
     Args:
         found: samples ``(draw, bytes, label)``.

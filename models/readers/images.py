@@ -45,7 +45,7 @@ class Folder:
 
 
 def open_images(request: Request) -> DataSource:
-    """The data in a folder of images.
+    """Returns the data in a folder of images.
 
     Raises:
         ModelError: there are none, or what is there isn't laid out like ImageNet.
@@ -82,7 +82,7 @@ def open_images(request: Request) -> DataSource:
 
 
 def folders(root: pathlib.Path, text: str) -> list[Folder]:
-    """The images to train on, and those to evaluate on if there are any.
+    """Returns the images to train on, and those to evaluate on if there are any.
 
     Raises:
         ModelError: there are no images, or they aren't in folders of classes. ``text`` is what the error begins with.
@@ -95,7 +95,7 @@ def folders(root: pathlib.Path, text: str) -> list[Folder]:
 
 
 def listed(root: pathlib.Path, text: str, classes: tuple[str, ...] | None = None) -> Folder:
-    """The images in the folders of a folder, in the order of their names.
+    """Returns the images in the folders of a folder, in the order of their names.
 
     Args:
         root: the folder.

@@ -53,7 +53,7 @@ class Request:
         return cls(text, kind, tuple(pathlib.Path(path) for path in paths.split(",")) if colon else (), given)
 
     def options(self, kind: type[_Options]) -> _Options:
-        """The options as a dataclass with a default for every field: of type int, float, bool, str or Literal.
+        """Returns the options as a dataclass with a default for every field: of type int, float, bool, str or Literal.
 
         Raises:
             ModelError: there is no such option, or a value isn't of its type.
@@ -88,7 +88,7 @@ class Request:
             raise ModelError(f"{self.text}: {name} is {text!r}; it must be {what}") from error
 
     def existing(self, path: pathlib.Path, *, folder: bool = False) -> pathlib.Path:
-        """The path, if there is such a file, or folder.
+        """Returns the path, if there is such a file, or folder.
 
         Raises:
             ModelError: there isn't.

@@ -46,7 +46,7 @@ def by_number(count: int, read: Callable[[tf.Tensor, tf.Tensor], Any], *, in_bat
 
 
 def in_parallel(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
-    """The dataset with a function applied by several threads; the order stays."""
+    """Returns the dataset with a function applied by several threads; the order stays."""
     return dataset.map(plain(function), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
@@ -63,7 +63,7 @@ def shuffled(draw: tf.Tensor, count: int, seed: int) -> tf.Tensor:
 
 
 def seeds_of(draw: tf.Tensor, seed: int) -> tf.Tensor:
-    """The seeds [2] of what is random in the sample that is drawn as number ``draw``."""
+    """Returns the seeds [2] of what is random in the sample that is drawn as number ``draw``."""
     return tf.stack([tf.constant(seed & _BITS, tf.int64), draw])
 
 
@@ -77,7 +77,7 @@ def training_batches(samples: Samples, batch_size: int, seed: int) -> tf.data.Da
 
 
 def evaluation_batches(samples: Samples, batch_size: int) -> tf.data.Dataset:
-    """All samples once, in their order; the last batch may be smaller."""
+    """Returns all samples once, in their order; the last batch may be smaller."""
     return _batched(samples, tf.data.Dataset.range(samples.count), lambda n: (n, n), batch_size, full=False)
 
 

@@ -43,7 +43,7 @@ class _Lengths:
 
 
 def open_pairs(request: Request) -> DataSource:
-    """The data in parallel files.
+    """Returns the data in parallel files.
 
     Raises:
         ModelError: there are no such files, or they don't fit together.
@@ -101,7 +101,7 @@ def _tokenizer(request: Request, options: PairOptions, train: tuple[pathlib.Path
 
 
 def _tokens(tokenizer: Any, paths: tuple[pathlib.Path, ...], text: str) -> tuple[Ragged, Ragged]:
-    """The tokens of sentences and of translations; kept in the cache."""
+    """Returns the tokens of sentences and of translations; kept in the cache."""
 
     def make(folder: pathlib.Path) -> None:
         for side, name in enumerate(("source", "target")):
@@ -116,7 +116,7 @@ def _tokens(tokenizer: Any, paths: tuple[pathlib.Path, ...], text: str) -> tuple
 def _samples(
     tokenizer: Any, source: Ragged, target: Ragged, numbers: np.ndarray, lengths: _Lengths, text: str
 ) -> Samples:
-    """The pairs of those numbers that aren't empty or too long."""
+    """Returns the pairs of those numbers that aren't empty or too long."""
     start, end = (vocabulary.token(tokenizer, name, text) for name in ("<start>", "<end>"))
     padding = vocabulary.token(tokenizer, "<pad>", text)
     if padding:

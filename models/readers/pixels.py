@@ -81,7 +81,7 @@ def training_image(data: tf.Tensor, shape: Shape, options: ImageOptions, draw: t
 
 
 def evaluation_image(data: tf.Tensor, shape: Shape, options: ImageOptions) -> tf.Tensor:
-    """The centre of an encoded image, or of pixels, 7/8 of its shorter side: float32 of the shape."""
+    """Returns the centre of an encoded image, or of pixels, 7/8 of its shorter side: float32 of the shape."""
     return _normalised(_resized(_crop(data, shape[2], _centre(shape, _CENTRE)), shape), shape, options)
 
 
@@ -91,14 +91,14 @@ def stored_shape(shape: Shape) -> Shape:
 
 
 def stored_image(data: tf.Tensor, shape: Shape) -> tf.Tensor:
-    """The centre of an encoded image, all of its shorter side: uint8 of `stored_shape`."""
+    """Returns the centre of an encoded image, all of its shorter side: uint8 of `stored_shape`."""
     stored = stored_shape(shape)
     pixels = _resized(_crop(data, stored[2], _centre(stored, 1.0)), stored)
     return tf.ensure_shape(tf.cast(tf.round(pixels), tf.uint8), stored)
 
 
 def _centre(shape: Shape, part: float) -> Window:
-    """The centre of an image, as far as a shape's sides go into it, times ``part``."""
+    """Returns the centre of an image, as far as a shape's sides go into it, times ``part``."""
 
     def window(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         sides, wanted = tf.cast(size[:2], tf.float32), tf.constant(shape[:2], tf.float32)

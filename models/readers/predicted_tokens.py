@@ -32,7 +32,7 @@ def masked(
 
 
 def permutation(special: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
-    """The order in which some tokens are predicted, as for XLNet of two streams.
+    """Returns the order in which some tokens are predicted, as for XLNet of two streams.
 
     They are drawn one by one, where XLNet draws spans of one to five; at least one of a sample that has any that aren't
     special.

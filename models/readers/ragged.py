@@ -32,7 +32,7 @@ class Ragged:
 
     @classmethod
     def load(cls, folder: pathlib.Path, name: str) -> Ragged:
-        """What `save` has written."""
+        """Returns what `save` has written."""
         read = (np.load(folder / f"{name}.{part}.npy", allow_pickle=False) for part in ("tokens", "ends"))
         return cls(*read)
 

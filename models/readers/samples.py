@@ -24,7 +24,7 @@ _SIDE = 48
 
 
 def images() -> pathlib.Path:
-    """A folder of JPEG images in 10 classes: each a pattern of waves of its own, shifted, in noise."""
+    """Returns a folder of JPEG images in 10 classes: each a pattern of waves of its own, shifted, in noise."""
     return kept("images_1", _write_images)
 
 
@@ -45,7 +45,7 @@ def _write_images(folder: pathlib.Path) -> None:
 
 
 def records() -> pathlib.Path:
-    """The same images in TFRecord files."""
+    """Returns the same images in TFRecord files."""
     from dapple_tf.models.readers import records_writer  # it reads folders of images, and these are some
 
     def make(folder: pathlib.Path) -> None:
@@ -79,12 +79,12 @@ def _write_pairs(folder: pathlib.Path) -> None:
 
 
 def text() -> pathlib.Path:
-    """A file of English text: the reference of the Python language, as Python's ``help`` shows it."""
+    """Returns a file of English text: the reference of the Python language, as Python's ``help`` shows it."""
     return kept(f"text_{_PYTHON}", _write_text) / "reference.txt"
 
 
 def tokens() -> pathlib.Path:
-    """The bytes of that text as 16-bit numbers."""
+    """Returns the bytes of that text as 16-bit numbers."""
 
     def make(folder: pathlib.Path) -> None:
         np.frombuffer(text().read_bytes(), "uint8").astype("<u2").tofile(folder / "reference.bin")

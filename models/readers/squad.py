@@ -87,7 +87,7 @@ class Example(NamedTuple):
 
 
 def open_squad(request: Request) -> DataSource:
-    """The data in a file of questions.
+    """Returns the data in a file of questions.
 
     Raises:
         ModelError: there is none, or it isn't in that format.
@@ -122,7 +122,7 @@ def open_squad(request: Request) -> DataSource:
 
 
 def read_questions(path: pathlib.Path, text: str) -> list[Question]:
-    """The questions of a file.
+    """Returns the questions of a file.
 
     Raises:
         ModelError: it isn't in SQuAD's format, an answer isn't in its text, or there are fewer than 2 questions.
@@ -214,7 +214,7 @@ def examples(
 
 
 def _task(text: str, model: keras.Model, sequence: int, ordered: bool) -> Task:
-    """What a model is to tell.
+    """Returns what a model is to tell.
 
     Raises:
         ModelError: it is nothing that these data have labels for.

@@ -26,7 +26,7 @@ class TextOptions(TokenizedOptions):
 
 
 def open_text(request: Request) -> DataSource:
-    """The data in text files, or in the ``*.txt`` files of folders.
+    """Returns the data in text files, or in the ``*.txt`` files of folders.
 
     Raises:
         ModelError: there are none, or they aren't text.
@@ -61,7 +61,7 @@ def open_text(request: Request) -> DataSource:
 
 
 def text_files(paths: Sequence[pathlib.Path], text: str) -> tuple[pathlib.Path, ...]:
-    """The files, and the ``*.txt`` files of folders, in the order of their names.
+    """Returns the files, and the ``*.txt`` files of folders, in the order of their names.
 
     Raises:
         ModelError: there are none.
@@ -81,7 +81,7 @@ def text_files(paths: Sequence[pathlib.Path], text: str) -> tuple[pathlib.Path, 
 
 
 def pieces(files: Sequence[pathlib.Path], text: str) -> Iterator[str]:
-    """The text of files in pieces that end with a line, so that no word is cut.
+    """Yields the text of files in pieces that end with a line, so that no word is cut.
 
     Raises:
         ModelError: a file isn't UTF-8.

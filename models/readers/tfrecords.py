@@ -84,7 +84,7 @@ class Records:
 
 
 def open_records(request: Request) -> DataSource:
-    """The data in a folder of TFRecord files.
+    """Returns the data in a folder of TFRecord files.
 
     Raises:
         ModelError: there are none, some are missing, or they aren't such files.
@@ -136,7 +136,7 @@ def open_records(request: Request) -> DataSource:
 
 
 def shards(root: pathlib.Path, text: str) -> dict[str, tuple[pathlib.Path, ...]]:
-    """The files of each part, in order.
+    """Returns the files of each part, in order.
 
     Raises:
         ModelError: some are missing.
@@ -180,7 +180,7 @@ def indexed(paths: Sequence[pathlib.Path], text: str) -> Records:
 
 
 def _offsets(path: pathlib.Path, text: str) -> np.ndarray:
-    """Where the records of a file begin: int64."""
+    """Returns where the records of a file begin: int64."""
     size = path.stat().st_size
     found: list[int] = []
     if not size:
@@ -201,7 +201,7 @@ def _offsets(path: pathlib.Path, text: str) -> np.ndarray:
 
 @functools.cache
 def _table() -> tuple[int, ...]:
-    """What CRC-32C (Castagnoli) adds for each byte."""
+    """Returns what CRC-32C (Castagnoli) adds for each byte."""
     entries = []
     for value in range(256):
         for _ in range(8):
@@ -211,7 +211,7 @@ def _table() -> tuple[int, ...]:
 
 
 def masked_checksum(data: bytes) -> int:
-    """The checksum that TFRecord files have: CRC-32C, rotated and added to a constant."""
+    """Returns the checksum that TFRecord files have: CRC-32C, rotated and added to a constant."""
     table, value = _table(), 0xFFFFFFFF
     for byte in data:
         value = value >> 8 ^ table[(value ^ byte) & 0xFF]
@@ -283,7 +283,7 @@ def _samples(records: Records, image: Image, options: RecordOptions, shape: Shap
 
 
 def record_at(path: tf.Tensor, offset: tf.Tensor) -> tf.data.Dataset:
-    """A dataset, for ``flat_map``, of the one record that begins there; its checksum is checked."""
+    """Returns a dataset, for ``flat_map``, of the one record that begins there; its checksum is checked."""
     variant = tf.raw_ops.TFRecordDatasetV2(
         filenames=tf.reshape(path, [1]),
         compression_type="",

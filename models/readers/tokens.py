@@ -64,7 +64,7 @@ class TokenFile:
 
     @classmethod
     def of(cls, path: pathlib.Path, dtype: str, text: str) -> TokenFile:
-        """A whole file.
+        """Returns a whole file.
 
         Raises:
             ModelError: it isn't one. ``text`` is what the error begins with.
@@ -89,13 +89,13 @@ class TokenFile:
         return cls(path, kind, 0, 0, size // kind.itemsize, size)
 
     def split(self, held_out: float) -> tuple[TokenFile, TokenFile]:
-        """What is before the last tokens, and they."""
+        """Returns what is before the last tokens, and they."""
         last = round(self.count * held_out)
         first = dataclasses.replace(self, count=self.count - last)
         return first, dataclasses.replace(self, first=self.first + self.count - last, count=last)
 
     def array(self) -> np.ndarray:
-        """The tokens, mapped from the file."""
+        """Returns the tokens, mapped from the file."""
         if not self.count:
             return np.zeros(0, self.dtype)
         offset = self.header + self.first * self.dtype.itemsize
@@ -147,7 +147,7 @@ class TokenFile:
 
 
 def open_tokens(request: Request) -> DataSource:
-    """The data in a token file.
+    """Returns the data in a token file.
 
     Raises:
         ModelError: there is none.

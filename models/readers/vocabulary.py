@@ -42,7 +42,7 @@ ALIASES = {
 
 
 def library() -> Any:
-    """The package ``tokenizers``.
+    """Returns the package ``tokenizers``.
 
     Raises:
         ModelError: it isn't installed.
@@ -54,7 +54,7 @@ def library() -> Any:
 
 
 def load(path: pathlib.Path, text: str) -> Any:
-    """A tokenizer from a file.
+    """Returns a tokenizer from a file.
 
     Raises:
         ModelError: there is no such file, or it isn't a tokenizer. ``text`` is what the error begins with.
@@ -70,7 +70,7 @@ def load(path: pathlib.Path, text: str) -> Any:
 
 
 def trained(kind: Kind, size: int, files: Sequence[pathlib.Path], lines: Callable[[], Iterable[str]]) -> Any:
-    """A tokenizer that was trained on text; kept in the cache.
+    """Returns a tokenizer that was trained on text; kept in the cache.
 
     Args:
         kind: byte_bpe (any text, as bytes that were merged), bpe (words from ``<unk>`` and characters on), wordpiece
@@ -132,7 +132,7 @@ def train(kind: Kind, size: int, lines: Callable[[], Iterable[str]]) -> Any:
 
 
 def _alphabet(lines: Iterable[str], most: int) -> list[str]:
-    """The most frequent characters, in order; of equally frequent ones the first."""
+    """Returns the most frequent characters, in order; of equally frequent ones the first."""
     counts: collections.Counter[str] = collections.Counter()
     for line in lines:
         counts.update(line)
@@ -141,7 +141,7 @@ def _alphabet(lines: Iterable[str], most: int) -> list[str]:
 
 
 def _without_added(tokenizer: Any, special: Sequence[str]) -> Any:
-    """A tokenizer of words whose only special tokens are those."""
+    """Returns a tokenizer of words whose only special tokens are those."""
     package = library()
     made = package.Tokenizer(package.models.WordPiece(tokenizer.get_vocab(), unk_token="[UNK]"))
     made.normalizer, made.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
@@ -151,7 +151,7 @@ def _without_added(tokenizer: Any, special: Sequence[str]) -> Any:
 
 
 def token(tokenizer: Any, name: str, text: str) -> int:
-    """The number of a special token, by its name in `ALIASES`.
+    """Returns the number of a special token, by its name in `ALIASES`.
 
     Raises:
         ModelError: the tokenizer has none.
@@ -168,7 +168,7 @@ def size_of(tokenizer: Any) -> int:
 
 
 def encoded(tokenizer: Any, lines: Iterable[str]) -> Iterator[list[int]]:
-    """The tokens of each line, without special ones."""
+    """Yields the tokens of each line, without special ones."""
     held: list[str] = []
     for line in lines:
         held.append(line)

@@ -111,7 +111,7 @@ def peers(stack: contextlib.ExitStack, batch: int, *, count: int = 2, mirrored: 
 
 
 def ways(cluster: dapple.Cluster, stack: contextlib.ExitStack) -> dict[str, tuple[int, Callable[[int], object]]]:
-    """Each way's samples per step, and what runs so many steps."""
+    """Returns each way's samples per step, and what runs so many steps."""
     micro_batches, batch = _MICRO_BATCHES.value, _MICRO_BATCHES.value * _SAMPLES.value
     size = gpt_size(_BLOCKS.value, _WIDTH.value, _SEQUENCE.value)
     threads = stack.enter_context(concurrent.futures.ThreadPoolExecutor(2))
@@ -156,7 +156,7 @@ def measure(cluster: dapple.Cluster) -> dict[str, list[float]]:
 
 
 def records_of(rates: Mapping[str, list[float]]) -> list[dict[str, Any]]:
-    """A record for each way: its throughput, and that as a fraction of the copies' and of the strategy's."""
+    """Returns a record for each way: its throughput, and that as a fraction of the copies' and of the strategy's."""
     bases = {"of_copies": "copies", "of_mirrored": "mirrored"}
     settings = {
         "micro_batches": _MICRO_BATCHES.value,

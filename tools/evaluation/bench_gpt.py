@@ -14,7 +14,7 @@ LEARNING_RATE = 1e-4
 
 
 def gpt_size(blocks: int, width: int, sequence: int) -> GptConfig:
-    """A GPT with heads of 64 or smaller.
+    """Returns a GPT with heads of 64 or smaller.
 
     Raises:
         ValueError: the width isn't a multiple of 4.
@@ -23,7 +23,7 @@ def gpt_size(blocks: int, width: int, sequence: int) -> GptConfig:
 
 
 def make_model(size: GptConfig, *, jit_compile: bool = False) -> keras.Model:
-    """The model, with the same weights each time."""
+    """Returns the model, with the same weights each time."""
     keras.utils.set_random_seed(1)
     model = build(size)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

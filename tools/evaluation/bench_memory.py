@@ -82,7 +82,7 @@ def plan_of(name: str, devices: int, micro_batches: int, blocks: int, samples: i
 
 
 def measure(plan: dapple.Plan, cluster: dapple.Cluster, size: GptConfig, steps: int) -> list[list[float]]:
-    """The peaks of the plan's devices in each of ``steps`` steps, in bytes."""
+    """Returns the peaks of the plan's devices in each of ``steps`` steps, in bytes."""
     x, y = make_data(size, plan.global_batch_size)
     found = check_memory.measure(make_model(size), x, y, plan, cluster, steps)
     keras.backend.clear_session(free_memory=True)

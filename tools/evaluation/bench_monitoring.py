@@ -67,7 +67,7 @@ class _Times(keras.callbacks.Callback):
 
 
 def measure() -> dict[str, Any]:
-    """The numbers."""
+    """Returns the numbers."""
     size = gpt_size(_DEPTH.value, _WIDTH.value, _SEQUENCE.value)
     middle = f"block_{_DEPTH.value // 2 - 1}"
     plan = dapple.Plan.manual([middle], [[0], [1]], _MICRO_BATCHES.value, _BATCH)

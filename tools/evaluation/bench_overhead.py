@@ -80,7 +80,7 @@ TASKS = {
 
 
 def compiled(task: Task, *, jit_compile: bool) -> keras.Model:
-    """The model with fresh, seeded weights."""
+    """Returns the model with fresh, seeded weights."""
     keras.utils.set_random_seed(1)
     model = task.make()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -99,7 +99,7 @@ def data(model: keras.Model, samples: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def turn(trained: Any, method: str, batch: int, steps: int) -> Callable[[], object]:
-    """What trains a model, or a pipelined one, for so many steps."""
+    """Returns what trains a model, or a pipelined one, for so many steps."""
     x, y = data(getattr(trained, "model", trained), batch * steps)
     if method == "fit":
         return lambda: trained.fit(x, y, batch_size=batch, epochs=1, shuffle=False, verbose=0)
@@ -115,7 +115,7 @@ def turn(trained: Any, method: str, batch: int, steps: int) -> Callable[[], obje
 def measure(
     name: str, method: str, *, jit_compile: bool, rounds: int, turn_ms: float, epoch_steps: int
 ) -> dict[str, Any]:
-    """A record: plain Keras' time of a step, ours, and their ratio."""
+    """Returns a record: plain Keras' time of a step, ours, and their ratio."""
     task = TASKS[name]
     steps = epoch_steps if method == "fit" else max(2, round(turn_ms / task.step_ms))
     plain = compiled(task, jit_compile=jit_compile)
@@ -154,7 +154,7 @@ def measure(
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """The records as Markdown."""
+    """Returns the records as Markdown."""
     rows: list[tuple[object, ...]] = [
         ("model", "by", "XLA", "plain Keras (ms)", "ours (ms)", f"ratio (<= {BOUND})", "of processor time")
     ]

@@ -63,7 +63,7 @@ def planned(layers: int, devices: int, global_batch_size: int) -> tuple[float, d
 def records(
     layers: Sequence[int], devices: Sequence[int], repeats: int, global_batch_size: int
 ) -> Iterator[dict[str, Any]]:
-    """A record of each number of layers and devices, in ascending order, with its ratio to the first one."""
+    """Yields a record of each number of layers and devices, in ascending order, with its ratio to the first one."""
     pairs = [(depth, count) for depth in sorted(layers) for count in sorted(devices)]
     turns: dict[tuple[int, int], list[float]] = {pair: [] for pair in pairs}
     plans: dict[tuple[int, int], dapple.Plan | None] = {}

@@ -120,7 +120,7 @@ def measured(devices: int, micro_batches: int, options: Mapping[str, Any]) -> di
 
 
 def apart(devices: int, micro_batches: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same in a process of its own.
+    """Returns the same in a process of its own.
 
     Raises:
         RuntimeError: it failed; what it wrote has gone to standard error.
@@ -142,7 +142,7 @@ def apart(devices: int, micro_batches: int, options: Mapping[str, Any]) -> dict[
 
 
 def records(pairs: Sequence[tuple[int, int]], options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A record of each configuration, with its ratio to the first one."""
+    """Yields a record of each configuration, with its ratio to the first one."""
     first: dict[str, Any] | None = None
     for devices, micro_batches in pairs:
         record = (measured if len(pairs) == 1 else apart)(devices, micro_batches, options)
@@ -152,7 +152,7 @@ def records(pairs: Sequence[tuple[int, int]], options: Mapping[str, Any]) -> Ite
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The records for people."""
+    """Returns the records for people."""
     head = ("devices", "M", *(f"{name} (s)" for name in PARTS), "preparation (s)", "of one core (s)", "of the first")
     cells: list[tuple[object, ...]] = [(*head, "peak memory (MiB)")]
     for row in rows:
@@ -174,7 +174,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def parts_table(record: Mapping[str, Any]) -> str:
-    """The parts of one preparation, in the order of time, and what isn't part of it."""
+    """Returns the parts of one preparation, in the order of time, and what isn't part of it."""
     seconds = {
         **record["parts_s"],
         "preparation": record["preparation_s"],

@@ -107,7 +107,7 @@ def check_output(path: str | None) -> None:
 
 
 def numbers(flag: str, values: Sequence[str]) -> list[int]:
-    """A flag's whole numbers of at least 1.
+    """Returns a flag's whole numbers of at least 1.
 
     Raises:
         app.UsageError: there are none, or others; it names the flag.
@@ -121,7 +121,7 @@ def numbers(flag: str, values: Sequence[str]) -> list[int]:
 
 
 def own_command() -> str:
-    """The command by which this process was started, as one would type it: ``python -m tools.x --flag=1``.
+    """Returns the command by which this process was started, as one would type it: ``python -m tools.x --flag=1``.
 
     Files are named without their folders.
     """
@@ -137,7 +137,7 @@ def own_command() -> str:
 
 
 def rows_apart(module: str, *options: str) -> Iterator[dict[str, Any]]:
-    """The rows that a program prints as lines of JSON, in a process of its own, which gives its memory back.
+    """Yields the rows that a program prints as lines of JSON, in a process of its own, which gives its memory back.
 
     Raises:
         RuntimeError: it failed; what it wrote has gone to standard error.
@@ -156,7 +156,7 @@ def cells(rows: Iterable[Record], columns: Mapping[str, str]) -> list[list[str]]
 
 
 def markdown(rows: Sequence[Sequence[object]]) -> str:
-    """A table in Markdown; the first row is the header.
+    """Returns a table in Markdown; the first row is the header.
 
     >>> print(markdown([("way", "ratio"), ("keras", Quartiles(0.9, 1.0, 1.1))]))
     | way | ratio |

@@ -98,7 +98,7 @@ def torch_pipeline(stack: contextlib.ExitStack, size: GptConfig, micro_batches: 
 
 
 def measure() -> tuple[list[dict[str, Any]], str]:
-    """The records, and PyTorch's version.
+    """Returns the records, and PyTorch's version.
 
     Raises:
         PeersError: PyTorch's processes ended, or don't train alike.
@@ -147,7 +147,7 @@ def measure() -> tuple[list[dict[str, Any]], str]:
 
 
 def compare(torch: Peers, ours: dict[str, Trainer]) -> dict[str, list[float]]:
-    """The losses of the first three steps of each; they are warm then.
+    """Returns the losses of the first three steps of each; they are warm then.
 
     Raises:
         PeersError: they don't agree.
@@ -167,7 +167,7 @@ def compare(torch: Peers, ours: dict[str, Trainer]) -> dict[str, list[float]]:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """The records as Markdown."""
+    """Returns the records as Markdown."""
     rows: list[tuple[object, ...]] = [("way", "samples/s", "of PyTorch's", "loss of step 3")]
     for record in records:
         rate = f"{record['samples_per_s'].median:.1f}"

@@ -82,7 +82,7 @@ class Row(NamedTuple):
 
 
 def make_plan(shape: str) -> dapple.Plan:
-    """The plans by their names, for three devices."""
+    """Returns the plans by their names, for three devices."""
     if shape == "data_parallel":
         return dapple.Plan.data_parallel(3, _BATCH)
     if shape == "straight":
@@ -99,7 +99,7 @@ def make_plan(shape: str) -> dapple.Plan:
 
 
 def make_model() -> keras.Model:
-    """A model with random state (dropout), optimizer slots and metrics."""
+    """Returns a model with random state (dropout), optimizer slots and metrics."""
     keras.utils.set_random_seed(1)
     hidden = [keras.layers.Dense(64, activation="gelu", name=f"hidden_{index}") for index in range(6)]
     model = keras.Sequential([keras.Input((16,)), *hidden, keras.layers.Dropout(0.1), keras.layers.Dense(1)])
@@ -194,7 +194,7 @@ class _Client:
         self._events.put({"event": "gone", "code": self.process.wait()})
 
     def until(self, wanted: str) -> dict[str, Any]:
-        """The next event of a kind."""
+        """Returns the next event of a kind."""
         while True:
             event = self._events.get(timeout=_EVENT_SECONDS)
             if event["event"] == "step":

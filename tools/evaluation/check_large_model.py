@@ -43,7 +43,7 @@ def make_model(layers: int, width: int) -> keras.Model:
 
 
 def family(process: int) -> list[int]:
-    """A process and its descendants."""
+    """Returns a process and its descendants."""
     children = pathlib.Path(f"/proc/{process}/task/{process}/children").read_text().split()
     return [process, *(own for child in children for own in family(int(child)))]
 

@@ -77,14 +77,14 @@ def mlp() -> keras.Model:
 
 
 def transformer() -> keras.Model:
-    """A GPT of four blocks."""
+    """Returns a GPT of four blocks."""
     model = gpt(vocabulary=256, sequence=64, width=128, heads=4, depth=4)
     model.compile(keras.optimizers.Adam(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
 
 def residual() -> keras.Model:
-    """A ResNet of four groups of blocks."""
+    """Returns a ResNet of four groups of blocks."""
     model = resnet(image=32, width=16, blocks=(1, 2, 2, 1))
     model.compile(keras.optimizers.SGD(1e-2, 0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
@@ -163,7 +163,7 @@ POLICIES: dict[str, tuple[str, list[list[int]], dict[str, Any]]] = {
 
 
 def plan_of(model: Model, policy: str) -> dapple.Plan:
-    """The plan that trains a model by a policy."""
+    """Returns the plan that trains a model by a policy."""
     schedule, devices, options = POLICIES[policy]
     micro_batches, samples = model.micro_batches, model.samples
     if devices == CHUNKS:  # as many samples at a time as in a pipeline
@@ -226,13 +226,13 @@ COLUMNS = {
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The rows for people."""
+    """Returns the rows for people."""
     sizes = ("predicted", "measured", "least", "most")
     return text_table.table(cells(({**row, **{s: row[s] / 1e6 for s in sizes}} for row in rows), COLUMNS), left=2)
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The largest error of each policy, and the peaks of delayed weight gradients beside conventional ones."""
+    """Returns the largest error of each policy, and the peaks of delayed weight gradients beside conventional ones."""
     worst: dict[str, Mapping[str, Any]] = {}
     totals: dict[tuple[str, str], dict[str, float]] = collections.defaultdict(dict)
     for row in rows:

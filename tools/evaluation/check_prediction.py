@@ -62,7 +62,7 @@ def conv() -> tuple[keras.Model, np.ndarray, np.ndarray]:
 
 
 def transformer() -> tuple[keras.Model, np.ndarray, np.ndarray]:
-    """A GPT of four blocks."""
+    """Returns a GPT of four blocks."""
     draw = np.random.default_rng(0)
     model = gpt(vocabulary=256, sequence=64, width=128, heads=4, depth=4)
     model.compile(keras.optimizers.Adam(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -75,7 +75,7 @@ MAKERS = {"mlp": mlp, "conv": conv, "gpt": transformer}
 
 
 def plans_of(profile: dapple.Profile, found: dapple.Plan, devices: int) -> Iterator[dapple.Plan]:
-    """The reference, what the planner found, and plans of other shapes."""
+    """Yields the reference, what the planner found, and plans of other shapes."""
     batch = found.global_batch_size
     yield dapple.Plan.data_parallel(1, batch)
     yield found
@@ -91,7 +91,7 @@ def plans_of(profile: dapple.Profile, found: dapple.Plan, devices: int) -> Itera
 
 
 def _middle(profile: dapple.Profile) -> str:
-    """The layer after which half of the time has passed."""
+    """Returns the layer after which half of the time has passed."""
     samples = profile.batch_sizes[-1]
     times = np.cumsum([layer.forward.at(samples) + layer.backward.at(samples) for layer in profile.layers])
     return profile.layers[int(np.argmin(np.abs(times[:-1] - times[-1] / 2)))].name

@@ -45,12 +45,12 @@ class OneWay(TimeBudget):
         self._method = method
 
     def allows(self, *phases: str, more: float = 0.0) -> bool:
-        """Whether it is that way."""
+        """Returns whether it is that way."""
         return self._method in phases
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
-    """The place of each value among all."""
+    """Returns the place of each value among all."""
     return np.argsort(np.argsort(values))
 
 
@@ -62,7 +62,7 @@ def layer_seconds(profile: dapple.Profile, samples: int) -> np.ndarray:
 def row(
     true: dapple.Profile, other: dapple.Profile, cluster: dapple.Cluster, batch: int, seconds: float
 ) -> dict[str, Any]:
-    """How near a profile is to one that was measured layer by layer.
+    """Returns how near a profile is to one that was measured layer by layer.
 
     Args:
         true: that one.

@@ -63,7 +63,7 @@ SAMPLES = 6
 def pipeline(
     stages: int, micro_batches: int, schedule: str | Policy, replicas: Sequence[int], network: float
 ) -> tuple[Plan, Profile, Cluster]:
-    """A pipeline of equal stages, each on a server of its own, or two where the policy goes there and back.
+    """Returns a pipeline of equal stages, each on a server of its own, or two where the policy goes there and back.
 
     Args:
         stages: S; even where the policy goes there and back.

@@ -71,7 +71,7 @@ class Mutant:
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST]:
-    """All that a node could be replaced by."""
+    """Yields all that a node could be replaced by."""
     match node:
         case ast.Compare(ops=[op]) if type(op) in _SWAPPED:
             yield ast.Compare(node.left, [_SWAPPED[type(op)]()], node.comparators)
@@ -124,7 +124,7 @@ def _child(parent: ast.AST, field: str, index: int | None) -> ast.AST:
 
 
 def mutant(path: pathlib.Path, number: int, change: int) -> Mutant:
-    """The mutant of these numbers, see `mutants_of`."""
+    """Returns the mutant of these numbers, see `mutants_of`."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     parent, field, index = list(places(tree))[number]
     old = _child(parent, field, index)

@@ -147,7 +147,7 @@ DEVICES = (2, 4, 8)
 
 
 def settings(models: Sequence[str], devices: Sequence[int] = DEVICES, *, dockers: bool = True) -> list[Setting]:
-    """All rows; with two dockers where there are eight devices."""
+    """Returns all rows; with two dockers where there are eight devices."""
     found = [Setting(model, count) for model in models for count in devices]
     if dockers and 8 in devices:
         found += [Setting(model, 8, 2) for model in models]
@@ -178,7 +178,7 @@ def prepare(model: str) -> int:
 
 
 def op_graph(setting: Setting) -> tuple[OpGraph, Topology, FlatStep]:
-    """The operators of a setting with P100-like costs."""
+    """Returns the operators of a setting with P100-like costs."""
     step, topology = _step(setting.model), Topology.of(cluster_of(setting.devices, setting.dockers))
     return build_op_graph(step.graph, topology, OperatorCosts.p100(), step.shapes), topology, step
 
@@ -219,7 +219,7 @@ def _counted(found: Iterable[_Item]) -> dict[_Item, int]:
 
 
 def _table_6(graph: OpGraph, placement: OpPlacement) -> dict[str, Operator]:
-    """The operators of table 6, found by their layer."""
+    """Returns the operators of table 6, found by their layer."""
     found = {}
     for line, (layer, ops) in LINES.items():
         chosen = [

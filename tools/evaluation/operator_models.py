@@ -104,7 +104,7 @@ MODELS: Mapping[str, OperatorModel] = {
 
 @without_collection
 def flatten_step(model: keras.Model, batch: int, plan: dapple.Plan, cluster: dapple.Cluster) -> FlatStep:
-    """The operators of a step, by the passes that real training goes through: nothing is run.
+    """Returns the operators of a step, by the passes that real training goes through: nothing is run.
 
     Args:
         model: a compiled classifier of images with integer labels.
@@ -128,7 +128,7 @@ def flatten_step(model: keras.Model, batch: int, plan: dapple.Plan, cluster: dap
 
 
 def flat_step(model: OperatorModel, cache: pathlib.Path | None) -> FlatStep:
-    """The operators of a model's training step with momentum SGD, as the paper has it: one copy of the model.
+    """Returns the operators of a model's training step with momentum SGD, as the paper has it: one copy of the model.
 
     Args:
         model: the model.
@@ -176,7 +176,7 @@ def _digest() -> str:
 
 
 def sources() -> list[pathlib.Path]:
-    """The files of which a change makes steps anew."""
+    """Returns the files of which a change makes steps anew."""
     root = pathlib.Path(graph_passes.__file__).parents[1]
     searches = root / "dapple_tf" / "operators"
     files = [path for name in ("graph_passes", "dapple_tf") for path in (root / name).rglob("*.py")]

@@ -118,7 +118,7 @@ counted, and Keras makes fewer of them than TF-Slim, whose graphs have summaries
 
 
 def claims_of(rows: Sequence[Row], search_seconds: float = SEARCH_SECONDS) -> list[Claim]:
-    """What must hold of the results, and whether the paper's margins are reached."""
+    """Returns what must hold of the results, and whether the paper's margins are reached."""
     found = []
     for row in rows:
         found += [_not_slower(row, than) for than in ("fast_t", "heft", "single")]

@@ -68,7 +68,7 @@ SLACK = 0.98
 
 
 def check(results: Results, bounds: Mapping[str, float]) -> list[Claim]:
-    """What must hold of the results.
+    """Returns what must hold of the results.
 
     Args:
         results: what was computed.
@@ -107,7 +107,7 @@ def _bounded(claim: Claim, bounds: Mapping[str, float]) -> Claim:
 
 
 def reached(claims: Iterable[Claim]) -> dict[str, float]:
-    """The figures to hold later results to."""
+    """Returns the figures to hold later results to."""
     return {claim.name: float(f"{claim.value:.4g}") for claim in claims if claim.value is not None}
 
 

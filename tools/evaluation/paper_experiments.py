@@ -137,7 +137,7 @@ def cut_text(outcome: Outcome) -> str:
 
 
 def path_text(simulation: Simulation) -> str:
-    """What the critical path consists of, longest part first."""
+    """Returns what the critical path consists of, longest part first."""
     names = {"send": "transfers", "all_reduce": "all-reduce", "apply": "Apply"}
     parts: dict[str, float] = {}
     path = simulation.critical_path
@@ -175,7 +175,7 @@ def best(
     schedules: Sequence[str] = POLICIES,
     recompute: Sequence[str] = ("none", "boundary"),
 ) -> Outcome | None:
-    """The fastest way to run any of these partitions; None where none is legal.
+    """Returns the fastest way to run any of these partitions; None where none is legal.
 
     Where none fits the devices, the one that is short of the least memory, simulated without the limit.
     """
@@ -256,7 +256,7 @@ def make_plan(
 
 
 def run_row(row: PaperRow, patience: float = 1.0) -> RowResult:
-    """A row of Table 4 or 6."""
+    """Returns a row of Table 4 or 6."""
     model, cluster = MODELS[row.model], CONFIGS[row.config]
     profile = model.profile()
     theirs = paper_partitions(row, profile)
@@ -355,7 +355,7 @@ class LargerCluster:
 
 
 def run_larger(row: PaperRow) -> LargerCluster:
-    """A row of Table 6 on 4 x 8 devices."""
+    """Returns a row of Table 6 on 4 x 8 devices."""
     cluster = hardware(4, 8, 25)
     profile = MODELS[row.model].profile()
     counts = micro_batch_counts(profile, row.batch)
@@ -398,7 +398,7 @@ class Policies:
 
 
 def run_policies(model: str) -> Policies:
-    """A column of Table 3; for VGG-19, which Table 4 has in data parallelism, Table 6's pipeline."""
+    """Returns a column of Table 3; for VGG-19, which Table 4 has in data parallelism, Table 6's pipeline."""
     rows = TABLE_6 if model == "vgg-19" else TABLE_4
     row = next(row for row in rows if row.model == model and row.config == "A")
     profile, cluster = MODELS[model].profile(), CONFIGS["A"]
@@ -467,7 +467,7 @@ class Line7:
 
 
 def run_table_7(line: LargeBert = TABLE_7[-1]) -> Line7:
-    """The largest BERT on so many V100s of one server, with recomputation and one sample per micro-batch."""
+    """Returns the largest BERT on so many V100s of one server, with recomputation and one sample per micro-batch."""
     cluster = hardware(1, line.devices, 25)
 
     def costs_of(layers: int) -> CostModel | None:

@@ -117,7 +117,7 @@ def compare_draw(seed: int) -> tuple[str, Comparison]:
 
 
 def draw(seed: int) -> Draw:
-    """The model, plan and batches of a seed."""
+    """Returns the model, plan and batches of a seed."""
     rng = np.random.default_rng(seed)
     chain = _Chain(rng)
     optimizer = str(rng.choice(list(_OPTIMIZERS)))
@@ -177,7 +177,7 @@ class _Chain:
         self.kinds = kinds
 
     def build(self) -> keras.Model:
-        """The model, not compiled."""
+        """Returns the model, not compiled."""
         inputs, x = self._inputs()
         early = None
         for number, (kind, seed) in enumerate(zip(self.blocks, self.seeds, strict=True)):
@@ -189,7 +189,7 @@ class _Chain:
         return keras.Model(inputs, outputs if self.second_head else outputs[0])
 
     def losses(self) -> Any:
-        """What to compile the model with."""
+        """Returns what to compile the model with."""
         return [_LOSSES[self.loss]() for _ in range(2)] if self.second_head else _LOSSES[self.loss]()
 
     def batch(self, rng: np.random.Generator, samples: int) -> Batch:

@@ -28,13 +28,13 @@ class Quartiles:
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
-    """The quartiles of at least one number."""
+    """Returns the quartiles of at least one number."""
     low, median, high = np.percentile(np.asarray(values, np.float64), (25, 50, 75))
     return Quartiles(float(low), float(median), float(high))
 
 
 def ratios(values: Sequence[float], base: Sequence[float]) -> Quartiles:
-    """The quartiles of ``values[i] / base[i]``, both of round i.
+    """Returns the quartiles of ``values[i] / base[i]``, both of round i.
 
     >>> str(ratios([2.0, 3.0, 8.0], [1.0, 1.0, 2.0]))
     '3.000 (2.500 to 3.500)'

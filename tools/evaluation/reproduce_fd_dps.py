@@ -61,7 +61,7 @@ class _Work:
 
 
 def reproduce(chosen: Sequence[Setting], jobs: int) -> list[Row]:
-    """The rows of these settings, in their order."""
+    """Returns the rows of these settings, in their order."""
     models = list(dict.fromkeys(setting.model for setting in chosen))
     work = _Work(len(models) + len(chosen))
     found: dict[Setting, Row] = {}

@@ -169,7 +169,7 @@ def replicas_of(kind: str, devices: int, layers: int) -> tuple[int, ...] | None:
 
 
 def plan_of(found: Captured, kind: str, devices: int, schedule: str) -> dapple.Plan | None:
-    """An even plan of a kind, a sample for each replica and micro-batch; None where there is none."""
+    """Returns an even plan of a kind, a sample for each replica and micro-batch; None where there is none."""
     replicas = replicas_of(kind, devices, len(found.layers.names))
     if replicas is None:
         return None
@@ -182,7 +182,7 @@ def plan_of(found: Captured, kind: str, devices: int, schedule: str) -> dapple.P
 
 @without_collection
 def rewritten(found: Captured, plan: dapple.Plan, cluster: dapple.Cluster, parts: Parts) -> Program:
-    """The complete training step of a model by a plan, by the passes that real training goes through."""
+    """Returns the complete training step of a model by a plan, by the passes that real training goes through."""
     passes = StepPasses(plan, cluster)
 
     def run(program: Program, chosen: Sequence[Pass], first: int, *, complete: bool = False) -> Program:
@@ -252,7 +252,7 @@ def _sum(parts: Mapping[str, Mapping[str, float]], *names: str) -> float:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows for people, as Markdown. Seconds are of one core."""
+    """Returns the rows for people, as Markdown. Seconds are of one core."""
     cells: list[tuple[str, ...]] = [_HEADS]
     for row in rows:
         own, step = row["model_parts"], row["step"]

@@ -137,7 +137,7 @@ def largest_difference(
 
 
 def _scale(old: np.ndarray, new: np.ndarray, dtype: str) -> float:
-    """What differences of an array are relative to: how far training has moved it."""
+    """Returns what differences of an array are relative to: how far training has moved it."""
     return max(FLOOR[dtype], float(np.max(np.abs(new - old))), _ROUNDED * float(np.max(np.abs(new))))
 
 

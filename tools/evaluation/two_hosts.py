@@ -141,7 +141,7 @@ class Client:
         return dapple.transform(self._model(), self.cluster, plan)
 
     def compute(self) -> Callable[[], float]:
-        """A step of both hosts at once, without a network."""
+        """Returns a step of both hosts at once, without a network."""
         half = self.batch // 2
         trainers = [self._trainer(dapple.Plan.data_parallel([host], half)) for host in range(2)]
         x, y = self.x[:half], self.y[:half]
@@ -197,7 +197,7 @@ class Client:
         return 4 * sum(int(np.prod(variable.shape)) for variable in self._model().trainable_variables)
 
     def plans(self) -> Iterator[tuple[str, dapple.Plan]]:
-        """The variants that train on both hosts."""
+        """Yields the variants that train on both hosts."""
         bucket = self.task["bucket_bytes"]
         yield "conventional", dapple.Plan.data_parallel(2, self.batch, wait_free=False, bucket_bytes=bucket)
         cuts = self.example.cuts
@@ -351,7 +351,7 @@ def measure(name: str, rate: float | None) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """A model's numbers for people."""
+    """Returns a model's numbers for people."""
     most = result["noise"]
     counted = {name: sorted(found, key=lambda step: step[1]) for name, found in result["samples"].items()}
     seconds, noise = {}, {}

@@ -69,7 +69,7 @@ OPTIMIZERS: Mapping[str, Callable[[], keras.optimizers.Optimizer]] = {
 
 
 def compiled(architecture: Architecture, optimizer: str) -> keras.Model:
-    """The model with its values, compiled."""
+    """Returns the model with its values, compiled."""
     model = architecture.build(_SEED)
     losses = "mse" if len(model.outputs) == 1 else ["mse"] * len(model.outputs)
     model.compile(OPTIMIZERS[optimizer](), losses, jit_compile=False)
@@ -77,7 +77,7 @@ def compiled(architecture: Architecture, optimizer: str) -> keras.Model:
 
 
 def batches(architecture: Architecture, model: keras.Model, micro_batches: int) -> list[Batch]:
-    """A batch for each step.
+    """Returns a batch for each step.
 
     With BatchNormalization each slice holds the same samples, each time in another order: all slices have the
     statistics of the whole batch then (docs/equivalence.md), so that the result has to be that of plain Keras. Other
@@ -151,7 +151,7 @@ def drawn_rows(first: int, count: int) -> Iterator[dict[str, Any]]:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """A row for each architecture: how many of its trainings are equal, and the largest difference."""
+    """Returns a row for each architecture: how many of its trainings are equal, and the largest difference."""
     cells: list[tuple[str, ...]] = []
     for name in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == name]

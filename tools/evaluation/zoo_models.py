@@ -43,7 +43,7 @@ class Architecture:
     dtype: str = "float64"
 
     def build(self, seed: int) -> keras.Model:
-        """The model with a head for each float output; not compiled. Equal seeds give equal values."""
+        """Returns the model with a head for each float output; not compiled. Equal seeds give equal values."""
         keras.utils.set_random_seed(seed)
         backbone = self.backbone()
         outputs = [head(tensor, number) for number, tensor in enumerate(_float_outputs(backbone))]
@@ -87,7 +87,7 @@ def head(tensor: Any, number: int) -> Any:
 
 
 def normalizes_batches(model: keras.Model) -> bool:
-    """Whether a training step depends on how its batch is sliced."""
+    """Returns whether a training step depends on how its batch is sliced."""
     return any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers_of(model))
 
 
@@ -264,7 +264,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def find_architecture(name: str) -> Architecture:
-    """An architecture by its name.
+    """Returns an architecture by its name.
 
     Raises:
         ModelError: there is none, or keras_hub isn't installed.
