@@ -1,4 +1,4 @@
-"""What benchmarks train: a byte-level GPT, compiled, on random tokens."""
+"""The model of benchmarks: a byte-level GPT, compiled, on random tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_model(size: GptConfig, *, jit_compile: bool = False) -> keras.Model:
 
 
 def make_data(size: GptConfig, samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random tokens and labels, int32 [samples, sequence] each."""
+    """Returns random tokens and labels, int32 [samples, sequence] each."""
     draw = np.random.default_rng(0)
     tokens = draw.integers(0, size.vocabulary, (samples, size.sequence + 1)).astype("int32")
     return tokens[:, :-1], tokens[:, 1:]
@@ -42,7 +42,7 @@ class Trainer:
     """A pipelined model on workers.
 
     Attributes:
-        loss: of the last step.
+        loss: loss of the last step.
     """
 
     def __init__(
@@ -54,6 +54,6 @@ class Trainer:
         self.loss = 0.0
 
     def __call__(self, steps: int) -> None:
-        """Trains for so many steps."""
+        """Trains for ``steps`` steps."""
         for _ in range(steps):
             self.loss = float(self._pipelined.train_on_batch(*self._data))
