@@ -130,7 +130,7 @@ class ArraySource(Source):
             yield self._batch(order[first : first + self._batch_size])
 
     def _drawn(self, number: int) -> np.ndarray:
-        """Returns a round's order, drawn from our own seed: without TensorFlow's global one, Keras' order is arbitrary."""
+        """Returns a round's order, from our own seed: without TensorFlow's global one, Keras' order is arbitrary."""
         draw = np.random.default_rng([self.seed, number])
         order = draw.permutation(self._samples) if self.shuffle is True else np.arange(self._samples)
         if self.shuffle == "batch":
