@@ -89,9 +89,8 @@ def graph_page(graph: TaskGraph, *, title: str) -> str:
 def timeline_data(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Returns the argument of ``dapple.showTimelines``: ``{"timelines": [...]}``, ready for JSON.
 
-    Spans are columns: ``spans["start"][i]`` is the start of span i. A column is left out if all values are the default
-        of
-    `Span`.
+    Spans are columns: ``spans["start"][i]`` is the start of span i. A column is left out if all values are
+    the default of `Span`.
 
     Raises:
         ValueError: as `timeline_page`.
