@@ -97,7 +97,7 @@ class RecurrentLayer(keras.layers.Layer):
         return keras.ops.reshape(hidden, (*keras.ops.shape(inputs)[:-1], hidden.shape[-1]))
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments that make an equal layer."""
+        """Returns arguments that make an equal layer."""
         own = {"width": self.width, "bidirectional": self.bidirectional, "residual": self.residual}
         return {**super().get_config(), **own, "dropout": self.rate}
 
@@ -150,10 +150,10 @@ def build(config: RnnConfig, name: str = "rnn") -> keras.Model:
 
 
 def rnn_16(**changes: Any) -> keras.Model:
-    """RNN-16, with the fields of `RnnConfig` in ``changes`` replaced."""
+    """Builds RNN-16, with the fields of `RnnConfig` in ``changes`` replaced."""
     return build(RnnConfig(**changes), name="rnn_16")
 
 
 def rnn_tiny(**changes: Any) -> keras.Model:
-    """`TINY`, with the fields in ``changes`` replaced."""
+    """Builds `TINY`, with the fields in ``changes`` replaced."""
     return build(dataclasses.replace(TINY, **changes), name="rnn_tiny")

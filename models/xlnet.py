@@ -150,7 +150,7 @@ class XlnetEmbedding(keras.layers.Layer):
         return self.dropout(content, training=training), self.dropout(query, training=training)
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments that make an equal layer."""
+        """Returns arguments that make an equal layer."""
         own = {"vocabulary": self.vocabulary, "width": self.width, "dropout": self.rate}
         return {**super().get_config(), **own, "two_streams": self.two_streams}
 
@@ -223,7 +223,7 @@ class RelativeAttention(keras.layers.Layer):
         return keras.ops.reshape(projected, (-1, vectors.shape[1], self.heads, self.size))
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments that make an equal layer."""
+        """Returns arguments that make an equal layer."""
         return {**super().get_config(), "heads": self.heads, "dropout": self.rate}
 
 
@@ -304,7 +304,7 @@ class XlnetLayer(keras.layers.Layer):
         return self.output_norm(middle + self.dropout(self.contract(hidden), training=training))
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments that make an equal layer."""
+        """Returns arguments that make an equal layer."""
         return {**super().get_config(), "heads": self.heads, "inner": self.inner, "dropout": self.rate}
 
 
@@ -343,10 +343,10 @@ def build(config: XlnetConfig, name: str = "xlnet") -> keras.Model:
 
 
 def xlnet_36(**changes: Any) -> keras.Model:
-    """XLNet-36 (2.1 GB of float32 parameters), with the fields of `XlnetConfig` in ``changes`` replaced."""
+    """Builds XLNet-36 (2.1 GB of float32 parameters), with the fields of `XlnetConfig` in ``changes`` replaced."""
     return build(XlnetConfig(**changes), name="xlnet_36")
 
 
 def xlnet_tiny(**changes: Any) -> keras.Model:
-    """`TINY`, with the fields in ``changes`` replaced."""
+    """Builds `TINY`, with the fields in ``changes`` replaced."""
     return build(dataclasses.replace(TINY, **changes), name="xlnet_tiny")
