@@ -109,7 +109,7 @@ def _centre(shape: Shape, part: float) -> Window:
 
 
 def _crop(data: tf.Tensor, channels: int, window: Window) -> tf.Tensor:
-    """Returns part of an encoded image or of pixels, uint8 [height, width, channels]; of a JPEG only that is decoded."""
+    """Returns part of an encoded image or of pixels, uint8 [height, width, channels]; decodes only that of a JPEG."""
     if data.dtype != tf.string:
         return _part(data, window)
 
