@@ -1,4 +1,4 @@
-"""Times that were measured in turns, as ratios: a machine's speed drifts, and what takes turns drifts together."""
+"""Ratios of times that were measured in turns: a machine's speed drifts, equally for all that take turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Quartiles:
-    """What a number was over the rounds of a benchmark.
+    """Quartiles of a number over the rounds of a benchmark.
 
     Attributes:
         low: lower quartile.
@@ -50,13 +50,13 @@ def ratios(values: Sequence[float], base: Sequence[float]) -> Quartiles:
 def take_turns(
     ways: Mapping[str, Callable[[], object]], rounds: int, told: Callable[[int, str], None] | None = None
 ) -> dict[str, list[float]]:
-    """Runs each way once in every round, in an order that is turned around from round to round.
+    """Runs each way once in every round, in an order that is reversed from round to round.
 
-    So none always comes after the same other one, which leaves it caches, and the processor's clock, in some state.
+    So none always follows the same other one, which leaves caches and the processor's clock in some state.
 
     Args:
-        ways: name -> what runs a turn.
-        rounds: how many.
+        ways: name -> function that runs a turn.
+        rounds: number of rounds.
         told: called after each turn with the round's number, from 0, and the way's name.
 
     Returns:
