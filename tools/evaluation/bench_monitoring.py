@@ -41,7 +41,7 @@ _JSON = flags.DEFINE_string("json", None, "Where to write the numbers, too.", fl
 
 _BATCH = 32
 _BUDGET = 0.01
-"""The monitor's own."""
+"""Default budget of the monitor."""
 
 
 class _Times(keras.callbacks.Callback):
@@ -114,7 +114,7 @@ def measure() -> dict[str, Any]:
 
 
 def _bookkeeping(monitor: dapple.PipelineMonitor, count: int = 2000) -> float:
-    """Microseconds of what the monitor does in a step that isn't traced."""
+    """Returns the microseconds that the monitor takes in an untraced step."""
     started = time.perf_counter()
     for _ in range(count):  # as `PipelinedModel` does after each step
         monitor.stepped(_BATCH, 0.1, 1e-3)
