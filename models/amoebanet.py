@@ -16,9 +16,9 @@ import keras
 from dapple_tf.models.grouping import group
 
 _BOTTLENECK = 4
-"""What the channels between the 1x1 convolutions of an operation are divided by."""
+"""Divisor of the channels between the 1x1 convolutions of an operation."""
 _KERNELS = {"conv_3x3": ((3, 3),), "conv_1x7_7x1": ((1, 7), (7, 1))}
-"""Of the convolutions between them."""
+"""Sizes of the convolutions between them."""
 _POOLS = {
     "max_pool_2x2": (keras.layers.MaxPooling2D, 2),
     "max_pool_3x3": (keras.layers.MaxPooling2D, 3),
@@ -28,15 +28,15 @@ _POOLS = {
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What a cell computes.
+    """The computation of a cell.
 
-    State 0 is what the cell before it gave and state 1 what the one before that gave, both brought to the cell's size.
+    State 0 is the output of the previous cell and state 1 that of the one before it, both brought to the cell's size.
     Each pair adds a state: the sum of an operation on each of two states.
 
     Attributes:
-        pairs: of (state, operation) each.
+        pairs: pairs of (state, operation).
         outputs: the states that are concatenated.
-        stride: of operations on states 0 and 1.
+        stride: stride of operations on states 0 and 1.
     """
 
     pairs: tuple[tuple[tuple[int, str], tuple[int, str]], ...]
@@ -72,20 +72,20 @@ REDUCTION = Cell(
 def amoebanet_d(
     cells: int = 36, *, image: int = 224, channels: int = 3, classes: int = 1000, filters: int = 512
 ) -> keras.Model:
-    """AmoebaNet-D (cells, filters): with 36 and 512 that of DAPPLE's table 1, of 933 million parameters.
+    """Builds AmoebaNet-D (cells, filters): with 36 and 512 that of DAPPLE's table 1, of 933 million parameters.
 
     Inputs are ``[batch, image, image, channels]``, outputs logits ``[batch, classes]``.
 
     Args:
         cells: number of normal cells; a third each before, between and after two reduction cells.
         image: height and width of the images.
-        channels: of the images.
+        channels: channels of the images.
         classes: number of classes.
-        filters: channels of an operation in the first third; each following one has twice as many. Cells give four
+        filters: channels of an operation in the first third; each following third has twice as many. Cells return four
             times as many.
 
     Raises:
-        ValueError: cells that aren't a multiple of 3, or other sizes that can't be.
+        ValueError: the cells aren't a multiple of 3, or another size is impossible.
     """
     if cells < 3 or cells % 3:
         raise ValueError(f"cells is {cells}; must be a multiple of 3, for there are three groups of them")
@@ -93,27 +93,27 @@ def amoebanet_d(
 
 
 def amoebanet_tiny(*, image: int = 8, channels: int = 3, classes: int = 10, filters: int = 16) -> keras.Model:
-    """A reduction cell and a normal cell, ``cell_stem_0`` and ``cell_0``; sizes as in `amoebanet_d`."""
+    """Builds a reduction cell and a normal cell, ``cell_stem_0`` and ``cell_0``; sizes as in `amoebanet_d`."""
     return cell_network([1], 1, image=image, channels=channels, classes=classes, filters=filters, stem=8)
 
 
 def cell_network(
     groups: Sequence[int], stem_cells: int, *, image: int, channels: int, classes: int, filters: int, stem: int
 ) -> keras.Model:
-    """A convolution that halves the image, reduction cells, groups of normal cells with reduction cells between them.
+    """Builds a convolution that halves the image, reduction cells, and groups of normal cells with some in between.
 
     Args:
-        groups: how many normal cells each group has.
-        stem_cells: how many reduction cells there are before the first group, at least 1; each has half the filters of
+        groups: number of normal cells in each group.
+        stem_cells: number of reduction cells before the first group, at least 1; each has half the filters of
             the next.
         image: height and width of the images; at least 3.
-        channels: of the images.
+        channels: channels of the images.
         classes: number of classes.
         filters: channels of an operation in the first group; a multiple of 4, and of twice that for each stem cell.
         stem: channels of the first convolution.
 
     Raises:
-        ValueError: sizes that can't be.
+        ValueError: a size is impossible.
     """
     multiple = _BOTTLENECK * 2 ** max(stem_cells, 0)
     if not groups or min(*groups, stem_cells, channels, classes, filters, stem) < 1 or image < 3 or filters % multiple:
@@ -140,7 +140,7 @@ def cell_network(
 
 
 def _cell(cell: Cell, x: Any, before: Any, width: int, name: str) -> Any:
-    """A cell of so many channels per state, after ``x``, and ``before`` that; the first one has but one input."""
+    """Adds a cell with ``width`` channels per state after ``x`` and ``before``; the first one has only one input."""
 
     def states(x: Any, before: Any | None = None) -> Any:
         first = _convolution(x, width, (1, 1), (1, 1), f"{name}_0")
@@ -158,7 +158,7 @@ def _cell(cell: Cell, x: Any, before: Any, width: int, name: str) -> Any:
 
 
 def _fitted(before: Any, x: Any, width: int, name: str) -> Any:
-    """What the cell before the last gave, in the last one's size; if larger, half of it from odd pixels."""
+    """Returns ``before`` in the size of ``x``; if it is larger, half of it from odd pixels."""
     if before.shape[1] == x.shape[1]:
         return _convolution(before, width, (1, 1), (1, 1), name)
     before = keras.layers.ReLU(name=f"{name}_relu")(before)
@@ -174,7 +174,7 @@ def _fitted(before: Any, x: Any, width: int, name: str) -> Any:
 
 
 def _operation(kind: str, x: Any, width: int, stride: int, name: str) -> Any:
-    """An operation by name; convolutions but 1x1 have fewer channels inside, and what is only pooled gets as many."""
+    """Adds an operation by name; convolutions but 1x1 have fewer channels inside, and pooling also yields ``width``."""
     if kind == "none":
         return x
     if kind in _POOLS:
@@ -193,7 +193,7 @@ def _operation(kind: str, x: Any, width: int, stride: int, name: str) -> Any:
 def _convolution(
     x: Any, width: int, kernel: tuple[int, ...], strides: tuple[int, ...], name: str, *, activated: bool = True
 ) -> Any:
-    """ReLU, a convolution without bias and its normalisation."""
+    """Adds ReLU, a convolution without bias and its normalisation."""
     if activated:
         x = keras.layers.ReLU(name=f"{name}_relu")(x)
     convolution = keras.layers.Conv2D(

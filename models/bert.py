@@ -23,8 +23,8 @@ _HIDDEN_LOGIT = -1e4
 """Finite in float16, and small enough for a probability of 0."""
 
 HEADS_OF_MODELS = ("masked_tokens", "classes", "spans")
-"""What a model is trained to tell: the tokens that were masked out, a class of the whole sequence, or where an answer
-starts and ends, as for SQuAD.
+"""Tasks of a model: predict masked tokens, the class of a sequence, or where an answer starts and ends, as for
+SQuAD.
 """
 
 
@@ -130,7 +130,7 @@ class BertEmbedding(keras.layers.Layer):
         return self.dropout(self.norm(embedded), training=training)
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments that make an equal layer."""
+        """Returns arguments that make an equal layer."""
         own = {"vocabulary": self.vocabulary, "positions": self.positions, "width": self.width, "dropout": self.rate}
         return {**super().get_config(), **own}
 
@@ -171,7 +171,7 @@ class EncoderLayer(keras.layers.Layer):
         return self.output_norm(middle + self.dropout(self.contract(hidden), training=training))
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments that make an equal layer."""
+        """Returns arguments that make an equal layer."""
         return {**super().get_config(), "heads": self.heads, "inner": self.inner, "dropout": self.rate}
 
 
@@ -241,26 +241,26 @@ def build(config: BertConfig, name: str = "bert") -> keras.Model:
 
 
 def bert_12(**changes: Any) -> keras.Model:
-    """`BASE` (0.4 GB of float32 parameters), with the fields in ``changes`` replaced."""
+    """Builds `BASE` (0.4 GB of float32 parameters), with the fields in ``changes`` replaced."""
     return build(dataclasses.replace(BASE, **changes), name="bert_12")
 
 
 def bert_24(**changes: Any) -> keras.Model:
-    """`LARGE` (1.3 GB of float32 parameters), with the fields in ``changes`` replaced."""
+    """Builds `LARGE` (1.3 GB of float32 parameters), with the fields in ``changes`` replaced."""
     return build(dataclasses.replace(LARGE, **changes), name="bert_24")
 
 
 def bert_48(**changes: Any) -> keras.Model:
-    """BERT-48 (2.6 GB of float32 parameters), with the fields of `BertConfig` in ``changes`` replaced."""
+    """Builds BERT-48 (2.6 GB of float32 parameters), with the fields of `BertConfig` in ``changes`` replaced."""
     return build(BertConfig(**changes), name="bert_48")
 
 
 def bert_tiny(**changes: Any) -> keras.Model:
-    """`TINY`, with the fields in ``changes`` replaced."""
+    """Builds `TINY`, with the fields in ``changes`` replaced."""
     return build(dataclasses.replace(TINY, **changes), name="bert_tiny")
 
 
 def bert_small(**changes: Any) -> keras.Model:
-    """4 layers of width 256 for 128 tokens (16 MB of float32 parameters), with fields in ``changes`` replaced."""
+    """Builds 4 layers of width 256 for 128 tokens (16 MB of float32 parameters); fields in ``changes`` replaced."""
     small = BertConfig(depth=4, width=256, heads=4, inner=1024, vocabulary=4096, sequence=128, positions=128)
     return build(dataclasses.replace(small, **changes))

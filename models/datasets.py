@@ -1,4 +1,4 @@
-"""Data by name. To add some, add a `DataSource` to `DATASETS`; to add a format of files, a `Reader` to `READERS`."""
+"""Data by name. To add data, add a `DataSource` to `DATASETS`; to add a file format, a `Reader` to `READERS`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def generated(length: int | None = None) -> DataSource:
-    """Random numbers in the shapes that a model declares.
+    """Returns random numbers in the shapes that a model declares.
 
     Args:
-        length: what axes are as long as that the model leaves open; None for one that it can be computed for.
+        length: length of axes that the model leaves open; None for one that it can be computed for.
     """
     batches = later("generated_data.random_numbers")
     return DataSource(
@@ -53,12 +53,12 @@ DATASETS: Mapping[str, DataSource] = {source.name: source for source in _DATASET
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """What reads files of one format.
+    """A reader of one file format.
 
     Attributes:
-        kind: by which it is asked for, as in ``kind:path?option=value``; ``kind`` alone reads a small sample.
-        about: what the files are, in a line.
-        open: finds the files, and what is wrong with them.
+        kind: its name, as in ``kind:path?option=value``; ``kind`` alone reads a small sample.
+        about: description of the files, in a line.
+        open: function that finds and checks the files.
     """
 
     kind: str

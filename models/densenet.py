@@ -1,8 +1,8 @@
 """DenseNet-BC (Huang et al., CVPR 2017), as an ordinary Keras functional model.
 
 The layers that a plan may cut after are named ``stem``, ``block_<group>_<number>``, ``transition_<group>`` and
-``logits``, all counted from 0. What a block gives holds all that its group has made before, so that one tensor crosses
-each cut; after a transition it is smallest.
+``logits``, all counted from 0. A block's output contains everything that its group has made so far, so that one tensor
+crosses each cut; after a transition it is smallest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import keras
 from dapple_tf.models.grouping import group
 
 _BOTTLENECK = 4
-"""Channels of the 1x1 convolution of a block, in growth rates."""
+"""Channels of the 1x1 convolution of a block, as a multiple of the growth rate."""
 
 
 def densenet(
@@ -27,21 +27,21 @@ def densenet(
     blocks: Sequence[int] = (6, 12, 24, 16),
     growth: int = 32,
 ) -> keras.Model:
-    """A DenseNet with bottlenecks that halves its channels between groups; by default DenseNet-121.
+    """Builds a DenseNet with bottlenecks that halves its channels between groups; by default DenseNet-121.
 
-    Inputs are ``[batch, image, image, channels]``, outputs logits ``[batch, classes]``. keras.applications' has the
-    same layers, but one growth rate. Images below 64 pixels, as of CIFAR, are convolved 3x3 at first; larger ones 7x7
-    and pooled, to a quarter.
+    Inputs are ``[batch, image, image, channels]``, outputs logits ``[batch, classes]``. keras.applications' DenseNet
+    has the same layers, but only one growth rate. Images below 64 pixels, such as CIFAR's, pass a 3x3 convolution
+    first; larger ones a 7x7 convolution and pooling, to a quarter.
 
     Args:
         image: height and width of the images.
-        channels: of the images.
+        channels: channels of the images.
         classes: number of classes.
-        blocks: how many blocks each group has: DenseNet-169 has 6, 12, 32 and 32.
+        blocks: number of blocks in each group: DenseNet-169 has 6, 12, 32 and 32.
         growth: channels that each block adds; the Out-Of-Order BackProp paper has 12, 24 and 32.
 
     Raises:
-        ValueError: no blocks, or an image that can't be halved as often.
+        ValueError: there are no blocks, or the image can't be halved as often.
     """
     if not blocks or min(blocks) < 1:
         raise ValueError(f"blocks is {list(blocks)}; each group needs at least 1 block")
@@ -70,14 +70,14 @@ def densenet(
 
 
 def _block(x: Any, growth: int, name: str) -> Any:
-    """What it is given, and ``growth`` channels more."""
+    """Returns ``x`` with ``growth`` more channels."""
     new = _convolution(_activated(x, f"{name}_0"), _BOTTLENECK * growth, 1, f"{name}_conv_0")
     new = _convolution(_activated(new, f"{name}_1"), growth, 3, f"{name}_conv_1")
     return keras.layers.Concatenate(name=f"{name}_concat")([x, new])
 
 
 def _transition(x: Any, name: str) -> Any:
-    """Half as many channels, of half the height and width."""
+    """Returns half as many channels, of half the height and width."""
     x = _convolution(_activated(x, name), x.shape[-1] // 2, 1, f"{name}_conv")
     return keras.layers.AveragePooling2D(2, name=f"{name}_pool")(x)
 

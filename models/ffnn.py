@@ -1,8 +1,8 @@
 """A feed-forward network of equal fully connected layers, as an ordinary Keras functional model.
 
 FFNN-16 of the Out-Of-Order BackProp paper (section 8.4.1: "a simple feed forward neural network (FFNN) with 16
-fully-connected layers"). The paper doesn't say how wide they are; here they have 2048 units, so that a layer is large
-enough to keep a device busy, and are all alike, as its figure 12 takes them to be.
+fully-connected layers"). The paper doesn't say how wide they are. Here each has 2048 units, so that a layer is large
+enough to keep a device busy, and all are alike, as the paper's figure 12 assumes.
 
 The layers that a plan may cut after are named ``layer_0`` to ``layer_{depth - 1}``; the last one gives the logits.
 """
@@ -26,7 +26,7 @@ class FfnnConfig:
     """Size of a feed-forward network.
 
     Attributes:
-        depth: Number of fully connected layers, with the one that gives the logits.
+        depth: Number of fully connected layers, including the one that returns the logits.
         features: Numbers per sample.
         width: Units of each layer but the last.
         classes: Units of the last layer.
@@ -72,10 +72,10 @@ def build(config: FfnnConfig, name: str = "ffnn") -> keras.Model:
 
 
 def ffnn_16(**changes: Any) -> keras.Model:
-    """FFNN-16, with the fields of `FfnnConfig` in ``changes`` replaced."""
+    """Builds FFNN-16, with the fields of `FfnnConfig` in ``changes`` replaced."""
     return build(FfnnConfig(**changes), name="ffnn_16")
 
 
 def ffnn_tiny(**changes: Any) -> keras.Model:
-    """`TINY`, with the fields in ``changes`` replaced."""
+    """Builds `TINY`, with the fields in ``changes`` replaced."""
     return build(dataclasses.replace(TINY, **changes), name="ffnn_tiny")

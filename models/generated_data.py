@@ -1,4 +1,4 @@
-"""Generated data, few enough to be learnt by heart or with something to learn."""
+"""Generated data: few enough to be memorised, or with something to learn."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dapple_tf.models.readers import fit, order, predicted_tokens
 from dapple_tf.models.sources import ModelError, untuned
 
 PADDING, BEGIN, END = 0, 1, 2
-"""Tokens that aren't words: what fills up a sentence, and what a translation begins and ends with."""
+"""Tokens that aren't words: padding of a sentence, and the beginning and end of a translation."""
 
 _WORDS_FROM = 3
 
 _POOL_BATCHES = 4
-"""Generated data are so many batches, which come again and again: losses fall, as they can be learnt by heart."""
+"""Number of batches of generated data, which are repeated: losses fall, as they can be memorised."""
 
 Tokens = NDArray[np.int32]
 
@@ -32,9 +32,9 @@ class Pairs:
     """Sentences of two languages, padded at the end.
 
     Attributes:
-        source: int32 [pairs, source length], what is to be translated.
-        target: int32 [pairs, target length], the translation after a token `BEGIN`: what the decoder reads.
-        labels: int32 [pairs, target length], the translation and `END`: what the decoder should write.
+        source: int32 [pairs, source length], the sentences to translate.
+        target: int32 [pairs, target length], the translation after a token `BEGIN`: the decoder's input.
+        labels: int32 [pairs, target length], the translation and `END`: the decoder's output.
         weights: float32 [pairs, target length], 1 where there is a label, 0 at padding.
     """
 
@@ -45,14 +45,14 @@ class Pairs:
 
 
 def reversed_pairs(count: int, vocabulary: int, source: int, target: int, seed: int) -> Pairs:
-    """Random sentences of several lengths, each with the same words backwards as its translation.
+    """Returns random sentences of several lengths, each with the same words backwards as its translation.
 
     Args:
         count: number of pairs.
-        vocabulary: number of tokens, those that aren't words among them.
+        vocabulary: number of tokens, including those that aren't words.
         source: length that sentences are padded to.
         target: length that translations are padded to.
-        seed: of the words and lengths.
+        seed: seed of the words and lengths.
 
     Raises:
         ValueError: there are no words, or no room for one and `END`.
@@ -77,10 +77,10 @@ def reversed_pairs(count: int, vocabulary: int, source: int, target: int, seed: 
 
 
 def reversed_pairs_for(model: keras.Model, count: int, seed: int) -> tuple[dict[str, Tokens], Tokens, Any]:
-    """`reversed_pairs` as inputs, labels and sample weights of a model of ``{"source", "target"}``, such as GNMT.
+    """Returns `reversed_pairs` as inputs, labels and weights of a model of ``{"source", "target"}``, such as GNMT.
 
     Raises:
-        ModelError: the model takes something else, or too little.
+        ModelError: the model has other inputs, or is too small.
     """
     lengths = {tensor.name: tensor.shape[1] for tensor in getattr(model, "inputs", None) or ()}
     if set(lengths) != {"source", "target"}:
@@ -96,7 +96,7 @@ def reversed_pairs_for(model: keras.Model, count: int, seed: int) -> tuple[dict[
 
 
 def pooled(x: Any, y: Any, weights: Any, batch_size: int, seed: int) -> tf.data.Dataset:
-    """Endless shuffled batches of arrays."""
+    """Returns endless shuffled batches of arrays."""
     arrays = tuple(part for part in (x, y, weights) if part is not None)
     count = len(keras.tree.flatten(x)[0])
     dataset = tf.data.Dataset.from_tensor_slices(arrays)
@@ -105,28 +105,28 @@ def pooled(x: Any, y: Any, weights: Any, batch_size: int, seed: int) -> tf.data.
 
 
 def random_numbers(model: keras.Model, batch_size: int, seed: int, length: int | None = None) -> tf.data.Dataset:
-    """Random numbers that fit a model's inputs and loss; open axes are of this length, or one that it takes."""
+    """Returns random numbers for a model's inputs and loss; open axes have this length, or one that it accepts."""
     examples = ExampleBatch.of(model, length=length).trees(_POOL_BATCHES * batch_size)
     return pooled(*examples, batch_size, seed)
 
 
 def source_text(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
-    """Windows of the standard library's source, as bytes."""
+    """Returns windows of the standard library's source, as bytes."""
     return text.windows(text.standard_library().train, _sequence(model), batch_size, seed=seed, repeat=True)
 
 
 def held_out_text(model: keras.Model, batch_size: int) -> tf.data.Dataset:
-    """Windows of files that `source_text` leaves out."""
+    """Returns windows of files that `source_text` leaves out."""
     return text.windows(text.standard_library().held_out, _sequence(model), batch_size)
 
 
 def _sequence(model: keras.Model) -> int:
-    """Tokens per sample of a language model."""
+    """Returns the tokens per sample of a language model."""
     return fit.shapes("source_text", model, 2, 3)[0][1]
 
 
 def patterns(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
-    """Images of a pattern for each class, in noise."""
+    """Returns images with a pattern for each class, in noise."""
     images_shape, (_, classes) = fit.shapes("patterns", model, 4, 2)
     draw = np.random.default_rng(seed)
     labels = draw.integers(0, classes, _POOL_BATCHES * batch_size)
@@ -137,9 +137,9 @@ def patterns(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
 
 
 def sentences(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
-    """Tokens of which some are padding; the labels are the tokens themselves, or the class of the first one.
+    """Returns tokens with some padding; the labels are the tokens themselves, or the class of the first one.
 
-    Of a model that takes a permutation of them, only those count that it isn't given.
+    If a model takes a permutation, only the tokens to be predicted count.
     """
     inputs = {tensor.name: tensor for tensor in fit.declared(model, "inputs")}
     if set(inputs) - {"permutation"} != {"tokens", "segments", "present"}:
@@ -164,5 +164,5 @@ def sentences(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset
 
 
 def pairs(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
-    """Sentences, and the same backwards as their translation."""
+    """Returns sentences, and the same backwards as their translation."""
     return pooled(*reversed_pairs_for(model, _POOL_BATCHES * batch_size, seed), batch_size, seed)

@@ -2,9 +2,9 @@
 
 GNMT-16 of the DAPPLE paper (table 1: 291 million parameters) is the model of MLPerf's training benchmark with 8 layers
 in the encoder and 8 in the decoder; layers, their order and sizes are those of its published profile
-(``docs/profiles/gnmt-16-pbs-64.txt``). The encoder's first layer reads in both directions; what the decoder's first
-layer gives asks the attention, whose answer is concatenated to the inputs of all other layers of the decoder; from the
-third layer of each half on, layers add their input to their output. Token 0 is padding.
+(``docs/profiles/gnmt-16-pbs-64.txt``). The encoder's first layer reads in both directions. The output of the decoder's
+first layer queries the attention, whose result is concatenated to the inputs of all other layers of the decoder. From
+the third layer of each half on, layers add their input to their output. Token 0 is padding.
 
 The layers that a plan may cut after are named ``source_embedding``, ``encoder_0`` to ``encoder_{depth - 1}``,
 ``target_embedding``, ``decoder_0`` (with the attention), to ``decoder_{depth - 1}`` and ``logits``.
@@ -25,7 +25,7 @@ from dapple_tf.models.sizes import check_sizes
 _logger = logging.getLogger(__name__)
 
 _HIDDEN_SCORE = {"float16": -3e4}
-"""What makes a softmax's weight zero, where -1e9 isn't finite."""
+"""Score that makes a softmax's weight zero, where -1e9 isn't finite."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,12 +34,12 @@ class GnmtConfig:
 
     Attributes:
         vocabulary: Number of distinct tokens of each language; token 0 is padding.
-        source: Tokens per sample that are read; the profile of the DAPPLE authors has 35 on average.
-        target: Tokens per sample that are written; 36 on average.
+        source: Tokens per sample of the source; the profile of the DAPPLE authors has 35 on average.
+        target: Tokens per sample of the translation; 36 on average.
         depth: Layers of the encoder and of the decoder, each.
         width: Size of the hidden vectors.
-        residual_from: First layer of each half that adds its input to its output, where it is as wide.
-        dropout: Fraction dropped of what each layer takes.
+        residual_from: First layer of each half that adds its input to its output, if both are equally wide.
+        dropout: Fraction dropped of each layer's input.
     """
 
     vocabulary: int = 36560
@@ -72,7 +72,7 @@ TINY = GnmtConfig(vocabulary=32, source=6, target=7, depth=2, width=16, residual
 
 @keras.saving.register_keras_serializable(package="dapple_models")
 class NormalizedBahdanauAttention(keras.layers.Layer):
-    """Additive attention: weights are ``softmax(scale * v / |v| . tanh(q W + c U + bias))``, of positions there are.
+    """Additive attention: weights are ``softmax(scale * v / |v| . tanh(q W + c U + bias))``, over unmasked positions.
 
     The normalised form of Bahdanau et al. (2015) that GNMT's public implementations use.
     """
@@ -84,7 +84,7 @@ class NormalizedBahdanauAttention(keras.layers.Layer):
         self.width = width
 
     def build(self, queries_shape: Any, context_shape: Any) -> None:
-        """Makes the two projections and what weighs their sum."""
+        """Makes the two projections and the weights of their sum."""
         dense = functools.partial(keras.layers.Dense, self.width, use_bias=False, dtype=self.dtype_policy)
         self.query = dense(name="query")
         self.key = dense(name="key")
@@ -109,13 +109,13 @@ class NormalizedBahdanauAttention(keras.layers.Layer):
         return ops.matmul(ops.softmax(scores, axis=-1), context)
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments that make an equal layer."""
+        """Returns arguments that make an equal layer."""
         return {**super().get_config(), "width": self.width}
 
 
 @keras.saving.register_keras_serializable(package="dapple_models")
 class AttendingLayer(keras.layers.Layer):
-    """The decoder's first layer: an LSTM reads what was written so far, and asks the attention what was read."""
+    """The decoder's first layer: an LSTM reads the translation so far, and queries the attention over the source."""
 
     def __init__(self, width: int, *, dropout: float = 0.0, **kwargs: Any) -> None:
         """Args: width: Units of LSTM and attention; dropout: of the LSTM's input; kwargs: those of any layer."""
@@ -143,11 +143,11 @@ class AttendingLayer(keras.layers.Layer):
         return hidden, self.attention(hidden, context, context_mask=context_mask)
 
     def compute_mask(self, inputs: Any, mask: Any) -> Any:
-        """Both results are for the positions of the inputs."""
+        """Returns the inputs' mask for both results."""
         return mask if mask is None else (mask[1], mask[1])
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments that make an equal layer."""
+        """Returns arguments that make an equal layer."""
         return {**super().get_config(), "width": self.width, "dropout": self.rate}
 
 
@@ -188,10 +188,10 @@ def build(config: GnmtConfig, name: str = "gnmt") -> keras.Model:
 
 
 def gnmt_16(**changes: Any) -> keras.Model:
-    """GNMT-16 (1.2 GB of float32 parameters), with the fields of `GnmtConfig` in ``changes`` replaced."""
+    """Builds GNMT-16 (1.2 GB of float32 parameters), with the fields of `GnmtConfig` in ``changes`` replaced."""
     return build(GnmtConfig(**changes), name="gnmt_16")
 
 
 def gnmt_tiny(**changes: Any) -> keras.Model:
-    """`TINY`, with the fields in ``changes`` replaced."""
+    """Builds `TINY`, with the fields in ``changes`` replaced."""
     return build(dataclasses.replace(TINY, **changes), name="gnmt_tiny")

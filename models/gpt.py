@@ -93,7 +93,7 @@ class TokenEmbedding(keras.layers.Layer):
         return self.dropout(embedded, training=training)
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments that make an equal layer."""
+        """Returns arguments that make an equal layer."""
         own = {"vocabulary": self.vocabulary, "sequence": self.sequence, "width": self.width, "dropout": self.rate}
         return {**super().get_config(), **own}
 
@@ -134,7 +134,7 @@ class Block(keras.layers.Layer):
         return middle + self.dropout(self.contract(hidden), training=training)
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments that make an equal layer."""
+        """Returns arguments that make an equal layer."""
         return {**super().get_config(), "heads": self.heads, "dropout": self.rate}
 
 
@@ -182,12 +182,12 @@ def gpt(
 
 
 def gpt_tiny(**changes: Any) -> keras.Model:
-    """`TINY`, with the fields in ``changes`` replaced."""
+    """Builds `TINY`, with the fields in ``changes`` replaced."""
     return build(dataclasses.replace(TINY, **changes), name="gpt_tiny")
 
 
 def gpt_medium(**changes: Any) -> keras.Model:
-    """`MEDIUM` (1.4 GB of float32 parameters), with the fields in ``changes`` replaced."""
+    """Builds `MEDIUM` (1.4 GB of float32 parameters), with the fields in ``changes`` replaced."""
     return build(dataclasses.replace(MEDIUM, **changes), name="gpt_medium")
 
 
@@ -206,7 +206,7 @@ def sample(
         prompt: At least one byte; only its last ``sequence`` bytes are seen.
         count: Bytes to draw.
         temperature: Divides the logits; 0 always takes the likeliest byte.
-        seed: Of the draws.
+        seed: Seed of the draws.
 
     Raises:
         ValueError: Empty prompt or negative temperature.
@@ -219,7 +219,7 @@ def sample(
     text = bytearray(prompt)
     for _ in range(count):
         seen = text[-sequence:]
-        # Attention is causal: what stands after the last seen byte doesn't matter.
+        # Attention is causal: tokens after the last seen byte don't matter.
         tokens = np.zeros((1, sequence), np.int32)
         tokens[0, : len(seen)] = list(seen)
         text.append(_draw(predict(tokens).numpy()[0, len(seen) - 1], temperature, generator))

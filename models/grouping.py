@@ -1,4 +1,4 @@
-"""Parts of a functional model as single layers: what a plan doesn't cut inside, and what is profiled as one."""
+"""Parts of a functional model as single layers, which plans don't cut and profiles measure as one."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import keras
 
 
 def group(name: str, make: Callable[..., Any], *inputs: Any) -> Any:
-    """The output of a part of a model that is one layer of it.
+    """Builds a part of a model as one layer, and returns its output.
 
-    A cell of a hundred layers has a hundred cuts that no plan should choose, for many tensors cross them, but each of
+    A cell of a hundred layers has a hundred cuts that no plan should choose, since many tensors cross them, but each of
     which would be profiled.
 
     Args:
-        name: of the layer, by which plans cut after it. Layers inside need names of their own in the whole model: they
+        name: name of the layer, for cuts after it. Layers inside need names that are unique in the whole model, which
             name their variables.
-        make: symbolic tensors like ``inputs`` -> the output, one tensor.
+        make: function from symbolic tensors like ``inputs`` to the output, one tensor.
         inputs: symbolic tensors.
     """
     own = [
@@ -32,7 +32,7 @@ class Group(keras.layers.Layer):
     """A functional model as a layer.
 
     Args:
-        network: the model, of a list of inputs and one output.
+        network: model with a list of inputs and one output.
     """
 
     def __init__(self, network: keras.Model, **options: Any) -> None:
@@ -40,21 +40,21 @@ class Group(keras.layers.Layer):
         self.network = network
 
     def build(self, input_shape: Any) -> None:
-        """Nothing: the model is built already."""
+        """Does nothing: the model is already built."""
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """List of the inputs -> the output."""
         return self.network(inputs, training=training)
 
     def compute_output_shape(self, input_shape: Any) -> tuple[int | None, ...]:
-        """The shape of the output."""
+        """Returns the shape of the output."""
         return (input_shape[0][0], *self.network.output_shape[1:])
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments that make an equal layer."""
+        """Returns arguments that make an equal layer."""
         return {**super().get_config(), "network": keras.saving.serialize_keras_object(self.network)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Group:
-        """The layer with such arguments."""
+        """Builds the layer from its configuration."""
         return cls(keras.saving.deserialize_keras_object(config.pop("network")), **config)

@@ -19,7 +19,7 @@ _VARIANTS = {"large": keras.applications.MobileNetV3Large, "small": keras.applic
 def mobilenet_v3(
     variant: str = "large", *, image: int = 224, classes: int = 1000, alpha: float = 1.0, dropout: float = 0.2
 ) -> keras.Model:
-    """MobileNetV3, as keras.applications has it. Pixels aren't rescaled within the model.
+    """Builds MobileNetV3 as in keras.applications, without rescaling pixels inside the model.
 
     Inputs are ``[batch, image, image, 3]``, outputs logits ``[batch, classes]``.
 
@@ -27,11 +27,11 @@ def mobilenet_v3(
         variant: ``"large"`` or ``"small"``.
         image: height and width of the images; at least 32.
         classes: number of classes.
-        alpha: multiplies the channels of all blocks; the Out-Of-Order BackProp paper has 0.25, 0.5, 0.75 and 1.
+        alpha: multiplier of all blocks' channels; the Out-Of-Order BackProp paper has 0.25, 0.5, 0.75 and 1.
         dropout: fraction dropped before the logits.
 
     Raises:
-        ValueError: another variant, or sizes that can't be.
+        ValueError: the variant is another, or a size is impossible.
     """
     if variant not in _VARIANTS:
         raise ValueError(f"variant is {variant!r}; use one of {', '.join(_VARIANTS)}")
@@ -50,7 +50,7 @@ def mobilenet_v3(
 
 
 def mobilenet_v3_tiny(*, image: int = 32, classes: int = 10) -> keras.Model:
-    """A block that is skipped, with squeeze and excitation, and one that halves the image, with hard swish.
+    """Builds a block that is skipped, with squeeze and excitation, and one that halves the image, with hard swish.
 
     Inputs are ``[batch, image, image, 3]``, outputs logits ``[batch, classes]``.
 

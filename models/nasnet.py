@@ -15,34 +15,34 @@ from dapple_tf.keras_private import names_from_start, nasnet_cell
 from dapple_tf.models.grouping import group
 
 _REDUCTIONS = 2
-"""How often the network doubles its filters and halves its images between cells."""
+"""Number of times that the network doubles its filters and halves its images between cells."""
 
 
 def nasnet_mobile(*, image: int = 224, classes: int = 1000) -> keras.Model:
-    """NASNet-A (4 @ 1056). Sizes as in `nasnet`."""
+    """Builds NASNet-A (4 @ 1056). Sizes as in `nasnet`."""
     return nasnet(4, 1056, image=image, classes=classes, stem=32, skip=False)
 
 
 def nasnet_large(*, image: int = 331, classes: int = 1000) -> keras.Model:
-    """NASNet-A (6 @ 4032). Sizes as in `nasnet`."""
+    """Builds NASNet-A (6 @ 4032). Sizes as in `nasnet`."""
     return nasnet(6, 4032, image=image, classes=classes, stem=96, skip=True)
 
 
 def nasnet(cells: int, width: int, *, image: int, classes: int, stem: int, skip: bool) -> keras.Model:
-    """NASNet-A (cells @ width), of the cells that keras.applications builds its two of; each cell is one layer.
+    """Builds NASNet-A (cells @ width) from the cells of keras.applications; each cell is one layer.
 
     Inputs are ``[batch, image, image, 3]``, outputs logits ``[batch, classes]``.
 
     Args:
-        cells: normal cells before, between and after the two reduction cells, each time.
+        cells: number of normal cells before, between and after the two reduction cells, each time.
         width: channels before the classifier; a multiple of 96.
         image: height and width of the images; at least 32.
         classes: number of classes.
         stem: channels of the first convolution.
-        skip: whether the cell after a reduction cell reads the cell two before that one, in place of one.
+        skip: whether the cell after a reduction cell reads the cell two before that one, instead of one.
 
     Raises:
-        ValueError: sizes that can't be.
+        ValueError: a size is impossible.
     """
     filters, rest = divmod(width, 24)
     if cells < 1 or classes < 1 or stem < 1 or width < 1 or rest or filters % 2**_REDUCTIONS or image < 32:
@@ -65,14 +65,14 @@ def nasnet(cells: int, width: int, *, image: int, classes: int, stem: int, skip:
 
 
 def nasnet_tiny(*, image: int = 8, classes: int = 10, filters: int = 4) -> keras.Model:
-    """A normal cell and a reduction cell after a convolution that keeps the image's size.
+    """Builds a normal cell and a reduction cell after a convolution that keeps the image's size.
 
     Inputs are ``[batch, image, image, 3]``, outputs logits ``[batch, classes]``.
 
     Args:
         image: height and width of the images.
         classes: number of classes.
-        filters: of the normal cell; the reduction cell has twice as many.
+        filters: filters of the normal cell; the reduction cell has twice as many.
     """
     with names_from_start():
         images = keras.Input((image, image, 3), name="images")
@@ -96,7 +96,7 @@ def _stem(images: Any, width: int, stride: int) -> Any:
 
 
 def _cell(kind: str, x: Any, before: Any | None, filters: int, name: str) -> Any:
-    """A cell after ``x``, and ``before`` that; the first one has but one input."""
+    """Adds a cell after ``x`` and ``before``; the first one has only one input."""
     make = nasnet_cell(kind)
 
     def output(x: Any, before: Any | None = None) -> Any:

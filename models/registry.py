@@ -1,9 +1,9 @@
-"""Models by name, compiled and with data to train on, for programs that take ``--model``: this package's, or one's own.
+"""Models by name, compiled and with data to train on, for programs with ``--model``: this package's, or your own.
 
     gpt, gpt:tiny, vgg:tiny, ...          the models in `MODELS`
     my_package.my_module:build            a user's function that returns a compiled Keras model
-    my_package.my_module:build:batches    and one that gives its data: batch size -> tf.data.Dataset or arrays (x, y)
-    trained/model.keras                   a file that Keras has saved
+    my_package.my_module:build:batches    and one that returns its data: batch size -> tf.data.Dataset or arrays (x, y)
+    trained/model.keras                   a file saved by Keras
 
 To add a model, add a `ModelSource` to `models.catalogue`; to add data, a `DataSource` to
 `models.datasets`.
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 MODELS: Mapping[str, ModelSource] = {source.name: source for source in (*SEQUENCE_MODELS, *IMAGE_MODELS)}
-"""Models by name; ``family:variant``, the family alone for its usual size."""
+"""Models by name; ``family:variant``, or the family alone for its usual size."""
 
 
 def find_model(name: str) -> ModelSource:
-    """The model that a name, ``module:function``, ``module:function:function`` or a file stands for; nothing is built.
+    """Returns the model of a name, ``module:function``, ``module:function:function`` or file, without building it.
 
     Raises:
-        ModelError: saying which models there are, or what is wrong with the module or file.
+        ModelError: it can't be found; the text lists the models, or says what is wrong with the module or file.
     """
     if name in MODELS:
         return MODELS[name]
@@ -57,10 +57,10 @@ def find_model(name: str) -> ModelSource:
 
 
 def find_data(name: str) -> DataSource:
-    """The data that a name, ``reader:path?option=value`` (see `READERS`) or ``module:function`` stands for.
+    """Returns the data of a name, ``reader:path?option=value`` (see `READERS`) or ``module:function``.
 
     Raises:
-        ModelError: saying which data there are, or what is wrong with the files, options or module.
+        ModelError: it can't be found; the text lists the data, or says what is wrong with files, options or module.
     """
     if name in DATASETS:
         return DATASETS[name]
@@ -83,9 +83,9 @@ def _like(name: str, known: Mapping[str, Any]) -> str:
 
 
 def _function(module: str, function: str, name: str) -> Callable[..., Any]:
-    """A user's function."""
+    """Returns a user's function."""
     if "" not in sys.path and (folder := os.getcwd()) not in sys.path:
-        sys.path.append(folder)  # ``python -m`` has it there, a console command hasn't.
+        sys.path.append(folder)  # ``python -m`` adds the folder, a console command doesn't.
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -120,7 +120,7 @@ def _checked(model: object, origin: str) -> keras.Model:
 
 
 def _saved(path: pathlib.Path) -> ModelSource:
-    """A model from a file."""
+    """Returns a model from a file."""
     if not path.is_file():
         raise ModelError(f"there is no file {path}")
 
@@ -137,7 +137,7 @@ def _saved(path: pathlib.Path) -> ModelSource:
 
 
 def _own_data(name: str, function: Callable[..., Any]) -> DataSource:
-    """A user's data: what the function gives is repeated without end."""
+    """Returns a user's data, repeated without end."""
 
     def batches(model: keras.Model, batch_size: int, seed: int) -> tf.data.Dataset:
         import keras
@@ -159,7 +159,7 @@ def _own_data(name: str, function: Callable[..., Any]) -> DataSource:
 
 
 def _check_lengths(name: str, parts: Mapping[str, Any]) -> None:
-    """Refuses arrays of unequal numbers of samples."""
+    """Checks that arrays have the same number of samples."""
     import keras
 
     counts = {

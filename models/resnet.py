@@ -26,20 +26,20 @@ _BLOCKS_200 = (3, 24, 36, 3)
 def deep_resnet(
     depth: int, *, image: int = 224, classes: int = 1000, classifier_activation: str | None = None
 ) -> keras.Model:
-    """ResNet-50, 101, 152 or 200, of bottleneck blocks, with random weights.
+    """Builds ResNet-50, 101, 152 or 200, of bottleneck blocks, with random weights.
 
     Inputs are ``[batch, image, image, 3]``, outputs logits ``[batch, classes]``. The first three are those of
     keras.applications, which has only the parts of ResNet-200 (He et al., Identity Mappings in Deep Residual Networks:
-    3, 24, 36 and 3 blocks). Like them, and TF-Slim's resnet_v1_200, it normalises after each convolution.
+    3, 24, 36 and 3 blocks). Like them, and like TF-Slim's resnet_v1_200, it normalises after each convolution.
 
     Args:
         depth: number of layers with weights.
         image: height and width of the images; at least 32.
         classes: number of classes.
-        classifier_activation: of the outputs; ``"softmax"`` for probabilities.
+        classifier_activation: activation of the outputs; ``"softmax"`` for probabilities.
 
     Raises:
-        ValueError: another depth.
+        ValueError: the depth is another.
     """
     make = _resnet_200 if depth == 200 else _APPLICATIONS.get(depth)
     if make is None:
@@ -66,19 +66,19 @@ def _resnet_200(**options: Any) -> keras.Model:
 def resnet(
     *, image: int = 32, channels: int = 3, classes: int = 10, width: int = 32, blocks: Sequence[int] = (2, 3, 3, 2)
 ) -> keras.Model:
-    """A ResNet of basic blocks: two 3x3 convolutions with batch normalisation, and what skips them, added.
+    """Builds a ResNet of basic blocks: two 3x3 convolutions with batch normalisation, plus a shortcut.
 
     Inputs are ``[batch, image, image, channels]``, outputs logits ``[batch, classes]``.
 
     Args:
         image: height and width of the images.
-        channels: of the images.
+        channels: channels of the images.
         classes: number of classes.
         width: channels of the first group of blocks; each following group has twice as many, and half the image.
-        blocks: how many blocks each group has.
+        blocks: number of blocks in each group.
 
     Raises:
-        ValueError: no blocks, or more groups than the image can be halved for.
+        ValueError: there are no blocks, or the image can't be halved for all groups.
     """
     if not blocks or min(blocks) < 1:
         raise ValueError(f"blocks is {list(blocks)}; each group needs at least 1 block")
@@ -110,7 +110,7 @@ def _block(x: Any, width: int, stride: int, name: str) -> Any:
 
 
 def _convolution(x: Any, width: int, size: int, stride: int, name: str) -> Any:
-    """A convolution without bias and its normalisation."""
+    """Returns a convolution without bias and its normalisation."""
     convolution = keras.layers.Conv2D(
         width, size, stride, padding="same", use_bias=False, kernel_initializer="he_normal", name=name
     )

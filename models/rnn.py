@@ -1,8 +1,8 @@
-"""A stack of LSTMs that continues a text, as an ordinary Keras functional model, and the layer that it is made of.
+"""A stack of LSTMs that continues a text, as an ordinary Keras functional model, and its layer.
 
 RNN-16 of the Out-Of-Order BackProp paper (table 1: "RNN (16 Cell)", trained on IWSLT; section 8.4.1: the i-th cell goes
-to GPU i mod 4). The paper says no more. Here a cell is a layer of a stack, with weights of its own; cells are LSTMs of
-1024 units, each but the first with a residual connection, without which so many can hardly be trained; and tokens are
+to GPU i mod 4). The paper says no more. Here a cell is a layer of a stack, with its own weights; cells are LSTMs of
+1024 units, each but the first with a residual connection, without which 16 of them hardly learn; and tokens are
 bytes, so that any text will do.
 
 The layers that a plan may cut after are named ``embedding``, ``cell_0`` to ``cell_{depth - 1}`` and ``logits``.
@@ -22,16 +22,16 @@ _logger = logging.getLogger(__name__)
 
 
 def lstm_parameters(inputs: int, width: int) -> int:
-    """Number of parameters of an LSTM: kernels of the four gates for inputs and state, and their biases."""
+    """Returns the number of parameters of an LSTM: kernels of the four gates for inputs and state, and their biases."""
     return 4 * width * (inputs + width + 1)
 
 
 @keras.saving.register_keras_serializable(package="dapple_models")
 class RecurrentLayer(keras.layers.Layer):
-    """A layer of a stack of LSTMs: dropout of what comes in, an LSTM in one or both directions, a residual connection.
+    """A layer of a stack of LSTMs: dropout of the input, an LSTM in one or both directions, a residual connection.
 
-    ``x -> x + lstm(concat(dropout(x), context))``. A mask of the input holds for the LSTM, which passes masked
-    positions without changing its state, and for the output.
+    ``x -> x + lstm(concat(dropout(x), context))``. The input's mask applies to the LSTM, which passes masked
+    positions without changing its state, and to the output.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RecurrentLayer(keras.layers.Layer):
     ) -> Any:
         """Vectors [batch, sequence, n], and context [batch, sequence, m] or none -> [batch, sequence, outputs].
 
-        Keras gives the input's mask as ``mask`` where there is no context, and as ``inputs_mask`` where there is.
+        Keras passes the input's mask as ``mask`` if there is no context, and as ``inputs_mask`` if there is.
         """
         mask = inputs_mask if mask is None else mask
         hidden = self.dropout(inputs, training=training)
@@ -93,11 +93,11 @@ class RecurrentLayer(keras.layers.Layer):
         hidden = self.lstm(hidden, mask=mask, training=training)
         if self.residual:
             return hidden + inputs
-        # Behind a loop the number of samples isn't known any more; it is that of the input.
+        # After a loop the number of samples is no longer known; it is that of the input.
         return keras.ops.reshape(hidden, (*keras.ops.shape(inputs)[:-1], hidden.shape[-1]))
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments that make an equal layer."""
+        """Returns arguments that make an equal layer."""
         own = {"width": self.width, "bidirectional": self.bidirectional, "residual": self.residual}
         return {**super().get_config(), **own, "dropout": self.rate}
 
@@ -111,7 +111,7 @@ class RnnConfig:
         sequence: Tokens per sample.
         depth: Number of cells.
         width: Units of each cell, and size of the embedding.
-        dropout: Fraction dropped of what each cell takes.
+        dropout: Fraction dropped of each cell's input.
         residual: Whether each cell but the first adds its input to its output.
     """
 
@@ -150,10 +150,10 @@ def build(config: RnnConfig, name: str = "rnn") -> keras.Model:
 
 
 def rnn_16(**changes: Any) -> keras.Model:
-    """RNN-16, with the fields of `RnnConfig` in ``changes`` replaced."""
+    """Builds RNN-16, with the fields of `RnnConfig` in ``changes`` replaced."""
     return build(RnnConfig(**changes), name="rnn_16")
 
 
 def rnn_tiny(**changes: Any) -> keras.Model:
-    """`TINY`, with the fields in ``changes`` replaced."""
+    """Builds `TINY`, with the fields in ``changes`` replaced."""
     return build(dataclasses.replace(TINY, **changes), name="rnn_tiny")

@@ -1,4 +1,4 @@
-"""What the sizes of sequence models have in common: checks, and the attention that they are for."""
+"""Shared by sequence models: checks of sizes, and their attention."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import keras
 
 
 def check_sizes(config: object, *fields: str, least: int = 1) -> None:
-    """Refuses a configuration of a model whose sizes are too small, or whose ``dropout``, if it has one, isn't a rate.
+    """Checks that a model's sizes are large enough, and that its ``dropout``, if it has one, is a rate.
 
     Raises:
-        ValueError: saying which, and what it must be.
+        ValueError: one isn't; the text names it and its limits.
     """
     for field in fields:
         if getattr(config, field) < least:
@@ -20,7 +20,7 @@ def check_sizes(config: object, *fields: str, least: int = 1) -> None:
 
 
 def check_heads(width: int | None, heads: int, layer: str = "") -> int:
-    """The width of what a layer takes, which its heads must share out evenly.
+    """Returns the width of a layer's input, which must be a multiple of its heads.
 
     Raises:
         ValueError: the width isn't known, or isn't a multiple of the heads.
@@ -34,7 +34,7 @@ def check_heads(width: int | None, heads: int, layer: str = "") -> int:
 def self_attention(
     layer: keras.layers.Layer, width: int, heads: int, dropout: float, initializer: keras.initializers.Initializer
 ) -> keras.layers.MultiHeadAttention:
-    """The sublayer ``attention`` of a layer that takes vectors of a width, which must be a multiple of the heads."""
+    """Builds the sublayer ``attention`` of a layer for vectors of a width, which must be a multiple of the heads."""
     return keras.layers.MultiHeadAttention(
         heads,
         width // heads,

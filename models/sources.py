@@ -1,4 +1,4 @@
-"""What ``--model`` and ``--dataset`` stand for: a compiled model, and data to train it on."""
+"""The values of ``--model`` and ``--dataset``: a compiled model, and data to train it on."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class ModelError(ValueError):
-    """There is no such model or data, or it isn't what it should be."""
+    """There is no such model or data, or it isn't valid."""
 
 
 def later(function: str) -> Callable[..., Any]:
-    """A function of this package, such as ``gpt.gpt_tiny``, whose module is imported when it is called first.
+    """Returns a function of this package, such as ``gpt.gpt_tiny``, whose module is imported at the first call.
 
-    Names and descriptions are read without TensorFlow then, which takes seconds to import.
+    Names and descriptions can thus be read without TensorFlow, which takes seconds to import.
     """
     module, _, name = function.rpartition(".")
 
@@ -36,9 +36,9 @@ class DataSource:
     """Data to train on.
 
     Attributes:
-        name: by which it is asked for.
-        about: what it is, in a line.
-        batches: (model, batch size, seed) -> batches (x, y) or (x, y, sample weights). Full ones only, without end.
+        name: its name in flags.
+        about: description in a line.
+        batches: (model, batch size, seed) -> batches (x, y) or (x, y, sample weights): full ones only, without end.
         held_out: (model, batch size) -> batches that training doesn't see; None if there are none.
     """
 
@@ -48,7 +48,7 @@ class DataSource:
     held_out: Callable[[keras.Model, int], tf.data.Dataset] | None = None
 
     def example(self, model: keras.Model, samples: int) -> tuple[Any, Any, Any]:
-        """A batch of so many samples as NumPy arrays: x, y and sample weights, each None if there are none.
+        """Returns a batch of ``samples`` samples as NumPy arrays: x, y and sample weights, each None if there are none.
 
         Raises:
             ModelError: there are no data, or they can't be read.
@@ -69,11 +69,11 @@ class ModelSource:
     """A model and its data.
 
     Attributes:
-        name: by which it is asked for.
-        about: what it is, in a line.
-        build: makes the compiled model.
-        data: what it is trained on unless other data are asked for.
-        built_here: whether layers are made by ``build``, so that the global dtype policy holds for them.
+        name: its name in flags.
+        about: description in a line.
+        build: function that returns the compiled model.
+        data: data to train on by default.
+        built_here: whether ``build`` makes the layers, so that the global dtype policy applies to them.
     """
 
     name: str
@@ -84,7 +84,7 @@ class ModelSource:
 
 
 def compiled_classifier(model: keras.Model, optimizer: keras.optimizers.Optimizer, *metrics: str) -> keras.Model:
-    """The model, compiled for integer labels and outputs that are logits."""
+    """Compiles a model for integer labels and logits, and returns it."""
     import keras
 
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=list(metrics))
@@ -92,10 +92,10 @@ def compiled_classifier(model: keras.Model, optimizer: keras.optimizers.Optimize
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The dataset without the thread that tunes how much is done in parallel, where nothing is left to tune.
+    """Returns the dataset without the thread that tunes parallelism, where nothing is left to tune.
 
-    On busy cores that thread doesn't see that its iterator is let go of, which waits then until it looks again: for as
-    long as the iterator was there, up to a minute.
+    On busy cores that thread doesn't notice that its iterator is released, which then waits until the thread looks
+    again: for as long as the iterator existed, up to a minute.
     """
     import tensorflow as tf
 

@@ -19,7 +19,7 @@ Bytes = NDArray[np.uint8]
 
 _logger = logging.getLogger(__name__)
 
-# Installed packages, tests, and two packages of generated tables that hardly are source text.
+# Installed packages, tests, and two packages of generated tables that are hardly source text.
 _LEFT_OUT_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
 )
@@ -41,13 +41,13 @@ class Corpus:
 
 
 def is_held_out(name: str, fraction: float) -> bool:
-    """Whether a file belongs to the held-out part: depends on its name only, the same on every machine and run."""
+    """Returns whether a file is held out, by its name only: the same on every machine and in every run."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
 def source_files(root: pathlib.Path) -> list[pathlib.Path]:
-    """The ``*.py`` files under ``root`` in the order of their names, without tests, tables and installed packages."""
+    """Returns the ``*.py`` files under ``root``, sorted, without tests, tables and installed packages."""
     files = []
     for path in root.rglob("*.py"):
         folders = path.relative_to(root).parts[:-1]
@@ -82,15 +82,15 @@ def standard_library(held_out_fraction: float = 0.05, root: pathlib.Path | None 
 def windows(
     text: Bytes, sequence: int, batch_size: int, *, seed: int | None = None, repeat: bool = False
 ) -> tf.data.Dataset:
-    """Consecutive windows of ``text`` as batches (x, y) of int32 [batch, sequence]; y is x one byte later.
+    """Returns consecutive windows of ``text`` as batches (x, y) of int32 [batch, sequence]; y is x one byte later.
 
     Args:
         text: uint8 [bytes].
         sequence: Bytes per window.
         batch_size: Windows per batch; the last batch is smaller, unless ``repeat``.
-        seed: Shuffles the windows, anew in each pass over the data; the same seed (and the same global seed of
-            TensorFlow) gives the same batches. ``None`` keeps them in order.
-        repeat: Never end: pass over the data again and again, in full batches only.
+        seed: Seed that shuffles the windows, anew in each pass over the data; the same seed (and the same global seed
+            of TensorFlow) gives the same batches. ``None`` keeps them in order.
+        repeat: Whether to pass over the data again and again without end, in full batches only.
 
     Raises:
         ValueError: The text is too short for one window, or for one batch when ``repeat`` is set.
@@ -99,7 +99,7 @@ def windows(
     needed = batch_size if repeat else 1
     if count < needed:
         raise ValueError(f"{len(text)} bytes make {max(count, 0)} windows of {sequence} + 1 bytes; need {needed}")
-    # Each row holds its window's last target too: neighbouring rows share one byte.
+    # Each row also holds its window's last target: neighbouring rows share one byte.
     rows = np.lib.stride_tricks.sliding_window_view(text, sequence + 1)[::sequence]
     dataset = tf.data.Dataset.from_tensor_slices(rows)
     if seed is not None:
@@ -116,12 +116,12 @@ def _inputs_and_targets(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def unigram_bits_per_byte(train: Bytes, held_out: Bytes) -> float:
-    """Bits per byte of ``held_out`` under the byte frequencies of ``train`` (each count plus one)."""
+    """Returns the bits per byte of ``held_out`` under the byte frequencies of ``train`` (each count plus one)."""
     counts = np.bincount(train, minlength=256) + 1
     bits = -np.log2(counts / counts.sum())
     return float(bits[held_out].mean())
 
 
 def bits_per_byte(loss: float) -> float:
-    """A mean cross-entropy in nats, as Keras reports it, in bits."""
+    """Converts a mean cross-entropy from nats, as reported by Keras, to bits."""
     return loss / math.log(2)

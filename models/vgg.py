@@ -2,7 +2,7 @@
 
 The layers that a plan may cut after are named ``conv_<group>_<number>``, ``pool_<group>``, ``dense_0``, ``dense_1`` and
 ``logits``; those of VGG-19 ``block<group>_conv<number>``, ``block<group>_pool``, ``fc1``, ``fc2`` and ``predictions``.
-Most of its parameters are in the dense layers at the end, most of the time goes to the convolutions.
+Most of its parameters are in the dense layers at the end, but most of the time is spent in the convolutions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dapple_tf.keras_private import names_from_start
 
 
 def vgg_19(*, image: int = 224, classes: int = 1000) -> keras.Model:
-    """VGG-19, as keras.applications has it, with random weights.
+    """Builds VGG-19 as in keras.applications, with random weights.
 
     Inputs are ``[batch, image, image, 3]``, outputs logits ``[batch, classes]``.
 
@@ -39,20 +39,20 @@ def vgg(
     groups: Sequence[int] = (2, 2, 2),
     dense: int = 1024,
 ) -> keras.Model:
-    """Groups of 3x3 convolutions, each followed by max pooling, then two dense layers and the logits.
+    """Builds groups of 3x3 convolutions, each followed by max pooling, then two dense layers and the logits.
 
     Inputs are ``[batch, image, image, channels]``, outputs logits ``[batch, classes]``.
 
     Args:
         image: height and width of the images.
-        channels: of the images.
+        channels: channels of the images.
         classes: number of classes.
         width: channels of the first group; each following group has twice as many.
-        groups: how many convolutions each group has.
+        groups: number of convolutions in each group.
         dense: width of the dense layers.
 
     Raises:
-        ValueError: no convolutions, or more groups than the image can be halved for.
+        ValueError: there are no convolutions, or the image can't be halved for all groups.
     """
     if not groups or min(groups) < 1:
         raise ValueError(f"groups is {list(groups)}; each needs at least 1 convolution")

@@ -1,8 +1,8 @@
 """XLNet (Yang et al., 2019) as an ordinary Keras functional model, with one stream or two.
 
 XLNet-36 of the DAPPLE paper (table 1: 500M parameters, which are 500 x 2^20) is XLNet-large with 36 layers instead of
-24. Attention is that of Transformer-XL (Dai et al., 2019): scores depend on how far apart two positions are, and on
-whether they are in the same segment, rather than on positions themselves.
+24. Attention is that of Transformer-XL (Dai et al., 2019): scores depend on the distance of two positions, and on
+whether they are in the same segment, rather than on the positions themselves.
 
 The layers that a plan may cut after are named ``embedding``, ``layer_0`` to ``layer_{depth - 1}`` and ``logits``.
 """
@@ -23,11 +23,11 @@ _logger = logging.getLogger(__name__)
 
 _EPSILON = 1e-12
 _HIDDEN_SCORE = {"float16": -3e4}
-"""What makes a softmax's weight zero, where -1e9 isn't finite."""
+"""Score that makes a softmax's weight zero, where -1e9 isn't finite."""
 
 
 HEADS_OF_MODELS = ("tokens", "spans")
-"""What a model is trained to tell: tokens, or where an answer starts and ends, as for SQuAD."""
+"""Tasks of a model: predict tokens, or find where an answer starts and ends, as for SQuAD."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class XlnetConfig:
         vocabulary: Number of distinct tokens.
         sequence: Tokens per sample.
         dropout: Fraction dropped: of the embedding, of the attention weights and of what both halves of a layer add.
-        two_streams: Whether there is a query stream besides the content stream, to predict tokens that it doesn't
-            see in the order of a permutation, as XLNet is pretrained.
+        two_streams: Whether there is a query stream besides the content stream, which predicts tokens without seeing
+            them, in the order of a permutation, as in XLNet's pretraining.
         head: One of `HEADS_OF_MODELS`; with two streams ``tokens``.
     """
 
@@ -88,11 +88,11 @@ def _normal() -> keras.initializers.Initializer:
 
 
 def relative_positions(sequence: int, width: int, dtype: str = "float32") -> Any:
-    """Sines and cosines of the distances sequence, sequence - 1, ..., 1 - sequence: [2 sequence, width].
+    """Returns sines and cosines of the distances sequence, sequence - 1, ..., 1 - sequence: [2 sequence, width].
 
-    Distances are from the position that looks to the one that is looked at, positive to the left. Transformer-XL's
-    section 3.3: the first half of each row are sines, the second cosines. They are computed when the model runs, rather
-    than kept in each layer's graph, where they would be as large as a weight matrix.
+    Distances are from the attending position to the attended one, positive to the left. As in Transformer-XL's
+    section 3.3, the first half of each row are sines, the second cosines. They are computed when the model runs: in
+    each layer's graph they would be as large as a weight matrix.
     """
     exact = "float64" if dtype == "float64" else "float32"
     distances = keras.ops.arange(sequence, -sequence, -1, dtype=exact)
@@ -102,10 +102,10 @@ def relative_positions(sequence: int, width: int, dtype: str = "float32") -> Any
 
 
 def relative_shift(scores: Any) -> Any:
-    """Scores by distance to scores by position: [..., n, 2 n] -> [..., n, n].
+    """Converts scores by distance to scores by position: [..., n, 2 n] -> [..., n, n].
 
     ``given[i, k]`` is the score of position i for distance n - k; ``result[i, j] = given[i, n - i + j]``, that for
-    distance i - j. Rows are moved against each other by laying them out in lines that are one number shorter
+    distance i - j. Rows are shifted against each other by reshaping them into rows that are one number shorter
     (Transformer-XL, appendix B).
     """
     *outer, rows, columns = scores.shape
@@ -118,8 +118,8 @@ def relative_shift(scores: Any) -> Any:
 class XlnetEmbedding(keras.layers.Layer):
     """Tokens to vectors; with ``reverse=True`` vectors to products with tokens.
 
-    With two streams it gives a pair: the tokens' vectors, and for each position the same learned vector, from which the
-    query stream begins.
+    With two streams it returns a pair: the tokens' vectors, and for each position the same learned vector, with which
+    the query stream begins.
     """
 
     def __init__(
@@ -145,12 +145,12 @@ class XlnetEmbedding(keras.layers.Layer):
         content = keras.ops.take(self.tokens, inputs, axis=0)
         if not self.two_streams:
             return self.dropout(content, training=training)
-        # Of the content's shape, but nothing of its values.
+        # Has the content's shape, but none of its values.
         query = keras.ops.zeros_like(content) + self.first_query
         return self.dropout(content, training=training), self.dropout(query, training=training)
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments that make an equal layer."""
+        """Returns arguments that make an equal layer."""
         own = {"vocabulary": self.vocabulary, "width": self.width, "dropout": self.rate}
         return {**super().get_config(), **own, "two_streams": self.two_streams}
 
@@ -190,11 +190,11 @@ class RelativeAttention(keras.layers.Layer):
         """Attends.
 
         Args:
-            inputs: [batch, sequence, width], whose queries ask.
-            content: [batch, sequence, width], whose keys and values answer.
+            inputs: [batch, sequence, width], source of the queries.
+            content: [batch, sequence, width], source of the keys and values.
             other_segment: [batch, sequence, sequence], whether two positions are in different segments.
             visible: [batch, 1 or sequence, sequence], whether the first may see the second.
-            training: whether dropout drops.
+            training: whether dropout is active.
 
         Returns:
             [batch, sequence, width].
@@ -212,18 +212,18 @@ class RelativeAttention(keras.layers.Layer):
         visible = visible[:, None]
         hidden = ops.cast(_HIDDEN_SCORE.get(self.compute_dtype, -1e9), scores.dtype)
         weights = ops.softmax(ops.where(visible, scores, hidden), axis=-1)
-        # Where nothing is visible, softmax would show everything.
+        # If nothing is visible, softmax would show everything.
         weights = self.dropout(weights * ops.cast(visible, weights.dtype), training=training)
         attended = ops.einsum("bnij,bjnd->bind", weights, self._in_heads("value", content))
         return self.projections["output"](ops.reshape(attended, (-1, sequence, width)))
 
     def _in_heads(self, part: str, vectors: Any) -> Any:
-        """A projection of vectors [batch, n, width] as [batch, n, heads, size]."""
+        """Returns a projection of vectors [batch, n, width] as [batch, n, heads, size]."""
         projected = self.projections[part](vectors)
         return keras.ops.reshape(projected, (-1, vectors.shape[1], self.heads, self.size))
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments that make an equal layer."""
+        """Returns arguments that make an equal layer."""
         return {**super().get_config(), "heads": self.heads, "dropout": self.rate}
 
 
@@ -273,16 +273,16 @@ class XlnetLayer(keras.layers.Layer):
         permutation: Any = None,
         training: bool | None = None,
     ) -> Any:
-        """One layer of one stream or two.
+        """Runs one layer of one stream or two.
 
         Args:
             content: [batch, sequence, width].
             segments: [batch, sequence], the segment of each token.
             present: [batch, sequence], 0 at padding.
-            query: [batch, sequence, width] of the query stream; None for one stream, where all see all.
+            query: [batch, sequence, width] of the query stream; None for one stream, where all positions see all.
             permutation: [batch, sequence], the place of each position in the order in which tokens are predicted; a
                 position sees those of lower places, and its content those of its own place too.
-            training: whether dropout drops.
+            training: whether dropout is active.
 
         Returns:
             The new content, or a pair of the new content and the new query.
@@ -304,7 +304,7 @@ class XlnetLayer(keras.layers.Layer):
         return self.output_norm(middle + self.dropout(self.contract(hidden), training=training))
 
     def get_config(self) -> dict[str, Any]:
-        """Arguments that make an equal layer."""
+        """Returns arguments that make an equal layer."""
         return {**super().get_config(), "heads": self.heads, "inner": self.inner, "dropout": self.rate}
 
 
@@ -315,7 +315,7 @@ def build(config: XlnetConfig, name: str = "xlnet") -> keras.Model:
         A model of ``{"tokens", "segments", "present"}``, all int32 [batch, sequence] (``present`` is 0 at padding) ->
         logits [batch, sequence, vocabulary] or, of spans, [batch, 2, sequence]. With two streams it also takes
         ``"permutation"``, int32 [batch, sequence] (see `XlnetLayer.call`), and the logits are those of the query
-        stream: that of a position doesn't know its own token. Tokens that are given rather than predicted share place
+        stream: that of a position doesn't know its own token. Tokens that aren't predicted share place
         0; sample weights leave them out of the loss.
     """
     keys = ("tokens", "segments", "present", *(("permutation",) if config.two_streams else ()))
@@ -343,10 +343,10 @@ def build(config: XlnetConfig, name: str = "xlnet") -> keras.Model:
 
 
 def xlnet_36(**changes: Any) -> keras.Model:
-    """XLNet-36 (2.1 GB of float32 parameters), with the fields of `XlnetConfig` in ``changes`` replaced."""
+    """Builds XLNet-36 (2.1 GB of float32 parameters), with the fields of `XlnetConfig` in ``changes`` replaced."""
     return build(XlnetConfig(**changes), name="xlnet_36")
 
 
 def xlnet_tiny(**changes: Any) -> keras.Model:
-    """`TINY`, with the fields in ``changes`` replaced."""
+    """Builds `TINY`, with the fields in ``changes`` replaced."""
     return build(dataclasses.replace(TINY, **changes), name="xlnet_tiny")

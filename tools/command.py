@@ -33,7 +33,7 @@ USER_ERRORS = (
     ModelError,
     OSError,
 )
-"""What users do wrong, and what fails in ways that a message tells: no traceback is shown."""
+"""Users' mistakes, and failures that a message explains: shown without a traceback."""
 
 INSTALLED = pathlib.Path(__file__).resolve().parents[1] == pathlib.Path(dapple.__file__).resolve().parent
 """Whether this is an installed package; in a checkout `dapple_tf/tools` is a link to `tools`."""
@@ -47,7 +47,7 @@ CONSOLE = {
     "train": "dapple-train",
     "what_if": "dapple-what-if",
 }
-"""Programs of this package that installing makes console commands of, as setup.py says."""
+"""Programs that installing this package makes console commands of, as setup.py lists them."""
 
 _COMMON = frozenset(flags.FlagValues())
 """Flags that every `flags.FlagValues` has: --flagfile and --undefok."""
@@ -72,7 +72,7 @@ def start(main: Callable[[], None], values: flags.FlagValues) -> NoReturn:
 
 
 def publish(values: flags.FlagValues, into: flags.FlagValues) -> None:
-    """Makes a program's flags those of a process, in place of others that have their names."""
+    """Makes a program's flags those of a process, replacing flags of the same names."""
     for flag in {id(values[name]): values[name] for name in values}.values():
         if flag.name in _COMMON:
             continue
@@ -83,7 +83,7 @@ def publish(values: flags.FlagValues, into: flags.FlagValues) -> None:
 
 
 def line(program: str) -> list[str]:
-    """The words that start a program of this package: a console command, or a module of a checkout."""
+    """Returns the words that start a program of this package: a console command, or a module of a checkout."""
     if not INSTALLED:
         return ["python", "-m", f"tools.{program}"]
     if program in CONSOLE:
@@ -92,7 +92,7 @@ def line(program: str) -> list[str]:
 
 
 def used(values: flags.FlagValues, program: str) -> str:
-    """The command that runs a program of this package, as `line` begins it, with the flags that were given."""
+    """Returns the command that runs a program of this package, as in `line`, with the flags that were given."""
     given = [flag for flag in {id(values[name]): values[name] for name in values}.values() if flag.present]
     return " ".join([*line(program), *(flag.serialize() for flag in given)])
 
@@ -116,7 +116,7 @@ def say(text: str, since: float | None = None) -> None:
 
     Args:
         text: the line.
-        since: a time of ``time.monotonic``; the seconds since then stand before the text.
+        since: a time of ``time.monotonic``; the seconds since then precede the text.
     """
     sys.stderr.write(f"{text}\n" if since is None else f"[{time.monotonic() - since:.0f} s] {text}\n")
     sys.stderr.flush()
@@ -131,7 +131,7 @@ def fresh_folder(wanted: pathlib.Path) -> pathlib.Path:
 
 
 def check(condition: bool, message: str) -> None:
-    """Refuses what users asked for.
+    """Raises an error about a user's request unless a condition holds.
 
     Raises:
         app.UsageError: the condition doesn't hold.
@@ -141,12 +141,12 @@ def check(condition: bool, message: str) -> None:
 
 
 def check_choices(flag: flags.FlagHolder[list[str]], known: Iterable[str], *, empty: bool = False) -> None:
-    """Refuses other values of a flag that is a list.
+    """Checks that a flag that is a list has known values only.
 
     Args:
         flag: the flag.
-        known: values that it may have.
-        empty: whether there may be none.
+        known: values that are allowed.
+        empty: whether the list may be empty.
 
     Raises:
         app.UsageError: it has another value, or none.
@@ -161,7 +161,7 @@ def check_choices(flag: flags.FlagHolder[list[str]], known: Iterable[str], *, em
 
 @contextlib.contextmanager
 def blamed(flag: str) -> Iterator[None]:
-    """Errors of what is done meanwhile name the flag.
+    """Makes the errors of a ``with`` block name a flag.
 
     Raises:
         app.UsageError: in place of a user's error.
@@ -173,7 +173,7 @@ def blamed(flag: str) -> Iterator[None]:
     except USER_ERRORS as error:
         _, _, value = flag.partition("=")
         text = _text(error)
-        if value and text.startswith((f"{value}:", f"{value} ")):  # The name of a file, as a rule.
+        if value and text.startswith((f"{value}:", f"{value} ")):  # Usually the name of a file.
             text = text[len(value) + 1 :].lstrip()
         raise app.UsageError(f"{flag}: {text}") from error
 

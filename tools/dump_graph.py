@@ -1,4 +1,4 @@
-r"""Writes what training a model by a plan would run: the graph after every pass, drawings, schedule and timelines.
+r"""Writes what training a model with a plan would run: the graph after every pass, drawings, schedule and timelines.
 
     python -m tools.dump_graph --model=gpt --plan=3:1 --global_batch_size=32 --output_dir=runs/graphs
     python -m tools.dump_graph --model=my.package:build --plan=plan.json --cluster=local:4 --output_dir=runs/graphs
@@ -6,8 +6,8 @@ r"""Writes what training a model by a plan would run: the graph after every pass
         --output_dir=runs/graphs
 
 Nothing is run: the cluster may be a description of devices that don't exist, and the model isn't trained. With
---profile there are simulated timelines, too. Open index.html in --output_dir first; it tells what is what. Files of an
-earlier dump there are replaced, others left; one in the way is an error.
+--profile, simulated timelines are added. Open index.html in --output_dir first; it describes all files. Files of an
+earlier dump there are replaced, others are left; a file in the way is an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Folder to write to.", fla
 
 
 def main() -> None:
-    """Captures the model, writes and tells where."""
+    """Captures the model, writes the dump and prints where it is."""
     from dapple_tf.dumps.dump import dump_model
     from dapple_tf.frontend.batch import spec_of
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def run() -> NoReturn:
-    """The console command."""
+    """Runs the console command."""
     command.start(main, FLAGS)
 
 

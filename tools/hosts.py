@@ -12,12 +12,12 @@
         hosts.cut(1)
 
 Hosts are network namespaces, each joined by a pair of virtual Ethernet devices to a bridge in one more namespace, so
-that the machine's own network isn't touched, and that several programs may have hosts with the same addresses. A client
-runs within a host, too; from the machine itself the hosts can't be reached. They need root, `ip` and `tc` (iproute2),
-and `unshare` and `nsenter` (util-linux).
+that the machine's own network isn't touched, and several programs may have hosts with the same addresses. A client
+must run within a host, too: the hosts can't be reached from the machine itself. They need root, `ip` and `tc`
+(iproute2), and `unshare` and `nsenter` (util-linux).
 
-Everything ends with the ``with`` block, and with this process, however that ends: a namespace is there as long as a
-process in it, and the processes get a signal when this one dies (where `setpriv` is there).
+Everything ends with the ``with`` block, and with this process, however that ends: a namespace exists as long as a
+process in it, and the processes get a signal when this one dies (if `setpriv` is installed).
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from typing import Any, Self
 import dapple_tf
 
 ROOT = pathlib.Path(dapple_tf.__file__).parents[1]
-"""Where Python finds this package."""
+"""Folder from which Python imports this package."""
 START_SECONDS = 120.0
-"""A worker imports TensorFlow before it serves, which takes a while where many do it on few cores."""
+"""Seconds that a worker may take to start: importing TensorFlow is slow where many do it on few cores."""
 _PREFIX = "10.77.0."
 _PORT = 2222
 _LINES = 40
-"""So many of a worker's last lines stand in errors."""
+"""Number of a worker's last lines that errors quote."""
 _NOISE = ("I0000 00:00:", "WARNING: All log messages before absl::InitializeLog()")
-"""Starts of lines that TensorFlow writes before it knows what it is to log."""
+"""Starts of lines that TensorFlow writes before its logging is configured."""
 
 # A process gets its parent's death signal when the *thread* that started it ends: this one ends with the interpreter.
 _starter = concurrent.futures.ThreadPoolExecutor(1, "starter")
 
 
 class HostsError(RuntimeError):
-    """Workers or hosts can't be had here; the text says why."""
+    """Workers or hosts can't be started here; the text says why."""
 
 
 def unavailable() -> str | None:
-    """Why there can be no `Hosts` on this machine; None if there can."""
+    """Returns why there can be no `Hosts` on this machine; None if there can."""
     for program in ("ip", "tc", "unshare", "nsenter"):
         if shutil.which(program) is None:
             return f"`{program}` isn't installed; it comes with iproute2 or util-linux"
@@ -78,10 +78,9 @@ def unavailable() -> str | None:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports of 127.0.0.1 that nobody has.
+    """Returns unused TCP ports of 127.0.0.1.
 
-    None is in the range from which the system takes ports for outgoing connections, so that a worker that is started
-    again finds its own free.
+    None is in the system's range for outgoing connections, so that a restarted worker finds its own port still free.
     """
     found: list[int] = []
     with contextlib.ExitStack() as stack:
@@ -96,7 +95,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def launch(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-    """Starts a process in a group of its own, which is killed when this process dies.
+    """Starts a process in its own group, which is killed when this process dies.
 
     Args:
         command: what to run.
@@ -108,7 +107,7 @@ def launch(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Kills a process that `launch` has started, and its group."""
+    """Kills a process started by `launch`, and its group."""
     send_signal(process, signal.SIGKILL)
     process.wait()
 
@@ -123,20 +122,20 @@ def _close(process: subprocess.Popen[str]) -> None:
 
 
 def send_signal(process: subprocess.Popen[Any], number: int) -> None:
-    """Sends a signal to a process that `launch` has started and to its group; none if it has ended."""
+    """Sends a signal to a process started by `launch` and to its group; does nothing if it has ended."""
     if process.poll() is None:  # Afterwards its number may be another's.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
 
 
 def environment() -> dict[str, str]:
-    """The environment of processes that are to find these packages, wherever they run."""
+    """Returns an environment in which processes find these packages, wherever they run."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 class _Worker:
-    """One worker's process, and a thread that reads what it writes."""
+    """One worker's process, and a thread that reads its output."""
 
     def __init__(self, command: Sequence[str], echo: Callable[[str], None]) -> None:
         self.tail: collections.deque[str] = collections.deque(maxlen=_LINES)
@@ -165,7 +164,7 @@ class _Worker:
             self._heard.notify_all()
 
     def wait_until_serving(self, deadline: float) -> bool:
-        """Whether it has said that it serves, before the deadline."""
+        """Returns whether it reports that it serves before the deadline."""
         with self._heard:
             self._heard.wait_for(lambda: self._serving or self._silent, timeout=max(0.0, deadline - time.monotonic()))
             return self._serving
@@ -176,10 +175,10 @@ class _Worker:
 
 
 class LocalWorkers:
-    """Workers on 127.0.0.1, each a process of its own; they run within the ``with`` block.
+    """Workers on 127.0.0.1, each in its own process; they run within the ``with`` block.
 
     Attributes:
-        addresses: of the workers.
+        addresses: ``host:port`` of each worker.
     """
 
     def __init__(
@@ -192,15 +191,15 @@ class LocalWorkers:
         cores: Sequence[int] | None = None,
         echo: Callable[[int, str], None] | None = None,
     ) -> None:
-        """Describes them; they start on entry.
+        """Describes the workers, which start on entry.
 
         Args:
-            count: how many.
-            devices: of each.
-            ports: of each; None for any that are free.
-            arguments: further ones for each worker.
+            count: number of workers.
+            devices: number of devices per worker.
+            ports: port of each worker; None for any free ones.
+            arguments: further arguments of each worker.
             cores: worker i runs on core i of these only (modulo their number); None for all.
-            echo: called with each line that a worker writes, in a thread; by default they go to stderr.
+            echo: called with each line that a worker writes, in a thread; by default lines go to stderr.
         """
         if count < 1:
             raise HostsError(f"{count} workers were asked for; ask for at least 1")
@@ -225,7 +224,7 @@ class LocalWorkers:
         self.close()
 
     def close(self) -> None:
-        """Ends all of it."""
+        """Ends all workers."""
         for worker in self._workers:
             send_signal(worker.process, signal.SIGKILL)
         for worker in self._workers:
@@ -235,15 +234,15 @@ class LocalWorkers:
 
     @property
     def processes(self) -> list[subprocess.Popen[str]]:
-        """The process of each worker; it has children."""
+        """The process of each worker; it has child processes."""
         return [worker.process for worker in self._workers]
 
     def lines(self, worker: int) -> list[str]:
-        """The last lines that a worker has written."""
+        """Returns the last lines that a worker wrote."""
         return list(self._workers[worker].tail)
 
     def kill(self, worker: int) -> None:
-        """Kills a worker, as if its machine had been switched off, but that connections are closed."""
+        """Kills a worker, as if its machine were switched off, except that connections are closed."""
         self._workers[worker].end()
 
     def stop(self, worker: int) -> None:
@@ -251,11 +250,11 @@ class LocalWorkers:
         send_signal(self._workers[worker].process, signal.SIGSTOP)
 
     def cont(self, worker: int) -> None:
-        """Lets a worker that was stopped go on."""
+        """Lets a stopped worker go on."""
         send_signal(self._workers[worker].process, signal.SIGCONT)
 
     def restart(self, worker: int, *, wait: bool = True) -> None:
-        """Starts a worker again at the same address, and kills it before if need be; it serves when this returns.
+        """Starts a worker again at the same address, after killing it if it still runs.
 
         Args:
             worker: which one.
@@ -267,14 +266,14 @@ class LocalWorkers:
             self._wait([worker])
 
     def has_served(self, worker: int) -> bool:
-        """Whether a worker has come so far, since it was started last, that it served."""
+        """Returns whether a worker has served since its last start."""
         return self._workers[worker].wait_until_serving(0.0)
 
     def _set_up(self, stack: contextlib.ExitStack) -> None:
-        """Makes what the workers need."""
+        """Prepares what the workers need."""
 
     def _prefix(self, worker: int) -> list[str]:
-        """Start of a command that is to run where a worker does."""
+        """Returns the start of a command that runs where a worker does."""
         del worker
         return []
 
@@ -302,13 +301,13 @@ def _to_stderr(worker: int, line: str) -> None:
 
 
 class Namespace:
-    """A network namespace without a name; it is there within the ``with`` block, with its loopback device up."""
+    """A network namespace without a name; it exists within the ``with`` block, with its loopback device up."""
 
     def __init__(self) -> None:
         self._holder: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
-        # A process that does nothing keeps it; it ends with its input, so that it doesn't outlive this process.
+        # An idle process keeps it, which ends with its input, so that it doesn't outlive this process.
         script = "ip link set lo up && echo ready && exec cat"
         command = ["unshare", "--net", "sh", "-c", script]
         pipe = subprocess.PIPE
@@ -324,23 +323,23 @@ class Namespace:
         self.close()
 
     def close(self) -> None:
-        """Ends it, and the devices in it with it, when no other process is in it any more."""
+        """Ends the namespace and its devices, once no other process is in it."""
         if self._holder is not None:
             _close(self._holder)
 
     @property
     def pid(self) -> int:
-        """A process in it."""
+        """A process in the namespace."""
         assert self._holder is not None, "use it in a `with` statement"
         return self._holder.pid
 
     @property
     def prefix(self) -> list[str]:
-        """Start of a command that runs in it."""
+        """Start of a command that runs in the namespace."""
         return ["nsenter", f"--net=/proc/{self.pid}/ns/net", "--"]
 
     def call(self, *command: str) -> str:
-        """Runs a short command in it and returns what it has written.
+        """Runs a short command in the namespace and returns its output.
 
         Raises:
             HostsError: it failed.
@@ -349,7 +348,7 @@ class Namespace:
 
 
 def join(one: Namespace, name: str, other: Namespace, other_name: str) -> None:
-    """Makes a pair of virtual Ethernet devices, one in each of two namespaces, and takes both up."""
+    """Joins two namespaces by a pair of virtual Ethernet devices, and takes both up."""
     ends = ["name", name, "netns", str(one.pid)], ["name", other_name, "netns", str(other.pid)]
     _call("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
     for namespace, device in ((one, name), (other, other_name)):
@@ -359,11 +358,11 @@ def join(one: Namespace, name: str, other: Namespace, other_name: str) -> None:
 class Hosts(LocalWorkers):
     """Network namespaces on one network, 10.77.0.1 and following, with a worker in each.
 
-    `kill`, `stop`, `cont` and `restart` are about the worker of a host, as for `LocalWorkers`.
+    `kill`, `stop`, `cont` and `restart` act on the worker of a host, as for `LocalWorkers`.
 
     Attributes:
-        addresses: of the workers, 10.77.0.1:2222 and following.
-        namespaces: of the hosts.
+        addresses: ``host:port`` of each worker, 10.77.0.1:2222 and following.
+        namespaces: namespace of each host.
     """
 
     def __init__(
@@ -375,7 +374,7 @@ class Hosts(LocalWorkers):
         cores: Sequence[int] | None = None,
         echo: Callable[[int, str], None] | None = None,
     ) -> None:
-        """Describes them; they are made on entry. For the arguments see `LocalWorkers`."""
+        """Describes the hosts, which are made on entry. For the arguments see `LocalWorkers`."""
         super().__init__(count, devices, ports=range(count), arguments=arguments, cores=cores, echo=echo)
         self.ips = [f"{_PREFIX}{host + 1}" for host in range(count)]
         self.addresses = [f"{ip}:{_PORT}" for ip in self.ips]
@@ -398,7 +397,7 @@ class Hosts(LocalWorkers):
         return self.namespaces[worker].prefix
 
     def limit(self, rate: float | None) -> None:
-        """Limits what each host sends, and what it is sent, to ``rate`` Mbit/s; None lifts the limit."""
+        """Limits what each host sends and receives to ``rate`` Mbit/s; None lifts the limit."""
         for host, namespace in enumerate(self.namespaces):
             for where, device in ((namespace, "eth0"), (self._switch, f"port{host}")):
                 if rate is None:
@@ -408,11 +407,11 @@ class Hosts(LocalWorkers):
                     where.call("tc", "qdisc", "replace", "dev", device, "root", "tbf", *_bucket(rate))
 
     def cut(self, host: int) -> None:
-        """Takes a host off the network: what it sends, and what it is sent, is lost without a word."""
+        """Takes a host off the network: whatever it sends or is sent is lost silently."""
         self._switch.call("ip", "link", "set", f"port{host}", "down")
 
     def join(self, host: int) -> None:
-        """Gives a host that was cut off its network back."""
+        """Reconnects a host to the network after `cut`."""
         self._switch.call("ip", "link", "set", f"port{host}", "up")
 
     def popen(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
@@ -424,10 +423,10 @@ class Hosts(LocalWorkers):
     def run(
         self, host: int, command: Sequence[str], *, timeout: float | None = None, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command in a host to its end, and kills it if that isn't within ``timeout`` seconds.
+        """Runs a command in a host to its end, and kills it if that takes more than ``timeout`` seconds.
 
         Raises:
-            subprocess.TimeoutExpired: it isn't.
+            subprocess.TimeoutExpired: it took longer.
         """
         with self._running(host, command, **options) as process:
             out, err = process.communicate(timeout=timeout)
@@ -443,7 +442,7 @@ class Hosts(LocalWorkers):
 
 
 def _bucket(rate: float) -> list[str]:
-    """Arguments of a token bucket filter of so many Mbit/s; it lets 4 ms' worth pass at once."""
+    """Returns arguments of a token bucket filter of ``rate`` Mbit/s, which lets 4 ms' worth pass at once."""
     burst = max(32_000, int(rate * 1e6 / 8 * 0.004))
     return ["rate", f"{rate:.3f}mbit", "burst", f"{burst}b", "latency", "100ms"]
 

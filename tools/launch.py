@@ -1,17 +1,17 @@
-"""Starts workers on this machine, to try a cluster out, and runs a command that trains on them.
+"""Starts workers on this machine, to try out a cluster, and runs a command that trains on them.
 
     python -m tools.launch --workers=4 -- python docs/examples/train_on_cluster.py
     python -m tools.launch --workers=2 --devices=2 -- python -m tools.train --model=gpt --plan=2:2 --cluster=tf_config
     python -m tools.launch --workers=2 --devices=2
 
-The command finds the workers' addresses in TF_CONFIG, so that
-`dapple_tf.Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())` in it is a cluster of them.
-SIGTERM, SIGHUP and SIGINT go on to the command (Ctrl-C in a terminal does by itself), and its exit code is this
-program's, 128 + n if signal n ended it. Without a command the workers serve until Ctrl-C, and their addresses are
-printed.
+The command finds the workers' addresses in TF_CONFIG:
+`dapple_tf.Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())` is their cluster.
+SIGTERM, SIGHUP and SIGINT are passed on to the command (Ctrl-C in a terminal reaches it anyway). Its exit code is this
+program's, or 128 + n if signal n ended it. Without a command, the workers' addresses are printed, and they serve until
+Ctrl-C.
 
-What the workers write is shown with their number, such as "[worker 1] ...". They listen on 127.0.0.1 only. When this
-program ends, however that happens, they and the command do.
+The workers' output is shown with their number, such as "[worker 1] ...". They listen on 127.0.0.1 only. When this
+program ends, however that happens, the workers and the command end, too.
 """
 
 from __future__ import annotations
@@ -32,27 +32,29 @@ from absl import app, flags
 from dapple_tf.program import run_program
 from dapple_tf.tools.hosts import HostsError, LocalWorkers
 
-_WORKERS = flags.DEFINE_integer("workers", 2, "How many workers to start.", lower_bound=1, upper_bound=1000)
+_WORKERS = flags.DEFINE_integer("workers", 2, "Number of workers to start.", lower_bound=1, upper_bound=1000)
 _DEVICES = flags.DEFINE_integer(
-    "devices", 1, "Logical CPU devices of each; 0 for this machine's GPUs.", lower_bound=0, upper_bound=1000
+    "devices", 1, "Logical CPU devices of each worker; 0 for this machine's GPUs.", lower_bound=0, upper_bound=1000
 )
-_MEMORY = flags.DEFINE_integer("memory_bytes", None, "Memory of each device, for planning; by default what there is.")
+_MEMORY = flags.DEFINE_integer(
+    "memory_bytes", None, "Bytes of memory per device, for planning; by default the real size."
+)
 _BASE_PORT = flags.DEFINE_integer(
-    "base_port", None, "Port of worker 0, the others' follow; by default any that are free.", 1, 65_535
+    "base_port", None, "Port of worker 0; the others follow. By default any free ports.", 1, 65_535
 )
-_RESTART = flags.DEFINE_boolean("restart", False, "Start workers that die again, at the same address.")
+_RESTART = flags.DEFINE_boolean("restart", False, "Restart workers that die, at the same address.")
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PAUSE_SECONDS = 0.1
 
 
 def tf_config(addresses: Sequence[str]) -> str:
-    """TF_CONFIG of a client of these workers."""
+    """Returns the TF_CONFIG of a client of these workers."""
     return json.dumps({"cluster": {"worker": list(addresses)}, "task": {"type": "chief", "index": 0}})
 
 
 def advice(addresses: Sequence[str]) -> str:
-    """What to write in a program that is to use the workers."""
+    """Returns what to write in a program that uses the workers."""
     return (
         f"{len(addresses)} workers: {' '.join(addresses)}\n"
         f"  in Python:   cluster = dapple_tf.Cluster.of_servers({list(addresses)!r})\n"
@@ -62,14 +64,14 @@ def advice(addresses: Sequence[str]) -> str:
 
 
 class Supervisor:
-    """Looks after workers, and starts again those that die."""
+    """Watches workers, and restarts those that die."""
 
     def __init__(self, workers: LocalWorkers, restart: bool) -> None:
         self.workers, self.restart = workers, restart
         self.given_up: set[int] = set()
 
     def look(self) -> None:
-        """Looks at each worker once."""
+        """Checks each worker once."""
         for number, process in enumerate(self.workers.processes):
             if number in self.given_up or process.poll() is None:
                 continue
@@ -83,12 +85,12 @@ class Supervisor:
 
     @property
     def nothing_left(self) -> bool:
-        """Whether no worker is there any more, nor will be."""
+        """Whether all workers have ended and none will be restarted."""
         return len(self.given_up) == len(self.workers.processes)
 
 
 def start(command: Sequence[str], addresses: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Starts the command, which gets this process's terminal."""
+    """Starts the command on this process's terminal."""
     ending = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
     return subprocess.Popen([*ending, *command], env={**os.environ, "TF_CONFIG": tf_config(addresses)})
 
@@ -97,7 +99,7 @@ def attend(process: subprocess.Popen[bytes], supervisor: Supervisor) -> int:
     """Waits for the command, passes signals on to it, and returns its exit code."""
 
     def forward(number: int, _: object) -> None:
-        if number != signal.SIGINT or not sys.stdin.isatty():  # Else the terminal has sent it to both.
+        if number != signal.SIGINT or not sys.stdin.isatty():  # Otherwise the terminal has sent it to both.
             process.send_signal(number)
 
     for number in _FORWARDED:
@@ -125,7 +127,7 @@ def serve(supervisor: Supervisor) -> int:
 
 
 def ports() -> list[int] | None:
-    """The workers' ports by --base_port; None for any."""
+    """Returns the workers' ports by --base_port; None for any free ones."""
     if _BASE_PORT.value is None:
         return None
     last = _BASE_PORT.value + _WORKERS.value - 1
@@ -146,7 +148,7 @@ def _leave(number: int, _: object) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Starts everything, waits and takes it down."""
+    """Starts the workers and the command, waits, and ends them."""
     command = argv[1:]
     if command and shutil.which(command[0]) is None:
         raise app.UsageError(f"there is no program {command[0]!r}; what follows -- is run as it is, without a shell")
@@ -165,7 +167,7 @@ def main(argv: list[str]) -> None:
 
 
 def run() -> NoReturn:
-    """The console command."""
+    """Runs the console command."""
     run_program(main)
 
 

@@ -1,6 +1,6 @@
-"""What a benchmark's numbers depend on besides the code: the machine, and the versions of what computes.
+"""Facts that a benchmark's numbers depend on besides the code: the machine, and versions of packages.
 
-Nothing here tells whose machine it is: no host name, user, path or address.
+None of them identifies the machine's owner: no host name, user, path or address.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _PACKAGES = ("tensorflow", "keras", "numpy", "torch")
 
 
 def machine_facts(versions: dict[str, str] | None = None) -> dict[str, Any]:
-    """The machine's facts, to stand beside measured numbers in JSON.
+    """Returns the machine's facts, to stand beside measured numbers in JSON.
 
     Args:
-        versions: of packages that another interpreter has run, such as PyTorch's; they go before this one's.
+        versions: of packages that another interpreter has run, such as PyTorch's; they precede this one's.
 
     Returns:
         ``cpu`` (its model), ``cores`` (that this process may use), ``memory_gib``, ``system``, ``load_1min`` (processes
-        that wanted a core within the last minute: a machine with more than this benchmark on it shows), ``date`` (UTC)
+        that wanted a core within the last minute, which reveals other load), ``date`` (UTC)
         and ``versions``.
     """
     found = {"python": platform.python_version()}
@@ -44,7 +44,7 @@ def machine_facts(versions: dict[str, str] | None = None) -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name as the system tells it; its architecture where it tells none."""
+    """Returns the processor's name as the system reports it; its architecture if there is none."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # Not Linux.
@@ -54,5 +54,5 @@ def cpu_model() -> str:
 
 
 def memory_bytes() -> int:
-    """The machine's main memory."""
+    """Returns the machine's main memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

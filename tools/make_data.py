@@ -1,17 +1,17 @@
-"""Makes the files that --dataset reads from others.
+"""Converts data into the files that --dataset reads, checks data, and writes samples.
 
     python -m tools.make_data --images=photos --output=records --shards=16
     python -m tools.make_data --text=book.txt --vocabulary=8192 --output=book
     python -m tools.make_data --check=images:photos
     python -m tools.make_data --sample=images --output=photos
 
---images takes a folder of ImageNet's layout, train/CLASS/*.jpeg and val/CLASS/*.jpeg, or one of classes, and writes
-TFRecord files for --dataset=tfrecords:records.
+--images takes a folder of ImageNet's layout, train/CLASS/*.jpeg and val/CLASS/*.jpeg, or a folder of classes, and
+writes TFRecord files for --dataset=tfrecords:records.
 
---text takes a text file, or a folder of *.txt, and writes tokenizer.json, train.bin and, from the end of the text,
-valid.bin, for --dataset=tokens:book/train.bin?valid=book/valid.bin.
+--text takes a text file, or a folder of *.txt, and writes tokenizer.json, train.bin and valid.bin (the end of the
+text), for --dataset=tokens:book/train.bin?valid=book/valid.bin.
 
---check reads all of some data once, as --dataset names them, and tells the first thing that is wrong with them.
+--check reads all of the data once, named as for --dataset, and reports the first error.
 
 --sample writes the files that a reader without a path reads: images, tfrecords, text, tokens, squad or pairs.
 """
@@ -38,21 +38,21 @@ _TEXT = flags.DEFINE_string("text", None, "Text file or folder of *.txt to write
 _CHECK = flags.DEFINE_string("check", None, "Data to read once: images:PATH or tfrecords:PATH.", flag_values=FLAGS)
 _SAMPLE = flags.DEFINE_enum("sample", None, list(samples.FOLDERS), "Sample to write.", flag_values=FLAGS)
 _OUTPUT = flags.DEFINE_string("output", None, "Folder to write to; it must be new or empty.", flag_values=FLAGS)
-_SHARDS = flags.DEFINE_integer("shards", 16, "TFRecord files to train on.", lower_bound=1, flag_values=FLAGS)
-_SEED = flags.DEFINE_integer("seed", 0, "Shuffles the images to train on.", flag_values=FLAGS)
+_SHARDS = flags.DEFINE_integer("shards", 16, "Number of TFRecord files to train on.", lower_bound=1, flag_values=FLAGS)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed that shuffles the images to train on.", flag_values=FLAGS)
 _VOCABULARY = flags.DEFINE_integer(
-    "vocabulary", 8192, "Most tokens of the tokenizer that is trained on the text.", lower_bound=1, flag_values=FLAGS
+    "vocabulary", 8192, "Maximum tokens of the tokenizer that is trained on the text.", lower_bound=1, flag_values=FLAGS
 )
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer", None, "A tokenizer's JSON file, instead of training one.", flag_values=FLAGS
 )
 _HELD_OUT = flags.DEFINE_float(
-    "held_out", 0.05, "Fraction at the end of the text for valid.bin.", 0.0, 0.9, flag_values=FLAGS
+    "held_out", 0.05, "Fraction of the text, at its end, for valid.bin.", 0.0, 0.9, flag_values=FLAGS
 )
 
 
 def main() -> None:
-    """Does what the flags say."""
+    """Runs the job that the flags describe."""
     jobs = {"--images": _IMAGES.value, "--text": _TEXT.value, "--check": _CHECK.value, "--sample": _SAMPLE.value}
     given = [f"{name}={value}" for name, value in jobs.items() if value is not None]
     command.check(len(given) == 1, f"give one of {', '.join(jobs)}" + (f", not {' and '.join(given)}" if given else ""))
@@ -71,10 +71,10 @@ def main() -> None:
 
 
 def output_folder() -> pathlib.Path:
-    """The folder to write to, which is made.
+    """Creates and returns the folder to write to.
 
     Raises:
-        app.UsageError: it isn't given, or has something in it.
+        app.UsageError: it isn't given, or isn't empty.
     """
     command.check(_OUTPUT.value is not None, "--output isn't given; name a folder")
     folder = pathlib.Path(_OUTPUT.value)
@@ -111,7 +111,7 @@ def write_text(root: pathlib.Path, folder: pathlib.Path) -> None:
     """Writes a tokenizer and the tokens of the text.
 
     Raises:
-        ModelError: there is no text, or the tokenizer isn't one.
+        ModelError: there is no text, or the tokenizer's file isn't valid.
     """
     files = text_files([root], str(root))
     if _TOKENIZER.value is not None:
@@ -135,7 +135,7 @@ def write_text(root: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def say(text: str) -> None:
-    """Tells what was done."""
+    """Prints what was done."""
     sys.stdout.write(f"{text}\n")
 
 

@@ -3,9 +3,9 @@
     python -m tools.measure_links --addresses=10.0.0.1:2222,10.0.0.2:2222 --out=cluster.json
     python -m tools.measure_links --local=2
 
-Without either flag the workers are those that TF_CONFIG names. Shows the cluster as its workers tell it (servers,
-devices, memory) and the speed of the link between every two servers, within them and of all-reduce over all devices.
-`dapple_tf.Cluster.load("cluster.json")` reads what is written, and plans can be made for it when the workers are gone.
+Without either flag the workers are those in TF_CONFIG. Shows the cluster as its workers report it (servers, devices,
+memory), and the speed of links within servers, between every two servers, and of all-reduce over all devices.
+`dapple_tf.Cluster.load("cluster.json")` reads the description; plans can be made for it when the workers are gone.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _ADDRESSES = flags.DEFINE_list(
     "addresses", None, "host:port of each worker; by default those of TF_CONFIG.", flag_values=FLAGS
 )
 _LOCAL = flags.DEFINE_integer(
-    "local", None, "Start so many workers on this machine and measure these.", 1, 1000, flag_values=FLAGS
+    "local", None, "Number of workers to start on this machine and measure.", 1, 1000, flag_values=FLAGS
 )
 _DEVICES = flags.DEFINE_integer(
     "devices", 1, "Logical CPU devices of each worker that --local starts.", 0, 1000, flag_values=FLAGS
 )
-_OUT = flags.DEFINE_string("out", None, "Write the description to this JSON file.", flag_values=FLAGS)
+_OUT = flags.DEFINE_string("out", None, "JSON file to write the description to.", flag_values=FLAGS)
 _LARGE = flags.DEFINE_float(
     "mib", 4.0, "Size of the large message in MiB; the small one has 4 KiB.", 0.01, 1024.0, flag_values=FLAGS
 )
 _REPEATS = flags.DEFINE_integer(
-    "repeats", 5, "How often each time is measured; the median counts.", lower_bound=1, flag_values=FLAGS
+    "repeats", 5, "Number of measurements of each time; the median counts.", lower_bound=1, flag_values=FLAGS
 )
 _CAPACITY = flags.DEFINE_boolean(
     "capacity",
     True,
-    "Also measure how many devices' worth of compute each server gives when all are busy.",
+    "Also measure how many devices' worth of compute each server provides when all of them are busy.",
     flag_values=FLAGS,
 )
 
@@ -56,7 +56,7 @@ Pairs = Mapping[tuple[int, int], Link]
 
 
 def topology(cluster: Cluster) -> str:
-    """The cluster's servers and their devices."""
+    """Returns the cluster's servers and their devices."""
     rows = []
     for server in range(cluster.num_servers):
         devices = [cluster.devices[device] for device in cluster.devices_of(server)]
@@ -69,7 +69,7 @@ def topology(cluster: Cluster) -> str:
 
 
 def links(cluster: Cluster, between: Pairs) -> str:
-    """What was measured, for people."""
+    """Returns the measurements as a text."""
     rows = [[f"{one} - {other}", *_speed(link)] for (one, other), link in between.items()]
     for what, bandwidth, latency in (
         ("within a server", cluster.intra_bandwidth, cluster.intra_latency),
@@ -93,7 +93,7 @@ def _speed(link: Link) -> list[str]:
 
 
 def measure(cluster: Cluster) -> tuple[Cluster, dict[tuple[int, int], Link]]:
-    """The cluster with its links, and those between each pair of servers."""
+    """Returns the cluster with its measured links, and the link between each pair of servers."""
     terminal = sys.stderr.isatty()
     large = max(4096 + 4, int(_LARGE.value * 2**20))
 
@@ -138,7 +138,7 @@ def main() -> None:
     except HostsError as error:
         raise app.UsageError(str(error)) from error
     if _OUT.value:
-        # The numbers of its devices are what counts there; addresses are for those who use them now.
+        # Only the devices' numbers matter there; addresses are for those who use the cluster now.
         dataclasses.replace(found, addresses=()).save(_OUT.value)
         sys.stdout.write(f"written to {_OUT.value}; dapple_tf.Cluster.load reads it\n")
 

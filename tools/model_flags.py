@@ -1,7 +1,7 @@
-"""Flags that several programs have: the model and its data, the cluster, the profile and the plan.
+"""Flags that several programs share: the model and its data, the cluster, the profile and the plan.
 
-Each class defines its flags in the `flags.FlagValues` that it is given, and gives what they stand for. Mistakes are
-told as `app.UsageError`, with the flag and its value.
+Each class defines its flags in a `flags.FlagValues`, and returns the objects that they stand for. Mistakes raise
+`app.UsageError`, which names the flag and its value.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ModelFlags:
             "mixed_precision",
             "none",
             ["none", *_POLICIES],
-            "Compute in this type, and keep variables in float32. Not for models from files, which keep their own.",
+            "Type to compute in; variables stay in float32. Not for models from files, which keep their own.",
             flag_values=values,
         )
         self._seed = flags.DEFINE_integer(
@@ -58,8 +58,8 @@ class ModelFlags:
             self._length = flags.DEFINE_integer(
                 "length",
                 None,
-                f"What axes are as long as that the model leaves open, in generated data (--dataset={GENERATED.name}, "
-                f"which models from files have by default). By default 128, or another length that the model can be "
+                f"Length of axes that the model leaves open, in generated data (--dataset={GENERATED.name}, "
+                f"the default for models from files). By default 128, or another length that the model can be "
                 f"computed for.",
                 lower_bound=1,
                 flag_values=values,
@@ -67,25 +67,25 @@ class ModelFlags:
             self._dataset = flags.DEFINE_string(
                 "dataset",
                 None,
-                f"What to train on: one of {', '.join(DATASETS)}; files, as READER:PATH?option=value&option=value with "
+                f"Data to train on: one of {', '.join(DATASETS)}; files, as READER:PATH?option=value&option=value with "
                 f"one of the readers {', '.join(READERS)} (a reader without a path reads a small sample; see "
-                f"docs/data.md); package.module:function for a function of the batch size that gives a "
+                f"docs/data.md); package.module:function for a function of the batch size that returns a "
                 f"tf.data.Dataset of batches, or arrays (x, y). By default the model's own.",
                 flag_values=values,
             )
 
     @property
     def given(self) -> bool:
-        """Whether there is a model."""
+        """Whether the flag names a model."""
         return self._model.value is not None
 
     @property
     def seed(self) -> int:
-        """The seed."""
+        """Seed of the weights, the data's order and dropout."""
         return int(self._seed.value)
 
     def source(self) -> ModelSource:
-        """The model's source; nothing is built.
+        """Returns the model's source without building the model.
 
         Raises:
             app.UsageError: there is no such model.
@@ -101,7 +101,7 @@ class ModelFlags:
         return found
 
     def data(self) -> DataSource:
-        """The data.
+        """Returns the data to train on.
 
         Raises:
             app.UsageError: there are no such data.
@@ -121,10 +121,10 @@ class ModelFlags:
         return generated(self._length.value)
 
     def build(self) -> keras.Model:
-        """The compiled model; all seeds are set.
+        """Builds and compiles the model, after setting all seeds.
 
         Raises:
-            app.UsageError: there is no such model, or it can't be made.
+            app.UsageError: there is no such model, or it can't be built.
         """
         import keras
 
@@ -147,9 +147,9 @@ class ClusterFlag:
         """Defines the flag.
 
         Args:
-            values: where.
+            values: where to define it.
             default: its value; None if it must be given.
-            described: whether a description without real devices will do.
+            described: whether a description without real devices is allowed.
         """
         self._described = described
         files = " or a JSON file that describes one" if described else ""
@@ -157,21 +157,21 @@ class ClusterFlag:
             "cluster",
             default,
             f"The devices: local:N (N devices of this machine: GPUs if it has as many, else logical CPU "
-            f"devices), cpu:N, gpu:N, host:port,host:port (workers that run already), tf_config (those that TF_CONFIG "
+            f"devices), cpu:N, gpu:N, host:port,host:port (running workers), tf_config (the workers that TF_CONFIG "
             f"names){files}.",
             flag_values=values,
         )
 
     @property
     def text(self) -> str:
-        """What the flag says."""
+        """The flag's value."""
         return str(self._cluster.value)
 
     def cluster(self) -> dapple.Cluster:
-        """The cluster.
+        """Returns the cluster.
 
         Raises:
-            app.UsageError: it can't be had.
+            app.UsageError: there is no such cluster.
         """
         text = self._cluster.value
         check(bool(text), "--cluster isn't given; see --help")
@@ -186,17 +186,17 @@ class ClusterFlag:
 
 
 def parse_cluster(text: str) -> dapple.Cluster:
-    """The cluster that a text stands for: ``local:4``, ``cpu:4``, ``gpu:4``, addresses, ``tf_config`` or a file.
+    """Parses a cluster: ``local:4``, ``cpu:4``, ``gpu:4``, addresses, ``tf_config`` or a file.
 
     Raises:
-        ClusterError: it can't be had.
+        ClusterError: there is no such cluster.
         OSError: the file can't be read.
     """
     if found := re.fullmatch(r"(local|cpu|gpu):(\d{1,6})", text, re.ASCII):
         kind = "auto" if found[1] == "local" else found[1]
         return dapple.Cluster.local(int(found[2]), kind=kind)
     if text == "tf_config":
-        import tensorflow as tf  # heavy, and others don't need it
+        import tensorflow as tf  # heavy, and not needed otherwise
 
         return dapple.Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())
     if text.endswith(".json") or pathlib.Path(text).is_file():
@@ -222,31 +222,31 @@ class ProfileFlags:
         self._batch_size = flags.DEFINE_integer(
             "profile_batch_size",
             None,
-            "The samples that a profile in text format is for; by default N where the file is called ...pbs-N...",
+            "Samples that a profile in text format is for; by default N if the file is called ...pbs-N...",
             lower_bound=1,
             flag_values=values,
         )
 
     @property
     def given(self) -> bool:
-        """Whether there is a profile."""
+        """Whether the flag names a profile."""
         return self._profile.value is not None
 
     @property
     def path(self) -> str | None:
-        """The file."""
+        """The profile's file."""
         return None if self._profile.value is None else str(self._profile.value)
 
     @property
     def batch_size(self) -> int | None:
-        """What ``--profile_batch_size`` says."""
+        """The value of ``--profile_batch_size``."""
         return None if self._batch_size.value is None else int(self._batch_size.value)
 
     def profile(self) -> dapple.Profile:
-        """The profile.
+        """Returns the profile.
 
         Raises:
-            app.UsageError: it isn't given, or isn't one.
+            app.UsageError: it isn't given, or isn't valid.
         """
         check(bool(self._profile.value), f"--profile isn't given; {' '.join(line('profile'))} makes one")
         with blamed(f"--profile={self._profile.value}"):
@@ -254,10 +254,10 @@ class ProfileFlags:
 
 
 def load_profile(path: str | os.PathLike[str], batch_size: int | None = None) -> dapple.Profile:
-    """A profile from a file, JSON or text.
+    """Loads a profile from a file, JSON or text.
 
     Raises:
-        ProfileError: it isn't one, or a text whose batch size isn't known.
+        ProfileError: the file isn't a profile, or is a text whose batch size isn't known.
         OSError: the file can't be read.
     """
     text = read_text(path, dapple.ProfileError, encoding="utf-8-sig")
@@ -276,7 +276,7 @@ def load_profile(path: str | os.PathLike[str], batch_size: int | None = None) ->
 
 
 def check_output(flag: str, path: str | None) -> None:
-    """Finds out early whether a file can be written there.
+    """Checks early whether a file can be written there.
 
     Raises:
         app.UsageError: its folder doesn't exist, or it is a folder itself.
@@ -287,7 +287,7 @@ def check_output(flag: str, path: str | None) -> None:
 
 
 class PlanFlags:
-    """``--plan`` and what it may be changed or sought by: batch size, micro-batches, schedule, recomputation, XLA."""
+    """``--plan`` and flags that change or constrain it: batch size, micro-batches, schedule, recomputation, XLA."""
 
     def __init__(
         self, values: flags.FlagValues, *, default: str | None = None, auto: bool = False, batch: int | None = None
@@ -295,10 +295,10 @@ class PlanFlags:
         """Defines the flags.
 
         Args:
-            values: where.
-            default: of ``--plan``.
+            values: where to define them.
+            default: value of ``--plan``.
             auto: whether ``auto`` may stand for a plan that has to be found.
-            batch: samples per step where neither a file nor ``--global_batch_size`` says; None if one of them must.
+            batch: samples per step if neither a file nor ``--global_batch_size`` says; None if one of them must.
         """
         self.auto_allowed, self._batch = auto, batch
         found = "auto (measure the model and find the best), " if auto else ""
@@ -319,10 +319,10 @@ class PlanFlags:
             "micro_batches", None, "Micro-batches per step.", lower_bound=1, flag_values=values
         )
         self._schedule = flags.DEFINE_enum(
-            "schedule", None, [*POLICIES, "auto"] if auto else POLICIES, "The schedule.", flag_values=values
+            "schedule", None, [*POLICIES, "auto"] if auto else POLICIES, "The plan's schedule.", flag_values=values
         )
         self._recompute = flags.DEFINE_enum(
-            "recompute", None, RECOMPUTE_MODES, "What the backward passes compute again.", flag_values=values
+            "recompute", None, RECOMPUTE_MODES, "What the backward passes recompute.", flag_values=values
         )
         self._jit_compile = flags.DEFINE_boolean(
             "jit_compile", None, "Compile each stage with XLA.", flag_values=values
@@ -330,12 +330,12 @@ class PlanFlags:
 
     @property
     def text(self) -> str | None:
-        """What ``--plan`` says."""
+        """The value of ``--plan``."""
         return None if self._plan.value is None else str(self._plan.value)
 
     @property
     def path(self) -> str | None:
-        """The plan's file; None if it isn't in one."""
+        """The plan's file; None if the plan isn't in a file."""
         text = self.text
         return None if text is None or self.automatic or is_shape(text) else text
 
@@ -346,7 +346,7 @@ class PlanFlags:
 
     @property
     def places_operators(self) -> bool:
-        """Whether the plan is in a file and has devices for single operators.
+        """Returns whether the plan is in a file and places single operators.
 
         Raises:
             app.UsageError: the file can't be read.
@@ -354,10 +354,10 @@ class PlanFlags:
         return self.path is not None and self._loaded().operator_devices is not None
 
     def batch_size(self) -> int:
-        """Samples per step.
+        """Returns the samples per step.
 
         Raises:
-            app.UsageError: nothing says how many, or the plan's file can't be read.
+            app.UsageError: neither a flag nor a file gives them, or the plan's file can't be read.
         """
         given = self._global_batch_size.value
         if given is None and self.path is not None:
@@ -369,7 +369,7 @@ class PlanFlags:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The plan's fields that flags give."""
+        """Returns the plan's fields that flags set."""
         given = {
             "global_batch_size": self._global_batch_size.value,
             "micro_batches": self._micro_batches.value,
@@ -380,7 +380,7 @@ class PlanFlags:
         return {name: value for name, value in given.items() if value is not None}
 
     def early_check(self) -> None:
-        """Finds what can be found wrong without a model.
+        """Checks what can be checked without a model.
 
         Raises:
             app.UsageError: no plan, not a shape, or no such file.
@@ -399,10 +399,10 @@ class PlanFlags:
             self._loaded()
 
     def check_layers(self, model: keras.Model) -> None:
-        """Finds out early whether a plan from a file is cut after layers that a model has.
+        """Checks early that a model has the layers after which a plan from a file is cut.
 
         Raises:
-            app.UsageError: it isn't.
+            app.UsageError: it lacks one.
         """
         if self.path is None:
             return
@@ -420,13 +420,13 @@ class PlanFlags:
             )
 
     def plan(self, cuts: Callable[[Sequence[int]], Sequence[str]]) -> dapple.Plan:
-        """The plan, unless it has to be found.
+        """Returns the plan, unless it has to be found.
 
         Args:
-            cuts: replicas of each stage -> the layers to cut after.
+            cuts: function from the replicas of each stage to the layers to cut after.
 
         Raises:
-            app.UsageError: it isn't one, or contradicts itself.
+            app.UsageError: it isn't valid, or contradicts itself.
         """
         self.early_check()
         assert self.text is not None
@@ -438,7 +438,7 @@ class PlanFlags:
             return dapple.Plan.manual(cuts(replicas), devices_of(replicas), **values)
 
     def _loaded(self) -> dapple.Plan:
-        """The plan of a file, with what the other flags change of it."""
+        """Returns a file's plan with the changes of the other flags."""
         from dapple_tf.tools.variants import changed
 
         with blamed(f"--plan={self.text}"):

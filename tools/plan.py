@@ -4,10 +4,10 @@
     python -m tools.plan --profile=docs/profiles/bert-48-pbs-2.txt --cluster=cluster.json --global_batch_size=64
     python -m tools.plan --model=gpt --cluster=local:4 --global_batch_size=32 --schedule=auto
 
-From a profile the plan can be made for any cluster, real or described. With --model the model is measured on the
-cluster's devices first, and so are their links. Prints the plan and why it was chosen: what it is expected to take,
-what limits it, the runner-up, and data parallelism beside it. What is given of --micro_batches, --schedule and
---recompute is what may be chosen from.
+From a profile, plans can be made for any cluster, real or described. With --model, the model is first measured on the
+cluster's devices, and so are their links. Prints the plan and the reasons for it: its expected step time, what limits
+it, the runner-up, and data parallelism for comparison. --micro_batches, --schedule and --recompute restrict the
+planner's choices.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GLOBAL_BATCH_SIZE = flags.DEFINE_integer(
     "global_batch_size", None, "Samples per step, over all devices.", lower_bound=1, flag_values=FLAGS
 )
 _MICRO_BATCHES = flags.DEFINE_list(
-    "micro_batches", None, "Micro-batches per step, or several numbers to choose from.", flag_values=FLAGS
+    "micro_batches", None, "Micro-batches per step: one number, or several to choose from.", flag_values=FLAGS
 )
 _SCHEDULE = flags.DEFINE_list(
     "schedule",
@@ -46,8 +46,8 @@ _SCHEDULE = flags.DEFINE_list(
 _RECOMPUTE = flags.DEFINE_list(
     "recompute",
     None,
-    f"What backward passes compute again, or several to choose from: {', '.join(RECOMPUTE_MODES)}. By default only "
-    f"where memory demands it.",
+    f"What backward passes recompute, or several to choose from: {', '.join(RECOMPUTE_MODES)}. By default only "
+    f"if memory requires it.",
     flag_values=FLAGS,
 )
 _REVERSE_FIRST_K = flags.DEFINE_string(
@@ -59,24 +59,24 @@ _OVERLAP = flags.DEFINE_boolean(
 _ALL_REDUCE = flags.DEFINE_enum(
     "all_reduce", "hierarchical", ALL_REDUCE, "The algorithm of all-reduce.", flag_values=FLAGS
 )
-_JIT_COMPILE = flags.DEFINE_boolean("jit_compile", False, "The plan's stages are compiled with XLA.", flag_values=FLAGS)
+_JIT_COMPILE = flags.DEFINE_boolean("jit_compile", False, "Compile the plan's stages with XLA.", flag_values=FLAGS)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write the plan to.", flag_values=FLAGS)
 _SAVE_PROFILE = flags.DEFINE_string(
-    "save_profile", None, "With --model: JSON file to write what was measured to.", flag_values=FLAGS
+    "save_profile", None, "With --model: JSON file to write the measured profile to.", flag_values=FLAGS
 )
 _SAVE_CLUSTER = flags.DEFINE_string(
     "save_cluster",
     None,
-    "With --model: JSON file to write the cluster to, with the links that were measured.",
+    "With --model: JSON file to write the cluster with its measured links to.",
     flag_values=FLAGS,
 )
 
 
 def options() -> dict[str, Any]:
-    """What the planner is to choose from.
+    """Returns the options that the planner may choose from.
 
     Raises:
-        app.UsageError: something that isn't there to be chosen.
+        app.UsageError: a flag names an unknown option.
     """
     counts = _MICRO_BATCHES.value
     if counts is not None:
@@ -109,7 +109,7 @@ def options() -> dict[str, Any]:
 
 
 def find() -> tuple[dapple.Plan, dapple.Profile, dapple.Cluster]:
-    """The plan, and what it was made from."""
+    """Returns the plan, and the profile and cluster that it was made from."""
     chosen, batch = options(), _GLOBAL_BATCH_SIZE.value
     if _PROFILE.given:
         profile, cluster = _PROFILE.profile(), _CLUSTER.cluster()
@@ -151,14 +151,14 @@ def main() -> None:
 
 
 def simulate_command(plan: str, profile: str) -> str:
-    """The command that simulates a plan."""
+    """Returns the command that simulates a plan."""
     cluster = _SAVE_CLUSTER.value or _CLUSTER.text
     arguments = [f"--plan={plan}", f"--profile={profile}", f"--cluster={cluster}"]
     return shlex.join([*command.line("simulate"), *arguments])
 
 
 def run() -> NoReturn:
-    """The console command."""
+    """Runs the console command."""
     command.start(main, FLAGS)
 
 

@@ -1,13 +1,13 @@
-"""Measures a model layer by layer: the seconds and bytes that plans and simulations are made from.
+"""Measures a model layer by layer: the seconds and bytes that plans and simulations need.
 
     python -m tools.profile --model=gpt --batch_size=2,8 --output=profile.json
     python -m tools.profile --model=my_package.my_module:build --cluster=10.0.0.1:2222 --output=profile.json
 
-Give slice sizes around those of the plans to come: a global batch divided by micro-batches and replicas. From several
-sizes follows which part of each cost is fixed and which grows with the samples. Profiles are kept in a cache
-(~/.cache/dapple_tf/profiles, or $DAPPLE_CACHE), and what is there isn't measured again; --nocache measures anew.
+Give slice sizes around those of future plans: the global batch divided by micro-batches and replicas. Several sizes
+separate each cost into a fixed part and one that grows with the samples. Profiles are kept in a cache
+(~/.cache/dapple_tf/profiles, or $DAPPLE_CACHE) and are reused; --nocache measures anew.
 
-What comes out can be given to tools.plan, tools.simulate, tools.what_if and tools.train.
+tools.plan, tools.simulate, tools.what_if and tools.train read the result.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ FLAGS = flags.FlagValues()
 _MODEL = ModelFlags(FLAGS, data=True)
 _CLUSTER = ClusterFlag(FLAGS, default="local:1", described=False)
 _BATCH_SIZE = flags.DEFINE_list(
-    "batch_size", ["1", "8"], "Samples of a slice: one size, or several with commas between them.", flag_values=FLAGS
+    "batch_size", ["1", "8"], "Samples of a slice: one size, or several separated by commas.", flag_values=FLAGS
 )
 _DEVICE = flags.DEFINE_integer(
-    "device", 0, "Which device of the cluster is measured.", lower_bound=0, flag_values=FLAGS
+    "device", 0, "Number of the cluster's device to measure on.", lower_bound=0, flag_values=FLAGS
 )
 _REPEATS = flags.DEFINE_integer(
     "repeats",
     None,
-    "How often each time is measured; by default as often as fits into 20 s.",
+    "Number of measurements of each time; by default as many as fit into 20 s.",
     lower_bound=1,
     flag_values=FLAGS,
 )
 _CACHE = flags.DEFINE_boolean(
-    "cache", True, "Look for the profile in the cache first, and keep it there.", flag_values=FLAGS
+    "cache", True, "Reuse the cached profile, if there is one, and cache a new one.", flag_values=FLAGS
 )
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write the profile to.", flag_values=FLAGS)
 _TEXT = flags.DEFINE_string(
-    "text_output", None, "File to write it to in the text format of the DAPPLE authors' planner.", flag_values=FLAGS
+    "text_output", None, "File for the profile in the text format of the DAPPLE authors' planner.", flag_values=FLAGS
 )
 _TEXT_BATCH = flags.DEFINE_integer(
     "text_batch_size",
     None,
-    "The samples that --text_output is for; by default the smallest of --batch_size.",
+    "Samples that --text_output is for; by default the smallest of --batch_size.",
     lower_bound=1,
     flag_values=FLAGS,
 )
 
 
 def batch_sizes() -> list[int]:
-    """The sizes of ``--batch_size``.
+    """Returns the sizes of ``--batch_size``.
 
     Raises:
         app.UsageError: they aren't whole numbers from 1 on.
@@ -70,7 +70,7 @@ def batch_sizes() -> list[int]:
 
 
 def layer_table(profile: dapple.Profile) -> str:
-    """A row for each layer, times in ms and sizes for the largest profiled batch."""
+    """Returns a row for each layer, times in ms and sizes for the largest profiled batch."""
     samples = profile.batch_sizes[-1]
     titles = ("layer", "forward ms", "backward ms", "share", "spread", "output", "kept", "parameters")
     times = [layer.forward.at(samples) + layer.backward.at(samples) for layer in profile.layers]
@@ -138,7 +138,7 @@ def main() -> None:
 
 
 def run() -> NoReturn:
-    """The console command."""
+    """Runs the console command."""
     command.start(main, FLAGS)
 
 

@@ -21,9 +21,9 @@ from dapple_tf.view.page import timeline_data
 from dapple_tf.view.timeline import Timeline
 
 MOST_SLICES = 8192
-"""Slices of micro-batches, over all stages and replicas, in a question. Simulating them takes about a second."""
+"""Maximum slices of micro-batches in a question, over all stages and replicas: about a second of simulation."""
 MOST_SLICES_OF_SEVERAL = 1024
-"""The same for schedules that try several others, the more the more stages there are."""
+"""The same for schedules that try several others: their number grows with that of stages."""
 
 _LAST = "(last)"
 _HARDWARE = tuple(field.name for field in dataclasses.fields(Hardware))
@@ -36,15 +36,15 @@ class QuestionError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What if the plan and the cluster were like this?
+    """A what-if question: changes of a plan and of its cluster.
 
     Attributes:
         cuts: layers after which stages end.
-        devices: of each stage.
+        devices: device numbers of each stage.
         micro_batches: per step.
         global_batch_size: samples per step.
-        schedule: its name, or a policy of one's own.
-        recompute: its mode.
+        schedule: name of the schedule, or a policy of one's own.
+        recompute: recomputation mode.
         hardware: how the cluster is changed.
     """
 
@@ -58,15 +58,15 @@ class Question:
 
     @classmethod
     def of(cls, plan: dapple.Plan) -> Question:
-        """What if nothing were changed?"""
+        """Returns the question that changes nothing in a plan."""
         return cls(plan.cuts, plan.devices, plan.micro_batches, plan.global_batch_size, plan.schedule, plan.recompute)
 
     @classmethod
     def parse(cls, data: object, own: Policy | None = None) -> Question:
-        """The question that a page asks, as JSON data, which may name a policy of one's own.
+        """Parses the question that a page asks as JSON data, which may name a policy of one's own.
 
         Raises:
-            QuestionError: it isn't one.
+            QuestionError: the data aren't a question.
         """
         names = {"stages", "micro_batches", "global_batch_size", "schedule", "recompute", *_HARDWARE}
         if not isinstance(data, dict) or set(data) != names:
@@ -93,7 +93,7 @@ class Question:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What `parse` takes."""
+        """Returns the JSON data that `parse` takes."""
         return {
             "stages": stages_text(self.cuts, self.devices),
             "micro_batches": self.micro_batches,
@@ -104,10 +104,10 @@ class Question:
         }
 
     def check_size(self) -> None:
-        """Refuses what would take long to simulate.
+        """Checks that simulating the question doesn't take too long.
 
         Raises:
-            QuestionError: saying how much there is and what the limit is.
+            QuestionError: it does; the text has the size and the limit.
         """
         replicas = sum(map(len, self.devices))
         slices = self.micro_batches * replicas
@@ -121,10 +121,10 @@ class Question:
             )
 
     def plan(self, start: dapple.Plan) -> dapple.Plan:
-        """The plan that is asked about, made from the one that all began with.
+        """Returns the plan that is asked about, made from the original one.
 
         Raises:
-            PlanError: it contradicts itself.
+            PlanError: the plan contradicts itself.
         """
         names = [field.name for field in dataclasses.fields(self) if field.name != "hardware"]
         changes = {name: getattr(self, name) for name in names}
@@ -132,16 +132,16 @@ class Question:
 
 
 def stages_text(cuts: tuple[str, ...], devices: tuple[tuple[int, ...], ...]) -> str:
-    """A line for each stage: its last layer, and its devices: ``block_2: 0-2``."""
+    """Returns a line for each stage: its last layer, and its devices: ``block_2: 0-2``."""
     names = [*cuts, _LAST]
     return "\n".join(f"{name}: {_ranges(numbers)}" for name, numbers in zip(names, devices, strict=True))
 
 
 def parse_stages(text: object) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
-    """Cuts and devices from the lines of `stages_text`.
+    """Returns the cuts and devices of each stage from the lines of `stages_text`.
 
     Raises:
-        QuestionError: naming the line.
+        QuestionError: a line is wrong; the text names it.
     """
     if not isinstance(text, str):
         raise QuestionError(f"stages is {short(text)}; it must be a text")
@@ -167,7 +167,7 @@ def parse_stages(text: object) -> tuple[tuple[str, ...], tuple[tuple[int, ...], 
 
 
 def _devices(stage: int, text: str) -> tuple[int, ...]:
-    """Device numbers from ``0-2 5`` or ``0, 1, 2``."""
+    """Returns the device numbers of ``0-2 5`` or ``0, 1, 2``."""
     found: list[int] = []
     for part in re.split(r"[,\s]+", text.strip()):
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part, re.ASCII)
@@ -211,11 +211,11 @@ class Desk:
     """Answers questions about one model on one cluster.
 
     Attributes:
-        profile: the model's.
-        cluster: what it runs on unless a question changes it.
+        profile: the model's profile.
+        cluster: the cluster, unless a question changes it.
         plan: what questions change.
-        sources: flags of `tools.simulate` for the profile and the cluster.
-        plan_path: the plan's file; None if it isn't in one.
+        sources: flags of `tools.simulate` that name the profile and the cluster.
+        plan_path: the plan's file; None if the plan isn't in a file.
     """
 
     profile: dapple.Profile
@@ -225,14 +225,14 @@ class Desk:
     plan_path: str | None = None
 
     def answer(self, data: Mapping[str, object]) -> dict[str, Any]:
-        """The answer to a page's request.
+        """Returns the answer to a page's request.
 
         Args:
-            data: the names of cases, such as ``base`` and ``what if``, and their questions.
+            data: names of cases, such as ``base`` and ``what if``, and their questions.
 
         Returns:
-            ``cases``: for each case its name and either ``error`` or ``numbers``, ``plan`` (JSON text) and ``command``;
-            and ``timelines`` of those without an error, as `dapple_tf.view.page.timeline_data` gives them.
+            ``cases``: for each case its name and either ``error`` or ``numbers``, ``plan`` (JSON text) and ``command``.
+            ``timelines``: those of cases without an error, as returned by `dapple_tf.view.page.timeline_data`.
 
         Raises:
             QuestionError: there are none, or more than two.
@@ -269,7 +269,7 @@ class Desk:
         return dapple.simulate(question.plan(self.plan), self.profile, cluster)
 
     def command(self, question: Question, plan: dapple.Plan) -> str:
-        """The command that simulates a question's step; where stages are others, of a plan saved as ``plan.json``."""
+        """Returns the command that simulates a question's step; changed stages are read from a saved ``plan.json``."""
         arguments = []
         if self.plan_path is not None and (plan.cuts, plan.devices) == (self.plan.cuts, self.plan.devices):
             arguments.append(f"--plan={self.plan_path}")
@@ -287,7 +287,7 @@ class Desk:
 
 
 def numbers_of(step: dapple.Simulation) -> dict[str, Any]:
-    """What a page shows of a step, as JSON data: seconds, bytes, and shares from 0 to 1."""
+    """Returns what a page shows of a step, as JSON data: seconds, bytes, and shares from 0 to 1."""
     peaks = step.peak_bytes
     device = max(peaks, key=lambda device: peaks[device])
     return {

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def parse_shape(shape: str) -> tuple[int, ...]:
-    """Replicas of each stage: ``"3:1"`` is (3, 1).
+    """Returns the replicas of each stage: ``"3:1"`` is (3, 1).
 
     Raises:
-        ValueError: Not whole numbers of at least 1 with colons between them.
+        ValueError: not whole numbers of at least 1, separated by colons.
     """
     parts = shape.split(":")
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
@@ -31,18 +31,18 @@ def parse_shape(shape: str) -> tuple[int, ...]:
 
 
 def is_shape(text: str) -> bool:
-    """Whether it is meant to be a shape, right or wrong: digits with colons, as ``1:x`` is."""
+    """Returns whether a text is meant as a shape, right or wrong: digits with colons, even ``1:x``."""
     return not text.endswith(".json") and re.match(r"\d+(:|$)|:", text) is not None
 
 
 def devices_of(replicas: Sequence[int]) -> list[list[int]]:
-    """Device numbers of each stage, from 0 on."""
+    """Returns the device numbers of each stage, from 0 on."""
     numbers = itertools.count()
     return [list(itertools.islice(numbers, count)) for count in replicas]
 
 
 def cuts_by_profile(profile: dapple.Profile, replicas: Sequence[int]) -> list[str]:
-    """The layers to cut after, so that stages take about as long as each other, each with its replicas.
+    """Returns the layers to cut after so that stages with these replicas take about equally long.
 
     Raises:
         PlanError: more stages than layers.
@@ -52,7 +52,7 @@ def cuts_by_profile(profile: dapple.Profile, replicas: Sequence[int]) -> list[st
 
 
 def cuts_by_parameters(model: keras.Model, replicas: Sequence[int]) -> list[str]:
-    """The same by what is known without measuring: parameters are shared out in proportion to replicas.
+    """Returns cuts as `cuts_by_profile` without measurements: parameters are shared out in proportion to replicas.
 
     Args:
         model: built and compiled.
@@ -83,12 +83,12 @@ def cuts_by_parameters(model: keras.Model, replicas: Sequence[int]) -> list[str]
 
 
 def even_cuts(model: str, stages: LayerStages, table: VariableTable, replicas: Sequence[int]) -> list[str]:
-    """`cuts_by_parameters` of a model whose layers are known already.
+    """Returns `cuts_by_parameters` of a model whose layers are already known.
 
     Args:
         model: its name, for errors.
-        stages: a stage for each of its layers.
-        table: names of its variables.
+        stages: one stage for each layer.
+        table: variables of the model.
         replicas: of each stage.
 
     Raises:
@@ -96,7 +96,7 @@ def even_cuts(model: str, stages: LayerStages, table: VariableTable, replicas: S
     """
     _check(model, len(stages.names), replicas)
     sizes = [sum(math.prod(table.describe(name).shape) for name in stage.reads) for stage in stages.program.stages]
-    # A layer without parameters isn't free; what it takes isn't known.
+    # A layer without parameters isn't free, but its cost isn't known.
     least = sum(sizes) / (10 * len(sizes)) or 1.0
     ends = balanced([max(size, least) for size in sizes], len(replicas), [float(count) for count in replicas])
     return [stages.names[end - 1] for end in ends]

@@ -1,20 +1,20 @@
-"""Simulates one training step of a plan, task by task, on any cluster: when each device does what, and its memory.
+"""Simulates one training step of a plan, task by task, on any cluster: each device's work over time, and its memory.
 
     python -m tools.simulate --plan=plan.json --profile=profile.json --cluster=cluster.json
     python -m tools.simulate --plan=3:1 --global_batch_size=64 --profile=profile.json --cluster=local:4 --schedule=zb_h1
     python -m tools.simulate --plan=plan.json --profile=profile.json --compare=gpipe,dapple_a,zb_h1 --output_dir=runs/a
 
-Prints what the step takes, the bubble and memory of each stage, what the critical path consists of, and the timeline.
+Prints the step's time, the bubble and memory of each stage, the composition of the critical path, and the timeline.
 --micro_batches, --schedule, --recompute and --global_batch_size change the plan; --intra_bandwidth and others the
-cluster. --compare simulates the same stages under several schedules and prints a row for each. --output_dir gets
+cluster. --compare simulates the same stages under several schedules and prints a row for each. --output_dir receives
 
     timeline.txt           the timeline as text
     timeline.svg, .png     as an image, if matplotlib is installed
-    timeline.html          as a page to zoom in, which needs no network
+    timeline.html          as a page with zoom, which needs no network
     trace.json             for Perfetto (ui.perfetto.dev) and chrome://tracing
     plan.json              the plan that was simulated
 
-and with --compare all of the timelines in each. Fails with code 1 if the plan doesn't fit the cluster or its memory.
+With --compare, each file has all timelines. Fails with code 1 if the plan doesn't fit the cluster or its memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from dapple_tf.view.timeline import Timeline
 FLAGS = flags.FlagValues()
 
 _NARROWEST = 60
-"""Columns that a timeline needs."""
+"""Minimum columns of a timeline."""
 
 _PLAN = PlanFlags(FLAGS)
 _PROFILE = ProfileFlags(FLAGS)
@@ -56,10 +56,10 @@ _INTER_BANDWIDTH = flags.DEFINE_float(
     "inter_bandwidth", None, "Bytes/s between servers, instead of the cluster's.", flag_values=FLAGS
 )
 _INTRA_LATENCY = flags.DEFINE_float(
-    "intra_latency", None, "Seconds until the first byte is there, within a server.", flag_values=FLAGS
+    "intra_latency", None, "Seconds until the first byte arrives, within a server.", flag_values=FLAGS
 )
-_INTER_LATENCY = flags.DEFINE_float("inter_latency", None, "The same between servers.", flag_values=FLAGS)
-_SPEED = flags.DEFINE_float("speed", 1.0, "Every device computes so many times as fast.", flag_values=FLAGS)
+_INTER_LATENCY = flags.DEFINE_float("inter_latency", None, "The same between servers, in seconds.", flag_values=FLAGS)
+_SPEED = flags.DEFINE_float("speed", 1.0, "Factor by which every device computes faster.", flag_values=FLAGS)
 _OVERLAP = flags.DEFINE_boolean(
     "overlap", False, "All-reduce gradients during a stage's last backward.", flag_values=FLAGS
 )
@@ -69,12 +69,10 @@ _ALL_REDUCE = flags.DEFINE_enum(
 _NEXT_FORWARD = flags.DEFINE_boolean(
     "next_forward",
     False,
-    "Simulate from the first backwards to the next step's first forwards: the time between two steps' ends.",
+    "Simulate from the first backwards to the next step's first forwards: the time between the ends of two steps.",
     flag_values=FLAGS,
 )
-_COMPARE = flags.DEFINE_list(
-    "compare", None, f"Schedules to compare, some of {', '.join(POLICIES)}.", flag_values=FLAGS
-)
+_COMPARE = flags.DEFINE_list("compare", None, f"Schedules to compare, from {', '.join(POLICIES)}.", flag_values=FLAGS)
 _OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Folder to write timelines to.", flag_values=FLAGS)
 _WIDTH = flags.DEFINE_integer(
     "width",
@@ -87,14 +85,14 @@ _TIMELINE = flags.DEFINE_boolean("timeline", True, "Print the timeline.", flag_v
 
 
 def hardware() -> Hardware:
-    """How the cluster is changed."""
+    """Returns the changes of the cluster."""
     return Hardware(
         _INTRA_BANDWIDTH.value, _INTER_BANDWIDTH.value, _INTRA_LATENCY.value, _INTER_LATENCY.value, _SPEED.value
     )
 
 
 def simulate(plan: dapple.Plan, profile: dapple.Profile, cluster: dapple.Cluster) -> dapple.Simulation:
-    """One step, by the flags.
+    """Simulates one step as the flags say.
 
     Raises:
         PlanError: the plan doesn't fit the profile, the cluster or a device's memory.
@@ -110,10 +108,10 @@ def simulate(plan: dapple.Plan, profile: dapple.Profile, cluster: dapple.Cluster
 
 
 def comparison(simulations: dict[str, dapple.Simulation | str]) -> str:
-    """A row for each schedule: what its step takes, or why it can't be.
+    """Returns a table with a row for each schedule: its step, or why it is impossible.
 
     Args:
-        simulations: schedule -> its step, or what is wrong.
+        simulations: each schedule's step, or its error.
     """
     steps = {name: step for name, step in simulations.items() if not isinstance(step, str)}
     best = min((step.latency for step in steps.values()), default=0.0)
@@ -144,7 +142,7 @@ def _fits(step: dapple.Simulation) -> str:
 def several(
     names: Sequence[str], plan: dapple.Plan, profile: dapple.Profile, cluster: dapple.Cluster
 ) -> dict[str, dapple.Simulation | str]:
-    """The same stages under several schedules: the steps, or what is wrong."""
+    """Simulates the same stages under several schedules; returns each one's step, or its error."""
     found: dict[str, dapple.Simulation | str] = {}
     with Progress("simulating", len(names)) as bar:
         for name in dict.fromkeys(names):
@@ -157,7 +155,7 @@ def several(
 
 
 def output_folder() -> pathlib.Path | None:
-    """``--output_dir``.
+    """Returns ``--output_dir``; None if it isn't given.
 
     Raises:
         app.UsageError: it is a file.
@@ -207,7 +205,7 @@ def main() -> None:
 
 
 def run() -> NoReturn:
-    """The console command."""
+    """Runs the console command."""
     command.start(main, FLAGS)
 
 

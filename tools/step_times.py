@@ -10,14 +10,14 @@ import keras
 import numpy as np
 
 WARM_UP = 3
-"""Steps that don't count: the first one prepares the graph, and the next ones still allocate."""
+"""Number of steps that don't count: the first one prepares the graph, and the next ones still allocate."""
 
 
 class StepTimes(keras.callbacks.Callback):
     """Seconds from the end of each step to the end of the next one, so that waiting for data counts.
 
     Attributes:
-        seconds: of each step but the first of an epoch.
+        seconds: seconds of each step except the first one of an epoch.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class StepTimes(keras.callbacks.Callback):
         self._ended: float | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Forgets the last step of the epoch before: what lies between isn't training."""
+        """Forgets the previous epoch's last step: the time between epochs isn't training."""
         self._ended = None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Takes the time."""
+        """Records the time since the previous step's end."""
         now = time.perf_counter()
         if self._ended is not None:
             self.seconds.append(now - self._ended)
@@ -39,10 +39,10 @@ class StepTimes(keras.callbacks.Callback):
 
 @dataclasses.dataclass(frozen=True)
 class StepSummary:
-    """Step times in numbers.
+    """Statistics of step times.
 
     Attributes:
-        steps: how many were measured.
+        steps: number of measured steps.
         median: seconds of a step.
         low: lower quartile.
         high: upper quartile.
@@ -57,12 +57,12 @@ class StepSummary:
 
     @classmethod
     def of(cls, seconds: list[float]) -> StepSummary:
-        """Of the seconds of at least one step."""
+        """Summarizes the seconds of at least one step."""
         low, median, high = (float(value) for value in np.percentile(seconds, (25, 50, 75)))
         return cls(len(seconds), median, low, high, min(seconds))
 
     def record(self, samples: int) -> dict[str, float]:
-        """As JSON data, with the rate for so many samples per step."""
+        """Returns JSON data, with the rate for ``samples`` per step."""
         return {
             "steps": self.steps,
             "step_ms": 1e3 * self.median,

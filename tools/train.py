@@ -1,18 +1,18 @@
-"""Trains a model as a pipeline, and leaves behind everything that tells how it went.
+"""Trains a model as a pipeline, and writes the model, the plan and reports on the run.
 
     python -m tools.train --model=gpt --global_batch_size=32                 # measures the model, finds the best plan
     python -m tools.train --model=vgg --plan=3:1 --schedule=zb_h1            # three replicas and one; cuts are found
     python -m tools.train --model=my_package.my_module:build --plan=plan.json --cluster=10.0.0.1:2222,10.0.0.2:2222
-    python -m tools.train --model=gpt --checkpoint_dir=checkpoints --resume  # goes on where it was stopped
+    python -m tools.train --model=gpt --checkpoint_dir=checkpoints --resume  # continues where it stopped
     python -m tools.train --model=my_module:build --placement=fd_dps         # single operators on all devices
 
-The model is profiled first (--nomeasure leaves that out; what has been measured is kept in a cache), so that the step
-that was promised can be compared with the one that is measured at the end. --output_dir gets
+The model is profiled first (--nomeasure skips that; measurements are cached), so that the predicted step can be
+compared with the one that is measured at the end. --output_dir receives
 
     model.keras                   the trained model, an ordinary Keras model
     plan.json                     the plan
-    profile.json, cluster.json    what it was made from, for tools.plan, tools.simulate and tools.what_if
-    operator_costs.json, operators.txt    with --placement=fd_dps: what operators take, and where they are
+    profile.json, cluster.json    what the plan was made from, for tools.plan, tools.simulate and tools.what_if
+    operator_costs.json, operators.txt    with --placement=fd_dps: costs and devices of operators
     history.csv                   loss, metrics, rates, bubbles and memory of each epoch
     logs/                         the same for TensorBoard, step by step (elsewhere with --log_dir)
     step/                         one step, planned, simulated and measured: as text, image, page and Perfetto trace
@@ -55,19 +55,19 @@ _PLACEMENT = flags.DEFINE_enum(
     "placement",
     "stages",
     ["stages", FD_DPS],
-    "What is given a device: stages, as the plan says, or single operators (FD-DPS), with --plan=auto over all devices "
-    "and otherwise those of each stage over the devices of its replicas.",
+    "What is placed on devices: stages, by the plan, or single operators (FD-DPS), with --plan=auto over all devices "
+    "and otherwise each stage's operators over the devices of its replicas.",
     flag_values=FLAGS,
 )
 _MEASURE = flags.DEFINE_boolean(
     "measure", True, "Measure the model and the cluster first. Without it no step time is predicted.", flag_values=FLAGS
 )
-_EPOCHS = flags.DEFINE_integer("epochs", 1, "Epochs.", lower_bound=1, flag_values=FLAGS)
+_EPOCHS = flags.DEFINE_integer("epochs", 1, "Number of epochs.", lower_bound=1, flag_values=FLAGS)
 _STEPS = flags.DEFINE_integer("steps", 100, "Steps per epoch.", lower_bound=1, flag_values=FLAGS)
 _BENCHMARK_STEPS = flags.DEFINE_integer(
     "benchmark_steps",
     None,
-    "Only measure so many steps, after a few that don't count: writes benchmark.json and no model.",
+    "Number of steps to measure, after a warm-up, instead of training: writes benchmark.json and no model.",
     lower_bound=1,
     flag_values=FLAGS,
 )
@@ -75,16 +75,20 @@ _LEARNING_RATE = flags.DEFINE_float(
     "learning_rate", None, "Learning rate, instead of the model's own.", lower_bound=0.0, flag_values=FLAGS
 )
 _VALIDATION_STEPS = flags.DEFINE_integer(
-    "validation_steps", 8, "Held-out batches after each epoch, if the data have any.", lower_bound=0, flag_values=FLAGS
+    "validation_steps",
+    8,
+    "Held-out batches to evaluate after each epoch, if there are any.",
+    lower_bound=0,
+    flag_values=FLAGS,
 )
 _CHECKPOINT_DIR = flags.DEFINE_string(
-    "checkpoint_dir", None, "Folder of checkpoints; for a cluster, one that all servers share.", flag_values=FLAGS
+    "checkpoint_dir", None, "Folder of checkpoints; on a cluster, one that all servers share.", flag_values=FLAGS
 )
 _CHECKPOINT_EVERY = flags.DEFINE_integer(
-    "checkpoint_every", None, "Steps between two checkpoints; by default an epoch.", lower_bound=1, flag_values=FLAGS
+    "checkpoint_every", None, "Steps between two checkpoints; by default one epoch.", lower_bound=1, flag_values=FLAGS
 )
 _RESUME = flags.DEFINE_boolean(
-    "resume", False, "Go on from the newest checkpoint of --checkpoint_dir, if it has any.", flag_values=FLAGS
+    "resume", False, "Continue from the newest checkpoint in --checkpoint_dir, if there is one.", flag_values=FLAGS
 )
 _FAULTS = flags.DEFINE_enum(
     "faults",
@@ -94,7 +98,7 @@ _FAULTS = flags.DEFINE_enum(
     flag_values=FLAGS,
 )
 _VERIFY = flags.DEFINE_boolean(
-    "verify", False, "Before training, compare steps with those of plain Keras.", flag_values=FLAGS
+    "verify", False, "Compare steps with those of plain Keras before training.", flag_values=FLAGS
 )
 _LOG_DIR = flags.DEFINE_string(
     "log_dir", None, "Folder for TensorBoard; by default logs in --output_dir.", flag_values=FLAGS
@@ -103,20 +107,20 @@ _PROFILE_STEP = flags.DEFINE_boolean(
     "profile_step", True, "Measure one step at the end, task by task.", flag_values=FLAGS
 )
 _OUTPUT_DIR = flags.DEFINE_string(
-    "output_dir", "runs/train", "Folder to make; a number is added if it exists.", flag_values=FLAGS
+    "output_dir", "runs/train", "Folder to create; a number is appended if it exists.", flag_values=FLAGS
 )
 
 
 class Job(NamedTuple):
-    """What is to be trained, and how.
+    """A training job.
 
     Attributes:
-        model: compiled.
-        data: what it is trained on.
-        cluster: with measured links, if they were measured.
+        model: the compiled model.
+        data: the data to train on.
+        cluster: the cluster, with measured links if they were measured.
         plan: the plan.
-        profile: what it was made from; None if nothing was measured.
-        operator_costs: what single operators take, where they are placed.
+        profile: the model's profile; None if nothing was measured.
+        operator_costs: costs of single operators, if those are placed.
     """
 
     model: keras.Model
@@ -128,7 +132,7 @@ class Job(NamedTuple):
 
 
 def check_flags() -> None:
-    """Finds what can be found wrong before anything is built.
+    """Checks the flags before anything is built.
 
     Raises:
         app.UsageError: the flags contradict each other.
@@ -155,12 +159,12 @@ def check_flags() -> None:
 
 
 def places_operators() -> bool:
-    """Whether single operators are placed: as --placement says, or the plan's file."""
+    """Returns whether single operators are placed, by --placement or by the plan's file."""
     return bool(_PLACEMENT.value == FD_DPS) or _PLAN.places_operators
 
 
 def prepare() -> Job:
-    """Builds the model, measures what is to be measured, and plans."""
+    """Builds the model, measures what is needed, and plans."""
     from dapple_tf.automatic import measured, plan_model
 
     data, cluster = _MODEL.data(), _CLUSTER.cluster()
@@ -183,7 +187,7 @@ def prepare() -> Job:
     if _MEASURE.value:
         say("measuring")
         profile, cluster = measured(model, cluster, batch, profile, **examples)
-    known = profile  # What the function below closes over isn't assigned again.
+    known = profile  # Typed for the function below: a variable that it closes over isn't assigned again.
     plan = _PLAN.plan(
         lambda replicas: cuts_by_parameters(model, replicas) if known is None else cuts_by_profile(known, replicas)
     )
@@ -191,11 +195,11 @@ def prepare() -> Job:
 
 
 def checked_example(data: DataSource, model: keras.Model, samples: int) -> tuple[Any, Any, Any]:
-    """A batch, before anything is measured or written.
+    """Returns a batch that fits the model, before anything is measured or written.
 
     Raises:
-        DataError: it doesn't fit the model.
-        ModelError: there are no data, or they are batched otherwise.
+        DataError: the batch doesn't fit the model.
+        ModelError: there are no data, or their batches have another size.
     """
     from dapple_tf.frontend.batch import Batches
 
@@ -216,10 +220,10 @@ def with_placed_operators(
     profile: dapple.Profile | None,
     examples: dict[str, Any],
 ) -> Job:
-    """Measures operators, whose devices are found with the first step; a profile of layers only says where to cut.
+    """Measures operators, whose devices are found with the first step; a profile of layers only decides the cuts.
 
     Raises:
-        app.UsageError: the plan has something that operators can't be placed with.
+        app.UsageError: the plan has an option that isn't possible with placed operators.
     """
     from dapple_tf.measuring.operator_profiler import measured_operators
 
@@ -244,10 +248,10 @@ def with_placed_operators(
 
 
 def set_learning_rate(model: keras.Model, rate: float) -> None:
-    """Gives the model's optimizer another learning rate.
+    """Sets the learning rate of the model's optimizer.
 
     Raises:
-        app.UsageError: the optimizer has a schedule of its own.
+        app.UsageError: the optimizer has a learning-rate schedule.
     """
     try:
         model.optimizer.learning_rate = rate
@@ -256,7 +260,7 @@ def set_learning_rate(model: keras.Model, rate: float) -> None:
 
 
 def train(job: Job, pipelined: dapple.PipelinedModel, folder: pathlib.Path) -> dict[str, Any]:
-    """Trains; writes model, history and the final numbers, and returns these as JSON data."""
+    """Trains; writes the model, the history and the final numbers, and returns the latter as JSON data."""
     import keras
 
     from dapple_tf.tracing.scalar_log import EpochLog
@@ -283,7 +287,7 @@ def train(job: Job, pipelined: dapple.PipelinedModel, folder: pathlib.Path) -> d
             EpochLog(logs),
             keras.callbacks.CSVLogger(folder / "history.csv"),
         ],
-        shuffle=False,  # The data are shuffled.
+        shuffle=False,  # The data are already shuffled.
         verbose=1 if sys.stdout.isatty() else 2,
         **options,
     )
@@ -320,7 +324,7 @@ def measure_steps(job: Job, pipelined: dapple.PipelinedModel, folder: pathlib.Pa
 
 
 def say(text: str) -> None:
-    """Tells what happens."""
+    """Prints progress."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
@@ -362,7 +366,7 @@ def main() -> None:
 
 
 def run() -> NoReturn:
-    """The console command."""
+    """Runs the console command."""
     command.start(main, FLAGS)
 
 

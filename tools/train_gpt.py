@@ -2,10 +2,10 @@
 
     python -m tools.train_gpt                        # two stages, three replicas of the first and one of the second
     python -m tools.train_gpt --plan=1:1:1:1         # four stages on a device each
-    python -m tools.train_gpt --plan=plan.json       # a plan of one's own
+    python -m tools.train_gpt --plan=plan.json       # a plan of your own
 
-Shows the plan, the progress with loss and tokens per second, a sample of what the model writes, and its bits per byte
-on files that it hasn't seen, beside those of a model that only knows how frequent each byte is. Leaves in
+Shows the plan, the progress with loss and tokens per second, a sample of the model's text, and its bits per byte
+on unseen files, beside those of a model that only knows how frequent each byte is. Writes to
 ``--output_dir``:
 
     model.keras    the trained model, an ordinary Keras model
@@ -46,11 +46,11 @@ _DROPOUT = flags.DEFINE_float("dropout", 0.0, "Dropout rate.", lower_bound=0.0, 
 _TIED = flags.DEFINE_boolean("tied", False, "Use the embedding's matrix for the logits too.", flag_values=FLAGS)
 
 _EPOCHS = flags.DEFINE_integer(
-    "epochs", 10, "Epochs; the held-out loss is estimated after each.", lower_bound=1, flag_values=FLAGS
+    "epochs", 10, "Number of epochs; the held-out loss is estimated after each.", lower_bound=1, flag_values=FLAGS
 )
 _STEPS = flags.DEFINE_integer("steps", 60, "Steps per epoch.", lower_bound=1, flag_values=FLAGS)
 _LEARNING_RATE = flags.DEFINE_float(
-    "learning_rate", 5e-3, "Largest learning rate, reached after a tenth of the steps.", flag_values=FLAGS
+    "learning_rate", 5e-3, "Maximum learning rate, reached after a tenth of the steps.", flag_values=FLAGS
 )
 _SEED = flags.DEFINE_integer(
     "seed", 0, "Seed of the weights, the data's order, dropout and the sample.", flag_values=FLAGS
@@ -62,16 +62,16 @@ _EVALUATION_STEPS = flags.DEFINE_integer(
     "evaluation_steps", 0, "Held-out batches of the final evaluation; 0 for all.", lower_bound=0, flag_values=FLAGS
 )
 _VERIFY = flags.DEFINE_boolean(
-    "verify", False, "Before training, compare steps with those of plain Keras.", flag_values=FLAGS
+    "verify", False, "Compare steps with those of plain Keras before training.", flag_values=FLAGS
 )
 
-_PROMPT = flags.DEFINE_string("prompt", "def ", "What the sample begins with.", flag_values=FLAGS)
+_PROMPT = flags.DEFINE_string("prompt", "def ", "Text with which the sample begins.", flag_values=FLAGS)
 _SAMPLE_BYTES = flags.DEFINE_integer("sample_bytes", 400, "Bytes to sample.", lower_bound=0, flag_values=FLAGS)
 _TEMPERATURE = flags.DEFINE_float(
-    "temperature", 0.8, "Of the sample; 0 takes the likeliest byte.", lower_bound=0.0, flag_values=FLAGS
+    "temperature", 0.8, "Temperature of the sample; 0 takes the likeliest byte.", lower_bound=0.0, flag_values=FLAGS
 )
 _OUTPUT_DIR = flags.DEFINE_string(
-    "output_dir", "runs/gpt", "Folder to make; a number is added if it exists.", flag_values=FLAGS
+    "output_dir", "runs/gpt", "Folder to create; a number is appended if it exists.", flag_values=FLAGS
 )
 
 
@@ -93,19 +93,19 @@ class Throughput(keras.callbacks.Callback):
         self._first_rate = 0.0
 
     def _rate(self) -> float:
-        """Tokens per second; of the first step while there is no other."""
+        """Returns tokens per second; of the first step until there is another one."""
         return self._tokens_per_step * self._steps / self._seconds if self._steps else self._first_rate
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Starts anew."""
+        """Resets the epoch's counts."""
         self._reset()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Takes the time."""
+        """Records the step's start."""
         self._begin = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Puts the rate so far into the logs of a step."""
+        """Adds the rate so far to a step's logs."""
         seconds = time.perf_counter() - self._begin
         if self._first_rate:
             self._steps += 1
@@ -116,13 +116,13 @@ class Throughput(keras.callbacks.Callback):
             logs["tokens_per_s"] = round(self._rate())
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Puts the rate of the epoch into its logs."""
+        """Adds the epoch's rate to its logs."""
         if logs is not None:
             logs["tokens_per_s"] = round(self._rate())
 
 
 def make_model() -> keras.Model:
-    """The model that the flags ask for, compiled."""
+    """Builds and compiles the model that the flags describe."""
     model = gpt.gpt(
         sequence=_SEQUENCE.value,
         depth=_DEPTH.value,
@@ -144,7 +144,7 @@ def make_model() -> keras.Model:
 
 
 def show_sample(model: keras.Model) -> None:
-    """Prints the prompt and what the model makes of it."""
+    """Prints the prompt and the model's continuation."""
     prompt = _PROMPT.value.encode()
     drawn = gpt.sample(model, prompt, _SAMPLE_BYTES.value, temperature=_TEMPERATURE.value, seed=_SEED.value)
     print(f"\nWhat it writes at temperature {_TEMPERATURE.value:g}:\n")
@@ -175,7 +175,7 @@ def main() -> None:
     print(f"\nEverything goes to {folder}", flush=True)
     plan.save(folder / "plan.json")
     if _VERIFY.value:
-        # Of a dataset of its own: a pass over `train` would change the order in which training sees it.
+        # From a separate dataset: a pass over `train` would change the order in which training sees it.
         print(pipelined.verify(*next(iter(text.windows(corpus.train, sequence, batch_size)))))
 
     verbose = 1 if sys.stdout.isatty() else 2
@@ -191,7 +191,7 @@ def main() -> None:
     )
     seconds = time.perf_counter() - begin
     pipelined.save(folder / "model.keras")
-    pipelined.dump(folder / "dump")  # Only now: a graph is there when it has been needed.
+    pipelined.dump(folder / "dump")  # Only now: graphs exist once steps have run.
 
     print("\nEvaluating on held-out files")
     some = held_out.take(_EVALUATION_STEPS.value or -1)

@@ -1,4 +1,4 @@
-"""What `tools.train` tells at its end."""
+"""Closing reports of `tools.train`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def described(model: keras.Model, data: DataSource, pipelined: dapple.PipelinedModel) -> dict[str, Any]:
-    """What was trained, as JSON data."""
+    """Returns a description of what was trained, as JSON data."""
     return {
         "model": model.name,
         "parameters": model.count_params(),
@@ -26,7 +26,7 @@ def described(model: keras.Model, data: DataSource, pipelined: dapple.PipelinedM
 
 
 def predicted(pipelined: dapple.PipelinedModel, measured: float | None) -> dict[str, float | None]:
-    """The predicted milliseconds of a step, and by which part of them the measured ones (in seconds) are off."""
+    """Returns a step's predicted milliseconds, and the prediction's error relative to ``measured`` seconds."""
     prediction = pipelined.prediction
     if prediction is None:
         return {"predicted_step_ms": None, "prediction_error": None}
@@ -35,7 +35,7 @@ def predicted(pipelined: dapple.PipelinedModel, measured: float | None) -> dict[
 
 
 def summary(pipelined: dapple.PipelinedModel, history: Any, seconds: float) -> dict[str, Any]:
-    """The final numbers of a training run that took so many seconds, as JSON data."""
+    """Returns the final numbers of a training run of ``seconds``, as JSON data."""
     rates = [rate for rate in history.history.get("samples_per_second", ()) if rate == rate]
     measured = None if pipelined.prediction is None else pipelined.prediction.measured
     return {
@@ -56,7 +56,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def closing(numbers: dict[str, Any], folder: pathlib.Path) -> str:
-    """What stands at the end, of training or of a measurement of steps."""
+    """Returns the closing text of a training or a measurement."""
     rate = numbers["samples_per_second"]
     rates = f", {rate:,.0f} samples/s" if rate else ""
     if "metrics" in numbers:

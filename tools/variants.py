@@ -1,4 +1,4 @@
-"""What if: a plan, a cluster and a profile with changes, as `tools.simulate` and `tools.what_if` take them."""
+"""Variants of a plan, a cluster and a profile, as `tools.simulate` and `tools.what_if` take them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dapple_tf.describe.devices import LINKS
 
 
 def changed(plan: dapple.Plan, **changes: Any) -> dapple.Plan:
-    """The plan with other fields.
+    """Returns the plan with changed fields.
 
-    What no longer fits goes with them: the report always; the K of stages where the schedule, the stages or the number
-    of micro-batches change; what a schedule is told of weight gradients, where that or the stages do.
+    Fields that no longer fit are reset: the report always; the K of stages if the schedule, the stages or the number of
+    micro-batches change; a schedule's choices for weight gradients if the schedule or the stages change.
 
     Raises:
         PlanError: as `Plan`.
@@ -34,14 +34,14 @@ def changed(plan: dapple.Plan, **changes: Any) -> dapple.Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """What of a cluster is different; None is what the cluster says, of all servers alike where it is given.
+    """Changes of a cluster. None keeps the cluster's value; a number replaces that of all servers.
 
     Attributes:
         intra_bandwidth: bytes/s between two devices in one server.
         inter_bandwidth: bytes/s between two servers.
         intra_latency: seconds.
         inter_latency: seconds.
-        speed: every device computes so many times as fast.
+        speed: factor by which every device computes faster.
 
     Raises:
         ClusterError: the speed isn't a number above 0.
@@ -58,10 +58,10 @@ class Hardware:
             raise dapple.ClusterError(f"speed is {self.speed}; it must be above 0 and finite")
 
     def of(self, cluster: dapple.Cluster) -> dapple.Cluster:
-        """The cluster with these changes; what all-reduce was measured to get is left out where links change.
+        """Returns the cluster with these changes; measured all-reduce is dropped where links change.
 
         Raises:
-            ClusterError: a number out of range.
+            ClusterError: a number is out of range.
         """
         links = {name: getattr(self, name) for name in LINKS if getattr(self, name) is not None}
         if not links and self.speed == 1.0:

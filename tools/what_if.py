@@ -1,13 +1,13 @@
-"""Serves a page on which one changes a plan or a cluster and sees at once how the simulated step changes.
+"""Serves a page for changing a plan or a cluster, which shows at once how the simulated step changes.
 
     python -m tools.what_if --profile=profile.json --cluster=cluster.json --plan=plan.json
     python -m tools.what_if --profile=profile.json --cluster=local:4 --plan=1:1:1:1 --global_batch_size=64
 
 Micro-batches, schedule, recomputation, bandwidths, latencies, the devices' speed and the stages themselves can be
-changed. The page shows timelines and numbers of the plan as it was and as it would be, errors in words, the plan as
-JSON and the command that simulates it. Without --plan the best plan for --global_batch_size is looked for first.
+changed. The page shows timelines and numbers of the original and the changed plan, error messages, the plan as JSON
+and the command that simulates it. Without --plan the best plan for --global_batch_size is found first.
 
-The page is at http://127.0.0.1:PORT/, for programs of this machine only, and serves nothing else. Ctrl-C ends it.
+The page is at http://127.0.0.1:PORT/, for programs on this machine only, and nothing else is served. Ctrl-C ends it.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _PROFILE = ProfileFlags(FLAGS)
 _CLUSTER = ClusterFlag(FLAGS)
 _PLAN = PlanFlags(FLAGS, default="auto", auto=True)
 _PORT = flags.DEFINE_integer(
-    "port", 0, "Port on 127.0.0.1; 0 for any that is free.", lower_bound=0, upper_bound=65_535, flag_values=FLAGS
+    "port", 0, "Port on 127.0.0.1; 0 for any free port.", lower_bound=0, upper_bound=65_535, flag_values=FLAGS
 )
 
 HOST = "127.0.0.1"
 MOST_BYTES = 64 * 1024
-"""Of a request's body."""
+"""Maximum bytes of a request's body."""
 _SECONDS = 30
-"""A connection that says nothing for so long is closed."""
+"""Seconds after which an idle connection is closed."""
 
 
 def page(desk: Desk) -> str:
-    """The page's text."""
+    """Returns the page's HTML."""
     base = Question.of(desk.plan)
     cluster = desk.cluster
     data = desk.answer({"base": base.as_json()})
@@ -86,17 +86,17 @@ class WhatIfServer(http.server.ThreadingHTTPServer):
     def __init__(self, desk: Desk, port: int = 0) -> None:
         super().__init__((HOST, port), _Handler)
         self.desk = desk
-        self.at_work = threading.Lock()  # One answer after another: they would only slow each other down.
+        self.at_work = threading.Lock()  # One answer at a time: they would only slow each other down.
         self.page = page(desk).encode()
 
     @property
     def address(self) -> str:
-        """Of the page."""
+        """The page's URL."""
         return f"http://{HOST}:{self.server_port}/"
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """What browsers call this server; another name, which somebody has made to mean this machine, isn't one."""
+        """Names by which browsers may address this server; other names that resolve to this machine are refused."""
         return (f"{HOST}:{self.server_port}", f"localhost:{self.server_port}")
 
     def server_bind(self) -> None:
@@ -105,7 +105,7 @@ class WhatIfServer(http.server.ThreadingHTTPServer):
         self.server_name, self.server_port = HOST, self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Shows what went wrong, unless it is only that a browser has gone, as it does when its user types on."""
+        """Logs an error, unless the browser has merely closed the connection, as it does when its user types on."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -126,14 +126,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     }
 
     def do_GET(self) -> None:
-        """The page."""
+        """Sends the page."""
         if self._welcome("/"):
             self._send(HTTPStatus.OK, self.server.page, "text/html; charset=utf-8")
 
     do_HEAD = do_GET  # noqa: N815  # the name that the base class asks for
 
     def do_POST(self) -> None:
-        """An answer."""
+        """Sends an answer."""
         if not self._welcome("/answer"):
             return
         if self.headers.get_content_type() != "application/json":
@@ -159,7 +159,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._send_json(HTTPStatus.OK, answer)
 
     def _welcome(self, path: str) -> bool:
-        """Whether a request is for this page and from it; refuses it else."""
+        """Returns whether a request is addressed to this page and comes from it; refuses it otherwise."""
         if self.headers.get_all("Host") not in [[host] for host in self.server.hosts]:
             self._refuse(HTTPStatus.FORBIDDEN, f"this is {self.server.hosts[0]} and no other host")
         elif (origin := self.headers.get("Origin")) is not None and urlsplit(origin).netloc not in self.server.hosts:
@@ -187,15 +187,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing of requests."""
+        """Logs no requests."""
 
 
 def make_desk() -> Desk:
-    """What the flags ask for.
+    """Returns the desk that the flags describe.
 
     Raises:
-        app.UsageError: something that they can't mean.
-        PlanError: the plan doesn't fit the cluster or its memory, or there is none that does.
+        app.UsageError: the flags are invalid.
+        PlanError: the plan doesn't fit the cluster or its memory, or no plan does.
     """
     profile, cluster = _PROFILE.profile(), _CLUSTER.cluster()
     _PLAN.early_check()
@@ -224,7 +224,7 @@ def main() -> None:
         server = WhatIfServer(desk, _PORT.value)
     except OSError as error:
         raise app.UsageError(f"--port={_PORT.value}: {error.strerror}; leave it out for any that is free") from error
-    gc.freeze()  # Looking through all that TensorFlow has imported would take longer than an answer.
+    gc.freeze()  # Otherwise collections would scan all that TensorFlow has imported, longer than an answer takes.
     with server:
         sys.stdout.write(f"{desk.plan}\n\nThe page is at {server.address} (Ctrl-C ends it)\n")
         sys.stdout.flush()
@@ -235,7 +235,7 @@ def main() -> None:
 
 
 def run() -> NoReturn:
-    """The console command."""
+    """Runs the console command."""
     command.start(main, FLAGS)
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints that servers write and read themselves, and data whose position goes with them."""
+"""Checkpoints that servers write and read themselves, and training data whose position is saved with them."""

@@ -1,13 +1,13 @@
 """The index of a TensorFlow tensor bundle, read without TensorFlow: what its data file holds, and where.
 
-TensorFlow's reader allocates what an index asks for and trusts the order of its keys. So a checkpoint's index is read
-here first, and only one of exactly the layout that TensorFlow's writer gives is let through: blocks side by side from
-the file's start, entries in ascending order, a restart point at every entry that is written in full where the block's
-end says so, and one key in the index block for each data block. Such a file can't tell TensorFlow anything else than it
-told us. (The check sums of blocks and tensors are left to TensorFlow, which verifies them whenever it reads.)
+TensorFlow's reader allocates whatever an index asks for and trusts the order of its keys. So a checkpoint's index is
+first read here, and accepted only if it has exactly the layout of TensorFlow's writer: blocks side by side from
+the file's start, entries in ascending order, a restart point (as listed at the block's end) at every entry that is
+written in full, and one key in the index block for each data block. TensorFlow then reads the same from such a file as
+we did. (TensorFlow verifies the checksums of blocks and tensors whenever it reads them.)
 
     data block | ... | metaindex block | index block | footer (48 bytes)
-    block = entries, restart offsets (uint32), their number (uint32); then 1 byte compression, 4 bytes check sum
+    block = entries, restart offsets (uint32), their number (uint32); then 1 byte compression, 4 bytes checksum
     entry = varints (shared, unshared, value bytes), the key's unshared bytes, value
 """
 
@@ -27,7 +27,7 @@ _RESTART_INTERVAL = 16
 
 
 class BundleIndexError(ValueError):
-    """A file isn't the index of a tensor bundle; the text says where."""
+    """A file isn't a tensor bundle's index; the text says where."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Stored:
     """A tensor of a bundle.
 
     Attributes:
-        dtype: a ``DT_*`` number.
+        dtype: number of a ``DT_*`` type.
         shape: its shape.
-        offset: of its bytes in the data file.
-        size: how many they are.
+        offset: position of its bytes in the data file.
+        size: number of its bytes.
     """
 
     dtype: int
@@ -48,13 +48,13 @@ class Stored:
 
 
 def read_index(content: bytes) -> dict[str, Stored]:
-    """The tensors of a bundle with one data file, by their names.
+    """Returns the tensors of a bundle with one data file, by name.
 
     Args:
-        content: of the index file.
+        content: the index file's bytes.
 
     Raises:
-        BundleIndexError: it isn't one, or not of the layout that TensorFlow writes.
+        BundleIndexError: it isn't an index, or not in the layout of TensorFlow's writer.
     """
     entries = list(_entries(content))
     if not entries or entries[0][0] != b"":
@@ -88,7 +88,7 @@ def _parse(message: tensor_bundle_pb2.BundleEntryProto | tensor_bundle_pb2.Bundl
 
 
 def _entries(content: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Keys and values of all data blocks, whose layout is checked."""
+    """Yields the keys and values of all data blocks, after checking their layout."""
     if len(content) < _FOOTER or struct.unpack("<Q", content[-8:])[0] != _MAGIC:
         raise BundleIndexError("the footer isn't that of a TensorFlow table")
     end = len(content) - _FOOTER
@@ -122,7 +122,7 @@ def _entries(content: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _block(content: bytes, start: int, size: int, interval: int = _RESTART_INTERVAL) -> list[tuple[bytes, bytes]]:
-    """Keys and values of a block."""
+    """Returns the keys and values of a block."""
     if size < 8 or start + size + _TRAILER > len(content) - _FOOTER or content[start + size] != 0:
         raise BundleIndexError("a block is beyond the file's end, or compressed")
     block = content[start : start + size]
@@ -153,7 +153,7 @@ def _block(content: bytes, start: int, size: int, interval: int = _RESTART_INTER
 
 
 def _varint(content: bytes, position: int) -> tuple[int, int]:
-    """A number of at most 64 bits, and the position behind it."""
+    """Returns a number of at most 64 bits, and the position after it."""
     number = 0
     for shift in range(0, 64, 7):
         if position >= len(content):

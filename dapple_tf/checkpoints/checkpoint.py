@@ -1,8 +1,8 @@
-"""Checkpoints: saved by the servers while training goes on, and restored whatever the plan and the cluster.
+"""Checkpoints: saved by the servers while training goes on, and restored under any plan and cluster.
 
-A checkpoint knows variables by their positions in the model and the optimizer, not by devices: it can be restored
+A checkpoint identifies variables by their positions in the model and the optimizer, not by devices: it can be restored
 under another plan, on other devices, or into the plain Keras model (`load_checkpoint`). `checkpoint_files.py` describes
-what is on disk. Loading one never executes code: files are JSON and tensors.
+the files. Loading one never executes code: files are JSON and tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Path = str | os.PathLike[str]
 
 
 class KeptValues(Protocol):
-    """What devices keep of variables, known by their names."""
+    """The values of variables on the devices, by the variables' names."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -49,35 +49,35 @@ class KeptValues(Protocol):
 
     @property
     def learning_rate(self) -> keras.Variable | None:
-        """The learning rate where it is a variable that the model, not the devices, has the value of."""
+        """The learning rate, if it is a variable whose value is the model's rather than the devices'."""
 
     def snapshot(self, keys: Mapping[str, str]) -> Snapshot:
-        """Takes a snapshot of variables, which are given with their names in files."""
+        """Takes a snapshot of variables; ``keys`` has their names in files."""
 
     def restore(self, path: pathlib.Path, located: Mapping[str, tuple[str, str]]) -> None:
-        """Has variables read from a directory: variable -> (tensor bundle, name in it)."""
+        """Has the servers read variables from a directory: variable -> (tensor bundle, name in it)."""
 
 
 class Devices(Protocol):
-    """Those that train a model, as far as a checkpoint is concerned."""
+    """The devices that train a model, as checkpoints need them."""
 
     @property
     def table(self) -> VariableTable:
-        """Names of the model's variables."""
+        """The table of the model's variables."""
 
     @property
     def state(self) -> KeptValues:
-        """What the devices keep."""
+        """The variables' values on the devices."""
 
 
 class Progress(NamedTuple):
-    """How far training is.
+    """How far training has come.
 
     Attributes:
-        epoch: the epoch to go on with, from 0.
-        batch: batches of it that have been trained on.
+        epoch: the next epoch, from 0.
+        batch: number of its batches that have been trained on.
         data: position in the training data, as JSON values; None if it isn't known.
-        state: of the training data's iterator: variant tensors, by names.
+        state: state of the training data's iterator: variant tensors, by name.
     """
 
     epoch: int = 0
@@ -87,7 +87,7 @@ class Progress(NamedTuple):
 
 
 def latest_checkpoint(directory: Path) -> pathlib.Path | None:
-    """The newest complete checkpoint of a directory; None if there is none."""
+    """Returns the newest complete checkpoint in a directory; None if there is none."""
     found = checkpoints(pathlib.Path(directory))
     return found[-1] if found else None
 
@@ -96,15 +96,15 @@ def load_checkpoint(path: Path, model: keras.Model, *, optimizer: bool = True) -
     """Loads a checkpoint into a Keras model, and into its optimizer if it is compiled.
 
     Args:
-        path: a checkpoint, or a directory of checkpoints, of which the newest is taken.
-        model: a built model with the same variables, in whichever process or under whichever names.
+        path: a checkpoint, or a directory of checkpoints, whose newest is taken.
+        model: a built model with the same variables, from any process and under any names.
         optimizer: False leaves the optimizer alone.
 
     Returns:
-        The checkpoint's manifest: ``step``, ``epoch`` and ``batch`` say how far training was.
+        The checkpoint's manifest; its ``step``, ``epoch`` and ``batch`` say how far training was.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it doesn't fit the model, which is left as it was.
+        CheckpointError: there is none, it is damaged, or it doesn't fit the model, which stays unchanged.
     """
     checkpoint = Checkpoint.open(path)
     places = variables_of(model)
@@ -115,7 +115,7 @@ def load_checkpoint(path: Path, model: keras.Model, *, optimizer: bool = True) -
 
 
 def variables_of(model: keras.Model) -> dict[str, keras.Variable]:
-    """Keys ("model/12", "optimizer/3") -> variables of a model and its optimizer, metrics apart."""
+    """Returns the variables of a model and its optimizer without metrics, by key ("model/12", "optimizer/3")."""
     metrics = {id(variable) for variable in model.metrics_variables}
     found = {
         f"model/{index}": variable for index, variable in enumerate(v for v in model.variables if id(v) not in metrics)
@@ -129,13 +129,13 @@ def variables_of(model: keras.Model) -> dict[str, keras.Variable]:
 
 
 def metrics_of(model: keras.Model) -> dict[str, keras.Variable]:
-    """Keys ("metrics/0") -> the variables of a model's metrics, its mean loss included."""
+    """Returns the variables of a model's metrics, its mean loss included, by key ("metrics/0")."""
     variables = [variable for metric in model.metrics for variable in metric.variables]
     return {f"metrics/{index}": variable for index, variable in enumerate(variables)}
 
 
 class Match(NamedTuple):
-    """A variable under its key, and the entry of a checkpoint that it gets."""
+    """A variable with its key, and the entry of a checkpoint that it gets."""
 
     key: str
     variable: keras.Variable
@@ -147,16 +147,16 @@ class Checkpoint:
 
     Attributes:
         path: its directory.
-        manifest: what it holds.
+        manifest: its contents.
     """
 
     def __init__(self, path: pathlib.Path, manifest: Manifest) -> None:
-        """See `open`."""
+        """Use `open` instead."""
         self.path, self.manifest = path, manifest
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Opens a checkpoint, or the newest of a directory.
+        """Opens a checkpoint, or the newest in a directory.
 
         Raises:
             CheckpointError: there is none, or it is damaged.
@@ -172,16 +172,16 @@ class Checkpoint:
         return cls(place, manifest)
 
     def match(self, variables: Mapping[str, keras.Variable]) -> list[Match]:
-        """What each variable gets.
+        """Returns the entry that each variable gets.
 
-        In the model and in the optimizer alike: by paths where these are the same; else by position, where dtypes,
-        shapes and names agree but for the numbers that Keras gives to layers without names of their own.
+        Variables of the model and the optimizer match by path if paths are the same; otherwise by position, where
+        dtypes, shapes and names must agree up to the numbers in Keras' automatic layer names.
 
         Args:
-            variables: by their keys; of sections without any variable, entries are left over.
+            variables: variables by key; entries of sections without any variable are ignored.
 
         Raises:
-            CheckpointError: they don't fit; the text has the first differences.
+            CheckpointError: they don't match; the text has the first differences.
         """
         found: list[Match] = []
         for section in ("model", "optimizer", "metrics"):
@@ -217,7 +217,7 @@ class Checkpoint:
         return order
 
     def assign(self, matches: Iterable[Match]) -> None:
-        """Reads entries in this process and assigns them to Keras' variables, when all have been read.
+        """Reads entries in this process, and assigns them to Keras' variables once all have been read.
 
         Raises:
             CheckpointError: a file is damaged; nothing is assigned.
@@ -239,7 +239,7 @@ class Checkpoint:
         return found
 
     def read_state(self) -> dict[str, tf.Tensor]:
-        """The state of the training data's iterator: variant tensors, by names; none if it hasn't been saved.
+        """Returns the state of the training data's iterator: variant tensors, by name; empty if it wasn't saved.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -263,20 +263,20 @@ class Checkpoint:
 
 
 class Restoration:
-    """A checkpoint on its way into a model and its devices; what no device keeps is in the model from the beginning.
+    """A checkpoint being restored into a model and its devices; values that no device keeps are in the model at once.
 
     Attributes:
-        path: of the checkpoint.
+        path: path of the checkpoint.
     """
 
     def __init__(self, checkpoint: Checkpoint, model: keras.Model, devices: Devices, *, again: bool = False) -> None:
-        """Assigns what this process has saved: the learning rate, say, which may be changed from now on.
+        """Assigns what this process saved, such as the learning rate, which may be changed from now on.
 
         Args:
             checkpoint: the checkpoint.
             model: the model.
-            devices: keep its variables.
-            again: for devices that have lost their values; this process has its own, and perhaps newer ones.
+            devices: the devices that keep its variables.
+            again: whether devices have lost their values while this process still has its own, perhaps newer ones.
 
         Raises:
             CheckpointError: the checkpoint doesn't fit the model, or is damaged.
@@ -291,7 +291,7 @@ class Restoration:
 
     @property
     def done(self) -> bool:
-        """Whether all is in the model already: it was saved before the first step."""
+        """Whether all values are already in the model: it was saved before the first step."""
         return not self._matches
 
     def into_model(self) -> None:
@@ -303,7 +303,7 @@ class Restoration:
         self._checkpoint.assign(self._matches)
 
     def onto_devices(self) -> None:
-        """Has the servers read what their devices keep; the rest comes into the model. A step must have been prepared.
+        """Has the servers read what their devices keep, and the model the rest. A step must have been prepared.
 
         Raises:
             CheckpointError: a file is damaged, or a server can't read it.
@@ -324,11 +324,11 @@ class Saver:
     """Writes checkpoints in the background, one after the other.
 
     Attributes:
-        newest: path and step of the last one that is complete; None as long as there is none.
+        newest: path and step of the last complete checkpoint; None if there is none yet.
     """
 
     def __init__(self) -> None:
-        """Nothing is being saved."""
+        """Starts without any checkpoint."""
         self.newest: tuple[pathlib.Path, int] | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -344,16 +344,16 @@ class Saver:
         plan: str,
         keep: int,
     ) -> pathlib.Path:
-        """Takes a snapshot and begins to write it, when the checkpoint before has been written.
+        """Takes a snapshot and begins to write it, once the previous checkpoint has been written.
 
         Args:
-            directory: where checkpoints go.
-            model: the model; what devices don't keep is saved from it.
-            devices: keep its variables; None if all that count are in the model.
-            step: training steps done.
-            progress: how far training is.
+            directory: directory of checkpoints.
+            model: the model, from which values are saved that devices don't keep.
+            devices: the devices that keep its variables; None if the model has all values.
+            step: number of training steps done.
+            progress: how far training has come.
             plan: the plan's JSON text.
-            keep: how many checkpoints the directory keeps.
+            keep: number of checkpoints that the directory keeps.
 
         Returns:
             The path that the checkpoint will have.
@@ -378,7 +378,7 @@ class Saver:
         entries = tuple(
             Entry(key, v.path, _dtype(v), tuple(v.shape), shard_of.get(key, CLIENT)) for key, v in variables.items()
         )
-        # A tensor shares its variable's buffer, until that is assigned.
+        # A tensor shares its variable's buffer until the variable is assigned.
         tensors = {key: tensor_of(v) for key, v in variables.items() if key not in shard_of}
         manifest = Manifest(step, progress.epoch, progress.batch, entries, {}, json.loads(plan), progress.data)
 
@@ -397,10 +397,10 @@ class Saver:
         return writing.target
 
     def wait(self) -> None:
-        """Until the last checkpoint has been written.
+        """Waits until the last checkpoint has been written.
 
         Raises:
-            CheckpointError: it couldn't be; the one before is still there.
+            CheckpointError: writing failed; the previous checkpoint is still there.
         """
         self._join()
         error, self._error = self._error, None
@@ -408,7 +408,7 @@ class Saver:
             raise error if isinstance(error, CheckpointError) else CheckpointError(reason(error)) from error
 
     def finish(self) -> None:
-        """Until the last checkpoint has been written; if it couldn't be, that has been logged."""
+        """Waits until the last checkpoint has been written, or its failure logged."""
         self._join()
 
     def _join(self) -> None:
@@ -425,7 +425,7 @@ class _Taken(NamedTuple):
 
 
 def _snapshot(devices: Devices, variables: Mapping[str, keras.Variable]) -> _Taken:
-    """A snapshot of all that devices keep but the learning rate, of which the model has the value that counts."""
+    """Takes a snapshot of all that devices keep except the learning rate, whose valid value is the model's."""
     table, kept = devices.table, devices.state.names
     keys = {
         table.name_of(variable): key
@@ -477,5 +477,5 @@ def _dtype(variable: keras.Variable) -> str:
 
 
 def _last_name(path: str) -> str:
-    """A variable's own name, without the numbers of layers in it."""
+    """Returns a variable's own name, without the numbers of layers in it."""
     return re.sub(r"_\d+(?=_|$)", "", path.rpartition("/")[2])

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: which there are, how one is written so that no crash leaves half of one, and how it is checked.
+"""Checkpoints on disk: finding, checking and writing them, so that no crash leaves half of one.
 
     <directory>/save-000007-step-1200/    the 7th checkpoint that was written here, after 1200 steps
         shard-0.index, shard-0.data-00000-of-00001    what server 0 wrote: a TensorFlow tensor bundle
@@ -7,10 +7,10 @@
         data. ...                                     the position in a tf.data.Dataset
         checkpoint.json                               the manifest
 
-A checkpoint is written to ``.partial-<name>-<random>``, the manifest last; when all files are on disk (fsync), the
-directory gets its name, by one rename. So whatever has such a name is complete, and a crash at any time leaves the
-checkpoints before. They are numbered in the order in which they were written, so that the newest one counts even where
-training began anew. Only one process may write to a directory at a time.
+A checkpoint is written to ``.partial-<name>-<random>``, the manifest last. When all files are on disk (fsync), one
+rename gives the directory its name. So whatever has such a name is complete, and a crash at any time leaves the
+earlier checkpoints. They are numbered in the order of writing, so that the newest one counts even if training began
+anew. Only one process may write to a directory at a time.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _PARTIAL = re.compile(r"\.partial-save-\d{6,18}-step-\d{1,18}-[0-9a-f]{16}")
 
 
 def index_file(shard: str) -> str:
-    """Name of a bundle's index file."""
+    """Returns the name of a bundle's index file."""
     return f"{shard}.index"
 
 
 def data_file(shard: str) -> str:
-    """Name of a bundle's data file."""
+    """Returns the name of a bundle's data file."""
     return f"{shard}.data-00000-of-00001"
 
 
 def checkpoints(directory: pathlib.Path) -> list[pathlib.Path]:
-    """The complete checkpoints of a directory, oldest first."""
+    """Returns the complete checkpoints in a directory, oldest first."""
     try:
         names = [entry.name for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
@@ -59,15 +59,15 @@ def checkpoints(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 class Writing:
-    """A checkpoint that is being written.
+    """A checkpoint being written.
 
     Attributes:
-        target: the path that it will have.
-        place: where its files go until then.
+        target: its final path.
+        place: folder of its files until then.
     """
 
     def __init__(self, directory: pathlib.Path, step: int) -> None:
-        """Makes the place.
+        """Creates the folder.
 
         Raises:
             CheckpointError: the directory can't be written to.
@@ -82,7 +82,7 @@ class Writing:
             raise CheckpointError(f"no checkpoint can be written to {directory}: {error}") from error
 
     def publish(self, manifest: Manifest) -> None:
-        """Writes the manifest, waits until all is on disk, and gives the checkpoint its name."""
+        """Writes the manifest, waits until all files are on disk, and gives the checkpoint its name."""
         (self.place / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         for path in self.place.iterdir():
             _to_disk(path)
@@ -95,15 +95,15 @@ class Writing:
         shutil.rmtree(self.place, ignore_errors=True)
 
     def describe(self, shard: str, entries: Iterable[Entry], writer: str) -> Shard:
-        """What has been written of a shard, which is checked.
+        """Checks a written shard and returns its description.
 
         Args:
-            shard: its name.
-            entries: what it must hold.
-            writer: stands in errors: who should have written it.
+            shard: name of the shard.
+            entries: the variables that it must hold.
+            writer: who should have written it, for errors.
 
         Raises:
-            CheckpointError: it isn't there, or is something else.
+            CheckpointError: it is missing, or holds something else.
         """
         index, data = self.place / index_file(shard), self.place / data_file(shard)
         try:
@@ -125,7 +125,7 @@ def _number(path: pathlib.Path) -> str:
 
 
 def remove_old(directory: pathlib.Path, keep: int) -> None:
-    """Removes all but the ``keep`` newest checkpoints, and what crashes have left. Other files aren't touched."""
+    """Removes all but the ``keep`` newest checkpoints, and the remains of crashes. Other files stay."""
     partial = [
         directory / entry.name
         for entry in os.scandir(directory)
@@ -134,7 +134,7 @@ def remove_old(directory: pathlib.Path, keep: int) -> None:
     for path in [*checkpoints(directory)[:-keep], *partial]:
         try:
             if path not in partial:
-                # Half of a checkpoint must not have its name, if this process dies now.
+                # If this process dies now, half of a checkpoint mustn't have its name.
                 path = path.rename(path.with_name(f".partial-{path.name}-{secrets.token_hex(8)}"))
             shutil.rmtree(path)
         except OSError as error:
@@ -150,7 +150,7 @@ def _to_disk(path: pathlib.Path) -> None:
 
 
 def read_manifest(path: pathlib.Path) -> Manifest:
-    """The manifest of a checkpoint.
+    """Returns the manifest of a checkpoint.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -173,14 +173,14 @@ def check_shards(path: pathlib.Path, manifest: Manifest) -> None:
     """Checks the files of all shards, before TensorFlow reads any of them.
 
     Raises:
-        CheckpointError: one is missing, damaged, or holds something else than the manifest says.
+        CheckpointError: one is missing, damaged, or doesn't hold what the manifest says.
     """
     for name, shard in manifest.shards.items():
         check_bundle(path, name, shard, [entry for entry in manifest.entries if entry.shard == name])
 
 
 def check_bundle(path: pathlib.Path, name: str, shard: Shard, entries: Iterable[Entry]) -> None:
-    """Checks the files of one shard, as `check_shards`."""
+    """Checks the files of one shard, as `check_shards` does."""
     index, data = path / index_file(name), path / data_file(name)
     try:
         with index.open("rb") as stream:

@@ -1,6 +1,6 @@
-"""Graphs by which the devices' servers write checkpoints and read them, each its part, straight to and from files.
+"""Graphs with which each of the devices' servers writes and reads its part of a checkpoint, straight to and from files.
 
-All of it happens on the CPU of the server whose devices keep the variables; the client only says where the files are.
+They run on the CPU of the server whose devices keep the variables; the client only says where the files are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STRING = types_pb2.DT_STRING
 
 
 def host_of(device: str) -> str:
-    """The name of the CPU of a device's server."""
+    """Returns the name of the CPU of a device's server."""
     spec = tf.DeviceSpec.from_string(device)
     return str(spec.replace(device_type="CPU", device_index=0).to_string())
 
@@ -30,27 +30,27 @@ class SnapshotGraph:
     """Nodes that take a snapshot of all variables, and nodes that write it to files.
 
     A snapshot is a list of tensors in the server's memory (a staging area), not a copy: reading a variable gives its
-    buffer, and TensorFlow's updates, those in place too, leave a buffer alone that someone else holds. So taking it
-    costs no time on CPUs, and memory for those variables that are updated before they are written; from GPUs, variables
-    are copied to their server's memory.
+    buffer, and TensorFlow's updates, even in-place ones, don't overwrite a buffer that someone else holds. On CPUs a
+    snapshot thus costs no time, and memory only for variables that are updated before they are written; from GPUs,
+    variables are copied to their server's memory.
 
     Attributes:
-        name: the graph's name in the session's; functions' names begin with it.
+        name: the graph's name within the session's graph; the prefix of its functions' names.
         graph: the nodes.
-        take: nodes that take the snapshot, and drop an earlier one that hasn't been written.
+        take: nodes that take the snapshot, and drop an earlier unwritten one.
         write: nodes that write the snapshot and drop it.
         prefixes: shard -> placeholder of the path of its files.
         writers: shard -> server that writes it.
-        shards: shard -> the variables in it.
+        shards: shard -> its variables.
     """
 
     def __init__(self, name: str, holdings: Sequence[Holding], keys: Mapping[str, str]) -> None:
-        """Shares the variables out: each is written by one of the servers that keep it, the one with least to write.
+        """Assigns each variable to the server with least to write among those that keep it.
 
         Args:
             name: see above.
             holdings: what devices keep.
-            keys: variable -> its name in files. Others aren't written.
+            keys: variable -> its name in files. Other variables aren't written.
         """
         self.name, self.graph = name, empty_graph()
         self.take: list[str] = []
@@ -91,12 +91,12 @@ class SnapshotGraph:
 
 
 def _shared_out(holdings: Sequence[Holding], keys: Mapping[str, str]) -> dict[str, dict[str, list[Variable]]]:
-    """Server -> device -> the variables that the server writes, from the devices that it reads them from."""
+    """Returns server -> device -> the variables that the server writes and reads from the device."""
     places: dict[str, tuple[Variable, tuple[str, ...]]] = {}
     for holding in holdings:
         for variable in holding.variables:
             if variable.name in keys:
-                places.setdefault(variable.name, (variable, holding.devices))  # Counters: any group's is the same.
+                places.setdefault(variable.name, (variable, holding.devices))  # Counters are equal in all groups.
     found: dict[str, dict[str, list[Variable]]] = {}
     load = {host_of(device): 0 for _, devices in places.values() for device in devices}
     for variable, devices in sorted(places.values(), key=lambda place: _bytes(place[0]), reverse=True):
@@ -116,13 +116,13 @@ def _bytes(variable: Variable) -> int:
 class RestoreGraph:
     """Nodes that read variables from files and assign them on every device that keeps them.
 
-    Each server reads what its own devices need. Nothing is assigned before all servers have read everything, so that a
-    damaged file leaves the variables as they were.
+    Each server reads what its own devices need. Nothing is assigned before all servers have read everything, so a
+    damaged file leaves the variables unchanged.
 
     Attributes:
-        name: of the graph.
+        name: name of the graph.
         graph: the nodes.
-        nodes: what to run.
+        nodes: the nodes to run.
         prefixes: shard -> placeholder of the path of its files.
     """
 
@@ -130,9 +130,9 @@ class RestoreGraph:
         """Makes the nodes.
 
         Args:
-            name: of the graph, which is that of its functions, too.
+            name: name of the graph, and prefix of its functions' names.
             holdings: what devices keep.
-            located: variable -> (shard, its name there). Others are left as they are.
+            located: variable -> (shard, its name there). Other variables stay unchanged.
         """
         self.name = name
         self.graph = empty_graph()
@@ -176,7 +176,7 @@ class RestoreGraph:
 
 
 def _strings(builder: Builder, name: str, values: Sequence[str], device: str) -> Ref:
-    """A constant vector of texts."""
+    """Returns a constant vector of strings."""
     constant = AttrValue()
     constant.tensor.dtype = _STRING
     constant.tensor.tensor_shape.dim.add(size=len(values))

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: a JSON file that says what the checkpoint holds, and how what it can't hold was.
+"""The manifest of a checkpoint: a JSON file that lists its contents and describes the state it cannot store.
 
-It is data that may come from anywhere: whatever stands in it is checked, and names of files are never taken from it but
-matched against the few that there are.
+A manifest may come from anywhere: every value is checked, and file names are never taken from it but matched against
+the few possible ones.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dapple_tf.errors import DappleError
 
 FORMAT = "dapple_tf.checkpoint/1"
 CLIENT, DATA = "client", "data"
-"""Shards that the training process itself writes: what no device keeps, and the position in a tf.data.Dataset."""
+"""Shards written by the training process: what no device keeps, and the position in a tf.data.Dataset."""
 
 LARGEST = 2**62
 MOST_BYTES = 2**30
-"""No manifest is larger."""
+"""Maximum bytes of a manifest."""
 DTYPES = {
     "bool": 1,
     "int8": 1,
@@ -41,7 +41,7 @@ DTYPES = {
     "complex64": 8,
     "complex128": 16,
 }
-"""Bytes of an element."""
+"""Bytes per element of each dtype."""
 
 _SHARD = re.compile(rf"shard-\d{{1,6}}|{CLIENT}|{DATA}")
 _KEY = re.compile(r"(model|optimizer|metrics)/(0|[1-9]\d{0,8})")
@@ -57,11 +57,11 @@ class Entry:
     """A variable of a checkpoint.
 
     Attributes:
-        key: "model/12" is the model's variable 12, metrics apart; "optimizer/3" and "metrics/0" likewise.
-        path: Keras' path of it when it was saved.
+        key: "model/12" is the model's variable 12, not counting metrics; "optimizer/3" and "metrics/0" likewise.
+        path: its Keras path when it was saved.
         dtype: name of its dtype.
         shape: its shape.
-        shard: the shard that it is in, under its key.
+        shard: the shard that holds it under its key.
     """
 
     key: str
@@ -77,7 +77,7 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype]
 
 
@@ -87,7 +87,7 @@ class Shard:
 
     Attributes:
         index_bytes: size of the index file.
-        index_sha256: its digest. The index has the check sums of all tensors, so that this is a digest of them, too.
+        index_sha256: digest of the index file. The index has the checksums of all tensors, so this covers them, too.
         data_bytes: size of the data file.
     """
 
@@ -98,15 +98,15 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
-        step: training steps done.
-        epoch: the epoch to go on with, from 0.
-        batch: batches of that epoch that have been trained on.
+        step: number of training steps done.
+        epoch: the next epoch, from 0.
+        batch: number of its batches that have been trained on.
         entries: variables.
         shards: name -> files.
-        plan: the plan in whose training it was saved, as in its JSON file; only for information.
+        plan: JSON text of the plan with which it was saved; for information only.
         data: position in the training data; None if it isn't known.
     """
 
@@ -119,7 +119,7 @@ class Manifest:
     data: Mapping[str, Any] | None = None
 
     def to_json(self) -> str:
-        """As JSON text, a line for each variable."""
+        """Returns JSON text with a line for each variable."""
         variables = ",\n".join(f"    {json.dumps(dataclasses.asdict(entry))}" for entry in self.entries)
         shards = {name: dataclasses.asdict(shard) for name, shard in self.shards.items()}
         values = {"format": FORMAT, "step": self.step, "epoch": self.epoch, "batch": self.batch}
@@ -133,14 +133,14 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> Manifest:
-        """The manifest that `to_json` wrote.
+        """Parses the manifest that `to_json` wrote.
 
         Args:
             text: its text.
-            source: stands in errors.
+            source: name of the manifest in errors.
 
         Raises:
-            CheckpointError: not JSON, another format, an unknown or missing key, or a value that can't be.
+            CheckpointError: the text isn't JSON, or has another format, a wrong or missing key, or a wrong value.
         """
         data = parse_object(text, source, CheckpointError, most_bytes=MOST_BYTES, finite=True)
         if data.get("format") != FORMAT:
@@ -179,7 +179,7 @@ _DECODER = Decoder(
 
 
 def _check(entry: Entry, shards: Mapping[str, Shard], source: str) -> None:
-    """Refuses a variable that can't be."""
+    """Checks that a variable is possible."""
     if not _KEY.fullmatch(entry.key):
         raise CheckpointError(f"{source}: key {short(entry.key)} isn't model/, optimizer/ or metrics/ and a number")
     if entry.dtype not in DTYPES:

@@ -1,4 +1,4 @@
-"""``fit`` with checkpoints: when they are saved, and how a run goes on from one."""
+"""``fit`` with checkpoints: when they are saved, and how a run resumes from one."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 class Checkpointing:
     """When ``fit`` saves checkpoints, and where.
 
-    They are written in the background, while training goes on.
+    Checkpoints are written in the background while training goes on.
 
     Attributes:
-        directory: where to; for a cluster, on a file system that all servers share.
-        every_steps: steps between two of them; None saves at the end of each epoch.
-        keep: how many the directory keeps; older ones are removed.
+        directory: where to save; on a cluster, a file system that all servers share.
+        every_steps: steps between two checkpoints; None saves at the end of each epoch.
+        keep: number of checkpoints to keep; older ones are removed.
     """
 
     directory: str | os.PathLike[str]
@@ -54,21 +54,21 @@ class CheckpointedFit:
         save: Callable[[Progress], object],
         steps: Callable[[], int],
     ) -> None:
-        """Nothing has happened.
+        """Prepares the call.
 
         Args:
             settings: when and where to save.
             model: the model that is trained.
-            batch_size: of arrays.
-            save: begins to save a checkpoint.
-            steps: training steps done.
+            batch_size: batch size of arrays.
+            save: function that begins to save a checkpoint.
+            steps: number of training steps done.
         """
         self._settings, self._model, self._batch_size = settings, model, batch_size
         self._save, self._steps = save, steps
         self._within_epoch: Checkpoint | None = None
 
     def resumable(self) -> Checkpoint | None:
-        """The checkpoint to go on from, if there is any.
+        """Returns the checkpoint to resume from, if there is one.
 
         Raises:
             CheckpointError: it is damaged.
@@ -80,16 +80,16 @@ class CheckpointedFit:
         return Checkpoint.open(path)
 
     def arguments(self, source: Checkpoint | None, x: Any, y: Any, **given: Any) -> dict[str, Any]:
-        """The arguments for Keras' ``fit``.
+        """Returns the arguments for Keras' ``fit``.
 
         Args:
-            source: the checkpoint to go on from, whose values have been restored.
+            source: the checkpoint to resume from, whose values have been restored.
             x: as for ``fit``.
             y: as for ``fit``.
-            given: what else ``fit`` was given.
+            given: the other arguments of ``fit``.
 
         Raises:
-            CheckpointError: the checkpoint isn't one of this training.
+            CheckpointError: the checkpoint is of another training.
         """
         weights, split = given.pop("sample_weight", None), given.pop("validation_split", 0.0)
         if split and given.get("validation_data") is None and can_convert_arrays((x, y, weights)):
@@ -132,14 +132,14 @@ class CheckpointedFit:
         )
 
     def _restore_metrics(self) -> None:
-        """After Keras has reset them at the beginning of the epoch that is resumed."""
+        """Restores metrics after Keras has reset them at the beginning of the resumed epoch."""
         source, self._within_epoch = self._within_epoch, None
         if source is not None:
             source.assign(source.match(metrics_of(self._model)))
 
 
 class _SeenSteps(keras.callbacks.CallbackList):
-    """Callbacks, which hear nothing of steps that are only counted."""
+    """Callbacks that don't see steps that are only counted."""
 
     def __init__(self, data: TrainingData, callbacks: list[Any], **options: Any) -> None:
         super().__init__(callbacks, **options)
@@ -147,19 +147,19 @@ class _SeenSteps(keras.callbacks.CallbackList):
         self._hidden = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Of a step that is really done."""
+        """Passes on a step that really runs."""
         self._hidden = self._data.counting
         if not self._hidden:
             super().on_train_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Likewise."""
+        """Passes on a step that really ran."""
         if not self._hidden:
             super().on_train_batch_end(batch, logs)
 
 
 class _Save(keras.callbacks.Callback):
-    """Comes after the user's callbacks, so that what they assign is saved, too."""
+    """Saves checkpoints after the user's callbacks, so that what they assign is saved, too."""
 
     def __init__(
         self,
@@ -177,31 +177,31 @@ class _Save(keras.callbacks.Callback):
         self._data.position_due = self._due
 
     def _due(self) -> bool:
-        """Whether there may be a checkpoint after the next step, but for one at the end of a round."""
+        """Returns whether a checkpoint may follow the next step, other than at the end of a round."""
         return self._every is not None and (self._steps() + 1) // self._every > self._saved // self._every
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Nothing has changed since the checkpoint before."""
+        """Takes the current step as saved: nothing has changed since."""
         self._saved = self._steps()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Keras has reset the metrics."""
+        """Restores the metrics, which Keras has reset."""
         self._epoch = epoch
         self._restore_metrics()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """``batch`` is the number of the last step in the epoch."""
+        """Saves a checkpoint if one is due; ``batch`` is the number of the epoch's last step."""
         if self._every is not None and self._steps() // self._every > self._saved // self._every:
             self._now(self._epoch, batch + 1, epoch_over=False)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """After validation."""
+        """Saves a checkpoint after validation if one is due."""
         self._epoch = epoch + 1
         if self._every is None:
             self._now(self._epoch, 0, epoch_over=True)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """What the last checkpoint hasn't got."""
+        """Saves what the last checkpoint lacks."""
         if self._steps() > self._saved:
             self._now(self._epoch, 0, epoch_over=True)
 

@@ -1,18 +1,18 @@
-"""Training data whose position can be saved with a checkpoint, and taken up again.
+"""Training data whose position can be saved with a checkpoint, and resumed.
 
 Keras' ``fit`` reads data through an adapter. `TrainingData` is one that knows how many batches have been trained on,
-and in which order they come:
+and their order:
 
 * arrays: the order of each round is drawn from a seed and the round's number;
 * a ``tf.data.Dataset``: the state of its iterator is saved, as TensorFlow itself saves iterators (with the contents of
-  shuffle buffers). One whose state can't be saved (``from_generator``, random or Python functions, tables) is read
-  again from the beginning of the round, up to the position;
-* a ``keras.utils.PyDataset``: batches are asked for by their numbers, in an order that Python's generator draws, as in
+  shuffle buffers). A dataset whose state can't be saved (``from_generator``, random or Python functions, tables) is
+  read again from the beginning of the round, up to the position;
+* a ``keras.utils.PyDataset``: batches are requested by number, in an order drawn by Python's random generator, as in
   Keras; its state is saved;
-* a generator: as many batches as had been read are read from the new one, and dropped.
+* a generator: the new one is read, and its batches dropped, up to the position.
 
-So what a generator, a dataset without seeds, or a PyDataset that shuffles itself gives must be the same in the resumed
-process, if training is to go on as if nothing had happened.
+So a generator, a dataset without seeds, or a PyDataset that shuffles by itself must give the same batches in the
+resumed process for training to go on as if never interrupted.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Reading(Iterator[Any]):
     """The batches of one round, for Keras.
 
     Attributes:
-        element_spec: of a dataset.
-        number: of the round.
+        element_spec: element spec of a dataset.
+        number: number of the round.
         touched: whether any step has asked for its batch.
-        over: whether there are no more.
-        unseen: steps that Keras still has to count: their batches were trained on before the resumption.
+        over: whether the round has ended.
+        unseen: number of steps that Keras still has to count: their batches were trained on before the resumption.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Reading(Iterator[Any]):
         taken: int = 0,
         unseen: int = 0,
     ) -> None:
-        """``taken`` batches of the round have been trained on by another process."""
+        """Starts at a round of which another process has trained on ``taken`` batches."""
         self._may_read_ahead = may_read_ahead
         self.element_spec = source.element_spec
         self.number, self.unseen = number, unseen
@@ -74,7 +74,7 @@ class Reading(Iterator[Any]):
         return item
 
     def skip(self) -> bool:
-        """Whether the next step is only counted."""
+        """Takes one step off `unseen`, if any is left; returns whether the step is only counted."""
         self.touched = True
         if self.unseen == 0:
             return False
@@ -82,9 +82,9 @@ class Reading(Iterator[Any]):
         return True
 
     def may_read_ahead(self) -> bool:
-        """Whether the batch after the next step's may be read before that step is over, by another thread.
+        """Returns whether another thread may read the batch after the next step's before that step is over.
 
-        If the position is asked for all the same (training is stopped, say), it has no iterator's state.
+        If the position is asked for nevertheless (training is stopped, say), it has no iterator state.
         """
         if not self._may_read_ahead():
             return False
@@ -92,11 +92,11 @@ class Reading(Iterator[Any]):
         return True
 
     def unmark(self) -> None:
-        """When the batch that was read ahead is handed out."""
+        """Records that the batch that was read ahead is handed out."""
         self._marked = None
 
     def position(self) -> tuple[int, State]:
-        """Batches of the round that have been trained on, and the iterator's state then."""
+        """Returns the number of the round's batches that have been trained on, and the iterator's state then."""
         return self._marked or (self._taken, self._source.state(self._items))
 
 
@@ -108,12 +108,12 @@ class TrainingData(DataAdapter):
     """
 
     def __init__(self, source: Source, *, goes_on: bool = False) -> None:
-        """Nothing has been read.
+        """Starts without having read anything.
 
         Args:
-            source: where batches come from.
-            goes_on: whether an epoch goes on where the one before ended, as epochs do that have a number of steps of
-                their own; else each epoch is a round.
+            source: source of the batches.
+            goes_on: whether an epoch continues where the one before ended, as with a given number of steps per epoch;
+                otherwise each epoch is a round.
         """
         self._source = source
         self._goes_on = goes_on or source.endless
@@ -135,10 +135,10 @@ class TrainingData(DataAdapter):
         class_weight: Any = None,
         steps_per_epoch: int | None = None,
     ) -> TrainingData:
-        """The training data that ``fit`` was given.
+        """Wraps the training data that ``fit`` was given.
 
         Raises:
-            DataError: labels or weights are given beside data that bring their own.
+            DataError: labels or weights are given in addition to data that include them.
         """
         if can_convert_arrays((x, y, sample_weight)):
             source: Source = ArraySource(x, y, sample_weight, batch_size, shuffle, class_weight)
@@ -158,7 +158,7 @@ class TrainingData(DataAdapter):
     # ---- positions
 
     def example(self) -> Any:
-        """A batch to look at, before any is trained on; for its structure, dtypes and ranks only."""
+        """Returns a batch, before any is trained on, to look at its structure, dtypes and ranks only."""
         return self._source.example()
 
     @property
@@ -167,10 +167,10 @@ class TrainingData(DataAdapter):
         return self._current is not None and self._current.unseen > 0
 
     def position(self, *, epoch_over: bool) -> tuple[dict[str, Any], State]:
-        """Where training is: JSON values, and the state of the dataset's iterator.
+        """Returns the position of training: JSON values, and the state of the dataset's iterator.
 
         Args:
-            epoch_over: whether the next batch is the first of another epoch.
+            epoch_over: whether the next batch begins another epoch.
         """
         current = iter(self) if self._current is None else self._current
         if epoch_over and (current.over or not self._goes_on):
@@ -180,15 +180,15 @@ class TrainingData(DataAdapter):
         return values | self._source.describe(), state
 
     def resume(self, saved: Mapping[str, Any], state: State, batch: int) -> None:
-        """Begins at a position.
+        """Starts at a position.
 
         Args:
-            saved: what `position` gave.
+            saved: JSON values of `position`.
             state: the state of the dataset's iterator.
-            batch: batches of the epoch that have been trained on.
+            batch: number of the epoch's batches that have been trained on.
 
         Raises:
-            CheckpointError: it's a position in other data, or no position at all.
+            CheckpointError: it is a position in other data, or not a position.
         """
         kind, number, done = (saved.get(name) for name in ("kind", "round", "done"))
         if kind != self._source.kind:
@@ -209,13 +209,13 @@ class TrainingData(DataAdapter):
     # ---- for Keras
 
     def get_tf_dataset(self) -> Iterable[Any]:
-        """What Keras takes iterators of."""
+        """Returns the object from which Keras takes iterators."""
         return self
 
     def __iter__(self) -> Reading:
-        """The batches of a round.
+        """Returns the batches of a round.
 
-        The same as before, if nobody has asked for a batch: Keras takes iterators in advance.
+        Returns the same reading as before if nobody has asked for a batch: Keras takes iterators in advance.
         """
         source, current = self._source, self._current
         if current is None or (current.touched and not source.endless):
@@ -225,28 +225,28 @@ class TrainingData(DataAdapter):
 
     @property
     def num_batches(self) -> int | None:
-        """Of an epoch; None if that isn't known."""
+        """Number of batches in an epoch; None if it isn't known."""
         return self._source.num_batches
 
     @property
     def batch_size(self) -> None:
-        """Nobody asks."""
+        """Not used by Keras here."""
         return None
 
     @property
     def has_partial_batch(self) -> None:
-        """Nobody asks."""
+        """Not used by Keras here."""
         return None
 
     @property
     def partial_batch_size(self) -> None:
-        """Nobody asks."""
+        """Not used by Keras here."""
         return None
 
     def on_epoch_begin(self) -> None:
-        """As Keras' adapters."""
+        """Does what Keras' adapters do."""
         self._source.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """As Keras' adapters."""
+        """Does what Keras' adapters do."""
         self._source.on_epoch_end()

@@ -1,4 +1,4 @@
-"""Where training data come from: arrays, datasets, generators, read so that one can go on at a position."""
+"""Sources of training data: arrays, datasets and generators, read so that reading can resume at a position."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from graph_passes.ir.tensorflow_private import global_seed, iterator_resource, s
 logger = logging.getLogger(__name__)
 
 _MOST_OPENED = 10**6
-"""Rounds of a dataset; opening one takes some 100 us."""
+"""Maximum number of rounds of a dataset; opening one takes some 100 us."""
 
 
 State = Mapping[str, tf.Tensor]
-"""Of a dataset's iterator: variant tensors, by names."""
+"""State of a dataset's iterator: variant tensors, by name."""
 
 
 class Source:
-    """Where batches come from, round by round.
+    """Source of batches, round by round.
 
     Attributes:
-        kind: name of it in checkpoints.
-        num_batches: of a round; None if that isn't known.
-        endless: whether there is one round only, in which all epochs are.
-        element_spec: of a dataset.
+        kind: its name in checkpoints.
+        num_batches: number of batches in a round; None if it isn't known.
+        endless: whether there is only one round, which contains all epochs.
+        element_spec: element spec of a dataset.
     """
 
     kind: ClassVar[str]
@@ -43,54 +43,54 @@ class Source:
     element_spec: Any = None
 
     def example(self) -> Any:
-        """A batch to look at, before any is trained on; for its structure, dtypes and ranks only."""
+        """Returns a batch, before any is trained on, to look at its structure, dtypes and ranks only."""
         return next(self.open(0, 0))
 
     def open(self, number: int, start: int) -> Iterator[Any]:
-        """The batches of round ``number`` from batch ``start`` on."""
+        """Returns the batches of round ``number`` from batch ``start`` on."""
         raise NotImplementedError
 
     def state(self, items: Iterator[Any]) -> State:
-        """Where the iterator is that it has given last, as far as that can be told."""
+        """Returns the state of an iterator after its last batch, as far as it is known."""
         return {}
 
     def reopen(self, number: int, start: int, state: State) -> Iterator[Any]:
-        """The batches of a round from ``start`` on, where another process had that state."""
+        """Returns the batches of a round from ``start`` on, where another process had that state."""
         return self.open(number, start)
 
     def describe(self) -> dict[str, Any]:
-        """What must be the same when it's resumed, and what it then needs, as JSON values."""
+        """Returns JSON values: what must be the same when reading resumes, and what it then needs."""
         return {}
 
     def resume(self, saved: Mapping[str, Any], started: bool) -> None:
-        """Takes over what ``describe`` gave in another process.
+        """Takes over what ``describe`` returned in another process.
 
         Args:
-            saved: that.
+            saved: JSON values of `describe`.
             started: whether the position is within a round.
 
         Raises:
-            CheckpointError: it's other data.
+            CheckpointError: they are of other data.
         """
 
     def on_epoch_begin(self) -> None:
-        """As Keras' callbacks."""
+        """Does what Keras' callbacks do."""
 
     def on_epoch_end(self) -> None:
-        """As Keras' callbacks."""
+        """Does what Keras' callbacks do."""
 
 
 def _check_same(own: Mapping[str, Any], saved: Mapping[str, Any], drawn: set[str], *, started: bool) -> None:
-    """Refuses a position in other data.
+    """Checks that a position is one in the same data.
 
     Args:
-        own: what describes the data.
-        saved: what described those that the position is of.
-        drawn: names of what may differ.
+        own: description of the data.
+        saved: description of the position's data.
+        drawn: names of values that may differ.
         started: whether the position is within a round.
 
     Raises:
-        CheckpointError: it is one.
+        CheckpointError: it is a position in other data.
     """
     if not own.keys() <= saved.keys():
         raise CheckpointError(f"the data's position lacks {min(own.keys() - saved.keys())!r}")
@@ -112,7 +112,7 @@ class ArraySource(Source):
     ) -> None:
         self.shuffle = shuffle
         copy = random.Random()
-        copy.setstate(random.getstate())  # set_random_seed decides, and nobody who draws after us gets other numbers.
+        copy.setstate(random.getstate())  # Seeded by set_random_seed, and the generator itself stays as it was.
         self.seed = copy.getrandbits(62)
         adapter = ArrayDataAdapter(
             x, y, sample_weight=sample_weight, batch_size=batch_size, shuffle=False, class_weight=class_weight
@@ -124,13 +124,13 @@ class ArraySource(Source):
         self._global_seed = None if seed is None else int(seed)
 
     def open(self, number: int, start: int) -> Iterator[Any]:
-        """As `Source`'s."""
+        """See `Source.open`."""
         order = self._drawn(number) if self._global_seed is None else self._order_of_keras()
         for first in range(start * self._batch_size, self._samples, self._batch_size):
             yield self._batch(order[first : first + self._batch_size])
 
     def _drawn(self, number: int) -> np.ndarray:
-        """The order of a round, drawn from our own seed: without TensorFlow's global one Keras draws any."""
+        """Returns a round's order, from our own seed: without TensorFlow's global one, Keras' order is arbitrary."""
         draw = np.random.default_rng([self.seed, number])
         order = draw.permutation(self._samples) if self.shuffle is True else np.arange(self._samples)
         if self.shuffle == "batch":
@@ -139,7 +139,7 @@ class ArraySource(Source):
         return order
 
     def _order_of_keras(self) -> np.ndarray:
-        """The order that Keras gives arrays in each round, as it follows from TensorFlow's global seed."""
+        """Returns Keras' order of arrays in each round, which follows from TensorFlow's global seed."""
         with seeded(self._global_seed):
             indices = ArrayDataAdapter(np.arange(self._samples), batch_size=self._batch_size, shuffle=self.shuffle)
             return np.concatenate([np.asarray(batch) for batch in indices.get_tf_dataset()])
@@ -150,7 +150,7 @@ class ArraySource(Source):
         )
 
     def describe(self) -> dict[str, Any]:
-        """As `Source`'s."""
+        """See `Source.describe`."""
         order = {"batches": self.num_batches, "shuffle": self.shuffle, "seed": self.seed}
         return order | {
             "samples": self._samples,
@@ -159,7 +159,7 @@ class ArraySource(Source):
         }
 
     def resume(self, saved: Mapping[str, Any], started: bool) -> None:
-        """As `Source`'s."""
+        """See `Source.resume`."""
         _check_same(self.describe(), saved, {"seed", "global_seed"}, started=started)
         if type(saved["seed"]) is not int or not 0 <= saved["seed"] < LARGEST:
             raise CheckpointError("the data's seed isn't a whole number from 0 to 2**62")
@@ -172,8 +172,8 @@ class ArraySource(Source):
 class PyDatasetSource(Source):
     """A ``keras.utils.PyDataset``, read by Keras' own adapter, with its workers.
 
-    Keras draws the order of a round from Python's generator, when its first batch is read. So does this, and notes what
-    state that had. A run that goes on gives it the state that it had when the position was saved.
+    Keras draws the order of a round from Python's random generator when its first batch is read. This class does the
+    same, and records the generator's state. A resumed run gives the generator its state of the saved position.
     """
 
     kind = "py_dataset"
@@ -188,11 +188,11 @@ class PyDatasetSource(Source):
         self._resumed: tuple[Any, Any] | None = None  # that state, if this round was drawn, and the state now
 
     def example(self) -> Any:
-        """As `Source`'s; opening it would draw an order."""
+        """See `Source.example`; opening the data would draw an order."""
         return standardized(PyDatasetAdapter(self._dataset, self._class_weight), self._dataset[0])
 
     def _order(self) -> np.ndarray:
-        """The numbers of a round's batches."""
+        """Returns the batch numbers of a round, in order."""
         assert self.num_batches is not None
         order = list(range(self.num_batches))
         if self.shuffle:
@@ -206,7 +206,7 @@ class PyDatasetSource(Source):
         return np.array(order)
 
     def open(self, number: int, start: int) -> Iterator[Any]:
-        """As `Source`'s."""
+        """See `Source.open`."""
         order: Any = itertools.count(start)
         if self.num_batches is not None:
             order = self._order()[start:]
@@ -221,32 +221,32 @@ class PyDatasetSource(Source):
             adapter.on_epoch_end()
 
     def describe(self) -> dict[str, Any]:
-        """As `Source`'s."""
+        """See `Source.describe`."""
         own: dict[str, Any] = {"batches": self.num_batches, "shuffle": self.shuffle, "drawn": None, "random": None}
         if self.shuffle:
             own["drawn"], own["random"] = self._resumed or (self._drawn, random.getstate())
         return own
 
     def resume(self, saved: Mapping[str, Any], started: bool) -> None:
-        """As `Source`'s."""
+        """See `Source.resume`."""
         _check_same(self.describe(), saved, {"drawn", "random"}, started=started)
         if self.shuffle and saved["shuffle"]:
             self._resumed = _random_state(saved["drawn"]) if started else None, _random_state(saved["random"])
 
     def on_epoch_begin(self) -> None:
-        """As `Source`'s."""
+        """See `Source.on_epoch_begin`."""
         self._dataset.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """As `Source`'s."""
+        """See `Source.on_epoch_end`."""
         self._dataset.on_epoch_end()
 
 
 def _random_state(saved: Any) -> Any:
-    """A state of Python's generator of what JSON has made of it.
+    """Returns the state of Python's random generator from its JSON form.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: it isn't a state.
     """
     try:
         version, words, following = saved
@@ -274,7 +274,7 @@ class _Window(keras.utils.PyDataset):
 
 
 class GeneratorSource(Source):
-    """A generator, which can be read once only."""
+    """A generator, which can be read only once."""
 
     kind = "generator"
     endless = True
@@ -284,12 +284,12 @@ class GeneratorSource(Source):
         self._seen: list[Any] = []
 
     def example(self) -> Any:
-        """As `Source`'s."""
+        """See `Source.example`."""
         self._seen = self._seen or [next(self._generator)]
         return self._seen[0]
 
     def open(self, number: int, start: int) -> Iterator[Any]:
-        """As `Source`'s."""
+        """See `Source.open`."""
         return itertools.islice(itertools.chain(self._seen, self._generator), start, None)
 
 
@@ -299,7 +299,7 @@ class DatasetSource(Source):
     kind = "dataset"
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
-        # A prefetch that TensorFlow adds would be ahead of us by as much as it had time for, into the next round too.
+        # A prefetch added by TensorFlow would run ahead by an unknown amount, even into the next round.
         options = tf.data.Options()
         options.experimental_optimization.inject_prefetch = False
         self._dataset = dataset = dataset.with_options(options)
@@ -311,7 +311,7 @@ class DatasetSource(Source):
         self._can_save = True
 
     def example(self) -> Any:
-        """As `Source`'s; opening the dataset would draw seeds from it."""
+        """See `Source.example`; opening the dataset would draw seeds from it."""
 
         def zeros(spec: tf.TensorSpec) -> np.ndarray:
             return np.zeros([1 if size is None else size for size in spec.shape], spec.dtype.as_numpy_dtype)
@@ -321,7 +321,7 @@ class DatasetSource(Source):
         return next(self.open(0, 0))
 
     def open(self, number: int, start: int) -> Iterator[Any]:
-        """As `Source`'s."""
+        """See `Source.open`."""
         self._opened += 1
         items = iter(self._dataset)
         self._start = self._state_of(items)
@@ -346,19 +346,19 @@ class DatasetSource(Source):
             return None
 
     def state(self, items: Iterator[Any]) -> State:
-        """As `Source`'s; with the state at the round's start, see `reopen`."""
+        """See `Source.state`; includes the state at the round's start, for `reopen`."""
         own = self._state_of(items)
         return {} if own is None or self._start is None else {"iterator": own, "start": self._start}
 
     def reopen(self, number: int, start: int, state: State) -> Iterator[Any]:
-        """As `Source`'s.
+        """See `Source.reopen`.
 
-        The iterator has the elements of its own round. Those that shuffle later rounds depend on seeds, which iterators
-        draw from the dataset when they are made, or restored. An iterator's state tells how many have been drawn, and
-        restoring it sets that, unless what shuffles has given its last element and is gone (`prefetch` is ahead of
-        us). The state at the round's beginning always sets it; but it's too old where rounds are repeated within the
-        iterator. So what shuffles is there if seeds don't depend on how many were drawn before the iterator's state
-        was restored; if they do, the state at the beginning is restored at last.
+        The iterator has the elements of its own round. The order of later rounds depends on seeds, which iterators
+        draw from the dataset when they are made or restored. An iterator's state has the number of drawn seeds, and
+        restoring the state sets that number, unless the shuffling iterator has given its last element and is gone
+        (`prefetch` runs ahead of us). The state at the round's beginning always sets it, but is too old if rounds are
+        repeated within the iterator. So that state is restored last, unless the later seeds don't depend on the
+        number drawn before the iterator's state was restored.
         """
         if not state:
             while self._opened < self._opened_before - 1:  # Each has drawn seeds.
@@ -388,11 +388,11 @@ class DatasetSource(Source):
             ) from error
 
     def describe(self) -> dict[str, Any]:
-        """As `Source`'s."""
+        """See `Source.describe`."""
         return {"opened": self._opened}
 
     def resume(self, saved: Mapping[str, Any], started: bool) -> None:
-        """As `Source`'s."""
+        """See `Source.resume`."""
         opened = saved.get("opened")
         if type(opened) is not int or not 0 <= opened < _MOST_OPENED:
             raise CheckpointError("the data's position lacks how often the dataset was opened")

@@ -1,4 +1,4 @@
-"""Snapshots of the devices' variables: taken between two steps, written by the servers while others run."""
+"""Snapshots of the devices' variables: taken between two steps, and written by the servers while later steps run."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class Snapshot:
     """A snapshot in the servers' memory.
 
     Attributes:
-        shards: shard -> the variables in it.
+        shards: shard -> its variables.
         writers: shard -> the server that writes it.
     """
 
     def __init__(self, graph: SnapshotGraph, run: Run, release: Callable[[], None]) -> None:
-        """It has been taken."""
+        """Describes a snapshot that has been taken."""
         self.shards, self.writers = graph.shards, graph.writers
         self._graph, self._run, self._release = graph, run, release
 
     def write(self, place: pathlib.Path) -> None:
-        """Has the servers write it, in whichever thread.
+        """Has the servers write it; may be called in any thread.
 
         Args:
-            place: the directory.
+            place: the directory to write to.
 
         Raises:
-            CheckpointError: a server can't; the text has its reason.
+            CheckpointError: a server failed; the text has its reason.
         """
         prefix = self._graph.name
         feed = {f"{prefix}/{node}:0": str(place / shard) for shard, node in self._graph.prefixes.items()}
@@ -48,12 +48,12 @@ class Snapshot:
             self._release()
 
     def discard(self) -> None:
-        """Gives up writing it; the next one drops it."""
+        """Gives up writing the snapshot; the next one drops it."""
         self._release()
 
 
 class Snapshots:
-    """Takes snapshots of one session's variables, one at a time, and restores variables from files."""
+    """Takes snapshots of a session's variables, one at a time, and restores variables from files."""
 
     def __init__(self, holdings: Callable[[], list[Holding]], run: Run, add: Callable[[GraphDef, str], None]) -> None:
         """See `StoredValues`."""
@@ -65,13 +65,13 @@ class Snapshots:
         self._arrangements = 0
 
     def rearrange(self) -> None:
-        """After the holdings have changed, and when the last snapshot has been written."""
+        """Discards the graphs when the holdings have changed, once the last snapshot has been written."""
         self.wait()
         self._graph = self._restoring = None
         self._arrangements += 1
 
     def take(self, keys: Mapping[str, str]) -> Snapshot:
-        """Takes a snapshot, when the one before has been written.
+        """Takes a snapshot, once the previous one has been written.
 
         Args:
             keys: variable -> its name in files.
@@ -106,6 +106,6 @@ class Snapshots:
             raise CheckpointError(f"checkpoint {path} {fault}: {reason(error)}") from error
 
     def wait(self) -> None:
-        """Until no snapshot waits to be written."""
+        """Waits until no snapshot is left to write."""
         with self._busy:
             pass

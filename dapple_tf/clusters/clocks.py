@@ -1,8 +1,8 @@
-"""Bringing the times that workers tell to one clock, this process's.
+"""Alignment of the times that workers report to one clock, this process's.
 
-A worker is asked for its time again and again, before a step and after it (as in NTP). It answers somewhere between the
-question and the answer's arrival, so that half of the shortest round trip bounds the error. What is known of causes
-does the rest: no task begins before those end whose results it reads. Offsets are moved for that within their bounds.
+A worker is asked for its time repeatedly, before and after a step (as in NTP). It answers somewhere between the
+question and the answer's arrival, so that half of the shortest round trip bounds the error. Causality improves the
+result: no task begins before the tasks end whose results it reads. Offsets are moved for that within their bounds.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 _FASTEST_DRIFT = 1e-3
-"""Seconds per second. Computers' clocks drift by up to 1e-4, also while they are being set slowly."""
+"""Seconds per second. Computers' clocks drift by at most 1e-4, even while they are being adjusted."""
 _TOLERANCE = 1e-6
-"""Seconds; traces tell some times in whole microseconds."""
+"""Seconds; traces report some times in whole microseconds."""
 _HALVINGS = 40
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -28,7 +28,7 @@ class ClockSample(NamedTuple):
 
     Attributes:
         sent: when the question was sent, by this process's clock.
-        answered: when the answer was there, likewise.
+        answered: when the answer arrived, by the same clock.
         told: the worker's time.
     """
 
@@ -38,12 +38,12 @@ class ClockSample(NamedTuple):
 
 
 class Offset(NamedTuple):
-    """By how much a worker's clock is ahead.
+    """How far a worker's clock is ahead.
 
     Attributes:
-        at: when, in nanoseconds of this process's clock.
-        nanoseconds: how much.
-        error: how far that may be off.
+        at: time of the measurement, in nanoseconds of this process's clock.
+        nanoseconds: the offset.
+        error: bound of its error.
     """
 
     at: int
@@ -52,7 +52,7 @@ class Offset(NamedTuple):
 
 
 def estimate(samples: Sequence[ClockSample]) -> Offset:
-    """The offset by the answer that took the shortest time.
+    """Returns the offset by the answer with the shortest round trip.
 
     Raises:
         ValueError: there are no samples.
@@ -67,7 +67,7 @@ def estimate(samples: Sequence[ClockSample]) -> Offset:
 
 @dataclass(frozen=True)
 class WorkerClock:
-    """A worker's clock during a step: ahead by something between two offsets, as time goes on.
+    """A worker's clock during a step: its offset moves from one value to another.
 
     Attributes:
         before: its offset before the step.
@@ -78,9 +78,9 @@ class WorkerClock:
     after: Offset
 
     def aligned(self, told: int) -> float:
-        """A time of the worker, in nanoseconds -> the same moment by this process's clock.
+        """Converts a time of the worker, in nanoseconds, to this process's clock.
 
-        Of a clock that has jumped nobody knows when it did: all times count as before that.
+        A jump's moment is unknown: all times count as before it.
         """
         if self.jump:
             return told - self.before.nanoseconds
@@ -90,12 +90,12 @@ class WorkerClock:
 
     @property
     def error(self) -> float:
-        """How far `aligned` may be off, in seconds."""
+        """Bound of the error of `aligned`, in seconds."""
         return max(self.before.error, self.after.error) / 1e9 + abs(self.jump)
 
     @property
     def jump(self) -> float:
-        """Seconds by which the clock has moved besides drifting; 0 where it hasn't, as far as can be told."""
+        """Seconds by which the clock has moved beyond drifting; 0 if it hasn't, as far as can be known."""
         moved = self.after.nanoseconds - self.before.nanoseconds
         drift = _FASTEST_DRIFT * abs(self.after.at - self.before.at)
         beyond = abs(moved) - self.before.error - self.after.error - drift
@@ -103,12 +103,12 @@ class WorkerClock:
 
 
 class Contradiction(NamedTuple, Generic[_Key]):
-    """What causality and the clocks' error bounds don't allow together.
+    """A conflict between causality and the clocks' error bounds.
 
     Attributes:
-        cause: the clock by which something ended.
-        effect: the clock by which something began that waited for it.
-        seconds: by how much too early it began.
+        cause: clock by which something ended.
+        effect: clock by which something began that waited for it.
+        seconds: how much too early it began.
     """
 
     cause: _Key
@@ -118,11 +118,11 @@ class Contradiction(NamedTuple, Generic[_Key]):
 
 @dataclass(frozen=True)
 class Refinement(Generic[_Key]):
-    """How clocks are moved so that nothing begins before what it waits for.
+    """Shifts of clocks with which nothing begins before what it waits for.
 
     Attributes:
-        shifts: clock -> seconds to add to its times; those that stay are missing.
-        contradictions: what remains, the largest first.
+        shifts: clock -> seconds to add to its times; clocks that stay are missing.
+        contradictions: remaining contradictions, the largest first.
     """
 
     shifts: Mapping[_Key, float] = field(default_factory=dict)
@@ -130,14 +130,14 @@ class Refinement(Generic[_Key]):
 
 
 def refine(slacks: Mapping[tuple[_Key, _Key], float], errors: Mapping[_Key, float]) -> Refinement[_Key]:
-    """Moves clocks within their error bounds, only as far as needed; the most exact ones move last.
+    """Shifts clocks within their error bounds, only as far as needed; the most exact ones move last.
 
         slacks (0, 1): -0.2, errors 0: 0.1, 1: 0.3   becomes   shifts 1: 0.2
 
     Args:
         slacks: (clock of a cause, clock of its effect) -> the least time from an end to a beginning that waited for
-            it, in seconds; negative where that contradicts.
-        errors: clock -> seconds by which it may be moved in either direction; others stay.
+            it, in seconds; negative where that contradicts causality.
+        errors: clock -> seconds by which it may be shifted in either direction; others stay.
     """
     cross = {pair: slack for pair, slack in slacks.items() if pair[0] != pair[1]}
     worst = min(cross.values(), default=0.0)
@@ -147,7 +147,7 @@ def refine(slacks: Mapping[tuple[_Key, _Key], float], errors: Mapping[_Key, floa
     place = {key: index for index, key in enumerate(keys, start=1)}  # 0 is a clock that doesn't move.
 
     def bounds(allowed: float) -> np.ndarray:
-        """[i, j]: the most by which shift i may be above shift j, all told; with each slack that much larger."""
+        """Returns [i, j]: how far shift i may exceed shift j at most, if every slack grows by ``allowed``."""
         found = np.full((len(keys) + 1, len(keys) + 1), np.inf)
         np.fill_diagonal(found, 0.0)
         for key, index in place.items():

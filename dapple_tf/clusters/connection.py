@@ -1,9 +1,9 @@
-"""The connection of this process to the workers of a cluster: borrows their devices, and watches that they are there.
+"""The connection of this process to the workers of a cluster: borrows their devices, and watches the workers.
 
     this process: client server ◀── feeds, results ──▶ worker 0: server ◀── tensors, all-reduce ──▶ worker 1: server
          └────────────── leases: pings and answers ──────┴───────────────────────────────────────────────┘
 
-This process has a TensorFlow server of its own, whose master runs the steps, so that batches go from here straight to
+This process has its own TensorFlow server, whose master runs the steps: batches go from here straight to
 the devices that need them, and no worker is more important than another.
 """
 
@@ -40,21 +40,21 @@ _T = TypeVar("_T")
 _EXIT_SECONDS = 3.0
 _START_SECONDS = 1.0
 _CLOCK_SAMPLES = 8
-"""Questions for a worker's time, of which the one that is answered fastest counts."""
+"""Number of questions for a worker's time; the fastest answer counts."""
 
 
 @dataclasses.dataclass
 class _Lease:
-    """One worker's devices.
+    """The loan of one worker's devices.
 
     Attributes:
         task: number of the worker.
         address: its address.
         channel: the connection to it.
-        port: of its TensorFlow server.
+        port: port of its TensorFlow server.
         host: this process's own address, as that worker sees it.
-        confirmed: time at which the last ping that was answered had been sent.
-        clock: what the worker told when it was last asked for the time, and the number of that request.
+        confirmed: time at which the last answered ping was sent.
+        clock: the worker's last answer to a question for the time, and the number of that question.
     """
 
     task: int
@@ -70,22 +70,22 @@ class Connection:
     """Leases on all workers of a cluster.
 
     Attributes:
-        addresses: of the workers.
-        target: where sessions are opened.
-        notice_seconds: a worker that hasn't answered for so long is lost.
+        addresses: ``host:port`` of each worker.
+        target: the target at which sessions are opened.
+        notice_seconds: a worker that is silent for this long is lost.
         step_seconds: a run that takes longer counts as hung.
-        lost: the worker that was lost first; None as long as all are there.
+        lost: the worker that was lost first; None while all are there.
     """
 
     def __init__(self, addresses: Sequence[str], faults: FaultPolicy) -> None:
         """Borrows the devices of all workers.
 
         Args:
-            addresses: of the workers.
-            faults: how patient to be.
+            addresses: ``host:port`` of each worker.
+            faults: decides how long to wait for workers.
 
         Raises:
-            ClusterError: a worker isn't there, is in use by another process, or its server doesn't start.
+            ClusterError: a worker isn't there, is used by another process, or its server doesn't start.
         """
         self.addresses = tuple(addresses)
         self.notice_seconds = faults.notice_seconds
@@ -93,8 +93,8 @@ class Connection:
         self.lost: WorkerLostError | None = None
         self.users = 0
         self._changed = threading.Condition()
-        self._asked = 0.0  # workers are to answer a ping that is sent after this time
-        self._clock_requests = 0  # how often workers were to tell the time
+        self._asked = 0.0  # workers must answer a ping that is sent after this time
+        self._clock_requests = 0  # number of questions to workers for the time
         self._closed = False
         remembered = _ports.keys() & set(self.addresses)
         try:
@@ -102,7 +102,7 @@ class Connection:
         except ClusterError:
             if remembered <= _ports.keys():
                 raise
-            self._leases, self.target = self._open()  # Somebody has taken a server's former port: it gets another one.
+            self._leases, self.target = self._open()  # A server's former port is taken: it gets another one.
         for lease in self._leases:
             lease.confirmed = time.monotonic()
             threading.Thread(target=self._watch, args=(lease,), name=f"watch-{lease.address}", daemon=True).start()
@@ -115,7 +115,7 @@ class Connection:
     # ---- opening
 
     def _open(self) -> tuple[list[_Lease], str]:
-        """Borrows all workers and has them serve; also returns where sessions are opened."""
+        """Borrows all workers and has them serve; also returns the target of sessions."""
         leases: list[_Lease] = []
         try:
             for_each(lambda task: leases.append(self._borrow(task)), len(self.addresses))
@@ -154,7 +154,7 @@ class Connection:
             except ControlError as error:
                 raise ClusterError(f"worker {index} ({lease.address}) {error}") from error
             except ClusterError:
-                _ports.pop(lease.address, None)  # Somebody else may have taken the port: another one next time.
+                _ports.pop(lease.address, None)  # Another process may have taken the port: use another one next time.
                 raise
             _ports[lease.address] = lease.port
 
@@ -164,8 +164,8 @@ class Connection:
     def _greet(self) -> None:
         """Runs something on every worker.
 
-        This process's server may have connections to servers that were at the same addresses before; it finds out that
-        they are broken when it first uses them.
+        This process's server may have connections to earlier servers at the same addresses; it notices that
+        they are broken only when it uses them.
         """
         with tf.Graph().as_default() as graph:
             greetings = []
@@ -190,13 +190,13 @@ class Connection:
     # ---- watching
 
     def _watch(self, lease: _Lease) -> None:
-        """Pings a worker until the connection is closed or the worker lost."""
+        """Pings a worker until the connection is closed or the worker is lost."""
         number = 0
         try:
             while not self._closed and self.lost is None:
                 number += 1
                 sent = time.monotonic()
-                # Noticed within notice_seconds: this much for an answer, and up to one pause before the question.
+                # Noticed within notice_seconds: this much for an answer, and at most one pause before the question.
                 lease.channel.ask({"ping": number}, 0.8 * self.notice_seconds)
                 request = self._clock_requests
                 if lease.clock[0] < request:
@@ -222,7 +222,7 @@ class Connection:
             lease.channel.close()
 
     def _ask_time(self, lease: _Lease) -> tuple[ClockSample, ...]:
-        """What a worker's clock says, several times."""
+        """Asks for a worker's time several times."""
         found = []
         for number in range(_CLOCK_SAMPLES):
             sent = time.time_ns()
@@ -234,7 +234,7 @@ class Connection:
         return tuple(found)
 
     def clocks(self) -> dict[int, tuple[ClockSample, ...]]:
-        """Asks all workers for their time; number of a worker -> what it told, beside this process's clock.
+        """Asks all workers for their time; returns worker number -> its answers, with this process's times.
 
         Raises:
             WorkerLostError: one was lost.
@@ -260,10 +260,10 @@ class Connection:
             self._changed.notify_all()
 
     def _examine(self, failure: tf.errors.OpError) -> None:
-        """Finds out whether a worker is to blame for a failed run: waits until all have answered anew, or one is lost.
+        """Finds out whether a worker caused a failed run: waits until all have answered again, or one is lost.
 
         Raises:
-            WorkerLostError: one is.
+            WorkerLostError: one is lost.
         """
         with self._changed:
             asked = self._asked = time.monotonic()
@@ -282,24 +282,24 @@ class Connection:
 
         Args:
             function: what to call.
-            breaks: whether a connection between servers that breaks counts as a lost worker.
-            seconds: after how long it counts as hung; None is ``step_seconds``.
+            breaks: whether a broken connection between servers counts as a lost worker.
+            seconds: time after which the call counts as hung; None is ``step_seconds``.
 
         Raises:
-            WorkerLostError: one was lost, the workers were given back, or the call took too long. What was called is
-                left to itself.
+            WorkerLostError: one was lost, the workers were given back, or the call took too long. The call is then
+                abandoned, not ended.
             tf.errors.OpError: it failed, with all workers there.
         """
         if self.lost is not None:
             raise self.lost
-        if self._closed:  # Nobody watches the workers any more, and TensorFlow would wait for them without end.
+        if self._closed:  # Nobody watches the workers any more: TensorFlow would wait for them forever.
             raise WorkerLostError(f"workers {', '.join(self.addresses)} were given back by this process")
         limit = self.step_seconds if seconds is None else min(seconds, self.step_seconds)
         call = Call(function, self._changed)
         try:
             call.start()
             ended = self._wait_for(call, limit)
-        except BaseException:  # Ctrl-C: what is under way is finished first, as in a session of this process.
+        except BaseException:  # Ctrl-C: the call is finished first, as in a session of this process.
             if call.begun.wait(_START_SECONDS):  # It may have struck before there was a thread.
                 self._wait_for(call, limit)
             raise
@@ -322,9 +322,9 @@ class Connection:
             return self._changed.wait_for(lambda: call.done or self.lost is not None, timeout=seconds)
 
     def close(self) -> None:
-        """Gives the devices back; the workers' servers end."""
+        """Gives the devices back, which ends the workers' servers."""
         self._closed = True
-        if _connections.get(self.addresses) is self:  # not one that was opened since, because this one was lost
+        if _connections.get(self.addresses) is self:  # not a newer one, opened because this one was lost
             del _connections[self.addresses]
         for lease in self._leases:
             with contextlib.suppress(OSError):
@@ -338,14 +338,14 @@ class Connection:
 _lock = threading.RLock()
 _connections: dict[tuple[str, ...], Connection] = {}
 _ports: dict[str, int] = {}
-"""Ports of the workers' servers when they were used last: with the same ones, the client's server can be the same."""
+"""Ports of the workers' servers when last used: with the same ports, the client's server can be reused."""
 _client_servers: dict[tuple[str, ...], tuple[int, Any]] = {}
 
 
 def acquire(cluster: Cluster, faults: FaultPolicy) -> Connection:
-    """The connection to a cluster's workers, opened if need be; to be given back by `release`.
+    """Returns the connection to a cluster's workers, opened if necessary; `release` gives it back.
 
-    One that is open already keeps the patience that it was opened with.
+    An already open connection keeps its own `FaultPolicy`.
 
     Raises:
         ClusterError: see `Connection`; or this process has some of the workers in another cluster's connection.
@@ -368,7 +368,7 @@ def acquire(cluster: Cluster, faults: FaultPolicy) -> Connection:
 
 
 def release(connection: Connection) -> None:
-    """Gives a connection back; when nobody uses it any more, the workers are free for others."""
+    """Gives a connection back; once nobody uses it, others can have the workers."""
     with _lock:
         connection.users -= 1
         if connection.users <= 0:
@@ -377,10 +377,10 @@ def release(connection: Connection) -> None:
 
 @contextlib.contextmanager
 def connected(cluster: Cluster, faults: FaultPolicy | None = None) -> Iterator[Connection | None]:
-    """Within it, the workers of a cluster stay this process's; nothing is done for local devices.
+    """Keeps a cluster's workers for this process within the ``with`` block; does nothing for local devices.
 
     Yields:
-        The connection to them; None for local devices.
+        The connection to the workers; None for local devices.
 
     Raises:
         ClusterError: see `acquire`.
@@ -396,14 +396,14 @@ def connected(cluster: Cluster, faults: FaultPolicy | None = None) -> Iterator[C
 
 
 def open_session(cluster: Cluster, graph: tf.Graph, connection: Connection | None = None) -> Any:
-    """A session on a cluster's devices: TensorFlow's own, or one that watches the workers.
+    """Returns a session on a cluster's devices: TensorFlow's own, or one that watches the workers.
 
-    Workers are to be `connected` as long as it is used: once they are given back, each run is a `WorkerLostError`.
+    Workers must stay `connected` while it is used: once they are given back, each run raises a `WorkerLostError`.
 
     Args:
-        cluster: what it runs on.
-        graph: what it runs.
-        connection: to the workers; None is the one that this process holds.
+        cluster: the cluster to run on.
+        graph: the graph to run.
+        connection: connection to the workers; None is the one that this process holds.
 
     Raises:
         WorkerLostError: the connection has lost a worker.
@@ -418,7 +418,7 @@ def open_session(cluster: Cluster, graph: tf.Graph, connection: Connection | Non
 
 
 def _client_server(workers: tuple[str, ...], hosts: tuple[str, ...]) -> tuple[int, str]:
-    """Port and target of this process's own server for a cluster; made once, as TensorFlow can't stop one."""
+    """Returns port and target of this process's server for a cluster; made once, as TensorFlow can't stop a server."""
     key = (*workers, *hosts)
     if key not in _client_servers:
         for host in hosts:

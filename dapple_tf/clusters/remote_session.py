@@ -1,4 +1,4 @@
-"""Sessions on workers, and calls into TensorFlow that may never end."""
+"""Sessions on workers, and calls into TensorFlow that may never return."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 _CLOSE_SECONDS = 60.0
 
 _running: set[threading.Thread] = set()
-"""Threads that are in TensorFlow on behalf of a call."""
+"""Threads that are inside TensorFlow for a call."""
 
 
 class Call:
-    """A call in a thread of its own, which may never end: Python mustn't wait for it when it exits.
+    """A call in its own thread, which may never return: Python mustn't wait for it when it exits.
 
     Attributes:
         begun: set as soon as the thread runs.
-        done: whether the call has ended.
-        result: what it returned.
-        error: what it raised.
+        done: set when the call has ended.
+        result: what the call returned.
+        error: what the call raised.
     """
 
     def __init__(self, function: Callable[[], Any], changed: threading.Condition) -> None:
@@ -45,7 +45,7 @@ class Call:
         self._thread = threading.Thread(target=self._run, name="run", daemon=True)
 
     def start(self) -> None:
-        """Begins the call. Ctrl-C may strike in here, when the call is under way and when it isn't: see `begun`."""
+        """Begins the call. Ctrl-C may strike here before or after the call has begun: see `begun`."""
         self._thread.start()
 
     def _run(self) -> None:
@@ -62,12 +62,12 @@ class Call:
 
 
 class RemoteSession:
-    """A ``tf.compat.v1.Session`` on the devices of workers, none of whose methods waits for a worker that is lost.
+    """A ``tf.compat.v1.Session`` on the devices of workers; no method waits for a lost worker.
 
     Attributes:
-        connection: to the workers.
-        graph: what it runs.
-        sequence: names the numbers of its runs with collective operations.
+        connection: connection to the workers.
+        graph: the graph to run.
+        sequence: name of the numbers of its runs with collective operations.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RemoteSession:
         run_metadata: Any = None,
         seconds: float | None = None,
     ) -> Any:
-        """``Session.run``, which counts as hung after so many seconds.
+        """Runs ``Session.run``, which counts as hung after ``seconds``.
 
         Raises:
             WorkerLostError: a worker was lost; see `Connection.call`.
@@ -102,11 +102,11 @@ class RemoteSession:
 
     @property
     def closed(self) -> bool:
-        """Whether it can't run anything any more."""
+        """Whether the session can't run anything any more."""
         return not self._left_open.alive
 
     def close(self) -> None:
-        """Frees what it has on the workers; their end frees it otherwise."""
+        """Frees its resources on the workers, unless their end does."""
         if self._left_open.detach() is None:
             return  # closed already
         try:
@@ -129,10 +129,10 @@ def _close_aside(session: Any) -> None:
 
 
 def wait_for_calls(seconds: float) -> None:
-    """Waits so long for calls that are under way, as Python exits.
+    """Waits at most ``seconds`` for running calls, when Python exits.
 
-    A thread that comes back from TensorFlow while Python is being taken down aborts the process. Those that wait for a
-    worker which is gone for good are likely to come back now; those that wait for one that hangs, aren't.
+    A thread that returns from TensorFlow while Python shuts down aborts the process. Threads that wait for a
+    worker that is gone for good are likely to return now; threads that wait for a hanging worker aren't.
     """
     deadline = time.monotonic() + seconds
     for thread in list(_running):

@@ -1,4 +1,4 @@
-"""What a worker does for one client: lend it the devices, serve, and answer that it is there."""
+"""What a worker does for a client: lends it the devices, serves, and answers pings."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from graph_passes.ir.tensorflow_private import local_devices
 
 _T = TypeVar("_T")
 _ANSWER_SECONDS = 10.0
-"""A client that is there says at once what it wants."""
+"""A client must send its request within this time."""
 _GRACE_SECONDS = 1.0
-"""The last client's process may be ending."""
+"""The last client's process may still be ending."""
 LONGEST_SILENCE = 86_400.0
-"""Seconds after which a client counts as gone at the latest."""
+"""Maximum seconds of silence after which a client counts as gone."""
 _LONGEST_CLIENT = 1000
-"""Characters of a client's name, which stands in messages to others and in the worker's log."""
+"""Maximum characters of a client's name, which is shown to others and in the worker's log."""
 _FLOCK = "@hhqqi0q"
 """The kernel's struct flock: type, whence, start, length and process."""
 
 
 class Lease:
-    """The right to use the worker's devices, which one process at a time has; it ends with the process.
+    """The right to use the worker's devices, held by at most one process; it ends with the process.
 
-    A lock on a file that all children of a worker have: the kernel gives it back however its owner ends, and also when
-    its owner closes any handle of that file, which is therefore nobody else's business.
+    It is a lock on a file shared by all children of a worker. The kernel releases it however its owner ends, and also
+    when its owner closes any handle of that file: so nothing else may use the file.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Lease:
         weakref.finalize(self, os.close, self._file)
 
     def take(self, client: str) -> bool:
-        """Takes it, and says for whom; False if another process has it."""
+        """Takes the lease and records the client; returns False if another process holds it."""
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -62,7 +62,7 @@ class Lease:
         return True
 
     def holder(self) -> tuple[int, str] | None:
-        """The process that has it, as the kernel says, and for whom, once that is written; None if nobody has it."""
+        """Returns the process that holds it, by the kernel, and its client, once recorded; None if nobody holds it."""
         wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         kind, _, _, _, process = struct.unpack(_FLOCK, fcntl.fcntl(self._file, fcntl.F_GETLK, wanted))
         if kind == fcntl.F_UNLCK:
@@ -73,15 +73,15 @@ class Lease:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a worker has to lend.
+    """A worker's machine.
 
     Attributes:
-        host: by which others reach it.
-        devices: logical CPU devices; 0 for the machine's GPUs, or one CPU device if it has none.
-        memory_bytes: of each device; None is what there is.
-        server_port: of TensorFlow's server; 0 for any.
-        all_interfaces: whether that listens on all of the machine's addresses.
-        lease: who may use it.
+        host: the host at which others reach it.
+        devices: number of logical CPU devices; 0 for the machine's GPUs, or one CPU device if it has none.
+        memory_bytes: memory of each device; None is the real size.
+        server_port: port of TensorFlow's server; 0 for any.
+        all_interfaces: whether that server listens on all of the machine's addresses.
+        lease: the right to use it.
     """
 
     host: str
@@ -92,7 +92,7 @@ class Machine:
     lease: Lease = dataclasses.field(default_factory=Lease)
 
     def inventory(self) -> list[dict[str, Any]]:
-        """Kind and memory of each device. Looks for GPUs, which a process mustn't do before it forks."""
+        """Returns kind and memory of each device. Looks for GPUs, which a process mustn't do before it forks."""
         if self.devices == 0 and tf.config.list_physical_devices("GPU"):
             found = [device for device in local_devices() if device.device_type == "GPU"]
             return [{"kind": "GPU", "memory_bytes": self.memory_bytes or int(device.memory_limit)} for device in found]
@@ -101,7 +101,7 @@ class Machine:
 
 
 def _memory() -> int:
-    """Bytes of this machine's memory, or of what this process may have of it."""
+    """Returns the bytes of memory of this machine, or of this process's limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
         total = min(total, int(file.read()))
@@ -109,7 +109,7 @@ def _memory() -> int:
 
 
 def attend(channel: Channel, machine: Machine) -> None:
-    """Serves one connection, to its end.
+    """Serves one connection until it ends.
 
     client: {"protocol": ..., "ask": "status"}                      worker: {"devices": [...], "holder": ...}
     client: {"protocol": ..., "ask": "lease", "client": ..., "port": 0}     {"devices": [...], "port": 41234}
@@ -128,7 +128,7 @@ def attend(channel: Channel, machine: Machine) -> None:
 
 
 class _RefusedError(Exception):
-    """What a client asks for can't be had; the text is for its user."""
+    """A client's request can't be granted; the text is for its user."""
 
 
 def _serve(channel: Channel, hello: Mapping[str, Any], machine: Machine) -> None:
@@ -166,7 +166,7 @@ def _field(message: Mapping[str, Any], name: str, kind: type[_T]) -> _T:
 
 
 def _take(lease: Lease, client: str) -> None:
-    """Takes the lease, from the same client's older connection if need be, which may hang or be cut off."""
+    """Takes the lease, if necessary from the same client's older connection, which may hang or be cut off."""
     started = time.monotonic()
     while not lease.take(client):
         waited = time.monotonic() - started
@@ -190,7 +190,7 @@ def _free_port(host: str) -> int:
 
 
 def _start(order: Mapping[str, Any], inventory: list[dict[str, Any]], machine: Machine, port: int) -> float:
-    """Starts TensorFlow's server; returns after how many seconds of silence the client counts as gone."""
+    """Starts TensorFlow's server; returns the seconds of silence after which the client counts as gone."""
     cluster, task, leader = (_field(order, *field) for field in (("cluster", dict), ("task", int), ("leader", int)))
     silence = _field(order, "silence", float)
     workers = cluster.get("worker")
@@ -222,7 +222,7 @@ def start_server(
     port: int,
     addresses: Sequence[Address] | None,
 ) -> tf.distribute.Server:
-    """Starts a TensorFlow server that can be reached at these addresses only; None is at all of the machine's.
+    """Starts a TensorFlow server that can be reached only at these addresses; None is all of the machine's.
 
     Raises:
         ClusterError: the port is taken, or the server can't be confined to these addresses.

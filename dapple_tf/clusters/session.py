@@ -1,4 +1,4 @@
-"""How sessions are configured."""
+"""Configurations of sessions."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.tensorflow_private import prepared_run
 
 _MAIN_PRIORITY, _SUB_PRIORITY = -1, 0
-"""CUDA stream priorities, of which the lower number is the higher; every GPU that has any has these two."""
+"""CUDA stream priorities; the lower number is the higher priority. Every GPU with priorities has these two."""
 
 
 _KEYS = 20_000
-"""Number of keys of collective operations that a graph has at least: one for each parameter group and bucket."""
+"""Minimum number of keys of collective operations for a graph: one for each parameter group and bucket."""
 _next_key = 1
 _keys_lock = threading.Lock()
 
 
 def collective_keys(more: int = 0) -> int:
-    """The first key of a graph with collective operations: none in this process has its keys.
+    """Returns the first key of a graph with collective operations, unique in this process.
 
-    Servers remember what each was used for.
+    Servers remember the use of each key.
 
     Args:
-        more: keys that it takes for sums inside tasks.
+        more: number of keys for sums inside tasks.
     """
     global _next_key
     with _keys_lock:
@@ -40,13 +40,13 @@ def collective_keys(more: int = 0) -> int:
 
 
 def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
-    """A session's configuration: one executor thread per device, and the cores shared out among them.
+    """Returns a session's configuration: one executor thread per device, which share the cores.
 
-    Servers have threads and devices of their own, see `server_config`.
+    Servers have their own threads and devices, see `server_config`.
     """
     config = tf.compat.v1.ConfigProto(allow_soft_placement=False)
-    # A step's top level is calls of functions, which Grappler has nothing to do for but goes through again and again;
-    # it still optimizes each function, when that is first called. What is only timed, it would even drop.
+    # A step's top level is calls of functions, where Grappler finds nothing to do but searches again and again. It
+    # still optimizes each function at its first call. It would even drop nodes that are only timed.
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     if cluster.addresses:
         config.experimental.collective_group_leader = _worker(0)
@@ -60,9 +60,9 @@ def session_config(cluster: Cluster) -> tf.compat.v1.ConfigProto:
 
 
 class PreparedRun:
-    """``Session.run`` of the same nodes again and again, whose names are looked up once and not in every run.
+    """Repeated ``Session.run`` of the same nodes, whose names are looked up only once.
 
-    For sessions of this process. Errors are TensorFlow's own, without the lines that ``Session.run`` adds to them.
+    For sessions of this process. Errors are TensorFlow's own, without the lines that ``Session.run`` adds.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class PreparedRun:
 
         Args:
             session: a ``tf.compat.v1.Session``.
-            fetches: a structure of names, of tensors (``name:0``) and of nodes, which give None.
+            fetches: a structure of names: of tensors (``name:0``) and of nodes, which return None.
             feeds: names of the placeholders.
-            options: of each run.
+            options: options of each run.
         """
         self._fetches = fetches
         self._names = list(dict.fromkeys(tf.nest.flatten(fetches)))
@@ -88,7 +88,7 @@ class PreparedRun:
         self._run = prepared_run(session, callable_options)
 
     def __call__(self, values: Sequence[Any]) -> Any:
-        """What the nodes give, in the structure of the fetches; ``values`` are those of the placeholders."""
+        """Returns the fetched values in the structure of the fetches; ``values`` feed the placeholders."""
         arrays = [np.asarray(value, dtype) for value, dtype in zip(values, self._dtypes, strict=True)]
         found = self._run(*arrays)
         order = self._order
@@ -98,9 +98,9 @@ class PreparedRun:
 def configure_gpus(cluster: Cluster) -> None:
     """Makes the two logical devices of each GPU for this process, before anything else uses TensorFlow's GPUs.
 
-    Streams and allocators are made once in a process. Where Keras has used a GPU before the first session, its main
-    stream has the default priority, no higher than the sub-stream's, and its memory isn't shared out; calling this
-    first, before models are built, makes both right. Nothing is done for a cluster without sub-streams on GPUs.
+    Streams and allocators are made once in a process. If Keras has used a GPU before the first session, its main
+    stream has the default priority, no higher than the sub-stream's, and its memory isn't shared. Calling this
+    before models are built makes both right. Nothing is done for a cluster without sub-streams on GPUs.
 
     Raises:
         RuntimeError: TensorFlow has been initialized already.
@@ -135,12 +135,12 @@ def _split_gpus(options: tf.compat.v1.GPUOptions, cluster: Cluster) -> None:
 
 
 def _logical_gpus(cluster: Cluster) -> list[list[tuple[float, int, int]]]:
-    """For each GPU (MiB, priority, ordinal) of its main and its sub device.
+    """Returns, for each GPU, (MiB, priority, ordinal) of its main and its sub device.
 
     Devices are numbered by their ordinals first, so that the main ones keep their GPUs' numbers: TensorFlow refuses a
-    process in which one number means two GPUs, and Keras may have used them by then. Priorities, however, TensorFlow
-    (`GetPriority` in gpu_device.cc) looks up by that number in the lists of all GPUs one after another, so that the
-    first n of these are the main ones'.
+    process in which one number means two GPUs, and Keras may have used them already. Priorities, however, are looked up
+    by that number in the concatenated lists of all GPUs (`GetPriority` in gpu_device.cc), so that the
+    first n priorities are the main devices'.
     """
     count = cluster.sub_streams
     priorities = [_MAIN_PRIORITY] * count + [_SUB_PRIORITY] * count
@@ -157,12 +157,12 @@ def _logical_gpus(cluster: Cluster) -> list[list[tuple[float, int, int]]]:
 
 
 def server_config(cpus: int, gpus: int, leader: int = 0) -> tf.compat.v1.ConfigProto:
-    """The configuration of a worker's server; threads as in `session_config`.
+    """Returns the configuration of a worker's server; threads as in `session_config`.
 
     Args:
-        cpus: its logical CPU devices.
-        gpus: its GPUs.
-        leader: the worker that gives out the keys of collective operations.
+        cpus: number of its logical CPU devices.
+        gpus: number of its GPUs.
+        leader: number of the worker that assigns the keys of collective operations.
     """
     config = tf.compat.v1.ConfigProto()
     config.experimental.collective_group_leader = _worker(leader)
@@ -183,11 +183,11 @@ def _share_cores(config: tf.compat.v1.ConfigProto, devices: int, cpus: int) -> N
 
 
 def add_to_graph(target: tf.Graph, library: set[str], graph: GraphDef, name: str) -> None:
-    """Adds nodes under ``name/``, and the functions that ``library`` doesn't name yet; it names them then."""
+    """Adds nodes under ``name/``, and the functions that aren't in ``library``, whose names it adds there."""
     fresh = GraphDef(node=graph.node, versions=graph.versions)
     for node in fresh.node:
         if "f" in node.attr:
-            # Nobody asks for the shapes of what a call gives, and TensorFlow would infer them anew for each call.
+            # Nobody needs the shapes of calls' results, and TensorFlow would infer them for each call.
             node.attr["_disable_call_shape_inference"].b = True
     for function in graph.library.function:
         if function.signature.name not in library:

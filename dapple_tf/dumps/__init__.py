@@ -1,1 +1,1 @@
-"""What steps are made of, written to a directory: graphs after each pass, schedule, drawings."""
+"""Dumps of steps to a directory: graphs after each pass, schedule, drawings."""

@@ -1,4 +1,4 @@
-"""What ``pipelined.dump`` writes: the graph after every pass, the schedule, and drawings of both; nothing is run."""
+"""Files of ``pipelined.dump``: the graph after every pass, the schedule, and drawings of both; no step is run."""
 
 from __future__ import annotations
 
@@ -68,22 +68,22 @@ def dump_model(
     spec: BatchSpec | None = None,
     operator_costs: OperatorCosts | None = None,
 ) -> pathlib.Path:
-    """Writes what training a model by a plan would run; nothing is run, and the devices needn't exist.
+    """Writes what training a model with a plan would run; no step is run, and the devices needn't exist.
 
     Args:
-        directory: what to fill. Files of an earlier dump there are replaced, others left.
+        directory: folder to write to. Files of an earlier dump there are replaced, others are left.
         model: a compiled model.
-        cluster: the devices, or their description.
+        cluster: the devices, or a description of them.
         plan: stages, devices and schedule.
-        profile: what its layers cost, for simulated times; None leaves these out.
-        spec: what batches look like; None for what the model declares and its loss takes.
-        operator_costs: what single operators take, where the plan places them; None estimates it.
+        profile: costs of the model's layers, for simulated times; None leaves these out.
+        spec: structure of the batches; None derives it from the model's inputs and its loss.
+        operator_costs: costs of single operators, if the plan places them; None estimates them.
 
     Returns:
         The directory's first page, ``index.html``.
 
     Raises:
-        DataError: what batches look like isn't known.
+        DataError: the structure of the batches isn't known.
         FolderError: something else in the directory would be overwritten.
         CaptureError: the model can't be captured.
         PassError: the plan doesn't fit the model.
@@ -110,20 +110,20 @@ def dump(
     """Writes a dump; the model, its values and seeds stay as they are.
 
     Args:
-        directory: what to fill.
+        directory: folder to write to.
         model: a compiled model.
-        passes: those of its plan.
-        sources: what its steps are made of that are there already; training is added if it isn't among them.
-        table: names of the model's variables, for these.
-        profile: what its layers cost; None leaves simulated times out.
-        spec: what training batches look like; None for what the model declares.
-        operator_costs: what single operators take, where the plan places them; None estimates it.
+        passes: passes of its plan.
+        sources: sources of the existing steps; training is added if it isn't among them.
+        table: variables of the model in these steps.
+        profile: costs of the model's layers; None leaves simulated times out.
+        spec: structure of training batches; None takes the model's declared inputs.
+        operator_costs: costs of single operators, if the plan places them; None estimates them.
 
     Returns:
         The directory's first page.
 
     Raises:
-        DataError: no step is there, and what batches look like isn't known.
+        DataError: there is no step, and the structure of the batches isn't known.
         FolderError: something else in the directory would be overwritten.
     """
     notes = []
@@ -158,7 +158,7 @@ def dump(
 
 
 def _written(source: StepSource) -> Callable[[_Writer], Section]:
-    """What writes one kind of step."""
+    """Returns a function that writes one kind of step."""
     return lambda writer: writer.step(source.built.prefix, source)
 
 
@@ -166,13 +166,13 @@ class _Writer:
     """Writes a dump's files.
 
     Args:
-        folder: where to.
+        folder: folder to write to.
         model: the model.
-        passes: those of its plan.
-        placer: places single operators; None where stages run as a whole.
-        table: names of the variables of steps that are there already.
-        profile: what its layers cost, if known.
-        bar: is told of each step.
+        passes: passes of its plan.
+        placer: places single operators; None if stages run as a whole.
+        table: variables of existing steps.
+        profile: costs of the model's layers, if known.
+        bar: progress bar, updated for each step.
     """
 
     def __init__(
@@ -189,12 +189,12 @@ class _Writer:
         self.profile, self.bar = profile, bar
 
     def entry(self, path: pathlib.Path, what: str, graph: Dumped | None = None) -> Entry:
-        """A file for the index."""
+        """Returns an index entry of a file."""
         name, size = path.relative_to(self.folder).as_posix(), path.stat().st_size
         return Entry(name, what, size) if graph is None else Entry(name, what, size, graph.nodes, graph.functions)
 
     def training(self, spec: BatchSpec) -> Section:
-        """The training step of a model that hasn't been trained."""
+        """Writes the training step of a model that hasn't been trained; returns its section."""
         table = VariableTable(self.model)
         build(self.model, table, spec)
         return self.step("train_", None, table, spec)
@@ -202,7 +202,7 @@ class _Writer:
     def step(
         self, prefix: str, source: StepSource | None, table: VariableTable | None = None, spec: BatchSpec | None = None
     ) -> Section:
-        """A step: of what is there (``source``), or a training step for batches of a spec."""
+        """Writes a step, an existing one (``source``) or a training step for a spec's batches; returns its section."""
         mode, training = (Mode.TRAIN, True) if source is None else (source.built.mode, source.training)
         names, batch = (self.table, source.built.spec) if source is not None else (table, spec)
         assert names is not None and batch is not None
@@ -218,7 +218,7 @@ class _Writer:
             source = self._source(program, names, batch, prefix)
         kind = source.kind or Kind(self.passes.plan.global_batch_size, *[bool(source.built.carried)] * 2)
         if self.passes.joins(source.built, kind.samples):
-            kind = kind._replace(apart=True)  # One function would show nothing.
+            kind = kind._replace(apart=True)  # A single function would show nothing.
         layout = self.passes.layout(kind.samples)
         schedule = self.passes.schedule(source.built, layout, source.holdings)
         made = self.passes.step_passes(source.built, kind, schedule, source.hosts)
@@ -282,7 +282,7 @@ class _Writer:
     def _operators(
         self, place: pathlib.Path, placer: StepPlacer, built: Build, kind: Kind, complete: Program, graphs: _Graphs
     ) -> list[Entry]:
-        """Places the operators of a step as they were placed when it was run, or else as they would be."""
+        """Places a step's operators as in its run, or as they would be placed."""
         known = built.placements.get(kind)
         if known is None and kind in built.placed:
             known = built.placed[kind].placements
@@ -310,7 +310,7 @@ class _Writer:
 
 
 def timelines(plan: Plan, profile: Profile | None, cluster: Cluster, schedule: Schedule) -> list[Timeline]:
-    """A training step as planned and, with a profile, as simulated.
+    """Returns a training step as planned and, with a profile, as simulated.
 
     Raises:
         PlanError: the profile is another model's.
@@ -326,7 +326,7 @@ class _Graphs:
     """An instrument that writes each pass's graph, as text and for TensorBoard.
 
     Attributes:
-        files: what it has written as text.
+        files: text files written so far.
     """
 
     def __init__(self, place: pathlib.Path, runs: pathlib.Path, bar: Progress) -> None:
@@ -339,7 +339,7 @@ class _Graphs:
         write_events(self._runs / "00_capture", program.graph)
 
     def __call__(self, number: int, item: Pass, program: Program, seconds: float) -> None:
-        """Writes the graph after a pass; while stages are built, TensorBoard gets their graphs together."""
+        """Writes the graph after a pass; graphs of stages being built are written together for TensorBoard."""
         self._bar.step(f"{self.files.directory.name}: {item.name}")
         self.files(number, item, program, seconds)
         stages = {f"stage{index}": graph for index, graph in stage_graphs(program).items()}

@@ -1,4 +1,4 @@
-"""The first page of a dump: what is what, with sizes and numbers of nodes."""
+"""The first page of a dump: a description of all files, with sizes and numbers of nodes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ p.note { color: #57606a; }
 
 
 class Entry(NamedTuple):
-    """A file, or what takes the place of one.
+    """A file, or a note in its place.
 
     Attributes:
         name: its path in the dump; empty for a note alone.
-        what: what it is, or why it isn't there.
-        bytes: its size.
-        nodes: of a graph's top level.
-        functions: of its library.
+        what: its description, or why it is missing.
+        bytes: its size in bytes.
+        nodes: number of nodes at a graph's top level.
+        functions: number of functions in its library.
     """
 
     name: str
@@ -40,9 +40,9 @@ class Section(NamedTuple):
     """Files that belong together.
 
     Attributes:
-        title: above them.
-        entries: in the order in which to look at them.
-        picture: path of one to show; empty for none.
+        title: heading of the section.
+        entries: entries in reading order.
+        picture: path of a picture to show; empty for none.
     """
 
     title: str
@@ -51,11 +51,11 @@ class Section(NamedTuple):
 
 
 def index_page(title: str, text: str, sections: Sequence[Section]) -> str:
-    """The page.
+    """Returns the HTML page.
 
     Args:
-        title: of the page.
-        text: stands below, as it is: the plan.
+        title: heading of the page.
+        text: preformatted text below it: the plan.
         sections: the files.
     """
     parts = [

@@ -1,4 +1,4 @@
-"""Graphs as TensorBoard's event files: one run for each, which its graph view shows."""
+"""Graphs as TensorBoard's event files: one run for each in its graph view."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tensorflow.core.util import event_pb2
 from graph_passes.ir.graph import GraphDef, Ref, control_inputs, data_inputs
 
 EVENTS = "events.out.tfevents.0.graph"
-"""Name of the file in a run's directory."""
+"""Name of the event file in a run's directory."""
 
 
 def write_events(directory: pathlib.Path, graph: GraphDef) -> pathlib.Path:
-    """Makes a run that has a graph; returns its file."""
+    """Writes a run with a graph; returns its file."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / EVENTS
     now = time.time()
@@ -30,7 +30,7 @@ def write_events(directory: pathlib.Path, graph: GraphDef) -> pathlib.Path:
 
 
 def together(graphs: Mapping[str, GraphDef]) -> GraphDef:
-    """Several graphs as one, each with its nodes under ``name/``; of functions of one name the first."""
+    """Merges graphs into one, each with its nodes under ``name/``; of functions with one name, the first stays."""
     found = GraphDef()
     functions: set[str] = set()
     gradients: set[str] = set()

@@ -1,1 +1,1 @@
-"""What things really cost: layers, operators, streams, links and whole steps, measured; and emulated steps."""
+"""Measurements of layers, operators, streams, links and whole steps; emulated steps."""

@@ -1,4 +1,4 @@
-"""From measured points to costs: a fixed part and one per sample, neither negative; and shares of a total."""
+"""Costs from measured points: a fixed part and one per sample, neither negative; shares of a total."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from dapple_tf.describe.profile import ZERO, Cost
 
 _LEAST_WEIGHED = 1e-3
-"""Times below this part of the longest aren't weighed any more: they would count more than they are exact."""
+"""Times below this part of the longest get no more weight: their errors would count too much."""
 
 
 def nearest_cost(samples: Sequence[int], seconds: Sequence[float]) -> Cost:
-    """The cost nearest to measured times, by relative errors; a single point has no fixed part."""
+    """Returns the cost nearest to measured times by relative error; a single point has no fixed part."""
     x, t = np.asarray(samples, float), np.asarray(seconds, float)
     if len(x) == 1:
         return Cost(0.0, float(t[0] / x[0]))
@@ -35,7 +35,7 @@ def nearest_cost(samples: Sequence[int], seconds: Sequence[float]) -> Cost:
 
 
 def cost_through(samples: Sequence[int], sizes: Sequence[float]) -> Cost:
-    """The cost through two exact points; where a part would be negative, the least cost that covers both."""
+    """Returns the cost through two exact points; if a part would be negative, the least cost that covers both."""
     (few, many), (less, more) = samples, sizes
     rate = (more - less) / (many - few)
     fixed = less - rate * few
@@ -47,7 +47,7 @@ def cost_through(samples: Sequence[int], sizes: Sequence[float]) -> Cost:
 
 
 def shares(times: np.ndarray, start: float, total: float) -> np.ndarray:
-    """Shares of ``total`` in proportion to ``times``, of each of which ``start`` doesn't count.
+    """Returns shares of ``total`` in proportion to ``times``, each less ``start``.
 
     Where there is nothing to share they are what is left of the times.
     """

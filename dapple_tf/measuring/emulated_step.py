@@ -1,4 +1,4 @@
-"""The TensorFlow graph of an emulated step: the schedule's tasks as waits, with the edges that a real step has."""
+"""The TensorFlow graph of an emulated step: the schedule's tasks as waits, with the edges of a real step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GRADIENTS = (Phase.BACKWARD, Phase.WEIGHT_GRAD)
 
 @dataclass(frozen=True)
 class _Made:
-    """A node of the graph, and the wait that it is."""
+    """A node of the graph, and its wait."""
 
     tensor: tf.Tensor
     wait: Wait
@@ -44,8 +44,8 @@ class EmulatedStep:
 
     Attributes:
         graph: the graph.
-        end: the operation that is over when the step is.
-        spans: what each span is; its times aren't known yet.
+        end: the operation with which the step ends.
+        spans: the spans; their times aren't known yet.
         orders: device -> its tasks in order.
     """
 
@@ -61,12 +61,12 @@ class EmulatedStep:
         """Builds the graph.
 
         Args:
-            costs: how long everything takes.
+            costs: times of tasks, transfers and reductions.
             schedule: the order of tasks.
-            clock: what the nodes call.
-            simulated: tells between which tasks a device makes its updates.
+            clock: the clock that the nodes call.
+            simulated: decides between which tasks a device makes its updates.
             reduction_order: as for :func:`dapple_tf.simulate`.
-            next_forward: likewise.
+            next_forward: as for :func:`dapple_tf.simulate`.
         """
         self.costs, self.schedule, self.clock = costs, schedule, clock
         self.reductions = Reductions(costs, schedule, reduction_order)
@@ -79,7 +79,7 @@ class EmulatedStep:
         ends = gradient_ends(schedule, wait_free=costs.plan.wait_free)
         self.ready = {(schedule.device_of(end), stage): end for end, stages in ends.items() for stage in stages}
         self.made: dict[Task, _Made] = {}
-        self.previous: dict[int, _Made] = {}  # what each device did last
+        self.previous: dict[int, _Made] = {}  # device -> its latest work
         self.segments: dict[Task, dict[float, _Made]] = {}
         self.reduced: dict[tuple[int, int], list[_Made]] = {}  # (stage, device) -> its reductions
         self.turns: dict[int, _Made] = {}  # the last reduction of each device
@@ -93,7 +93,7 @@ class EmulatedStep:
             self.end = self._add_end(used[0])
 
     def _add_all(self, simulated: Simulation) -> None:
-        """Adds tasks, reductions and updates, each after what it needs; the simulator has shown that this can be."""
+        """Adds tasks, reductions and updates, each after what it needs; the simulator has shown that it is possible."""
         phases = {phase.value: phase for phase in Phase}
         work: dict[int, list[Task | _Update]] = {}
         for device, spans in simulated.timeline.items():
@@ -130,12 +130,12 @@ class EmulatedStep:
     # ---- tasks
 
     def _slice(self, task: Task) -> Interval:
-        """The samples of the global batch that are the task's."""
+        """Returns a task's samples of the global batch."""
         replicas = self.costs.plan.replicas[task.stage]
         return slice_intervals(self.costs.micro_batches[task.micro_batch], replicas)[task.replica]
 
     def _sources(self, task: Task) -> Iterable[list[tuple[Task, Interval, float]]]:
-        """What a task gets from each other stage: (sender, samples, bytes) in the order of samples."""
+        """Yields a task's inputs from each other stage: (sender, samples, bytes) in the order of samples."""
         costs, backward = self.costs, task.phase is not Phase.FORWARD
         wanted = self._slice(task)
         for producer, consumer in costs.routes:
@@ -154,14 +154,14 @@ class EmulatedStep:
                 yield found
 
     def _own(self, task: Task) -> Task | None:
-        """The task of the same stage and slice whose results it reads."""
+        """Returns the task of the same stage and slice whose results it reads."""
         if task.phase is Phase.FORWARD:
             return None
         phase = Phase.INPUT_GRAD if task.phase is Phase.WEIGHT_GRAD else Phase.FORWARD
         return Task(task.stage, phase, task.micro_batch, task.replica)
 
     def _needs(self, task: Task) -> set[Task]:
-        """The tasks of this step that it waits for, besides the one before on its device."""
+        """Returns the tasks of this step that it waits for, besides the previous one on its device."""
         found = {sender for pieces in self._sources(task) for sender, _, _ in pieces}
         found |= {other for other in (self._own(task), self.schedule.after.get(task)) if other is not None}
         return found if task in self.next else found - self.next
@@ -212,14 +212,14 @@ class EmulatedStep:
             self.made[task] = made
 
     def _parts(self, task: Task, device: int) -> list[float]:
-        """The parts of a task's time after which buckets are ready; on shared cores a backward isn't cut."""
+        """Returns fractions of a task's time after which buckets are ready; on shared cores a backward isn't cut."""
         parts = {1.0}
         if self.last_gradients.get((device, task.stage)) == task and self.server[device] not in self.clock.cores:
             parts |= {self.reductions.units[unit].part for unit in self.reductions.of_stage[task.stage]}
         return sorted(parts)
 
     def _update_of(self, task: Task) -> list[_Made]:
-        """The update that a forward of the next step waits for, or the reductions or gradients where it is nothing."""
+        """Returns the update that a forward of the next step waits for; the reductions or gradients if it has none."""
         found = []
         for (device, stage), last in self.last_gradients.items():
             if (stage, last.replica) == (task.stage, task.replica):
@@ -228,7 +228,7 @@ class EmulatedStep:
         return found
 
     def _transfer(self, sender: Task, receiver: Task, interval: Interval, size: float) -> _Made:
-        """One piece of what a task made, on the device of another task."""
+        """Adds the transfer of a part of a task's results to another task's device."""
         source, target = self.schedule.device_of(sender), self.schedule.device_of(receiver)
         made = self.made[sender]
         own = self._slice(sender)
@@ -256,7 +256,7 @@ class EmulatedStep:
     # ---- reductions and updates
 
     def _members(self, unit: Unit) -> Mapping[int, list[int]]:
-        """Device -> the stages whose gradients it has of a reduction."""
+        """Returns device -> the stages whose gradients it contributes to a reduction."""
         reduction = self.costs.reductions[unit.number]
         return {
             device: [stage for stage in reduction.stages if (device, stage) in self.last_gradients]
@@ -264,7 +264,7 @@ class EmulatedStep:
         }
 
     def _completers(self, unit: Unit) -> set[Task]:
-        """The tasks after which a unit can be reduced."""
+        """Returns the tasks after which a unit can be reduced."""
         return {self.ready[device, stage] for device, stages in self._members(unit).items() for stage in stages}
 
     def _add_reduction(self, position: int, unit: Unit) -> None:
@@ -312,7 +312,7 @@ class EmulatedStep:
                 self.reduced.setdefault((stage, device), []).append(made)
 
     def _gradient(self, stage: int, device: int, part: float) -> tuple[tf.Tensor, list[Wait]]:
-        """The sum over all samples of a device, once this part of its last backward is over."""
+        """Returns a device's sum over all samples, once this part of its last backward is over."""
         gradients = [task for task in self.schedule.orders[device] if task.stage == stage and task.phase in _GRADIENTS]
         segments = self.segments[gradients[-1]]
         last = segments.get(part, segments[1.0])
@@ -369,7 +369,7 @@ class EmulatedStep:
     def _add(
         self, wait: Wait, tensors: Sequence[tf.Tensor], device: int, control: Sequence[tf.Operation] = ()
     ) -> _Made:
-        """Adds what a device computes, after what it computed before."""
+        """Adds work of a device, after its previous work."""
         if device in self.previous:
             control = [*control, self.previous[device].tensor.op]
             wait = dataclasses.replace(wait, after=(*wait.after, self.previous[device].wait))

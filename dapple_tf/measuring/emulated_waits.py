@@ -1,7 +1,7 @@
-"""Timed waits: what takes the place of computation, transfers and reductions when a step is emulated.
+"""Timed waits, in place of computation, transfers and reductions in an emulated step.
 
-A wait begins when the executor calls it, and ends its own length after what it waited for; links are taken by whoever
-is ready first, and tasks on shared cores slow each other down, as in the simulator.
+A wait begins when the executor calls it, and ends its own length after its inputs. As in the simulator, links serve
+whoever is ready first, and tasks on shared cores slow each other down.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dapple_tf.simulation.cost import CostModel
 from dapple_tf.view.timeline import Span
 
 GRACE = 1e-3
-"""The executor may start a wait so many seconds late without that what follows is put off."""
+"""Seconds by which the executor may start a wait late without delaying later ones."""
 
 Array = npt.NDArray[np.float64]
 Port = tuple[str, int]
@@ -34,15 +34,15 @@ class Wait:
     """A node that waits.
 
     Attributes:
-        name: the node's.
-        span: index of the span that it is a part of; the members of a reduction have one together.
+        name: name of the node.
+        span: index of its span; the members of a reduction share one.
         busy: seconds for which it occupies its device or ports.
-        latency: seconds after that until it is over.
-        after: the waits that it follows.
-        ports: what a transfer or a reduction has to itself.
-        turn: which goes first of two that are ready at the same time.
-        server: the server that it shares the cores of; None for cores of its own.
-        expected: what each of the tensors that it gets must be.
+        latency: seconds after that until it ends.
+        after: waits that it follows.
+        ports: ports that a transfer or a reduction has to itself.
+        turn: order of two that are ready at the same time.
+        server: server whose cores it shares; None for cores of its own.
+        expected: value that each of its input tensors must have.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Wait:
 
 @dataclass
 class MeasuredStep:
-    """One step: latency and spans in the profile's seconds, the rest in the wall clock's."""
+    """One step: latency and spans in seconds of the profile, the rest in wall-clock seconds."""
 
     latency: float
     spans: list[Span]
@@ -70,9 +70,9 @@ class MeasuredStep:
 
 
 class StepClock:
-    """Waits, and keeps the books of one step: what is over, and which ports are taken until when.
+    """Waits, and records one step: what has ended, and until when ports are taken.
 
-    A wait ends its own length after its inputs were there, however late the executor starts it, so that the executor's
+    A wait ends its own length after its inputs arrived, however late the executor starts it, so that the executor's
     overhead doesn't add up along a chain of tasks; unless it is late by more than `GRACE`. Times are wall-clock
     seconds from the start of the step.
     """
@@ -89,7 +89,7 @@ class StepClock:
         self.reset(still=True)
 
     def reset(self, *, still: bool = False) -> None:
-        """Before a step. In a ``still`` one nothing takes time."""
+        """Prepares a step. In a ``still`` one nothing takes time."""
         self.still = still
         self.started = time.perf_counter()
         self.latency = 0.0
@@ -105,20 +105,20 @@ class StepClock:
             cores.reset()
 
     def now(self) -> float:
-        """Seconds since the step began."""
+        """Returns the seconds since the step began."""
         return time.perf_counter() - self.started
 
     # ---- what nodes call
 
     def begin(self) -> Array:
-        """Called by the step's first node: time starts."""
+        """Starts the time; called by the step's first node."""
         self.started = time.perf_counter()
         return np.zeros(1)
 
     def wait(self, wait: Wait, *tensors: Array) -> Array:
-        """Waits as long as the work takes, and hands on the first tensor."""
+        """Waits as long as the work takes, and passes the first tensor on."""
         entered = self.now()
-        # An error that is raised here would leave the other members of a collective waiting: `check` raises it.
+        # An error raised here would leave the other members of a collective waiting: `check` raises it.
         if self.failure is None:
             try:
                 self._check_tensors(wait, tensors)
@@ -128,7 +128,7 @@ class StepClock:
         return tensors[0]
 
     def finish(self, wait: Wait) -> Array:
-        """Waits for what a step takes beyond its tasks; the step is over then."""
+        """Waits for the step's time beyond its tasks, and ends the step."""
         if self.failure is None and not self.still:
             _sleep(max((self.ended[one] for one in wait.after), default=0.0) + wait.busy - self.now())
         self.latency = self.now()
@@ -153,7 +153,7 @@ class StepClock:
         self.records.append((wait, max(start, entered), self.now(), cause))
 
     def _ready(self, wait: Wait) -> tuple[float, Wait | None]:
-        """When all that it follows was over, and what of it last."""
+        """Returns when all that it follows had ended, and the last of these."""
         ready, cause = 0.0, None
         for before in wait.after:
             if before not in self.ended:
@@ -163,10 +163,10 @@ class StepClock:
         return ready, cause
 
     def _reserve(self, wait: Wait, ready: float, cause: Wait | None) -> tuple[float, Wait | None]:
-        """When the ports are free for it, and what they were taken by until then: first come, first served.
+        """Returns when its ports are free, and the wait that held them until then: first come, first served.
 
-        Who came first is a matter of when the inputs were ready, not of which thread the machine woke first: so a
-        little later, when all who may have come before have said so, they are served in that order.
+        The order depends on when inputs were ready, not on which thread the machine woke first. So the ports are
+        assigned a little later, when all earlier waits have registered.
         """
         with self.lock:
             if not wait.busy:
@@ -198,12 +198,12 @@ class StepClock:
     # ---- after a step
 
     def check(self) -> None:
-        """Raises what went wrong in the step."""
+        """Raises the step's error, if there was one."""
         if self.failure is not None:
             raise self.failure
 
     def result(self, templates: Sequence[Span]) -> MeasuredStep:
-        """The step, as it was measured."""
+        """Returns the measured step."""
         found: dict[int, tuple[float, float, Wait | None]] = {}
         for wait, start, end, cause in self.records:
             if wait.span in found:
@@ -228,7 +228,7 @@ class StepClock:
 
 
 class SharedCores:
-    """Cores that the devices of a server share: tasks that run at the same time slow each other down."""
+    """Cores shared by the devices of a server: simultaneous tasks slow each other down."""
 
     def __init__(self, capacity: float, now: Callable[[], float]) -> None:
         self.capacity = capacity
@@ -243,7 +243,7 @@ class SharedCores:
         self.updated = 0.0
 
     def run(self, wait: Wait, start: float, seconds: float) -> float:
-        """Waits until the work that began at ``start`` is done, and returns when that was."""
+        """Waits until the work that began at ``start`` is done, and returns its end."""
         with self.changed:
             self._advance(start)
             self.left[wait] = seconds
@@ -264,7 +264,7 @@ class SharedCores:
         return self.updated + min(self.left.values()) / self._rate()
 
     def _advance(self, now: float) -> None:
-        """Brings what is left to do up to date; a time that is past already changes nothing."""
+        """Updates the remaining work; a time in the past changes nothing."""
         while self.left and (end := self._next_end()) <= now:
             least = min(self.left.values())
             for wait in list(self.left):

@@ -1,9 +1,9 @@
-"""Emulates one training step: the Schedule on TensorFlow's own executor, with timed waits in place of the work.
+"""Emulates a training step: the Schedule on TensorFlow's own executor, with timed waits in place of the work.
 
-The graph has what a real step has: a node for each task, control edges that fix each device's order, split and concat
+The graph is that of a real step: a node for each task, control edges that fix each device's order, split and concat
 between replicas, collectives between the members of a reduction. Only the tensors are small, one number per sample,
-and tasks and transfers are waits as long as the cost model says. Nothing tells a wait when to begin but the executor,
-so that a wrong edge, a missing one or a deadlock shows; the time that a step takes is the wall clock's.
+and tasks and transfers are waits of the cost model's lengths. Only the executor decides when a wait begins,
+so that a wrong or missing edge or a deadlock shows; the time of a step is wall-clock time.
 """
 
 from __future__ import annotations
@@ -30,33 +30,32 @@ from dapple_tf.view.timeline import Span
 from graph_passes.ir.tasks import Phase, Schedule, Task
 
 MAX_DEVICES = 32
-"""More devices than this are not emulated: the executor's own work for each would show in the result."""
+"""Maximum number of emulated devices: with more, the executor's own work would show in the result."""
 
 _LOG = logging.getLogger(__name__)
 
 _SHORTEST_SECONDS = 5e-3
-"""How long the automatic scale makes the shortest task of note."""
+"""Wall-clock seconds of the shortest relevant task in the automatic scale."""
 
 _SECONDS_PER_NODE = 6e-4
-"""And how long a step, per node of the graph: the executor needs about a sixth of it."""
+"""Wall-clock seconds of a step per node of the graph: the executor needs about a sixth of it."""
 
 _LONGEST_STEP = 3.0
-"""But no step longer than this, in seconds."""
+"""Maximum wall-clock seconds of a step."""
 
 
 @dataclass(frozen=True)
 class Emulation(Simulation):
-    """What an emulated step took; all that a `Simulation` tells, measured.
+    """Measurements of an emulated step, in the form of a `Simulation`.
 
-    Times are in the profile's seconds, not the wall clock's. ``spans`` are those of the step of median latency: from
-    when the executor started a wait until the wait was over.
+    Times are seconds of the profile, not of the wall clock. ``spans`` are those of the step of median latency, from
+    the executor's start of a wait to its end.
 
     Attributes:
-        latencies: of each step; ``latency`` is their median.
+        latencies: latency of each step; ``latency`` is their median.
         simulated: the same step, simulated.
         scale: wall-clock seconds per second of the profile.
-        lateness: wall-clock seconds from when the inputs of a wait were there until the executor started it, on
-            average.
+        lateness: mean wall-clock seconds from the arrival of a wait's inputs until the executor started it.
     """
 
     latencies: tuple[float, ...]
@@ -66,7 +65,7 @@ class Emulation(Simulation):
 
     @property
     def error(self) -> float:
-        """How much longer the step took than simulated, relative to that; negative if it took less."""
+        """Relative difference from the simulated time; negative if the step took less."""
         simulated = self.simulated.latency
         return self.latency / simulated - 1 if simulated else 0.0
 
@@ -108,20 +107,20 @@ def emulate(
     scale: float | None = None,
     steps: int = 3,
 ) -> Emulation:
-    """Runs a plan's step on logical CPU devices of this machine, waiting where it would compute or send.
+    """Runs a plan's step on logical CPU devices of this machine, with waits in place of computation and transfers.
 
     Args:
         plan: the plan; it may use at most `MAX_DEVICES` devices.
-        profile: what its layers cost.
-        cluster: the devices and links; links that are unknown are free.
+        profile: costs of the model's layers.
+        cluster: devices and links; unknown links are free.
         overlap: as in :func:`dapple_tf.simulate`.
         all_reduce: likewise.
         schedule: likewise.
         reduction_order: likewise.
         next_forward: likewise.
-        scale: wall-clock seconds for each second of the profile; None chooses one for which the waits are long enough
+        scale: wall-clock seconds per second of the profile; None chooses one for which the waits are long enough
             to be exact.
-        steps: how many steps to measure, after one that isn't.
+        steps: number of measured steps, after a warm-up step.
 
     Raises:
         EmulationError: too many devices; or the executor ran a task out of order, or before its inputs.
@@ -152,7 +151,7 @@ def emulate(
     config = tf.compat.v1.ConfigProto(allow_soft_placement=False, device_count={"CPU": len(devices), "GPU": 0})
     config.inter_op_parallelism_threads = len(devices) + _most_pending(simulated) + 16
     config.intra_op_parallelism_threads = 1
-    config.use_per_session_threads = True  # else the number of threads is that of the process' first session
+    config.use_per_session_threads = True  # otherwise the process' first session decides the number of threads
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     measured = []
     with tf.compat.v1.Session(graph=step.graph, config=config) as session:
@@ -180,7 +179,7 @@ def emulate(
 
 
 def _choose_scale(simulated: Simulation) -> float:
-    """Makes waits long enough to be exact, and the step as short as that allows."""
+    """Returns a scale that makes waits long enough to be exact, and the step as short as possible."""
     tasks = [s.end - s.start for s in simulated.spans if s.device is not None and s.kind != "send"]
     longest = max(tasks, default=0.0)
     if not longest or not simulated.latency:
@@ -191,9 +190,9 @@ def _choose_scale(simulated: Simulation) -> float:
 
 
 def _most_pending(simulated: Simulation) -> int:
-    """The most transfers and reductions that wait or go on at one time: each has a thread of its own."""
+    """Returns the maximum number of simultaneous transfers and reductions: each has its own thread."""
     changes = []
-    made: dict[tuple[int | None, int, int | None], float] = {}  # when what is sent was made
+    made: dict[tuple[int | None, int, int | None], float] = {}  # when the sent result was ready
     for span in simulated.spans:
         work = (span.device, span.stage, span.micro_batch)
         if span.kind == "send":
@@ -224,7 +223,7 @@ def _measured_order(spans: Iterable[Span]) -> Schedule:
 
 
 def _check_order(spans: Iterable[Span], orders: Mapping[int, tuple[Task, ...]]) -> None:
-    """Each device ran its tasks in this order."""
+    """Checks that each device ran its tasks in this order."""
     measured = _measured_order(spans)
     for device, tasks in orders.items():
         ran = measured.orders.get(device, ())

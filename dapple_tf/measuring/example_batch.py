@@ -1,4 +1,4 @@
-"""Example batches of any size for a model: of arrays that are given, or drawn to fit what the model declares."""
+"""Example batches of any size for a model: from given arrays, or drawn to fit the model's declared inputs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ExampleArray:
 
     Attributes:
         dtype: its numpy dtype.
-        shape: that of one sample.
-        given: the samples to repeat; None where numbers are drawn.
-        classes: how many values drawn integers have.
+        shape: shape of one sample.
+        given: samples to repeat; None if numbers are drawn.
+        classes: number of values of drawn integers.
         label: whether it is a label.
     """
 
@@ -35,7 +35,7 @@ class ExampleArray:
     label: bool
 
     def batch(self, samples: int, generator: np.random.Generator) -> np.ndarray:
-        """The array for so many samples."""
+        """Returns the array for ``samples`` samples."""
         if self.given is not None:
             values = self.given[np.arange(samples) % len(self.given)]
         elif tf.dtypes.as_dtype(self.dtype).is_floating or tf.dtypes.as_dtype(self.dtype).is_complex:
@@ -49,7 +49,7 @@ class ExampleArray:
 
 @dataclasses.dataclass(frozen=True)
 class ExampleBatch:
-    """What a model's batches look like, and arrays to make them of.
+    """The structure of a model's batches, and arrays to make them from.
 
     Attributes:
         spec: their structure.
@@ -63,15 +63,15 @@ class ExampleBatch:
     def of(
         cls, model: keras.Model, x: Any = None, y: Any = None, sample_weight: Any = None, *, length: int | None = None
     ) -> ExampleBatch:
-        """Batches like the given examples; what isn't given is drawn.
+        """Makes batches like the given examples; what isn't given is drawn.
 
         Args:
             model: a built and compiled model.
             x: example inputs, any number of samples; None if the model declares its inputs.
-            y: example labels; None for such as the loss takes.
+            y: example labels; None draws labels for the loss.
             sample_weight: example weights; None for none.
-            length: what all axes are as long as that the model leaves open, where x doesn't tell; None for one that the
-                model can be computed for, which a warning tells.
+            length: length of all axes that the model leaves open, if x doesn't decide it; None takes one that the model
+                can be computed for, and warns of it.
 
         Raises:
             ProfileError: inputs or labels can't be guessed, or an example has no samples.
@@ -107,12 +107,12 @@ class ExampleBatch:
         return cls(spec, tuple(arrays))
 
     def batch(self, samples: int) -> list[np.ndarray]:
-        """Arrays of a batch, in feed order; the same every time."""
+        """Returns the arrays of a batch, in feed order; the same every time."""
         generator = np.random.default_rng(0)
         return [array.batch(samples, generator) for array in self.arrays]
 
     def trees(self, samples: int) -> tuple[Any, Any, Any]:
-        """The same batch as x, y and sample weights in the structure in which a model is fed."""
+        """Returns the same batch as x, y and sample weights in the structure that the model takes."""
         arrays = iter(self.batch(samples))
 
         def packed(tree: Any) -> Any:
@@ -137,7 +137,7 @@ def _present(tree: Any) -> list[Any]:
 
 
 def _leaves(kind: str, tree: Any) -> Any:
-    """A leaf for each array of labels or weights."""
+    """Returns a leaf for each array of labels or weights."""
 
     def leaf(array: Any) -> Leaf | None:
         if array is None:
@@ -150,7 +150,7 @@ def _leaves(kind: str, tree: Any) -> Any:
 
 
 def with_length(model: keras.Model, **examples: Any) -> dict[str, Any]:
-    """Arguments of `ExampleBatch.of` with the length that it would choose, to be chosen and told of once."""
+    """Returns arguments of `ExampleBatch.of` with the length that it would choose, to choose it and warn only once."""
     x = None if examples.get("x") is not None else declared_spec(model)
     if x is None or examples.get("length") is not None or all(None not in leaf.shape[1:] for leaf in x.leaves):
         return examples
@@ -162,7 +162,7 @@ def _lengths_of(y: Any) -> list[int]:
 
 
 def _with_lengths(model: keras.Model, x: Any, y: Any, length: int | None) -> Any:
-    """The structure of a model's inputs with lengths for its open axes, which those of example labels may tell."""
+    """Returns the structure of a model's inputs with lengths for open axes, which example labels may decide."""
     spec = BatchSpec(x)
     if all(None not in leaf.shape[1:] for leaf in spec.leaves):
         return keras.tree.map_structure(lambda leaf: dataclasses.replace(leaf, sizes=leaf.shape), x)
@@ -188,7 +188,7 @@ def _sample_shape(leaf: Leaf, array: np.ndarray | None) -> tuple[int, ...]:
 
 
 def guessed_labels(model: keras.Model, x: Any) -> tuple[Any, list[int] | None]:
-    """The structure of labels that the compiled losses take, and for each of them its number of classes.
+    """Returns the structure of labels that the compiled losses take, and the number of classes of each.
 
     Both are None for a model that takes no labels.
 
@@ -197,7 +197,7 @@ def guessed_labels(model: keras.Model, x: Any) -> tuple[Any, list[int] | None]:
         x: structure of its inputs.
 
     Raises:
-        ProfileError: that can't be told.
+        ProfileError: the labels can't be derived.
     """
     own_loss = type(model).compute_loss is not keras.Model.compute_loss
     if model.loss is None or (own_loss and compiled_loss(model) is None):
@@ -218,15 +218,15 @@ def guessed_labels(model: keras.Model, x: Any) -> tuple[Any, list[int] | None]:
 
 
 def labels_of_outputs(model: keras.Model, outputs: Any, sized: Any) -> tuple[Any, list[int]] | None:
-    """The structure of labels that the compiled losses take, and for each of them its number of classes.
+    """Returns the structure of labels that the compiled losses take, and the number of classes of each.
 
     Args:
         model: a compiled model with a loss.
         outputs: structure of its outputs.
-        sized: the same with all lengths that are known of a batch.
+        sized: structure of its outputs with all known lengths of a batch.
 
     Returns:
-        Both; None where that can't be told.
+        Both; None if they can't be derived.
     """
     flat = keras.tree.flatten(outputs)
     losses = _losses(model.loss, outputs)
@@ -246,7 +246,7 @@ def labels_of_outputs(model: keras.Model, outputs: Any, sized: Any) -> tuple[Any
 
 
 def _losses(loss: Any, outputs: Any) -> list[Any] | None:
-    """The loss of each output; None where they can't be told apart."""
+    """Returns the loss of each output; None if they can't be assigned."""
     flat = keras.tree.flatten(outputs)
     if isinstance(loss, Mapping):
         if isinstance(outputs, Mapping):

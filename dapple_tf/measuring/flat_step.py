@@ -1,7 +1,7 @@
-"""A step of a model without functions: forward and backward of one micro-batch on one device, operator by operator.
+"""A step without functions: forward and backward of one micro-batch on one device, operator by operator.
 
-TensorFlow prepares it in a second where a step with a function for each layer takes it half a minute: nothing is
-optimized or instantiated. What runs are the operators as they are written, each of which a trace tells by its name.
+TensorFlow prepares it in a second, but a step with a function for each layer in half a minute: nothing is
+optimized or instantiated. The operators run as written, and a trace names each of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FlatStep:
 
     Attributes:
         timed: the step, without items: it is timed as a whole.
-        places: node -> the stage that it belongs to, and its name in that stage's graph.
+        places: node -> its stage, and its name in that stage's graph.
     """
 
     timed: TimedStep
@@ -35,7 +35,7 @@ class FlatStep:
 
 
 def flat_step(program: Program, device: str, host: str, prefix: str) -> FlatStep:
-    """All stages' F and B for one micro-batch whose size is fed; nothing is updated.
+    """Returns all stages' F and B for one micro-batch of any size, without updates.
 
     Args:
         program: stages with functions.

@@ -1,4 +1,4 @@
-"""Which buffers a layer's tasks leave in memory, and who reads them: from a traced step, and from shapes."""
+"""The buffers that a layer's tasks leave in memory, and their readers: from a traced step, and from shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dapple_tf.measuring.layer_memory import StepTrace
 
 _ALIASES = frozenset({"ExpandDims", "Identity", "PreventGradient", "Reshape", "Squeeze", "StopGradient"})
-"""Their result is the buffer of their first argument."""
+"""Operators whose result is the buffer of their first argument."""
 
 Sizes = Mapping[tuple[int, Ref], int]
 """(stage, tensor) -> bytes that follow from shapes alone."""
@@ -23,12 +23,12 @@ Sizes = Mapping[tuple[int, Ref], int]
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """What a step of layers leaves in memory at one size.
+    """The buffers that a step of layers leaves in memory at one size.
 
     Attributes:
-        layers: for each layer bytes, as in `LayerBuffers`.
-        readers: for each boundary the layers whose backward reads it, those whose Bw does, and whether Bw of the layer
-            that makes it reads its gradient.
+        layers: bytes of each layer, as in `LayerBuffers`.
+        readers: for each boundary, the layers whose backward reads it, those whose Bw does, and whether Bw of its
+            producer reads its gradient.
     """
 
     layers: tuple[tuple[int, ...], ...]
@@ -36,13 +36,13 @@ class Buffers:
 
 
 def buffers_of(program: Program, split: Program, trace: StepTrace, static: Sizes) -> Buffers:
-    """The buffers of a traced step.
+    """Returns the buffers of a traced step.
 
     Args:
         program: the stages of the traced step, one for each layer.
         split: the same stages with Bx and Bw in place of B.
-        trace: of a step.
-        static: sizes for the same number of samples; what isn't known counts as nothing.
+        trace: trace of a step.
+        static: sizes for the same number of samples; unknown ones count as 0.
     """
     whole = [_read(program, stage, [stage.backward]) for stage in program.stages]
     delayed = [_read(split, stage, [stage.weight_grad]) for stage in split.stages]
@@ -64,7 +64,7 @@ def buffers_of(program: Program, split: Program, trace: StepTrace, static: Sizes
 def fitted(
     samples: Sequence[int], found: Sequence[Buffers], tensors: Sequence[Tensor]
 ) -> tuple[tuple[LayerBuffers, ...], tuple[Tensor, ...]]:
-    """Buffers at several sizes -> what grows with the samples; and the tensors with their readers."""
+    """Fits buffers at several sizes: their costs per sample, and the tensors with their readers."""
     layers = []
     for sizes in zip(*(buffers.layers for buffers in found), strict=True):
         residual, delayed, partial, gradients, rows, apply = zip(*sizes, strict=True)
@@ -86,7 +86,7 @@ def fitted(
 
 
 def _read(program: Program, stage: Stage, functions: Iterable[StageFunction | None]) -> list[tuple[int, Ref]]:
-    """(stage that makes it, tensor) of what backward functions read of forward ones, also through aliases."""
+    """Returns (producing stage, tensor) for forward tensors that backward functions read, also through aliases."""
     makers = {boundary.ref: boundary.producer for boundary in program.boundaries}
     found: dict[tuple[int, Ref], None] = {}
     partial = False
@@ -106,7 +106,7 @@ def _read(program: Program, stage: Stage, functions: Iterable[StageFunction | No
 
 
 def _roots(stage: Stage) -> list[Value]:
-    """What Bw reads besides variables and scalars; partial results that only reshape something else are that."""
+    """Returns what Bw reads besides variables and scalars; partial results that only reshape count as their source."""
     if stage.weight_grad is None or stage.graph is None:
         return []
     graph = Graph(stage.own_graph)
@@ -125,7 +125,7 @@ def _roots(stage: Stage) -> list[Value]:
 
 
 def _partial_bytes(stage: Stage, static: Sizes) -> int:
-    """What Bx makes for Bw; reshapes of one buffer count once."""
+    """Returns the bytes that Bx makes for Bw; reshapes of one buffer count once."""
     given = {value.ref for value in stage.weight_grad.inputs} if stage.weight_grad is not None else set()
     found = 0
     for value in _roots(stage):
@@ -149,7 +149,7 @@ def _leads(stage: Stage, alias: Ref, root: Ref) -> bool:
 
 
 def _readers(program: Program, trace: StepTrace, reads: Sequence[Sequence[tuple[int, Ref]]]) -> list[frozenset[int]]:
-    """For each boundary the stages that read its buffer, also as what a stage that received it makes of it."""
+    """Returns, for each boundary, the stages that read its buffer, also through a receiving stage's alias of it."""
     own = [
         {address for maker, ref in tensors if maker == stage and (address := trace.address(maker, ref)) is not None}
         for stage, tensors in enumerate(reads)
@@ -159,7 +159,7 @@ def _readers(program: Program, trace: StepTrace, reads: Sequence[Sequence[tuple[
     for boundary in sorted(program.boundaries, key=lambda boundary: -boundary.producer):
         address = addresses[boundary.ref]
         stages = {stage for stage, tensors in enumerate(reads) if (boundary.producer, boundary.ref) in tensors}
-        # It is alive while these run, so that a result of theirs at its address is it.
+        # The buffer is alive while these run, so that a result of theirs at its address is the buffer.
         stages |= {stage for stage in (boundary.producer, *boundary.consumers) if address in own[stage]}
         for other in program.boundaries:
             if other.producer in boundary.consumers and addresses[other.ref] == address and other.ref in found:
@@ -169,7 +169,7 @@ def _readers(program: Program, trace: StepTrace, reads: Sequence[Sequence[tuple[
 
 
 def _outside(program: Program, trace: StepTrace, stage: int) -> set[Hashable]:
-    """The buffers that a stage receives or hands on: they count as tensors between layers."""
+    """Returns the buffers that a stage receives or passes on: they count as tensors between layers."""
 
     def passes(boundary: Boundary) -> bool:
         return boundary.producer == stage or stage in boundary.consumers

@@ -1,7 +1,7 @@
-"""What layers hold in memory: their tensors, read from traced steps, and their variables.
+"""Memory of layers: their tensors, read from traced steps, and their variables.
 
-The trace of a step lists every tensor with its buffer, and every allocation. Steps of two sizes tell what grows with
-the samples. All of it is for a step with a stage for each layer (`layer_cuts.py`).
+The trace of a step lists every tensor with its buffer, and every allocation. Steps of two sizes separate the part
+that grows with the samples. All of this is for a step with a stage for each layer (`layer_cuts.py`).
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ def layer_memory(
     sample_shapes: Sequence[Sequence[int]],
     traces: Sequence[StepTrace],
 ) -> LayerMemory:
-    """Bytes from the traces of a step at two sizes.
+    """Returns each layer's bytes from the traces of a step at two sizes.
 
     Args:
         program: the stages of the traced step.
         min_cut: the same stages with ``recompute="min_cut"``.
         split: the same stages with Bx and Bw in place of B.
         sample_shapes: the shape of one sample of each batch input.
-        traces: of two sizes, the smaller first.
+        traces: traces of two sizes, the smaller first.
     """
     samples = [trace.samples for trace in traces]
     stages = range(len(program.stages))
 
     def costs(sizes: Sequence[Sequence[float]]) -> tuple[Cost, ...]:
-        """For each size, the bytes of each layer -> the cost of each layer."""
+        """Returns each layer's cost from its bytes at each size."""
         return tuple(cost_through(samples, [of_size[stage] for of_size in sizes]) for stage in stages)
 
     tensors, output = [], [ZERO] * len(stages)
@@ -100,7 +100,7 @@ def layer_memory(
 
 
 def kept_tensors(program: Program, stage: int) -> list[Ref]:
-    """The tensors that a stage makes and that backward functions read, its own or those of later stages."""
+    """Returns the tensors that a stage makes and backward functions read, its own or those of later stages."""
     made = {boundary.ref for boundary in program.boundaries if boundary.producer == stage}
     found: dict[Ref, None] = {}
     for reader in program.stages[stage:]:
@@ -112,12 +112,12 @@ def kept_tensors(program: Program, stage: int) -> list[Ref]:
 
 
 def static_sizes(program: Program, sample_shapes: Sequence[Sequence[int]], samples: int) -> dict[tuple[int, Ref], int]:
-    """(stage, residual or partial result of Bx) -> bytes, where the shape is known without running anything.
+    """Returns (stage, residual or partial result of Bx) -> bytes, if the shape is known without running anything.
 
     Args:
         program: stages with functions.
         sample_shapes: the shape of one sample of each batch input.
-        samples: how many samples a slice has.
+        samples: number of samples in a slice.
     """
     found: dict[tuple[int, Ref], int] = {}
     known_shapes = stage_shapes(program, sample_shapes, samples)
@@ -136,7 +136,7 @@ def static_sizes(program: Program, sample_shapes: Sequence[Sequence[int]], sampl
 def stage_shapes(
     program: Program, sample_shapes: Sequence[Sequence[int]], samples: int
 ) -> list[dict[Ref, Shape | None]]:
-    """For each stage the shapes of its tensors, for slices of ``samples`` samples; arguments as for `static_sizes`."""
+    """Returns, for each stage, the shapes of its tensors for slices of ``samples`` samples; see `static_sizes`."""
     found = []
     boundaries = {boundary.ref: boundary for boundary in program.boundaries}
     inputs = dict(zip(program.roles.inputs, sample_shapes, strict=True))
@@ -153,7 +153,7 @@ def stage_shapes(
 
 
 def has_gradient(program: Program, boundary: Boundary) -> bool:
-    """Whether any of the stages that read a tensor gives its gradient back."""
+    """Returns whether any stage that reads a tensor returns its gradient."""
     value = Value(boundary.ref, ValueKind.GRADIENT)
     return any(value in program.stages[stage].results for stage in boundary.consumers)
 
@@ -161,9 +161,9 @@ def has_gradient(program: Program, boundary: Boundary) -> bool:
 def _min_cut_bytes(
     program: Program, trace: StepTrace, static: Mapping[tuple[int, Ref], int], otherwise: Sequence[int]
 ) -> list[int]:
-    """What each stage keeps with recomputation; where that can't be told, what it keeps without.
+    """Returns the bytes that each stage keeps with recomputation; those without, if they aren't known.
 
-    Most of it is kept otherwise too, and has been measured; of the rest the shapes tell.
+    Most of it is also kept without recomputation, and was measured; shapes give the rest.
     """
     kept = [kept_tensors(program, stage) for stage in range(len(program.stages))]
     measured = trace.kept_bytes([[ref for ref in refs if trace.knows(stage, ref)] for stage, refs in enumerate(kept)])
@@ -176,10 +176,10 @@ def _min_cut_bytes(
 
 
 def _delayed_bytes(program: Program, trace: StepTrace, static: Mapping[tuple[int, Ref], int]) -> list[int | None]:
-    """What each stage keeps from Bx to Bw, all that Bw reads but variables; None where that can't be told.
+    """Returns the bytes that each stage keeps from Bx to Bw: all that Bw reads except variables; None if unknown.
 
-    What F returns has been measured, each buffer counts once; a gradient is as large as its tensor; of partial results
-    the shapes tell.
+    Results of F were measured, and each buffer counts once; a gradient is as large as its tensor; shapes give
+    partial results.
     """
     makers = {boundary.ref: boundary.producer for boundary in program.boundaries}
     found: list[int | None] = []
@@ -202,10 +202,10 @@ def _delayed_bytes(program: Program, trace: StepTrace, static: Mapping[tuple[int
 
 
 class StepTrace:
-    """What a traced step tells of memory, of its last micro-batch.
+    """Memory in a traced step, for its last micro-batch.
 
     Attributes:
-        samples: how many a micro-batch has.
+        samples: number of samples in a micro-batch.
     """
 
     def __init__(
@@ -223,10 +223,10 @@ class StepTrace:
         Args:
             stats: the step stats.
             program: the stages of the step.
-            step: what its nodes mean.
-            device: name of the device that it ran on.
-            name: under which its nodes are in the session's graph.
-            samples: how many a micro-batch has.
+            step: meaning of its nodes.
+            device: name of the step's device.
+            name: prefix of its nodes in the session's graph.
+            samples: number of samples in a micro-batch.
             applies: the calls of the optimizer's updates, each with its stage.
         """
         self.samples = samples
@@ -234,7 +234,7 @@ class StepTrace:
         calls = {f"{name}/{node}": task for task, node in step.entry.items() if task.micro_batch == LAST}
         ends = {f"{name}/{node}": task for task in calls.values() for node in step.exit[task]}
         self._sizes: dict[tuple[int, Ref], int] = {}  # (stage, tensor that its F returns) -> bytes
-        self._pointers: dict[tuple[int, Ref], int] = {}  # the same -> address of the buffer, 0 where that isn't known
+        self._pointers: dict[tuple[int, Ref], int] = {}  # the same -> address of the buffer, 0 if unknown
         self._spans: dict[Task, tuple[int, int]] = {}  # microseconds
         self._given_back: dict[int, int] = {}  # stage -> bytes of the input gradients that its B returns
         self._gradients: dict[int, int] = {}  # stage -> bytes of the dense gradients of parameters that its B returns
@@ -292,14 +292,14 @@ class StepTrace:
             self._gradients[task.stage], self._rows[task.stage] = gradients, rows
 
     def knows(self, stage: int, ref: Ref) -> bool:
-        """Whether a stage's F returns this tensor."""
+        """Returns whether a stage's F returns this tensor."""
         return (stage, ref) in self._sizes
 
     def size(self, stage: int, ref: Ref) -> int:
-        """Bytes of a tensor that a stage's F returns.
+        """Returns the bytes of a tensor that a stage's F returns.
 
         Raises:
-            ProfileError: the trace doesn't tell.
+            ProfileError: the trace lacks the tensor.
         """
         if not self.knows(stage, ref):
             raise ProfileError(
@@ -309,19 +309,19 @@ class StepTrace:
         return self._sizes[stage, ref]
 
     def address(self, stage: int, ref: Ref) -> Hashable | None:
-        """The buffer of a tensor that a stage's F returns; None where that isn't known."""
+        """Returns the buffer of a tensor that a stage's F returns; None if it isn't known."""
         return self._pointers.get((stage, ref)) or ((stage, ref) if self.knows(stage, ref) else None)
 
     def gradient_bytes(self, stage: int) -> int:
-        """Bytes of the dense gradients of parameters that a stage's B returns."""
+        """Returns the bytes of dense parameter gradients that a stage's B returns."""
         return self._gradients.get(stage, 0)
 
     def row_bytes(self, stage: int) -> int:
-        """Bytes of the gradients that are rows of embeddings which a stage's B returns."""
+        """Returns the bytes of embedding gradients as rows that a stage's B returns."""
         return self._rows.get(stage, 0)
 
     def apply_bytes(self, stage: int) -> int:
-        """Peak use of the updates of a stage's parameters."""
+        """Returns the peak use of the updates of a stage's parameters."""
         found = 0
         for begin, end in self._applies.get(stage, ()):
             low, high = bisect.bisect_left(self._times, begin), bisect.bisect_right(self._times, end)
@@ -329,11 +329,11 @@ class StepTrace:
         return found
 
     def list_bytes(self, stage: int, refs: Sequence[Ref]) -> int:
-        """Bytes in the tensor lists among these results of a stage's F."""
+        """Returns the bytes in the tensor lists among these results of a stage's F."""
         return self._list_bytes(stage) if self._keeps_lists(stage, refs) else 0
 
     def _buffers(self, stage: int, refs: Iterable[Ref]) -> dict[Hashable, int]:
-        """The buffers of tensors that a stage's F returns, with their bytes: several tensors may share one."""
+        """Returns the buffers of tensors that a stage's F returns, with their bytes; tensors may share one."""
         found: dict[Hashable, int] = {}
         for ref in refs:
             key = self._pointers.get((stage, ref)) or (stage, ref)  # No address: a buffer of its own.
@@ -341,7 +341,7 @@ class StepTrace:
         return found
 
     def buffer_bytes(self, made: Iterable[tuple[int, Ref]]) -> int:
-        """Bytes of tensors, each with the stage whose F returns it; those that share a buffer count once."""
+        """Returns the bytes of tensors, each with the stage whose F returns it; shared buffers count once."""
         buffers: dict[Hashable, int] = {}
         for stage, ref in made:
             for key, size in self._buffers(stage, [ref]).items():
@@ -349,10 +349,10 @@ class StepTrace:
         return sum(buffers.values())
 
     def kept_bytes(self, kept: Sequence[Iterable[Ref]]) -> list[int]:
-        """Bytes that each stage keeps, given the tensors that it does: each buffer counts for the first that does.
+        """Returns the bytes that each stage keeps of its kept tensors: each buffer counts for the first such stage.
 
-        A layer that only reshapes hands on the buffer that it was given. What is kept isn't freed before all F have
-        run, so that no other tensor is found at its address.
+        A layer that only reshapes passes on its input buffer. Kept buffers aren't freed before all F have
+        run, so that no other tensor has the same address.
         """
         counted: set[Hashable] = set()
         found = []
@@ -371,7 +371,7 @@ class StepTrace:
         return any(dtype == types_pb2.DT_VARIANT and value.ref in refs for value, dtype in pairs)
 
     def _list_bytes(self, stage: int) -> int:
-        """Bytes in the tensor lists of loops: they don't tell their size, but F leaves behind more than its results."""
+        """Returns the bytes in tensor lists of loops, whose size isn't reported: what F leaves beyond its results."""
         task = Task(stage, Phase.FORWARD, LAST)
         function = self._program.stages[stage].forward
         if task not in self._spans or function is None:
@@ -387,12 +387,12 @@ class StepTrace:
         return max(0, self._in_use[high] - self._in_use[low] - made)
 
     def _events(self, task: Task) -> tuple[int, int]:
-        """How many allocations come before a task, and how many before its end."""
+        """Returns the numbers of allocations before a task's start and before its end."""
         begin, end = self._spans[task]
         return bisect.bisect_left(self._times, begin), bisect.bisect_right(self._times, end)
 
     def temporary_bytes(self, stage: int) -> int:
-        """Peak use while F or B runs, beyond what is there afterwards (F), or before it and what it hands on (B)."""
+        """Returns the peak use of F or B beyond what remains afterwards (F), or what was before and its results (B)."""
         found = [0]
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             task = Task(stage, phase, LAST)
@@ -421,14 +421,14 @@ class VariableBytes:
 
 
 def variable_bytes(program: Program, updates: Sequence[GroupUpdate] | None, table: VariableTable) -> VariableBytes:
-    """Each variable counts once: parameters of several layers as shared ones, their state for the first layer.
+    """Returns the bytes of variables, each counted once: shared parameters apart, their state for the first layer.
 
-    The optimizer's scalars (the step's number, the learning rate) aren't counted: they belong to no layer.
+    The optimizer's scalars (step counter, learning rate) aren't counted: they belong to no layer.
 
     Args:
         program: the stages.
-        updates: the optimizer's part for each parameter group, which tells whose slots its variables are; None tells
-            that by their shapes.
+        updates: the optimizer's part for each parameter group, which gives the owners of slots; None derives
+            them from shapes.
         table: the variables of the model and the optimizer.
     """
     readers: dict[str, list[int]] = {}
@@ -471,10 +471,10 @@ def variable_bytes(program: Program, updates: Sequence[GroupUpdate] | None, tabl
 
 
 def _owners_by_shape(readers: Mapping[str, Sequence[int]], table: VariableTable) -> dict[str, tuple[int, ...]]:
-    """Variable of the optimizer -> the stages whose parameters it belongs to.
+    """Returns variable of the optimizer -> the stages whose parameters it belongs to.
 
-    A parameter's slots have its shape: parameters of one shape have equally many. What has no parameter's shape (rows
-    and columns of Adafactor) goes round in the order in which Keras makes variables: that of the parameters.
+    A parameter's slots have its shape: parameters of one shape have equally many. Slots of other shapes (rows
+    and columns of Adafactor) are assigned in the order in which Keras makes variables: that of the parameters.
     """
     parameters = [name for name in readers if table.describe(name).kind is VariableKind.PARAMETER]
     by_shape: dict[tuple[int, ...], list[str]] = {}

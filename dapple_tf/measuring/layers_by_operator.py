@@ -1,8 +1,8 @@
-"""What a model's layers cost by what their operators cost.
+"""Costs of a model's layers from the costs of their operators.
 
 Measuring layer by layer needs a step with functions for each, whose preparation takes a minute for models of a few
 hundred layers. Operators are measured in a second, in a traced step without functions (`measured_operators.py`), or
-estimated by rooflines (`operators/rooflines.py`). Shapes say what tensors take.
+estimated by rooflines (`operators/rooflines.py`). Shapes give the bytes of tensors.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from graph_passes.ir.program import Program, Stage
 from graph_passes.ir.tensorflow_bridge import Shape, dtype_size, takes_functions
 
 _TASK_SECONDS = 50e-6
-"""What starting a task takes."""
+"""Seconds to start a task."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Amounts:
-    """Of one layer, with slices of one size: seconds of F, B and the weight gradients' part of B; bytes."""
+    """Costs of one layer for slices of one size: seconds of F, B and the weight gradients' part of B; bytes."""
 
     forward: float
     backward: float
@@ -42,11 +42,11 @@ class Amounts:
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredOperators:
-    """What operators take, for the sizes of slices for which there was time.
+    """Times of operators, for the sizes of slices for which there was time.
 
     Attributes:
-        operators: samples of a slice -> for each stage, operator -> seconds, one operator at a time. What TensorFlow
-            has fused with another, or computed beforehand, isn't there.
+        operators: samples of a slice -> for each stage, operator -> seconds, one operator at a time. Operators that
+            TensorFlow fused or computed beforehand are missing.
         seconds: samples of a slice -> seconds of one forward and backward.
     """
 
@@ -67,7 +67,7 @@ class StageOperators:
         self.signatures = operator_signatures(stage.own_graph, shapes)
 
     def estimates(self, costs: OperatorCosts, kind: str) -> dict[str, float]:
-        """Operator -> what it takes by its roofline on a kind of device."""
+        """Returns operator -> its time by its roofline on a kind of device."""
         functions = FunctionWork(self._stage.own_graph, costs, self._shapes)
         return {
             name: functions.seconds(self._graph.nodes[name], made, kind)
@@ -77,7 +77,7 @@ class StageOperators:
         }
 
     def amounts(self, seconds: Mapping[str, float]) -> Amounts:
-        """What the stage takes and keeps, by what its operators take; those that aren't told of take nothing."""
+        """Returns the stage's costs by its operators' times; operators without a time cost nothing."""
         stage, graph, made = self._stage, self._graph, self.signatures
 
         def total(nodes: set[str]) -> float:
@@ -106,12 +106,12 @@ class StageOperators:
 def stage_operators(
     program: Program, sample_shapes: Sequence[Sequence[int]], samples: int
 ) -> tuple[StageOperators, ...]:
-    """The operators of each stage for slices of so many samples.
+    """Returns the operators of each stage for slices of ``samples`` samples.
 
     Args:
         program: a stage for each layer, with functions.
         sample_shapes: the shape of one sample of each batch input.
-        samples: of a slice.
+        samples: samples of a slice.
     """
     shapes = stage_shapes(program, sample_shapes, samples)
     return tuple(StageOperators(program, stage, shapes[stage.index]) for stage in program.stages)
@@ -125,15 +125,15 @@ def layers_by_operator(
     measured: MeasuredOperators | None,
     profile: Profile,
 ) -> Profile:
-    """A profile whose layers take as long as their operators.
+    """Returns a profile whose layers take as long as their operators.
 
     Args:
         program: a stage for each layer, with functions.
-        names: of the layers.
+        names: names of the layers.
         table: the variables of the model and the optimizer.
-        operators: samples of a slice -> the operators of each stage, for two sizes.
-        measured: what operators take, and all of them together; None estimates it by rooflines.
-        profile: anything of the model; its layers and tensors are replaced.
+        operators: samples of a slice -> operators of each stage, for two sizes.
+        measured: times of single operators, and of all together; None estimates them by rooflines.
+        profile: any profile of the model; its layers and tensors are replaced.
     """
     costs, kind = OperatorCosts(), device_kind(profile.device)
     ends = sorted(operators)
@@ -190,9 +190,9 @@ def layers_by_operator(
 def _scaled(
     estimates: Mapping[int, Sequence[Mapping[str, float]]], measured: MeasuredOperators, samples: int
 ) -> list[dict[str, float]]:
-    """What the operators of each stage take with slices of a size, so that they add up to what all of them took.
+    """Returns the times of each stage's operators for a slice, scaled to add up to the measured total.
 
-    For a size that wasn't measured, what they take with the nearest one that was grows as their rooflines do.
+    For a size that wasn't measured, times of the nearest measured size grow as their rooflines do.
     """
     nearest = min(measured.seconds, key=lambda known: abs(known - samples))
     traced = measured.operators[nearest]
@@ -213,5 +213,5 @@ def _largest(signature: OpSignature) -> int:
 
 
 def _elements(shape: Shape) -> int:
-    """Number of elements; an unknown length counts as 1."""
+    """Returns the number of elements; an unknown length counts as 1."""
     return math.prod(1 if size is None else size for size in shape)

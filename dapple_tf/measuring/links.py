@@ -1,7 +1,7 @@
-"""Measures the links between the devices of a real cluster, and how much compute a server gives to all of its devices.
+"""Measures the links between devices of a real cluster, and the compute that a server gives to all of its devices.
 
-Everything is timed by nodes that tell the time, with control edges around what is measured: a tensor is made on one
-device, then copied to another; an all-reduce; a chain of matrix products on one device and on all at once.
+Everything is timed by nodes that read the clock, with control edges around the measured work: a tensor made on one
+device and copied to another; an all-reduce; a chain of matrix products on one device and on all at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dapple_tf.describe.cluster import Cluster, ClusterError, Link, Server
 
 logger = logging.getLogger(__name__)
 
-# Nothing is quite free: a fit that comes out at or below 0 is taken for this.
+# Nothing is quite free: this replaces a fitted value at or below 0.
 _LEAST_LATENCY = 1e-8
 _MOST_BANDWIDTH = 1e15
 # One core multiplies matrices of this size in some milliseconds.
@@ -42,20 +42,20 @@ def measure_links(
 ) -> Cluster:
     """Measures a cluster's links.
 
-    On logical CPU devices of one process a transfer hands over a pointer: its bandwidth is what is seen, far beyond
+    On logical CPU devices of one process a transfer passes a pointer: the measured bandwidth is far beyond
     that of memory.
 
     Args:
         cluster: real devices.
-        small: bytes of the small message, which tells the latency.
-        large: bytes of the large one.
-        repeats: how often each time is measured; the median counts.
-        capacity: whether to measure each server's `capacity` too, which keeps all of its cores busy for a moment.
-        between: what `measure_between_servers` has found, which gives each server a network card of its own; None tries
-            neighbouring servers only, and describes them as alike.
+        small: bytes of the small message, which gives the latency.
+        large: bytes of the large message.
+        repeats: number of measurements of each time; the median counts.
+        capacity: whether to measure each server's `capacity`, too, which keeps all of its cores busy for a moment.
+        between: result of `measure_between_servers`, which gives each server its own network card; None tries
+            neighbouring servers only, and describes all as alike.
 
     Returns:
-        A copy with intra and inter bandwidth and latency (those of the slowest pair that was tried; None where there is
+        A copy with intra and inter bandwidth and latency (those of the slowest measured pair; None if there is
         no such pair), those of all-reduce, and each server's capacity.
 
     Raises:
@@ -101,9 +101,9 @@ def measure_between_servers(
 
     Args:
         cluster: workers.
-        small: bytes of the small message, which tells the latency.
-        large: bytes of the large one.
-        repeats: how often each time is measured; the median counts.
+        small: bytes of the small message, which gives the latency.
+        large: bytes of the large message.
+        repeats: number of measurements of each time; the median counts.
         progress: called with each pair before it is measured.
 
     Returns:
@@ -137,10 +137,10 @@ def _check(cluster: Cluster, small: int, large: int, repeats: int) -> None:
 
 
 def _network_cards(servers: Sequence[Server], between: Mapping[tuple[int, int], Link]) -> list[Server]:
-    """Gives each server the best link that it has to any other: a link is as fast as the slower card of the two.
+    """Gives each server its best link to any other: a link is as fast as the slower card of the two.
 
-    Cards of 1, 1 and 5 give links of 1 (0-1), 1 (0-2) and 1 (1-2), so that the third comes out as 1, too; as a link,
-    nobody can tell.
+    Cards of 1, 1 and 5 give links of 1 (0-1), 1 (0-2) and 1 (1-2), so that the third card comes out as 1, too:
+    links alone can't show more.
     """
     found = []
     for number, server in enumerate(servers):
@@ -153,7 +153,7 @@ def _network_cards(servers: Sequence[Server], between: Mapping[tuple[int, int], 
 
 
 def _pairs(cluster: Cluster) -> dict[str, list[tuple[int, int]]]:
-    """A few pairs of devices for each kind of link: neighbours within servers, and first devices of servers."""
+    """Returns a few pairs of devices for each kind of link: neighbours within servers, and first devices of servers."""
     found: dict[str, list[tuple[int, int]]] = {"intra": [], "inter": []}
     servers = [cluster.devices_of(server) for server in range(cluster.num_servers)]
     for devices in servers:
@@ -164,22 +164,22 @@ def _pairs(cluster: Cluster) -> dict[str, list[tuple[int, int]]]:
 
 
 def _timed(session: Any, fetches: Any, feed: Any, repeats: int, seconds: Callable[[Any], float]) -> float:
-    """The median over runs, of which the first two don't count."""
+    """Returns the median over runs, without the first two."""
     found = [seconds(session.run(fetches, feed)) for _ in range(repeats + 2)]
     return statistics.median(found[2:])
 
 
 def _host(name: str) -> str:
-    """The CPU beside a device, whose clock is read."""
+    """Returns the CPU beside a device, whose clock is read."""
     return name if "device:CPU" in name else name.rpartition("/")[0] + "/device:CPU:0"
 
 
 def _clock(after: Sequence[Any], host: str) -> tf.Tensor:
-    """The time when all of ``after`` have been computed."""
+    """Returns the time when all of ``after`` have been computed."""
     with tf.device(host):
         arrived = []
         for tensor in after:
-            # Of a device with a queue of its own, only a copy tells that it is done.
+            # On a device with its own queue, only a copy shows that it is done.
             part = tensor if "device:CPU" in tensor.device else tf.identity(tf.reshape(tensor, [-1])[:1])
             arrived.append(part.op)
         with tf.control_dependencies(arrived):
@@ -187,7 +187,7 @@ def _clock(after: Sequence[Any], host: str) -> tf.Tensor:
 
 
 def _transfers(cluster: Cluster, pair: tuple[int, int], sizes: Sequence[int], repeats: int) -> list[float]:
-    """Seconds to send a tensor of so many floats from one device to another, for each size."""
+    """Returns the seconds to send a tensor from one device to another, for each size in floats."""
     source, target = (cluster.device_names[device] for device in pair)
     with tf.Graph().as_default() as graph:
         count = tf.compat.v1.placeholder(tf.int32, [])
@@ -198,7 +198,7 @@ def _transfers(cluster: Cluster, pair: tuple[int, int], sizes: Sequence[int], re
             sent = tf.identity(made)
         with tf.device(target):
             received = sent[:1] + sent[-1:]
-        # Both times are told by the same clock: that of the sender, after word has come back.
+        # Both times are read from one clock: the sender's, after a message has come back.
         with tf.device(source):
             back = tf.identity(received)
         after = _clock([back], _host(source))
@@ -211,13 +211,13 @@ def _transfers(cluster: Cluster, pair: tuple[int, int], sizes: Sequence[int], re
                 for size in sizes
             ]
             without = _timed(session, [before, alone], {count: sizes[0]}, repeats, lambda found: found[1] - found[0])
-    # Word comes back as one small message, which takes as long as the small one there.
+    # The message back is small, and takes as long as the small one there.
     there = [max(0.0, seconds - without) for seconds in with_copy]
     return [there[0] / 2, max(there[1] - there[0] / 2, there[0] / 2)]
 
 
 def _line_of(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
-    """Bandwidth in bytes/s and latency in seconds, from times of two sizes in floats."""
+    """Returns the bandwidth in bytes/s and latency in seconds, from times of two sizes in floats."""
     few, many = (4 * size for size in sizes)
     difference = seconds[1] - seconds[0]
     bandwidth = (many - few) / difference if difference > 0 else _MOST_BANDWIDTH
@@ -226,7 +226,7 @@ def _line_of(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
 
 
 def _reduction(cluster: Cluster, sizes: Sequence[int], repeats: int) -> tuple[float, float]:
-    """Bandwidth and latency of a ring over all devices: 2 (n - 1) steps, each with an n-th of the bytes."""
+    """Returns bandwidth and latency of a ring over all devices: 2 (n - 1) steps, each with an n-th of the bytes."""
     names = cluster.device_names
     count = len(names)
     found = []
@@ -264,7 +264,7 @@ def _reduction(cluster: Cluster, sizes: Sequence[int], repeats: int) -> tuple[fl
 
 
 def _capacity(cluster: Cluster, devices: Sequence[int], repeats: int) -> float:
-    """How many devices' worth of compute these devices give together.
+    """Returns how many devices' worth of compute these devices provide together.
 
     The work is like a layer's: a product of matrices and elementwise maths, then two products side by side as in a
     backward function. One device alone may use several cores for it, so that a server's capacity depends on more than

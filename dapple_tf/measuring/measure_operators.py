@@ -17,11 +17,11 @@ from graph_passes.ir.tensorflow_bridge import takes_functions
 logger = logging.getLogger(__name__)
 
 _KERNELS = re.compile(r"/device:GPU:\d+/(stream:all|memcpy)$")
-"""What TensorFlow calls the list of all kernels, and of all copies, that a GPU ran."""
+"""TensorFlow's names of the lists of all kernels, and of all copies, that a GPU ran."""
 
 
 class _Run(NamedTuple):
-    """How a node ran: its device, and from when to when, in nanoseconds."""
+    """The run of a node: its device, and its start and end in nanoseconds."""
 
     device: str
     start: int
@@ -36,24 +36,24 @@ def add_step_stats(
     prefix: str = "",
     speeds: Mapping[str, float] | None = None,
 ) -> int:
-    """Takes in what the operators of a traced step took, or of several.
+    """Adds the operators' times of one or several traced steps.
 
-    Times mean something where each device ran one operator at a time, and nothing in the first steps, which allocate
+    Times mean something if each device ran one operator at a time, and nothing in the first steps, which allocate
     memory and choose algorithms: leave these out. On CPUs a node's time is that of its computation. On GPUs the
-    executor's times are those of starting kernels; what counts is how long a node's kernels and copies ran, or starting
-    them if that took longer. A loop or branch that the session has taken apart takes as long as anything inside of it
+    executor's times are those of starting kernels; a node's time is that of its kernels and copies, or of starting
+    them if that took longer. A loop or branch that the session has taken apart takes as long as anything inside it
     runs.
 
     Args:
-        costs: takes in the times, under the kind of the device that a node ran on.
+        costs: receives the times, under the kind of the device that a node ran on.
         stats: TensorFlow's StepStats of a run with ``FULL_TRACE``; or of several runs, of which the median of each
-            node's times counts, as often: a mean would keep for good what held up the machine in one of them.
-        signatures: node -> what its time depends on, see `operator_signatures`. Other nodes don't count.
-        prefix: under which the nodes are in the session's graph.
-        speeds: name of a device -> `Device.speed`; 1 for those that aren't there.
+            node's times is added, as often: a mean would include delays of the machine in a single run.
+        signatures: node -> what its time depends on, see `operator_signatures`. Other nodes are ignored.
+        prefix: prefix of the nodes in the session's graph.
+        speeds: name of a device -> `Device.speed`; 1 for missing devices.
 
     Returns:
-        How many operators were measured. Those on a GPU that tells nothing of its kernels aren't.
+        The number of measured operators. Operators on a GPU without reports of its kernels aren't measured.
     """
     steps = [stats] if hasattr(stats, "dev_stats") else list(stats)
     found = _times_of_steps(steps, signatures, prefix)
@@ -67,12 +67,12 @@ def add_step_stats(
 def operator_seconds(
     steps: Iterable[Any], signatures: Mapping[str, OpSignature], *, prefix: str = ""
 ) -> dict[str, float]:
-    """Node -> what it took, the median of several traced steps; those that didn't run by themselves aren't there.
+    """Returns node -> its median time over several traced steps; nodes that didn't run by themselves are missing.
 
     Args:
         steps: TensorFlow's StepStats of each.
-        signatures: node -> what its time depends on. Other nodes don't count.
-        prefix: under which the nodes are in the session's graph.
+        signatures: node -> what its time depends on. Other nodes are ignored.
+        prefix: prefix of the nodes in the session's graph.
     """
     found = _times_of_steps(steps, signatures, prefix)
     return {name: statistics.median(time.nanoseconds for time in times) / 1e9 for name, times in found.items()}
@@ -87,7 +87,7 @@ def _times_of_steps(steps: Iterable[Any], signatures: Mapping[str, OpSignature],
 
 
 class _Time(NamedTuple):
-    """What a node took on its device."""
+    """A node's time on its device."""
 
     device: str
     nanoseconds: int
@@ -122,7 +122,7 @@ def _times(stats: Any, signatures: Mapping[str, OpSignature], prefix: str) -> di
 
 
 def _is_executors(device: str) -> bool:
-    """Whether a list is one of nodes that the executor ran, rather than of what a GPU tells."""
+    """Returns whether a list is of nodes that the executor ran, rather than of a GPU's reports."""
     return "/stream" not in device and not device.endswith(("/sync", "/memcpy"))
 
 
@@ -133,7 +133,7 @@ def _nodes(stats: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _run(device: str, node: Any) -> _Run:
-    """The computation alone, without what the executor does before and after."""
+    """Returns the computation alone, without what the executor does before and after."""
     begin = node.all_start_nanos or 1000 * node.all_start_micros
     if node.op_end_rel_nanos:
         return _Run(device, begin + node.op_start_rel_nanos, begin + node.op_end_rel_nanos)
@@ -141,12 +141,12 @@ def _run(device: str, node: Any) -> _Run:
 
 
 def _operation(name: str) -> str:
-    """The node of a kernel, which may be told as ``node:OpType``."""
+    """Returns the node of a kernel, which may be named ``node:OpType``."""
     return name.partition(":")[0]
 
 
 def _busy(runs: Iterable[_Run]) -> int:
-    """Nanoseconds during which anything of it ran."""
+    """Returns the nanoseconds during which any of these ran."""
     total, reached = 0, 0
     for run in sorted(runs, key=lambda run: run.start):
         total += max(0, run.end - max(run.start, reached))
@@ -155,14 +155,14 @@ def _busy(runs: Iterable[_Run]) -> int:
 
 
 class _Insides:
-    """Whose work a node is: its own, or that of the loop, branch or call that the session has put it in place of."""
+    """The operator of a node: itself, or the loop, branch or call in whose place the session has put it."""
 
     def __init__(self, signatures: Mapping[str, OpSignature]) -> None:
         self._known = signatures
         self._callers = {name for name, made in signatures.items() if takes_functions(made.op)}
 
     def operator(self, name: str) -> str | None:
-        """The operator that a node of the session's graph belongs to; None if none is known."""
+        """Returns the operator that a node of the session's graph belongs to; None if none is known."""
         if name in self._known:
             return name
         if not self._callers:

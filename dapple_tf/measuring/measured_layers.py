@@ -33,10 +33,10 @@ from graph_passes.passes.partition import Partition
 logger = logging.getLogger(__name__)
 
 _WARM_UP = 2
-"""Rounds that don't count: TensorFlow optimizes graphs in the first, allocators settle in the second."""
+"""Number of rounds that don't count: TensorFlow optimizes graphs in the first, allocators settle in the second."""
 _FEWEST_ROUNDS, _LEAST_ROUNDS, _MOST_ROUNDS, _SECONDS = 2, 5, 25, 20.0
-"""How many rounds count: as many as fit into these seconds, between the two last numbers; no fewer than the first, when
-there is no time left."""
+"""Number of rounds that count: as many as fit into these seconds, between the two last numbers; at least the first,
+if no time is left."""
 _EMPTY_CALLS = 20
 """Number of calls in one run: each takes microseconds."""
 _F, _B, _BX = Phase.FORWARD.value, Phase.BACKWARD.value, Phase.INPUT_GRAD.value
@@ -45,25 +45,25 @@ _F, _B, _BX = Phase.FORWARD.value, Phase.BACKWARD.value, Phase.INPUT_GRAD.value
 def measured_layers(profiled: ProfiledModel, budget: TimeBudget, bar: Progress) -> Profile:
     """Measures each layer by itself.
 
-    The steps that are run in turns, because a machine's speed drifts, are one with a stage for each layer, timed from
+    Three steps run in turns, because a machine's speed drifts: one with a stage for each layer, timed from
     within (`timed_step.py`), the same with a single stage, and a real step of the engine.
 
     Args:
         profiled: the model.
-        budget: rounds are repeated as long as it suffices.
-        bar: told what is being done.
+        budget: rounds are repeated while it lasts.
+        bar: progress bar, updated with the current work.
     """
     return _Measuring(profiled, budget, bar).run()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Steps:
-    """What is run in turns.
+    """The steps that run in turns.
 
     Attributes:
         layered: a step with a stage for each layer.
         whole: a step with a single stage.
-        nothing: calls that do nothing, of "1 sample".
+        nothing: calls of an empty function, of "1 sample".
     """
 
     layered: StepRuns
@@ -79,7 +79,7 @@ class _Measuring:
         self.sizes, self.program = profiled.sizes, profiled.program
 
     def run(self) -> Profile:
-        """The profile, without a key."""
+        """Returns the profile, without a key."""
         profiled, device = self.profiled, self.profiled.device_name
         host = profiled.cluster.host_device
         self.bar.step("tracing the optimizer", now=True)
@@ -190,8 +190,8 @@ class _Measuring:
             )
             for index, name in enumerate(self.profiled.stages.names)
         ]
-        # A real step's first micro-batch sets what the others add to, Apply has a part that is for all layers, the
-        # session and Keras have their own: what the layers' times don't say of a step is here.
+        # A real step's first micro-batch sets what the others add to, Apply has a part that is for all layers, and the
+        # session and Keras take time, too: this is the part of a step that the layers' times don't contain.
         least = self.sizes[0]
         tasks = sum(self.steps.whole.times(least, phase) for phase in (_F, _B)) * MICRO_BATCHES
         left = float(np.median(walls - tasks)) - float(applied.sum())
@@ -207,7 +207,7 @@ class _Measuring:
         )
 
     def _task_costs(self, phase: str, start_up: float) -> list[Cost]:
-        """F or B of each layer: at each size its share of the single stage's time."""
+        """Returns F or B of each layer: at each size, its share of the single stage's time."""
         stages = range(len(self.program.stages))
         points = []
         for samples in self.sizes:
@@ -218,7 +218,7 @@ class _Measuring:
         return [nearest_cost(self.sizes, [float(point[stage]) for point in points]) for stage in stages]
 
     def _input_parts(self, start_up: float) -> np.ndarray:
-        """The part of each layer's B that computes the gradients of what it receives: Bx / B."""
+        """Returns Bx / B of each layer: the part of B that computes the gradients of what it receives."""
         layered = self.steps.layered
         parts = np.zeros(len(self.program.stages))
         for stage in self.program.stages:
@@ -233,7 +233,7 @@ class _Measuring:
         return parts
 
     def _apply_times(self, start_up: float) -> np.ndarray:
-        """Seconds of each layer's Apply, beyond what any Apply takes; of shared parameters for the first layer."""
+        """Returns seconds of each layer's Apply beyond any Apply's; shared parameters count for the first layer."""
 
         def typical(step: StepRuns, stage: int) -> float:
             return float(np.median(np.concatenate([step.times(size, APPLY, stage, 0) for size in self.sizes])))

@@ -29,15 +29,15 @@ def measure_operators(
     rounds: int | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> MeasuredOperators:
-    """Runs a step with slices of several sizes, the smallest first, as far as there is time: once at least.
+    """Runs a step with slices of several sizes, the smallest first, at least once and as long as there is time.
 
     Args:
-        runs: the step in a session; what it is fed is known for each size.
+        runs: the step in a session; its inputs are known for each size.
         step: the same step.
-        operators: samples of a slice -> the operators of each stage.
-        budget: the time that is left. Larger slices are begun, and rounds repeated, as long as it suffices.
+        operators: samples of a slice -> operators of each stage.
+        budget: the remaining time. Larger slices are begun, and rounds repeated, while it lasts.
         rounds: number of rounds; by default at most `_ROUNDS`.
-        tell: told what is being done.
+        tell: called with the current work.
     """
     walls: dict[int, list[float]] = {}
     traces: dict[int, list[object]] = {}
@@ -51,7 +51,7 @@ def measure_operators(
     for number in range(rounds or _ROUNDS):
         for samples in sizes:
             known = walls.get(samples) or [samples / least * walls[least][0] for least in walls]
-            # A run that isn't kept, one that is, and a trace.
+            # A warm-up run, a timed run and a trace.
             if walls and rounds is None and budget.left < 3 * known[0]:
                 continue
             tell(f"round {number + 1} of {rounds or _ROUNDS}, slices of {samples}")

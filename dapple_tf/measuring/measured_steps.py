@@ -32,15 +32,15 @@ def measure_steps(
     rounds: int = _ROUNDS,
     what: str = "measuring steps",
 ) -> tuple[float, ...]:
-    """Median seconds of a training step of each plan; they take turns, since a machine's speed drifts.
+    """Returns the median seconds of a training step of each plan; plans take turns, since a machine's speed drifts.
 
     Args:
         model: the model, built and compiled; it keeps its values.
         cluster: real devices.
         plans: the plans.
         example: draws the batches.
-        rounds: how often each plan has its turn, after two that don't count.
-        what: shown with the progress.
+        rounds: number of turns of each plan, after two of warm-up.
+        what: text shown with the progress.
     """
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; it must be at least 1")
@@ -74,16 +74,16 @@ def tune_reverse_first_k(
 ) -> Plan:
     """Finds k for reverse first-k by training: the paper's concave search over measured throughput.
 
-    Each k takes turns with k = 0, and counts by how much faster it is.
+    Each k takes turns with k = 0, and is rated by its speedup.
 
     Args:
         model: the model, built and compiled; it keeps its values.
         cluster: real devices.
-        plan: with stages to reverse, such as chunks on the same devices.
+        plan: a plan with stages to reverse, such as chunks on the same devices.
         x: example inputs, as for :func:`dapple_tf.profile`.
         y: example labels.
         sample_weight: example weights.
-        rounds: steps that are measured for each k.
+        rounds: number of measured steps for each k.
 
     Returns:
         The plan with the best ``reverse_first_k``.

@@ -1,4 +1,4 @@
-"""Lengths for axes that a model leaves open, where no example tells them: one that the model can be computed for."""
+"""Lengths for a model's open axes, if no example gives them: one that the model can be computed for."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from graph_passes.ir.tensorflow_bridge import infer_shapes
 logger = logging.getLogger(__name__)
 
 _LENGTHS = (128, 64, 32, 16, 8, 4, 2, 256, 512, 1024, 2048)
-"""What is tried, in this order: models with fewer positions than 128, and images that have to be larger."""
+"""Lengths to try, in this order: some models have fewer than 128 positions, others need larger images."""
 
 
 def chosen_length(model: keras.Model, spec: BatchSpec, told: int | None = None, likely: Sequence[int] = ()) -> int:
-    """The length that all open axes of a model's inputs are taken for; a warning says which.
+    """Returns the length for all open axes of a model's inputs; a warning names it.
 
     Args:
         model: a built model.
@@ -33,7 +33,7 @@ def chosen_length(model: keras.Model, spec: BatchSpec, told: int | None = None, 
         likely: lengths to try first.
 
     Raises:
-        ProfileError: the model can't be computed for that length, or for none that was tried.
+        ProfileError: the model can't be computed for that length, or for any tried one.
     """
     program = capture(model, VariableTable(model), Mode.PREDICT, spec)
     graph, samples = Graph(program.graph), program.roles.slice.samples
@@ -69,15 +69,15 @@ def chosen_length(model: keras.Model, spec: BatchSpec, told: int | None = None, 
 def _why_not_run(
     graph: GraphDef, placeholders: Mapping[str, Sequence[int | None]], values: Mapping[Ref, int], wanted: Sequence[Ref]
 ) -> str:
-    """Runs a graph on zeros, and says why it can't be run; nothing if it can.
+    """Runs a graph on zeros, and returns the reason if that fails; None if it works.
 
-    Some shapes are checked in a run only: that of a table of positions, say, of which rows are looked up.
+    Some shapes are checked only in a run, such as that of a table of positions whose rows are looked up.
 
     Args:
         graph: a flat graph.
         placeholders: shapes of placeholders; others (parameters, say) have fixed ones.
         values: values of scalar placeholders.
-        wanted: what to compute.
+        wanted: tensors to compute.
     """
     config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
     config.graph_options.rewrite_options.disable_meta_optimizer = True

@@ -1,4 +1,4 @@
-"""Measures what the single operators of a model's training step take: FD-DPS, definition 3."""
+"""Measures the times of single operators of a model's training step: FD-DPS, definition 3."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from dapple_tf.progress import Progress
 logger = logging.getLogger(__name__)
 
 _WARM_UP = 2
-"""Steps that aren't measured: the first allocate, and fill caches."""
+"""Number of steps that aren't measured: the first ones allocate, and fill caches."""
 _STEPS = 5
 EXAMPLE_DATA = ("x", "y", "sample_weight", "length")
-"""What may be given to measure with."""
+"""Arguments with example data for measuring."""
 
 
 def measured_operators(
     model: keras.Model, cluster: Cluster, plan: Plan, costs: OperatorCosts | None = None, **examples: Any
 ) -> tuple[OperatorCosts, Cluster]:
-    """What operators cost on a real cluster, and the cluster with its links.
+    """Returns the operators' costs on a real cluster, and the cluster with its links.
 
     Args:
         model: a built and compiled Keras model.
-        cluster: real devices; links that are known aren't measured.
+        cluster: real devices; known links aren't measured.
         plan: a plan that places operators.
-        costs: what operators take, to use in place of measuring.
+        costs: operators' costs to use instead of measuring.
         examples: ``x``, ``y``, ``sample_weight`` and ``length`` as for `profile_operators`.
 
     Raises:
         CaptureError: the model can't be captured.
         ProfileError: inputs or labels can't be guessed; give ``x`` and ``y``.
         PlanError: the cluster lacks a device of the plan, or the model doesn't fit the devices' memory.
-        TypeError: costs that aren't any, or examples beside them.
+        TypeError: costs of another type, or examples in addition to costs.
     """
     plan.validate_on(cluster)
     if costs is not None and not isinstance(costs, OperatorCosts):
@@ -82,18 +82,18 @@ def profile_operators(
 ) -> OperatorCosts:
     """Measures the operators of a model's training step on each kind of device that a plan places them on.
 
-    A step is run with everything on one device of each kind; where the model is too large for that, on all devices of
-    the plan. The model keeps its values, and so does its optimizer: what is trained is a copy on the device.
+    A step runs with everything on one device of each kind; if the model is too large for that, on all devices of
+    the plan. The model and its optimizer keep their values: a copy on the device is trained.
 
     Args:
         model: a built and compiled Keras model.
         cluster: real devices.
-        plan: a plan that places operators; slices are measured as large as its micro-batches.
+        plan: a plan that places operators; slices have the size of its micro-batches.
         x: example inputs, any number of samples. Needed for a model that doesn't declare its inputs.
-        y: example labels; by default such as the loss takes.
-        sample_weight: example weights; by default none.
-        length: of axes that the model leaves open, where x isn't given; see :func:`dapple_tf.profile`.
-        steps: how many are averaged.
+        y: example labels; drawn for the loss by default.
+        sample_weight: example weights; none by default.
+        length: length of axes that the model leaves open, if x isn't given; see :func:`dapple_tf.profile`.
+        steps: number of steps to average.
         costs: costs to add to; None begins with estimates only.
 
     Raises:

@@ -25,11 +25,11 @@ from graph_passes.ir.program import Program
 logger = logging.getLogger(__name__)
 
 _VERSION = 3
-"""Changes when the same model would be measured in another way, so that older files don't count."""
+"""Version of the measuring method: older files don't count when a model is measured in another way."""
 
 
 def cache_directory(cache: bool | str | os.PathLike[str]) -> pathlib.Path | None:
-    """Where profiles are kept: a directory, the default one if that is True, or None if it is False."""
+    """Returns the directory of profiles: the given one, the default one for True, or None for False."""
     if cache is False:
         return None
     if cache is not True:
@@ -39,7 +39,7 @@ def cache_directory(cache: bool | str | os.PathLike[str]) -> pathlib.Path | None
 
 
 def read_profile(path: pathlib.Path) -> Profile | None:
-    """The profile in a file; None if there is none, or, with a warning, none that can be used."""
+    """Returns the profile in a file; None if there is none, or, with a warning, if it can't be used."""
     try:
         return Profile.load(path)
     except FileNotFoundError:
@@ -50,7 +50,7 @@ def read_profile(path: pathlib.Path) -> Profile | None:
 
 
 def write_profile(path: pathlib.Path, profile: Profile) -> None:
-    """Writes a profile all at once, so that no reader finds half of one; only warns if that isn't possible."""
+    """Writes a profile atomically, so that no reader finds half of one; only warns if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
@@ -74,16 +74,16 @@ def profile_key(
     device: int,
     repeats: int | None,
 ) -> str:
-    """A hash of all that the measured costs depend on; the same in every process.
+    """Returns a hash of all that the measured costs depend on; the same in every process.
 
     Args:
         model: the model.
         program: its captured training graph.
         example: its batches.
-        sizes: samples of the slices that are measured.
-        cluster: the devices that sessions are configured for.
-        device: index of the one that is measured.
-        repeats: how often it is measured, if that was asked for.
+        sizes: samples of the measured slices.
+        cluster: devices that sessions are configured for.
+        device: index of the measured device.
+        repeats: number of measurements, if it was given.
     """
     kind = str(tf.DeviceSpec.from_string(cluster.device_names[device]).device_type)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -103,7 +103,7 @@ def _hash(text: str) -> str:
 
 
 def _hardware(kind: str) -> str:
-    """What the device is: the model of the processor, or of this machine's GPUs."""
+    """Returns the device's hardware: the model of the processor, or of this machine's GPUs."""
     if kind == "GPU":
         gpus = tf.config.list_physical_devices("GPU")
         return ", ".join(str(tf.config.experimental.get_device_details(gpu).get("device_name")) for gpu in gpus)
@@ -115,7 +115,7 @@ def _hardware(kind: str) -> str:
 
 
 def _optimizer_text(optimizer: Any) -> str:
-    """The optimizer's configuration, without its name (Keras counts) and a plain learning rate (it may change)."""
+    """Returns the optimizer's configuration without its name (Keras counts) and a plain, changeable learning rate."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -127,7 +127,7 @@ def _optimizer_text(optimizer: Any) -> str:
 
 
 def graph_hash(program: Program) -> str:
-    """A hash of the captured graph under names of its own: those that Keras and TensorFlow mint contain counters."""
+    """Returns a hash of the captured graph under neutral names: those of Keras and TensorFlow contain counters."""
     library = {function.signature.name: function for function in program.graph.library.function}
     hashes: dict[str, str] = {}
 

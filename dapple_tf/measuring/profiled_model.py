@@ -1,4 +1,4 @@
-"""What every way of profiling a model begins with: its graph with a stage for each layer, and the optimizer's part."""
+"""The basis of every way of profiling a model: its graph with a stage for each layer, and the optimizer's part."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from graph_passes.ir.program import Program
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ProfiledModel:
-    """A model, what it is measured with, and where.
+    """A model, and the data, sizes and devices to measure it with.
 
     Attributes:
         model: the model, built and compiled.
-        table: names of its variables.
+        table: its variables.
         flat: its captured training graph.
         example: its batches.
-        sizes: samples of the slices that are measured, the smallest first.
+        sizes: samples of the measured slices, the smallest first.
         cluster: real devices.
-        device: index of the one that is measured.
-        repeats: how often each time is measured; None for as often as there is time for.
+        device: index of the measured device.
+        repeats: number of measurements of each time; None for as many as there is time for.
     """
 
     model: keras.Model
@@ -54,7 +54,7 @@ class ProfiledModel:
 
     @property
     def device_name(self) -> str:
-        """Name of the device that is measured."""
+        """Name of the measured device."""
         return self.cluster.device_names[self.device]
 
     @functools.cached_property
@@ -78,17 +78,17 @@ class ProfiledModel:
 
     @functools.cached_property
     def sample_shapes(self) -> list[tuple[int, ...]]:
-        """The shape of one sample of each of the program's inputs: what devices get of strings are numbers."""
+        """The shape of one sample of each of the program's inputs: devices receive strings as numbers."""
         return [array.shape[1:] for array in on_host(self.flat, self.example.batch(1))]
 
     def batch(self, samples: int) -> dict[Ref, np.ndarray]:
-        """Batch input -> values for so many samples."""
+        """Returns batch input -> values for ``samples`` samples."""
         arrays = on_host(self.flat, self.example.batch(samples))
         return dict(zip(self.flat.roles.inputs, arrays, strict=True))
 
     @contextlib.contextmanager
     def session(self, updates: Sequence[GroupUpdate]) -> Iterator[TimedSession]:
-        """A session that has the values of the model's variables, and of those that updates need."""
+        """Opens a session with the values of the model's variables, and of those that updates need."""
         metrics: Mapping[str, tuple[np.ndarray, np.ndarray]] = RunningMetrics(self.model, self.table).feeds()
         with TimedSession(self.cluster, self.device_name, metrics) as session:
             read = {name for stage in self.program.stages for name in stage.reads}
@@ -99,11 +99,11 @@ class ProfiledModel:
 
     @contextlib.contextmanager
     def engine_step(self, samples: int, micro_batches: int) -> Iterator[Callable[[], float]]:
-        """A real training step on the device: a function that runs it and returns its seconds.
+        """Prepares a real training step on the device; yields a function that runs it and returns its seconds.
 
         Args:
-            samples: of a micro-batch.
-            micro_batches: of the step.
+            samples: samples of a micro-batch.
+            micro_batches: micro-batches of the step.
         """
         batch = samples * micro_batches
         plan = Plan.data_parallel([self.device], batch, micro_batches=micro_batches)

@@ -1,8 +1,8 @@
-"""The profiler: measures what each layer of a compiled Keras model costs on a device.
+"""The profiler: measures the cost of each layer of a compiled Keras model on a device.
 
-The model goes through the passes that training goes through, with a stage for each layer (`profiled_model.py`). As
-exactly as there is time for (`time_budget.py`), layers are measured one by one (`measured_layers.py`), or their
-operators in a few steps of the whole model (`measured_operators.py`), or nothing is (`layers_by_operator.py`).
+The model goes through the same passes as for training, with a stage for each layer (`profiled_model.py`). Depending
+on the available time (`time_budget.py`), layers are measured one by one (`measured_layers.py`), or their operators in
+a few steps of the whole model (`measured_operators.py`), or everything is estimated (`layers_by_operator.py`).
 """
 
 from __future__ import annotations
@@ -56,30 +56,30 @@ def profile(
 ) -> Profile:
     """Measures a model layer by layer.
 
-    The model keeps its values, and so does its optimizer: what is trained meanwhile is a copy on the device.
+    The model and its optimizer keep their values: a copy on the device is trained.
 
     Args:
         model: a built and compiled Keras model.
-        batch_size: samples of a slice (what one device works on at a time): one size, or several, from which follows
-            which part of each cost is fixed and which grows with the samples. Sizes around those of the plans to come
+        batch_size: samples of a slice (the work of one device at a time): one size, or several, which separate the
+            fixed part of each cost from the part that grows with the samples. Sizes around those of future plans
             are best.
-        cluster: real devices that the model is to be trained on; sessions are configured for all of them. By default
-            one local device.
-        device: index of the one that is measured.
+        cluster: real devices to train on; sessions are configured for all of them. By default one local
+            device.
+        device: index of the device to measure on.
         x: example inputs, any number of samples. Needed for a model that doesn't declare its inputs (a subclassed one),
             and useful where random numbers (of integers: 0 and 1) aren't typical.
-        y: example labels; by default such as the loss takes.
-        sample_weight: example weights; by default none.
-        length: what axes that the model leaves open are taken to be as long as, where x isn't given; by default 128, or
-            another length if the model can't be computed for that: a warning tells which.
-        cache: whether to keep profiles on disk and look there first; or the directory in place of ``$DAPPLE_CACHE``
+        y: example labels; drawn for the loss by default.
+        sample_weight: example weights; none by default.
+        length: length of axes that the model leaves open, if x isn't given; by default 128, or another one if the model
+            can't be computed for 128: a warning names it.
+        cache: whether to keep profiles on disk and reuse them; or a directory in place of ``$DAPPLE_CACHE``
             (``~/.cache/dapple_tf/profiles``).
-        repeats: how often each time is measured; by default as often as fits into some 20 s, 5 to 25 times.
-        progress: whether to tell on a terminal how far measuring has got.
-        budget: seconds that it may take, about; or what is left of them. Where measuring layer by layer would take
-            longer, operators are measured in a few steps of the whole model; where there is no time for that either,
-            they are only estimated by rooflines (`Profile.method`). The model is captured and cut in any case. None
-            measures layer by layer.
+        repeats: number of measurements of each time; by default as many as fit into some 20 s, 5 to 25.
+        progress: whether to show progress on a terminal.
+        budget: approximate seconds that profiling may take; or a budget with the remaining ones. If measuring layer by
+            layer would take longer, operators are measured in a few steps of the whole model; if there is no time for
+            that either, they are only estimated by rooflines (`Profile.method`). The model is captured and cut in any
+            case. None measures layer by layer.
 
     Returns:
         The profile. Layers are named as plans cut: ``block_1``, ``encoder/block_1`` within a nested model,
@@ -131,7 +131,7 @@ def profile(
 
 
 def _expected(budget: TimeBudget) -> float:
-    """About how many seconds the rest of a profile takes, when the model has been captured."""
+    """Returns about how many seconds the rest of a profile takes, once the model has been captured."""
     if budget.allows("cut", "layers", *budget.afterwards):
         return budget.expected("cut", "layers")
     return min(budget.expected("cut", "operators"), max(budget.left, budget.expected("cut")))
@@ -142,7 +142,7 @@ def _path(directory: pathlib.Path, key: str, method: str) -> pathlib.Path:
 
 
 def _paths(directory: pathlib.Path, key: str, budget: TimeBudget) -> list[pathlib.Path]:
-    """Where a profile may be that is as exact as there is time for, the most exact first."""
+    """Returns the possible paths of a profile as exact as there is time for, the most exact first."""
     methods = ["layers"] if budget.seconds is None else ["layers", "operators"]
     return [_path(directory, key, method) for method in methods]
 
@@ -156,7 +156,7 @@ def _sizes(batch_size: int | Sequence[int]) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def kept_metrics(model: keras.Model) -> Iterator[None]:
-    """Metrics have their values afterwards; those that are built meanwhile are reset."""
+    """Restores the metrics' values afterwards; metrics that are built meanwhile are reset."""
     before = [(variable, np.asarray(variable.value)) for variable in model.metrics_variables]
     known = {id(variable) for variable, _ in before}
     try:
@@ -170,7 +170,7 @@ def kept_metrics(model: keras.Model) -> Iterator[None]:
 
 
 def _profiled(profiled: ProfiledModel, budget: TimeBudget, bar: Progress) -> Profile:
-    """The profile, without a key, by the most exact way for which there is time."""
+    """Returns the profile without a key, by the most exact method for which there is time."""
     bar.step("cutting the model", now=True)
     budget.begin("cut")
     program = profiled.program

@@ -1,4 +1,4 @@
-"""Measures how much compute the devices of one server really have together when they train a model."""
+"""Measures the compute that the devices of one server really have together when they train a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MICRO_BATCHES = 2
 
 
 def shares_cores(cluster: Cluster, server: int) -> bool:
-    """Whether devices of a server use the same processor: logical CPU devices do."""
+    """Returns whether devices of a server share a processor, as logical CPU devices do."""
     devices = cluster.devices_of(server)
     return len(devices) > 1 and all("device:CPU" in cluster.devices[device].name for device in devices)
 
@@ -36,20 +36,20 @@ def measure_capacity(
     sample_weight: Any = None,
     length: int | None = None,
 ) -> Cluster:
-    """Returns the cluster with the `capacity` that servers with shared cores have for this model.
+    """Returns the cluster with the `capacity` of servers with shared cores for this model.
 
-    Steps of the model on one device, and of data parallelism on all of the server's, take turns. What the second take
-    longer, beyond their all-reduce, is by how much the devices slow each other down: by sharing cores, caches and
-    memory, each model in its own way.
+    Steps of the model on one device, and of data parallelism on all of the server's, take turns. The extra time of the
+    second, beyond their all-reduce, shows how much the devices slow each other down by sharing cores, caches and
+    memory, which depends on the model.
 
     Args:
         model: the model, built and compiled; it keeps its values.
         cluster: real devices, with measured links.
-        profile: the model's, which tells the part of a step that isn't computation.
+        profile: the model's profile, which gives the part of a step that isn't computation.
         x: example inputs, as for :func:`dapple_tf.profile`.
         y: example labels.
         sample_weight: example weights.
-        length: of axes that the model leaves open, where x isn't given.
+        length: length of axes that the model leaves open, if x isn't given.
     """
     servers = list(cluster.servers or (Server(),) * cluster.num_servers)
     for server in range(cluster.num_servers):

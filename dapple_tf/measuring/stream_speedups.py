@@ -1,9 +1,9 @@
 """Measures what a model's Bx and Bw gain from running at the same time on two streams, and plans with it.
 
 Out-Of-Order BackProp, EuroSys'22, section 4.1: "For all the region pairs we profile their concurrent kernel runs and
-record the speedups over their sequential runs." Here a pair is a stage's Bw and an earlier stage's Bx, the real stage
+record the speedups over their sequential runs." Here a pair is a stage's Bw and an earlier stage's Bx: the real stage
 functions of a plan on its real devices. One graph runs the model forward and backward once and then, for each pair,
-both tasks one after the other and both at once, with nodes between them that tell the time (as in `timed_step.py`).
+both tasks one after the other and both at once, with nodes between them that read the clock (as in `timed_step.py`).
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ from graph_passes.passes.split_concat import SplitConcat
 logger = logging.getLogger(__name__)
 
 _WARM_UP = 2
-"""Runs that don't count: TensorFlow optimizes the graph in the first, allocators settle in the second."""
+"""Number of runs that don't count: TensorFlow optimizes the graph in the first, allocators settle in the second."""
 _REPEATS = 7
-"""Runs that count; medians are taken."""
+"""Number of runs that count; medians are taken."""
 _OPTIONS = {"recompute", "jit_compile", "bucket_bytes", "wait_free", "carried_updates"}
-"""What `plan_streams` passes on."""
+"""Options that `plan_streams` passes on."""
 _STEP = "streams"
 _FIRST, _SECOND, _BOTH, _REHEARSAL = "first", "second", "both", "rehearsal"
-"""What a pair's items are: Bx, then Bw; both at once; and both at once before that counts, to warm caches."""
+"""Items of a pair: Bx, then Bw; both at once; and a rehearsal of both at once before, to warm caches."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamProfile:
-    """What a plan's tasks take on two streams, and what they keep in memory.
+    """Times of a plan's tasks on two streams, and the memory that they keep.
 
     Attributes:
         times: seconds and speedups.
-        residual_bytes: what each stage keeps of a slice from F to Bx.
-        delayed_bytes: what each stage keeps of a slice from Bx to Bw.
+        residual_bytes: bytes that each stage keeps of a slice from F to Bx.
+        delayed_bytes: bytes that each stage keeps of a slice from Bx to Bw.
     """
 
     times: StreamTimes
@@ -87,7 +87,7 @@ def measure_speedups(
     repeats: int = _REPEATS,
     progress: bool = True,
 ) -> StreamProfile:
-    """Measure each stage's Bx and Bw alone, and all pairs of a Bw and a Bx of an earlier stage at the same time.
+    """Measures each stage's Bx and Bw alone, and all pairs of a Bw and a Bx of an earlier stage at the same time.
 
     The speedup of a pair is the time of both one after the other over that of both at once, on the first replica's main
     and weight device and a slice of the first micro-batch; medians over ``repeats`` runs, in each of which all pairs
@@ -96,13 +96,13 @@ def measure_speedups(
     Args:
         model: a built and compiled Keras model.
         cluster: real devices of this machine.
-        plan: its cuts, devices, weight devices, micro-batches, recomputation and compilation; for two streams, such as
-            `plan_streams` makes.
+        plan: its cuts, devices, weight devices, micro-batches, recomputation and compilation; a plan for two streams,
+            such as `plan_streams` makes.
         x: example inputs, as in `dapple_tf.profile`.
         y: example labels.
         sample_weight: example weights.
-        repeats: how often everything is measured.
-        progress: whether to tell on a terminal how far measuring has got.
+        repeats: number of measurements of everything.
+        progress: whether to show progress on a terminal.
 
     Raises:
         PlanError: the cluster has no such devices, or the plan has no weight devices or they are the main ones.
@@ -168,7 +168,7 @@ def plan_streams(
     progress: bool = True,
     **options: Any,
 ) -> Plan:
-    """Plan the two streams of each device: multi-region joint scheduling (EuroSys'22, section 4.1).
+    """Plans the two streams of each device: multi-region joint scheduling (EuroSys'22, section 4.1).
 
         cluster = Cluster.local(1, kind="cpu").with_sub_streams()
         plan = plan_streams(model, cluster, stages=8, global_batch_size=64)
@@ -179,21 +179,21 @@ def plan_streams(
 
     Args:
         model: a built and compiled Keras model.
-        cluster: with sub-streams, `Cluster.with_sub_streams`.
+        cluster: a cluster with sub-streams, see `Cluster.with_sub_streams`.
         cuts: the layers that stages end after.
         global_batch_size: samples in one step, over all devices.
-        stages: in place of ``cuts``, how many stages of about as many layers each.
+        stages: in place of ``cuts``, number of stages of about as many layers each.
         micro_batches: M.
         memory_limit: bytes that a device and its sub-stream may keep of a slice from its forward on: residuals, and
-            what Bw read. Regions at the backward's beginning are pre-scheduled until it fits (the paper's memory rule),
-            and only one micro-batch is in flight. None for no limit.
-        tolerance: consecutive stages whose Bx take about as long are one region, `joint_scheduling.similar_regions`;
-            None makes each stage's Bx a region.
-        profile: what `measure_speedups` found before; measured when None.
+            the inputs of Bw. Regions at the backward's beginning are pre-scheduled until it fits (the paper's memory
+            rule), and only one micro-batch is in flight. None for no limit.
+        tolerance: consecutive stages with similar times of Bx are one region, see
+            `joint_scheduling.similar_regions`; None makes each stage's Bx a region.
+        profile: an earlier result of `measure_speedups`; measured when None.
         x: example inputs, as in `dapple_tf.profile`.
         y: example labels.
         sample_weight: example weights.
-        progress: whether to tell on a terminal how far measuring has got.
+        progress: whether to show progress on a terminal.
         **options: ``recompute``, ``jit_compile``, ``bucket_bytes``, ``wait_free`` and ``carried_updates`` of the plan.
 
     Raises:
@@ -212,7 +212,7 @@ def plan_streams(
 def two_stream_plan(
     cluster: Cluster, cuts: Sequence[str], global_batch_size: int, micro_batches: int = 1, **options: Any
 ) -> Plan:
-    """A plan for the two streams of each device in which Bw run as soon as they are ready.
+    """Returns a plan for the two streams of each device in which each Bw runs as soon as it is ready.
 
     Raises:
         PlanError: a cluster without sub-streams, an option that `plan_streams` doesn't take, or as `Plan`.
@@ -232,7 +232,7 @@ def two_stream_plan(
 def with_joint_schedule(
     plan: Plan, profile: StreamProfile, *, memory_limit: int | None = None, tolerance: float | None = None
 ) -> Plan:
-    """A plan for two streams with the regions that algorithm 1 and the memory rule find for a profile.
+    """Returns a plan for two streams with the regions that algorithm 1 and the memory rule find for a profile.
 
     Raises:
         PlanError: the profile is of another number of stages, or nothing fits the limit.
@@ -257,13 +257,13 @@ def with_joint_schedule(
         fitted.peak / 2**20,
     )
     found = joint_scheduling.weight_regions(regions, fitted.schedule, times.stages)
-    # What the memory rule counts is one micro-batch's.
+    # The memory rule counts one micro-batch.
     warm_up = plan.warm_up if memory_limit is None else (1,) * times.stages
     return dataclasses.replace(plan, weight_regions=found, warm_up=warm_up)
 
 
 def even_cuts(model: keras.Model, stages: int, x: Any = None, y: Any = None, sample_weight: Any = None) -> list[str]:
-    """The layers to cut after for so many stages of about as many layers each.
+    """Returns the layers to cut after for ``stages`` stages of about as many layers each.
 
     Raises:
         PlanError: fewer stages than 1, or more than the model can be cut into.
@@ -292,7 +292,7 @@ def _stage_functions(flat: Program, plan: Plan) -> Program:
 
 
 class _StreamStep:
-    """A graph in which a slice's tasks run, then all pairs of a Bw and an earlier stage's Bx, and the times of both."""
+    """A graph that runs a slice's tasks, then all pairs of a Bw and an earlier stage's Bx, and times both."""
 
     def __init__(self, program: Program, main: str, sub: str, host: str, samples: int) -> None:
         self.program, self.main, self.sub = program, main, sub
@@ -329,21 +329,21 @@ class _StreamStep:
 
     @property
     def fetches(self) -> dict[str, Any]:
-        """What a run fetches."""
+        """The fetches of a run."""
         return {
             "stamps": [f"{_STEP}/{stamp}:0" for stamp in self._stamps],
             "unread": [f"{_STEP}/{node}" for node in self._unread],
         }
 
     def feeds(self, session: TimedSession, values: Mapping[Ref, np.ndarray]) -> dict[str, Any]:
-        """What a run is fed: flat batch input -> the slice."""
+        """Returns the feeds of a run: flat batch input -> the slice."""
         found: dict[Ref, Any] = {self.step.feeds[ref]: array for ref, array in values.items()}
         for variable, places in self.step.metric_feeds.items():
             found |= dict(zip(places, session.metrics[variable], strict=True))
         return {f"{_STEP}/{ref.node}:{ref.output}": value for ref, value in found.items()}
 
     def times(self, rounds: np.ndarray) -> StreamTimes:
-        """What the stamps of several runs say. ``rounds``: [run, stamp], in seconds."""
+        """Returns the times from the stamps of several runs. ``rounds``: [run, stamp], in seconds."""
         column = {stamp: index for index, stamp in enumerate(self._stamps)}
         # The clock may be set back meanwhile.
         spans = np.maximum(np.diff(rounds[:, : len(self._position) + 1]), 0.0)
@@ -376,7 +376,7 @@ class _StreamStep:
         )
 
     def _bind_loss_gradient(self) -> None:
-        """The gradient of the loss is 1: how an optimizer scales it changes no times."""
+        """Sets the gradient of the loss to 1: how an optimizer scales it changes no times."""
         nodes = Graph(self.graph).nodes
         builder = Builder(self.graph)
         bound = {
@@ -386,7 +386,7 @@ class _StreamStep:
         substitute(self.graph, bound)
 
     def _alone(self) -> list[Item]:
-        """The slice's own tasks, one after another: they make what the pairs read."""
+        """Returns the slice's own tasks, one after another: they make the inputs of the pairs."""
         order = [Task(stage.index, Phase.FORWARD, 0) for stage in self.program.stages]
         for stage in reversed(self.program.stages):
             order += [Task(stage.index, phase, 0) for phase, function in stage.phases[1:] if function is not None]
@@ -398,7 +398,7 @@ class _StreamStep:
         ]
 
     def _pair(self, kernel: int, region: int) -> list[Item]:
-        """Both at once (twice, of which the second counts), and one after the other between these."""
+        """Returns both at once (twice, of which the second counts), and one after the other between these."""
         weights, inputs = self.program.stages[kernel].weight_grad, self.program.stages[region].input_grad
         assert weights is not None and inputs is not None
 
@@ -419,7 +419,7 @@ class _StreamStep:
         ]
 
     def _again(self, task: Task, function: StageFunction, device: str) -> str:
-        """Another call of a task's function, on what the task itself gets."""
+        """Adds another call of a task's function, with the task's own inputs."""
         given = self._view.inputs(self.step.entry[task])
         name = self._builder.names.fresh(f"again/{task}")
         self._builder.append(call_node(name, function.function, given, device=device))
@@ -427,7 +427,7 @@ class _StreamStep:
         return name
 
     def _readers(self) -> list[str]:
-        """A reader of each result that nothing else reads: TensorFlow removes it otherwise, and with it the work."""
+        """Returns a reader of each otherwise unread result: without it, TensorFlow removes the result and its work."""
         view = Graph(self.graph)
         read = {ref for name in view.nodes for ref in view.inputs(name)}
         readers = []

@@ -1,7 +1,7 @@
-"""How much time measuring may take, and how long its phases are likely to take on this machine.
+"""The time that measuring may take, and the likely duration of its phases on this machine.
 
-A phase's time isn't known before it is over, but what phases take in proportion to one another hardly depends on the
-model and the machine. So the phases that are over tell how long the others will take.
+A phase's time is known only afterwards, but the proportions of phases hardly depend on the
+model and the machine. So finished phases predict the others.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 PHASES = {"capture": 1.0, "cut": 3.5, "operators": 4.5, "layers": 40.0, "shared cores": 10.0}
-"""Phase -> what it takes in proportion to capturing the model, steps themselves left out: medians on two cores."""
+"""Phase -> its time in proportion to capturing the model, without the steps themselves: medians on two cores."""
 
 
 class TimeBudget:
@@ -21,9 +21,9 @@ class TimeBudget:
         budget.expected("layers")   some 28 s
 
     Args:
-        seconds: None is without end.
-        afterwards: phases that come when layers have been measured one by one; there must be time for them, too.
-        clock: what tells the time, in seconds.
+        seconds: the limit; None for no limit.
+        afterwards: phases that follow when layers have been measured one by one; their time is reserved, too.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(
@@ -40,31 +40,31 @@ class TimeBudget:
         self._taken: dict[str, float] = {}
 
     def begin(self, phase: str) -> None:
-        """Ends the phase that is under way, and begins another of `PHASES`."""
+        """Ends the current phase, and begins another of `PHASES`."""
         self.end()
         self._phase, self._began = phase, self._clock()
 
     def end(self) -> None:
-        """Ends the phase that is under way."""
+        """Ends the current phase."""
         if self._phase:
             self._taken[self._phase] = self._clock() - self._began
         self._phase = ""
 
     @property
     def spent(self) -> float:
-        """Seconds since it was made."""
+        """Seconds since the budget was made."""
         return self._clock() - self._start
 
     @property
     def left(self) -> float:
-        """Seconds that are left; infinite without end."""
+        """Remaining seconds; infinite without a limit."""
         return float("inf") if self.seconds is None else self.seconds - self.spent
 
     def expected(self, *phases: str) -> float:
-        """Seconds that phases are likely to take, by those that are over: at least one must be."""
+        """Returns the likely seconds of phases, predicted from the finished ones, of which there must be one."""
         done = sum(PHASES[phase] for phase in self._taken)
         return sum(self._taken.values()) * sum(PHASES[phase] for phase in phases) / done
 
     def allows(self, *phases: str, more: float = 0.0) -> bool:
-        """Whether there is time for phases, and for so many seconds more."""
+        """Returns whether there is time for phases, and for ``more`` seconds."""
         return self.seconds is None or self.expected(*phases) + more <= self.left

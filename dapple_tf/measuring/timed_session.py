@@ -1,4 +1,4 @@
-"""A session in which timed steps run on a copy of the model's variables, and the times that they took."""
+"""A session in which timed steps run on a copy of the model's variables, and the times of these steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graph_passes.ir.program import Variable
 from graph_passes.ir.storage import by_dtype
 
 _CALLERS_THREAD = -1
-"""The pool of threads that is none: whoever runs the graph runs its operators, too."""
+"""The number of no thread pool: whoever runs the graph runs its operators, too."""
 
 
 class TimedSession:
@@ -49,11 +49,11 @@ class TimedSession:
         self._opened.close()
 
     def add(self, graph: GraphDef, name: str) -> None:
-        """Adds nodes under ``name/``, and functions that aren't there yet."""
+        """Adds nodes under ``name/``, and functions that are missing."""
         add_to_graph(self._graph, self._library, graph, name)
 
     def load(self, table: VariableTable, variables: Sequence[Variable]) -> None:
-        """Keras' values -> the device."""
+        """Copies Keras' values to the device."""
         storage = DeviceValues([Holding((0,), (self.device,), tuple(variables))])
         self.add(storage.graph, DeviceValues.PREFIX)
         feed = {}
@@ -69,8 +69,8 @@ class StepRuns:
 
     Attributes:
         timed: the step.
-        name: under which its nodes are in the session's graph.
-        device: name of the device that it runs on.
+        name: prefix of its nodes in the session's graph.
+        device: name of its device.
     """
 
     def __init__(self, session: TimedSession, timed: TimedStep, name: str) -> None:
@@ -80,7 +80,7 @@ class StepRuns:
         self._fetch: dict[str, Any] = {"stamps": [f"{name}/{stamp}:0" for stamp in timed.stamps]}
         if timed.step.train is not None:
             self._fetch["train"] = f"{name}/{timed.step.train}"
-        # Fetched as nodes, not tensors: they are run, and nothing is brought to the host.
+        # Fetched as nodes, not tensors: they run, and nothing is copied to the host.
         self._fetch["unread"] = [f"{name}/{node}" for node in timed.unread]
         self._feeds: dict[int, dict[str, Any]] = {}
         self._rounds: dict[int, list[np.ndarray]] = {}
@@ -90,7 +90,7 @@ class StepRuns:
         return f"{self.name}/{ref.node}:{ref.output}"
 
     def feed(self, samples: int, values: Mapping[Ref, np.ndarray]) -> None:
-        """Says what runs with micro-batches of so many samples are fed: flat batch input -> the whole batch."""
+        """Sets the inputs of runs with micro-batches of ``samples``: flat batch input -> the whole batch."""
         step = self.timed.step
         feeds: dict[Ref, Any] = {step.feeds[ref]: array for ref, array in values.items()}
         for variable, places in step.metric_feeds.items():
@@ -100,7 +100,7 @@ class StepRuns:
         self._rounds.setdefault(samples, [])
 
     def run(self, samples: int, *, kept: bool = True) -> None:
-        """Runs the step once; its times are kept or not."""
+        """Runs the step once; ``kept`` says whether its times are kept."""
         stamps = self._session.session.run(self._fetch, self._feeds[samples])["stamps"]
         if kept:
             # The clock may be set back meanwhile.
@@ -109,7 +109,7 @@ class StepRuns:
     def trace(self, samples: int, *, alone: bool = False) -> Any:
         """Runs the step once and returns its step stats; ``alone`` runs one operator at a time on CPUs of this process.
 
-        Times on CPUs are known without TensorFlow's profiler, which alone knows those of a GPU's kernels.
+        Times on CPUs are known without TensorFlow's profiler, which only a GPU's kernels need.
         """
         metadata = tf.compat.v1.RunMetadata()
         levels = tf.compat.v1.RunOptions
@@ -120,15 +120,15 @@ class StepRuns:
         return metadata.step_stats
 
     def times(self, samples: int, work: str, stage: int = 0, micro_batch: int = LAST) -> np.ndarray:
-        """Seconds of an item in each round that was kept; zeros when the step has no such item."""
+        """Returns the seconds of an item in each kept round; zeros if the step has no such item."""
         index = self._position.get(ItemKey(work, stage, micro_batch))
         rounds = self._rounds[samples]
         return np.zeros(len(rounds)) if index is None else np.asarray([found[index] for found in rounds])
 
     def time(self, samples: int, work: str, stage: int = 0, micro_batch: int = LAST) -> float:
-        """The median of `times`."""
+        """Returns the median of `times`."""
         return float(np.median(self.times(samples, work, stage, micro_batch)))
 
     def typical(self) -> float:
-        """The median of all times of all items."""
+        """Returns the median of all times of all items."""
         return float(np.median(np.concatenate([found for rounds in self._rounds.values() for found in rounds])))

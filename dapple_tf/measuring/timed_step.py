@@ -1,7 +1,7 @@
-"""A training step on one device whose parts run one after the other, with a node between them that tells the time.
+"""A training step on one device whose parts run one after the other, with clock-reading nodes between them.
 
-No trace is taken: its overhead, a microsecond or two for every op, would be most of a small layer's time. Only graphs
-are made here; `timed_session.py` runs them.
+No trace is taken: its overhead, a microsecond or two for every op, would be most of a small layer's time. This module
+only makes graphs; `timed_session.py` runs them.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from graph_passes.passes.split_concat import SplitConcat
 from graph_passes.passes.update import Update
 
 MICRO_BATCHES = 2
-"""The first micro-batch warms caches and the allocator, and sets accumulators where the others add to them."""
+"""Number of micro-batches: the first warms caches and the allocator, and sets accumulators to which the others add."""
 LAST = MICRO_BATCHES - 1
 """The micro-batch that is measured."""
 
 STATISTICS, APPLY, NOTHING = "statistics", "apply", "nothing"
-"""What items are that belong to no phase of a task: those of the update, and calls of an empty function."""
+"""Kinds of items that belong to no phase of a task: those of the update, and calls of an empty function."""
 
 MARK = 1_000_003
 """Stands for the samples of a micro-batch while a step is built: a prime, so that no other constant is a multiple."""
 
 
 class ItemKey(NamedTuple):
-    """What an item is: part of the work (a phase's value, or one of the names above), stage and micro-batch."""
+    """Identity of an item: its work (a phase's value, or one of the names above), stage and micro-batch."""
 
     work: str
     stage: int = 0
@@ -52,10 +52,10 @@ class ItemKey(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """Something that runs by itself between two times.
+    """Work that runs alone between two times.
 
     Attributes:
-        key: what it is.
+        key: its identity.
         entry: its first nodes.
         exit: its last nodes.
     """
@@ -70,12 +70,12 @@ class TimedStep:
     """A step whose items run one after the other.
 
     Attributes:
-        graph: its top level.
-        step: what its tensors mean.
-        stamps: nodes that tell the time (float64 seconds): before the first item and after each.
-        items: what runs between them.
-        sizes: placeholder -> what multiple of a micro-batch's samples it is to be fed, element by element.
-        unread: nodes to run, too: readers of results that nothing else reads, which TensorFlow would remove.
+        graph: its top level's graph.
+        step: meaning of its tensors.
+        stamps: nodes that read the clock (float64 seconds): before the first item and after each.
+        items: the items between them.
+        sizes: placeholder -> the multiple of a micro-batch's samples to feed, element by element.
+        unread: more nodes to run: readers of otherwise unread results, which TensorFlow would remove.
     """
 
     graph: GraphDef
@@ -95,7 +95,7 @@ def timed_step(
     *,
     input_gradients: bool = False,
 ) -> TimedStep:
-    """A step of `MICRO_BATCHES` micro-batches whose size is fed, with all stages on one device.
+    """Returns a step of `MICRO_BATCHES` micro-batches of any size, with all stages on one device.
 
     Args:
         program: stages with functions.
@@ -103,13 +103,13 @@ def timed_step(
         device: name of the device.
         host: name of the device that batches are fed to.
         prefix: start of the names of new functions; unique in the session.
-        input_gradients: give the first micro-batch tasks Bx, too: the part of B that computes the gradients of what a
-            stage receives, for stages that also have a Bw. The last micro-batch is as in training.
+        input_gradients: whether the first micro-batch gets tasks Bx, too: the part of B that computes the gradients of
+            a stage's inputs, for stages that also have a Bw. The last micro-batch is as in training.
     """
     hosts = readers_of(program)
     batch = MARK * MICRO_BATCHES
     layout = Layout(((device,),) * len(program.stages), batch, batch, MICRO_BATCHES)
-    # Buckets are for reduction, which one device has none of.
+    # Buckets are for reduction, which one device doesn't need.
     update = Update(tuple(updates), hosts, host, bucket_bytes=0, prefix=prefix, want_gradients=False)
     passes: list[Pass] = [Replicate(layout, host, hosts, prefix), SplitConcat(), Accumulate(prefix), update]
     complete = run_passes(program, passes)
@@ -121,7 +121,7 @@ def timed_step(
 
 
 def empty_calls(device: str, count: int) -> TimedStep:
-    """Calls of a function that does nothing: what it takes to start a task."""
+    """Returns calls of an empty function, which measure the time to start a task."""
     kind = dtype_attr(types_pb2.DT_FLOAT)
     body = empty_graph()
     inner = Builder(body)
@@ -141,18 +141,18 @@ def empty_calls(device: str, count: int) -> TimedStep:
 
 
 def input_gradients_of(program: Program, stage: Stage) -> list[Value]:
-    """The results of a stage's B that are gradients of what it receives from other stages."""
+    """Returns the results of a stage's B that are gradients of inputs from other stages."""
     received = {boundary.ref for boundary in program.boundaries}
     return [v for v in stage.own_backward.outputs if v.kind is ValueKind.GRADIENT and v.ref in received]
 
 
 def has_weight_gradients(program: Program, stage: Stage) -> bool:
-    """Whether a stage's B computes anything else."""
+    """Returns whether a stage's B computes anything else."""
     return len(input_gradients_of(program, stage)) < len(stage.own_backward.outputs)
 
 
 def _add_input_gradients(program: Program, graph: GraphDef, step: Step, device: str, prefix: str) -> dict[Task, str]:
-    """Adds tasks Bx to the first micro-batch; each task B -> the call of Bx, which is a part of it."""
+    """Adds tasks Bx to the first micro-batch; returns task B -> its call of Bx, a part of it."""
     view = Graph(graph)
     builder = Builder(graph)
     functions: list[FunctionDef] = []
@@ -180,9 +180,9 @@ def _add_input_gradients(program: Program, graph: GraphDef, step: Step, device: 
 
 
 def _read_results(timed: TimedStep, device: str) -> tuple[str, ...]:
-    """Adds a reader of each result of the items' functions that the step doesn't need: of losses and metrics, say.
+    """Adds a reader of each result of the items' functions that the step doesn't need, such as losses and metrics.
 
-    TensorFlow removes such results otherwise, and with them the work, and numbers the others anew.
+    Otherwise TensorFlow removes such results and their work, and renumbers the others.
     """
     view = Graph(timed.graph)
     assert timed.step.train is not None
@@ -201,7 +201,7 @@ def _read_results(timed: TimedStep, device: str) -> tuple[str, ...]:
 
 
 def _items(program: Program, graph: GraphDef, step: Step, input_gradients: Mapping[Task, str]) -> list[Item]:
-    """All work of a step in an order in which it can run."""
+    """Returns all work of a step in an executable order."""
     items = []
     for micro_batch in range(MICRO_BATCHES):
         order = [Task(stage.index, Phase.FORWARD, micro_batch) for stage in program.stages]
@@ -215,23 +215,23 @@ def _items(program: Program, graph: GraphDef, step: Step, input_gradients: Mappi
                 items.append(Item(key, (step.entry[task],), step.exit[task]))
     if statistics := tuple(node.name for node in graph.node if NodeKind.of(node) is NodeKind.STATISTICS):
         items.append(Item(ItemKey(STATISTICS), statistics, statistics))
-    applied: dict[int, tuple[str, ...]] = {}  # what several stages share counts for the first of them
+    applied: dict[int, tuple[str, ...]] = {}  # shared work counts for the first of several stages
     for node in graph.node:
         if NodeKind.of(node) is NodeKind.APPLY:
             applied[node.attr[STAGE_ATTR].i] = (*applied.get(node.attr[STAGE_ATTR].i, ()), node.name)
-    # In a pipeline the last stage is the first to be done.
+    # In a pipeline the last stage ends first.
     for stage, nodes in sorted(applied.items(), reverse=True):
         items.append(Item(ItemKey(APPLY, stage), nodes, nodes))
     return items
 
 
 def with_fed_sizes(graph: GraphDef, host: str) -> dict[str, np.ndarray]:
-    """Makes placeholders of the constants that the numbers of samples were put into.
+    """Turns the constants that contain numbers of samples into placeholders.
 
-    One graph then serves all sizes: getting it ready takes seconds, most of them for its functions.
+    One graph then serves all sizes: preparing it takes seconds, most of them for its functions.
 
     Returns:
-        Placeholder -> what multiple of a micro-batch's samples it is, element by element.
+        Placeholder -> the multiple of a micro-batch's samples, element by element.
     """
     found = {}
     for node in graph.node:
@@ -250,21 +250,21 @@ def with_fed_sizes(graph: GraphDef, host: str) -> dict[str, np.ndarray]:
 
 
 def chained(graph: GraphDef, step: Step, items: Sequence[Item], device: str) -> TimedStep:
-    """Adds the nodes that tell the time, and control edges through them: each node runs between two times, once.
+    """Adds clock-reading nodes, and control edges through them: each node runs between two times, once.
 
         F0 -> sum -> B0   becomes   t0 -> F0 -> t1 -> sum -> B0 -> t2,  F0 in t1 - t0, sum and B0 in t2 - t1
 
-    What merely connects items (the sum of the gradients of several readers, say) counts for the first that needs it;
-    what no item comes before (reading variables, cutting batches) is over when time starts.
+    Work that merely connects items (such as the sum of the gradients of several readers) counts for the first item that
+    needs it; work before all items (reading variables, cutting batches) ends before time starts.
     """
     view = Graph(graph)
     order = view.topological()
     item_nodes = {name for item in items for name in (*item.entry, *item.exit)}
-    behind: set[str] = set()  # items and what some item comes before
+    behind: set[str] = set()  # items, and nodes after any item
     for name in order:
         if name in item_nodes or any(ref.node in behind for ref in view.inputs(name)):
             behind.add(name)
-    # Constants and placeholders are there at once.
+    # Constants and placeholders are ready at once.
     before = [
         name for name in order if name not in behind and view.nodes[name].op not in ("Const", "Placeholder", "NoOp")
     ]
@@ -280,7 +280,7 @@ def chained(graph: GraphDef, step: Step, items: Sequence[Item], device: str) -> 
 
 
 def _connecting(view: Graph, items: Sequence[Item], free: set[str]) -> list[list[str]]:
-    """For each item, those of the ``free`` nodes that it is the first to need."""
+    """Returns, for each item, the ``free`` nodes that it is the first to need."""
     taken: set[str] = set()
     found: list[list[str]] = []
     for item in items:
@@ -297,10 +297,10 @@ def _connecting(view: Graph, items: Sequence[Item], free: set[str]) -> list[list
 
 
 def time_stamp(builder: Builder, device: str, after: Sequence[str]) -> str:
-    """A node that tells the time when ``after`` are over."""
+    """Returns a node that reads the clock when ``after`` have ended."""
     clock, spec = device, tf.DeviceSpec.from_string(device)
     if spec.device_type == "GPU":
-        # A control edge tells that work has been enqueued; a copy to its machine's CPU waits until it is done.
+        # A control edge only shows that work was enqueued; a copy to its machine's CPU waits until it is done.
         clock = spec.replace(device_type="CPU", device_index=0).to_string()
         mark = _random_number(builder, device, after)
         after = [builder.add("copied", "Identity", [mark], device=clock, T=dtype_attr(types_pb2.DT_FLOAT)).node]
@@ -308,7 +308,7 @@ def time_stamp(builder: Builder, device: str, after: Sequence[str]) -> str:
 
 
 def _random_number(builder: Builder, device: str, after: Sequence[str] = ()) -> Ref:
-    """One number that isn't known before it is computed."""
+    """Returns a number that isn't known before it is computed."""
     shape = builder.const([1], types_pb2.DT_INT32)
     kinds = {"dtype": dtype_attr(types_pb2.DT_FLOAT), "T": dtype_attr(types_pb2.DT_INT32)}
     return builder.add("number", "RandomUniform", [shape], control=after, device=device, **kinds)

@@ -11,7 +11,7 @@ from typing import Any
 
 PROTOCOL = "dapple_tf.worker/1"
 _LONGEST = 1 << 20
-"""Bytes of a message; a cluster of 10,000 workers needs half as many."""
+"""Maximum bytes of a message; a cluster of 10,000 workers needs half of it."""
 
 
 class ControlError(Exception):
@@ -44,11 +44,11 @@ class Channel:
             raise ControlError(f"can't be reached: {error}") from error
 
     def close(self) -> None:
-        """Closes the connection; harmless if it is closed already."""
+        """Closes the connection; does nothing if it is already closed."""
         self.socket.close()
 
     def send(self, message: Mapping[str, Any], seconds: float) -> None:
-        """Sends a message within so many seconds.
+        """Sends a message within ``seconds``.
 
         Raises:
             ControlError: it couldn't be sent.
@@ -64,10 +64,10 @@ class Channel:
                 raise ControlError(f"connection lost: {error}") from error
 
     def receive(self, seconds: float) -> dict[str, Any]:
-        """The next message, if it comes within so many seconds.
+        """Returns the next message, if it arrives within ``seconds``.
 
         Raises:
-            ControlError: none came, or something that isn't one.
+            ControlError: none arrived, or not a message.
         """
         deadline = time.monotonic() + seconds
         while b"\n" not in self._buffer:
@@ -76,7 +76,7 @@ class Channel:
             try:
                 received = self.socket.recv(65536)
             except BlockingIOError:
-                # Looks at the socket before the clock: a process that has slept finds what came meanwhile.
+                # Looks at the socket before the clock: a process that has slept finds what has arrived meanwhile.
                 self._wait(deadline, f"doesn't answer within {seconds:.3g} s")
                 continue
             except OSError as error:
@@ -101,13 +101,13 @@ class Channel:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[host]:port", as `dapple_tf.describe.cluster.check_addresses` lets them pass."""
+    """Splits "host:port" or "[host]:port", as `dapple_tf.describe.cluster.check_addresses` allows them."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def join_address(host: str, port: int) -> str:
-    """The opposite of `split_address`."""
+    """Returns "host:port" or "[host]:port", the inverse of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -1,4 +1,4 @@
-"""What a client asks workers, before it borrows them and when it does."""
+"""A client's questions to workers, before and when it borrows them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dapple_tf.errors import ClusterError
 from dapple_tf.network.control import PROTOCOL, Channel, ControlError
 
 CLIENT = f"{socket.gethostname()} process {os.getpid()} ({uuid.uuid4().hex[:8]})"
-"""The name by which workers know this process."""
+"""This process's name for workers."""
 
 
 def inventory(addresses: Sequence[str], seconds: float) -> list[list[dict[str, Any]]]:
-    """Kind and memory of each worker's devices, from the live workers.
+    """Asks running workers for kind and memory of their devices.
 
     Args:
-        addresses: of the workers.
-        seconds: within which each has to answer.
+        addresses: ``host:port`` of each worker.
+        seconds: time in which each has to answer.
 
     Raises:
         ClusterError: a worker isn't there.
@@ -51,12 +51,12 @@ def _is_device(found: object) -> bool:
 
 
 def garbled(answer: Mapping[str, Any], name: str) -> str:
-    """What is wrong with an answer that lacks something, for an error."""
+    """Returns an error's text about an incomplete answer."""
     return f"answers {reprlib.repr(answer)}, which lacks {name!r} or garbles it; is it a worker of this version?"
 
 
 def reachable(addresses: Sequence[str], seconds: float) -> list[bool]:
-    """Whether each worker answers within so many seconds, and is free for this process."""
+    """Returns whether each worker answers within ``seconds``, and is free for this process."""
     found: dict[int, bool] = {}
 
     def ask(task: int) -> None:
@@ -72,7 +72,7 @@ def reachable(addresses: Sequence[str], seconds: float) -> list[bool]:
 
 
 def hello(task: int, address: str, question: Mapping[str, Any], seconds: float) -> tuple[Channel, dict[str, Any]]:
-    """Connects to a worker and asks it something; returns the connection, which stays open, and the answer.
+    """Connects to a worker and asks a question; returns the connection, which stays open, and the answer.
 
     Raises:
         ClusterError: the worker isn't there, or refuses.
@@ -94,10 +94,10 @@ def hello(task: int, address: str, question: Mapping[str, Any], seconds: float) 
 
 
 def accepted(task: int, address: str, answer: dict[str, Any]) -> dict[str, Any]:
-    """A worker's answer, unless it is an error.
+    """Returns a worker's answer unless it is an error.
 
     Raises:
-        ClusterError: it is.
+        ClusterError: it is an error.
     """
     if "error" in answer:
         raise ClusterError(f"worker {task} ({address}): {answer['error']}")
@@ -105,7 +105,7 @@ def accepted(task: int, address: str, answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def for_each(function: Callable[[int], object], count: int) -> None:
-    """Calls a function with 0 ... count - 1, in threads; raises the first one's error when all have ended."""
+    """Calls a function with 0 ... count - 1, in threads; raises the first one's error once all have ended."""
     with concurrent.futures.ThreadPoolExecutor(min(64, count)) as threads:
         waiting = [threads.submit(function, index) for index in range(count)]
     for future in waiting:

@@ -1,9 +1,9 @@
-"""Which addresses a server can be reached at.
+"""Restricts the addresses at which a server can be reached.
 
 TensorFlow's gRPC has neither authentication nor encryption: whoever connects to a server can run any graph in its
 process, and graphs read and write files. Its servers listen on all interfaces of their machine, whatever address they
-are given. What the bind doesn't do, the kernel can: a filter on the listening socket drops every packet that isn't
-addressed to the addresses wanted, before TCP sees it. For others the port then doesn't answer.
+are given. The kernel can restrict that: a filter on the listening socket drops every packet for another than
+the wanted addresses, before TCP sees it. For others the port then doesn't answer.
 
     addresses = check_private("10.0.0.1", allow_public=False)
     with keep_closed(2222):
@@ -11,9 +11,9 @@ addressed to the addresses wanted, before TCP sees it. For others the port then 
         confine(2222, addresses)
     server.start()
 
-The filter goes by the address that a packet is for, and by the network device through which it came: Linux takes
-packets for one device's address on any other, so that neighbours on a public network could reach a machine at its
-private address, too.
+The filter checks the address that a packet is for, and the network device through which it came: Linux accepts
+packets for one device's address on any other, so that neighbours on a public network could otherwise reach a machine
+at its private address.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _ADVICE = (
     "python -m dapple_tf.worker"
 )
 
-# From the kernel's asm-generic/socket.h; Python's socket module doesn't name them.
+# From the kernel's asm-generic/socket.h; Python's socket module lacks them.
 _ATTACH_FILTER, _LOCK_FILTER, _ATTACH_REUSEPORT_FILTER = 26, 44, 51
 
-# Classic BPF, from linux/filter.h. A packet's words are loaded as they are sent, the first byte highest.
+# Classic BPF, from linux/filter.h. A packet's words are loaded as sent, the first byte highest.
 _LOAD_WORD, _LOAD_BYTE, _SHIFT_RIGHT, _JUMP, _JUMP_EQUAL, _RETURN = 0x20, 0x30, 0x74, 0x05, 0x15, 0x06
 _NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF: offsets from here on are from the IP header.
 _IPV4_DESTINATION, _IPV6_DESTINATION = 16, 24
 _DEVICE = 0xFFFFF008  # SKF_AD_OFF + SKF_AD_IFINDEX: number of the network device instead of the packet's bytes.
 _LOOPBACK = 1  # Number of the loopback device, in every network namespace.
-_DROP, _WHOLE = 0, 0xFFFFFFFF  # How many bytes of the packet to keep.
+_DROP, _WHOLE = 0, 0xFFFFFFFF  # Bytes of the packet to keep.
 
 _IPV4_WILDCARD, _IPV6_WILDCARD = ipaddress.IPv4Address("0.0.0.0"), ipaddress.IPv6Address("::")
 
@@ -63,21 +63,22 @@ _ESTABLISHED, _TIME_WAIT, _CLOSE_WAIT, _LISTEN = 1, 6, 8, 10
 """States of TCP, from the kernel's net/tcp_states.h."""
 
 _REUSE_PORT = "TF_GRPC_REUSE_PORT"
-"""With it TensorFlow sets SO_REUSEPORT on its listening socket (`GrpcServer::Init` in grpc_server_lib.cc)."""
+"""Environment variable with which TensorFlow sets SO_REUSEPORT on its listening socket (`GrpcServer::Init` in
+grpc_server_lib.cc)."""
 
 _PACKET_SECONDS = 0.02
-"""Longer than the kernel takes for a packet that has passed the old filter, or none, when the new one is set."""
+"""Longer than the kernel takes for a packet that passed before the new filter was set."""
 
 
 def resolve(host: str) -> tuple[Address, ...]:
-    """The addresses that a host name stands for, each once; an address stands for itself.
+    """Returns the addresses of a host name, each once; an address stands for itself.
 
         resolve("localhost")          127.0.0.1 and ::1, or one of them: as this machine has it
         resolve("[::ffff:10.0.0.1]")  10.0.0.1
         resolve("")                   0.0.0.0 and ::, which is all interfaces
 
     Raises:
-        ClusterError: nobody knows the name.
+        ClusterError: the name can't be resolved.
     """
     if not host:
         return (_IPV4_WILDCARD, _IPV6_WILDCARD)
@@ -85,10 +86,10 @@ def resolve(host: str) -> tuple[Address, ...]:
     try:
         return (_plain(ipaddress.ip_address(bare)),)
     except ValueError:
-        pass  # A name, then.
+        pass  # It is a name, then.
     try:
         found = socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)
-    except (OSError, ValueError) as error:  # UnicodeError, a ValueError, is for what can't be a name.
+    except (OSError, ValueError) as error:  # UnicodeError, a ValueError, is for impossible names.
         raise ClusterError(
             f"the host {host!r} isn't known on this machine ({error}); correct it or give its IP address"
         ) from error
@@ -96,16 +97,16 @@ def resolve(host: str) -> tuple[Address, ...]:
 
 
 def check_private(host: str, *, allow_public: bool, all_interfaces: bool = False) -> tuple[Address, ...]:
-    """The addresses of a host that a server is to listen on, none of which the whole Internet can reach.
+    """Returns the addresses of a host to listen on, none of which the whole Internet can reach.
 
     Args:
-        host: name or address. Names are as good as this machine's table of hosts, in which its own name is often
-            127.0.1.1; addresses are surer.
-        allow_public: take addresses too that are reached from everywhere.
-        all_interfaces: take the wildcard addresses 0.0.0.0, :: and "" too.
+        host: name or address. Names depend on this machine's table of hosts, in which its own name is often
+            127.0.1.1; addresses are safer.
+        allow_public: also accept addresses that are reached from everywhere.
+        all_interfaces: also accept the wildcard addresses 0.0.0.0, :: and "".
 
     Raises:
-        ClusterError: nobody knows the name, or such an address without the flag for it.
+        ClusterError: the name can't be resolved, or an address isn't accepted without its flag.
     """
     addresses = resolve(host)
     for address in addresses:
@@ -128,13 +129,13 @@ def check_private(host: str, *, allow_public: bool, all_interfaces: bool = False
 
 @contextlib.contextmanager
 def keep_closed(port: int) -> Iterator[None]:
-    """While it lasts, a TensorFlow server can be made on the port in this process, but nobody can connect to it.
+    """Lets a TensorFlow server be made on the port in this process while nobody can connect to it.
 
     TensorFlow accepts connections and reads requests from the moment a server is made; it only doesn't answer before
-    ``start()``. A request that came earlier is carried out then, even if its client has gone by that time, so that no
-    look at the connections finds it. Here a socket of our own listens on the port first, and all that comes to the
-    port goes to that one, which drops it. TensorFlow's socket, which shares the port (SO_REUSEPORT), gets what comes
-    once it is `confine`d and this one is closed. Clients who tried in between try again by themselves (TCP does so
+    ``start()``. It then carries out earlier requests even if their clients have gone, so that no check of the
+    connections would find them. Here our own socket listens on the port first, receives everything that comes to the
+    port, and drops it. TensorFlow's socket, which shares the port (SO_REUSEPORT), receives packets only after it is
+    `confine`d and our socket is closed. Clients who tried in between retry by themselves (TCP does so
     within 1 s) and notice nothing.
 
     Raises:
@@ -143,7 +144,7 @@ def keep_closed(port: int) -> Iterator[None]:
     _require_linux()
     with _bound(port) as gate:
         _attach(gate, _ATTACH_FILTER, [(_RETURN, 0, 0, _DROP)])
-        # Only now: a port that somebody has, who would share it, counts as taken all the same.
+        # Only now: a port of another process that would share it still counts as taken.
         gate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         gate.listen()
         # Of the sockets that share the port, take the first for every connection.
@@ -161,19 +162,19 @@ def keep_closed(port: int) -> Iterator[None]:
 
 
 def confine(port: int, addresses: Sequence[Address]) -> None:
-    """Lets the server that listens on a port of this process be reached at these addresses only.
+    """Restricts the server that listens on a port of this process to these addresses.
 
-    To be called between making a server with ``start=False`` and starting it, inside `keep_closed`. The kernel drops
-    all other packets for the listening socket; the filter can't be taken away again. Connections inherit it. If one
-    to another address is there already, made before without `keep_closed`, the server mustn't be started.
+    Must be called between making a server with ``start=False`` and starting it, inside `keep_closed`. The kernel drops
+    all other packets for the listening socket; the filter can't be removed. Connections inherit it. If a connection
+    to another address already exists, made without `keep_closed`, the server mustn't be started.
 
     Args:
-        port: where the server listens.
-        addresses: where it may be reached, as `resolve` has them; those that aren't this machine's don't count. With
+        port: port of the server.
+        addresses: where it may be reached, as returned by `resolve`; addresses of other machines are ignored. With
             0.0.0.0 or :: among them nothing is filtered.
 
     Raises:
-        ClusterError: no address is this machine's, nothing listens on the port or it is confined already, somebody is
+        ClusterError: no address is this machine's, nothing listens on the port or it is already confined, somebody is
             connected at another address (then end the process), the server has several sockets, or this system has no
             socket filters.
     """
@@ -189,7 +190,7 @@ def confine(port: int, addresses: Sequence[Address]) -> None:
         )
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(item) for item in _listening(port)]
-        # What is locked is the gate of `keep_closed`, or was confined before.
+        # Locked are the gate of `keep_closed`, and sockets that were confined before.
         opened = [item for item in sockets if not item.getsockopt(socket.SOL_SOCKET, _LOCK_FILTER)]
         if not opened:
             why = "its filter can't be changed any more" if sockets else "make the server first, with start=False"
@@ -212,10 +213,10 @@ def confine(port: int, addresses: Sequence[Address]) -> None:
 
 
 def listen(address: Address, port: int) -> socket.socket:
-    """A socket that listens at one address, for what comes through that address's network device or from this machine.
+    """Returns a socket that listens at one address, for packets from that address's network device or this machine.
 
     Raises:
-        OSError: it isn't this machine's, or somebody listens there already.
+        OSError: the address isn't this machine's, or is in use.
     """
     made = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6)
     try:
@@ -242,7 +243,7 @@ class _Connection(NamedTuple):
 
 
 def _plain(address: Address) -> Address:
-    """Without the interface of a link-local address, and as IPv4 if that is what goes over the wire."""
+    """Returns the address without the interface of a link-local one, and as IPv4 if that is what is sent."""
     if isinstance(address, ipaddress.IPv4Address):
         return address
     return address.ipv4_mapped or ipaddress.IPv6Address(int(address))
@@ -257,7 +258,7 @@ def _require_linux() -> None:
 
 
 def _bound(port: int) -> socket.socket:
-    """A socket bound to the wildcard address that TensorFlow's will have: to share a port both must be alike."""
+    """Returns a socket bound to the wildcard address of TensorFlow's: both must be alike to share a port."""
     for family, host in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
         try:
             made = socket.socket(family)
@@ -281,7 +282,7 @@ def _bound(port: int) -> socket.socket:
 
 
 def _is_own(address: Address) -> bool:
-    """Whether it is one of this machine's addresses."""
+    """Returns whether an address is one of this machine's."""
     with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6) as probe:
         try:
             probe.bind((str(address), 0))
@@ -292,7 +293,7 @@ def _is_own(address: Address) -> bool:
 
 
 _ADDRESS_BYTES = {int(socket.AF_INET): (4, 4), int(socket.AF_INET6): (8, 16)}
-"""Where the address is in struct sockaddr_in and sockaddr_in6, and how many bytes it has."""
+"""Offset and bytes of the address in struct sockaddr_in and sockaddr_in6."""
 
 
 class _InterfaceAddress(ctypes.Structure):
@@ -308,10 +309,10 @@ _InterfaceAddress._fields_ = [
 
 
 def _devices(addresses: Sequence[Address]) -> frozenset[int]:
-    """Numbers of the network devices that have these addresses, and of the loopback device; empty for any.
+    """Returns numbers of the network devices with these addresses, and of the loopback device; empty for any device.
 
-    Any it is where a device can't be told, and where the loopback device itself has an address that isn't its own: a
-    machine with such an address is reached at it through all of its devices.
+    Any device is allowed if one can't be determined, or if the loopback device has a foreign address: a
+    machine is reached at such an address through all of its devices.
     """
     library, head = ctypes.CDLL(None, use_errno=True), ctypes.POINTER(_InterfaceAddress)()
     if library.getifaddrs(ctypes.byref(head)):
@@ -343,13 +344,13 @@ def _devices(addresses: Sequence[Address]) -> frozenset[int]:
 
 
 def _only_to(addresses: Sequence[Address], devices: Collection[int] = ()) -> list[tuple[int, int, int, int]]:
-    """The filter that keeps what is addressed to one of these, as (code, jump if true, jump if false, operand).
+    """Returns the filter that keeps packets for these addresses, as (code, jump if true, jump if false, operand).
 
-    IPv4 comes to an IPv6 socket as it is, so that the header's version decides where to look.
+    IPv4 packets reach an IPv6 socket unchanged, so that the header's version decides where to look.
 
     Args:
-        addresses: to keep.
-        devices: numbers of the network devices through which it may have come; none for any.
+        addresses: addresses to keep.
+        devices: numbers of the network devices through which packets may come; none for any.
     """
     keep, drop = (_RETURN, 0, 0, _WHOLE), (_RETURN, 0, 0, _DROP)
     parts: dict[int, list[tuple[int, int, int, int]]] = {4: [], 6: []}
@@ -393,15 +394,15 @@ def _attach(target: socket.socket, option: int, code: Sequence[tuple[int, int, i
 
 
 def _lock(target: socket.socket) -> None:
-    """Its filter stays: nobody can take it away or set another, not even this process."""
+    """Locks the socket's filter: nobody, not even this process, can remove or replace it."""
     target.setsockopt(socket.SOL_SOCKET, _LOCK_FILTER, 1)
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """A handle of its own on every socket of this process, also on those that TensorFlow's C++ has."""
+    """Yields a handle on every socket of this process, including those of TensorFlow's C++ code."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # Closed by another thread.
-            # Only of sockets: closing any copy of a file's handle gives up the locks that this process has on it.
+            # Of sockets only: closing any copy of a file's handle releases this process's locks on it.
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
             copy = os.dup(int(name))
@@ -415,7 +416,7 @@ def _sockets() -> Iterator[socket.socket]:
 
 
 def _listening(port: int) -> list[socket.socket]:
-    """Handles on the sockets of this process that listen on the port; to be closed."""
+    """Returns handles on the sockets of this process that listen on the port; the caller closes them."""
     return [
         found.dup()
         for found in _sockets()
@@ -427,7 +428,7 @@ def _listening(port: int) -> list[socket.socket]:
 
 
 def _strays(port: int, allowed: Sequence[Address]) -> list[_Connection]:
-    """Connections to the port at other addresses: this process's, and those that wait to be accepted."""
+    """Returns connections to the port at other addresses: this process's, and those that wait to be accepted."""
     mine = {os.fstat(found.fileno()).st_ino for found in _sockets()}
     return [
         item
@@ -435,7 +436,7 @@ def _strays(port: int, allowed: Sequence[Address]) -> list[_Connection]:
         if item.port == port
         and item.local not in allowed
         and item.state not in (_LISTEN, _TIME_WAIT)
-        # Without an inode it either waits to be accepted, or is being closed after its process has let it go.
+        # Without an inode it either waits to be accepted, or is being closed after its process has released it.
         and (item.inode in mine or (item.inode == 0 and item.state in (_ESTABLISHED, _CLOSE_WAIT)))
     ]
 
@@ -452,6 +453,6 @@ def _connections() -> Iterator[_Connection]:
 
 
 def _from_hex(text: str) -> Address:
-    """An address as /proc/net/tcp has it: words of 32 bits, each as this machine stores it."""
+    """Parses an address of /proc/net/tcp: words of 32 bits, each in this machine's byte order."""
     packed = b"".join(int(text[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(text), 8))
     return _plain(ipaddress.ip_address(packed))

@@ -1,1 +1,1 @@
-"""Steps as they ran: traced, told by task, watched during training, beside what was predicted."""
+"""Measured steps: traced, split by task, monitored during training, and compared with predictions."""

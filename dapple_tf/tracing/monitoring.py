@@ -19,34 +19,34 @@ from dapple_tf.tracing.step_profile import slowdown
 from dapple_tf.tracing.step_trace import MeasuredStep
 
 _WARM_UP = 2
-"""Steps that don't count: the first ones make graphs and allocate memory."""
+"""Number of steps that don't count: the first ones make graphs and allocate memory."""
 _RECENT = 51
-"""Steps whose median counts."""
+"""Number of steps over which medians are taken."""
 _CHECKED_AT = 10
-"""The step that is compared with its prediction where nobody monitors."""
+"""Number of the step that is compared with its prediction if no monitor is attached."""
 
 
 class TraceBudget:
     """Decides which steps are traced, so that tracing stays a small part of the time.
 
-    The first trace comes early, since nobody knows what it costs; the next one when all of them together will have
-    cost no more than their part of the time that has gone by until then.
+    The first trace comes early, since its cost isn't known before. The next one comes once all of them together
+    cost no more than their share of the elapsed time.
 
     Attributes:
-        share: the part of the time, 0 to 1.
-        trained: seconds of training so far, without those of the steps before the first trace, which make graphs.
+        share: fraction of the time, 0 to 1.
+        trained: seconds of training so far, without the steps before the first trace, which make graphs.
         spent: seconds of these that tracing cost.
-        steps: how many there were.
-        traces: how many of these were traced.
+        steps: number of steps.
+        traces: number of traced steps.
         prepared: seconds that TensorFlow took to prepare traced steps.
     """
 
     def __init__(self, share: float, first: int = _WARM_UP + 1) -> None:
-        """Nothing has been trained or traced.
+        """Starts without any steps.
 
         Args:
-            share: the part of the time, above 0 and at most 1.
-            first: steps before the first trace.
+            share: fraction of the time, above 0 and at most 1.
+            first: number of steps before the first trace.
         """
         if not 0 < share <= 1:
             raise ValueError(
@@ -57,13 +57,13 @@ class TraceBudget:
         self.steps = self.traces = 0
 
     def step(self, seconds: float) -> None:
-        """A step is over, with all that belongs to it."""
+        """Adds a finished step, with everything that belongs to it."""
         self.steps += 1
         if self.steps > self._first:
             self.trained += seconds
 
     def traced(self, cost: float) -> None:
-        """A step was traced, which took so many seconds more than it would have otherwise."""
+        """Adds a traced step, which took ``cost`` seconds more than without tracing."""
         self.traces += 1
         self.spent += max(0.0, cost)
 
@@ -77,24 +77,24 @@ class TraceBudget:
 
 
 class PipelineMonitor(keras.callbacks.Callback):
-    """Adds what the pipeline does to the logs of ``PipelinedModel.fit``, and writes it for TensorBoard.
+    """Adds metrics of the pipeline to the logs of ``PipelinedModel.fit``, and writes them for TensorBoard.
 
-    Logs, as every callback, History and the progress bar see them:
+    Logs, as seen by every callback, History and the progress bar:
 
-    * ``samples_per_second``, ``tokens_per_second``: medians of the last steps, time for data included;
-    * ``step_ms``: the time of a step; ``input_ms``: waiting for its batch;
+    * ``samples_per_second``, ``tokens_per_second``: medians over recent steps, waiting for data included;
+    * ``step_ms``: time of a step; ``input_ms``: waiting for its batch;
     * ``forward_ms``, ``backward_ms``, ``accumulate_ms``, ``apply_ms``, ``all_reduce_ms``, ``transfers_ms``,
-      ``bubble_ms`` and ``host_ms``: what ``step_ms`` goes into, the mean of all devices (see `StepParts`);
-    * ``bubble_stage_0``: the part of the step in which the stage's devices compute nothing, 0 to 1;
-    * ``peak_mib_stage_0``: the most memory that one of the stage's devices has in use.
+      ``bubble_ms`` and ``host_ms``: the parts of ``step_ms``, averaged over devices (see `StepParts`);
+    * ``bubble_stage_0``: fraction of the step in which the stage's devices compute nothing, 0 to 1;
+    * ``peak_mib_stage_0``: largest peak memory of the stage's devices.
 
-    All but the first line and ``input_ms`` are those of the step that was traced last, as if it hadn't been traced, and
-    NaN before the first one, the fifth step. Where the model was profiled, each traced step is compared with its
-    prediction, and stages that are more than 20% off it are warned of in the log.
+    All but the first line and ``input_ms`` are those of the last traced step, corrected for tracing, and
+    NaN before the first traced step, the fifth. If the model was profiled, each traced step is compared with its
+    prediction, and the log warns of stages that are more than 20% off it.
 
     Attributes:
-        budget: tells how often steps were traced, and what that took.
-        latest: the metrics.
+        budget: number of traced steps, and their cost.
+        latest: the latest metrics.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class PipelineMonitor(keras.callbacks.Callback):
         budget: float = 0.01,
         tokens_per_sample: float | None = None,
     ) -> None:
-        """Says what is wanted.
+        """Sets what is measured and written.
 
         Args:
-            log_dir: where to write event files for TensorBoard; None writes none.
-            budget: the part of the time that tracing may take, after the first trace.
-            tokens_per_sample: for ``tokens_per_second``.
+            log_dir: folder of event files for TensorBoard; None writes none.
+            budget: fraction of the time that tracing may take, after the first trace.
+            tokens_per_sample: number of tokens, for ``tokens_per_second``.
 
         Raises:
             ValueError: the budget or the number of tokens is out of range.
@@ -131,14 +131,14 @@ class PipelineMonitor(keras.callbacks.Callback):
     # ---- what the pipelined model tells
 
     def attach(self, plan: Plan) -> None:
-        """A fit of a pipelined model is about to begin."""
+        """Begins a fit of a pipelined model."""
         self._attached = True
         self._rates.clear()
         self._waits.clear()
         self.latest = dict.fromkeys(self._names(plan), math.nan)
 
     def detach(self) -> None:
-        """The fit is over."""
+        """Ends the fit."""
         self._attached = False
 
     def _names(self, plan: Plan) -> list[str]:
@@ -154,12 +154,12 @@ class PipelineMonitor(keras.callbacks.Callback):
         ]
 
     def stepped(self, samples: int, seconds: float, waited: float) -> None:
-        """A training step is over.
+        """Records a finished training step.
 
         Args:
-            samples: of its batch.
-            seconds: that it took, with waiting for the batch, and with all that was done for its trace.
-            waited: for the batch.
+            samples: samples of its batch.
+            seconds: its time, including waiting for the batch and the work for its trace.
+            waited: seconds of waiting for the batch.
         """
         self.budget.step(seconds)
         if self._traced:
@@ -177,16 +177,16 @@ class PipelineMonitor(keras.callbacks.Callback):
         self.latest["input_ms"] = 1e3 * statistics.median(self._waits)
 
     def sampled(self, step: MeasuredStep, untraced_seconds: float, plan: Plan, number: int) -> None:
-        """A step was traced.
+        """Records a traced step.
 
         Args:
-            step: what was measured.
-            untraced_seconds: of recent steps that weren't traced.
-            plan: of the pipeline.
-            number: how many training steps there have been.
+            step: the measured step.
+            untraced_seconds: median seconds of recent untraced steps.
+            plan: plan of the pipeline.
+            number: number of training steps so far.
         """
         self._traced = True
-        self.latest |= dict.fromkeys(self.latest.keys() - self._names(plan), math.nan)  # stages that are gone
+        self.latest |= dict.fromkeys(self.latest.keys() - self._names(plan), math.nan)  # stages that no longer exist
         self.latest |= step_metrics(step, untraced_seconds, plan)
         self._write(number, self.latest)
 
@@ -207,7 +207,7 @@ class PipelineMonitor(keras.callbacks.Callback):
             self._log = ScalarLog(self._log_dir)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Writes what is there."""
+        """Writes the epoch's metrics to the file."""
         if self._log is not None:
             self._log.flush()
 
@@ -226,12 +226,12 @@ _SHOWN = (*(name for name in NAMES if name not in ("before", "after")), "host")
 
 
 def step_metrics(step: MeasuredStep, untraced_seconds: float, plan: Plan) -> dict[str, float]:
-    """The metrics of a traced step, as it would be without tracing.
+    """Returns the metrics of a traced step, as it would be without tracing.
 
     Args:
         step: the step.
-        untraced_seconds: of such a step that isn't traced.
-        plan: of the pipeline.
+        untraced_seconds: time of such a step without tracing.
+        plan: plan of the pipeline.
     """
     factor = slowdown(step, untraced_seconds)
     parts = {device: _untraced(own, factor) for device, own in step.parts.items()}
@@ -254,7 +254,7 @@ def _untraced(parts: StepParts, factor: float) -> StepParts:
 
 
 def tag(name: str) -> str:
-    """The name of a metric for TensorBoard, which groups them by what stands before the first slash.
+    """Returns a metric's name for TensorBoard, which groups metrics by the text before the first slash.
 
     >>> tag("bubble_stage_0"), tag("forward_ms"), tag("samples_per_second")
     ('bubble/stage_0', 'step_ms/forward', 'throughput/samples_per_second')
@@ -268,11 +268,11 @@ def tag(name: str) -> str:
 
 
 class StepMonitor:
-    """Follows the training steps of a pipelined model: which ones are traced, and what these tell.
+    """Follows the training steps of a pipelined model: decides which are traced, and evaluates the traces.
 
     Attributes:
-        callback: the user's `PipelineMonitor` while a fit has one.
-        drift: compares with the prediction; None where there is none.
+        callback: the user's `PipelineMonitor` during a fit with one.
+        drift: comparison with the prediction; None if there is no prediction.
     """
 
     def __init__(self, simulation: Simulation | None) -> None:
@@ -293,23 +293,23 @@ class StepMonitor:
         return self.drift is not None and self._steps == _CHECKED_AT - 1
 
     def stepped(self, seconds: float) -> None:
-        """A full step took so long, without being traced."""
+        """Records the time of a full, untraced step."""
         self._steps += 1
         if self._steps > _WARM_UP:
             self._times.append(seconds)
 
     def prepared(self, seconds: float) -> None:
-        """A full step was traced for the first time, which tells nothing but what that cost."""
+        """Records the first traced full step, of which only the cost is of use."""
         if self.callback is not None:
             self.callback.budget.prepared += max(0.0, seconds - statistics.median(self._times))
 
     def sampled(self, step: MeasuredStep, plan: Plan, number: int) -> None:
-        """A full step was traced.
+        """Records a traced full step.
 
         Args:
-            step: what was measured.
-            plan: of the pipeline.
-            number: how many training steps there have been.
+            step: the measured step.
+            plan: plan of the pipeline.
+            number: number of training steps so far.
         """
         self._steps += 1
         untraced = statistics.median(self._times)

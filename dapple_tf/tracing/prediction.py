@@ -1,4 +1,4 @@
-"""What a step was expected to take, and what it took."""
+"""The predicted and the measured time of a step."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from dapple_tf.units import ms_text
 logger = logging.getLogger(__name__)
 
 _WARM_UP = 3
-"""Steps that don't count: the first ones make graphs and allocate memory."""
+"""Number of steps that don't count: the first ones make graphs and allocate memory."""
 _REPORTED_AFTER = 20
-"""Steps that count, until the comparison is logged."""
+"""Number of measured steps after which the comparison is logged."""
 _TOLERANCE = 0.2
-"""Relative error from which on it is a warning."""
+"""Relative error from which on the log entry is a warning."""
 
 
 @dataclass
 class Prediction:
-    """The simulated time of a full step beside the measured one.
+    """The simulated and the measured time of a full step.
 
     Attributes:
-        predicted: seconds, by simulation.
-        steps: seconds of each measured step, the first ones left out; short batches don't count.
-        simulation: the step that was simulated; None if only its time is known.
+        predicted: simulated seconds.
+        steps: seconds of each measured step, without the first ones; short batches don't count.
+        simulation: the simulated step; None if only its time is known.
     """
 
     predicted: float
@@ -45,7 +45,7 @@ class Prediction:
         return None if self.measured is None else (self.predicted - self.measured) / self.measured
 
     def add(self, seconds: float) -> None:
-        """Takes down one full step; logs the comparison once, when there are enough."""
+        """Records a full step; logs the comparison once, when there are enough."""
         self._seen += 1
         if self._seen <= _WARM_UP or len(self.steps) >= 10 * _REPORTED_AFTER:
             return

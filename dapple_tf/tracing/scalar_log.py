@@ -36,14 +36,14 @@ class ScalarLog:
         self._metadata.plugin_data.plugin_name = "scalars"
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Adds numbers by their tags; those that are NaN are left out."""
+        """Writes numbers by tag, except NaN."""
         with self._writer.as_default():
             for name, value in numbers.items():
                 if not math.isnan(value):
                     tf.summary.write(name, tf.constant(value, tf.float32), step, self._metadata)
 
     def flush(self) -> None:
-        """Brings what was written to the file."""
+        """Writes buffered numbers to the file."""
         self._writer.flush()
 
     def close(self) -> None:
@@ -58,13 +58,13 @@ class EpochLog(keras.callbacks.Callback):
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Nothing is written before training begins."""
+        """Prepares the log; nothing is written before training begins."""
         super().__init__()
         self._folder = os.fspath(folder)
         self._logs: dict[str, ScalarLog] = {}
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Writes the numbers of an epoch."""
+        """Writes an epoch's numbers."""
         numbers = {name: float(value) for name, value in (logs or {}).items()}
         rate = getattr(self.model.optimizer, "learning_rate", None)
         self._write("train", epoch, {name: numbers[name] for name in numbers if not name.startswith(_VALIDATION)})

@@ -1,4 +1,4 @@
-"""Whether stages take the time that was predicted for them."""
+"""Comparison of stages' times with their predictions."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ logger = logging.getLogger(__name__)
 TOLERANCE = 0.2
 """Relative difference from which on a stage is off its prediction."""
 _SMALLEST = 0.5e-3
-"""Seconds of a stage for one micro-batch, below which nothing is said: starting tasks takes a good part of these, and
-varies with whatever else the machine does."""
+"""Seconds of a stage per micro-batch below which there is no warning: starting tasks is a good part of these, and
+varies with the load of the machine."""
 
 
 class StageDrift:
     """Compares measured steps with a simulated one, stage by stage, and warns.
 
-    A stage's time is that of one micro-batch: the medians of its F and B, or F, Bx and Bw, added up. Simulated times
-    are those that tasks take beside the others, on devices that share cores too. It takes two steps in a row to warn,
-    since any step may be slowed down by something else; and once a stage has been warned of, it isn't again until it
+    A stage's time is that of one micro-batch: the sum of the medians of its F and B, or F, Bx and Bw. Simulated times
+    include the slowdown by other tasks on shared cores. A warning takes two steps in a row,
+    since anything may slow down a single step. A stage is warned of again only after it
     has been near its prediction.
 
     Attributes:
-        predicted: stage -> seconds.
+        predicted: stage -> predicted seconds.
         off: stages that have been warned of.
-        suspected: stages that were off in the last step and haven't been warned of.
+        suspected: stages that were off in the last step without a warning so far.
     """
 
     def __init__(self, simulation: Simulation) -> None:
@@ -39,10 +39,10 @@ class StageDrift:
         self.suspected: set[int] = set()
 
     def check(self, tasks: Mapping[Task, float]) -> list[str]:
-        """Takes one measured step, and logs its warnings.
+        """Checks one measured step, and logs its warnings.
 
         Args:
-            tasks: seconds of each task, as without tracing.
+            tasks: seconds of each task, corrected for tracing.
 
         Returns:
             The warnings.
@@ -70,7 +70,7 @@ class StageDrift:
 
 
 def stage_seconds(tasks: Mapping[Task, float]) -> dict[int, float]:
-    """Stage -> seconds for one micro-batch: medians over micro-batches and replicas, all phases added up."""
+    """Returns stage -> seconds per micro-batch: medians over micro-batches and replicas, summed over phases."""
     found: dict[int, float] = {}
     for (stage, _), times in sorted(grouped(tasks).items()):
         found[stage] = found.get(stage, 0.0) + statistics.median(times)

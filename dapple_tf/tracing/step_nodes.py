@@ -1,4 +1,4 @@
-"""What the nodes of a step's graph do, as far as a trace of the step needs it."""
+"""The nodes of a step's graph, as far as a trace of the step needs them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from graph_passes.ir.tensorflow_bridge import dtype_size
 METRICS, ACCUMULATE, PACK = NodeKind.METRICS.traced, NodeKind.ACCUMULATE.traced, NodeKind.PACK.traced
 ALL_REDUCE, APPLY = NodeKind.ALL_REDUCE.traced, NodeKind.APPLY.traced
 HOST = NodeKind.SLICES.traced
-"""What the host does: cut the batch, and compute what slices need of the whole."""
+"""Work of the host: cuts the batch, and computes what slices need of the whole."""
 TASKS = frozenset(phase.value for phase in Phase)
 """Kinds of the calls of tasks."""
 
@@ -32,15 +32,15 @@ class StepNode(NamedTuple):
     """A node of a step's top level.
 
     Attributes:
-        kind: a phase's value for the call of a task; one of the names above; empty for what connects these.
-        device: name of its device; empty where TensorFlow chooses.
-        stage: whose work it is; None for what belongs to no stage.
-        replica: of the stage.
-        task: the task that it belongs to; None for what comes once in a step.
-        inputs: the tensors that it reads.
+        kind: a phase's value for the call of a task; one of the names above; empty for nodes that connect these.
+        device: name of its device; empty if TensorFlow chooses.
+        stage: its stage; None if it belongs to no stage.
+        replica: replica of the stage.
+        task: its task; None if it comes once in a step.
+        inputs: tensors that it reads.
         after: names of the nodes that it waits for without reading them.
-        reduction: of an all-reduce, a number that its members on all devices have in common.
-        operator: whether it is a single operator of a task or update that has been taken apart.
+        reduction: for an all-reduce, a number shared by its members on all devices.
+        operator: whether it is a single operator of a task or update that was taken apart.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class StepNode(NamedTuple):
 
 
 def step_nodes(program: Program) -> dict[str, StepNode]:
-    """Name -> node of a complete step."""
+    """Returns name -> node for a complete step."""
     step = program.own_step
     tasks = {name: task for task, names in step.exit.items() for name in names}
     tasks |= {name: task for task, name in step.entry.items()}
@@ -96,7 +96,7 @@ def step_nodes(program: Program) -> dict[str, StepNode]:
 
 
 def _task_of(node: NodeDef, phase: Phase) -> Task:
-    """The task of a single operator."""
+    """Returns the task of a single operator."""
     stage, micro_batch, replica = (int(node.attr[name].i) for name in (STAGE_ATTR, MICRO_BATCH_ATTR, REPLICA_ATTR))
     return Task(stage, phase, micro_batch, replica)
 
@@ -107,9 +107,9 @@ def _replica(step: Step, stage: int, device: str) -> int:
 
 
 def replaced_bytes(program: Program, step: Step) -> dict[str, int]:
-    """Node that sets accumulators anew -> bytes of their values from the step before, which it frees.
+    """Returns node -> bytes from the step before that it frees, for nodes that set accumulators anew.
 
-    They were allocated then, so that the step's allocation records don't tell.
+    These bytes were allocated before, so that the step's allocation records lack them.
     """
     found = {}
     for stage in program.stages:
@@ -133,7 +133,7 @@ def _bytes(shape: Iterable[int], dtype: int) -> int:
 
 
 def sources(nodes: Mapping[str, StepNode]) -> dict[str, tuple[str, ...]]:
-    """Node -> the nearest nodes of any kind that its results are made of: itself, or some before it."""
+    """Returns node -> the nearest nodes of any kind from which its results are made: itself, or earlier ones."""
     found: dict[str, tuple[str, ...]] = {}
     stack = list(nodes)
     while stack:

@@ -1,4 +1,4 @@
-"""What a device's time in a step went into, second by second."""
+"""The parts of a device's time in a step."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class StepParts:
-    """Seconds of a step that a device spent on each thing; together they are the step.
+    """Seconds of each part of a step on a device; they add up to the step.
 
-    Where several go on at once, the first of this list counts.
+    If several go on at once, the first in this list counts.
 
     Attributes:
         forward: computing F, metrics included.
         backward: computing B, or Bx and Bw.
-        accumulate: adding up gradients, and packing them to be reduced.
+        accumulate: accumulating gradients, and packing them for reduction.
         apply: updating parameters.
-        all_reduce: in a reduction, from the moment when all devices take part, and computing nothing.
-        transfers: waiting for a tensor on its way here, while nothing is computed: from the end of what made it until
-            what needs it is ready.
+        all_reduce: in a reduction, from the moment when all devices take part, while computing nothing.
+        transfers: waiting for a tensor on its way here, while nothing is computed: from the end of its producer until
+            its reader is ready.
         bubble: waiting for other devices, or for a core that they use.
         before: before the first device begins: the host cuts the batch and starts the devices.
         after: after the last device has ended: the host collects results.
@@ -50,16 +50,16 @@ _OF_KIND = {"F": "forward", "B": "backward", "Bx": "backward", "Bw": "backward"}
 
 
 def part_of(kind: str) -> str:
-    """The part that spans of a kind belong to."""
+    """Returns the part that a kind of spans belongs to."""
     return _OF_KIND.get(kind, kind)
 
 
 def step_parts(given: Iterable[tuple[str, Interval]], working: Interval, latency: float) -> StepParts:
-    """The parts of one device's step.
+    """Returns the parts of one device's step.
 
     Args:
-        given: (name of a part, when), of those up to ``transfers``; they may overlap.
-        working: from the first device's first work to the last one's end.
+        given: (name of a part, interval), of parts up to ``transfers``; intervals may overlap.
+        working: from the start of the first device to the end of the last one.
         latency: seconds of the step.
     """
     begin, end = working
@@ -82,5 +82,5 @@ def step_parts(given: Iterable[tuple[str, Interval]], working: Interval, latency
 
 
 def mean(parts: Sequence[StepParts]) -> StepParts:
-    """The mean of each part over devices."""
+    """Returns the mean of each part over devices."""
     return StepParts(**{name: sum(getattr(own, name) for own in parts) / len(parts) for name in NAMES})

@@ -1,4 +1,4 @@
-"""One measured step beside what was planned and simulated: the result of ``PipelinedModel.profile_step``."""
+"""One measured step beside the planned and simulated ones: the result of ``PipelinedModel.profile_step``."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from dapple_tf.view.timeline import Timeline
 from graph_passes.ir.tasks import Phase, Task
 
 _MOST_SLOWDOWN = 4.0
-"""Tracing makes devices hardly slower than that."""
+"""Maximum slowdown of devices by tracing that is believed."""
 
 
 class PhaseTime(NamedTuple):
-    """How long the tasks of one phase of a stage took.
+    """Time of the tasks of one phase of a stage.
 
     Attributes:
         stage: the stage.
         phase: the phase.
-        measured: mean seconds of its tasks, accumulation of gradients included, as they are without tracing.
+        measured: mean seconds of its tasks with accumulation of gradients, corrected for tracing.
         predicted: the same as simulated; None without a profile.
     """
 
@@ -42,7 +42,7 @@ class PhaseTime(NamedTuple):
 
     @property
     def error(self) -> float | None:
-        """(predicted - measured) / measured, as in `Prediction`; None where nothing was predicted or measured."""
+        """(predicted - measured) / measured, as in `Prediction`; None if nothing was predicted or measured."""
         if self.predicted is None or not self.measured:
             return None
         return (self.predicted - self.measured) / self.measured
@@ -50,14 +50,14 @@ class PhaseTime(NamedTuple):
 
 @dataclass(frozen=True)
 class StepProfile:
-    """One step, measured, and what was expected of it.
+    """A measured step, and its expectation.
 
     Attributes:
         step: the measured step.
-        plan: the plan that it ran by.
-        simulation: what was simulated; None without a profile, and for a batch that isn't full.
-        planned: the schedule by itself, see `dapple_tf.simulation.planned.planned`; None for a batch that isn't full.
-        untraced_seconds: the same step without tracing; None if that isn't known.
+        plan: its plan.
+        simulation: the simulated step; None without a profile, and for a batch that isn't full.
+        planned: the schedule alone, see `dapple_tf.simulation.planned.planned`; None for a batch that isn't full.
+        untraced_seconds: time of the same step without tracing; None if it isn't known.
     """
 
     step: MeasuredStep
@@ -68,48 +68,48 @@ class StepProfile:
 
     @functools.cached_property
     def measured(self) -> Timeline:
-        """The step as it was measured; it says what it takes without being traced."""
+        """The step as measured; it includes the time without tracing."""
         return dataclasses.replace(self.step.timeline, untraced=self.untraced_seconds)
 
     @functools.cached_property
     def simulated(self) -> Timeline | None:
-        """The step as it was simulated."""
+        """The step as simulated; None without a simulation."""
         return None if self.simulation is None else self.simulation.drawn()
 
     @property
     def timelines(self) -> tuple[Timeline, ...]:
-        """Planned, simulated and measured, as far as they are there."""
+        """Planned, simulated and measured timelines, as far as they exist."""
         return tuple(found for found in (self.planned, self.simulated, self.measured) if found is not None)
 
     @property
     def parts(self) -> Mapping[int, StepParts]:
-        """Device -> where its time went."""
+        """Device -> the parts of its time."""
         return self.step.parts
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """For each stage the part of the step in which its devices compute nothing, 0 to 1."""
+        """For each stage, the fraction of the step in which its devices compute nothing, 0 to 1."""
         found = self.measured.bubbles
         return tuple(statistics.fmean(found[device] for device in devices) for devices in self.plan.working_devices)
 
     @property
     def peak_bytes(self) -> Mapping[int, float]:
-        """Device -> the most memory in use."""
+        """Device -> its peak memory in bytes."""
         return self.measured.peak_bytes
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is doubtful about the measurement; empty if nothing is."""
+        """Doubts about the measurement; empty if there are none."""
         return self.step.remarks
 
     @property
     def tracing(self) -> float:
-        """How many times as long devices took because they were traced: every operation takes a little longer."""
+        """Factor by which tracing slowed devices down: every operation takes a little longer."""
         return 1.0 if self.untraced_seconds is None else max(1.0, slowdown(self.step, self.untraced_seconds))
 
     @functools.cached_property
     def phases(self) -> tuple[PhaseTime, ...]:
-        """Mean times of the tasks of each stage and phase, beside the simulated ones."""
+        """Mean times of the tasks of each stage and phase, measured and simulated."""
         measured = grouped(self.step.tasks)
         predicted = {} if self.simulation is None else grouped(simulated_tasks(self.simulation))
         return tuple(
@@ -125,11 +125,12 @@ class StepProfile:
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the report (``profile.txt``) and the timelines.
 
-        They are text (``timeline.txt``), images (``timeline.svg``, ``timeline.png``), a page (``timeline.html``) and a
-        trace for Chrome and Perfetto (``trace.json``). Images are left out where matplotlib isn't installed.
+        Timelines are written as text (``timeline.txt``), images (``timeline.svg``, ``timeline.png``), a page
+        (``timeline.html``) and a trace for Chrome and Perfetto (``trace.json``). Images are left out if matplotlib
+        isn't installed.
 
         Args:
-            directory: where to; made if need be.
+            directory: folder to write to; created if necessary.
         """
         path = pathlib.Path(directory)
         path.mkdir(parents=True, exist_ok=True)
@@ -138,8 +139,8 @@ class StepProfile:
         save_timelines(self.timelines, path, title)
 
     def _repr_html_(self) -> str:
-        """The step in a notebook: its tables, and the timelines as a picture."""
-        from dapple_tf.view.notebook import Table, notebook_html  # needed in notebooks alone
+        """Returns the notebook view: tables, and the timelines as a picture."""
+        from dapple_tf.view.notebook import Table, notebook_html  # needed only in notebooks
 
         tables = [
             Table("milliseconds of each device", self._part_rows()),
@@ -189,10 +190,10 @@ class StepProfile:
 
 
 def slowdown(step: MeasuredStep, untraced_seconds: float) -> float:
-    """How many times as long as without tracing devices took for a step.
+    """Returns the factor by which tracing slowed the devices down in a step.
 
-    The host takes as long for its part, traced or not, unless it was held up in just the traced step, as it happens on
-    a busy machine: where hardly anything were left for the devices, all of the step counts as slower.
+    Tracing doesn't slow the host's part, unless the host was held up in just the traced step, as happens on
+    a busy machine: if that would leave hardly any time for the devices, all of the step counts as slower.
 
     Args:
         step: the traced step.
@@ -209,7 +210,7 @@ def slowdown(step: MeasuredStep, untraced_seconds: float) -> float:
 
 
 def grouped(tasks: Mapping[Task, float]) -> dict[tuple[int, Phase], list[float]]:
-    """(stage, phase) -> the times of its tasks."""
+    """Returns (stage, phase) -> times of its tasks."""
     found: dict[tuple[int, Phase], list[float]] = {}
     for task, seconds in tasks.items():
         found.setdefault((task.stage, task.phase), []).append(seconds)
@@ -217,7 +218,7 @@ def grouped(tasks: Mapping[Task, float]) -> dict[tuple[int, Phase], list[float]]
 
 
 def simulated_tasks(simulation: Simulation) -> dict[Task, float]:
-    """Task -> its simulated seconds."""
+    """Returns task -> simulated seconds."""
     phases = {phase.value: phase for phase in Phase}
     return {
         Task(span.stage, phases[span.kind], span.micro_batch, span.replica): span.end - span.start

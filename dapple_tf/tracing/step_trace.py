@@ -1,9 +1,9 @@
-"""A step as it was measured: TensorFlow's step stats -> a Timeline, and where each device's time went.
+"""Measured steps: TensorFlow's step stats -> a Timeline, and the parts of each device's time.
 
-TensorFlow's executor tells when each node began and ended and what it allocated, each worker by its own clock. What the
-nodes do is known from the step's graph (`step_nodes.py`); `clocks.py` brings the workers' times together.
+TensorFlow's executor reports when each node began and ended and what it allocated, with each worker's own clock. The
+step's graph says what the nodes do (`step_nodes.py`); `clocks.py` aligns the workers' times.
 
-On GPUs a call's times are those of launching its kernels, which may run on after its end.
+On GPUs a call's times are those of launching its kernels, which may still run after its end.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from graph_passes.ir.tensorflow_bridge import dtype_size
 logger = logging.getLogger(__name__)
 
 _RECEIVED = re.compile(r"\[(\d+)B\] .*?(?:edge_\d+_)?(\S+) from (\S+) to (\S+)$")
-"""How TensorFlow describes a tensor that came from another worker: bytes, node, sender and receiver."""
+"""TensorFlow's description of a tensor from another worker: bytes, node, sender and receiver."""
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """What a traced step left behind.
+    """The record of a traced step.
 
     Attributes:
         stats: TensorFlow's step stats.
         nodes: the nodes of the step's graph.
-        prefix: under which they are in the session's graph.
-        called: when the step was started and when its results were there, in nanoseconds of this process's clock.
-        clocks: number of a worker -> its clock; empty where there are no workers.
-        stored: device -> bytes of its variables and accumulators, which lie there between steps.
+        prefix: prefix of their names in the session's graph.
+        called: when the step was started and when its results arrived, in nanoseconds of this process's clock.
+        clocks: number of a worker -> its clock; empty if there are no workers.
+        stored: device -> bytes of its variables and accumulators, which stay between steps.
         replaced: node -> bytes from the step before that it frees, see `step_nodes.replaced_bytes`.
-        samples: in its batch.
-        first: whether it is the first of its kind that was traced. TensorFlow prepares executors and functions of their
-            own for traced steps, so that its times mean little.
+        samples: samples of its batch.
+        first: whether it is the first traced step of its kind. TensorFlow prepares separate executors and functions
+            for traced steps, so that its times mean little.
     """
 
     stats: Any = field(repr=False)
@@ -82,16 +82,16 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step as it was measured.
+    """A measured step.
 
     Attributes:
-        timeline: its timeline, from the start of the call to the end of the last node. What comes after that is mostly
-            collecting the trace.
-        parts: device -> where its time went.
-        tasks: task -> seconds from its beginning to the end of all that belongs to it, accumulation included: what the
-            simulator means by a task.
-        shifts: worker -> seconds by which its times were moved, besides its clock's offset, for the sake of causality.
-        remarks: what is doubtful about the clocks; empty if nothing is.
+        timeline: its timeline, from the start of the call to the end of the last node. The time after that is mostly
+            spent on collecting the trace.
+        parts: device -> parts of its time.
+        tasks: task -> seconds from its beginning to the end of all that belongs to it, accumulation included, as in
+            the simulator.
+        shifts: worker -> seconds by which causality moved its times, in addition to its clock's offset.
+        remarks: doubts about the clocks; empty if there are none.
     """
 
     timeline: Timeline
@@ -109,14 +109,14 @@ def measured(
     Args:
         traced: the step.
         places: name of a device -> the device.
-        labels: index of a device -> what it is called, of those that have lanes.
-        limits: index of a device -> bytes that it has, as far as known.
+        labels: index of a device with lanes -> its label.
+        limits: index of a device -> its memory in bytes, if known.
     """
     return _Reading(traced, places).result(labels, limits)
 
 
 class _Run(NamedTuple):
-    """How a node ran; nanoseconds, by its device's clock at first, by this process's in the end."""
+    """The run of a node; nanoseconds, at first by its device's clock, finally by this process's."""
 
     device: str
     start: float
@@ -126,7 +126,7 @@ class _Run(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What single operators belong to."""
+    """The work that single operators belong to."""
 
     kind: str
     device: int
@@ -136,11 +136,11 @@ class _Work(NamedTuple):
 
 
 _OPERATOR_GAP = 20e-6
-"""Seconds between two operators that are shown as one box."""
+"""Maximum seconds between two operators that are shown as one box."""
 
 
 def _joined(intervals: Iterable[Interval]) -> list[Interval]:
-    """Intervals in order, those with hardly a gap between them as one."""
+    """Returns intervals in order, joining those with hardly a gap between them."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1] + _OPERATOR_GAP:
@@ -151,7 +151,7 @@ def _joined(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 class _Reading:
-    """A trace while it is being read."""
+    """A trace being read."""
 
     def __init__(self, traced: TracedStep, places: Mapping[str, Place]) -> None:
         self.traced, self.places, self.nodes = traced, places, traced.nodes
@@ -196,12 +196,12 @@ class _Reading:
     # ---- one clock
 
     def _worker(self, device: str) -> int | None:
-        """Whose clock a device has; None for this process's."""
+        """Returns the worker whose clock a device has; None for this process."""
         place = self.places.get(device)
         return place.worker if place is not None and place.worker in self.traced.clocks else None
 
     def _align(self) -> dict[int, float]:
-        """Brings all times to this process's clock."""
+        """Converts all times to this process's clock."""
         clocks = self.traced.clocks
         if not clocks:
             return {}
@@ -236,7 +236,7 @@ class _Reading:
             changes[:] = [(change(device, 1000 * time) / 1000, size) for time, size in changes]
 
     def _slacks(self) -> dict[tuple[int | None, int | None], float]:
-        """(clock of a cause, clock of its effect) -> the least seconds between them, see `refine`."""
+        """Returns (clock of a cause, clock of its effect) -> the least seconds between them, see `refine`."""
         found: dict[tuple[int | None, int | None], float] = {}
 
         def add(cause: int | None, effect: int | None, nanoseconds: float) -> None:
@@ -252,7 +252,7 @@ class _Reading:
                     add(self._worker(cause.device), own, run.start - cause.end)
             add(None, own, run.start - self.traced.called[0])
             add(own, None, self.traced.called[1] - run.end)
-        for names in self._members.values():  # None ends before all have begun.
+        for names in self._members.values():  # No member ends before all have begun.
             begun: dict[int | None, float] = {}
             ended: dict[int | None, float] = {}
             for run in map(self.runs.__getitem__, names):
@@ -266,11 +266,11 @@ class _Reading:
     # ---- spans
 
     def _time(self, nanoseconds: float) -> float:
-        """Seconds from the start of the call."""
+        """Converts nanoseconds to seconds from the start of the call."""
         return max(0.0, (nanoseconds - self.traced.called[0]) / 1e9)
 
     def _index(self, name: str) -> int | None:
-        """The device of a node that ran."""
+        """Returns the device of a node that ran."""
         run = self.runs.get(name)
         place = None if run is None else self.places.get(run.device)
         return None if place is None else place.number
@@ -336,7 +336,7 @@ class _Reading:
         yield from self._sends(known)
 
     def _add_operator(self, operators: dict[_Work, list[Interval]], name: str, device: int) -> None:
-        """Notes when a single operator ran, with others of the same kind of work."""
+        """Records when a single operator ran, together with others of the same work."""
         node, run = self.nodes[name], self.runs[name]
         kind = {METRICS: "F", PACK: ACCUMULATE}.get(node.kind, node.kind)
         if kind == HOST:
@@ -356,10 +356,10 @@ class _Reading:
         return found
 
     def _sends(self, known: set[int]) -> Iterator[Span]:
-        """What goes from device to device: each task's results for another device are one span.
+        """Yields transfers between devices: each task's results for another device are one span.
 
-        Between workers TensorFlow tells when a tensor arrived. On one machine it doesn't: there a transfer ends when
-        its reader becomes ready, if that waits for nothing else by then, and takes no time otherwise.
+        Between workers TensorFlow reports when a tensor arrived. On one machine it doesn't: there a transfer ends when
+        its reader becomes ready, if the reader waits for nothing else, and takes no time otherwise.
         """
         seen: set[tuple[str, int, int]] = set()
         together: dict[tuple[tuple[str, ...], int, int], tuple[float, float, float]] = {}
@@ -388,7 +388,7 @@ class _Reading:
             yield Span("send", *times, source, node.stage or 0, micro_batch, node.replica, target, total)
 
     def _arrival(self, name: str, sender: _Run, reader: str, read: _Run) -> tuple[float, int | None]:
-        """When a tensor reached its reader's device, and its bytes where TensorFlow tells."""
+        """Returns when a tensor reached its reader's device, and its bytes if TensorFlow reports them."""
         told = self.received.get((name, read.device))
         if told:
             return told.pop(0) if len(told) > 1 else told[0]
@@ -397,7 +397,7 @@ class _Reading:
         return (read.ready if alone else sender.end), None
 
     def _waits(self) -> dict[int, list[Interval]]:
-        """Device -> when it can't go on because a tensor is on its way, until what needs it is ready."""
+        """Returns device -> intervals in which it waits for a tensor on its way, until the reader is ready."""
         found: dict[int, list[Interval]] = {}
         for name, run in self.runs.items():
             if self.nodes[name].kind not in ("", HOST, ALL_REDUCE):
@@ -408,7 +408,7 @@ class _Reading:
         return found
 
     def _came(self, name: str, device: str) -> float:
-        """When the last thing ended on another device that a node waits for; through what connects them."""
+        """Returns the last end of what a node waits for on other devices, through connecting nodes."""
         latest, seen, stack = -math.inf, {name}, [name]
         while stack:
             for before in self.nodes[stack.pop()].waits_for:
@@ -423,7 +423,7 @@ class _Reading:
         return latest
 
     def _tasks(self) -> dict[Task, float]:
-        """Task -> seconds from its start to the end of all its nodes."""
+        """Returns task -> seconds from its start to the end of all its nodes."""
         times: dict[Task, tuple[float, float]] = {}
         for name, run in self.runs.items():
             task = self.nodes[name].task
@@ -435,7 +435,7 @@ class _Reading:
     # ---- memory
 
     def _memory(self, device: int) -> MemoryCurve:
-        """Bytes in use on a device over the step, with what lies there between steps, as far as that is known."""
+        """Returns the bytes in use on a device over the step, including what stays between steps, as far as known."""
         names = [name for name, place in self.places.items() if place.number == device]
         changes = sorted(change for name in names for change in self.changes.get(name, ()))
         if not changes:

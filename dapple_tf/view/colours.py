@@ -1,4 +1,4 @@
-"""One palette for everything that is drawn: what is blue in a drawing of the graph is blue in a timeline."""
+"""One palette for all drawings: a kind has the same colour in graphs and in timelines."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ COLOURS = {
 """Kind of a task node or of a span -> hex colour."""
 
 CONTROL = "#d62728"
-"""Of control edges."""
+"""Hex colour of control edges."""
 
 DATA = "#4d5359"
-"""Of data edges."""
+"""Hex colour of data edges."""
 
 _DARK, _LIGHT = "#1f2328", "#ffffff"
 
 
 def text_colour(background: str) -> str:
-    """Dark or light, whichever reads better on a background (``#rrggbb``)."""
+    """Returns dark or light, whichever reads better on a background (``#rrggbb``)."""
     red, green, blue = (int(background[start : start + 2], 16) for start in (1, 3, 5))
     return _DARK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else _LIGHT

@@ -1,6 +1,6 @@
 """Task graphs as Graphviz text, and as pictures if Graphviz is installed.
 
-The text has positions for everything (``layout=nop2``), so that lanes are rows whatever Graphviz would make of them:
+The text has positions for everything (``layout=nop2``), so that lanes are rows independent of Graphviz's own layout:
 ``dot -Tsvg graph.dot`` or ``dot -Tpng graph.dot`` draws it.
 """
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 MOST_NODES = 400
 MOST_EDGES = 2000
-"""Of what `draw_graph` draws; nobody can read a larger picture."""
+"""Maximum number of edges that `draw_graph` draws; nobody can read a larger picture."""
 
 _FORMATS = {".svg": "svg", ".png": "png", ".pdf": "pdf"}
 _TIMEOUT = 120.0
@@ -56,11 +56,11 @@ class DrawingError(DappleError):
 
 
 def dot_text(graph: TaskGraph, *, title: str = "") -> str:
-    """A task graph as Graphviz text: a lane for each device, data edges solid, control edges dotted red.
+    """Returns a task graph as Graphviz text: a lane for each device, data edges solid, control edges dotted red.
 
     Args:
-        graph: what to draw.
-        title: stands above.
+        graph: the graph to draw.
+        title: heading of the drawing.
     """
     shown = figure(graph)
     legend, legend_width = _legend(shown)
@@ -82,15 +82,15 @@ def dot_text(graph: TaskGraph, *, title: str = "") -> str:
 
 
 def draw_graph(graph: TaskGraph, path: str | pathlib.Path, *, title: str = "") -> None:
-    """Draws a task graph by Graphviz's ``dot``.
+    """Draws a task graph with Graphviz's ``dot``.
 
     Args:
-        graph: what to draw.
+        graph: the graph to draw.
         path: file to write: ``.svg``, ``.png`` or ``.pdf``.
-        title: stands above.
+        title: heading of the drawing.
 
     Raises:
-        DrawingError: the graph is too large for a picture, Graphviz isn't installed or fails, or another suffix.
+        DrawingError: the graph is too large for a picture, Graphviz isn't installed or fails, or the suffix is another.
     """
     target = pathlib.Path(path)
     if target.suffix not in _FORMATS:
@@ -178,7 +178,7 @@ def _edge(edge: TaskEdge, curve: Curve, *, faint: bool) -> str:
 
 
 def _legend(shown: Figure) -> tuple[list[str], float]:
-    """The colours that are there, the two kinds of edges, and what was left out; and how wide that is."""
+    """Returns the legend of colours, edges and omitted nodes, and its width."""
     kinds = [kind for kind in COLOURS if any(node.kind == kind for node in shown.graph.nodes)]
     y = shown.height + _LEGEND / 2 - 6
     x = 18.0
@@ -208,14 +208,14 @@ def _legend(shown: Figure) -> tuple[list[str], float]:
 
 
 def _wrapped(label: str) -> str:
-    """A lane's label in a few short lines; its tooltip has all of it."""
+    """Returns a lane's label in a few short lines; its tooltip has the whole label."""
     head, colon, rest = label.partition(": ")
     lines = [head + colon.strip(), *textwrap.wrap(rest, _LABEL_LETTERS)]
     return "\n".join(lines if len(lines) <= _LABEL_LINES else [*lines[: _LABEL_LINES - 1], "..."])
 
 
 def _text(name: str, text: str, x: float, y: float, size: float) -> str:
-    """A text that begins at x."""
+    """Returns a text whose left end is at x."""
     lines = text.split("\n")
     width = 0.7 * size * max(map(len, lines)) + 10
     label = "".join(f"{_escaped(line)}\\l" for line in lines)
@@ -227,7 +227,7 @@ def _text(name: str, text: str, x: float, y: float, size: float) -> str:
 
 
 def node_text(node: TaskNode, devices: Mapping[int, str]) -> str:
-    """What a node is, line by line."""
+    """Returns a node's description, line by line."""
     where = "host" if node.device is None else devices[node.device]
     lines = [f"{node.label} on {where}", node.name]
     if node.layers:
@@ -244,7 +244,7 @@ def _tensor(tensor: TensorText) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A string of Graphviz's language."""
+    """Returns a string in Graphviz's syntax."""
     return f'"{_escaped(text)}"'
 
 

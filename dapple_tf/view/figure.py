@@ -1,6 +1,6 @@
-"""What a figure of a task graph shows, and where: lanes as rows, time to the right.
+"""Layout of a task graph's figure: lanes as rows, time to the right.
 
-It looks like figure 10 of the DAPPLE paper. Positions are in points, from the lower left corner.
+It follows figure 10 of the DAPPLE paper. Positions are in points, from the lower left corner.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dapple_tf.view.task_graph import TaskEdge, TaskGraph, TaskNode, longest_pat
 from dapple_tf.view.timeline import TASKS
 
 SHOWN = (*TASKS, "split", "concat", "accumulate", "all_reduce", "apply")
-"""Kinds of nodes in a figure; reading variables, metrics and the host's part are left out unless asked for."""
+"""Kinds of nodes in a figure; it leaves out reading variables, metrics and the host's part unless asked for."""
 
 _STEP = 54.0
-"""From column to column."""
+"""Width of a column."""
 _ROW = 34.0
 _SMALL_ROW = 24.0
 """Heights of the row of tasks and of those below it."""
@@ -25,7 +25,7 @@ _LABEL = 92.0
 """Width of the lanes' labels, on the left."""
 _PADDING = 8.0
 _ARC = 7.0
-"""Headroom for each arc that another one spans, up to `_MOST_ARCS`."""
+"""Headroom for each arc that another one spans, for at most `_MOST_ARCS`."""
 _MOST_ARCS = 5
 _GAP = 12.0
 _MARGIN = 12.0
@@ -41,7 +41,7 @@ class Box(NamedTuple):
 
 
 class LaneBox(NamedTuple):
-    """A lane: its device (None for the host), what it is called, and the rectangle around it."""
+    """A lane: its device (None for the host), its label, and the rectangle around it."""
 
     device: int | None
     label: str
@@ -54,17 +54,17 @@ Curve = tuple[tuple[float, float], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """What is drawn.
+    """A figure to draw.
 
     Attributes:
         graph: the nodes and edges that are shown.
-        boxes: of the nodes.
-        curves: of the edges.
-        faint: positions of the data edges whose order other data give, too: those of what is kept for later.
-        lanes: from top to bottom.
-        width: of everything.
-        height: likewise.
-        hidden: what was left out: a kind of nodes -> how many.
+        boxes: rectangle of each node.
+        curves: curve of each edge.
+        faint: positions of the data edges whose order other data give, too: those of tensors kept for later.
+        lanes: lanes from top to bottom.
+        width: width of the figure.
+        height: height of the figure.
+        hidden: kind of omitted nodes -> number.
     """
 
     graph: TaskGraph
@@ -80,8 +80,8 @@ class Figure:
 def figure(graph: TaskGraph) -> Figure:
     """Lays a task graph out.
 
-    Control edges that follow from others are left out. So are nodes that aren't tasks or what connects, adds up,
-    reduces and applies; what led through one of them leads on.
+    It leaves out control edges that follow from others, and nodes other than tasks and those that connect,
+    accumulate, reduce and apply. Paths through an omitted node become edges.
     """
     kept = [index for index, node in enumerate(graph.nodes) if _is_shown(node)]
     shown = _without_implied(_contracted(graph, kept))
@@ -96,7 +96,7 @@ def _is_shown(node: TaskNode) -> bool:
 
 
 def _contracted(graph: TaskGraph, kept: Sequence[int]) -> TaskGraph:
-    """The graph of the kept nodes, with edges for the paths through others; columns are counted anew."""
+    """Returns the graph of the kept nodes, with edges for the paths through others and recounted columns."""
     positions = {index: position for position, index in enumerate(kept)}
     followers: dict[int, list[TaskEdge]] = defaultdict(list)
     for edge in graph.edges:
@@ -122,8 +122,8 @@ def _contracted(graph: TaskGraph, kept: Sequence[int]) -> TaskGraph:
 
 
 def _without_implied(graph: TaskGraph) -> TaskGraph:
-    """Without control edges whose order other edges give already."""
-    behind: list[int] = [0] * len(graph.nodes)  # for each node a set of nodes, as bits: those before it
+    """Returns the graph without control edges that other edges imply."""
+    behind: list[int] = [0] * len(graph.nodes)  # for each node, the set of the nodes before it, as bits
     arriving: dict[int, list[TaskEdge]] = defaultdict(list)
     for edge in graph.edges:
         arriving[edge.target].append(edge)
@@ -141,7 +141,7 @@ def _without_implied(graph: TaskGraph) -> TaskGraph:
 
 
 def _roundabout(graph: TaskGraph) -> frozenset[int]:
-    """The data edges beside which there is a longer path of data: what a forward keeps for its backward, mostly."""
+    """Returns the data edges with a longer path of data beside them: mostly what a forward keeps for its backward."""
     behind: list[int] = [0] * len(graph.nodes)
     arriving: dict[int, list[int]] = defaultdict(list)
     for number, edge in enumerate(graph.edges):
@@ -203,7 +203,7 @@ class _Layout:
         return 2 * _PADDING + self.headroom[device] + _ROW + self.small_rows[device] * _SMALL_ROW
 
     def _rows(self) -> list[int]:
-        """Row of each node in its lane: 0 for what its device computes, others below; none hides another."""
+        """Returns each node's row in its lane: 0 for what its device computes, others below; none hides another."""
         order = {kind: place for place, kind in enumerate((*TASKS, "accumulate", "apply", "all_reduce"))}
         rows = [0] * len(self.graph.nodes)
         for index in sorted(range(len(rows)), key=lambda index: order.get(self.graph.nodes[index].kind, len(order))):
@@ -221,7 +221,7 @@ class _Layout:
         return Box(x, y, 42.0, 22.0) if row == 0 else Box(x, y, 42.0, 14.0)
 
     def _arc_levels(self) -> dict[int, tuple[int, int | None]]:
-        """Edge -> how high its arc is, and its lane; of those that run along a row, over other nodes."""
+        """Returns edge -> (height of its arc, its lane), for edges that run along a row, over other nodes."""
         found: dict[int, tuple[int, int | None]] = {}
         spans: dict[int | None, list[tuple[int, int, int]]] = defaultdict(list)
         for index, edge in enumerate(self.graph.edges):
@@ -239,7 +239,7 @@ class _Layout:
         return found
 
     def _blocked(self, a: TaskNode, b: TaskNode) -> bool:
-        """Whether a straight line would cross another node."""
+        """Returns whether a straight line would cross another node."""
         between = range(a.column + 1, b.column)
         return any((a.device, column, 0) in self.taken for column in between)
 

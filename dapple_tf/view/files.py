@@ -16,14 +16,14 @@ from dapple_tf.view.trace_events import save_trace
 
 
 def save_timelines(timelines: Sequence[Timeline], directory: str | os.PathLike[str], title: str) -> list[str]:
-    """Write ``timeline.txt``, ``.html``, ``.svg`` and ``.png``, and ``trace.json`` for Chrome and Perfetto.
+    """Writes ``timeline.txt``, ``.html``, ``.svg`` and ``.png``, and ``trace.json`` for Chrome and Perfetto.
 
-    Images are left out where matplotlib isn't installed.
+    Images are left out if matplotlib isn't installed.
 
     Args:
-        timelines: all of them go into each file.
-        directory: where to; made if need be.
-        title: of the page and the images.
+        timelines: timelines; each file has all of them.
+        directory: folder to write to; created if necessary.
+        title: title of the page and the images.
 
     Returns:
         The names of the files.

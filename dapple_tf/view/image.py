@@ -25,15 +25,15 @@ _COMPUTE, _THIN, _MEMORY = 0.27, 0.085, 0.27
 _ROW_GAP, _THIN_GAP = 0.07, 0.025
 _TICK_LABEL = 0.075
 _THINNEST = 0.6
-"""Of a transfer, in points, however short it is."""
+"""Minimum width of a transfer, in points."""
 _FONT, _SMALL, _NUMBER = 8.5, 7.0, 7.0
 _CHARACTER = 0.62
 """Width of a digit, in font sizes."""
 _LONGEST_LABEL = 34
 _COLUMNS = 1000
-"""Moments of a memory curve that can be told apart; a measured one has ten thousands of points."""
+"""Number of moments that a memory curve can show; a measured one has tens of thousands of points."""
 _PALEST = 0.5
-"""Of a device's stages the last is drawn so much paler than the first."""
+"""How much paler a device's last stage is drawn than its first."""
 
 _INK, _FAINT, _GRID, _IDLE = "#1f2328", "#6b737c", "#d7dbe0", "#eef0f2"
 _MEMORY_FILL, _MEMORY_LINE, _OVER = "#b9c4d3", "#5d6f88", "#d1453b"
@@ -42,21 +42,21 @@ _NAMES = {SEND: "transfer", ALL_REDUCE: "all-reduce"}
 
 
 def draw_timelines(timelines: Sequence[Timeline], path: str | os.PathLike[str], *, title: str | None = None) -> None:
-    """Draw timelines one above another on one axis, into an SVG or PNG file.
+    """Draws timelines one above another on one axis, into an SVG or PNG file.
 
-    Boxes are coloured by what is computed and have their micro-batch's number where there is room; a device's later
-    stages are paler. Bubbles are grey, with their share at the right. Below each device what it sends and its
-    all-reduces, below all the memory of each, all on one scale; what is over a device's limit is red. The same
+    Boxes are coloured by kind and have their micro-batch's number if there is room; a device's later
+    stages are paler. Bubbles are grey, with their share at the right. Below each device are its sends and
+    all-reduces, and below all devices the memory of each, on one scale; memory above a device's limit is red. The same
     timelines give the same file, byte by byte.
 
     Args:
-        timelines: such as planned, simulated and measured. Those of different units have axes of their own.
+        timelines: for example planned, simulated and measured. Timelines of different units have separate axes.
         path: ends with ``.svg`` or ``.png``.
-        title: stands at the top.
+        title: heading of the image.
 
     Raises:
         ModuleNotFoundError: matplotlib isn't installed.
-        ValueError: another suffix, or no timelines.
+        ValueError: the suffix is another, or there are no timelines.
         OSError: the file can't be written.
     """
     path = Path(path)
@@ -67,7 +67,7 @@ def draw_timelines(timelines: Sequence[Timeline], path: str | os.PathLike[str], 
 
 
 def timelines_svg(timelines: Sequence[Timeline], *, title: str | None = None) -> str:
-    """The same drawing as an SVG element, to stand in a page of HTML.
+    """Returns the same drawing as an SVG element for an HTML page.
 
     Raises:
         ModuleNotFoundError: matplotlib isn't installed.
@@ -89,10 +89,10 @@ def _draw(timelines: Sequence[Timeline], title: str | None, target: Path | io.St
             "drawing timelines needs matplotlib, which isn't installed; pip install dapple_tf[images]"
         ) from error
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # what a user has set for own plots doesn't change ours
+        matplotlib.rcdefaults()  # a user's settings for other plots don't change ours
         matplotlib.rc("font", size=_FONT)
         matplotlib.rc("svg", hashsalt="dapple_tf", fonttype="none")
-        matplotlib.rc("text", parse_math=False)  # a dollar in a title is one
+        matplotlib.rc("text", parse_math=False)  # a dollar sign in a title is only that
         figure = _figure(timelines, title)
         metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
         figure.savefig(target, format=kind, dpi=150, metadata=metadata)
@@ -103,9 +103,9 @@ class _Row:
     """A row of a panel.
 
     Attributes:
-        device: whose it is.
-        lane: what it shows; None for memory.
-        top: its upper edge, counted from the panel's.
+        device: index of its device.
+        lane: the lane that it shows; None for memory.
+        top: its upper edge, from the panel's.
         height: its height.
     """
 
@@ -116,7 +116,7 @@ class _Row:
 
 
 def _rows(timeline: Timeline) -> list[_Row]:
-    """The rows of a panel from top to bottom."""
+    """Returns the rows of a panel from top to bottom."""
     rows: list[_Row] = []
     place = _THIN_GAP
     for lane, spans in timeline.lanes.items():
@@ -173,7 +173,7 @@ class _Panel:
         self.height = _PANEL_TITLE + self.body + _AXIS
 
     def draw(self, axes: Axes, points: float) -> None:
-        """Draws it into axes that are so many points wide."""
+        """Draws the timeline into axes that are ``points`` points wide."""
         timeline = self.timeline
         axes.set_xlim(0, self.end)
         axes.set_ylim(self.body, 0)
@@ -200,7 +200,7 @@ class _Panel:
             axes.axvline(timeline.latency, color=_FAINT, linewidth=0.8, linestyle=(0, (3, 2)), zorder=3)
 
     def labels(self, axes: Axes) -> None:
-        """What stands left and right of the rows."""
+        """Draws the labels left and right of the rows."""
         timeline = self.timeline
         axes.set_yticks([])
         heads = set()
@@ -226,7 +226,7 @@ class _Panel:
                 axes.text(1.006, place, head, size=_SMALL - 0.5, ha="left", **ends)
 
     def spans(self, axes: Axes, points: float) -> None:
-        """All boxes, and the numbers of those that are wide enough."""
+        """Draws all boxes, and the numbers of those that are wide enough."""
         timeline = self.timeline
         scale = points / self.end
         boxes: dict[str, list[tuple[float, float, _Row]]] = {}
@@ -259,7 +259,7 @@ class _Panel:
             _boxes(axes, [box for box in found if box[2].height == _THIN], colour, colour, _THINNEST)
 
     def memory(self, axes: Axes, row: _Row) -> None:
-        """A device's memory over time."""
+        """Draws a device's memory over time."""
         timeline = self.timeline
         curve = _coarse(timeline.memory[row.device], timeline.latency)
         bottom = row.top + row.height
@@ -281,14 +281,14 @@ class _Panel:
 
 
 def _coarse(curve: MemoryCurve, latency: float) -> MemoryCurve:
-    """A curve with no more points than can be told apart: of each column, the most that is in use."""
+    """Returns a curve with no more points than can be shown: for each column, its maximum."""
     if len(curve) <= _COLUMNS or latency <= 0:
         return curve
     found: dict[int, float] = {}
     level = curve[0][1]
     for time, following in curve:
         column = max(0, math.floor(time / latency * _COLUMNS))
-        found[column] = max(found.get(column, level), following)  # What was in use before it is so in its column, too.
+        found[column] = max(found.get(column, level), following)  # Memory in use before also counts in this column.
         level = following
         found[column + 1] = level
     return tuple((min(1.0, column / _COLUMNS) * latency, level) for column, level in found.items())
@@ -309,7 +309,7 @@ def _boxes(
 
 
 def _shade(span: Span, stages: Sequence[int]) -> str:
-    """The colour of a span; paler for the later stages of a device."""
+    """Returns the colour of a span; paler for the later stages of a device."""
     colour = COLOURS.get(span.kind, COLOURS["other"])
     if len(stages) < 2:
         return colour
@@ -317,7 +317,7 @@ def _shade(span: Span, stages: Sequence[int]) -> str:
 
 
 def _pale(colour: str, part: float) -> str:
-    """A colour mixed with so much white."""
+    """Returns a colour mixed with white in the proportion ``part``."""
     channels = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     return "#" + "".join(f"{round(channel + (255 - channel) * part):02x}" for channel in channels)
 
@@ -327,7 +327,7 @@ def _short(label: str) -> str:
 
 
 def _kinds(timelines: Sequence[Timeline]) -> Iterator[str]:
-    """The kinds that are drawn, in the order of the palette; those that it doesn't have share one colour."""
+    """Yields the kinds that are drawn, in the order of the palette; kinds without a colour of their own share one."""
     found = {span.kind for timeline in timelines for span in timeline.spans if span.end > span.start}
     yield from (kind for kind in COLOURS if kind in found)
     yield from ["other"] if found - COLOURS.keys() else []

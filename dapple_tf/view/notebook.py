@@ -1,4 +1,4 @@
-"""What plans, simulations and measured steps show of themselves in a notebook: tables, and a timeline as a picture."""
+"""Notebook views of plans, simulations and measured steps: tables, and a timeline as a picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Table(NamedTuple):
     """A table to show.
 
     Attributes:
-        caption: stands above it; may be empty.
+        caption: text above it; may be empty.
         rows: the first row is the header.
     """
 
@@ -26,12 +26,12 @@ class Table(NamedTuple):
 def notebook_html(
     summary: str, tables: Sequence[Table], timelines: Sequence[Timeline], remarks: Sequence[str] = ()
 ) -> str:
-    """A fragment of HTML for ``_repr_html_``.
+    """Returns a fragment of HTML for ``_repr_html_``.
 
     Args:
-        summary: a line, above everything.
-        tables: one above another.
-        timelines: drawn one above another on one axis, as an image, or as text where matplotlib isn't installed.
+        summary: a line above everything.
+        tables: tables, one above another.
+        timelines: drawn one above another on one axis, as an image, or as text if matplotlib isn't installed.
         remarks: lines between tables and picture.
     """
     parts = [f"<p>{html.escape(summary)}</p>", *map(_table, tables)]

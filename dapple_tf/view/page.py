@@ -1,21 +1,21 @@
 """Timelines and task graphs as pages: one HTML file each, which needs no network and stays usable at 10,000 tasks.
 
 A page is a template, a style sheet, scripts and data, all in one file (`assets/`). A content security policy lets it
-run these scripts only, and lets it load nothing. Another page (tools/what_if.py) is put together like this::
+run only these scripts and load nothing. Other pages (tools/what_if.py) are assembled like this::
 
     scripts = [*map(asset, TIMELINE_SCRIPTS), own_script]
     text = assemble("What if", scripts, timeline_data(timelines) | {"cases": ...})
 
-Its own script runs last. What it finds there:
+Its own script runs last. It can use:
 
-* ``dapple.data`` is what was handed to `assemble`, read-only;
-* ``dapple.controls`` is an empty element above the drawing, for its own controls; it's hidden while it is empty;
-* ``dapple.showTimelines(data)`` shows other timelines, in the form that `timeline_data` gives, in place: zoom, filters
-  and what is selected stay as far as they can. A zoom that shows everything will do so again;
-* ``dappleLib.element(tag, attributes, ...children)`` makes elements whose texts are texts, whatever they contain;
-* ``dapple.lanes()``, ``dapple.bounds()``, ``dapple.select(name)`` and others: `assets/timeline.js` lists them.
+* ``dapple.data``: the data passed to `assemble`, read-only;
+* ``dapple.controls``: an empty element above the drawing, for its own controls; hidden while it is empty;
+* ``dapple.showTimelines(data)`` shows other timelines in place, in the form of `timeline_data`: zoom, filters
+  and selection stay as far as possible. A zoom that shows everything will still do so;
+* ``dappleLib.element(tag, attributes, ...children)`` makes elements whose texts stay texts, whatever they contain;
+* ``dapple.lanes()``, ``dapple.bounds()``, ``dapple.select(name)`` and others: see `assets/timeline.js`.
 
-A page that asks a server on this machine for more needs ``assemble(..., connect=True)``.
+A page that sends requests to a server on this machine needs ``assemble(..., connect=True)``.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ TIMELINE_SCRIPTS = (
     "timeline_panel.js",
     "timeline.js",
 )
-"""Assets that draw timelines, in their order."""
+"""Assets that draw timelines, in loading order."""
 GRAPH_SCRIPTS = (*_COMMON, "nodes.js", "graph_layout.js", "graph_drawing.js", "graph_panel.js", "graph.js")
-"""Assets that draw a task graph, in their order."""
+"""Assets that draw a task graph, in loading order."""
 
 _SPAN_DEFAULTS: Mapping[str, object] = Span("", 0.0, 0.0, None, 0)._asdict()
 
 
 def timeline_page(timelines: Sequence[Timeline], *, title: str) -> str:
-    """A page that shows timelines one above another, on one axis where their units agree.
+    """Returns a page that shows timelines one above another, on one axis where their units agree.
 
     Args:
-        timelines: what was planned, simulated and measured, or some of these.
+        timelines: planned, simulated and measured timelines, or some of these.
         title: heading of the page.
 
     Returns:
@@ -68,7 +68,7 @@ def timeline_page(timelines: Sequence[Timeline], *, title: str) -> str:
 
 
 def graph_page(graph: TaskGraph, *, title: str) -> str:
-    """A page that shows a task graph as figure 10 of the DAPPLE paper does: devices as lanes, control edges dotted red.
+    """Returns a page of a task graph in the style of DAPPLE's figure 10: devices as lanes, control edges dotted red.
 
     Args:
         graph: nodes and edges of a step.
@@ -78,7 +78,7 @@ def graph_page(graph: TaskGraph, *, title: str) -> str:
         The text of an HTML file.
 
     Raises:
-        ValueError: an edge connects a node that isn't there, or a node is on a device that isn't there.
+        ValueError: an edge or a node refers to a node or device that doesn't exist.
     """
     return assemble(title, [asset(name) for name in GRAPH_SCRIPTS], graph_data(graph))
 
@@ -87,10 +87,10 @@ def graph_page(graph: TaskGraph, *, title: str) -> str:
 
 
 def timeline_data(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """What ``dapple.showTimelines`` takes: ``{"timelines": [...]}``, of plain lists, numbers and texts, ready for JSON.
+    """Returns the argument of ``dapple.showTimelines``: ``{"timelines": [...]}``, ready for JSON.
 
-    Spans are columns: ``spans["start"][i]`` is the start of span i. A column in which all values are the default of
-    `Span` is left out.
+    Spans are columns: ``spans["start"][i]`` is the start of span i. A column is left out if all values are
+    the default of `Span`.
 
     Raises:
         ValueError: as `timeline_page`.
@@ -143,7 +143,7 @@ def _columns(spans: Sequence[Span]) -> dict[str, list[Any]]:
 
 
 def graph_data(graph: TaskGraph) -> dict[str, Any]:
-    """What ``dapple.showGraph`` takes: ``{"graph": {...}}``, ready for JSON.
+    """Returns the argument of ``dapple.showGraph``: ``{"graph": {...}}``, ready for JSON.
 
     Nodes and edges are columns, as spans are. Their lists of layers, results and tensors are positions in
     lists of such lists.
@@ -186,14 +186,14 @@ _NODE_COLUMNS = tuple((i, name) for i, name in enumerate(TaskNode._fields) if na
 
 
 class _Table:
-    """Lists that many nodes or edges share, each once: those of a stage's tasks differ by little else than numbers."""
+    """Lists shared by many nodes or edges, stored once: those of a stage's tasks differ by little else than numbers."""
 
     def __init__(self) -> None:
         self.rows: list[Sequence[Any]] = []
         self._positions: dict[Sequence[Any], int] = {}
 
     def add(self, row: Sequence[Any]) -> int:
-        """The position of a row."""
+        """Returns the position of a row, which is added if it is new."""
         if row not in self._positions:
             self._positions[row] = len(self.rows)
             self.rows.append(row)
@@ -205,7 +205,7 @@ def _short_or_none(number: float | None) -> float | int | None:
 
 
 def _short(number: float) -> float | int:
-    """A number to ten digits, which is more than a screen shows; whole ones without a point."""
+    """Returns a number to ten digits, more than a screen shows; whole numbers without a point."""
     rounded = float(f"{number:.10g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
@@ -215,34 +215,34 @@ def _short(number: float) -> float | int:
 
 @functools.cache
 def asset(name: str) -> str:
-    """The text of a file in `assets/`."""
+    """Returns the text of a file in `assets/`."""
     return importlib.resources.files("dapple_tf.view").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def assemble(
     title: str, scripts: Sequence[str], data: Mapping[str, Any], *, connect: bool = False, style: str = ""
 ) -> str:
-    """A page in one file.
+    """Assembles a page in one file.
 
     Args:
         title: heading of the page.
         scripts: JavaScript, run in this order.
-        data: for ``dapple.data``.
-        connect: whether the page may ask the server that it came from for more.
-        style: more rules for the style sheet.
+        data: data for ``dapple.data``.
+        connect: whether the page may send requests to the server that it came from.
+        style: additional rules for the style sheet.
 
     Returns:
         The text of an HTML file.
 
     Raises:
-        ValueError: a script would end its script tag, or a number of the data isn't finite.
+        ValueError: a script contains an end tag of scripts, or a number of the data isn't finite.
     """
     for number, script in enumerate(scripts):
         for text in ("</script", "<!--"):
             if text in script.lower():
                 raise ValueError(f"script {number} of the page has {text!r}, which ends its tag; write it in two parts")
     style = _palette() + asset("page.css") + style
-    # The policy's hashes are of the very characters between the tags.
+    # The policy's hashes are of exactly the characters between the tags.
     policy = [
         "default-src 'none'",
         f"style-src {_source(style)}",
@@ -262,7 +262,7 @@ def assemble(
 
 
 def _palette() -> str:
-    """The colours of all drawings as properties of the style sheet, before it, which has others for dark screens."""
+    """Returns the palette as properties that precede the style sheet, which overrides some for dark screens."""
     colours = {f"kind-{kind}": colour for kind, colour in COLOURS.items()}
     colours |= {"data-edge": DATA, "control-edge": CONTROL}
     return ":root { " + " ".join(f"--{name}: {colour};" for name, colour in colours.items()) + " }\n"
@@ -273,7 +273,7 @@ def _source(text: str) -> str:
 
 
 def embedded(data: object) -> str:
-    """JSON that can stand within a script tag: ASCII only, so no U+2028, and without a ``<`` that could end the tag.
+    """Returns JSON for a script tag: ASCII only, so no U+2028, and without a ``<`` that could end the tag.
 
     Raises:
         ValueError: a number isn't finite.

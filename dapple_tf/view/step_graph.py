@@ -1,4 +1,4 @@
-"""Makes the task graph of a step from its program: what becomes a node of the drawing, and what leads to what."""
+"""Makes the task graph of a step from its program: its nodes, and the paths between them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from graph_passes.ir.program import Layout, Program, Step
 
 
 class _Anchor(NamedTuple):
-    """What becomes a node of the drawing; see TaskNode."""
+    """A node of the drawing in the making; see TaskNode."""
 
     nodes: list[str]
     label: str
@@ -44,18 +44,18 @@ _LABELS = {"accumulate": "GA", "all_reduce": "AllReduce", "apply": "Apply", "rea
 
 
 def task_graph(program: Program, device_names: Sequence[str]) -> TaskGraph:
-    """The task graph of a step.
+    """Returns the task graph of a step.
 
-    A node of the drawing is a task, or what belongs to one or to the update: the nodes of one all-reduce on one device
-    are one. What merely connects these (constants, sums, means) is left out and counted for one of its neighbours. One
-    node leads to another wherever a path of the step's graph does that meets no third one.
+    A node of the drawing is a task, or belongs to one or to the update: the nodes of one all-reduce on one device
+    are one. Nodes that merely connect these (constants, sums, means) are left out and counted for a neighbour. One
+    node leads to another if a path in the step's graph does without meeting a third one.
 
     Args:
         program: a step after all passes, for training, evaluation or prediction.
-        device_names: names of the devices, in the order in which the schedule numbers them.
+        device_names: device names in the schedule's order of numbers.
 
     Raises:
-        ValueError: the program isn't a complete step, or is on a device that isn't named.
+        ValueError: the program isn't a complete step, or uses a device that isn't named.
     """
     if program.step is None or program.step.pending:
         state = "has no step yet" if program.step is None else f"waits for {len(program.step.pending)} tensors"
@@ -64,7 +64,7 @@ def task_graph(program: Program, device_names: Sequence[str]) -> TaskGraph:
 
 
 class _Drawing:
-    """The task graph of a complete step while it is being made; see `task_graph`."""
+    """The task graph of a complete step, in the making; see `task_graph`."""
 
     def __init__(self, program: Program, step: Step, device_names: Sequence[str]) -> None:
         self.program, self.step = program, step
@@ -80,7 +80,7 @@ class _Drawing:
         self.control: dict[tuple[int, int], None] = {}
 
     def result(self) -> TaskGraph:
-        """The task graph."""
+        """Returns the task graph."""
         self._place_tasks()
         self._place_others()
         self._connect()
@@ -103,7 +103,7 @@ class _Drawing:
         return len(self.anchors) - 1
 
     def _device(self, name: str) -> int | None:
-        """The number of a node's device; None for one that isn't of the plan: the host."""
+        """Returns the number of a node's device; None for the host and others outside the plan."""
         number = self.numbers.get(self.graph.nodes[name].device)
         return number if number in self.devices else None
 
@@ -152,7 +152,7 @@ class _Drawing:
         )
 
     def _node(self, anchor: _Anchor, column: int, count: int) -> TaskNode:
-        made = anchor.nodes[1:] or anchor.nodes  # of an all-reduce what is reduced, not what is packed for it
+        made = anchor.nodes[1:] or anchor.nodes  # of an all-reduce the reduced tensors, not what is packed for it
         outputs = tuple(text for name in made for text in self.tensors.outputs(name))
         kind, label = anchor.kind, anchor.label
         where = (anchor.device, anchor.stage, anchor.micro_batch, anchor.replica)
@@ -161,8 +161,8 @@ class _Drawing:
     # ---- edges
 
     def _connect(self) -> None:
-        """Edges between anchors, through whatever connects them."""
-        # For each node that isn't an anchor's: the anchors before it, those from which only tensors come, and others.
+        """Adds edges between anchors, through the nodes that connect them."""
+        # For each node outside anchors the anchors before it: those from which only tensors come, and others.
         by_data: dict[str, dict[int, None]] = {}
         by_control: dict[str, dict[int, None]] = {}
         for name in self.order:
@@ -190,7 +190,7 @@ class _Drawing:
             self.control |= {(source, own): None for source in control if source != own}
 
     def _carried(self, refs: Iterable[Ref]) -> dict[str, Any]:
-        """The tensors of an edge."""
+        """Returns the tensors of an edge."""
         texts = [self.tensors.text(ref) for ref in refs]
         sizes = [text.bytes for text in texts]
         known = [size for size in sizes if size is not None]
@@ -200,7 +200,7 @@ class _Drawing:
         }
 
     def _counts(self) -> list[int]:
-        """How many nodes of the step's graph each anchor stands for; what connects counts for a reader, if any."""
+        """Returns the number of the step's nodes for each anchor; connecting nodes count for a reader, if any."""
         counts = [len(anchor.nodes) for anchor in self.anchors]
         readers: dict[str, int] = {}  # node -> an anchor behind it
         makers: dict[str, int] = {}  # node -> an anchor before it
@@ -213,7 +213,7 @@ class _Drawing:
             place = self.owner.get(name, readers.get(name))
             if name not in self.owner:
                 place = makers.get(name) if place is None else place
-                if place is None:  # It stands alone.
+                if place is None:  # No anchor is connected with it.
                     label = self.graph.nodes[name].op
                     self._add(_Anchor([name], label, "other", self._device(name), None, None, None, ()))
                     counts.append(1)
@@ -228,7 +228,7 @@ class _Drawing:
 
 
 def _device_labels(layout: Layout, numbers: Mapping[str, int]) -> dict[int, str]:
-    """Device -> what it does: ``device 3: stages 1.r0, 2.r0``, in the order of stages; ``(Bw)`` if only that.
+    """Returns device -> its work: ``device 3: stages 1.r0, 2.r0``, in the order of stages; ``(Bw)`` if only that.
 
     Raises:
         ValueError: a device isn't among the names.
@@ -249,7 +249,7 @@ def _device_labels(layout: Layout, numbers: Mapping[str, int]) -> dict[int, str]
 
 
 def stage_layers(program: Program) -> list[tuple[str, ...]]:
-    """The layers of each stage, the outermost that are whole there: ``block_1``, ``shared#1`` for a second call."""
+    """Returns the layers of each stage, the outermost complete ones: ``block_1``, ``shared#1`` for a second call."""
     placed = sorted(
         (int(node.attr[POSITION_ATTR].i), program.node_stage[node.name])
         for node in program.flat_graph.node
@@ -258,7 +258,7 @@ def stage_layers(program: Program) -> list[tuple[str, ...]]:
     positions = [position for position, _ in placed]
     calls = Counter(call.path for call in program.roles.calls)
     found: list[list[str]] = [[] for _ in program.stages]
-    end = 0  # of the last call that was taken
+    end = 0  # end of the last call that was taken
     for call, following in itertools.zip_longest(program.roles.calls, program.roles.calls[1:]):
         if call.start < end:
             continue

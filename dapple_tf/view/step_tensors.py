@@ -1,4 +1,4 @@
-"""What the tensors of a step's top level are: their meaning, dtype, shape and bytes, as far as that is known."""
+"""Meaning, dtype, shape and bytes of the tensors at a step's top level, as far as they are known."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class StepTensors:
     """The tensors of a complete step.
 
     Args:
-        program: after all passes.
-        graph: its top level.
+        program: program after all passes.
+        graph: its top level's graph.
     """
 
     def __init__(self, program: Program, graph: Graph) -> None:
@@ -49,11 +49,11 @@ class StepTensors:
                     self._note_call(task, other, program.stages[task.stage].metrics)
 
     def outputs(self, node: str) -> tuple[TensorText, ...]:
-        """The results of a node."""
+        """Returns the results of a node."""
         return tuple(self.text(Ref(node, index)) for index in range(len(output_dtypes(self.graph.nodes[node]))))
 
     def text(self, ref: Ref) -> TensorText:
-        """A tensor, to be shown."""
+        """Returns a tensor's description."""
         if ref not in self._known:
             dtype = output_dtypes(self.graph.nodes[ref.node])[ref.output]
             shape = self._shape(ref)
@@ -123,14 +123,14 @@ class StepTensors:
             if None not in shape:  # Within a stage a loop hides the batch axis.
                 return shape
         shapes = self._stage_shapes(stage, samples)
-        if value.kind is ValueKind.GRADIENT:  # It is of the shape of its tensor.
+        if value.kind is ValueKind.GRADIENT:  # It has the shape of its tensor.
             ref = stage.arguments.get(Value(value.ref), value.ref)
         else:
             ref = stage.results.get(value, value.ref)
         return shapes.get(ref)
 
     def _stage_shapes(self, stage: Stage, samples: int) -> Mapping[Ref, Shape | None]:
-        """The shapes of all tensors of a stage for a slice of so many samples."""
+        """Returns the shapes of all tensors of a stage for a slice of ``samples`` samples."""
         key = stage.index, samples
         if key not in self._shapes_of:
             try:
@@ -144,7 +144,7 @@ class StepTensors:
         return self._shapes_of[key]
 
     def _assumed(self, stage: Stage, samples: int) -> dict[str, Shape]:
-        """The shapes of what a stage is given of a slice."""
+        """Returns the shapes of a stage's inputs for a slice."""
         placeholders = {node.name: node for node in stage.own_graph.node if node.op == "Placeholder"}
         found: dict[str, Shape] = {}
         for value, ref in stage.arguments.items():

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 
 class TensorText(NamedTuple):
-    """A tensor, to be shown.
+    """A tensor's description.
 
     Attributes:
-        name: what it means: ``block_1/Relu``, ``gradient(block_1/Relu)``.
-        dtype: ``float32``.
-        shape: ``[8, 32]``; empty if it isn't known.
-        bytes: None if they aren't known.
+        name: its meaning: ``block_1/Relu``, ``gradient(block_1/Relu)``.
+        dtype: its dtype: ``float32``.
+        shape: its shape: ``[8, 32]``; empty if it isn't known.
+        bytes: its bytes; None if they aren't known.
     """
 
     name: str
@@ -32,13 +32,13 @@ class TaskNode(NamedTuple):
         kind: ``F``, ``B``, ``Bx``, ``Bw``, ``metrics``, ``read``, ``split``, ``concat``, ``accumulate``,
             ``all_reduce``, ``apply`` or ``other``.
         device: index of its device; None for the host.
-        stage: None for what belongs to no stage.
-        micro_batch: None for what comes once in a step.
-        replica: likewise None where there is none.
-        column: where it stands on its lane, from the left: after all that it waits for.
+        stage: its stage; None if it belongs to no stage.
+        micro_batch: its micro-batch; None if it comes once in a step.
+        replica: its replica; None if there is none.
+        column: its column on its lane, from the left: after everything that it waits for.
         layers: names of the layers whose work it does.
         outputs: its results.
-        stands_for: how many nodes of the step's graph it stands for.
+        stands_for: number of the step's nodes that it stands for.
     """
 
     name: str
@@ -77,9 +77,9 @@ class TaskGraph:
     """The nodes and edges of a step.
 
     Attributes:
-        nodes: by device, then by column.
-        edges: of nodes by their positions.
-        devices: index of a device -> what it is called, in the order of the lanes; the host's lane comes first.
+        nodes: nodes by device, then by column.
+        edges: edges between positions of nodes.
+        devices: index of a device -> its label, in the order of the lanes; the host's lane comes first.
     """
 
     nodes: tuple[TaskNode, ...]
@@ -88,7 +88,7 @@ class TaskGraph:
 
 
 def longest_paths(count: int, pairs: Sequence[tuple[int, int]]) -> list[int]:
-    """For each node the number of edges on the longest path to it.
+    """Returns, for each node, the number of edges on the longest path to it.
 
     Raises:
         ValueError: there is a cycle.

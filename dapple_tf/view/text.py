@@ -23,12 +23,12 @@ from dapple_tf.view.timeline import ALL_REDUCE, SEND, TASKS, Lane, Span, Timelin
 _NARROWEST = 60
 _FEWEST_COLUMNS = 20
 _LONGEST_LABEL = 0.3
-"""Of the width."""
+"""Maximum length of a label as a part of the width."""
 _TICK_EVERY = 9
 _GLYPHS = {"F": "░", "B": "█", "Bx": "▓", "Bw": "▒", "accumulate": "+", "apply": "^"}
 _OTHER = "%"
 _LINES = {SEND: "╌─", ALL_REDUCE: "┅━"}
-"""What takes up less than half of a column, and more."""
+"""Marks of spans that fill less than half of a column, and more."""
 _LINE_NAMES = {SEND: "send", ALL_REDUCE: "all-reduce"}
 _LEVELS = "▁▂▃▄▅▆▇█"
 _BUBBLE = "·"
@@ -40,8 +40,8 @@ class _Grid:
     """Columns of time.
 
     Attributes:
-        end: where the axis ends.
-        columns: how many.
+        end: time at which the axis ends.
+        columns: number of columns.
         exact: whether every task begins and ends with a column.
     """
 
@@ -50,11 +50,11 @@ class _Grid:
     exact: bool
 
     def position(self, time: float) -> float:
-        """A time, counted in columns."""
+        """Converts a time to columns."""
         return time / self.end * self.columns if self.end else 0.0
 
     def shares(self, start: float, end: float) -> Mapping[int, float]:
-        """Column -> the part of it that a span of time takes up; columns that it doesn't meet are missing."""
+        """Returns column -> the part of it that a span of time fills; other columns are missing."""
         first, last = self.position(start), self.position(end)
         if self.exact:
             first, last = round(first), round(last)
@@ -63,7 +63,7 @@ class _Grid:
 
 
 def timeline_text(timelines: Sequence[Timeline], *, width: int = 100, colour: bool = False) -> str:
-    """Draw timelines one below the other, on one axis.
+    """Draws timelines one below the other, on one axis.
 
         planned: 12 F, bubbles 25.0%
                            0 F       5         10    bubble
@@ -74,19 +74,19 @@ def timeline_text(timelines: Sequence[Timeline], *, width: int = 100, colour: bo
 
         ░ F  █ B  · bubble  (numbers: micro-batches)
 
-    Each lane has a row of micro-batch numbers, dots where it computes nothing, and a row of what it computes. Devices
-    of several stages have a row of stage numbers below. Where all tasks are multiples of one time and there is room, a
-    column is that time or a part of it; else tasks are drawn in proportion, each column as what takes up most of it.
-    Transfers (what a device sends) and all-reduces follow, thin where they take up less than half of a column; then
-    the memory of each device, all on one scale.
+    Each lane has a row of micro-batch numbers, with dots where it computes nothing, and a row of the kinds of tasks.
+    Devices of several stages have a row of stage numbers below. If all tasks are multiples of one time and there is
+    room, a column is that time or a part of it; otherwise tasks are drawn in proportion, and a column shows what fills
+    most of it. Sends and all-reduces follow, thin where they fill less than half of a column; then the memory of each
+    device, all on one scale.
 
     Args:
-        timelines: such as planned, simulated and measured. Those of different units have axes of their own.
-        width: characters of a line.
-        colour: colours tasks by ANSI escape sequences.
+        timelines: for example planned, simulated and measured. Timelines of different units have separate axes.
+        width: characters per line.
+        colour: whether to colour tasks by ANSI escape sequences.
 
     Returns:
-        Lines without a newline after the last one. Empty for no timelines.
+        Lines without a newline after the last one; an empty text for no timelines.
 
     Raises:
         ValueError: ``width`` is too small.
@@ -110,7 +110,7 @@ class _Block:
         self.grid = _grid(timelines, width - self.label - self.tail - 4)
 
     def drawn(self, timeline: Timeline) -> list[str]:
-        """The lines of a timeline, its title first."""
+        """Returns the lines of a timeline, its title first."""
         lines = [f"{timeline.name}: {step_text(timeline)}", self.axis(timeline.unit)]
         several = len(timeline.devices) > 1
         for lane, spans in timeline.lanes.items():
@@ -129,7 +129,7 @@ class _Block:
         return lines
 
     def axis(self, unit: str) -> str:
-        """The scale."""
+        """Returns the line of the scale."""
         grid = self.grid
         name, size = shown_unit(unit, grid.end)
         row = [" "] * (grid.columns + 1)
@@ -141,14 +141,14 @@ class _Block:
         return f"{'':{self.label}}  {''.join(row)} bubble"
 
     def line(self, timeline: Timeline, label: str, cells: Sequence[str], tail: str = "") -> str:
-        """A label, a cell for each column between the start and the end of the step, and what is said of them."""
+        """Returns a label, a cell for each column between the start and the end of the step, and a remark."""
         end = min(self.grid.columns, round(self.grid.position(timeline.latency)))
         label = short_label(label, self.label)
         row = f"{label:{self.label}} {_END}{''.join(cells[:end])}{_END}{' ' * (self.grid.columns - end)}"
         return f"{row} {tail}".rstrip()
 
     def computing(self, timeline: Timeline, lane: Lane, spans: Sequence[Span]) -> list[str]:
-        """The rows of a device's computing."""
+        """Returns the rows of a device's computation."""
         columns = self.grid.columns
         shown: list[Span | None] = [None] * columns
         most = [0.0] * columns
@@ -180,7 +180,7 @@ class _Block:
         return lines
 
     def covered(self, spans: Sequence[Span], less: str, more: str) -> list[str]:
-        """A cell for each column: blank, or whether something takes up less or more than half of it."""
+        """Returns a cell for each column: blank, or whether spans fill less or more than half of it."""
         busy = [0.0] * self.grid.columns
         for span in spans:
             for column, share in self.grid.shares(span.start, span.end).items():
@@ -188,12 +188,12 @@ class _Block:
         return [" " if not share else less if share < 0.5 else more for share in busy]
 
     def levels(self, timeline: Timeline, curve: Sequence[tuple[float, float]]) -> list[str]:
-        """A cell for each column: the most memory that is used within it."""
+        """Returns a cell for each column: its maximum of memory."""
         columns = self.grid.columns
         end = max(1, min(columns, round(self.grid.position(timeline.latency))))
         most = [0.0] * columns
         for (start, level), (stop, _) in zip(curve, [*curve[1:], (timeline.latency, 0.0)], strict=True):
-            first = min(end - 1, int(self.grid.position(start) + 1e-9))  # what rises and falls at the end is seen, too
+            first = min(end - 1, int(self.grid.position(start) + 1e-9))  # what rises and falls at the end is also seen
             last = max(first + 1, math.ceil(self.grid.position(stop) - 1e-9))
             for column in range(max(0, first), min(columns, last)):
                 most[column] = max(most[column], level)
@@ -202,7 +202,7 @@ class _Block:
 
 
 def _grid(timelines: Sequence[Timeline], room: int) -> _Grid:
-    """Columns for timelines: a whole number for each unit of time that all tasks are multiples of, or all there is."""
+    """Returns columns for timelines: a whole number per common unit of time, or as many as there is room for."""
     end = max(timeline.latency for timeline in timelines)
     times = [time for timeline in timelines for span in timeline.spans for time in (span.start, span.end)]
     unit = common_unit([*times, *(timeline.latency for timeline in timelines)], room)
@@ -219,19 +219,19 @@ def _grid(timelines: Sequence[Timeline], room: int) -> _Grid:
 
 
 def _write(cells: list[str], places: Sequence[int], number: int) -> None:
-    """Writes a number from the left into neighbouring cells; its last digits where there isn't room for all."""
+    """Writes a number from the left into neighbouring cells; its last digits if there isn't room for all."""
     text = str(number)[-len(places) :]
     cells[places[0] : places[0] + len(text)] = text
 
 
 def _tails(timeline: Timeline) -> list[str]:
-    """What stands at the ends of lines, to know how much room it takes."""
+    """Returns the texts at the ends of lines, to measure their width."""
     sums = [bytes_text(sum(s.bytes for s in spans)) for lane, spans in timeline.lanes.items() if lane.row != "compute"]
     return [*sums, *(memory_text(timeline, device) for device, curve in timeline.memory.items() if curve)]
 
 
 def _legend(timelines: Sequence[Timeline], width: int, colour: bool) -> list[str]:
-    """What the marks mean that are there."""
+    """Returns the legend of the marks that occur."""
     examples = {span.kind: span for timeline in timelines for span in timeline.spans}
     marks = [(glyph, kind, examples.get(kind)) for kind, glyph in _GLYPHS.items() if kind in examples]
     if others := sorted(examples.keys() - _GLYPHS.keys() - _LINES.keys()):

@@ -1,4 +1,4 @@
-"""The axis that timelines share: which unit of time, where its ticks are, and how amounts are written."""
+"""The axis that timelines share: its unit and ticks, and amounts as text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dapple_tf.view.timeline import Timeline
 
 _SCALES = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 _TOLERANCE = 1e-6
-"""Of a unit: times that differ by less are one."""
+"""Difference, as a part of a unit, up to which times are equal."""
 
 
 def on_one_axis(timelines: Sequence[Timeline]) -> list[list[Timeline]]:
-    """Timelines in groups that can share an axis, those of one unit of time, in the order in which units appear."""
+    """Groups timelines that can share an axis, those with the same unit of time, in the order in which units appear."""
     found: dict[str, list[Timeline]] = {}
     for timeline in timelines:
         found.setdefault(timeline.unit, []).append(timeline)
@@ -23,22 +23,22 @@ def on_one_axis(timelines: Sequence[Timeline]) -> list[list[Timeline]]:
 
 
 def shown_unit(unit: str, end: float) -> tuple[str, float]:
-    """(name, size) of the unit in which an axis of ``end`` in a timeline's unit is labelled: (``ms``, 0.001)."""
+    """Returns (name, size) of the unit that labels an axis of ``end`` in a timeline's unit: (``ms``, 0.001)."""
     if unit != "s":
         return unit, 1.0
     return next(((name, size) for name, size in _SCALES if end >= size), _SCALES[-1] if end else _SCALES[0])
 
 
 def time_text(value: float, unit: str) -> str:
-    """A time with its unit, in four digits: ``12.34 ms``, ``33 F``."""
+    """Returns a time with its unit, in four digits: ``12.34 ms``, ``33 F``."""
     name, size = shown_unit(unit, value)
     return f"{value / size:.4g} {name}"
 
 
 def step_text(timeline: Timeline) -> str:
-    """A step in a line: ``945.5 ms, 16.92 samples/s, bubbles 27.3%``, the last of all devices together.
+    """Returns a step in a line: ``945.5 ms, 16.92 samples/s, bubbles 27.3%``, the bubbles being those of all devices.
 
-    Of a traced step: ``276 ms traced, 3.07x the 90 ms without tracing, ...``.
+    For a traced step: ``276 ms traced, 3.07x the 90 ms without tracing, ...``.
     """
     parts = [time_text(timeline.latency, timeline.unit)]
     if timeline.untraced:
@@ -52,7 +52,7 @@ def step_text(timeline: Timeline) -> str:
 
 
 def memory_text(timeline: Timeline, device: int) -> str:
-    """A device's peak and limit: ``1.25 of 16.0 GiB``."""
+    """Returns a device's peak and limit: ``1.25 of 16.0 GiB``."""
     number, unit = bytes_text(timeline.peak_bytes[device]).split()
     if device not in timeline.limits:
         return f"{number} {unit}"
@@ -61,7 +61,7 @@ def memory_text(timeline: Timeline, device: int) -> str:
 
 
 def ticks(end: float, most: int) -> list[float]:
-    """0 and the following round numbers up to ``end``, no more than ``most`` in all: steps of 1, 2 or 5 times 10^n."""
+    """Returns at most ``most`` round numbers from 0 to ``end``, in steps of 1, 2 or 5 times 10^n."""
     if not end > 0 or most < 2:
         return [0.0]
     least = end / (most - 1)
@@ -71,14 +71,14 @@ def ticks(end: float, most: int) -> list[float]:
 
 
 def common_unit(times: Iterable[float], most: int) -> float | None:
-    """The largest time of which all ``times`` are multiples.
+    """Returns the largest time of which all ``times`` are multiples.
 
     Args:
-        times: at least 0.
-        most: the longest of them may have so many units.
+        times: numbers of at least 0.
+        most: maximum number of units in the longest of them.
 
     Returns:
-        None where there is no such time, or where all are 0.
+        The time; None if there is none, or if all are 0.
     """
     found = sorted({time for time in times if time > 0}, reverse=True)
     if not found:
@@ -94,7 +94,7 @@ def common_unit(times: Iterable[float], most: int) -> float | None:
 
 
 def _common_divisor(one: float, other: float, smallest: float) -> float:
-    """Euclid's algorithm with rounding errors; 0 if it goes below ``smallest``."""
+    """Returns the divisor by Euclid's algorithm with rounding errors; 0 if it goes below ``smallest``."""
     while other > smallest * _TOLERANCE * 10:
         rest = math.fmod(one, other)
         if other - rest < smallest * _TOLERANCE * 10:
@@ -106,7 +106,7 @@ def _common_divisor(one: float, other: float, smallest: float) -> float:
 
 
 def short_label(label: str, most: int) -> str:
-    """What a device is called, in at most ``most`` characters, so that it differs from others as before.
+    """Returns a device's label in at most ``most`` characters, which still differs from other labels.
 
     >>> short_label("device 3: stages 1.r0, 2.r0", 20), short_label("device 3: stages 1.r0, 2.r0", 10)
     ('3: stages 1.r0, 2.r0', '3: 1…2.r0')

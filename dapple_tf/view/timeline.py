@@ -1,4 +1,4 @@
-"""A step over time: planned, simulated or measured, all in one form, which every way of drawing it takes."""
+"""A step over time: planned, simulated or measured, in the one form that every drawing takes."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ MemoryCurve = tuple[tuple[float, float], ...]
 
 
 class Span(NamedTuple):
-    """Something that took time.
+    """A span of time in a step.
 
     Attributes:
         kind: ``F``, ``B``, ``Bx``, ``Bw``, ``send``, ``all_reduce`` or ``apply``.
         start: seconds from the start of the step.
-        end: likewise.
-        device: index of the device; of a ``send``, the sender; None for an all-reduce, which has many.
-        stage: the stage whose work it is; of an all-reduce, the first one.
-        micro_batch: its micro-batch; None for what comes once in a step.
+        end: seconds from the start of the step.
+        device: index of the device; for a ``send``, the sender; None for an all-reduce, which has several.
+        stage: its stage; for an all-reduce, the first one.
+        micro_batch: its micro-batch; None if it comes once in a step.
         replica: its replica.
         target: receiving device of a ``send``.
-        bytes: of a ``send`` or an ``all_reduce``.
-        cause: position of the span whose end this one waited for last; None for the first.
-        reduction: of an ``all_reduce``, its position in `CostModel.reductions`.
+        bytes: bytes of a ``send`` or an ``all_reduce``.
+        cause: position of the span for whose end this one waited last; None for the first.
+        reduction: for an ``all_reduce``, its position in `CostModel.reductions`.
     """
 
     kind: str
@@ -75,15 +75,15 @@ class Timeline:
     Attributes:
         name: ``planned``, ``simulated`` or ``measured``; shown as a title.
         latency: seconds of the step.
-        spans: everything that took time. A span of kind ``all_reduce`` without a device takes part on all devices that
-            `reduced_on` has for its reduction.
-        devices: index of a device -> what it is called, in the order of the lanes.
+        spans: all spans. A span of kind ``all_reduce`` without a device takes part on all devices of its reduction in
+            `reduced_on`.
+        devices: index of a device -> its label, in the order of the lanes.
         memory: device -> its curve; devices whose memory isn't known are missing.
-        limits: device -> bytes that it has; those without a limit are missing.
+        limits: device -> its memory in bytes; devices without a limit are missing.
         reduced_on: number of a reduction -> its devices.
-        samples: of the step; None if that isn't known.
-        untraced: seconds of the same step without being traced, which slows it; None where it wasn't traced.
-        unit: ``s``; or ``F`` where nothing is known of times, and one means the time of a forward task.
+        samples: samples of the step; None if that isn't known.
+        untraced: seconds of the same step without tracing; None if it wasn't traced.
+        unit: ``s``; or ``F`` if times aren't known, where 1 is the time of a forward task.
 
     Raises:
         ValueError: a span ends before it starts, or is on a device that isn't among ``devices``; a time or a size isn't
@@ -123,14 +123,14 @@ class Timeline:
                     )
 
     def devices_of(self, span: Span) -> tuple[int, ...]:
-        """The devices on whose lanes a span is."""
+        """Returns the devices whose lanes show a span."""
         if span.device is not None:
             return (span.device,)
         return () if span.reduction is None else self.reduced_on.get(span.reduction, ())
 
     @functools.cached_property
     def lanes(self) -> Mapping[Lane, tuple[Span, ...]]:
-        """Each lane's spans by time; by devices, each with its computing first. Other lanes are there if not empty."""
+        """Spans of each lane by time; by device, computation first. Other lanes exist only if not empty."""
         found: dict[Lane, list[Span]] = {}
         for device in self.devices:
             found |= {Lane(device, "compute"): [], Lane(device, SEND): [], Lane(device, ALL_REDUCE): []}
@@ -146,19 +146,19 @@ class Timeline:
 
     @functools.cached_property
     def busy(self) -> Mapping[int, float]:
-        """Device -> seconds in which it computes; spans that overlap count once."""
+        """Device -> seconds in which it computes; overlapping spans count once."""
         return {device: covered(self.lanes[Lane(device, "compute")]) for device in self.devices}
 
     @functools.cached_property
     def bubbles(self) -> Mapping[int, float]:
-        """Device -> the part of the step in which it computes nothing, 0 to 1."""
+        """Device -> the fraction of the step in which it computes nothing, 0 to 1."""
         return {
             device: max(0.0, 1 - busy / self.latency) if self.latency else 0.0 for device, busy in self.busy.items()
         }
 
     @property
     def peak_bytes(self) -> Mapping[int, float]:
-        """Device -> the most memory in use; devices whose memory isn't known are missing."""
+        """Device -> its peak memory in bytes; devices whose memory isn't known are missing."""
         return {device: max(level for _, level in curve) for device, curve in self.memory.items() if curve}
 
     @property
@@ -170,7 +170,7 @@ class Timeline:
 
 
 def covered(spans: tuple[Span, ...]) -> float:
-    """Seconds in which at least one of these spans, ordered by their start, is on."""
+    """Returns the seconds covered by at least one of these spans, which are ordered by their start."""
     total, end = 0.0, -math.inf
     for span in spans:
         total += max(0.0, span.end - max(span.start, end))

@@ -1,8 +1,8 @@
 """Timelines in Chrome's Trace Event format, which Perfetto's UI and ``chrome://tracing`` open.
 
-A timeline is a process, a lane a thread; memory is a counter. Spans that overlap without one being inside the other
-have threads of their own, since a thread's events must nest: Perfetto leaves out what doesn't. The format's description
-is *Trace Event Format*, Google, 2016.
+A timeline is a process, a lane a thread; memory is a counter. Spans that overlap without nesting
+have separate threads, since a thread's events must nest: Perfetto drops those that don't. The format is described in
+*Trace Event Format*, Google, 2016.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Any
 from dapple_tf.view.timeline import ALL_REDUCE, SEND, TASKS, Lane, Span, Timeline
 
 _UNIT_SECONDS = 1e-3
-"""What one unit of a timeline that knows nothing of times is shown as."""
+"""Seconds that one unit stands for in a timeline without times."""
 _LEAST_THREAD = 101
-"""Threads have numbers that no other thread and no process has: some readers take equal ones for the same."""
+"""First number of threads, none of which equals a process's or another thread's: some readers mix up equal numbers."""
 
 Event = dict[str, Any]
 
 
 def trace_events(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """The timelines as a JSON object of the Trace Event format.
+    """Returns the timelines as a JSON object of the Trace Event format.
 
     Each timeline is a process with the time of the whole step, the lanes of its devices, and a counter of bytes for
-    each device whose memory is known. Arrows (flow events) go from a task to what its device sends of it and on to the
-    task that waits for it. Times are whole nanoseconds, in microseconds as the format has it; the unit ``F`` is drawn
-    as 1 ms.
+    each device whose memory is known. Arrows (flow events) lead from a task through its device's sends to the
+    tasks that wait for them. Times are whole nanoseconds, written in microseconds as in the format; the unit ``F`` is
+    drawn as 1 ms.
 
     Args:
-        timelines: such as planned, simulated and measured; all begin at 0.
+        timelines: for example planned, simulated and measured; all begin at 0.
 
     Returns:
-        What `json.dumps` takes: ``{"traceEvents": [...], "displayTimeUnit": "ms", "otherData": {...}}``.
+        An object for `json.dumps`: ``{"traceEvents": [...], "displayTimeUnit": "ms", "otherData": {...}}``.
     """
     threads = itertools.count(max(_LEAST_THREAD, len(timelines) + 1))
     flows = itertools.count(1)
@@ -47,7 +47,7 @@ def trace_events(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def save_trace(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> None:
-    """Write `trace_events` to a JSON file.
+    """Writes `trace_events` to a JSON file.
 
     Raises:
         OSError: the file can't be written.
@@ -66,7 +66,7 @@ class _Process:
         self.thread_of: dict[tuple[Lane, Span], int] = {}
 
     def events(self) -> Iterator[Event]:
-        """All of them, those that name threads first."""
+        """Yields all events, those that name threads first."""
         timeline = self.timeline
         name = timeline.name
         if timeline.unit != "s":
@@ -84,26 +84,26 @@ class _Process:
             yield from self.counter(device, curve)
 
     def time(self, value: float) -> int:
-        """A time in nanoseconds."""
+        """Converts a time to nanoseconds."""
         return round(value * self.nanoseconds)
 
     def metadata(self, kind: str, tid: int, **args: Any) -> Event:
-        """What a process or a thread is called, or its place among others."""
+        """Returns the event of a process's or thread's name, or of its order among others."""
         return {"ph": "M", "name": kind, "pid": self.pid, "tid": tid, "ts": 0, "args": args}
 
     def named(self, tid: int, name: str) -> Iterator[Event]:
-        """A thread's name and place."""
+        """Yields the events of a thread's name and order."""
         yield self.metadata("thread_name", tid, name=name)
         yield self.metadata("thread_sort_index", tid, sort_index=tid)
 
     def complete(self, tid: int, name: str, kind: str, start: float, end: float, args: dict[str, Any]) -> Event:
-        """A box."""
+        """Returns the event of a box."""
         first = self.time(start)
         times = {"ts": first / 1e3, "dur": (self.time(end) - first) / 1e3}
         return {"ph": "X", "name": name, "cat": kind, "pid": self.pid, "tid": tid, **times, "args": args}
 
     def lane(self, lane: Lane, spans: Sequence[Span]) -> Iterator[Event]:
-        """A lane's boxes, on as many threads as it takes."""
+        """Yields a lane's boxes, on as many threads as needed."""
         label = self.timeline.devices[lane.device]
         if lane.row != "compute":
             label = f"{label.split(':')[0]} {'sends' if lane.row == SEND else 'all-reduce'}"
@@ -127,15 +127,15 @@ class _Process:
             yield self.complete(tid, name, span.kind, span.start, span.end, args)
 
     def fits(self, lane: Lane, ends: Sequence[int], start: int, end: int) -> bool:
-        """Whether a span can follow those with these ends on a thread: after or, if the device computes, inside them.
+        """Returns whether a span fits a thread with these ends: after them or, if the device computes, inside them.
 
-        What is sent at the same time isn't part of one another.
+        Simultaneous sends aren't nested.
         """
         running = [other for other in ends if other > start]
         return not running or (lane.row == "compute" and end <= min(running))
 
     def flows(self) -> Iterator[Event]:
-        """Arrows from tasks to what is sent of them, and on to the tasks that receive it."""
+        """Yields arrows from tasks to their sends, and on to the tasks that receive them."""
         timeline = self.timeline
         made: dict[tuple[int | None, int, int | None, int], list[Span]] = {}
         wanted: dict[tuple[int | None, int | None], list[Span]] = {}
@@ -165,7 +165,7 @@ class _Process:
                 yield self.flow("f", number, taker, max(begun, self.time(taker.start)))
 
     def flow(self, phase: str, number: int, span: Span, time: int) -> Event:
-        """One end of an arrow, or a place in between, at the box around that time."""
+        """Returns one end of an arrow, or a point in between, at the box around that time."""
         assert span.device is not None
         row = SEND if span.kind == SEND else "compute"
         tid = self.thread_of[Lane(span.device, row), span]
@@ -173,7 +173,7 @@ class _Process:
         return {**about, "pid": self.pid, "tid": tid, "ts": time / 1e3} | ({} if phase == "s" else {"bp": "e"})
 
     def counter(self, device: int, curve: Sequence[tuple[float, float]]) -> Iterator[Event]:
-        """A device's memory over time, to the end of the step."""
+        """Yields a device's memory over time, to the end of the step."""
         name = f"memory of device {device}"
         last = [(self.timeline.latency, level) for _, level in curve[-1:]]
         for time, level in [*curve, *last]:
@@ -182,7 +182,7 @@ class _Process:
 
 
 def _described(span: Span) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of a box."""
+    """Returns the name and arguments of a box."""
     args: dict[str, Any] = {"stage": span.stage, "micro_batch": span.micro_batch, "replica": span.replica}
     if span.kind == SEND:
         args |= {"to_device": span.target, "bytes": span.bytes}
@@ -196,7 +196,7 @@ def _described(span: Span) -> tuple[str, dict[str, Any]]:
 
 
 def _takes(maker: Span, taker: Span) -> bool:
-    """Whether a task may read what another has made of its micro-batch."""
+    """Returns whether a task may read another's results for its micro-batch."""
     if maker.kind == "F":
         return taker.kind == "F" and taker.stage > maker.stage
     if taker.kind == "Bw":

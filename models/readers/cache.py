@@ -1,4 +1,4 @@
-"""What readers make of files, and samples, are kept in a folder: ``data`` in DAPPLE_CACHE, or in the user's cache."""
+"""The folder of readers' results and of samples: ``data`` in DAPPLE_CACHE, or in the user's cache."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _logger = logging.getLogger(__name__)
 
 
 def data_folder() -> pathlib.Path:
-    """Where it all is kept."""
+    """Returns the folder."""
     given = os.environ.get("DAPPLE_CACHE")
     return (pathlib.Path(given) if given else pathlib.Path.home() / ".cache" / "dapple_tf") / "data"
 
 
 def kept(name: str, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
-    """A folder of that name, which is made unless it's there: complete, or not at all.
+    """Returns a folder in the cache, which is made if it is missing: completely, or not at all.
 
     Args:
-        name: of the folder; something else if something else would be in it.
-        make: fills an empty folder.
+        name: name of the folder; another name for other contents.
+        make: function that fills an empty folder.
 
     Raises:
-        ModelError: it can't be written.
+        ModelError: the folder can't be written.
     """
     folder = data_folder() / name
     if folder.is_dir():
@@ -55,7 +55,7 @@ def kept(name: str, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
 
 
 def digest(parts: Iterable[object]) -> str:
-    """A short hash of the texts of some values."""
+    """Returns a short hash of the texts of some values."""
     total = hashlib.sha256()
     for part in parts:
         total.update(f"{part}\0".encode())
@@ -63,7 +63,7 @@ def digest(parts: Iterable[object]) -> str:
 
 
 def digest_of_files(paths: Iterable[pathlib.Path]) -> str:
-    """A short hash of what is in files."""
+    """Returns a short hash of files' contents."""
     total = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -72,6 +72,6 @@ def digest_of_files(paths: Iterable[pathlib.Path]) -> str:
 
 
 def digest_of_times(paths: Iterable[pathlib.Path]) -> str:
-    """A short hash of names, sizes and times of change: for files that are too large to be read for it."""
+    """Returns a short hash of names, sizes and modification times: for files that are too large to be read for it."""
     found = ((path.resolve(), path.stat()) for path in paths)
     return digest(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in found)

@@ -1,4 +1,4 @@
-"""Reads all of some data once, and tells the first thing that is wrong."""
+"""Reads all of some data once, and reports the first error."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def check_all(text: str) -> str:
     """Decodes every image of ``images:PATH`` or ``tfrecords:PATH``.
 
     Returns:
-        How many there are.
+        The number of images.
 
     Raises:
-        ModelError: other data, or the first image, in the order of files, that can't be read: its file, and why.
+        ModelError: the data are others, or an image can't be read: the first one's file, and why.
     """
     request = Request.parse(text)
     kinds: dict[str, Callable[[Request], tuple[int, int]]] = {"images": _images, "tfrecords": _records}
@@ -75,7 +75,7 @@ def _decode(
     where: list[str] | pathlib.Path,
     text: str,
 ) -> list[int]:
-    """The first that ``decode`` gives for each element; ``where`` are the files of each, or the file of all."""
+    """Returns the first result of ``decode`` per element; ``where`` has the file of each, or the file of all."""
     found: list[int] = []
     decoded = dataset.map(decode, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     try:

@@ -14,8 +14,8 @@ from dapple_tf.models.sources import ModelError
 
 
 def mapped(path: pathlib.Path, dtype: np.dtype) -> tf.Tensor:
-    """All of a file that isn't empty as numbers, [file size // item size]: the system reads what is used."""
-    # Private pages may be written to, as tensors want it, and take no memory until they are.
+    """Maps a non-empty file as numbers, [file size // item size]: only what is used is read."""
+    # Private pages may be written to, as tensors require, and take no memory until they are.
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
     with path.open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -24,10 +24,10 @@ def mapped(path: pathlib.Path, dtype: np.dtype) -> tf.Tensor:
 
 
 def lines_of(path: pathlib.Path, text: str) -> Iterator[str]:
-    """The lines of a file in UTF-8, without their ends.
+    """Yields the lines of a file in UTF-8, without their ends.
 
     Raises:
-        ModelError: it isn't UTF-8. ``text`` is what the error begins with.
+        ModelError: it isn't UTF-8. The error begins with ``text``.
     """
     number = 0
     try:
@@ -40,7 +40,7 @@ def lines_of(path: pathlib.Path, text: str) -> Iterator[str]:
 
 
 def pairs_of(paths: tuple[pathlib.Path, ...], text: str) -> Iterator[tuple[str, str]]:
-    """Pairs of lines of two files, or of the two columns of one.
+    """Yields pairs of lines of two files, or of the two columns of one.
 
     Raises:
         ModelError: the files have different numbers of lines, or a line hasn't two columns.

@@ -1,4 +1,4 @@
-"""Whether data fit a model."""
+"""Checks that data fit a model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dapple_tf.models.sources import ModelError
 
 
 def declared(model: keras.Model, which: str) -> Sequence[Any]:
-    """``inputs`` or ``outputs``; none of a model that doesn't declare them."""
+    """Returns ``inputs`` or ``outputs``; none for a model that doesn't declare them."""
     return getattr(model, which, None) or ()
 
 
 def shapes(data: str, model: keras.Model, inputs: int, outputs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of a model with one input and one output of so many axes, of which only the first is open.
+    """Returns the shapes of a model's one input and one output, with these numbers of axes, only the first open.
 
     Raises:
-        ModelError: it is another.
+        ModelError: the model has other shapes.
     """
     found = []
     for name, tensors, rank in (
@@ -39,10 +39,10 @@ def shapes(data: str, model: keras.Model, inputs: int, outputs: int) -> tuple[tu
 
 
 def named_inputs(data: str, model: keras.Model, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """The shapes of a model's inputs, which must have these names and be [batch, sequence].
+    """Returns the shapes of a model's inputs, which must have these names and be [batch, sequence].
 
     Raises:
-        ModelError: they don't.
+        ModelError: the inputs are others.
     """
     found = {str(tensor.name): tuple(tensor.shape) for tensor in declared(model, "inputs")}
     if set(found) != set(names) or any(len(shape) != 2 or shape[1] is None for shape in found.values()):
@@ -55,7 +55,7 @@ def named_inputs(data: str, model: keras.Model, names: Sequence[str]) -> dict[st
 
 
 def vocabulary_of(model: keras.Model, *, logits: bool = True) -> int:
-    """How many tokens all of a model's embeddings have, and its outputs unless they aren't ``logits`` of tokens.
+    """Returns the number of tokens known by all of a model's embeddings, and its outputs if they are ``logits``.
 
     Raises:
         ModelError: it has neither.
@@ -71,7 +71,7 @@ def vocabulary_of(model: keras.Model, *, logits: bool = True) -> int:
 
 
 def check_vocabulary(data: str, size: int, model: keras.Model, *, logits: bool = True) -> None:
-    """Refuses data of more tokens than a model knows.
+    """Checks that data have at most as many tokens as a model knows.
 
     Raises:
         ModelError: there are more.
@@ -85,7 +85,7 @@ def check_vocabulary(data: str, size: int, model: keras.Model, *, logits: bool =
 
 
 def check_classes(data: str, size: int, classes: int, model: keras.Model) -> None:
-    """Refuses data of more classes than a model tells apart.
+    """Checks that data have at most as many classes as a model distinguishes.
 
     Raises:
         ModelError: there are more.

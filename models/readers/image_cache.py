@@ -1,4 +1,4 @@
-"""Images that are decoded from what a reader finds, or from what was kept of it: in memory, or decoded in a file."""
+"""Images decoded from a reader's files, or from a cache: encoded in memory, or decoded in a file."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from dapple_tf.models.readers.pixels import ImageOptions, Shape, stored_image, s
 _VERSION = 1
 
 Image = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
-"""Bytes of an image, or its pixels, and the number of the draw -> what the model takes."""
+"""(bytes of an image or its pixels, number of the draw) -> the model's input."""
 
 
 def images_of(found: Samples, image: Image, options: ImageOptions, shape: Shape, key: Callable[[], str]) -> Samples:
-    """The images and labels of encoded ones.
+    """Returns decoded images with labels.
 
     Args:
         found: samples ``(draw, bytes, label)``.
-        image: decodes one.
-        options: among them how they are kept.
-        shape: that the model takes.
-        key: tells what is in the files, and which of it is found.
+        image: decodes an image.
+        options: options, which say how images are cached.
+        shape: shape of the model's images.
+        key: identifies the files' contents, and the part of them that is used.
     """
     if options.cache == "none":
 
@@ -47,7 +47,7 @@ def images_of(found: Samples, image: Image, options: ImageOptions, shape: Shape,
 
 
 def _kept_pixels(everything: tf.data.Dataset, shape: Shape, key: str) -> tuple[tf.Tensor, tf.Tensor]:
-    """Pixels uint8 [images, height, width, channels], mapped from a file, and labels int32 [images]."""
+    """Returns pixels uint8 [images, height, width, channels], mapped from a file, and labels int32 [images]."""
 
     def make(folder: pathlib.Path) -> None:
         decoded = in_parallel(everything, lambda draw, data, label: (stored_image(data, shape), label))

@@ -22,7 +22,7 @@ from dapple_tf.models.readers.pixels import SUFFIXES, ImageOptions, Shape, check
 from dapple_tf.models.sources import DataSource, ModelError
 
 VALIDATION = ("val", "validation")
-"""What the folder of the images to evaluate on may be called."""
+"""Names that the folder of images to evaluate on may have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Folder:
     """Images and their classes.
 
     Attributes:
-        paths: of the images.
-        labels: int32, of each.
-        classes: names of the folders.
+        paths: paths of the images.
+        labels: int32, label of each image.
+        classes: names of the classes' folders.
     """
 
     paths: np.ndarray
@@ -40,15 +40,15 @@ class Folder:
     classes: tuple[str, ...]
 
     def part(self, numbers: np.ndarray) -> Folder:
-        """Some of the images."""
+        """Returns some of the images."""
         return Folder(self.paths[numbers], self.labels[numbers], self.classes)
 
 
 def open_images(request: Request) -> DataSource:
-    """The data in a folder of images.
+    """Returns the data in a folder of images.
 
     Raises:
-        ModelError: there are none, or what is there isn't laid out like ImageNet.
+        ModelError: there are none, or the folder isn't laid out like ImageNet.
     """
     options = request.options(ImageOptions)
     if len(request.paths) > 1:
@@ -82,10 +82,10 @@ def open_images(request: Request) -> DataSource:
 
 
 def folders(root: pathlib.Path, text: str) -> list[Folder]:
-    """The images to train on, and those to evaluate on if there are any.
+    """Returns the images to train on, and those to evaluate on if there are any.
 
     Raises:
-        ModelError: there are no images, or they aren't in folders of classes. ``text`` is what the error begins with.
+        ModelError: there are no images, or they aren't in folders of classes. The error begins with ``text``.
     """
     if not (root / "train").is_dir():
         return [listed(root, text)]
@@ -95,15 +95,15 @@ def folders(root: pathlib.Path, text: str) -> list[Folder]:
 
 
 def listed(root: pathlib.Path, text: str, classes: tuple[str, ...] | None = None) -> Folder:
-    """The images in the folders of a folder, in the order of their names.
+    """Returns the images in the subfolders of a folder, in the order of their names.
 
     Args:
         root: the folder.
-        text: what errors begin with.
-        classes: the folders that there may be; by default those that there are.
+        text: beginning of errors.
+        classes: allowed subfolders; by default all.
 
     Raises:
-        ModelError: there are no images, a folder has none, or there is one that isn't a class.
+        ModelError: there are no images, a subfolder has none, or one isn't a class.
     """
     folders = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
     if not folders:
@@ -125,10 +125,10 @@ def listed(root: pathlib.Path, text: str, classes: tuple[str, ...] | None = None
 
 
 def image_shape(text: str, classes: int, model: keras.Model) -> Shape:
-    """Height, width and channels of a model's images.
+    """Returns height, width and channels of a model's images.
 
     Raises:
-        ModelError: it isn't a model of images, or has fewer classes.
+        ModelError: the model doesn't take images, or has fewer classes.
     """
     (_, height, width, channels), (_, known) = fit.shapes(text, model, 4, 2)
     if channels not in (1, 3):

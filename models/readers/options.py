@@ -1,4 +1,4 @@
-"""What ``--dataset=kind:path?option=value&option=value`` says."""
+"""Parses ``--dataset=kind:path?option=value&option=value``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Data that were asked for.
+    """A request for data.
 
     Attributes:
-        text: all of it; errors begin with it.
-        kind: of reader.
-        paths: the files or folders, those between commas; none for the sample.
-        given: options as they were written.
+        text: the whole text, with which errors begin.
+        kind: kind of the reader.
+        paths: files or folders, separated by commas in the text; none for the sample.
+        given: options as written.
     """
 
     text: str
@@ -33,10 +33,10 @@ class Request:
 
     @classmethod
     def parse(cls, text: str) -> Request:
-        """``kind``, ``kind:path``, ``kind:path,path``, each with ``?option=value&option=value`` behind it or not.
+        """Parses ``kind``, ``kind:path`` or ``kind:path,path``, each with or without ``?option=value&option=value``.
 
         Raises:
-            ModelError: an option has no value or is there twice, or a path is empty.
+            ModelError: an option has no value or is repeated, or a path is empty.
         """
         front, question, behind = text.partition("?")
         kind, colon, paths = front.partition(":")
@@ -53,10 +53,10 @@ class Request:
         return cls(text, kind, tuple(pathlib.Path(path) for path in paths.split(",")) if colon else (), given)
 
     def options(self, kind: type[_Options]) -> _Options:
-        """The options as a dataclass with a default for every field: of type int, float, bool, str or Literal.
+        """Returns the options as a dataclass with a default for every field: of type int, float, bool, str or Literal.
 
         Raises:
-            ModelError: there is no such option, or a value isn't of its type.
+            ModelError: there is no such option, or a value has another type.
         """
         types = typing.get_type_hints(kind)
         values = {}
@@ -88,10 +88,10 @@ class Request:
             raise ModelError(f"{self.text}: {name} is {text!r}; it must be {what}") from error
 
     def existing(self, path: pathlib.Path, *, folder: bool = False) -> pathlib.Path:
-        """The path, if there is such a file, or folder.
+        """Returns the path if there is such a file or folder.
 
         Raises:
-            ModelError: there isn't.
+            ModelError: there is none.
         """
         if folder and not path.is_dir():
             raise ModelError(f"{self.text}: {'that is a file' if path.is_file() else 'there is no folder'} {path}")
@@ -101,7 +101,7 @@ class Request:
 
 
 def check_fraction(name: str, value: float) -> None:
-    """Refuses fractions of data that leave nothing.
+    """Checks that a fraction of data leaves something.
 
     Raises:
         ValueError: it isn't at least 0 and less than 1.
@@ -112,11 +112,11 @@ def check_fraction(name: str, value: float) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TokenizedOptions:
-    """Options of files of text that becomes tokens.
+    """Options of text files that are tokenized.
 
     Attributes:
-        tokenizer: JSON file; by default one is trained on the text, if the reader needs one.
-        vocabulary: most tokens of the one that is trained; 0 leaves it to the reader.
+        tokenizer: JSON file; by default one is trained on the text if the reader needs one.
+        vocabulary: maximum tokens of a trained tokenizer; 0 leaves it to the reader.
         valid: files to evaluate on.
         held_out: fraction of the data to evaluate on, if there is no ``valid``.
     """

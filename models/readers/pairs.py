@@ -1,7 +1,7 @@
 """Sentences and their translations, as of WMT: two files line by line, or one with two columns, for ``gnmt``.
 
-A batch is ``({"source", "target"}, labels, weights)``: the sentence; the translation behind a token ``<start>``; the
-translation with ``<end>`` behind it; and 1.0 where there is a label, 0.0 at padding, which is token 0.
+A batch is ``({"source", "target"}, labels, weights)``: the sentence; the translation after a token ``<start>``; the
+translation followed by ``<end>``; and 1.0 where there is a label, 0.0 at padding, which is token 0.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _VERSION = 1
 class PairOptions(TokenizedOptions):
     """Options of pairs: one tokenizer for both languages.
 
-    By default it is trained, with as many tokens as the model knows, at most 32000. ``valid`` are two files with a
-    comma between them, or one with two columns.
+    By default it is trained, with as many tokens as the model knows, at most 32000. ``valid`` are two files
+    separated by a comma, or one with two columns.
     """
 
 
@@ -43,10 +43,10 @@ class _Lengths:
 
 
 def open_pairs(request: Request) -> DataSource:
-    """The data in parallel files.
+    """Returns the data in parallel files.
 
     Raises:
-        ModelError: there are no such files, or they don't fit together.
+        ModelError: there are no such files, or they don't match.
     """
     options = request.options(PairOptions)
     train, valid = request.paths, tuple(pathlib.Path(path) for path in options.valid.split(",") if path)
@@ -101,7 +101,7 @@ def _tokenizer(request: Request, options: PairOptions, train: tuple[pathlib.Path
 
 
 def _tokens(tokenizer: Any, paths: tuple[pathlib.Path, ...], text: str) -> tuple[Ragged, Ragged]:
-    """The tokens of sentences and of translations; kept in the cache."""
+    """Returns the tokens of sentences and of translations; kept in the cache."""
 
     def make(folder: pathlib.Path) -> None:
         for side, name in enumerate(("source", "target")):
@@ -116,7 +116,7 @@ def _tokens(tokenizer: Any, paths: tuple[pathlib.Path, ...], text: str) -> tuple
 def _samples(
     tokenizer: Any, source: Ragged, target: Ragged, numbers: np.ndarray, lengths: _Lengths, text: str
 ) -> Samples:
-    """The pairs of those numbers that aren't empty or too long."""
+    """Returns the pairs with these numbers that aren't empty or too long."""
     start, end = (vocabulary.token(tokenizer, name, text) for name in ("<start>", "<end>"))
     padding = vocabulary.token(tokenizer, "<pad>", text)
     if padding:

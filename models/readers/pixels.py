@@ -1,4 +1,4 @@
-"""Encoded images to what models take: decoded, cropped, flipped, scaled and normalised, by TensorFlow functions."""
+"""Encoded images to models' inputs: decoded, cropped, flipped, scaled and normalised, by TensorFlow functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dapple_tf.models.readers.options import check_fraction
 from dapple_tf.models.readers.order import seeds_of
 
 SUFFIXES = frozenset({".jpeg", ".jpg", ".png", ".gif", ".bmp"})
-"""Files that are images."""
+"""Suffixes of image files."""
 
 _CENTRE = 0.875  # 224 of 256, as images of ImageNet are evaluated.
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, of red, green and blue from 0 to 1.
@@ -22,7 +22,7 @@ Shape = tuple[int, int, int]
 """Height, width and channels."""
 
 Window = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
-"""Of an image's shape: where a crop begins and how large it is, int32 [2] each."""
+"""An image's shape -> position and size of a crop, int32 [2] each."""
 
 _FIRST_BYTES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM")
 
@@ -32,12 +32,12 @@ class ImageOptions:
     """Options of images.
 
     Attributes:
-        augment: train on random crops (8% to 100% of the area, sides 3:4 to 4:3) and mirror every other image; else on
+        augment: train on random crops (8% to 100% of the area, sides 3:4 to 4:3), half of them mirrored; otherwise on
             the centre, as in evaluation.
-        scale: of pixels: imagenet (its mean 0, its standard deviation 1), unit (0 to 1), signed (-1 to 1), bytes.
-        cache: memory keeps the encoded images there; file keeps decoded ones in the cache folder, 8/7 as large as the
-            model takes, so that random crops are of them.
-        held_out: fraction of the training images to evaluate on, where there are no images for that.
+        scale: range of pixels: imagenet (its mean 0, its standard deviation 1), unit (0 to 1), signed (-1 to 1), bytes.
+        cache: memory keeps the encoded images in memory; file keeps decoded ones in the cache folder, 8/7 of the
+            model's size, from which random crops are taken.
+        held_out: fraction of the training images to evaluate on, if there are no separate ones.
     """
 
     augment: bool = True
@@ -50,7 +50,7 @@ class ImageOptions:
 
 
 def checked(data: tf.Tensor, *where: tf.Tensor | str) -> tf.Tensor:
-    """The bytes of an image, if they begin as one's do; an error that says where they are from, if they don't."""
+    """Returns the bytes of an image if they begin like one; raises an error that names their source otherwise."""
     known = tf.reduce_any([tf.strings.substr(data, 0, len(first)) == first for first in _FIRST_BYTES])
     check = tf.debugging.Assert(known, ["not a JPEG, PNG, GIF or BMP image:", *where])
     with tf.control_dependencies([check]):
@@ -58,7 +58,7 @@ def checked(data: tf.Tensor, *where: tf.Tensor | str) -> tf.Tensor:
 
 
 def training_image(data: tf.Tensor, shape: Shape, options: ImageOptions, draw: tf.Tensor, seed: int) -> tf.Tensor:
-    """A random crop of an encoded image, or of pixels: float32 of the shape; ``draw`` and ``seed`` decide which."""
+    """Returns a random crop, by ``draw`` and ``seed``, of an encoded image or of pixels: float32 of the shape."""
     if not options.augment:
         return evaluation_image(data, shape, options)
     seeds = seeds_of(draw, seed)
@@ -81,24 +81,24 @@ def training_image(data: tf.Tensor, shape: Shape, options: ImageOptions, draw: t
 
 
 def evaluation_image(data: tf.Tensor, shape: Shape, options: ImageOptions) -> tf.Tensor:
-    """The centre of an encoded image, or of pixels, 7/8 of its shorter side: float32 of the shape."""
+    """Returns the centre of an encoded image, or of pixels, 7/8 of its shorter side: float32 of the shape."""
     return _normalised(_resized(_crop(data, shape[2], _centre(shape, _CENTRE)), shape), shape, options)
 
 
 def stored_shape(shape: Shape) -> Shape:
-    """Of images whose centre, 7/8 of them, has a shape."""
+    """Returns the shape of images of which the centre, 7/8, has the given shape."""
     return math.ceil(shape[0] / _CENTRE), math.ceil(shape[1] / _CENTRE), shape[2]
 
 
 def stored_image(data: tf.Tensor, shape: Shape) -> tf.Tensor:
-    """The centre of an encoded image, all of its shorter side: uint8 of `stored_shape`."""
+    """Returns the centre of an encoded image, with its full shorter side: uint8 of `stored_shape`."""
     stored = stored_shape(shape)
     pixels = _resized(_crop(data, stored[2], _centre(stored, 1.0)), stored)
     return tf.ensure_shape(tf.cast(tf.round(pixels), tf.uint8), stored)
 
 
 def _centre(shape: Shape, part: float) -> Window:
-    """The centre of an image, as far as a shape's sides go into it, times ``part``."""
+    """Returns the centred window in a shape's proportions that fills an image, scaled by ``part``."""
 
     def window(size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         sides, wanted = tf.cast(size[:2], tf.float32), tf.constant(shape[:2], tf.float32)
@@ -109,7 +109,7 @@ def _centre(shape: Shape, part: float) -> Window:
 
 
 def _crop(data: tf.Tensor, channels: int, window: Window) -> tf.Tensor:
-    """Part of an encoded image, or of pixels: uint8 [height, width, channels]; of a JPEG only that is decoded."""
+    """Returns part of an encoded image or of pixels, uint8 [height, width, channels]; decodes only that of a JPEG."""
     if data.dtype != tf.string:
         return _part(data, window)
 

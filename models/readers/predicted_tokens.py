@@ -1,4 +1,4 @@
-"""Which tokens of a sample a model is to predict: those that are masked out, or come last in a random order."""
+"""Chooses the tokens of a sample that a model predicts: masked ones, or the last ones in a random order."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _ORDERED = 1 / 6  # As XLNet: the last 1/K in the order of a permutation, K = 6 
 def masked(
     tokens: tf.Tensor, special: tf.Tensor, mask: int, size: int, seeds: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Some tokens masked out, as for BERT, and at least one where there are any that aren't special.
+    """Masks some tokens, as for BERT, and at least one if any isn't special.
 
     Args:
         tokens: int32 [sequence].
-        special: bool [sequence], tokens that aren't to be predicted, such as padding.
+        special: bool [sequence], tokens that aren't predicted, such as padding.
         mask: the token [MASK].
         size: number of tokens in the vocabulary.
-        seeds: int64 [2]; the same ones give the same.
+        seeds: int64 [2]; equal seeds give equal results.
 
     Returns:
-        The tokens, some of them masked, and bool [sequence], which are to be predicted.
+        The tokens, some of them masked, and bool [sequence], whether each is to be predicted.
     """
     drawn = tf.where(special, 2.0, tf.random.stateless_uniform(tf.shape(tokens), seeds))
     chosen = ~special & ((drawn < _MASKED) | (drawn == tf.reduce_min(drawn)))
@@ -32,18 +32,18 @@ def masked(
 
 
 def permutation(special: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
-    """The order in which some tokens are predicted, as for XLNet of two streams.
+    """Returns the order in which some tokens are predicted, as for XLNet of two streams.
 
-    They are drawn one by one, where XLNet draws spans of one to five; at least one of a sample that has any that aren't
+    They are drawn one by one, whereas XLNet draws spans of one to five; at least one in a sample if any isn't
     special.
 
     Args:
-        special: bool [..., sequence], tokens that aren't to be predicted, such as padding.
-        seeds: int64 [2]; the same ones give the same.
+        special: bool [..., sequence], tokens that aren't predicted, such as padding.
+        seeds: int64 [2]; equal seeds give equal results.
 
     Returns:
-        int32 [..., sequence]: 1, 2, ... for tokens to be predicted, each of which may see those before it; 0 for those
-        that are given, which all may see.
+        int32 [..., sequence]: 1, 2, ... for tokens to be predicted, each of which may see those before it; 0 for the
+        others, which all may see.
     """
     drawn = tf.where(special, 2.0, tf.random.stateless_uniform(tf.shape(special), seeds))
     place = tf.argsort(tf.argsort(drawn, axis=-1), axis=-1)

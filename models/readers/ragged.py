@@ -1,4 +1,4 @@
-"""Lists of tokens of different lengths, one behind the other in one array, looked up by TensorFlow functions."""
+"""Lists of tokens of different lengths, stored in one array, and looked up by TensorFlow functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Ragged:
     """Lists of tokens.
 
     Attributes:
-        tokens: int32, those of all lists.
+        tokens: int32, tokens of all lists in order.
         ends: int64, where each list ends.
     """
 
@@ -23,7 +23,7 @@ class Ragged:
 
     @classmethod
     def of(cls, lists: Iterable[Iterable[int]]) -> Ragged:
-        """Of lists of tokens."""
+        """Makes it from lists of tokens."""
         tokens, ends = array.array("i"), array.array("q")
         for given in lists:
             tokens.extend(given)
@@ -32,7 +32,7 @@ class Ragged:
 
     @classmethod
     def load(cls, folder: pathlib.Path, name: str) -> Ragged:
-        """What `save` has written."""
+        """Loads what `save` wrote."""
         read = (np.load(folder / f"{name}.{part}.npy", allow_pickle=False) for part in ("tokens", "ends"))
         return cls(*read)
 
@@ -46,7 +46,7 @@ class Ragged:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Of the lists."""
+        """Lengths of the lists."""
         return np.diff(self.ends, prepend=0)
 
     def __getitem__(self, index: int) -> np.ndarray:
@@ -54,7 +54,7 @@ class Ragged:
         return self.tokens[start : self.ends[index]]
 
     def lookup(self) -> RaggedTensor:
-        """For TensorFlow functions."""
+        """Returns the lists for TensorFlow functions."""
         starts = np.concatenate([np.zeros(1, "int64"), self.ends])
         return RaggedTensor(tf.constant(self.tokens), tf.constant(starts))
 
@@ -66,12 +66,12 @@ class RaggedTensor:
         self._tokens, self._starts = tokens, starts
 
     def __getitem__(self, index: tf.Tensor) -> tf.Tensor:
-        """One of the lists, int32 [tokens]; ``index`` is an int64 scalar."""
+        """Returns one of the lists, int32 [tokens]; ``index`` is an int64 scalar."""
         return self._tokens[self._starts[index] : self._starts[index + 1]]
 
 
 def padded(tokens: tf.Tensor, length: int, value: int = 0) -> tf.Tensor:
-    """At most ``length`` tokens, with ``value`` behind them: [length]."""
+    """Returns at most ``length`` tokens, followed by ``value``: [length]."""
     tokens = tokens[:length]
     filled = tf.pad(tokens, [[0, length - tf.shape(tokens)[0]]], constant_values=value)
     return tf.ensure_shape(filled, [length])

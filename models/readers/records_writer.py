@@ -22,18 +22,18 @@ def write(
     seed: int | None,
     classes: tuple[str, ...] | None = None,
 ) -> Folder:
-    """Writes the images of a folder with a folder for each class.
+    """Writes the images of a folder with a subfolder for each class.
 
     Args:
-        images: that folder.
-        folder: where the files are written.
-        part: what their names begin with: ``train`` or ``validation``.
+        images: folder of the images.
+        folder: folder to write to.
+        part: start of the files' names: ``train`` or ``validation``.
         shards: number of files.
-        seed: shuffles the images; None leaves them in the order of their names.
-        classes: the classes that there may be; by default those that there are.
+        seed: seed that shuffles the images; None keeps the order of their names.
+        classes: allowed subfolders; by default all.
 
     Returns:
-        What was written.
+        The written images.
 
     Raises:
         ModelError: there are no images.

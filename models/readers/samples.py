@@ -1,4 +1,4 @@
-"""Small data of every kind, made here, so that nothing has to be downloaded."""
+"""Small samples of every kind, made here, so that nothing has to be downloaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import tensorflow as tf
 from dapple_tf.models.readers.cache import kept
 
 _PYTHON = f"{sys.version_info[0]}_{sys.version_info[1]}_{sys.version_info[2]}_1"
-"""What is taken from Python is another text in another version."""
+"""Version in names of folders: samples taken from Python differ between versions."""
 
 _CLASSES = 10
 _IMAGES = {"train": 32, "val": 8}
@@ -24,7 +24,7 @@ _SIDE = 48
 
 
 def images() -> pathlib.Path:
-    """A folder of JPEG images in 10 classes: each a pattern of waves of its own, shifted, in noise."""
+    """Makes a folder of JPEG images in 10 classes: each a pattern of waves of its own, shifted, in noise."""
     return kept("images_1", _write_images)
 
 
@@ -45,7 +45,7 @@ def _write_images(folder: pathlib.Path) -> None:
 
 
 def records() -> pathlib.Path:
-    """The same images in TFRecord files."""
+    """Makes the same images as TFRecord files."""
     from dapple_tf.models.readers import records_writer  # it reads folders of images, and these are some
 
     def make(folder: pathlib.Path) -> None:
@@ -60,7 +60,7 @@ _PAIRS = {"train": 2000, "valid": 200}
 
 
 def pairs() -> tuple[pathlib.Path, ...]:
-    """Sums, and what they come to: two files to train on, and two to evaluate with."""
+    """Makes sums and their results: two files to train on, and two to evaluate with."""
     folder = kept("pairs_1", _write_pairs)
     return tuple(folder / f"{part}.{side}" for part in _PAIRS for side in ("sums", "totals"))
 
@@ -79,12 +79,12 @@ def _write_pairs(folder: pathlib.Path) -> None:
 
 
 def text() -> pathlib.Path:
-    """A file of English text: the reference of the Python language, as Python's ``help`` shows it."""
+    """Makes a file of English text: the reference of the Python language, as shown by Python's ``help``."""
     return kept(f"text_{_PYTHON}", _write_text) / "reference.txt"
 
 
 def tokens() -> pathlib.Path:
-    """The bytes of that text as 16-bit numbers."""
+    """Makes a file of that text's bytes as 16-bit numbers."""
 
     def make(folder: pathlib.Path) -> None:
         np.frombuffer(text().read_bytes(), "uint8").astype("<u2").tofile(folder / "reference.bin")
@@ -111,10 +111,10 @@ _HELD_OUT = 0.1
 
 
 def questions() -> tuple[pathlib.Path, pathlib.Path]:
-    """Questions on docstrings of Python's library, in SQuAD's format: to train on, and to evaluate with.
+    """Makes questions on docstrings of Python's library, in SQuAD's format: to train on, and to evaluate with.
 
-    "What does textwrap.dedent do?" is answered by the first sentence of its docstring. A third of the questions are on
-    something else than the text, and so have no answer.
+    "What does textwrap.dedent do?" is answered by the first sentence of its docstring. A third of the questions are
+    about something else than the text, and so have no answer.
     """
     folder = kept(f"questions_{_PYTHON}", _write_questions)
     return folder / "train.json", folder / "valid.json"
@@ -141,7 +141,7 @@ def _write_questions(folder: pathlib.Path) -> None:
 
 
 def _docstrings(module: str) -> list[tuple[str, str, str]]:
-    """Names of a module's functions and classes, their docstrings and the first sentences of these."""
+    """Returns names of a module's functions and classes, their docstrings and the first sentences of these."""
     found = []
     for name, value in sorted(vars(importlib.import_module(module)).items()):
         if name.startswith("_") or not callable(value) or getattr(value, "__module__", None) != module:
@@ -161,4 +161,4 @@ FOLDERS: Mapping[str, Callable[[], pathlib.Path]] = {
     "squad": lambda: questions()[0].parent,
     "pairs": lambda: pairs()[0].parent,
 }
-"""By the kind of the reader: makes the sample, and tells in which folder it is."""
+"""Kind of a reader -> function that makes its sample and returns the folder."""

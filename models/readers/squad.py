@@ -1,13 +1,13 @@
 """Questions on texts in SQuAD's JSON format, for ``bert`` and ``xlnet``.
 
 A sample is ``[CLS] question [SEP] text [SEP]`` and padding: ``{"tokens", "segments", "present"}``, where segments are 1
-from the text on and present is 0 at padding. Long texts make several samples, which overlap. What the model gives
-decides on its labels:
+from the text on and present is 0 at padding. Long texts make several samples, which overlap. The model's outputs
+decide the labels:
 
-* logits [batch, 2, sequence]: where the answer starts and ends, [batch, 2]; both 0 (``[CLS]``) where there is none;
+* logits [batch, 2, sequence]: where the answer starts and ends, [batch, 2]; both 0 (``[CLS]``) if there is none;
 * logits [batch, classes]: 1 if the text has the answer, else 0;
 * logits [batch, sequence, vocabulary]: the tokens themselves, of which 15% are masked, with weights 0 at all others.
-  For a model that takes ``"permutation"``, too, none are masked: a sixth are to be predicted in a random order.
+  For a model with the input ``"permutation"``, none are masked: a sixth are predicted in a random order.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from dapple_tf.models.readers.ragged import Ragged, padded
 from dapple_tf.models.sources import DataSource, ModelError
 
 Task = Literal["spans", "classes", "masked", "ordered"]
-"""What a model tells: where the answer is, whether there is one, or tokens that are masked, or last in an order."""
+"""Task of a model: find the answer, decide whether there is one, or predict tokens, masked or last in an order."""
 
 _INPUTS = ("tokens", "segments", "present")
 _PERMUTATION = "permutation"
-"""What models of two streams take besides."""
+"""Additional input of models with two streams."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SquadOptions(TokenizedOptions):
 
     Attributes:
         stride: tokens by which the parts of a long text overlap; by default a quarter of the model's sequence.
-        question: most tokens of a question; by default half of the model's sequence less 3.
+        question: maximum tokens of a question; by default half of the model's sequence less 3.
     """
 
     stride: int = 0
@@ -58,10 +58,10 @@ class Question(NamedTuple):
     """A question on a text.
 
     Attributes:
-        question: what is asked.
+        question: the question.
         context: the text.
-        start: the character of the text that the answer starts with; -1 if there is none.
-        end: the one behind the answer.
+        start: position of the answer's first character in the text; -1 if there is none.
+        end: position after its last character.
     """
 
     question: str
@@ -74,10 +74,10 @@ class Example(NamedTuple):
     """A sample.
 
     Attributes:
-        tokens: all of them.
-        text: which of them is the first of the text.
-        start: which is the first of the answer; 0 if there is none.
-        end: which is the last of it.
+        tokens: all tokens.
+        text: position of the text's first token.
+        start: position of the answer's first token; 0 if there is none.
+        end: position of its last token.
     """
 
     tokens: list[int]
@@ -87,7 +87,7 @@ class Example(NamedTuple):
 
 
 def open_squad(request: Request) -> DataSource:
-    """The data in a file of questions.
+    """Returns the data in a file of questions.
 
     Raises:
         ModelError: there is none, or it isn't in that format.
@@ -122,7 +122,7 @@ def open_squad(request: Request) -> DataSource:
 
 
 def read_questions(path: pathlib.Path, text: str) -> list[Question]:
-    """The questions of a file.
+    """Returns the questions of a file.
 
     Raises:
         ModelError: it isn't in SQuAD's format, an answer isn't in its text, or there are fewer than 2 questions.
@@ -173,7 +173,7 @@ def _tokenizer(
         last = ""
         for asked in questions:
             yield asked.question
-            if asked.context != last:  # Several questions are on the same text.
+            if asked.context != last:  # Several questions are about the same text.
                 yield asked.context
             last = asked.context
 
@@ -186,14 +186,14 @@ def _tokenizer(
 def examples(
     questions: list[Question], tokenizer: Any, sequence: int, most_asked: int, stride: int, special: tuple[int, int]
 ) -> Iterator[Example]:
-    """Samples of at most ``sequence`` tokens.
+    """Returns samples of at most ``sequence`` tokens.
 
     Args:
-        questions: what is asked.
-        tokenizer: of the library ``tokenizers``.
-        sequence: most tokens of a sample.
-        most_asked: most tokens of a question; the rest is left out.
-        stride: tokens that one part of a text shares with the next.
+        questions: the questions.
+        tokenizer: a tokenizer of the library ``tokenizers``.
+        sequence: maximum tokens of a sample.
+        most_asked: maximum tokens of a question; the rest is cut off.
+        stride: number of tokens that one part of a text shares with the next.
         special: the tokens [CLS] and [SEP].
     """
     first, separator = special
@@ -203,7 +203,7 @@ def examples(
         text = tokenizer.encode(asked.context, add_special_tokens=False)
         ends = [end for _, end in text.offsets]
         starts = [start for start, _ in text.offsets]
-        # The tokens that the answer's first and last character are in.
+        # The tokens with the answer's first and last character.
         one = int(np.searchsorted(ends, asked.start, side="right"))
         last = int(np.searchsorted(starts, asked.end - 1, side="right")) - 1
         for begin in range(0, max(1, len(text.ids) - stride), room - stride):
@@ -214,10 +214,10 @@ def examples(
 
 
 def _task(text: str, model: keras.Model, sequence: int, ordered: bool) -> Task:
-    """What a model is to tell.
+    """Returns the task of a model.
 
     Raises:
-        ModelError: it is nothing that these data have labels for.
+        ModelError: these data have no labels for it.
     """
     known = [tuple(output.shape[1:]) for output in fit.declared(model, "outputs")]
     if known == [(sequence, fit.vocabulary_of(model, logits=False))]:

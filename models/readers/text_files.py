@@ -1,4 +1,4 @@
-"""Text files for language models: their bytes, or their tokens, which are kept in the cache as a token file."""
+"""Text files for language models: their bytes, or their tokens, which are cached as a token file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dapple_tf.models.sources import DataSource, ModelError
 
 _VERSION = 1
 _AT_ONCE = 2**16
-"""Characters that are tokenized at a time, up to the end of a line."""
+"""Number of characters that are tokenized at a time, up to the end of a line."""
 
 
 class TextOptions(TokenizedOptions):
@@ -26,7 +26,7 @@ class TextOptions(TokenizedOptions):
 
 
 def open_text(request: Request) -> DataSource:
-    """The data in text files, or in the ``*.txt`` files of folders.
+    """Returns the data in text files, or in the ``*.txt`` files of folders.
 
     Raises:
         ModelError: there are none, or they aren't text.
@@ -61,7 +61,7 @@ def open_text(request: Request) -> DataSource:
 
 
 def text_files(paths: Sequence[pathlib.Path], text: str) -> tuple[pathlib.Path, ...]:
-    """The files, and the ``*.txt`` files of folders, in the order of their names.
+    """Returns the files, and the ``*.txt`` files of folders, in the order of their names.
 
     Raises:
         ModelError: there are none.
@@ -81,7 +81,7 @@ def text_files(paths: Sequence[pathlib.Path], text: str) -> tuple[pathlib.Path, 
 
 
 def pieces(files: Sequence[pathlib.Path], text: str) -> Iterator[str]:
-    """The text of files in pieces that end with a line, so that no word is cut.
+    """Yields the text of files in pieces that end with a line, so that no word is cut.
 
     Raises:
         ModelError: a file isn't UTF-8.
@@ -98,9 +98,9 @@ def pieces(files: Sequence[pathlib.Path], text: str) -> Iterator[str]:
 
 
 def token_file(files: Sequence[pathlib.Path], tokenizer: Any, text: str) -> TokenFile:
-    """The tokens of files, each with a zero byte, or an end token if there is one, behind it; kept in the cache.
+    """Returns the tokens of files, each followed by a zero byte, or an end token if there is one; cached.
 
-    One file's bytes are read from the file itself.
+    A single file's bytes are read from the file itself.
 
     Raises:
         ModelError: a file isn't text, or all are empty.

@@ -1,7 +1,7 @@
 """TFRecord files of images, as ImageNet's: ``train-00000-of-01024`` and ``validation-00000-of-00128``.
 
-Records are ``tf.train.Example`` with ``image/encoded`` (bytes) and ``image/class/label`` (int64). Where each of them
-begins is found once and kept in the cache, so that records can be read in any order.
+Records are ``tf.train.Example`` with ``image/encoded`` (bytes) and ``image/class/label`` (int64). Their positions
+are found once and cached, so that records can be read in any order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FEATURES = {
     "image/encoded": tf.io.FixedLenFeature([], tf.string),
     "image/class/label": tf.io.FixedLenFeature([], tf.int64),
 }
-"""What a record has."""
+"""Features of a record."""
 
 _AROUND = 16  # Bytes of a record that aren't data: its length, and two checksums.
 _VERSION = 1
@@ -66,12 +66,12 @@ class RecordOptions(ImageOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """Where records are.
+    """Positions of records.
 
     Attributes:
-        paths: of files.
+        paths: paths of files.
         files: int32, for each record the number of its file.
-        offsets: int64, where it begins there.
+        offsets: int64, its position there.
     """
 
     paths: tuple[pathlib.Path, ...]
@@ -79,15 +79,15 @@ class Records:
     offsets: np.ndarray
 
     def part(self, numbers: np.ndarray) -> Records:
-        """Some of the records."""
+        """Returns some of the records."""
         return Records(self.paths, self.files[numbers], self.offsets[numbers])
 
 
 def open_records(request: Request) -> DataSource:
-    """The data in a folder of TFRecord files.
+    """Returns the data in a folder of TFRecord files.
 
     Raises:
-        ModelError: there are none, some are missing, or they aren't such files.
+        ModelError: there are none, some are missing, or they have another format.
     """
     options = request.options(RecordOptions)
     if len(request.paths) > 1:
@@ -136,7 +136,7 @@ def open_records(request: Request) -> DataSource:
 
 
 def shards(root: pathlib.Path, text: str) -> dict[str, tuple[pathlib.Path, ...]]:
-    """The files of each part, in order.
+    """Returns the files of each part, in order.
 
     Raises:
         ModelError: some are missing.
@@ -159,7 +159,7 @@ def shards(root: pathlib.Path, text: str) -> dict[str, tuple[pathlib.Path, ...]]
 
 
 def indexed(paths: Sequence[pathlib.Path], text: str) -> Records:
-    """Finds where the records of files begin; kept in the cache.
+    """Finds the positions of files' records; cached.
 
     Raises:
         ModelError: a file isn't TFRecord, or is cut off; or there are no records.
@@ -180,7 +180,7 @@ def indexed(paths: Sequence[pathlib.Path], text: str) -> Records:
 
 
 def _offsets(path: pathlib.Path, text: str) -> np.ndarray:
-    """Where the records of a file begin: int64."""
+    """Returns the positions of a file's records: int64."""
     size = path.stat().st_size
     found: list[int] = []
     if not size:
@@ -201,7 +201,7 @@ def _offsets(path: pathlib.Path, text: str) -> np.ndarray:
 
 @functools.cache
 def _table() -> tuple[int, ...]:
-    """What CRC-32C (Castagnoli) adds for each byte."""
+    """Returns the table of CRC-32C (Castagnoli), for each byte."""
     entries = []
     for value in range(256):
         for _ in range(8):
@@ -211,7 +211,7 @@ def _table() -> tuple[int, ...]:
 
 
 def masked_checksum(data: bytes) -> int:
-    """The checksum that TFRecord files have: CRC-32C, rotated and added to a constant."""
+    """Returns the checksum of TFRecord files: CRC-32C, rotated and added to a constant."""
     table, value = _table(), 0xFFFFFFFF
     for byte in data:
         value = value >> 8 ^ table[(value ^ byte) & 0xFF]
@@ -220,7 +220,7 @@ def masked_checksum(data: bytes) -> int:
 
 
 def _check_first(records: Records, first_label: int, classes: int, text: str) -> None:
-    """Looks at the first record of each file, of at most 64 of them.
+    """Checks the first record of at most 64 files.
 
     Raises:
         ModelError: it isn't an example of an image, or its label isn't one of the model's classes.
@@ -283,7 +283,7 @@ def _samples(records: Records, image: Image, options: RecordOptions, shape: Shap
 
 
 def record_at(path: tf.Tensor, offset: tf.Tensor) -> tf.data.Dataset:
-    """A dataset, for ``flat_map``, of the one record that begins there; its checksum is checked."""
+    """Returns a dataset, for ``flat_map``, of the one record at a position, whose checksum is checked."""
     variant = tf.raw_ops.TFRecordDatasetV2(
         filenames=tf.reshape(path, [1]),
         compression_type="",

@@ -1,6 +1,6 @@
-"""Files of tokens, as other tools write them: bare numbers ``train.bin``, or NumPy's ``train.npy``.
+"""Files of tokens from other tools: bare numbers ``train.bin``, or NumPy's ``train.npy``.
 
-Windows of a model's length are read from where they are in the file; nothing else of it is loaded.
+Windows of a model's length are read in place; nothing else of the file is loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dapple_tf.models.readers.order import Samples, by_number, evaluation_batche
 from dapple_tf.models.sources import DataSource, ModelError
 
 _LOOKED_AT = 2**24
-"""Tokens that are looked at before training, spread over the file, to find those that a model doesn't know."""
+"""Number of tokens checked before training, spread over the file, for tokens that a model doesn't know."""
 _AT_ONCE = 2**16
 
 
@@ -29,7 +29,7 @@ class TokenOptions:
     """Options of token files.
 
     Attributes:
-        dtype: of the numbers in a .bin file, little-endian; a .npy file says it itself.
+        dtype: dtype of the numbers in a .bin file, little-endian; a .npy file contains its own.
         valid: a file to evaluate on.
         held_out: fraction at the end of the file to evaluate on, if there is no ``valid``.
     """
@@ -48,10 +48,10 @@ class TokenFile:
 
     Attributes:
         path: the file.
-        dtype: of the numbers.
-        header: bytes before the first.
+        dtype: dtype of the numbers.
+        header: number of bytes before the first token.
         first: number of the first token of the part.
-        count: tokens of the part.
+        count: number of tokens in the part.
         size: bytes of the file.
     """
 
@@ -64,10 +64,10 @@ class TokenFile:
 
     @classmethod
     def of(cls, path: pathlib.Path, dtype: str, text: str) -> TokenFile:
-        """A whole file.
+        """Opens a whole file.
 
         Raises:
-            ModelError: it isn't one. ``text`` is what the error begins with.
+            ModelError: it isn't a token file. The error begins with ``text``.
         """
         size = path.stat().st_size
         if path.suffix == ".npy":
@@ -89,23 +89,23 @@ class TokenFile:
         return cls(path, kind, 0, 0, size // kind.itemsize, size)
 
     def split(self, held_out: float) -> tuple[TokenFile, TokenFile]:
-        """What is before the last tokens, and they."""
+        """Returns the part before the last tokens, and the last tokens."""
         last = round(self.count * held_out)
         first = dataclasses.replace(self, count=self.count - last)
         return first, dataclasses.replace(self, first=self.first + self.count - last, count=last)
 
     def array(self) -> np.ndarray:
-        """The tokens, mapped from the file."""
+        """Returns the tokens, mapped from the file."""
         if not self.count:
             return np.zeros(0, self.dtype)
         offset = self.header + self.first * self.dtype.itemsize
         return np.memmap(self.path, self.dtype, "r", offset, (self.count,))
 
     def check(self, vocabulary: int, name: str, text: str) -> None:
-        """Looks for tokens that a model doesn't know.
+        """Checks that a model knows the tokens.
 
         Raises:
-            ModelError: there is one.
+            ModelError: it doesn't know one.
         """
         tokens = self.array()
         pieces = max(1, min(_LOOKED_AT, self.count) // _AT_ONCE)
@@ -120,10 +120,10 @@ class TokenFile:
                 )
 
     def windows(self, sequence: int, vocabulary: int, text: str) -> Samples:
-        """Windows of ``sequence`` tokens, one behind the other: x, and y one token later, int32 [batch, sequence].
+        """Returns consecutive windows of ``sequence`` tokens: x, and y one token later, int32 [batch, sequence].
 
         Raises:
-            ModelError: there are too few.
+            ModelError: there are too few tokens.
         """
         count = (self.count - 1) // sequence
         if count < 1:
@@ -147,7 +147,7 @@ class TokenFile:
 
 
 def open_tokens(request: Request) -> DataSource:
-    """The data in a token file.
+    """Returns the data in a token file.
 
     Raises:
         ModelError: there is none.
@@ -167,7 +167,7 @@ def open_tokens(request: Request) -> DataSource:
 
 
 def source(text: str, train: TokenFile, held_out: TokenFile | None) -> DataSource:
-    """Data for language models: windows of two files, or parts of one."""
+    """Returns data for language models: windows of two files, or parts of one."""
 
     def part(model: keras.Model, tokens: TokenFile) -> Samples:
         (_, sequence), _ = fit.shapes(text, model, 2, 3)

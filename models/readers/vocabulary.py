@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face's library ``tokenizers``: files of its JSON format, or trained on the data themselves."""
+"""Tokenizers of Hugging Face's library ``tokenizers``: files in its JSON format, or trained on the data themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dapple_tf.models.sources import ModelError
 Kind = Literal["byte_bpe", "bpe", "wordpiece"]
 
 MOST_LEARNT = 32_000
-"""Tokens of a tokenizer whose size nobody gave, if the model knows that many."""
+"""Default number of tokens of a trained tokenizer, if the model knows as many."""
 
 _VERSION = 1
 _BYTES = 256
@@ -26,7 +26,7 @@ SPECIAL: dict[Kind, tuple[str, ...]] = {
     "bpe": ("<pad>", "<unk>", "<start>", "<end>"),
     "wordpiece": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
 }
-"""The first tokens of tokenizers that are trained here, by their kind."""
+"""First tokens of tokenizers that are trained here, by kind."""
 
 ALIASES = {
     "<pad>": ("<pad>", "[PAD]"),
@@ -38,11 +38,11 @@ ALIASES = {
     "[MASK]": ("[MASK]", "<mask>"),
     "[PAD]": ("[PAD]", "<pad>"),
 }
-"""What tokens are called by others."""
+"""Other names of special tokens."""
 
 
 def library() -> Any:
-    """The package ``tokenizers``.
+    """Returns the package ``tokenizers``.
 
     Raises:
         ModelError: it isn't installed.
@@ -54,10 +54,10 @@ def library() -> Any:
 
 
 def load(path: pathlib.Path, text: str) -> Any:
-    """A tokenizer from a file.
+    """Loads a tokenizer from a file.
 
     Raises:
-        ModelError: there is no such file, or it isn't a tokenizer. ``text`` is what the error begins with.
+        ModelError: there is no such file, or it isn't a tokenizer. The error begins with ``text``.
     """
     if not path.is_file():
         raise ModelError(f"{text}: there is no tokenizer {path}")
@@ -70,17 +70,17 @@ def load(path: pathlib.Path, text: str) -> Any:
 
 
 def trained(kind: Kind, size: int, files: Sequence[pathlib.Path], lines: Callable[[], Iterable[str]]) -> Any:
-    """A tokenizer that was trained on text; kept in the cache.
+    """Returns a tokenizer trained on text; cached.
 
     Args:
-        kind: byte_bpe (any text, as bytes that were merged), bpe (words from ``<unk>`` and characters on), wordpiece
+        kind: byte_bpe (any text, as merged bytes), bpe (words from ``<unk>`` and characters), wordpiece
             (BERT's, lower case).
-        size: most tokens.
-        files: what it is trained on, to tell whether that has changed.
-        lines: gives the text.
+        size: maximum number of tokens.
+        files: files of the text, to detect changes.
+        lines: function that returns the text.
 
     Raises:
-        ModelError: so few tokens won't do.
+        ModelError: the tokens are too few.
     """
     least = len(SPECIAL[kind]) + (_BYTES if kind == "byte_bpe" else 2)
     if size < least:
@@ -96,7 +96,7 @@ def trained(kind: Kind, size: int, files: Sequence[pathlib.Path], lines: Callabl
 
 
 def train(kind: Kind, size: int, lines: Callable[[], Iterable[str]]) -> Any:
-    """Trains a tokenizer; see `trained`. The same text always gives the same one."""
+    """Trains a tokenizer; see `trained`. Equal texts give equal tokenizers."""
     package = library()
     special = list(SPECIAL[kind])
     left = size - len(special)
@@ -118,8 +118,8 @@ def train(kind: Kind, size: int, lines: Callable[[], Iterable[str]]) -> Any:
         tokenizer.normalizer = package.normalizers.BertNormalizer(lowercase=True)
         tokenizer.pre_tokenizer = before.BertPreTokenizer()
         tokenizer.decoder = after.WordPiece()
-        # Each character may begin a word or go on with one. The trainer numbers the latter differently every time,
-        # unless they are there before.
+        # Each character may begin a word or continue one. The trainer numbers the latter differently every time,
+        # unless they exist before.
         alphabet = _alphabet((tokenizer.normalizer.normalize_str(line) for line in lines()), left // 2)
         inner = [f"##{character}" for character in alphabet]
         trainer = package.trainers.WordPieceTrainer(
@@ -132,7 +132,7 @@ def train(kind: Kind, size: int, lines: Callable[[], Iterable[str]]) -> Any:
 
 
 def _alphabet(lines: Iterable[str], most: int) -> list[str]:
-    """The most frequent characters, in order; of equally frequent ones the first."""
+    """Returns the most frequent characters, in order; among equally frequent ones, the first."""
     counts: collections.Counter[str] = collections.Counter()
     for line in lines:
         counts.update(line)
@@ -141,7 +141,7 @@ def _alphabet(lines: Iterable[str], most: int) -> list[str]:
 
 
 def _without_added(tokenizer: Any, special: Sequence[str]) -> Any:
-    """A tokenizer of words whose only special tokens are those."""
+    """Returns a tokenizer of words whose only special tokens are these."""
     package = library()
     made = package.Tokenizer(package.models.WordPiece(tokenizer.get_vocab(), unk_token="[UNK]"))
     made.normalizer, made.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
@@ -151,7 +151,7 @@ def _without_added(tokenizer: Any, special: Sequence[str]) -> Any:
 
 
 def token(tokenizer: Any, name: str, text: str) -> int:
-    """The number of a special token, by its name in `ALIASES`.
+    """Returns the number of a special token, by its name in `ALIASES`.
 
     Raises:
         ModelError: the tokenizer has none.
@@ -168,7 +168,7 @@ def size_of(tokenizer: Any) -> int:
 
 
 def encoded(tokenizer: Any, lines: Iterable[str]) -> Iterator[list[int]]:
-    """The tokens of each line, without special ones."""
+    """Yields the tokens of each line, without special ones."""
     held: list[str] = []
     for line in lines:
         held.append(line)

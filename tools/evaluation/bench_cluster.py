@@ -1,20 +1,20 @@
-"""Throughput of two workers on this machine, beside what its cores give at most.
+"""Throughput of two workers on this machine, beside the maximum of its cores.
 
     python -m tools.evaluation.bench_cluster --rounds=12 --json=speed.json
 
-Trains a GPT of 8 blocks (width 256, sequence 64) in several ways, which take turns, so that all meet the same ups and
-downs of the machine's speed:
+Trains a GPT of 8 blocks (width 256, sequence 64) in several ways, which take turns, so that all see the same changes
+of the machine's speed:
 
-* copies: the whole model on each worker by itself, both at once, with the micro-batches of the pipeline: the ceiling.
+* copies: the whole model on each worker alone, both at once, with the micro-batches of the pipeline: the maximum.
 * keras: the same with plain Keras, without micro-batches, in two processes.
-* keras_alone: plain Keras in one process, and nothing beside it: a single device.
+* keras_alone: plain Keras in one process, with nothing beside it: a single device.
 * pipeline_<schedule>: two stages, one on each worker.
 * data_parallel_<M>: a replica on each worker, with M micro-batches.
 * mirrored: tf.distribute.MultiWorkerMirroredStrategy, in two processes.
 
 Ratios are medians, with quartiles, of each round's throughput to that of the copies (or to that of "mirrored") in the
 same round. With ``--pin`` each worker, and each process of plain Keras or of the strategy, has a core of its own, so
-that a device that waits isn't made up for by the other one's use of both cores.
+a waiting device isn't compensated by the other one's use of both cores.
 """
 
 from __future__ import annotations
@@ -42,25 +42,27 @@ from dapple_tf.tools.hosts import LocalWorkers, free_ports
 WAYS = ("copies", "keras", "keras_alone", "pipeline", "data_parallel", "mirrored")
 
 FLAGS = flags.FlagValues()
-_ROUNDS = flags.DEFINE_integer("rounds", 12, "rounds in which each way has its turn", lower_bound=2, flag_values=FLAGS)
-_STEPS = flags.DEFINE_integer("steps", 1, "steps of a turn", lower_bound=1, flag_values=FLAGS)
-_MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 16, "of a step", lower_bound=1, flag_values=FLAGS)
-_SAMPLES = flags.DEFINE_integer("samples", 8, "of a micro-batch", lower_bound=1, flag_values=FLAGS)
+_ROUNDS = flags.DEFINE_integer(
+    "rounds", 12, "Rounds, in each of which each way has its turn.", lower_bound=2, flag_values=FLAGS
+)
+_STEPS = flags.DEFINE_integer("steps", 1, "Steps of a turn.", lower_bound=1, flag_values=FLAGS)
+_MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 16, "Micro-batches of a step.", lower_bound=1, flag_values=FLAGS)
+_SAMPLES = flags.DEFINE_integer("samples", 8, "Samples of a micro-batch.", lower_bound=1, flag_values=FLAGS)
 _SCHEDULES = flags.DEFINE_list(
-    "schedules", ["gpipe", "dapple_a", "dapple_b", "zb_h1", "zb_h2"], "of the pipeline", flag_values=FLAGS
+    "schedules", ["gpipe", "dapple_a", "dapple_b", "zb_h1", "zb_h2"], "Schedules of the pipeline.", flag_values=FLAGS
 )
 _PARALLEL = flags.DEFINE_list(
-    "parallel", ["1", "8"], "micro-batches of data parallelism, each tried", flag_values=FLAGS
+    "parallel", ["1", "8"], "Numbers of micro-batches to try in data parallelism.", flag_values=FLAGS
 )
-_BLOCKS = flags.DEFINE_integer("blocks", 8, "of the model", lower_bound=2, flag_values=FLAGS)
-_WIDTH = flags.DEFINE_integer("width", 256, "of the model; a multiple of 4", lower_bound=4, flag_values=FLAGS)
-_SEQUENCE = flags.DEFINE_integer("sequence", 64, "tokens of a sample", lower_bound=1, flag_values=FLAGS)
-_JIT = flags.DEFINE_bool("jit_compile", False, "compile all ways with XLA", flag_values=FLAGS)
-_WAYS = flags.DEFINE_list("ways", list(WAYS), "which of them to try; the copies always are", flag_values=FLAGS)
-_PIN = flags.DEFINE_bool("pin", False, "give each worker a core of its own", flag_values=FLAGS)
-_JSON = flags.DEFINE_string("json", None, "write the numbers to this file, too", flag_values=FLAGS)
+_BLOCKS = flags.DEFINE_integer("blocks", 8, "Blocks of the model.", lower_bound=2, flag_values=FLAGS)
+_WIDTH = flags.DEFINE_integer("width", 256, "Width of the model; a multiple of 4.", lower_bound=4, flag_values=FLAGS)
+_SEQUENCE = flags.DEFINE_integer("sequence", 64, "Tokens of a sample.", lower_bound=1, flag_values=FLAGS)
+_JIT = flags.DEFINE_bool("jit_compile", False, "Compile all ways with XLA.", flag_values=FLAGS)
+_WAYS = flags.DEFINE_list("ways", list(WAYS), "Ways to try; the copies always are.", flag_values=FLAGS)
+_PIN = flags.DEFINE_bool("pin", False, "Give each worker its own core.", flag_values=FLAGS)
+_JSON = flags.DEFINE_string("json", None, "File to write the numbers to.", flag_values=FLAGS)
 _PEER = flags.DEFINE_string(
-    "peer", None, "internal: this is a process of plain Keras or of the strategy", flag_values=FLAGS
+    "peer", None, "Internal: this is a process of plain Keras or of the strategy.", flag_values=FLAGS
 )
 
 
@@ -68,7 +70,7 @@ _PEER = flags.DEFINE_string(
 
 
 def be_peer(task: Mapping[str, Any]) -> None:
-    """Trains by plain Keras or the strategy: see `tools.evaluation.peers`. Answers with the loss."""
+    """Trains with plain Keras or the strategy: see `tools.evaluation.peers`. Answers with the loss."""
     with contextlib.ExitStack() as stack:
         if task["mirrored"]:
             strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -94,7 +96,7 @@ def be_peer(task: Mapping[str, Any]) -> None:
 
 
 def peers(stack: contextlib.ExitStack, batch: int, *, count: int = 2, mirrored: bool = False) -> Peers:
-    """Processes of plain Keras or of the strategy."""
+    """Starts processes of plain Keras or of the strategy."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
     size = [_BLOCKS.value, _WIDTH.value, _SEQUENCE.value]
     task = json.dumps({"mirrored": mirrored, "batch": batch, "size": size, "jit_compile": _JIT.value})
@@ -111,7 +113,7 @@ def peers(stack: contextlib.ExitStack, batch: int, *, count: int = 2, mirrored: 
 
 
 def ways(cluster: dapple.Cluster, stack: contextlib.ExitStack) -> dict[str, tuple[int, Callable[[int], object]]]:
-    """Each way's samples per step, and what runs so many steps."""
+    """Returns each way's samples per step, and a function that runs a number of steps."""
     micro_batches, batch = _MICRO_BATCHES.value, _MICRO_BATCHES.value * _SAMPLES.value
     size = gpt_size(_BLOCKS.value, _WIDTH.value, _SEQUENCE.value)
     threads = stack.enter_context(concurrent.futures.ThreadPoolExecutor(2))
@@ -144,7 +146,7 @@ def ways(cluster: dapple.Cluster, stack: contextlib.ExitStack) -> dict[str, tupl
 
 
 def measure(cluster: dapple.Cluster) -> dict[str, list[float]]:
-    """Samples/s of each way in each round."""
+    """Returns the samples/s of each way in each round."""
     with contextlib.ExitStack() as stack:
         turns = ways(cluster, stack)
         for name, (_, run) in turns.items():
@@ -156,7 +158,7 @@ def measure(cluster: dapple.Cluster) -> dict[str, list[float]]:
 
 
 def records_of(rates: Mapping[str, list[float]]) -> list[dict[str, Any]]:
-    """A record for each way: its throughput, and that as a fraction of the copies' and of the strategy's."""
+    """Returns a record for each way: its throughput, and that as a fraction of the copies' and of the strategy's."""
     bases = {"of_copies": "copies", "of_mirrored": "mirrored"}
     settings = {
         "micro_batches": _MICRO_BATCHES.value,
@@ -177,7 +179,7 @@ def records_of(rates: Mapping[str, list[float]]) -> list[dict[str, Any]]:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Medians, and ratios to the copies and to the strategy, as Markdown."""
+    """Returns medians, and ratios to the copies and to the strategy, as Markdown."""
     rows: list[tuple[object, ...]] = [("way", "samples/s", "of the copies", "of mirrored")]
     for record in records:
         rate = f"{record['samples_per_s'].median:.1f}"

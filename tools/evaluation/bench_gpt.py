@@ -1,4 +1,4 @@
-"""What benchmarks train: a byte-level GPT, compiled, on random tokens."""
+"""The model of benchmarks: a byte-level GPT, compiled, on random tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEARNING_RATE = 1e-4
 
 
 def gpt_size(blocks: int, width: int, sequence: int) -> GptConfig:
-    """A GPT with heads of 64 or smaller.
+    """Returns a GPT with heads of 64 or smaller.
 
     Raises:
         ValueError: the width isn't a multiple of 4.
@@ -23,7 +23,7 @@ def gpt_size(blocks: int, width: int, sequence: int) -> GptConfig:
 
 
 def make_model(size: GptConfig, *, jit_compile: bool = False) -> keras.Model:
-    """The model, with the same weights each time."""
+    """Returns the model, with the same weights each time."""
     keras.utils.set_random_seed(1)
     model = build(size)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -32,7 +32,7 @@ def make_model(size: GptConfig, *, jit_compile: bool = False) -> keras.Model:
 
 
 def make_data(size: GptConfig, samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random tokens and labels, int32 [samples, sequence] each."""
+    """Returns random tokens and labels, int32 [samples, sequence] each."""
     draw = np.random.default_rng(0)
     tokens = draw.integers(0, size.vocabulary, (samples, size.sequence + 1)).astype("int32")
     return tokens[:, :-1], tokens[:, 1:]
@@ -42,7 +42,7 @@ class Trainer:
     """A pipelined model on workers.
 
     Attributes:
-        loss: of the last step.
+        loss: loss of the last step.
     """
 
     def __init__(
@@ -54,6 +54,6 @@ class Trainer:
         self.loss = 0.0
 
     def __call__(self, steps: int) -> None:
-        """Trains for so many steps."""
+        """Trains for ``steps`` steps."""
         for _ in range(steps):
             self.loss = float(self._pipelined.train_on_batch(*self._data))

@@ -4,10 +4,10 @@
     python -m tools.evaluation.bench_memory --devices=2 --micro_batches=2,8 --schedules=dapple_a  # and gpipe
 
 A GPT of eight blocks is trained by each schedule with micro-batches of a fixed size, so that M makes the batch larger.
-The measured peak of a device is that of the allocation records of a traced step, on top of what lies there between
-steps (variables, the optimizer's slots, gradient accumulators); the simulated one is what `dapple.simulate` expects of
-the same plan, from a profile made in the same run. Both are set beside GPipe's, of the same devices and M. Pipelines
-have a stage on each device; `modulo`, `interleaved` and `zb_v` have two. `+ boundary` recomputes.
+The measured peak of a device is that of the allocation records of a traced step, on top of what stays between
+steps (variables, the optimizer's slots, gradient accumulators); the simulated one is what `dapple.simulate` predicts
+for the same plan, from a profile made in the same run. Both are compared with GPipe's, for the same devices and M.
+Pipelines have a stage on each device; `modulo`, `interleaved` and `zb_v` have two. `+ boundary` recomputes.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ STRAIGHT = (
     GPIPE, "dapple_a", "dapple_b", "fast_forward", "fast_forward_a", "fast_forward_b", "zb_h1", "zb_h2", "zero_bubble",
 )  # fmt: skip
 TWO_STAGES = ("modulo", "interleaved", "zb_v", "v_half", "v_min", "dualpipe_v")
-"""Schedules that make sense only where a device has several stages."""
+"""Schedules that need several stages per device."""
 RECOMPUTING = ("gpipe + boundary", "dapple_a + boundary")
 SCHEDULES = (*STRAIGHT, *TWO_STAGES, *RECOMPUTING)
 
 _DEVICES = flags.DEFINE_list("devices", ["2", "4"], "Numbers of devices.", flag_values=FLAGS)
 _MICRO_BATCHES = flags.DEFINE_list("micro_batches", ["2", "4", "8", "16"], "Values of M.", flag_values=FLAGS)
-_SCHEDULES = flags.DEFINE_list("schedules", list(SCHEDULES), "Besides gpipe.", flag_values=FLAGS)
+_SCHEDULES = flags.DEFINE_list("schedules", list(SCHEDULES), "Schedules to measure besides gpipe.", flag_values=FLAGS)
 _SAMPLES = flags.DEFINE_integer("samples", 4, "Samples of a micro-batch.", 1, flag_values=FLAGS)
-_BLOCKS = flags.DEFINE_integer("blocks", 8, "Of the model; stages have equal numbers.", 1, flag_values=FLAGS)
-_WIDTH = flags.DEFINE_integer("width", 128, "Of the model, a multiple of 4.", 4, flag_values=FLAGS)
+_BLOCKS = flags.DEFINE_integer("blocks", 8, "Blocks of the model; stages have equal numbers.", 1, flag_values=FLAGS)
+_WIDTH = flags.DEFINE_integer("width", 128, "Width of the model, a multiple of 4.", 4, flag_values=FLAGS)
 _SEQUENCE = flags.DEFINE_integer("sequence", 64, "Tokens per sample.", 1, flag_values=FLAGS)
 _STEPS = flags.DEFINE_integer("steps", 3, "Traced steps of each plan.", 1, flag_values=FLAGS)
-_JSON = flags.DEFINE_string("json", None, "Write the numbers to this JSON file, too.", flag_values=FLAGS)
+_JSON = flags.DEFINE_string("json", None, "JSON file to write the numbers to.", flag_values=FLAGS)
 
 _MB = 1e6
 
 
 def plan_of(name: str, devices: int, micro_batches: int, blocks: int, samples: int) -> dapple.Plan:
-    """Even stages of a GPT under a schedule, with micro-batches of ``samples``.
+    """Returns a plan with even stages of a GPT under a schedule, with micro-batches of ``samples``.
 
     Raises:
-        PlanError: the blocks don't make equal stages, or the schedule doesn't take so many micro-batches.
+        PlanError: the blocks don't make equal stages, or the schedule doesn't take this number of micro-batches.
     """
     schedule, _, recompute = name.partition(" + ")
     order = list(range(devices))
@@ -82,7 +82,7 @@ def plan_of(name: str, devices: int, micro_batches: int, blocks: int, samples: i
 
 
 def measure(plan: dapple.Plan, cluster: dapple.Cluster, size: GptConfig, steps: int) -> list[list[float]]:
-    """The peaks of the plan's devices in each of ``steps`` steps, in bytes."""
+    """Returns the peaks of the plan's devices in each of ``steps`` steps, in bytes."""
     x, y = make_data(size, plan.global_batch_size)
     found = check_memory.measure(make_model(size), x, y, plan, cluster, steps)
     keras.backend.clear_session(free_memory=True)
@@ -99,7 +99,7 @@ def rows(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Measures and simulates each plan; yields a measured and a simulated record of it, gpipe's first.
 
-    Schedules that don't take some M are left out there.
+    Skips schedules that don't take an M.
     """
     largest = dapple.Cluster.local(max(devices), kind="cpu")
     profile = dapple.profile(make_model(size), samples, cluster=largest, cache=False, repeats=2)
@@ -141,14 +141,14 @@ def _simulated(plan: dapple.Plan, profile: Profile, cluster: dapple.Cluster) -> 
 
 
 def table(measured: Sequence[Mapping[str, Any]], simulated: Sequence[Mapping[str, Any]], devices: int) -> str:
-    """For each schedule and M the measured peak of the fullest device, in MB, and what part that is of GPipe's.
+    """Returns the measured peak of the fullest device for each schedule and M, in MB, and relative to GPipe's.
 
     Simulated numbers are in parentheses.
 
     Args:
         measured: records, as in JSON.
-        simulated: the same of the simulator.
-        devices: of these only those of so many devices are shown.
+        simulated: records of the simulator.
+        devices: number of devices, whose records are shown.
     """
     pairs: dict[tuple[str, int], tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         (one["schedule"], one["micro_batches"]): (one, other)
@@ -166,12 +166,12 @@ def table(measured: Sequence[Mapping[str, Any]], simulated: Sequence[Mapping[str
 
 
 def _median(value: Any) -> float:
-    """Of quartiles as they are, or as JSON has them."""
+    """Returns the median of quartiles, as an object or as JSON data."""
     return float(value["median"] if isinstance(value, Mapping) else value.median)
 
 
 def main() -> None:
-    """Measures what the flags say, and prints tables."""
+    """Runs the measurements of the flags, and prints tables."""
     devices, counts = numbers("devices", _DEVICES.value), numbers("micro_batches", _MICRO_BATCHES.value)
     wrong = [count for count in devices if _BLOCKS.value % count]
     command.check(not wrong, f"--blocks={_BLOCKS.value} don't make equal stages on {wrong} devices; use a multiple")
@@ -187,7 +187,7 @@ def main() -> None:
         simulated.append(other)
         where = f"{one['schedule']}, M = {one['micro_batches']}, {one['devices']} devices"
         command.say(f"{where}: {one['peak_of_gpipe']:.2f} of GPipe's peak", began)
-        if _JSON.value:  # What has been measured is kept, whatever comes.
+        if _JSON.value:  # Measurements are kept even after an error.
             write_results(_JSON.value, "peak_memory", measured)
             write_results(_JSON.value, "peak_memory_simulated", simulated, kind="simulated")
     for count in devices:

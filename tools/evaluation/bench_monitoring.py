@@ -41,7 +41,7 @@ _JSON = flags.DEFINE_string("json", None, "Where to write the numbers, too.", fl
 
 _BATCH = 32
 _BUDGET = 0.01
-"""The monitor's own."""
+"""Default budget of the monitor."""
 
 
 class _Times(keras.callbacks.Callback):
@@ -67,7 +67,7 @@ class _Times(keras.callbacks.Callback):
 
 
 def measure() -> dict[str, Any]:
-    """The numbers."""
+    """Returns the numbers."""
     size = gpt_size(_DEPTH.value, _WIDTH.value, _SEQUENCE.value)
     middle = f"block_{_DEPTH.value // 2 - 1}"
     plan = dapple.Plan.manual([middle], [[0], [1]], _MICRO_BATCHES.value, _BATCH)
@@ -114,7 +114,7 @@ def measure() -> dict[str, Any]:
 
 
 def _bookkeeping(monitor: dapple.PipelineMonitor, count: int = 2000) -> float:
-    """Microseconds of what the monitor does in a step that isn't traced."""
+    """Returns the microseconds that the monitor takes in an untraced step."""
     started = time.perf_counter()
     for _ in range(count):  # as `PipelinedModel` does after each step
         monitor.stepped(_BATCH, 0.1, 1e-3)

@@ -1,14 +1,14 @@
-"""What the framework itself costs: one stage on one device, one micro-batch, beside plain Keras.
+"""Overhead of the framework: one stage on one device, one micro-batch, compared with plain Keras.
 
     python -m tools.evaluation.bench_overhead --rounds=30 --json=speed.json
 
-The same model trains on the same batches by plain Keras and pipelined with nothing to pipeline, by ``train_on_batch``
+The same model trains on the same batches with plain Keras and pipelined with nothing to pipeline, by ``train_on_batch``
 and by ``fit``, without XLA and with it (``jit_compile`` of both). Both take turns; ratios are medians over rounds, with
-quartiles, of the pipelined steps' time to plain Keras' in the same round. All that a pipelined step does beyond the
-model's own work shows: checking and feeding batches, running the session, metrics and, by ``fit``, callbacks and
+quartiles, of the pipelined steps' time to plain Keras' in the same round. They include everything in a pipelined step
+beyond the model's own work: checking and feeding batches, running the session, metrics and, by ``fit``, callbacks and
 copying the values back at the end of the epoch, which is shared out among its steps.
 
-Beside that stands the ratio of the processor time of all threads, which others on the machine disturb less.
+The table also has the ratio of the processor time of all threads, which other programs disturb less.
 
 Models: ``small`` (dense layers), ``middle`` (a GPT of 4 blocks) and ``large`` (a GPT of 8 blocks), whose steps take
 some 5, 50 and 500 ms on two cores.
@@ -35,18 +35,20 @@ from dapple_tf.tools.evaluation.bench_report import check_output, markdown, writ
 from dapple_tf.tools.evaluation.ratios import Quartiles, quartiles, ratios, take_turns
 
 FLAGS = flags.FlagValues()
-_MODELS = flags.DEFINE_list("models", ["small", "middle", "large"], "which to train", flag_values=FLAGS)
-_METHODS = flags.DEFINE_list("methods", ["train_on_batch", "fit"], "how", flag_values=FLAGS)
-_JIT = flags.DEFINE_list("jit_compile", ["false", "true"], "without XLA, with it", flag_values=FLAGS)
-_ROUNDS = flags.DEFINE_integer("rounds", 30, "in which each has its turn", lower_bound=2, flag_values=FLAGS)
-_TURN = flags.DEFINE_float("turn_ms", 400.0, "a turn of train_on_batch takes about this", flag_values=FLAGS)
-_EPOCH = flags.DEFINE_integer(
-    "epoch_steps", 30, "of an epoch, which is a turn of `fit`", lower_bound=1, flag_values=FLAGS
+_MODELS = flags.DEFINE_list("models", ["small", "middle", "large"], "Models to train.", flag_values=FLAGS)
+_METHODS = flags.DEFINE_list("methods", ["train_on_batch", "fit"], "Methods of training.", flag_values=FLAGS)
+_JIT = flags.DEFINE_list(
+    "jit_compile", ["false", "true"], "Values of jit_compile: false without XLA, true with it.", flag_values=FLAGS
 )
-_JSON = flags.DEFINE_string("json", None, "write the numbers to this file, too", flag_values=FLAGS)
+_ROUNDS = flags.DEFINE_integer("rounds", 30, "Rounds, with a turn of each.", lower_bound=2, flag_values=FLAGS)
+_TURN = flags.DEFINE_float("turn_ms", 400.0, "Approximate milliseconds of a turn of train_on_batch.", flag_values=FLAGS)
+_EPOCH = flags.DEFINE_integer(
+    "epoch_steps", 30, "Steps of an epoch, which is a turn of `fit`.", lower_bound=1, flag_values=FLAGS
+)
+_JSON = flags.DEFINE_string("json", None, "JSON file to write the numbers to.", flag_values=FLAGS)
 
 BOUND = 1.03
-"""A step may take so many times as long as plain Keras'."""
+"""Maximum ratio of a step's time to plain Keras'."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +56,9 @@ class Task:
     """A model to train.
 
     Attributes:
-        make: makes it, not compiled.
+        make: function that returns the model, not compiled.
         batch: samples of a step.
-        step_ms: about what a step takes on two cores.
+        step_ms: approximate time of a step on two cores.
     """
 
     make: Callable[[], keras.Model]
@@ -65,7 +67,7 @@ class Task:
 
 
 def dense() -> keras.Model:
-    """Dense layers: float32 [batch, 256] -> logits [batch, 10]."""
+    """Returns dense layers: float32 [batch, 256] -> logits [batch, 10]."""
     hidden = [keras.layers.Dense(512, activation="relu", name=f"hidden_{i}") for i in range(4)]
     return keras.Sequential([keras.Input((256,)), *hidden, keras.layers.Dense(10, name="logits")])
 
@@ -76,11 +78,11 @@ TASKS = {
     "large": Task(functools.partial(gpt, sequence=64, depth=8, width=256, heads=4), 16, 500),
     "tiny": Task(functools.partial(gpt, sequence=8, depth=1, width=16, heads=2), 4, 5),
 }
-"""Of which "tiny" is for trying this program out."""
+"""Models by name; "tiny" is for trying this program out."""
 
 
 def compiled(task: Task, *, jit_compile: bool) -> keras.Model:
-    """The model with fresh, seeded weights."""
+    """Returns the model with fresh, seeded weights."""
     keras.utils.set_random_seed(1)
     model = task.make()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -89,7 +91,7 @@ def compiled(task: Task, *, jit_compile: bool) -> keras.Model:
 
 
 def data(model: keras.Model, samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random inputs and labels of a model that classifies."""
+    """Returns random inputs and labels for a classifier."""
     draw = np.random.default_rng(0)
     shape = (samples, *model.input_shape[1:])
     labels = draw.integers(0, model.output_shape[-1], (samples, *model.output_shape[1:-1])).astype("int32")
@@ -99,7 +101,7 @@ def data(model: keras.Model, samples: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def turn(trained: Any, method: str, batch: int, steps: int) -> Callable[[], object]:
-    """What trains a model, or a pipelined one, for so many steps."""
+    """Returns a function that trains a model, plain or pipelined, for ``steps`` steps."""
     x, y = data(getattr(trained, "model", trained), batch * steps)
     if method == "fit":
         return lambda: trained.fit(x, y, batch_size=batch, epochs=1, shuffle=False, verbose=0)
@@ -115,7 +117,7 @@ def turn(trained: Any, method: str, batch: int, steps: int) -> Callable[[], obje
 def measure(
     name: str, method: str, *, jit_compile: bool, rounds: int, turn_ms: float, epoch_steps: int
 ) -> dict[str, Any]:
-    """A record: plain Keras' time of a step, ours, and their ratio."""
+    """Returns a record: plain Keras' time of a step, ours, and their ratio."""
     task = TASKS[name]
     steps = epoch_steps if method == "fit" else max(2, round(turn_ms / task.step_ms))
     plain = compiled(task, jit_compile=jit_compile)
@@ -124,7 +126,7 @@ def measure(
     try:
         ways = {"keras": turn(plain, method, task.batch, steps), "ours": turn(pipelined, method, task.batch, steps)}
         for run in (*ways.values(), *ways.values()):
-            run()  # The first one makes the graphs, and the second is the first without.
+            run()  # The first run makes the graphs, and the second is the first without that.
         cores: dict[str, list[float]] = {way: [] for way in ways}
 
         def counted(way: str) -> None:
@@ -154,7 +156,7 @@ def measure(
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """The records as Markdown."""
+    """Returns the records as Markdown."""
     rows: list[tuple[object, ...]] = [
         ("model", "by", "XLA", "plain Keras (ms)", "ours (ms)", f"ratio (<= {BOUND})", "of processor time")
     ]

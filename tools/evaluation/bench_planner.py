@@ -1,11 +1,11 @@
-"""Time of the planner against layers and devices.
+"""Time of the planner by number of layers and devices.
 
     python -m tools.evaluation.bench_planner --json=planner.json
     python -m tools.evaluation.bench_planner --layers=12,48 --devices=2,16 --repeats=1
 
 Plans BERTs of 12 to 200 layers, from the profile of BERT-48 that DAPPLE's authors published, for 2 to 64 V100s (up to
-eight to a server). Nothing is measured but the planner: seconds are those of one core, the least of several repeats
-that take turns. Where nothing fits the devices' memory, the time is that of finding this out.
+eight to a server). Only the planner is measured: seconds are those of one core, the least of several repeats
+that take turns. If nothing fits the devices' memory, the time is that of finding this out.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ FLAGS = flags.FlagValues()
 _LAYERS = flags.DEFINE_list("layers", ["12", "24", "48", "100", "200"], "Encoder layers.", flag_values=FLAGS)
 _DEVICES = flags.DEFINE_list("devices", ["2", "4", "8", "16", "32", "64"], "Numbers of devices.", flag_values=FLAGS)
 _BATCH = flags.DEFINE_integer("global_batch_size", 64, "Samples of a step.", 1, flag_values=FLAGS)
-_REPEATS = flags.DEFINE_integer("repeats", 3, "How often each is planned.", 1, flag_values=FLAGS)
-_JSON = flags.DEFINE_string("json", None, "Write the numbers to this JSON file, too.", flag_values=FLAGS)
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Number of times that each is planned.", 1, flag_values=FLAGS)
+_JSON = flags.DEFINE_string("json", None, "JSON file to write the numbers to.", flag_values=FLAGS)
 
 _SERVER = 8
 """Devices of a server."""
 _GIGABITS = 25
-"""Of the Ethernet between servers, in Gbit/s."""
+"""Ethernet between servers, in Gbit/s."""
 
 
 def cluster_of(devices: int) -> dapple.Cluster:
-    """So many V100s; of more than eight, a multiple of eight.
+    """Returns ``devices`` V100s; more than eight must be a multiple of eight.
 
     Raises:
         PlanError: it isn't one.
@@ -50,7 +50,7 @@ def cluster_of(devices: int) -> dapple.Cluster:
 
 
 def planned(layers: int, devices: int, global_batch_size: int) -> tuple[float, dapple.Plan | None]:
-    """Seconds of one core that planning takes, and the plan; None where nothing fits."""
+    """Returns the planner's seconds of one core, and the plan; None if nothing fits."""
     profile, cluster = deep_bert(layers), cluster_of(devices)
     start = time.process_time()
     try:
@@ -63,7 +63,7 @@ def planned(layers: int, devices: int, global_batch_size: int) -> tuple[float, d
 def records(
     layers: Sequence[int], devices: Sequence[int], repeats: int, global_batch_size: int
 ) -> Iterator[dict[str, Any]]:
-    """A record of each number of layers and devices, in ascending order, with its ratio to the first one."""
+    """Yields a record of each number of layers and devices, in ascending order, with its ratio to the first one."""
     pairs = [(depth, count) for depth in sorted(layers) for count in sorted(devices)]
     turns: dict[tuple[int, int], list[float]] = {pair: [] for pair in pairs}
     plans: dict[tuple[int, int], dapple.Plan | None] = {}
@@ -89,7 +89,7 @@ def records(
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Seconds by layers and devices, with ratios to the first of all; a star where nothing fits."""
+    """Returns seconds by layers and devices, with ratios to the first of all; a star where nothing fits."""
     found = {(row["layers"], row["devices"]): row for row in rows}
     depths, counts = (list(dict.fromkeys(pair[axis] for pair in found)) for axis in (0, 1))
     cells: list[tuple[object, ...]] = [("layers", *(f"{count} devices" for count in counts))]

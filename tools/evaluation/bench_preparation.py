@@ -1,13 +1,13 @@
-"""How long a step takes to prepare, against devices and micro-batches: a BERT in even stages.
+"""Time to prepare a step by number of devices and micro-batches: a BERT in even stages.
 
     python -m tools.evaluation.bench_preparation --json=preparation.json                      # a quarter of an hour
     python -m tools.evaluation.bench_preparation --devices=2,8 --micro_batches=8 --layers=12
     python -m tools.evaluation.bench_preparation --devices=32 --fixed_micro_batches=32 --micro_batches=32 --hidden=1024
 
 Devices are varied first, with M = --fixed_micro_batches, then micro-batches on the most devices. Each configuration has
-a process of its own, one at a time, unless there is one only: then its parts are told, too. Preparation counts from
-`transform` to the end of the first step, less what a later step takes, which is computation. Seconds of one core are
-compared, since other programs' use of the machine changes these least; those on the clock are in the JSON file as well.
+its own process, one at a time; a single configuration also gets a table of its parts. Preparation counts from
+`transform` to the end of the first step, less the time of a later step, which is computation. Seconds of one core are
+compared, since other programs disturb these least; wall-clock seconds are in the JSON file, too.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _HEADS = flags.DEFINE_integer("heads", 4, "Attention heads.", 1, flag_values=FLA
 _VOCABULARY = flags.DEFINE_integer("vocabulary", 1024, "Tokens in the vocabulary.", 1, flag_values=FLAGS)
 _SEQUENCE = flags.DEFINE_integer("sequence", 16, "Tokens per sample.", 1, flag_values=FLAGS)
 _SCHEDULE = flags.DEFINE_string("schedule", "dapple_a", "Name of the schedule.", flag_values=FLAGS)
-_OPTIMIZER = flags.DEFINE_string("optimizer", "sgd", "The optimizer.", flag_values=FLAGS)
-_JSON = flags.DEFINE_string("json", None, "Write the numbers to this JSON file, too.", flag_values=FLAGS)
+_OPTIMIZER = flags.DEFINE_string("optimizer", "sgd", "Name of the optimizer.", flag_values=FLAGS)
+_JSON = flags.DEFINE_string("json", None, "JSON file to write the numbers to.", flag_values=FLAGS)
 
 PARTS = {
     "capture": ("transform: checks of model and cuts", "build losses and metrics", "capture", "capture optimizer"),
@@ -58,23 +58,23 @@ PARTS = {
     "variables": ("load variables",),
     "first run": ("first run in TensorFlow",),
 }  # fmt: skip
-"""What the table shows as one -> parts of the preparation."""
+"""Row of the table -> the parts of the preparation that it joins."""
 
 
 def configurations(devices: Sequence[int], micro_batches: Sequence[int], fixed: int) -> list[tuple[int, int]]:
-    """(Devices, M) of each process, without repeats."""
+    """Returns (devices, M) of each process, without repeats."""
     varied = [(count, fixed) for count in devices]
     return list(dict.fromkeys([*varied, *((max(devices), m) for m in micro_batches)]))
 
 
 def even_cuts(layers: int, stages: int) -> list[str]:
-    """Encoder layers after which to cut, so that stages have as many as possible alike."""
+    """Returns encoder layers to cut after, so that as many stages as possible are alike."""
     ends = [round(layers * (stage + 1) / stages) for stage in range(stages - 1)]
     return [f"layer_{max(0, end - 1)}" for end in ends]
 
 
 def measured(devices: int, micro_batches: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds a model, prepares a step and runs it: the record of that, without its ratio."""
+    """Builds a model, prepares a step and runs it; returns the record without its ratio."""
     layers, hidden, heads, replicas = (options[name] for name in ("layers", "hidden", "heads", "replicas"))
     vocabulary, sequence = options["vocabulary"], options["sequence"]
     stages = devices // replicas
@@ -120,10 +120,10 @@ def measured(devices: int, micro_batches: int, options: Mapping[str, Any]) -> di
 
 
 def apart(devices: int, micro_batches: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same in a process of its own.
+    """Returns the record of `measured` in a separate process.
 
     Raises:
-        RuntimeError: it failed; what it wrote has gone to standard error.
+        RuntimeError: the process failed; its output has gone to standard error.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "numbers.json"
@@ -142,7 +142,7 @@ def apart(devices: int, micro_batches: int, options: Mapping[str, Any]) -> dict[
 
 
 def records(pairs: Sequence[tuple[int, int]], options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A record of each configuration, with its ratio to the first one."""
+    """Yields a record of each configuration, with its ratio to the first one."""
     first: dict[str, Any] | None = None
     for devices, micro_batches in pairs:
         record = (measured if len(pairs) == 1 else apart)(devices, micro_batches, options)
@@ -152,7 +152,7 @@ def records(pairs: Sequence[tuple[int, int]], options: Mapping[str, Any]) -> Ite
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The records for people."""
+    """Returns the records for people."""
     head = ("devices", "M", *(f"{name} (s)" for name in PARTS), "preparation (s)", "of one core (s)", "of the first")
     cells: list[tuple[object, ...]] = [(*head, "peak memory (MiB)")]
     for row in rows:
@@ -174,7 +174,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def parts_table(record: Mapping[str, Any]) -> str:
-    """The parts of one preparation, in the order of time, and what isn't part of it."""
+    """Returns the parts of one preparation, in the order of time, and what isn't part of it."""
     seconds = {
         **record["parts_s"],
         "preparation": record["preparation_s"],
@@ -203,7 +203,7 @@ def main() -> None:
         rows.append(row)
         taken = row["preparation_processor_s"]
         command.say(f"{row['devices']} devices, M = {row['micro_batches']}: {taken:.1f} s of one core", began)
-        if _JSON.value:  # What has been measured is kept, whatever comes.
+        if _JSON.value:  # Measurements are kept even after an error.
             write_results(_JSON.value, "preparation", rows)
     if len(rows) == 1:
         sys.stdout.write(parts_table(rows[0]) + "\n\n")

@@ -1,4 +1,4 @@
-"""What benchmarks leave behind: a JSON file of numbers with the machine's facts, and tables in Markdown.
+"""Results of benchmarks: a JSON file of numbers with the machine's facts, and tables in Markdown.
 
 One file holds the newest results of several benchmarks, each under its own name::
 
@@ -11,11 +11,11 @@ One file holds the newest results of several benchmarks, each under its own name
      }
     }
 
-A record is a mapping of plain values: what was varied, and what was found. Names of numbers end with their unit
+A record is a mapping of plain values: the varied settings and the results. Names of numbers end with their unit
 (``_ms``, ``_s``, ``_mib``, ``_per_s``) unless they are counts or ratios. A number over several rounds is a
-`ratios.Quartiles`, in JSON a mapping as above. ``kind`` tells what the numbers are: "measured" on that machine,
-"simulated", or "predicted" (computed without running anything). A program that writes one has the flag ``--json``,
-which `check_output` checks before anything is measured.
+`ratios.Quartiles`, in JSON a mapping as above. ``kind`` says what the numbers are: "measured" on that machine,
+"simulated", or "predicted" (computed without running anything). A program that writes such a file has the flag
+``--json``, which `check_output` checks before anything is measured.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def write_results(
     """Writes a benchmark's results in place of its earlier ones; those of other benchmarks in the file stay.
 
     Args:
-        path: the JSON file; made if it isn't there.
-        name: of the benchmark.
+        path: the JSON file; created if it is missing.
+        name: name of the benchmark.
         records: see the module.
-        kind: one of `KINDS`, of all these records.
-        versions: of packages that ran in another interpreter; see `machine_facts`.
+        kind: one of `KINDS`, for all these records.
+        versions: versions of packages that ran in another interpreter; see `machine_facts`.
 
     Raises:
-        ValueError: the kind is unknown, or the file has something else in it.
+        ValueError: the kind is unknown, or the file has other contents.
         OSError: the file can't be written.
     """
     if kind not in KINDS:
@@ -72,10 +72,10 @@ def write_results(
 
 
 def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Benchmark -> what `write_results` has written of it.
+    """Returns benchmark -> its results as written by `write_results`.
 
     Raises:
-        ValueError: the file isn't of that form.
+        ValueError: the file has another form.
         OSError: it can't be read.
     """
     try:
@@ -90,10 +90,10 @@ def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_output(path: str | None) -> None:
-    """Refuses a file for results before anything is measured, rather than after.
+    """Checks a file for results before anything is measured.
 
     Raises:
-        app.UsageError: its folder isn't there, or it holds something else.
+        app.UsageError: its folder doesn't exist, or the file has other contents.
     """
     if path is None:
         return
@@ -107,10 +107,10 @@ def check_output(path: str | None) -> None:
 
 
 def numbers(flag: str, values: Sequence[str]) -> list[int]:
-    """A flag's whole numbers of at least 1.
+    """Returns a flag's whole numbers of at least 1.
 
     Raises:
-        app.UsageError: there are none, or others; it names the flag.
+        app.UsageError: there are none, or others; the text names the flag.
     """
     wrong = [value for value in values if not (value.isascii() and value.isdigit() and int(value))]
     command.check(
@@ -121,9 +121,9 @@ def numbers(flag: str, values: Sequence[str]) -> list[int]:
 
 
 def own_command() -> str:
-    """The command by which this process was started, as one would type it: ``python -m tools.x --flag=1``.
+    """Returns the command that started this process, as one would type it: ``python -m tools.x --flag=1``.
 
-    Files are named without their folders.
+    File names have no folders.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = f"python -m {spec.name}" if spec is not None else f"python {pathlib.Path(sys.argv[0]).name}"
@@ -137,10 +137,10 @@ def own_command() -> str:
 
 
 def rows_apart(module: str, *options: str) -> Iterator[dict[str, Any]]:
-    """The rows that a program prints as lines of JSON, in a process of its own, which gives its memory back.
+    """Yields rows that a program prints as lines of JSON, in a separate process, whose memory is freed afterwards.
 
     Raises:
-        RuntimeError: it failed; what it wrote has gone to standard error.
+        RuntimeError: the process failed; its output has gone to standard error.
     """
     line = [sys.executable, "-m", module, *options]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
@@ -151,12 +151,12 @@ def rows_apart(module: str, *options: str) -> Iterator[dict[str, Any]]:
 
 
 def cells(rows: Iterable[Record], columns: Mapping[str, str]) -> list[list[str]]:
-    """A table of records: a header, and each record in the formats of the columns, such as ``{step_ms:.2f}``."""
+    """Returns a table of records: a header, and records in the columns' formats, such as ``{step_ms:.2f}``."""
     return [list(columns), *([form.format_map(row) for form in columns.values()] for row in rows)]
 
 
 def markdown(rows: Sequence[Sequence[object]]) -> str:
-    """A table in Markdown; the first row is the header.
+    """Returns a table in Markdown; the first row is the header.
 
     >>> print(markdown([("way", "ratio"), ("keras", Quartiles(0.9, 1.0, 1.1))]))
     | way | ratio |

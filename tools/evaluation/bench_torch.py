@@ -9,10 +9,9 @@
 * ours_<schedule>: the same two stages on two workers of one device each; dapple_a is 1F1B.
 * ours_<schedule>_xla: with ``jit_compile``.
 
-The processes of a stage are kept to one core, the same for all ways, so that each has one thread. The ways take turns;
-ratios are medians over rounds, with quartiles, of the throughput to PyTorch's in the same round. Before that all of
-them make the same three steps from equal weights, whose losses are compared: they must train alike for times to mean
-something.
+The processes of a stage are pinned to one core, the same for all ways, so that each has one thread. The ways take
+turns; ratios are medians over rounds, with quartiles, of the throughput to PyTorch's in the same round. Before that all
+make the same three steps from equal weights, whose losses are compared: times mean something only if all train alike.
 """
 
 from __future__ import annotations
@@ -43,27 +42,27 @@ from dapple_tf.tools.evaluation.ratios import quartiles, ratios, take_turns
 from dapple_tf.tools.hosts import LocalWorkers, free_ports
 
 FLAGS = flags.FlagValues()
-_PYTHON = flags.DEFINE_string("torch_python", sys.executable, "interpreter that has PyTorch", flag_values=FLAGS)
-_ROUNDS = flags.DEFINE_integer("rounds", 12, "in which each way has its turn", lower_bound=2, flag_values=FLAGS)
-_STEPS = flags.DEFINE_integer("steps", 1, "of a turn", lower_bound=1, flag_values=FLAGS)
-_MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 16, "of a step", lower_bound=2, flag_values=FLAGS)
-_SAMPLES = flags.DEFINE_integer("samples", 8, "of a micro-batch", lower_bound=1, flag_values=FLAGS)
-_BLOCKS = flags.DEFINE_integer("blocks", 8, "of the model", lower_bound=2, flag_values=FLAGS)
-_WIDTH = flags.DEFINE_integer("width", 256, "of the model; a multiple of 4", lower_bound=4, flag_values=FLAGS)
-_SEQUENCE = flags.DEFINE_integer("sequence", 64, "tokens of a sample", lower_bound=1, flag_values=FLAGS)
-_SCHEDULES = flags.DEFINE_list("schedules", ["dapple_a"], "of our pipelines", flag_values=FLAGS)
-_XLA = flags.DEFINE_bool("xla", True, "try our pipelines with XLA, too", flag_values=FLAGS)
-_JSON = flags.DEFINE_string("json", None, "write the numbers to this file, too", flag_values=FLAGS)
+_PYTHON = flags.DEFINE_string("torch_python", sys.executable, "Interpreter with PyTorch.", flag_values=FLAGS)
+_ROUNDS = flags.DEFINE_integer("rounds", 12, "Rounds, with a turn of each way.", lower_bound=2, flag_values=FLAGS)
+_STEPS = flags.DEFINE_integer("steps", 1, "Steps of a turn.", lower_bound=1, flag_values=FLAGS)
+_MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 16, "Micro-batches of a step.", lower_bound=2, flag_values=FLAGS)
+_SAMPLES = flags.DEFINE_integer("samples", 8, "Samples of a micro-batch.", lower_bound=1, flag_values=FLAGS)
+_BLOCKS = flags.DEFINE_integer("blocks", 8, "Blocks of the model.", lower_bound=2, flag_values=FLAGS)
+_WIDTH = flags.DEFINE_integer("width", 256, "Width of the model; a multiple of 4.", lower_bound=4, flag_values=FLAGS)
+_SEQUENCE = flags.DEFINE_integer("sequence", 64, "Tokens of a sample.", lower_bound=1, flag_values=FLAGS)
+_SCHEDULES = flags.DEFINE_list("schedules", ["dapple_a"], "Schedules of our pipelines.", flag_values=FLAGS)
+_XLA = flags.DEFINE_bool("xla", True, "Also run our pipelines with XLA.", flag_values=FLAGS)
+_JSON = flags.DEFINE_string("json", None, "JSON file to write the numbers to.", flag_values=FLAGS)
 
 TOLERANCE = 2e-3
-"""Of losses, relative: both round differently, and their Adams have epsilon in different places."""
+"""Relative tolerance of losses: both round differently, and their Adams have epsilon in different places."""
 
 
 def check_torch(python: str) -> None:
-    """Refuses an interpreter without PyTorch.
+    """Checks that an interpreter has PyTorch.
 
     Raises:
-        app.UsageError: PyTorch can't be imported, or the interpreter isn't there.
+        app.UsageError: PyTorch can't be imported, or the interpreter doesn't exist.
     """
     try:
         found = subprocess.run([python, "-c", "import torch.distributed.pipelining"], capture_output=True, text=True)
@@ -78,7 +77,7 @@ def check_torch(python: str) -> None:
 
 
 def torch_pipeline(stack: contextlib.ExitStack, size: GptConfig, micro_batches: int, batch: int) -> Peers:
-    """PyTorch's two processes, each of which has said what it has."""
+    """Starts PyTorch's two processes, each of which has reported its versions."""
     x, y = make_data(size, batch)
     folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
     arrays: dict[str, Any] = {"x": x, "y": y}
@@ -98,7 +97,7 @@ def torch_pipeline(stack: contextlib.ExitStack, size: GptConfig, micro_batches: 
 
 
 def measure() -> tuple[list[dict[str, Any]], str]:
-    """The records, and PyTorch's version.
+    """Returns the records, and PyTorch's version.
 
     Raises:
         PeersError: PyTorch's processes ended, or don't train alike.
@@ -147,7 +146,7 @@ def measure() -> tuple[list[dict[str, Any]], str]:
 
 
 def compare(torch: Peers, ours: dict[str, Trainer]) -> dict[str, list[float]]:
-    """The losses of the first three steps of each; they are warm then.
+    """Returns the losses of the first three steps of each, which warm them up.
 
     Raises:
         PeersError: they don't agree.
@@ -167,7 +166,7 @@ def compare(torch: Peers, ours: dict[str, Trainer]) -> dict[str, list[float]]:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """The records as Markdown."""
+    """Returns the records as Markdown."""
     rows: list[tuple[object, ...]] = [("way", "samples/s", "of PyTorch's", "loss of step 3")]
     for record in records:
         rate = f"{record['samples_per_s'].median:.1f}"

@@ -2,8 +2,8 @@
 
     sudo .venv/bin/python -m tools.evaluation.check_faults --shapes=straight --faults=20 --json=faults.json
 
-Workers run on hosts of their own (network namespaces, `tools.hosts`); the client, which trains, in the first one. For
-each shape of plan it trains twice, at first undisturbed; then workers are killed, stopped (SIGSTOP) or cut off the
+Workers run on separate hosts (network namespaces, `tools.hosts`); the training client runs in the first one. Each
+shape of plan is trained twice, first undisturbed; then workers are killed, stopped (SIGSTOP) or cut off the
 network at random moments, and given back once the client has noticed. It prints a table of how long each took and
 whether all variables and metrics are the same, bit by bit, and ends with code 1 if not, or if a process is left.
 """
@@ -35,40 +35,40 @@ from dapple_tf.tools.hosts import Hosts, HostsError, unavailable
 FLAGS = flags.FlagValues()
 
 _SHAPES = flags.DEFINE_list(
-    "shapes", ["data_parallel", "straight", "2:1", "1:2", "chunks", "zb_h1"], "plans to try", flag_values=FLAGS
+    "shapes", ["data_parallel", "straight", "2:1", "1:2", "chunks", "zb_h1"], "Plans to try.", flag_values=FLAGS
 )
-_FAULTS = flags.DEFINE_integer("faults", 20, "faults in each training run", lower_bound=1, flag_values=FLAGS)
+_FAULTS = flags.DEFINE_integer("faults", 20, "Faults in each training run.", lower_bound=1, flag_values=FLAGS)
 _CHECKPOINTS = flags.DEFINE_bool(
-    "checkpoints", False, "go on from checkpoints, every 7 steps, not from synced values", flag_values=FLAGS
+    "checkpoints", False, "Resume from checkpoints, every 7 steps, not from synced values.", flag_values=FLAGS
 )
-_SEED = flags.DEFINE_integer("seed", 0, "of the random moments", flag_values=FLAGS)
-_JSON = flags.DEFINE_string("json", None, "write the rows to this JSON file, too", flag_values=FLAGS)
-_INSIDE = flags.DEFINE_string("inside", None, "internal: this is the client; what it is to do", flag_values=FLAGS)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the random moments.", flag_values=FLAGS)
+_JSON = flags.DEFINE_string("json", None, "JSON file to write the rows to.", flag_values=FLAGS)
+_INSIDE = flags.DEFINE_string("inside", None, "Internal: this is the client, and its task.", flag_values=FLAGS)
 
 _HOSTS = 3
 _NOTICE_SECONDS = 10.0
-"""A worker that is silent for as long is lost."""
+"""Seconds of silence after which a worker is lost."""
 _BATCH = 48
 _BATCHES = 24
 _EPOCHS = 5
 _STEP_SECONDS = 0.1
-"""About what a step takes, or some: faults are to hit all parts of it, and what lies between steps."""
+"""Approximate seconds of one or a few steps: faults should hit all parts of a step, and the time between steps."""
 _EVENT_SECONDS = 300.0
-"""At least so often the client has something to tell."""
+"""Maximum seconds between two reports of the client."""
 
 
 class Row(NamedTuple):
     """One fault, times in seconds.
 
     Attributes:
-        shape: the plan.
-        kind: what was done.
-        host: to whose worker.
-        step: the last step that was finished before.
-        noticed: from the fault until the client knew.
-        back: from then until all workers were there again.
-        replayed: steps that were trained on again.
-        recovered: from the fault being noticed until training went on where it was.
+        shape: name of the plan.
+        kind: kind of the fault.
+        host: host of the worker.
+        step: last step that was finished before.
+        noticed: time from the fault until the client noticed.
+        back: time from then until all workers were back.
+        replayed: number of steps that were repeated.
+        recovered: time from noticing the fault until training was back where it was.
     """
 
     shape: str
@@ -82,7 +82,7 @@ class Row(NamedTuple):
 
 
 def make_plan(shape: str) -> dapple.Plan:
-    """The plans by their names, for three devices."""
+    """Returns the plans by their names, for three devices."""
     if shape == "data_parallel":
         return dapple.Plan.data_parallel(3, _BATCH)
     if shape == "straight":
@@ -99,7 +99,7 @@ def make_plan(shape: str) -> dapple.Plan:
 
 
 def make_model() -> keras.Model:
-    """A model with random state (dropout), optimizer slots and metrics."""
+    """Returns a model with random state (dropout), optimizer slots and metrics."""
     keras.utils.set_random_seed(1)
     hidden = [keras.layers.Dense(64, activation="gelu", name=f"hidden_{index}") for index in range(6)]
     model = keras.Sequential([keras.Input((16,)), *hidden, keras.layers.Dropout(0.1), keras.layers.Dense(1)])
@@ -124,7 +124,7 @@ def _tell(**event: Any) -> None:
 
 
 def train(task: Mapping[str, Any]) -> None:
-    """Trains once, tells what happens, and saves all values."""
+    """Trains once, reports events, and saves all values."""
     policy = dapple.FaultPolicy("restart", notice_seconds=task["notice_seconds"], wait_seconds=240)
     model = make_model()
     cluster = dapple.Cluster.of_servers(task["addresses"])
@@ -152,7 +152,7 @@ def train(task: Mapping[str, Any]) -> None:
 
 
 def _watch(pipelined: dapple.PipelinedModel) -> None:
-    """Tells of faults as they are noticed and got over."""
+    """Reports faults as they are noticed and recovered from."""
     known = 0
     lost = None
     while True:
@@ -177,7 +177,7 @@ def _watch(pipelined: dapple.PipelinedModel) -> None:
 
 
 class _Client:
-    """The client's process and what it tells."""
+    """The client's process and its reports."""
 
     def __init__(self, hosts: Hosts, task: Mapping[str, Any]) -> None:
         line = [sys.executable, "-m", "tools.evaluation.check_faults", f"--inside={json.dumps(dict(task))}"]
@@ -194,7 +194,7 @@ class _Client:
         self._events.put({"event": "gone", "code": self.process.wait()})
 
     def until(self, wanted: str) -> dict[str, Any]:
-        """The next event of a kind."""
+        """Returns the next event of a kind."""
         while True:
             event = self._events.get(timeout=_EVENT_SECONDS)
             if event["event"] == "step":
@@ -205,16 +205,16 @@ class _Client:
                 raise RuntimeError(f"the client told {event} where {wanted!r} was expected")
 
     def until_step(self, number: int) -> int:
-        """Waits for a step, unless it is over; returns the last one that was told of."""
+        """Waits for a step, unless it is over; returns the last reported one."""
         while self.step < number:
             self.until("step")
         return self.step
 
 
 def disturbed(hosts: Hosts, client: _Client, shape: str, draw: random.Random) -> Iterator[Row]:
-    """Faults at random moments of a training run, one after the other."""
+    """Causes faults at random moments of a training run, one after the other."""
     steps = _EPOCHS * _BATCHES
-    # The run is to last until the last fault.
+    # The run should last until the last fault.
     moments = sorted(draw.sample(range(2, round(0.8 * steps)), _FAULTS.value))
     for moment in moments:
         now = client.until_step(moment)
@@ -241,7 +241,7 @@ def disturbed(hosts: Hosts, client: _Client, shape: str, draw: random.Random) ->
 
 
 def check(hosts: Hosts, shape: str, folder: pathlib.Path) -> tuple[list[Row], bool]:
-    """Trains undisturbed and disturbed; returns the faults, and whether both gave the same."""
+    """Trains undisturbed and disturbed; returns the faults, and whether both runs gave the same."""
     results = []
     rows: list[Row] = []
     for name in ("undisturbed", "disturbed"):
@@ -272,7 +272,7 @@ def check(hosts: Hosts, shape: str, folder: pathlib.Path) -> tuple[list[Row], bo
 
 
 def table(rows: list[Row]) -> str:
-    """Medians and maxima of each shape and kind, as Markdown."""
+    """Returns medians and maxima of each shape and kind, as Markdown."""
     lines = ["| plan | fault | times | noticed (s) | worker back (s) | steps again | went on (s) |", "|" + "---|" * 7]
     for shape in dict.fromkeys(row.shape for row in rows):
         for kind in sorted({row.kind for row in rows if row.shape == shape}):
@@ -288,14 +288,14 @@ def table(rows: list[Row]) -> str:
 
 
 def orphans(marker: str) -> list[str]:
-    """Processes that are left: those whose environment has the marker, but for this one."""
+    """Returns remaining processes: those whose environment has the marker, except this one."""
     found = []
     for place in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             if marker.encode() in (place / "environ").read_bytes() and int(place.name) != os.getpid():
                 found.append(f"{place.name}: {(place / 'cmdline').read_bytes().decode().replace(chr(0), ' ')}")
         except OSError:
-            continue  # It has ended, or isn't ours to look at.
+            continue  # It has ended, or may not be read by us.
     return found
 
 

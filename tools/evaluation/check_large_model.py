@@ -1,11 +1,10 @@
-"""Trains a model of which no process holds more than a part, and tells how much memory each took.
+"""Trains a model of which no process holds more than a part, and reports the memory of each process.
 
     python -m tools.evaluation.check_large_model --workers=4 --width=3072
 
 The model is made under `dapple_tf.deferred_init`, so that this process never has its parameters; each worker
-initialises those of its stage. It is trained, saved, restored by another trainer of the same model and asked for a
-prediction, which must be the same as before. Growth is what a process has had at most beyond what it had before the
-model was made.
+initialises those of its stage. It is trained, saved, and restored by another trainer of the same model, whose
+prediction must be the same as before. Growth is a process' peak beyond its memory before the model was made.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from dapple_tf.tools.hosts import LocalWorkers
 
 FLAGS = flags.FlagValues()
 
-_WORKERS = flags.DEFINE_integer("workers", 4, "workers, each with one stage", lower_bound=2, flag_values=FLAGS)
-_WIDTH = flags.DEFINE_integer("width", 3072, "of the layers", lower_bound=1, flag_values=FLAGS)
-_LAYERS = flags.DEFINE_integer("layers", 3, "of each stage", lower_bound=1, flag_values=FLAGS)
-_STEPS = flags.DEFINE_integer("steps", 3, "training steps", lower_bound=1, flag_values=FLAGS)
+_WORKERS = flags.DEFINE_integer("workers", 4, "Workers, each with one stage.", lower_bound=2, flag_values=FLAGS)
+_WIDTH = flags.DEFINE_integer("width", 3072, "Width of the layers.", lower_bound=1, flag_values=FLAGS)
+_LAYERS = flags.DEFINE_integer("layers", 3, "Layers of each stage.", lower_bound=1, flag_values=FLAGS)
+_STEPS = flags.DEFINE_integer("steps", 3, "Training steps.", lower_bound=1, flag_values=FLAGS)
 _BATCH = 16
 
 
 def make_model(layers: int, width: int) -> keras.Model:
-    """Dense layers, without values of their own."""
+    """Returns dense layers without values."""
     keras.utils.set_random_seed(1)
     with dapple.deferred_init():
         hidden = [keras.layers.Dense(width, activation="tanh", name=f"hidden_{index}") for index in range(layers)]
@@ -43,13 +42,13 @@ def make_model(layers: int, width: int) -> keras.Model:
 
 
 def family(process: int) -> list[int]:
-    """A process and its descendants."""
+    """Returns a process and its descendants."""
     children = pathlib.Path(f"/proc/{process}/task/{process}/children").read_text().split()
     return [process, *(own for child in children for own in family(int(child)))]
 
 
 def memory(process: int, which: str) -> int:
-    """Bytes that a process has ("VmRSS") or has had at most ("VmHWM")."""
+    """Returns the bytes that a process has ("VmRSS") or had at most ("VmHWM")."""
     found = re.search(rf"^{which}:\s+(\d+) kB", pathlib.Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024
@@ -64,7 +63,7 @@ def main() -> None:
     x, y = draw.normal(size=(_BATCH, 32)).astype("float32"), draw.normal(size=(_BATCH, 1)).astype("float32")
     with LocalWorkers(count, echo=lambda worker, line: None) as workers, tempfile.TemporaryDirectory() as folder:
         cluster = dapple.Cluster.of_servers(workers.addresses)
-        dapple.measure_links(cluster, capacity=False, repeats=1)  # What TensorFlow needs without any model.
+        dapple.measure_links(cluster, capacity=False, repeats=1)  # TensorFlow's needs without any model.
         own = pathlib.Path("/proc/self").resolve().name
         before = memory(int(own), "VmRSS")
         base = [memory(process.pid, "VmRSS") for process in workers.processes]

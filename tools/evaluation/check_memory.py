@@ -1,9 +1,9 @@
-"""Compares the memory that the simulator expects with what devices hold in real training, for every schedule policy.
+"""Compares the simulator's memory with that of devices in real training, for every schedule policy.
 
     python -m tools.evaluation.check_memory --models=mlp,gpt,resnet --steps=9 --json=memory.json
 
 Each model is profiled once and trained by each policy on logical CPU devices. The measured peak of a device is that of
-the allocation records of a traced step, on top of what lies there between steps: variables, the optimizer's slots and
+the allocation records of a traced step, on top of what stays between steps: variables, the optimizer's slots and
 gradient accumulators. It is the median of several steps.
 """
 
@@ -31,14 +31,14 @@ from dapple_tf.tools.evaluation.bench_report import cells, check_output, write_r
 FLAGS = flags.FlagValues()
 
 _MODELS = flags.DEFINE_list(
-    "models", ["mlp", "gpt", "resnet"], "which of mlp, gpt and resnet to train", flag_values=FLAGS
+    "models", ["mlp", "gpt", "resnet"], "Models to train: mlp, gpt or resnet.", flag_values=FLAGS
 )
-_POLICIES = flags.DEFINE_list("policies", [], "which policies to train with; none for all", flag_values=FLAGS)
-_STEPS = flags.DEFINE_integer("steps", 9, "traced steps of each policy", lower_bound=1, flag_values=FLAGS)
-_REPEATS = flags.DEFINE_integer("repeats", 5, "how often the profiler measures times", lower_bound=1, flag_values=FLAGS)
-_CACHE = flags.DEFINE_bool("cache", False, "take profiles from the cache if they are there", flag_values=FLAGS)
-_TOLERANCE = flags.DEFINE_float("tolerance", 0.1, "largest error that passes", lower_bound=0.0, flag_values=FLAGS)
-_JSON = flags.DEFINE_string("json", None, "write the numbers to this JSON file, too", flag_values=FLAGS)
+_POLICIES = flags.DEFINE_list("policies", [], "Policies to train with; none for all.", flag_values=FLAGS)
+_STEPS = flags.DEFINE_integer("steps", 9, "Traced steps of each policy.", lower_bound=1, flag_values=FLAGS)
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Measurements of each time.", lower_bound=1, flag_values=FLAGS)
+_CACHE = flags.DEFINE_bool("cache", False, "Reuse cached profiles.", flag_values=FLAGS)
+_TOLERANCE = flags.DEFINE_float("tolerance", 0.1, "Largest error that passes.", lower_bound=0.0, flag_values=FLAGS)
+_JSON = flags.DEFINE_string("json", None, "JSON file to write the numbers to.", flag_values=FLAGS)
 
 
 Arrays = tuple[np.ndarray, np.ndarray]
@@ -49,15 +49,15 @@ Arrays = tuple[np.ndarray, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model and how it is cut.
+    """A model and its cuts.
 
     Attributes:
-        build: makes it, compiled.
-        batch: makes as many samples.
-        samples: of a global batch.
-        cuts: number of stages -> where they end.
+        build: function that returns the compiled model.
+        batch: function that returns a batch of a number of samples.
+        samples: samples of a global batch.
+        cuts: number of stages -> their last layers.
         micro_batches: M in pipelines.
-        chunks: of data parallelism.
+        chunks: chunks of data parallelism.
     """
 
     build: Callable[[], keras.Model]
@@ -69,7 +69,7 @@ class Model:
 
 
 def mlp() -> keras.Model:
-    """Dense layers of equal size."""
+    """Returns dense layers of equal size."""
     hidden = [keras.layers.Dense(512, activation="relu", name=f"dense_{i}") for i in range(16)]
     model = keras.Sequential([keras.Input((512,)), *hidden, keras.layers.Dense(10, name="logits")], name="mlp")
     model.compile(keras.optimizers.SGD(1e-2, 0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -77,14 +77,14 @@ def mlp() -> keras.Model:
 
 
 def transformer() -> keras.Model:
-    """A GPT of four blocks."""
+    """Returns a GPT of four blocks."""
     model = gpt(vocabulary=256, sequence=64, width=128, heads=4, depth=4)
     model.compile(keras.optimizers.Adam(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
 
 def residual() -> keras.Model:
-    """A ResNet of four groups of blocks."""
+    """Returns a ResNet of four groups of blocks."""
     model = resnet(image=32, width=16, blocks=(1, 2, 2, 1))
     model.compile(keras.optimizers.SGD(1e-2, 0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
@@ -163,7 +163,7 @@ POLICIES: dict[str, tuple[str, list[list[int]], dict[str, Any]]] = {
 
 
 def plan_of(model: Model, policy: str) -> dapple.Plan:
-    """The plan that trains a model by a policy."""
+    """Returns the plan that trains a model by a policy."""
     schedule, devices, options = POLICIES[policy]
     micro_batches, samples = model.micro_batches, model.samples
     if devices == CHUNKS:  # as many samples at a time as in a pipeline
@@ -177,9 +177,9 @@ def plan_of(model: Model, policy: str) -> dapple.Plan:
 def measure(
     model: keras.Model, x: np.ndarray, y: np.ndarray, plan: dapple.Plan, cluster: dapple.Cluster, steps: int
 ) -> dict[int, list[float]]:
-    """Device -> its peak in each of ``steps`` steps on a batch, in bytes."""
+    """Returns device -> its peak in each of ``steps`` steps on a batch, in bytes."""
     pipelined = dapple.transform(model, cluster, plan)
-    for _ in range(3):  # Slots and accumulators are there after the first one.
+    for _ in range(3):  # Slots and accumulators exist after the first step.
         pipelined.train_on_batch(x, y)
     runs = [pipelined.profile_step(x, y, warm_up=0, train=True).peak_bytes for _ in range(steps)]
     pipelined.close()
@@ -222,17 +222,17 @@ COLUMNS = {
     "model": "{model}", "policy": "{policy}", "device": "{device}", "predicted MB": "{predicted:.2f}",
     "measured MB": "{measured:.2f}", "least to most": "{least:.2f} to {most:.2f}", "error": "{error:+.1%}",
 }  # fmt: skip
-"""What is shown of a row, whose bytes are MB there."""
+"""Columns of the table; bytes are shown in MB."""
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The rows for people."""
+    """Returns the rows for people."""
     sizes = ("predicted", "measured", "least", "most")
     return text_table.table(cells(({**row, **{s: row[s] / 1e6 for s in sizes}} for row in rows), COLUMNS), left=2)
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The largest error of each policy, and the peaks of delayed weight gradients beside conventional ones."""
+    """Returns the largest error of each policy, and the peaks of delayed weight gradients beside conventional ones."""
     worst: dict[str, Mapping[str, Any]] = {}
     totals: dict[tuple[str, str], dict[str, float]] = collections.defaultdict(dict)
     for row in rows:
@@ -264,7 +264,7 @@ def main() -> None:
         policies = _POLICIES.value or list(POLICIES)
         for row in check(name, policies, _STEPS.value, repeats=_REPEATS.value, cache=_CACHE.value):
             rows.append(row)
-            if _JSON.value:  # What has been measured is kept, whatever comes.
+            if _JSON.value:  # Measurements are kept even after an error.
                 write_results(_JSON.value, "memory", rows)
         sys.stdout.write(table(row for row in rows if row["model"] == name) + "\n")
     sys.stdout.write(summary(rows) + "\n")

@@ -2,8 +2,8 @@
 
     python -m tools.evaluation.check_prediction --models=mlp,conv,gpt --devices=2
 
-Each model is profiled once; then several plans train in turns, so that all meet the same ups and downs of the machine's
-speed. A plan of one stage on one device is among them: with it, the drift between profiling and training is told apart
+Each model is profiled once; then several plans train in turns, so that all see the same changes of the machine's
+speed. One of them has one stage on one device: it separates the drift between profiling and training
 from the simulator's own error.
 """
 
@@ -29,15 +29,15 @@ from dapple_tf.tools.evaluation.bench_report import cells, check_output, write_r
 
 FLAGS = flags.FlagValues()
 
-_MODELS = flags.DEFINE_list("models", ["mlp", "conv", "gpt"], "which of mlp, conv and gpt to train", flag_values=FLAGS)
-_DEVICES = flags.DEFINE_integer("devices", 2, "local devices", lower_bound=1, flag_values=FLAGS)
-_STEPS = flags.DEFINE_integer("steps", 30, "measured steps of each plan", lower_bound=3, flag_values=FLAGS)
-_CACHE = flags.DEFINE_bool("cache", False, "take profiles from the cache if they are there", flag_values=FLAGS)
-_JSON = flags.DEFINE_string("json", None, "write the numbers to this JSON file, too", flag_values=FLAGS)
+_MODELS = flags.DEFINE_list("models", ["mlp", "conv", "gpt"], "Models to train: mlp, conv or gpt.", flag_values=FLAGS)
+_DEVICES = flags.DEFINE_integer("devices", 2, "Local devices.", lower_bound=1, flag_values=FLAGS)
+_STEPS = flags.DEFINE_integer("steps", 30, "Measured steps of each plan.", lower_bound=3, flag_values=FLAGS)
+_CACHE = flags.DEFINE_bool("cache", False, "Reuse cached profiles.", flag_values=FLAGS)
+_JSON = flags.DEFINE_string("json", None, "JSON file to write the numbers to.", flag_values=FLAGS)
 
 
 def mlp() -> tuple[keras.Model, np.ndarray, np.ndarray]:
-    """Dense layers: the optimizer's part is large."""
+    """Returns dense layers, with a large optimizer part, and a batch."""
     draw = np.random.default_rng(0)
     hidden = [keras.layers.Dense(1024, activation="relu", name=f"hidden_{i}") for i in range(6)]
     model = keras.Sequential([keras.Input((512,)), *hidden, keras.layers.Dense(10, name="logits")])
@@ -46,7 +46,7 @@ def mlp() -> tuple[keras.Model, np.ndarray, np.ndarray]:
 
 
 def conv() -> tuple[keras.Model, np.ndarray, np.ndarray]:
-    """Convolutions: activations are large."""
+    """Returns convolutions, with large activations, and a batch."""
     draw = np.random.default_rng(0)
     layers: list[Any] = [keras.Input((32, 32, 3))]
     for block, filters in enumerate((32, 64, 128)):
@@ -62,7 +62,7 @@ def conv() -> tuple[keras.Model, np.ndarray, np.ndarray]:
 
 
 def transformer() -> tuple[keras.Model, np.ndarray, np.ndarray]:
-    """A GPT of four blocks."""
+    """Returns a GPT of four blocks."""
     draw = np.random.default_rng(0)
     model = gpt(vocabulary=256, sequence=64, width=128, heads=4, depth=4)
     model.compile(keras.optimizers.Adam(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -71,11 +71,11 @@ def transformer() -> tuple[keras.Model, np.ndarray, np.ndarray]:
 
 
 MAKERS = {"mlp": mlp, "conv": conv, "gpt": transformer}
-"""Name of a model -> what makes it, with a batch."""
+"""Name of a model -> function that returns it with a batch."""
 
 
 def plans_of(profile: dapple.Profile, found: dapple.Plan, devices: int) -> Iterator[dapple.Plan]:
-    """The reference, what the planner found, and plans of other shapes."""
+    """Yields the reference, what the planner found, and plans of other shapes."""
     batch = found.global_batch_size
     yield dapple.Plan.data_parallel(1, batch)
     yield found
@@ -91,7 +91,7 @@ def plans_of(profile: dapple.Profile, found: dapple.Plan, devices: int) -> Itera
 
 
 def _middle(profile: dapple.Profile) -> str:
-    """The layer after which half of the time has passed."""
+    """Returns the layer after which half of the time has passed."""
     samples = profile.batch_sizes[-1]
     times = np.cumsum([layer.forward.at(samples) + layer.backward.at(samples) for layer in profile.layers])
     return profile.layers[int(np.argmin(np.abs(times[:-1] - times[-1] / 2)))].name
@@ -144,7 +144,7 @@ COLUMNS = {
     "predicted ms": "{predicted_ms:.2f}", "measured ms": "{measured_ms:.2f}", "error": "{error:+.1%}",
     "error without drift": "{error_without_drift:+.1%}",
 }  # fmt: skip
-"""What is shown of a row."""
+"""Columns of the table."""
 
 
 def main() -> None:

@@ -2,9 +2,9 @@
 
     python -m tools.evaluation.check_profiles --models=mlp,conv,gpt
 
-What is measured layer by layer counts as true. Beside it stand the layers' shares of a step by the other ways, the
-order of layers by their time, and what is lost by planning with them: how much longer the plan's step takes than that
-of the plan by the true profile, both simulated by that.
+Measurements layer by layer count as true. The table compares the layers' shares of a step by the other ways, the
+order of layers by their time, and the loss from planning with them: how much longer the plan's step takes than that
+of the plan by the true profile, both simulated with the true profile.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from dapple_tf.tools.evaluation.check_prediction import MAKERS
 
 FLAGS = flags.FlagValues()
 
-_MODELS = flags.DEFINE_list("models", ["mlp", "conv", "gpt"], "models: mlp, conv or gpt", flag_values=FLAGS)
-_DEVICES = flags.DEFINE_integer("devices", 2, "local devices to plan for", lower_bound=2, flag_values=FLAGS)
-_REPEATS = flags.DEFINE_integer("repeats", 9, "how often each time is measured", lower_bound=1, flag_values=FLAGS)
+_MODELS = flags.DEFINE_list("models", ["mlp", "conv", "gpt"], "Models: mlp, conv or gpt.", flag_values=FLAGS)
+_DEVICES = flags.DEFINE_integer("devices", 2, "Local devices to plan for.", lower_bound=2, flag_values=FLAGS)
+_REPEATS = flags.DEFINE_integer("repeats", 9, "Measurements of each time.", lower_bound=1, flag_values=FLAGS)
 
 
 class OneWay(TimeBudget):
-    """There is time for one way of measuring only.
+    """A budget that allows only one way of measuring.
 
     Args:
         method: a value of `Profile.method`.
@@ -45,31 +45,31 @@ class OneWay(TimeBudget):
         self._method = method
 
     def allows(self, *phases: str, more: float = 0.0) -> bool:
-        """Whether it is that way."""
+        """Returns whether this is the allowed way."""
         return self._method in phases
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
-    """The place of each value among all."""
+    """Returns the rank of each value."""
     return np.argsort(np.argsort(values))
 
 
 def layer_seconds(profile: dapple.Profile, samples: int) -> np.ndarray:
-    """Seconds of each layer's F and B."""
+    """Returns the seconds of each layer's F and B."""
     return np.asarray([layer.forward.at(samples) + layer.backward.at(samples) for layer in profile.layers])
 
 
 def row(
     true: dapple.Profile, other: dapple.Profile, cluster: dapple.Cluster, batch: int, seconds: float
 ) -> dict[str, Any]:
-    """How near a profile is to one that was measured layer by layer.
+    """Returns a row that compares a profile with one measured layer by layer.
 
     Args:
-        true: that one.
-        other: the profile.
-        cluster: what is planned for.
+        true: the profile measured layer by layer.
+        other: the compared profile.
+        cluster: the cluster to plan for.
         batch: samples of a step.
-        seconds: that the profile took.
+        seconds: time that the compared profile took.
     """
     samples = true.batch_sizes[len(true.batch_sizes) // 2]
     truth, found = layer_seconds(true, samples), layer_seconds(other, samples)
@@ -86,7 +86,7 @@ def row(
 
 
 def check(name: str) -> list[dict[str, Any]]:
-    """Profiles a model in all ways; a row for each."""
+    """Profiles a model in all ways; returns a row for each."""
     model, x, _ = MAKERS[name]()
     batch = len(x)
     cluster = measure_links(dapple.Cluster.local(_DEVICES.value, kind="cpu"))
@@ -111,7 +111,7 @@ COLUMNS = {
     "model": "{model}", "method": "{method}", "takes s": "{seconds:.1f}", "F + B": "{total:+.1%}",
     "misplaced": "{misplaced:.1%}", "rank correlation": "{ranks:.3f}", "plan's loss": "{loss:+.2%}",
 }  # fmt: skip
-"""What is shown of a row."""
+"""Columns of the table."""
 
 
 def main() -> None:

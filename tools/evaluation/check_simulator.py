@@ -4,8 +4,8 @@
     python -m tools.evaluation.check_simulator --shapes=4x16 --replicas=3:2 --schedules=dapple_a --networks=0.5
 
 Each row is a pipeline of S stages and M micro-batches, simulated and emulated on logical CPU devices of this machine.
-Leave the machine alone meanwhile: what else runs delays the waits. A row that fails is measured again, ``--attempts``
-times in all. Exits with 1 if a row's error is above ``--tolerance`` each time.
+Leave the machine alone meanwhile: other programs delay the waits. A row that fails is measured again, at most
+``--attempts`` times in all. Exits with 1 if a row's error is above ``--tolerance`` each time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FLAGS = flags.FlagValues()
 _SHAPES = flags.DEFINE_list(
     "shapes", ["2x8", "4x16", "8x16", "16x32"], "Pipelines, as stages x micro-batches.", flag_values=FLAGS
 )
-_SCHEDULES = flags.DEFINE_list("schedules", list(POLICIES), "Schedules.", flag_values=FLAGS)
+_SCHEDULES = flags.DEFINE_list("schedules", list(POLICIES), "Schedules to emulate.", flag_values=FLAGS)
 _REPLICAS = flags.DEFINE_list(
     "replicas",
     ["1", "2:1", "2"],
@@ -43,15 +43,15 @@ _REPLICAS = flags.DEFINE_list(
 _NETWORKS = flags.DEFINE_list(
     "networks",
     ["0", "0.1", "0.5"],
-    "Time of a transfer between two stages as a part of a forward's; 0 for free links. Uneven replicas share it out.",
+    "Time of a transfer between two stages, relative to a forward's; 0 for free links. Uneven replicas share it.",
     flag_values=FLAGS,
 )
 _OVERLAP = flags.DEFINE_boolean("overlap", False, "Overlap all-reduce with the last backwards.", flag_values=FLAGS)
-_STEPS = flags.DEFINE_integer(
-    "steps", 3, "Steps per row, of which the median counts.", lower_bound=1, flag_values=FLAGS
-)
+_STEPS = flags.DEFINE_integer("steps", 3, "Steps per row; the median counts.", lower_bound=1, flag_values=FLAGS)
 _TOLERANCE = flags.DEFINE_float("tolerance", 0.05, "Largest error that passes.", lower_bound=0.0, flag_values=FLAGS)
-_ATTEMPTS = flags.DEFINE_integer("attempts", 2, "Measurements of a row that fails.", lower_bound=1, flag_values=FLAGS)
+_ATTEMPTS = flags.DEFINE_integer(
+    "attempts", 2, "Maximum measurements of a row that fails.", lower_bound=1, flag_values=FLAGS
+)
 
 _ROW = "{:>3} {:>3}  {:<9} {:<8} {:>7}  {:>12} {:>11} {:>7}  {}"
 
@@ -63,14 +63,14 @@ SAMPLES = 6
 def pipeline(
     stages: int, micro_batches: int, schedule: str | Policy, replicas: Sequence[int], network: float
 ) -> tuple[Plan, Profile, Cluster]:
-    """A pipeline of equal stages, each on a server of its own, or two where the policy goes there and back.
+    """Returns a pipeline of equal stages, each on its own server, or two where the policy goes there and back.
 
     Args:
         stages: S; even where the policy goes there and back.
         micro_batches: M.
         schedule: the policy.
         replicas: of each server's stages, repeated.
-        network: time to send a whole micro-batch to the next stage, as a part of F's; 0 for free links.
+        network: time to send a whole micro-batch to the next stage, relative to F's; 0 for free links.
     """
     layers = [
         LayerProfile(

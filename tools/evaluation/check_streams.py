@@ -1,4 +1,4 @@
-"""Measures what a sub-stream for weight gradients gains on one device: Out-Of-Order BackProp, section 4.
+"""Measures the gain of a sub-stream for weight gradients on one device: Out-Of-Order BackProp, section 4.
 
     python -m tools.evaluation.check_streams                                # a small ResNet on logical CPU devices
     python -m tools.evaluation.check_streams --model=vgg --stages=6 --json=streams.json
@@ -10,9 +10,9 @@ Three ways of running the same stages of a model, on the same data, in turns:
     two lanes     Bw on a sub-stream, as soon as they are ready (fast_forward with weight_devices)
     joint         Bw on a sub-stream in the regions that algorithm 1 chose by measured speedups
 
-Reported are medians, and medians of each round's time over that of one lane in the same round. A sub-stream has
-something to gain only where one task at a time leaves the hardware idle: TensorFlow's CPU kernels spread over all cores
-by themselves, so that on CPUs ratios about 1 are to be expected, and the cost of handing over between lanes shows.
+Reported are medians, and medians of each round's time relative to one lane in the same round. A sub-stream gains
+only if one task at a time leaves hardware idle: TensorFlow's CPU kernels use all cores
+by themselves, so that on CPUs ratios are about 1, and show the cost of switching between lanes.
 """
 
 from __future__ import annotations
@@ -37,19 +37,21 @@ from dapple_tf.tools.evaluation.ratios import ratios
 
 FLAGS = flags.FlagValues()
 
-_MODEL = flags.DEFINE_enum("model", "resnet", ["resnet", "vgg"], "Which model.", flag_values=FLAGS)
+_MODEL = flags.DEFINE_enum("model", "resnet", ["resnet", "vgg"], "Model to run.", flag_values=FLAGS)
 _IMAGE = flags.DEFINE_integer("image", 32, "Height and width of the images.", lower_bound=8, flag_values=FLAGS)
 _WIDTH = flags.DEFINE_integer("width", 16, "Channels of the first group.", lower_bound=1, flag_values=FLAGS)
 _STAGES = flags.DEFINE_integer("stages", 8, "Stages, which are the regions.", lower_bound=2, flag_values=FLAGS)
 _BATCH = flags.DEFINE_integer("batch", 32, "Global batch size.", lower_bound=1, flag_values=FLAGS)
 _MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 1, "Micro-batches.", lower_bound=1, flag_values=FLAGS)
-_ROUNDS = flags.DEFINE_integer("rounds", 20, "Rounds that count, of a step of each.", lower_bound=1, flag_values=FLAGS)
+_ROUNDS = flags.DEFINE_integer(
+    "rounds", 20, "Measured rounds, each of one step of each way.", lower_bound=1, flag_values=FLAGS
+)
 _KIND = flags.DEFINE_enum("kind", "cpu", ["cpu", "gpu"], "Kind of device.", flag_values=FLAGS)
 _MEMORY = flags.DEFINE_float(
-    "memory_gib", None, "Memory of the GPU that both streams share out.", lower_bound=0.1, flag_values=FLAGS
+    "memory_gib", None, "Memory of the GPU that both streams share, in GiB.", lower_bound=0.1, flag_values=FLAGS
 )
 _JIT = flags.DEFINE_boolean("xla", False, "Compile tasks with XLA (on GPUs: with command buffers).", flag_values=FLAGS)
-_JSON = flags.DEFINE_string("json", None, "Where to write the result.", flag_values=FLAGS)
+_JSON = flags.DEFINE_string("json", None, "JSON file to write the result to.", flag_values=FLAGS)
 
 _WARM_UP = 3
 _ONE, _TWO, _JOINT = "one lane", "two lanes", "joint"

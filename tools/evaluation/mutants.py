@@ -1,12 +1,12 @@
-"""Breaks the code in small ways, one at a time, and says which of them the tests notice.
+"""Breaks the code in small ways, one at a time, and reports which changes the tests notice.
 
     python -m tools.evaluation.mutants --json=all.json                             # 300 mutants, by all tests
     python -m tools.evaluation.mutants --json=fewer.json --markers="not thorough"  # by what `make test` runs
 
 Mutants are drawn with a fixed seed. Each is tried in a forked child of a process that has imported TensorFlow but none
 of our packages: the child compiles the changed module in place of the file, and runs the test files nearest to it by
-imports until the first test fails. Processes that tests start themselves have the code as it is. A run that was ended
-goes on where it was: mutants in the JSON file aren't tried again.
+imports until the first test fails. Processes started by tests have the unchanged code. An interrupted run
+can be resumed: mutants in the JSON file aren't tried again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PAIRS = (
 _SWAPPED: dict[type[ast.AST], Any] = {
     getattr(ast, one): getattr(ast, other) for one, other in (pair.split() for pair in _PAIRS.split(", "))
 }
-"""Operators, and what they are replaced by."""
+"""Operators, and their replacements."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Mutant:
     """One change of one file.
 
     Attributes:
-        file: relative to the repository.
-        line: where it is.
-        before: the code that is replaced.
-        after: what it is replaced by.
+        file: path relative to the repository.
+        line: its line.
+        before: the replaced code.
+        after: the replacement.
         tree: the whole changed module.
     """
 
@@ -66,12 +66,12 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """Names it among all mutants."""
+        """Identifies it among all mutants."""
         return f"{self.file}:{self.line}: {self.before} -> {self.after}"
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST]:
-    """All that a node could be replaced by."""
+    """Yields all replacements of a node."""
     match node:
         case ast.Compare(ops=[op]) if type(op) in _SWAPPED:
             yield ast.Compare(node.left, [_SWAPPED[type(op)]()], node.comparators)
@@ -100,7 +100,7 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None]]:
-    """(parent, field, index in it) of nodes that tests could miss: no annotations, decorators and texts of errors."""
+    """Yields (parent, field, index in it) of nodes that tests could miss: no annotations, decorators or error texts."""
     for field, value in ast.iter_fields(tree):
         if field in ("annotation", "returns", "decorator_list") or isinstance(tree, (ast.Raise, ast.JoinedStr)):
             continue
@@ -111,7 +111,7 @@ def places(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None]]:
 
 
 def mutants_of(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, int, int]]:
-    """Numbers of all mutants of a file: of the place, and of the change there."""
+    """Yields the numbers of all mutants of a file: of the place, and of the change there."""
     for number, (parent, field, index) in enumerate(places(ast.parse(path.read_text(encoding="utf-8")))):
         for change, _ in enumerate(changes(_child(parent, field, index))):
             yield path, number, change
@@ -124,7 +124,7 @@ def _child(parent: ast.AST, field: str, index: int | None) -> ast.AST:
 
 
 def mutant(path: pathlib.Path, number: int, change: int) -> Mutant:
-    """The mutant of these numbers, see `mutants_of`."""
+    """Returns the mutant with these numbers, see `mutants_of`."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     parent, field, index = list(places(tree))[number]
     old = _child(parent, field, index)
@@ -139,7 +139,7 @@ def mutant(path: pathlib.Path, number: int, change: int) -> Mutant:
 
 
 def draw(count: int, seed: int, folders: Sequence[str] = FOLDERS) -> list[Mutant]:
-    """Mutants of all files in folders, drawn with a seed."""
+    """Draws mutants of all files in folders, with a seed."""
     paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     numbers = [found for path in paths for found in mutants_of(path)]
     return [mutant(*found) for found in random.Random(seed).sample(numbers, min(count, len(numbers)))]
@@ -149,12 +149,12 @@ def draw(count: int, seed: int, folders: Sequence[str] = FOLDERS) -> list[Mutant
 
 
 def module_name(file: str) -> str:
-    """``a/b.py`` -> ``a.b``; a package is its folder."""
+    """Returns ``a/b.py`` -> ``a.b``; a package is its folder."""
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".").removeprefix("tests.")
 
 
 def imported_by(files: Sequence[str]) -> dict[str, set[str]]:
-    """Module -> the modules that import it, anywhere in their files."""
+    """Returns module -> the modules that import it, anywhere in their files."""
     names = {module_name(file) for file in files}
     users: dict[str, set[str]] = collections.defaultdict(set)
     for file in files:
@@ -172,7 +172,7 @@ def imported_by(files: Sequence[str]) -> dict[str, set[str]]:
 
 
 def nearest_tests(module: str, users: dict[str, set[str]], limit: int) -> list[str]:
-    """Test files that import a module, directly or by others, in the fewest steps; its own comes first."""
+    """Returns test files that import a module, directly or indirectly, in the fewest steps; its own comes first."""
     steps, todo = {module: 0}, collections.deque([module])
     while todo:
         name = todo.popleft()
@@ -190,7 +190,7 @@ def nearest_tests(module: str, users: dict[str, set[str]], limit: int) -> list[s
 
 
 class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Gives a changed module in place of its file."""
+    """Loads a changed module in place of its file."""
 
     def __init__(self, change: Mutant) -> None:
         self._change = change
@@ -211,11 +211,11 @@ class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def outcome(change: Mutant | None, tests: Sequence[str], markers: str, seconds: float) -> dict[str, str]:
-    """How a mutant ends: ``survived``, ``killed``, ``not tested``; it is killed, too, if a test doesn't end in time.
+    """Returns a mutant's outcome: ``survived``, ``killed`` (also by a test that doesn't end in time), ``not tested``.
 
     Args:
-        change: the mutant; None is the code as it is.
-        tests: files of tests, or single tests, relative to the repository.
+        change: the mutant; None is the unchanged code.
+        tests: test files, or single tests, relative to the repository.
         markers: pytest's ``-m``.
         seconds: limit.
     """
@@ -235,7 +235,7 @@ def outcome(change: Mutant | None, tests: Sequence[str], markers: str, seconds: 
 
 
 def _run_tests(change: Mutant | None, tests: Sequence[str], markers: str, folder: str, writer: int) -> None:
-    """In the child: doesn't return."""
+    """Runs the tests in the child; doesn't return."""
     import pytest
 
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -262,7 +262,7 @@ def _run_tests(change: Mutant | None, tests: Sequence[str], markers: str, folder
 
 
 def _end(child: int) -> None:
-    """Ends a child and all that it has started."""
+    """Ends a child and all processes that it has started."""
     try:
         os.killpg(child, signal.SIGKILL)
     except ProcessLookupError:
@@ -271,14 +271,14 @@ def _end(child: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Tries mutants one after the other, and writes how each has ended."""
+    """Tries mutants one after the other, and writes their outcomes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=pathlib.Path, required=True, help="Where outcomes are written.")
+    parser.add_argument("--json", type=pathlib.Path, required=True, help="JSON file of outcomes.")
     parser.add_argument("--count", type=int, default=300, help="Number of mutants.")
-    parser.add_argument("--seed", type=int, default=0, help="Of what is drawn.")
-    parser.add_argument("--markers", default="", help="Tests that count, as pytest's -m.")
-    parser.add_argument("--files", type=int, default=12, help="At most so many test files are run for a mutant.")
-    parser.add_argument("--seconds", type=float, default=300.0, help="Limit of a mutant.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the drawn mutants.")
+    parser.add_argument("--markers", default="", help="Tests to run, as pytest's -m.")
+    parser.add_argument("--files", type=int, default=12, help="Maximum number of test files for a mutant.")
+    parser.add_argument("--seconds", type=float, default=300.0, help="Maximum seconds for a mutant.")
     options = parser.parse_args(arguments)
     outcomes: dict[str, dict[str, Any]] = json.loads(options.json.read_text()) if options.json.exists() else {}
     folders = ("graph_passes", "dapple_tf", "tools", "models", "tests")

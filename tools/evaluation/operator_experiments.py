@@ -24,11 +24,11 @@ from dapple_tf.tools.evaluation.operator_models import MODELS, FlatStep, flat_st
 from graph_passes.analysis.split_rules import Split
 
 MEMORY_BYTES = 16 * 10**9
-"""Of a Tesla P100."""
+"""Memory of a Tesla P100."""
 LINK_BANDWIDTH, LINK_LATENCY = 12e9, 10e-6
-"""Of the server's PCIe 3.0 x16 links, in bytes/s and s."""
+"""Bandwidth and latency of the server's PCIe 3.0 x16 links, in bytes/s and s."""
 DOCKER_BANDWIDTH, DOCKER_LATENCY = 3e9, 50e-6
-"""Between the two dockers of figure 4; the paper doesn't say what it measured there."""
+"""Links between the two dockers of figure 4; the paper doesn't say what it measured there."""
 
 _Item = TypeVar("_Item", bound=Hashable)
 
@@ -39,7 +39,7 @@ SEARCHES: Mapping[str, Callable[[OpGraph, Topology], OpPlacement]] = {
     "d_dps": lambda graph, topology: fd_dps(graph, topology, split=False),
     "fd_dps": fd_dps,
 }
-"""What is compared, in the order in which it is searched."""
+"""The compared searches, in the order in which they run."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Setting:
 
     Attributes:
         model: its name in `MODELS`.
-        devices: how many.
-        dockers: in how many dockers they are.
+        devices: number of devices.
+        dockers: number of dockers that contain them.
     """
 
     model: str
@@ -62,13 +62,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step.
+    """The result for a step.
 
     Attributes:
         seconds: the simulated time of the step.
         fits: whether every device's peak is within its memory.
-        peak_bytes: of the device that needs most.
-        search_seconds: processor time of the search; 0 where nothing is searched.
+        peak_bytes: peak of the device that needs most.
+        search_seconds: processor time of the search; 0 if nothing is searched.
         used: number of devices that run anything.
     """
 
@@ -84,9 +84,9 @@ class Operator:
     """A line of table 6.
 
     Attributes:
-        seconds: on one device, before splitting.
-        parameter_bytes: of the weights that it has.
-        splits: decisions, one for each node that it is.
+        seconds: time on one device, before splitting.
+        parameter_bytes: bytes of its weights.
+        splits: decisions, one for each of its nodes.
     """
 
     seconds: float
@@ -99,12 +99,12 @@ class Row:
     """The outcomes of a setting.
 
     Attributes:
-        operators: of the graph before splitting.
-        edges: of the graph before splitting.
-        graph_seconds: processor time of making the graph, less the search.
-        outcomes: by the names of `SEARCHES`, and ``data_parallel``.
-        splits: op type -> how many operators of it FD-DPS has split.
-        parts: decision -> operators that were split so.
+        operators: number of operators in the graph before splitting.
+        edges: number of edges in the graph before splitting.
+        graph_seconds: processor time of making the graph, without the search.
+        outcomes: outcomes by the names of `SEARCHES`, and ``data_parallel``.
+        splits: op type -> number of its operators that FD-DPS has split.
+        parts: decision -> number of operators that were split so.
         lines: the lines of table 6, for VGG-16.
     """
 
@@ -118,7 +118,7 @@ class Row:
     lines: Mapping[str, Operator]
 
     def faster(self, than: str, what: str = "fd_dps") -> float:
-        """By which share of the other's time a step is shorter: 1 - ours / theirs, as the paper computes it."""
+        """Returns the fraction by which a step is shorter than another: 1 - ours / theirs, as the paper computes it."""
         return 1 - self.outcomes[what].seconds / self.outcomes[than].seconds
 
 
@@ -143,11 +143,11 @@ PAPER_DEVICES: Mapping[str, tuple[int, ...]] = {
 }
 """The numbers of devices in table 5."""
 DEVICES = (2, 4, 8)
-"""Ours."""
+"""Our numbers of devices."""
 
 
 def settings(models: Sequence[str], devices: Sequence[int] = DEVICES, *, dockers: bool = True) -> list[Setting]:
-    """All rows; with two dockers where there are eight devices."""
+    """Returns all rows; with two dockers where there are eight devices."""
     found = [Setting(model, count) for model in models for count in devices]
     if dockers and 8 in devices:
         found += [Setting(model, 8, 2) for model in models]
@@ -155,7 +155,7 @@ def settings(models: Sequence[str], devices: Sequence[int] = DEVICES, *, dockers
 
 
 def cluster_of(devices: int, dockers: int = 1) -> dapple.Cluster:
-    """P100s on one server, in one or several dockers."""
+    """Returns P100s on one server, in one or several dockers."""
     described = {
         "format": "dapple_tf.cluster/1",
         "servers": [{"devices": devices // dockers, "memory_bytes": MEMORY_BYTES}] * dockers,
@@ -178,13 +178,13 @@ def prepare(model: str) -> int:
 
 
 def op_graph(setting: Setting) -> tuple[OpGraph, Topology, FlatStep]:
-    """The operators of a setting with P100-like costs."""
+    """Returns the operators of a setting with P100-like costs."""
     step, topology = _step(setting.model), Topology.of(cluster_of(setting.devices, setting.dockers))
     return build_op_graph(step.graph, topology, OperatorCosts.p100(), step.shapes), topology, step
 
 
 def run(setting: Setting) -> Row:
-    """Places a model's operators in every way that is compared."""
+    """Places a model's operators with every compared search."""
     started = time.process_time()
     graph, topology, step = op_graph(setting)
     graph_seconds = step.seconds + time.process_time() - started
@@ -219,7 +219,7 @@ def _counted(found: Iterable[_Item]) -> dict[_Item, int]:
 
 
 def _table_6(graph: OpGraph, placement: OpPlacement) -> dict[str, Operator]:
-    """The operators of table 6, found by their layer."""
+    """Returns the operators of table 6, found by their layer."""
     found = {}
     for line, (layer, ops) in LINES.items():
         chosen = [
@@ -236,7 +236,7 @@ def _table_6(graph: OpGraph, placement: OpPlacement) -> dict[str, Operator]:
 
 
 def _parameter_bytes(graph: OpGraph, layer: str) -> int:
-    """Of the weights that a layer's forward reads."""
+    """Returns the bytes of the weights that a layer's forward reads."""
     read = {
         tensor
         for producer, _, tensor, _ in graph.edges.tolist()

@@ -36,7 +36,7 @@ from graph_passes.pass_manager import run_passes
 logger = logging.getLogger(__name__)
 
 CACHE = pathlib.Path(__file__).resolve().parents[2] / "build" / "operator_steps"
-"""Flat graphs that were made before; the large ones take a minute."""
+"""Cache of flat graphs; the large ones take a minute."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class OperatorModel:
     """A model of table 3.
 
     Attributes:
-        name: what it is called here.
-        paper: what the paper calls it.
+        name: its name here.
+        paper: its name in the paper.
         batch: images of a step.
-        operators: of its graph in the paper.
-        edges: of its graph in the paper.
-        build: makes it, without weights from anywhere.
+        operators: number of operators of its graph in the paper.
+        edges: number of edges of its graph in the paper.
+        build: function that returns the model, with random weights.
     """
 
     name: str
@@ -61,7 +61,7 @@ class OperatorModel:
 
     @property
     def substitute(self) -> bool:
-        """Whether it stands for another model."""
+        """Whether it replaces another model."""
         return self.name.replace("-", "").lower() != self.paper.replace("_", "").lower()
 
 
@@ -71,8 +71,8 @@ class FlatStep:
 
     Attributes:
         graph: the flat training graph: forward, backward, update.
-        shapes: of all its tensors.
-        seconds: of processor time that making it took.
+        shapes: shapes of all its tensors.
+        seconds: processor seconds of making it.
     """
 
     graph: GraphDef
@@ -99,18 +99,18 @@ MODELS: Mapping[str, OperatorModel] = {
         OperatorModel("NASNet-large", "NasNet_large", 16, 83206, 148548, _application("NASNetLarge")),
     )
 }
-"""By name."""
+"""Models by name."""
 
 
 @without_collection
 def flatten_step(model: keras.Model, batch: int, plan: dapple.Plan, cluster: dapple.Cluster) -> FlatStep:
-    """The operators of a step, by the passes that real training goes through: nothing is run.
+    """Returns the operators of a step, by the passes of real training; nothing is run.
 
     Args:
         model: a compiled classifier of images with integer labels.
         batch: images of a step.
         plan: a plan of one stage on one device.
-        cluster: it has that device; may be a description.
+        cluster: a cluster with that device; may be a description.
     """
     started = time.process_time()
     images = np.broadcast_to(np.zeros((), model.input_dtype), (batch, *model.input_shape[1:]))
@@ -128,11 +128,11 @@ def flatten_step(model: keras.Model, batch: int, plan: dapple.Plan, cluster: dap
 
 
 def flat_step(model: OperatorModel, cache: pathlib.Path | None) -> FlatStep:
-    """The operators of a model's training step with momentum SGD, as the paper has it: one copy of the model.
+    """Returns the operators of a model's training step with momentum SGD, as in the paper: one copy of the model.
 
     Args:
         model: the model.
-        cache: folder in which it is kept; None to make it anew. What it is made by is part of the name.
+        cache: folder of cached graphs; None makes the graph anew. The name contains a hash of everything it depends on.
     """
     path = None if cache is None else cache / f"{model.name}-{model.batch}-{_digest()}.json"
     if path is not None and path.exists():
@@ -154,7 +154,7 @@ def flat_step(model: OperatorModel, cache: pathlib.Path | None) -> FlatStep:
 
 
 def _save(step: FlatStep, path: pathlib.Path) -> None:
-    """Writes the graph beside the file of its shapes, and that last: it tells that both are complete."""
+    """Writes the graph and then the file of its shapes, which shows that both are complete."""
     path.with_suffix(".pb").write_bytes(step.graph.SerializeToString())
     shapes = {str(ref): shape for ref, shape in step.shapes.items()}
     path.write_text(json.dumps({"seconds": step.seconds, "shapes": shapes}), encoding="utf-8")
@@ -168,7 +168,7 @@ def _load(path: pathlib.Path) -> FlatStep:
 
 
 def _digest() -> str:
-    """Of what makes a step: TensorFlow, Keras, the passes and what calls them; not of what searches placements."""
+    """Returns a hash of what makes a step: TensorFlow, Keras, the passes and their callers; not the searches."""
     found = hashlib.sha256(f"{tf.__version__} {keras.__version__}".encode())
     for path in sources():
         found.update(path.read_bytes())
@@ -176,7 +176,7 @@ def _digest() -> str:
 
 
 def sources() -> list[pathlib.Path]:
-    """The files of which a change makes steps anew."""
+    """Returns the files whose changes make cached steps invalid."""
     root = pathlib.Path(graph_passes.__file__).parents[1]
     searches = root / "dapple_tf" / "operators"
     files = [path for name in ("graph_passes", "dapple_tf") for path in (root / name).rglob("*.py")]

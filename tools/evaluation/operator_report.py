@@ -13,16 +13,16 @@ from dapple_tf.tools.evaluation.paper_claims import Claim
 from dapple_tf.tools.evaluation.paper_report import Cell, Table
 
 SEARCH_SECONDS = 30.0
-"""What a search may take on one core."""
+"""Maximum seconds of a search on one core."""
 MARGIN = 0.12
-"""By how much FD-DPS has to be faster than FastT where there are branches, at eight devices."""
+"""Fraction by which FD-DPS must be faster than FastT for models with branches, at eight devices."""
 BRANCHED = ("NASNet-mobile", "NASNet-large")
 TIE = 1e-9
-"""Steps whose times differ by less, as a share, are equally long."""
+"""Relative difference below which two steps are equally long."""
 
 
 class PaperRow(NamedTuple):
-    """A row of table 5, in seconds; None where the paper has OOM."""
+    """A row of table 5, in seconds; None is OOM in the paper."""
 
     single: float | None
     data_parallel: float | None
@@ -32,7 +32,7 @@ class PaperRow(NamedTuple):
 
     @property
     def faster(self) -> float:
-        """By which share of FastT's time a step of FD-DPS is shorter."""
+        """Fraction by which a step of FD-DPS is shorter than FastT's."""
         return 1 - self.fd_dps / self.fast_t
 
 
@@ -69,7 +69,7 @@ TABLE_7: Mapping[str, tuple[float, float, float]] = {
 }
 """Model -> D-DPS(-F) and FD-DPS in s, and the gain that the paper prints."""
 FIGURE_4 = {"NASNet-mobile": 0.160}
-"""Model -> FD-DPS over FastT in two dockers, where the text has it; the figure itself isn't in it."""
+"""Model -> FD-DPS over FastT in two dockers, if the text has it; the figure itself isn't in the text."""
 
 _TITLE = """# FD-DPS's experiments, placed and simulated again
 
@@ -118,7 +118,7 @@ counted, and Keras makes fewer of them than TF-Slim, whose graphs have summaries
 
 
 def claims_of(rows: Sequence[Row], search_seconds: float = SEARCH_SECONDS) -> list[Claim]:
-    """What must hold of the results, and whether the paper's margins are reached."""
+    """Returns claims about the results, and whether the paper's margins are reached."""
     found = []
     for row in rows:
         found += [_not_slower(row, than) for than in ("fast_t", "heft", "single")]
@@ -140,7 +140,7 @@ def claims_of(rows: Sequence[Row], search_seconds: float = SEARCH_SECONDS) -> li
 def _not_slower(row: Row, than: str) -> Claim:
     ours, theirs = row.outcomes["fd_dps"], row.outcomes[than]
     text = f"{ours.seconds * 1e3:.1f} ms, {theirs.seconds * 1e3:.1f} ms"
-    # Who may exceed the memory has it easier.
+    # Placements that may exceed the memory have an advantage.
     return Claim(
         f"{row.setting}: FD-DPS not slower than {NAMES[than]}, and fits",
         "",
@@ -187,7 +187,7 @@ NAMES: Mapping[str, str] = {
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Every table that there are results for."""
+    """Returns every table that has results."""
     plain = [row for row in rows if row.setting.dockers == 1]
     found = [_table_3(rows), _table_5(plain), _table_5_paper(plain)]
     lines = [row for row in plain if row.lines]
@@ -245,7 +245,7 @@ def _table_5(rows: Iterable[Row]) -> Table:
 
 
 def _table_5_paper(rows: Iterable[Row]) -> Table:
-    """Times relative to FastT's, ours and the paper's: what can be compared."""
+    """Returns times relative to FastT's, ours and the paper's, which can be compared."""
     lines: list[list[Cell]] = []
     for row in rows:
         paper = TABLE_5.get((row.setting.model, row.setting.devices))

@@ -1,4 +1,4 @@
-"""What the reproduction of DAPPLE's evaluation is held to: the paper's claims, and what our planner reaches."""
+"""Claims for the reproduction of DAPPLE's evaluation: the paper's, and what our planner reaches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIE = 1e-3
 
 @dataclass(frozen=True)
 class Results:
-    """All that was computed; what wasn't asked for is empty."""
+    """All computed results; skipped ones are empty."""
 
     rows: Sequence[RowResult] = ()
     policies: Sequence[Policies] = ()
@@ -27,16 +27,16 @@ class Results:
 
 @dataclass(frozen=True)
 class Claim:
-    """Something that must hold.
+    """A claim that must hold.
 
     Attributes:
-        name: what it says.
-        paper: the paper's figure; empty where it has none.
+        name: text of the claim.
+        paper: the paper's figure; empty if it has none.
         ours: our figure.
-        holds: whether our figure is as good as it has to be: what this command's status is about.
-        reproduced: whether it is the paper's figure, or better; None where the paper has none.
-        reason: why it isn't.
-        value: our figure as a number, the larger the better, where later results are held to it.
+        holds: whether our figure is good enough, which decides this command's status.
+        reproduced: whether it is the paper's figure, or better; None if the paper has none.
+        reason: why it isn't reproduced.
+        value: our figure as a number, the larger the better, if later results are held to it.
     """
 
     name: str
@@ -49,14 +49,14 @@ class Claim:
 
     @property
     def status(self) -> str:
-        """For the document."""
+        """Text of the status in the document."""
         if not self.holds:
             return "**FAILED**"
         return {True: "reproduced", False: "not reproduced", None: "holds"}[self.reproduced]
 
 
 def average_speedups(hybrids: Iterable[Hybrid]) -> dict[tuple[str, str], float]:
-    """(setting, config) -> average over the models, where there are all of them."""
+    """Returns (setting, config) -> average over the models, if all are there."""
     groups: dict[tuple[str, str], list[float]] = {}
     for hybrid in hybrids:
         groups.setdefault((hybrid.variant, hybrid.config), []).append(hybrid.speedup)
@@ -64,15 +64,15 @@ def average_speedups(hybrids: Iterable[Hybrid]) -> dict[tuple[str, str], float]:
 
 
 SLACK = 0.98
-"""By how much a figure may be worse than the one that it is held to."""
+"""Factor by which a figure may be worse than the one that it is held to."""
 
 
 def check(results: Results, bounds: Mapping[str, float]) -> list[Claim]:
-    """What must hold of the results.
+    """Checks claims about the results, and returns them.
 
     Args:
-        results: what was computed.
-        bounds: by name of a claim, a figure that was reached before; see :func:`reached`.
+        results: the computed results.
+        bounds: by name of a claim, a figure reached before; see :func:`reached`.
     """
     found = []
     for result in results.rows:
@@ -87,7 +87,7 @@ def check(results: Results, bounds: Mapping[str, float]) -> list[Claim]:
 
 
 def check_times(rows: Iterable[RowResult], limit: float) -> list[Claim]:
-    """That planning a row takes at most ``limit`` seconds; apart from the others, which are the same in every run."""
+    """Checks that planning a row takes at most ``limit`` seconds; separate, as other claims don't vary between runs."""
     return [
         Claim(
             f"{result.row.key}: planned in {limit:g} s of one core",
@@ -107,7 +107,7 @@ def _bounded(claim: Claim, bounds: Mapping[str, float]) -> Claim:
 
 
 def reached(claims: Iterable[Claim]) -> dict[str, float]:
-    """The figures to hold later results to."""
+    """Returns the figures for later results."""
     return {claim.name: float(f"{claim.value:.4g}") for claim in claims if claim.value is not None}
 
 

@@ -38,17 +38,17 @@ from dapple_tf.tools.evaluation.paper_models import (
 
 _MOST_MICRO_BATCHES = 64
 _PER_STAGE = 6
-"""Micro-batches per stage in Table 7, whose paper doesn't say: the least with which its utilizations come out."""
+"""Micro-batches per stage in Table 7, which the paper omits: the least with which its utilizations come out."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A plan and what a step of it takes.
+    """A plan and the time of its step.
 
     Attributes:
-        simulation: of one step.
-        fits: whether the devices have the memory; if not, it was simulated as if they had.
-        note: what is short.
+        simulation: simulation of one step.
+        fits: whether the devices have the memory; if not, the simulation ignores the limit.
+        note: the missing memory.
     """
 
     simulation: Simulation
@@ -62,7 +62,7 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """Of one step."""
+        """Seconds of one step."""
         return self.simulation.latency
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class RowResult:
     """A row of Table 4 or 6: each plan at its best number of micro-batches and schedule, in one simulation.
 
     Attributes:
-        row: the paper's.
+        row: the paper's row.
         ours: our planner's plan.
         paper: the paper's plan.
         overlap: data parallelism, gradients reduced during the last backward.
@@ -85,7 +85,7 @@ class RowResult:
         gpipe: a straight pipeline over all devices, balanced by time, under GPipe's schedule.
         pipedream: PipeDream's plan.
         single: seconds on one device.
-        planner_seconds: of one core, that the planner took.
+        planner_seconds: seconds of one core that the planner took.
     """
 
     row: PaperRow
@@ -100,7 +100,7 @@ class RowResult:
 
     @property
     def advantage(self) -> float:
-        """How many times as long a step of the paper's plan takes."""
+        """Ratio of the time of a step of the paper's plan to ours."""
         return self.paper.seconds / self.ours.seconds
 
     @property
@@ -110,7 +110,7 @@ class RowResult:
         return (ours.cuts, ours.replicas) == (paper.cuts, paper.replicas)
 
     def speedup(self, outcome: Outcome | None) -> float | None:
-        """Over one device."""
+        """Returns the speedup over one device."""
         return None if outcome is None else self.single / outcome.seconds
 
 
@@ -118,7 +118,7 @@ class RowResult:
 
 
 def shape(plan: Plan) -> str:
-    """A plan as the paper writes it, runs of equal stages in short: ``8:8``, ``1x9:2x2``, ``straight (16)``, ``DP``."""
+    """Returns a plan in the paper's notation, equal stages joined: ``8:8``, ``1x9:2x2``, ``straight (16)``, ``DP``."""
     if plan.num_stages == 1:
         return "DP"
     if set(plan.replicas) == {1} and plan.num_stages > 2:
@@ -130,14 +130,14 @@ def shape(plan: Plan) -> str:
 
 
 def cut_text(outcome: Outcome) -> str:
-    """Indices of the last layers of stages: where a plan is cut."""
+    """Returns the indices of the last layers of stages."""
     profile = outcome.simulation.costs.profile
     cuts = [str(profile.index[cut]) for cut in outcome.plan.cuts]
     return ",".join(cuts) if len(cuts) <= 3 else f"{cuts[0]},{cuts[1]},..,{cuts[-1]}"
 
 
 def path_text(simulation: Simulation) -> str:
-    """What the critical path consists of, longest part first."""
+    """Returns the composition of the critical path, longest part first."""
     names = {"send": "transfers", "all_reduce": "all-reduce", "apply": "Apply"}
     parts: dict[str, float] = {}
     path = simulation.critical_path
@@ -153,7 +153,7 @@ def path_text(simulation: Simulation) -> str:
 
 
 def micro_batch_counts(profile: Profile, batch: int, partitions: Iterable[Partition] = ()) -> tuple[int, ...]:
-    """Powers of two whose slices aren't smaller than profiled, and for each partition the most that it can use."""
+    """Returns powers of two whose slices have at least the profiled size, and the maximum of each partition."""
     most = max(1, min(batch // profile.least_samples, _MOST_MICRO_BATCHES))
     found = {2**power for power in range(most.bit_length())}
     for partition in partitions:
@@ -175,9 +175,9 @@ def best(
     schedules: Sequence[str] = POLICIES,
     recompute: Sequence[str] = ("none", "boundary"),
 ) -> Outcome | None:
-    """The fastest way to run any of these partitions; None where none is legal.
+    """Returns the fastest way to run any of these partitions; None if none is legal.
 
-    Where none fits the devices, the one that is short of the least memory, simulated without the limit.
+    If none fits the devices, the one with the least missing memory, simulated without the limit.
     """
     found: Outcome | None = None
     unfit: list[tuple[float, Plan]] = []
@@ -207,7 +207,7 @@ def best(
 
 
 def _shortage(plan: Plan, profile: Profile, cluster: Cluster, overlap: bool) -> tuple[float, str]:
-    """By how many bytes a plan doesn't fit, at the stage where it is worst, and that in words."""
+    """Returns how many bytes a plan lacks at its worst stage, also as a text."""
     costs = CostModel(plan, profile, cluster, overlap=overlap)
     flight = [count if plan.policy.needs_all else 1 for count in plan.warm_up_counts()]
     needs = [costs.needed_bytes(stage, count) for stage, count in enumerate(flight)]
@@ -221,7 +221,7 @@ def _shortage(plan: Plan, profile: Profile, cluster: Cluster, overlap: bool) -> 
 def data_parallel(
     profile: Profile, cluster: Cluster, batch: int, counts: Sequence[int], **options: bool | str
 ) -> Outcome | None:
-    """Data parallelism on all devices; None where it doesn't fit."""
+    """Returns data parallelism on all devices; None if it doesn't fit."""
     overlap, all_reduce = bool(options.get("overlap", True)), str(options.get("all_reduce", "hierarchical"))
     everywhere = [Partition((), (cluster.num_devices,))]
     found = best(
@@ -239,7 +239,7 @@ def make_plan(
     all_reduce: str = "hierarchical",
     patience: float = 1.0,
 ) -> tuple[Outcome, float]:
-    """Our plan, and the processor's seconds that finding it took; the least of three if above ``patience``."""
+    """Returns our plan, and the processor seconds of finding it; the least of three if above ``patience``."""
     seconds = []
     for _ in range(3):
         began = time.process_time()
@@ -256,7 +256,7 @@ def make_plan(
 
 
 def run_row(row: PaperRow, patience: float = 1.0) -> RowResult:
-    """A row of Table 4 or 6."""
+    """Returns a row of Table 4 or 6."""
     model, cluster = MODELS[row.model], CONFIGS[row.config]
     profile = model.profile()
     theirs = paper_partitions(row, profile)
@@ -355,7 +355,7 @@ class LargerCluster:
 
 
 def run_larger(row: PaperRow) -> LargerCluster:
-    """A row of Table 6 on 4 x 8 devices."""
+    """Returns a row of Table 6 on 4 x 8 devices."""
     cluster = hardware(4, 8, 25)
     profile = MODELS[row.model].profile()
     counts = micro_batch_counts(profile, row.batch)
@@ -398,7 +398,7 @@ class Policies:
 
 
 def run_policies(model: str) -> Policies:
-    """A column of Table 3; for VGG-19, which Table 4 has in data parallelism, Table 6's pipeline."""
+    """Returns a column of Table 3; for VGG-19, which Table 4 has in data parallelism, Table 6's pipeline."""
     rows = TABLE_6 if model == "vgg-19" else TABLE_4
     row = next(row for row in rows if row.model == model and row.config == "A")
     profile, cluster = MODELS[model].profile(), CONFIGS["A"]
@@ -467,7 +467,7 @@ class Line7:
 
 
 def run_table_7(line: LargeBert = TABLE_7[-1]) -> Line7:
-    """The largest BERT on so many V100s of one server, with recomputation and one sample per micro-batch."""
+    """Returns the largest BERT on so many V100s of one server, with recomputation and one sample per micro-batch."""
     cluster = hardware(1, line.devices, 25)
 
     def costs_of(layers: int) -> CostModel | None:

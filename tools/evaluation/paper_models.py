@@ -85,7 +85,7 @@ STAGE_RESIDUALS = 2 * (12.1e9 - 10.6e9)
 
 
 def apply_share() -> float:
-    """The optimizer's update in Table 5, as a part of a stage's F + B.
+    """Returns the optimizer's update in Table 5, as a part of a stage's F + B.
 
     A step of two equal stages takes (M + 1) (F + B) + c: least squares over DAPPLE's three lines give both.
     """
@@ -128,7 +128,7 @@ def _resized(profile: Profile, factors: Mapping[int, float]) -> Profile:
 
 
 def correct_bert_48(profile: Profile) -> Profile:
-    """Each layer's output without the mask that was counted with it; inputs and mask for 2 samples, not 6."""
+    """Returns each layer's output without the mask that was counted with it; inputs and mask for 2 samples, not 6."""
     factors = {}
     for index, layer in enumerate(profile.layers):
         if layer.name in ("input_ids", "attention_mask"):
@@ -169,7 +169,7 @@ def correct_gnmt_16(profile: Profile) -> Profile:
 
 
 def correct_amoeba_36(profile: Profile) -> Profile:
-    """The labels go to the loss, not to cell_20."""
+    """Returns the labels go to the loss, not to cell_20."""
     loss = profile.index["softmax_loss"]
     tensors = [
         dataclasses.replace(tensor, consumers=(loss,)) if tensor.consumers == (profile.index["cell_20"],) else tensor
@@ -179,7 +179,7 @@ def correct_amoeba_36(profile: Profile) -> Profile:
 
 
 def correct_resnet_50(profile: Profile) -> Profile:
-    """What works in place keeps no residual of its own."""
+    """Returns what works in place keeps no residual of its own."""
     return _without_residuals(profile, r"ReLU\(inplace\)|Add\(inplace\)|View|Size")
 
 
@@ -215,16 +215,16 @@ class Model:
     file: str | None = None
 
     def published(self) -> Profile:
-        """The profile as its authors published it."""
+        """Returns the profile as its authors published it."""
         stem = self.file or f"{self.name}-pbs-{self.samples}"
         return load_text(PROFILES / f"{stem}.txt", batch_size=self.samples, model=self.name, device="V100")
 
     def corrected(self) -> Profile:
-        """The profile with its errors mended; residuals are still outputs."""
+        """Returns the profile with its errors mended; residuals are still outputs."""
         return self.published() if self.correct is None else self.correct(self.published())
 
     def profile(self, residuals: float | None = None, workspace: float = 0.0) -> Profile:
-        """The profile to plan from: errors mended, with memory and the time of Apply.
+        """Returns the profile to plan from: errors mended, with memory and the time of Apply.
 
         Args:
             residuals: bytes that the whole model keeps for one batch of the profile; None is what Table 1 leaves beside
@@ -459,14 +459,14 @@ def lstm_per_device(profile: Profile) -> Partition:
 
 
 def layer_index(profile: Profile, name: str) -> int:
-    """The index of a layer by its name, or by the beginning of its description."""
+    """Returns the index of a layer by its name, or by the beginning of its description."""
     if name in profile.index:
         return profile.index[name]
     return next(index for index, layer in enumerate(profile.layers) if layer.name.startswith(name))
 
 
 def paper_partitions(row: PaperRow, profile: Profile) -> Sequence[Partition]:
-    """The paper's plan of a row; several where its text may be read in several ways."""
+    """Returns the paper's plan of a row; several where its text may be read in several ways."""
     devices = CONFIGS[row.config].num_devices
     if row.plan == "DP":
         return (Partition((), (devices,)),)

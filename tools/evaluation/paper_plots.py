@@ -1,4 +1,4 @@
-"""The plots of the reproduction, as SVG files that are the same whenever the numbers are."""
+"""The plots of the reproduction, as SVG files, which are the same if the numbers are."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SETTINGS: Any = {
 
 
 def draw(results: Results, directory: pathlib.Path) -> None:
-    """Draw all plots that there are results for."""
+    """Draws all plots that have results."""
     matplotlib.use("Agg")
     directory.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(_SETTINGS):
@@ -55,7 +55,7 @@ def _save(figure: Any, path: pathlib.Path) -> None:
 def _bars(
     axes: Any, names: Sequence[str], groups: Sequence[tuple[str, Sequence[float | None]]], digits: int = 1
 ) -> None:
-    """A group of bars for each name; what there isn't is left out, with a cross in its place."""
+    """Draws a group of bars for each name; a missing value is a cross."""
     width = 0.84 / len(groups)
     for index, (label, values) in enumerate(groups):
         places = [place + (index - (len(groups) - 1) / 2) * width for place in range(len(names))]
@@ -76,7 +76,7 @@ def _values(rows: Sequence[RowResult], outcomes: Sequence[Outcome | None]) -> li
 
 
 def _speedups(rows: Sequence[RowResult]) -> Any:
-    """Figure 11: speedups over one device, a panel for each config."""
+    """Draws figure 11: speedups over one device, a panel for each config."""
     configs = sorted({row.row.config for row in rows})
     figure, panels = pyplot.subplots(len(configs), 1, figsize=(9, 2.5 * len(configs)), squeeze=False)
     for axes, config in zip(panels[:, 0], configs, strict=True):

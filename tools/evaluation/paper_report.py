@@ -74,7 +74,7 @@ NOTES = {
         "bubble of a third, data parallelism has none."
     ),
 }
-"""Why our plan differs, in words, by table, model and config."""
+"""Reasons why our plan differs, by table, model and config."""
 
 PLOTS = {
     "table4_speedups": "speedups",
@@ -96,12 +96,12 @@ class Table:
     rows: Sequence[Sequence[Cell]] = field(default_factory=list)
 
     def markdown(self) -> str:
-        """Return it for the document."""
+        """Returns the table in Markdown."""
         lines = [self.header, ["---"] * len(self.header), *([_text(cell) for cell in row] for row in self.rows)]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def csv(self) -> str:
-        """Return it for a file, with numbers to six digits."""
+        """Returns the table as CSV, with numbers to six digits."""
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
         writer.writerow(self.header)
@@ -109,7 +109,7 @@ class Table:
         return buffer.getvalue()
 
     def records(self) -> list[Mapping[str, Cell]]:
-        """Return it for the JSON file."""
+        """Returns the table's rows for JSON."""
         return [dict(zip(self.header, map(_number, row), strict=True)) for row in self.rows]
 
 
@@ -129,7 +129,7 @@ def _number(cell: Cell) -> Cell:
 
 
 def tables(results: Results) -> list[Table]:
-    """Every table that there are results for."""
+    """Returns every table that has results."""
     found = []
     for number in (4, 6):
         rows = [row for row in results.rows if row.row.table == number]
@@ -277,7 +277,7 @@ def _table_7(lines: Iterable[Line7]) -> Table:
 
 
 def write(results: Results, claims: Sequence[Claim], directory: pathlib.Path) -> None:
-    """Write the document and the tables."""
+    """Writes the document and the tables."""
     directory.mkdir(parents=True, exist_ok=True)
     rows: list[list[Cell]] = [[claim.name, claim.paper, claim.ours, claim.status, claim.reason] for claim in claims]
     claimed = Table("claims", "Claims", ["claim", "paper", "ours", "status", "reason"], rows)

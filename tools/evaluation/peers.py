@@ -1,6 +1,6 @@
-"""Processes that train in step with each other, by other means than ours: for each line on stdin, so many steps.
+"""Processes that train in step with each other, by other means than ours: each line on stdin is a number of steps.
 
-Each answers with one line when its steps are done; what it is else, and what the line says, is its own affair.
+Each answers with one line when its steps are done; the line's text is up to the process.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dapple_tf.tools.hosts import end, environment, launch
 
 
 class PeersError(RuntimeError):
-    """A process didn't answer; the text has the end of what it has written to stderr."""
+    """A process didn't answer; the text has the end of its stderr."""
 
 
 class Peers:
-    """Some processes, which run until the stack is closed.
+    """Processes that run until the stack is closed.
 
     Attributes:
-        answers: the line that each has answered last.
+        answers: last line that each has answered.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class Peers:
         environments: Sequence[Mapping[str, str]] | None = None,
         greeted: bool = False,
     ) -> None:
-        """Starts them.
+        """Starts the processes.
 
         Args:
             stack: ends them when it is closed.
-            commands: of each.
-            environments: further variables of each.
-            greeted: whether each writes a line of its own accord before anything else.
+            commands: command of each.
+            environments: additional variables of each.
+            greeted: whether each writes a line before anything else.
 
         Raises:
             PeersError: one ended before that.
@@ -61,7 +61,7 @@ class Peers:
             self._listen()
 
     def __call__(self, steps: int) -> float:
-        """Seconds of so many steps of all.
+        """Runs ``steps`` steps of all; returns the seconds.
 
         Raises:
             PeersError: one ended instead.
@@ -69,7 +69,7 @@ class Peers:
         started = time.perf_counter()
         for process in self._processes:
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # It has ended, of which `_listen` tells.
+            with contextlib.suppress(BrokenPipeError):  # It has ended, which `_listen` reports.
                 process.stdin.write(f"{steps}\n")
                 process.stdin.flush()
         self._listen()
@@ -89,7 +89,7 @@ class Peers:
 
 
 def pinned(index: int) -> list[str]:
-    """Start of a command that keeps a process to one of this process's cores, by the number of the process."""
+    """Returns the start of a command that pins a process to one of this process's cores, by the process' number."""
     cores = sorted(os.sched_getaffinity(0))
     return ["taskset", "-c", str(cores[index % len(cores)])]
 

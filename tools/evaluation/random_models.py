@@ -1,10 +1,10 @@
-"""Random models, plans and batches, to be trained as pipelines and by plain Keras: a search for what isn't equal.
+"""Random models, plans and batches, trained as pipelines and with plain Keras: a search for differences.
 
 A seed gives a model of some blocks (dense, convolution with strides, attention, recurrence, layers that are used twice,
 skip connections, lookups by the batch and by constants, penalties that are means or sums), whose length may be open,
-a loss, an optimizer, a plan, and what a training loop does between steps: nothing, or reading and assigning variables
-as callbacks do. Blocks are drawn in turn with each other's tensors as inputs; the last layer of block k is named
-``block_k``, so that any plan may cut there.
+a loss, an optimizer, a plan, and the training loop's actions between steps: nothing, or reading and assigning variables
+as callbacks do. Blocks are drawn one after another with each other's tensors as inputs; the last layer of block k is
+named ``block_k``, so that any plan may cut there.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ class Draw:
 
     Attributes:
         about: blocks, loss, optimizer and plan, in a line.
-        build: makes the compiled model; the same values each time.
-        plan: for it.
-        batches: one for each step.
-        between: name of what the training loop does after each step, see `BETWEEN`.
+        build: function that returns the compiled model; the same values each time.
+        plan: its plan.
+        batches: one batch for each step.
+        between: name of the training loop's action after each step, see `BETWEEN`.
     """
 
     about: str
@@ -101,7 +101,7 @@ class Draw:
 
 
 def compare_draw(seed: int) -> tuple[str, Comparison]:
-    """Trains a random model both ways; tells what it is, and how they compare.
+    """Trains a random model both ways; returns its description, and the comparison.
 
     The float type must be float64.
     """
@@ -117,7 +117,7 @@ def compare_draw(seed: int) -> tuple[str, Comparison]:
 
 
 def draw(seed: int) -> Draw:
-    """The model, plan and batches of a seed."""
+    """Returns the model, plan and batches of a seed."""
     rng = np.random.default_rng(seed)
     chain = _Chain(rng)
     optimizer = str(rng.choice(list(_OPTIMIZERS)))
@@ -160,7 +160,7 @@ def draw(seed: int) -> Draw:
 
 
 class _Chain:
-    """Blocks, drawn one after the other; `build` makes the same model each time."""
+    """Blocks, drawn one after another; `build` makes the same model each time."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.form = str(rng.choice(["vector", "sequence", "tokens", "image"]))
@@ -177,7 +177,7 @@ class _Chain:
         self.kinds = kinds
 
     def build(self) -> keras.Model:
-        """The model, not compiled."""
+        """Builds the model, not compiled."""
         inputs, x = self._inputs()
         early = None
         for number, (kind, seed) in enumerate(zip(self.blocks, self.seeds, strict=True)):
@@ -189,15 +189,15 @@ class _Chain:
         return keras.Model(inputs, outputs if self.second_head else outputs[0])
 
     def losses(self) -> Any:
-        """What to compile the model with."""
+        """Returns the losses to compile the model with."""
         return [_LOSSES[self.loss]() for _ in range(2)] if self.second_head else _LOSSES[self.loss]()
 
     def batch(self, rng: np.random.Generator, samples: int) -> Batch:
-        """Inputs, labels and sample weights, of another length each time where that is open."""
+        """Returns inputs, labels and sample weights, with another length each time if it is open."""
         length = int(rng.integers(4, 9)) if self.open else self.length
         if self.form == "tokens":
             x = rng.integers(0, _VOCABULARY, size=(samples, length)).astype("int32")
-            x[:, 0] = rng.integers(1, _VOCABULARY, size=samples)  # No sample is masked altogether.
+            x[:, 0] = rng.integers(1, _VOCABULARY, size=samples)  # No sample is masked completely.
         else:
             shape = {"vector": (self.width,), "sequence": (length, self.width), "image": (8, 8, 2)}[self.form]
             x = rng.normal(size=(samples, *shape))
@@ -275,7 +275,7 @@ def _strides(x: Any, name: str, rng: np.random.Generator) -> Any:
 
 
 def _room(x: Any, name: str) -> Any:
-    """Strides make sequences shorter; this keeps at least two places."""
+    """Keeps at least two places of a sequence that strides make shorter."""
     return layers.ZeroPadding1D((1, 1), name=f"{name}_room")(x)
 
 
@@ -285,7 +285,7 @@ def _recurrent(x: Any, name: str, rng: np.random.Generator) -> Any:
 
 
 def _attention(x: Any, name: str, rng: np.random.Generator) -> Any:
-    # A bias of keys has no gradient but rounding, which Lamb, for one, makes as large as any other.
+    # A bias of keys has only rounding as its gradient, which Lamb, for one, makes as large as any other.
     attention = layers.MultiHeadAttention(2, x.shape[-1] // 2, use_bias=False, name=f"{name}_attention")
     attended = attention(x, x)
     return layers.LayerNormalization(name=name)(layers.Add(name=f"{name}_sum")([x, attended]))
@@ -393,7 +393,7 @@ BETWEEN: Mapping[str, Callable[[keras.Model], None]] = {
     "reads iterations": _add_iterations,
     "sets weights": _average,
 }
-"""What a training loop may do to the user's model after each step."""
+"""Actions of a training loop on the user's model after each step."""
 
 
 def _train(between: str, trainer: Any, batch: Batch) -> None:

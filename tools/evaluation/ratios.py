@@ -1,4 +1,4 @@
-"""Times that were measured in turns, as ratios: a machine's speed drifts, and what takes turns drifts together."""
+"""Ratios of times that were measured in turns: a machine's speed drifts, equally for all that take turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Quartiles:
-    """What a number was over the rounds of a benchmark.
+    """Quartiles of a number over the rounds of a benchmark.
 
     Attributes:
         low: lower quartile.
@@ -28,13 +28,13 @@ class Quartiles:
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
-    """The quartiles of at least one number."""
+    """Returns the quartiles of at least one number."""
     low, median, high = np.percentile(np.asarray(values, np.float64), (25, 50, 75))
     return Quartiles(float(low), float(median), float(high))
 
 
 def ratios(values: Sequence[float], base: Sequence[float]) -> Quartiles:
-    """The quartiles of ``values[i] / base[i]``, both of round i.
+    """Returns the quartiles of ``values[i] / base[i]``, both of round i.
 
     >>> str(ratios([2.0, 3.0, 8.0], [1.0, 1.0, 2.0]))
     '3.000 (2.500 to 3.500)'
@@ -50,13 +50,13 @@ def ratios(values: Sequence[float], base: Sequence[float]) -> Quartiles:
 def take_turns(
     ways: Mapping[str, Callable[[], object]], rounds: int, told: Callable[[int, str], None] | None = None
 ) -> dict[str, list[float]]:
-    """Runs each way once in every round, in an order that is turned around from round to round.
+    """Runs each way once in every round, in an order that is reversed from round to round.
 
-    So none always comes after the same other one, which leaves it caches, and the processor's clock, in some state.
+    So none always follows the same other one, which leaves caches and the processor's clock in some state.
 
     Args:
-        ways: name -> what runs a turn.
-        rounds: how many.
+        ways: name -> function that runs a turn.
+        rounds: number of rounds.
         told: called after each turn with the round's number, from 0, and the way's name.
 
     Returns:

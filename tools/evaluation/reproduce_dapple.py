@@ -1,4 +1,4 @@
-"""Reproduces the evaluation of DAPPLE (PPoPP'21, section 6): plans its models for its hardware, and simulates.
+"""Reproduces the evaluation of DAPPLE (PPoPP'21, section 6): plans its models for its hardware, and simulates them.
 
     python -m tools.evaluation.reproduce_dapple                                         # all of it, two minutes
     python -m tools.evaluation.reproduce_dapple --models=vgg-19 --output_dir=./results  # one model
@@ -11,8 +11,8 @@ From the layer profiles in docs/profiles: Table 4 (plans on hardware A, B, C) an
     *.csv, results.json    the same numbers
     *.svg                  plots
 
-docs/results/README.md says what is assumed. Exits with 1, and names them, when claims don't hold: a plan of ours is
-slower than the paper's in the same simulation, planning takes too long, or a figure is worse than it has been.
+docs/results/README.md lists the assumptions. Exits with 1, and names them, if claims don't hold: our plan is
+slower than the paper's in the same simulation, planning takes too long, or a figure is worse than before.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ _BOUNDS = _DEFAULT / "bounds.json"
 FLAGS = flags.FlagValues()
 
 _MODELS = flags.DEFINE_list(
-    "models", list(_NAMES), f"Models to plan, of {', '.join(_NAMES)}; averages need all.", flag_values=FLAGS
+    "models", list(_NAMES), f"Models to plan, from {', '.join(_NAMES)}; averages need all.", flag_values=FLAGS
 )
 _CONFIGS = flags.DEFINE_list("configs", ["A", "B", "C"], "Hardware to plan for in Table 4.", flag_values=FLAGS)
-_OUTPUT_DIR = flags.DEFINE_string("output_dir", str(_DEFAULT), "Where to leave the results.", flag_values=FLAGS)
+_OUTPUT_DIR = flags.DEFINE_string("output_dir", str(_DEFAULT), "Folder to write the results to.", flag_values=FLAGS)
 _PLANNER_SECONDS = flags.DEFINE_float(
     "planner_seconds",
     1.0,
-    "Seconds of one core that planning a row may take; measured up to three times.",
+    "Maximum seconds of one core for planning a row; measured at most three times.",
     0.0,
     flag_values=FLAGS,
 )
 _BLESS = flags.DEFINE_boolean(
     "bless",
     False,
-    "Hold later results to the figures of these, in docs/results/bounds.json, be they better or worse.",
+    "Store these figures, better or worse, in docs/results/bounds.json as the bounds of later results.",
     flag_values=FLAGS,
 )
-_PLOTS = flags.DEFINE_boolean("plots", True, "Draw the plots too; needs matplotlib.", flag_values=FLAGS)
+_PLOTS = flags.DEFINE_boolean("plots", True, "Draw the plots, too; needs matplotlib.", flag_values=FLAGS)
 
 _Found = TypeVar("_Found")
 
 
 class _Work:
-    """What is to be done, done one by one, with a line on standard error for each."""
+    """Runs the work one by one, with a line on standard error for each."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
@@ -81,7 +81,7 @@ class _Work:
 
 
 def reproduce(models: Sequence[str], configs: Sequence[str], planner_seconds: float) -> Results:
-    """Plan and simulate what concerns these models and configs."""
+    """Plans and simulates everything about these models and configs."""
     rows = [row for row in ROWS if row.model in models and (row.config in configs or row.table == 6)]
     everything = set(FIGURE_11_MODELS) <= set(models) and set(configs) == set("ABC")
     small = [(model, config) for config in "ABC" for model in FIGURE_11_MODELS] if everything else []
@@ -127,7 +127,7 @@ def _bounds() -> dict[str, float]:
 
 
 def main() -> None:
-    """Computes, writes, and says what doesn't hold."""
+    """Computes, writes, and names failing claims."""
     command.check_choices(_MODELS, _NAMES)
     command.check_choices(_CONFIGS, "ABC")
     directory = pathlib.Path(_OUTPUT_DIR.value)

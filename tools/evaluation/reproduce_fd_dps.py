@@ -1,17 +1,17 @@
-"""Reproduces the experiments of FD-DPS (Mathematics 2022, 10, 4788, section 5): places its models, and simulates.
+"""Reproduces the experiments of FD-DPS (Mathematics 2022, 10, 4788, section 5): places its models, and simulates them.
 
     python -m tools.evaluation.reproduce_fd_dps                                              # all of it
     python -m tools.evaluation.reproduce_fd_dps --models=VGG-16 --devices=4 --output_dir=... # one row
 
 Tables 3, 5, 6 and 7 and figures 4 and 5: the training steps of VGG-16, Inception-V3, ResNet-50, ResNet-200,
-NASNet-mobile and NASNet-large on 2, 4 and 8 devices as quick as P100s. Their graphs are made by the passes of real
-training, and kept in build/operator_steps until something changes that they are made by. Leaves in ``--output_dir``:
+NASNet-mobile and NASNet-large on 2, 4 and 8 devices as fast as P100s. Their graphs are made by the passes of real
+training, and cached in build/operator_steps until something that they depend on changes. Writes to ``--output_dir``:
 
     fd_dps.md       the tables, with the paper's numbers, and what was assumed
     fd_dps.json     the same numbers
 
-Exits with 1, and names them, when claims don't hold: FD-DPS is slower than FastT, HEFT or one device, or needs too much
-memory; it is less than 12 % faster than FastT on the NASNet family at eight devices; it searches for more than 30 s of
+Exits with 1, and names them, if claims don't hold: FD-DPS is slower than FastT, HEFT or one device, or needs too much
+memory; it is less than 12 % faster than FastT on the NASNet family at eight devices; its search takes more than 30 s of
 one core.
 """
 
@@ -36,20 +36,22 @@ from dapple_tf.tools.evaluation.operator_report import SEARCH_SECONDS, claims_of
 FLAGS = flags.FlagValues()
 _DEFAULT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
 
-_MODELS = flags.DEFINE_list("models", list(MODELS), f"Models to place, of {', '.join(MODELS)}.", flag_values=FLAGS)
+_MODELS = flags.DEFINE_list("models", list(MODELS), f"Models to place, from {', '.join(MODELS)}.", flag_values=FLAGS)
 _DEVICES = flags.DEFINE_list("devices", [*map(str, DEVICES)], "Numbers of devices.", flag_values=FLAGS)
-_DOCKERS = flags.DEFINE_boolean("dockers", True, "Eight devices in two dockers, too: figure 4.", flag_values=FLAGS)
-_OUTPUT_DIR = flags.DEFINE_string("output_dir", str(_DEFAULT), "Where to leave the results.", flag_values=FLAGS)
+_DOCKERS = flags.DEFINE_boolean(
+    "dockers", True, "Also place on eight devices in two dockers: figure 4.", flag_values=FLAGS
+)
+_OUTPUT_DIR = flags.DEFINE_string("output_dir", str(_DEFAULT), "Folder to write the results to.", flag_values=FLAGS)
 _SEARCH_SECONDS = flags.DEFINE_float(
-    "search_seconds", SEARCH_SECONDS, "Seconds of one core that a search may take.", 0.0, flag_values=FLAGS
+    "search_seconds", SEARCH_SECONDS, "Maximum seconds of one core for a search.", 0.0, flag_values=FLAGS
 )
 _JOBS = flags.DEFINE_integer(
-    "jobs", min(4, os.cpu_count() or 1), "Processes that search at a time, up to 6 GB each.", 1, flag_values=FLAGS
+    "jobs", min(4, os.cpu_count() or 1), "Number of parallel searches, of at most 6 GB each.", 1, flag_values=FLAGS
 )
 
 
 class _Work:
-    """A line on standard error for all that is done."""
+    """Writes a line on standard error for all finished work."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done, self.began = total, 0, time.monotonic()
@@ -61,7 +63,7 @@ class _Work:
 
 
 def reproduce(chosen: Sequence[Setting], jobs: int) -> list[Row]:
-    """The rows of these settings, in their order."""
+    """Returns the rows of these settings, in their order."""
     models = list(dict.fromkeys(setting.model for setting in chosen))
     work = _Work(len(models) + len(chosen))
     found: dict[Setting, Row] = {}
@@ -96,7 +98,7 @@ def _quiet() -> None:
 
 
 def main() -> None:
-    """Places, simulates, writes, and says what doesn't hold."""
+    """Places, simulates, writes, and names failing claims."""
     command.check_choices(_MODELS, MODELS)
     counts = [int(text) for text in _DEVICES.value if text.isdecimal() and int(text) > 1]
     command.check(

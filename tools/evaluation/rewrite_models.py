@@ -1,13 +1,13 @@
-"""Rewrites full-size models into pipelines of 16 and 32 devices without running them, and tells what that takes.
+"""Rewrites full-size models into pipelines of 16 and 32 devices without running them, and reports the cost.
 
     python -m tools.evaluation.rewrite_models --json=models.json
     python -m tools.evaluation.rewrite_models --models=bert:48,resnet:50 --devices=32
 
 Each model is built under `dapple.deferred_init`, so that no parameter has a value, captured, cut evenly by parameters
-and rewritten by all passes into the complete graph of a training step; devices are a description. Each has a process of
-its own, one at a time. Per number of devices there are three plans: a straight pipeline (or, of a model that has fewer
-layers than that, the longest one whose stages have equal numbers of replicas), one of eight replicated stages, and data
-parallelism.
+and rewritten by all passes into the complete graph of a training step; devices are a description. Each has its own
+process, one at a time. Per number of devices there are three plans: a straight pipeline (or, for a model with fewer
+layers than devices, the longest one whose stages have equal numbers of replicas), one of eight replicated stages, and
+data parallelism.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _SCHEDULE = flags.DEFINE_string("schedule", "dapple_a", "Name of the schedule.",
 _JSON = flags.DEFINE_string(
     "json",
     None,
-    "Write the numbers to this JSON file, too; those of other models and plans there stay.",
+    "JSON file to write the numbers to; those of other models and plans there stay.",
     flag_values=FLAGS,
 )
 _CHILD = flags.DEFINE_bool("child", False, "Internal: this process rewrites one model.", flag_values=FLAGS)
@@ -72,18 +72,18 @@ _Made = TypeVar("_Made")
 
 @dataclasses.dataclass
 class Parts:
-    """What parts of the work take.
+    """Times of the parts of the work.
 
     Attributes:
-        seconds: name -> seconds on the clock.
-        processor_seconds: name -> those of a core, which other programs' use of the machine changes less.
+        seconds: name -> wall-clock seconds.
+        processor_seconds: name -> seconds of a core, on which other programs have less influence.
     """
 
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     processor_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def timed(self, name: str, make: Callable[[], _Made]) -> _Made:
-        """Does one part."""
+        """Runs and times one part."""
         clock, processor = time.perf_counter(), time.process_time()
         try:
             return make()
@@ -94,13 +94,13 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """How large a step's graph is.
+    """Size of a step's graph.
 
     Attributes:
-        nodes: at its top level.
-        functions: in its library.
-        function_nodes: in these functions.
-        bytes: of its GraphDef, of which there can be at most 2 GB.
+        nodes: number of nodes at its top level.
+        functions: number of functions in its library.
+        function_nodes: number of nodes in these functions.
+        bytes: size of its GraphDef, at most 2 GB.
     """
 
     nodes: int
@@ -110,21 +110,21 @@ class Size:
 
     @classmethod
     def of(cls, graph: GraphDef) -> Size:
-        """That of a graph."""
+        """Measures a graph."""
         functions = graph.library.function
         return cls(len(graph.node), len(functions), sum(len(each.node_def) for each in functions), graph.ByteSize())
 
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A model that has been captured, and isn't cut yet.
+    """A captured model that isn't cut yet.
 
     Attributes:
-        model: without values.
-        spec: what its batches look like.
-        table: names of its variables.
-        program: the flat graph of its training step.
-        layers: those that can be cut apart.
+        model: the model, without values.
+        spec: structure of its batches.
+        table: its variables.
+        program: flat graph of its training step.
+        layers: layers that can be cut apart.
     """
 
     model: Any
@@ -135,7 +135,7 @@ class Captured:
 
     @property
     def parameters(self) -> int:
-        """Trainable ones."""
+        """Number of trainable parameters."""
         return sum(math.prod(variable.shape) for variable in self.model.trainable_variables)
 
 
@@ -153,13 +153,13 @@ def captured(source: ModelSource, parts: Parts) -> Captured:
 
 
 def described(devices: int) -> dapple.Cluster:
-    """Servers of up to eight devices that don't exist."""
+    """Returns a description of servers with at most eight devices each."""
     servers = [{"devices": min(8, devices - first)} for first in range(0, devices, 8)]
     return dapple.Cluster.from_json(json.dumps({"format": "dapple_tf.cluster/1", "servers": servers}))
 
 
 def replicas_of(kind: str, devices: int, layers: int) -> tuple[int, ...] | None:
-    """Replicas of each stage; None where the model hasn't as many layers."""
+    """Returns the replicas of each stage; None if the model has too few layers."""
     if kind == "data_parallel":
         return (devices,)
     most = devices if kind == "straight" else min(_REPLICATED_STAGES, devices // 2)
@@ -169,7 +169,7 @@ def replicas_of(kind: str, devices: int, layers: int) -> tuple[int, ...] | None:
 
 
 def plan_of(found: Captured, kind: str, devices: int, schedule: str) -> dapple.Plan | None:
-    """An even plan of a kind, a sample for each replica and micro-batch; None where there is none."""
+    """Returns an even plan of a kind, with a sample for each replica and micro-batch; None if there is none."""
     replicas = replicas_of(kind, devices, len(found.layers.names))
     if replicas is None:
         return None
@@ -182,7 +182,7 @@ def plan_of(found: Captured, kind: str, devices: int, schedule: str) -> dapple.P
 
 @without_collection
 def rewritten(found: Captured, plan: dapple.Plan, cluster: dapple.Cluster, parts: Parts) -> Program:
-    """The complete training step of a model by a plan, by the passes that real training goes through."""
+    """Returns the complete training step of a model with a plan, by the passes of real training."""
     passes = StepPasses(plan, cluster)
 
     def run(program: Program, chosen: Sequence[Pass], first: int, *, complete: bool = False) -> Program:
@@ -207,7 +207,7 @@ def rewritten(found: Captured, plan: dapple.Plan, cluster: dapple.Cluster, parts
 def rows_of(
     name: str, source: ModelSource, devices: Sequence[int], kinds: Sequence[str], schedule: str
 ) -> Iterator[dict[str, Any]]:
-    """Rewrites a model by each of its plans; yields a row for each."""
+    """Rewrites a model with each of its plans; yields a row for each."""
     shared = Parts()
     found = captured(source, shared)
     size = Size.of(found.program.graph)
@@ -252,7 +252,7 @@ def _sum(parts: Mapping[str, Mapping[str, float]], *names: str) -> float:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows for people, as Markdown. Seconds are of one core."""
+    """Returns the rows for people, as Markdown. Seconds are of one core."""
     cells: list[tuple[str, ...]] = [_HEADS]
     for row in rows:
         own, step = row["model_parts"], row["step"]
@@ -278,7 +278,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Rewrites what the flags say, and prints the table."""
+    """Rewrites the models of the flags, and prints the table."""
     command.check(bool(_MODELS.value and _DEVICES.value), "--models or --devices is empty")
     command.check(
         all(count.isascii() and count.isdigit() and int(count) > 1 for count in _DEVICES.value),

@@ -57,13 +57,13 @@ class ExampleError(Exception):
 
 
 def blocks(document: str) -> Iterator[Block]:
-    """The fenced blocks of a document."""
+    """Yields the fenced blocks of a document."""
     for match in _BLOCK.finditer(document):
         yield Block(match[1], match[2], match.start(2), document.count("\n", 0, match.start(2)) + 1)
 
 
 def pictures(document: str) -> list[str]:
-    """The pictures that a document shows, by their paths in its folder ``pictures``."""
+    """Returns the pictures that a document shows, by their paths in its folder ``pictures``."""
     return list(dict.fromkeys(_PICTURE.findall(document)))
 
 
@@ -124,7 +124,7 @@ def _run_command(line: str, where: str) -> str:
 
 
 def _shown(printed: str) -> str:
-    """What was printed, as far as it belongs into a document: without what only a terminal shows."""
+    """Returns what was printed, as far as it belongs into a document: without what only a terminal shows."""
     lines = [line.rsplit("\r", 1)[-1].rstrip() for line in printed.replace("\b", "").splitlines()]
     return "\n".join(lines).strip("\n") + "\n"
 

@@ -57,7 +57,7 @@ stages, and data parallelism, which is one stage.
 
 
 def _origin(entries: list[Mapping[str, Any]]) -> str:
-    """What was run where."""
+    """Returns what was run where."""
     lines = []
     for entry in entries:
         machine = entry["machine"]
@@ -71,7 +71,7 @@ def _origin(entries: list[Mapping[str, Any]]) -> str:
 
 
 def report(found: Mapping[str, Any]) -> str:
-    """The document.
+    """Returns the document.
 
     Args:
         found: benchmark -> its results, as `read_results` gives them; sections of others are left out.

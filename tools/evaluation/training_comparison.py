@@ -1,4 +1,4 @@
-"""A few training steps of a model, pipelined and by plain Keras from the same values; every variable is compared."""
+"""Trains a model for a few steps, pipelined and with plain Keras from the same values, and compares every variable."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dapple_tf.execution.notes import Note, NoteKind
 TOLERANCE = {"float64": 1e-8, "float32": 1e-4}
 """Float type -> largest difference that rounding explains, relative to what training has changed (see `_scale`)."""
 FLOOR = {"float64": 1e-6, "float32": 1e-2}
-"""Float type -> the least that differences are relative to: gradients that cancel to nothing consist of rounding."""
+"""Float type -> minimum scale of differences: gradients that cancel to nothing consist of rounding."""
 _ROUNDED = 1e-2
-"""The least that differences are relative to, as a part of an array's largest value: that is what is rounded."""
+"""Minimum scale of differences as a part of an array's largest value: that is what is rounded."""
 
 _NO_EXCUSE = (NoteKind.METRIC, NoteKind.RANDOM)
-"""What is noted of metrics alone changes no variable; the models that are compared draw nothing that counts."""
+"""Notes on metrics alone change no variable; the compared models draw nothing that counts."""
 
 Batch = tuple[Any, Any, Any]
 """x, y and sample weights (or None)."""
@@ -31,12 +31,12 @@ Train = Callable[[Any, Batch], None]
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """How two trainings of a model compare.
+    """Comparison of two trainings of a model.
 
     Attributes:
-        verdict: "equal"; "listed", where `transform` has told why it differs; "refused", with an error that says why;
+        verdict: "equal"; "listed" if `transform` has said why it differs; "refused" with an error that says why;
             "differs" and "failed" otherwise.
-        difference: the largest of a variable or slot, see `TOLERANCE`; None where there is nothing to compare.
+        difference: largest difference of a variable or slot, see `TOLERANCE`; None if there is nothing to compare.
         where: the variable that differs most, what was listed, or the error.
     """
 
@@ -46,12 +46,12 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether it is what users are promised."""
+        """Whether the result is what users are promised."""
         return self.verdict in ("equal", "listed", "refused")
 
 
 def train_on_batch(trainer: Any, batch: Batch) -> None:
-    """The usual step."""
+    """Trains on a batch in the usual way."""
     x, y, sample_weight = batch
     trainer.train_on_batch(x, y, sample_weight=sample_weight)
 
@@ -64,14 +64,14 @@ def compare_training(
     train: Train = train_on_batch,
     dtype: str = "float64",
 ) -> Comparison:
-    """Trains a model both ways and compares every variable and slot in the end.
+    """Trains a model both ways and finally compares every variable and slot.
 
     Args:
-        build: makes the compiled model, each time with the same values, in float type ``dtype``.
-        transform: makes a pipeline of it.
-        batches: one for each step.
-        train: makes a step.
-        dtype: names the tolerance.
+        build: function that returns the compiled model, each time with the same values, in float type ``dtype``.
+        transform: function that makes a pipeline of it.
+        batches: one batch for each step.
+        train: function that makes a step.
+        dtype: selects the tolerance.
     """
     plain, own = build(), build()
     before = [variable.numpy() for variable in own.variables]
@@ -86,7 +86,7 @@ def compare_training(
             pipelined.close(sync=False)
     except (dapple.DappleError, dapple.PassError, dapple.PlanError) as error:
         return Comparison("refused", None, reason(error))
-    except Exception as error:  # Whatever it is, the others are compared, and this one is told.
+    except Exception as error:  # Whatever it is, it is reported, and the others are still compared.
         return Comparison("failed", None, f"{type(error).__name__}: {reason(error)}")
     plain.run_eagerly = True  # A few steps take less time than a trace.
     for batch in batches:
@@ -103,7 +103,7 @@ def compare_training(
 
 
 def briefly(notes: Sequence[Note]) -> str:
-    """Notes of equal text as one, with the first of the layers that they are about."""
+    """Joins notes with equal texts, with the first of their layers."""
     layers: dict[str, list[str]] = {}
     for note in notes:
         layers.setdefault(f"{note.text}; {note.way_out}", []).append(note.layer)
@@ -114,13 +114,13 @@ def briefly(notes: Sequence[Note]) -> str:
 def largest_difference(
     own: keras.Model, plain: keras.Model, before: Sequence[np.ndarray], dtype: str
 ) -> tuple[float, str]:
-    """That of all variables of two models and of their optimizers, and the variable it is of.
+    """Returns the largest difference of two models' and their optimizers' variables, and its variable.
 
     Args:
         own: a model.
         plain: the same one, trained otherwise.
-        before: what the models' variables were before training; the optimizers' were zeros.
-        dtype: names the least that differences are relative to.
+        before: values of the models' variables before training; the optimizers' were zeros.
+        dtype: selects the minimum scale of differences.
     """
     worst, where = 0.0, "(no variable)"
     pairs = list(zip(_variables(own), _variables(plain), strict=True))
@@ -137,7 +137,7 @@ def largest_difference(
 
 
 def _scale(old: np.ndarray, new: np.ndarray, dtype: str) -> float:
-    """What differences of an array are relative to: how far training has moved it."""
+    """Returns the scale of an array's differences: how far training has changed it."""
     return max(FLOOR[dtype], float(np.max(np.abs(new - old))), _ROUNDED * float(np.max(np.abs(new))))
 
 

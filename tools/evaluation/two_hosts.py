@@ -1,4 +1,4 @@
-"""Measures data-parallel training on two hosts behind a slow network, in as many ways as there are to hide the network.
+"""Measures data-parallel training on two hosts with a slow network, in several ways of hiding the network.
 
     sudo .venv/bin/python -m tools.evaluation.two_hosts --models=resnet,vgg --rate=auto --json=two_hosts.json
 
@@ -6,8 +6,8 @@ The hosts are network namespaces of this machine, joined by virtual Ethernet dev
 `tc tbf` (`tools.hosts`). Each runs a worker (`dapple_tf.worker`) on a core of its own. All of it is taken down at the
 end, and on errors and Ctrl-C, too. That needs root, `ip` and `tc`.
 
-Variants take turns, so that all meet the same ups and downs of the machine's speed, and only steps count during which
-other processes leave the machine alone (the four least disturbed ones, if it never is):
+Variants take turns, so that all see the same changes of the machine's speed. Only steps count during which
+other processes leave the machine alone (or else the four least disturbed ones):
 
 * compute: each host trains on its half of the batch by itself; no network.
 * all_reduce: only as many bytes as the model has gradients, in the same buckets; no computation.
@@ -19,8 +19,8 @@ other processes leave the machine alone (the four least disturbed ones, if it ne
 * first_<k>_carried_<n>: the same, and the n reductions that start last go on during the next step's forward pass
   (carried_updates).
 
-"others" is how many cores other processes used at most during the steps that count; "hidden" is the part of the
-all-reduce or of the computation, whichever is shorter, that runs behind the other.
+"others" is the maximum number of cores used by other processes during the steps that count; "hidden" is the part of
+the all-reduce or of the computation, whichever is shorter, that runs behind the other.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ from dapple_tf.tools import command
 from dapple_tf.tools.evaluation.bench_report import check_output, write_results
 from dapple_tf.tools.hosts import Hosts, HostsError, unavailable
 
-_MODELS = flags.DEFINE_list("models", ["resnet", "vgg"], "which of resnet and vgg to train")
+_MODELS = flags.DEFINE_list("models", ["resnet", "vgg"], "Models to train: resnet or vgg.")
 _RATE = flags.DEFINE_string(
-    "rate", "auto", "of the link in Mbit/s in each direction; auto: all-reduce takes about --ratio times computation"
+    "rate", "auto", "Mbit/s of the link in each direction; auto: all-reduce takes about --ratio times computation."
 )
-_RATIO = flags.DEFINE_float("ratio", 1.0, "see --rate", lower_bound=0.01)
-_FIRST = flags.DEFINE_list("first_k", ["0", "4", "7"], "values of reverse_first_k")
-_CARRIED = flags.DEFINE_list("carried", ["0", "3", "6"], "values of carried_updates; all pairs with first_k are tried")
-_QUIET = flags.DEFINE_integer("quiet", 10, "undisturbed steps of each variant to measure", lower_bound=1)
-_ROUNDS = flags.DEFINE_integer("rounds", 20, "at most so many rounds, in wait for a quiet machine", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 2, "steps of each variant in a round", lower_bound=1)
-_JSON = flags.DEFINE_string("json", None, "write the numbers and the machine's facts to this JSON file, too")
-_INSIDE = flags.DEFINE_string("inside", None, "internal: this is the client within the first host; what it is to do")
+_RATIO = flags.DEFINE_float("ratio", 1.0, "See --rate.", lower_bound=0.01)
+_FIRST = flags.DEFINE_list("first_k", ["0", "4", "7"], "Values of reverse_first_k.")
+_CARRIED = flags.DEFINE_list("carried", ["0", "3", "6"], "Values of carried_updates; all pairs with first_k are tried.")
+_QUIET = flags.DEFINE_integer("quiet", 10, "Undisturbed steps of each variant to measure.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 20, "Maximum rounds, while waiting for a quiet machine.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 2, "Steps of each variant in a round.", lower_bound=1)
+_JSON = flags.DEFINE_string("json", None, "JSON file to write the numbers and the machine's facts to.")
+_INSIDE = flags.DEFINE_string("inside", None, "Internal: this is the client within the first host, and its task.")
 
 _NOISE = 0.1
 """Cores that other processes may use during an undisturbed step."""
@@ -75,15 +75,15 @@ _KEY = 2_000_000_000
 
 
 _FEWEST = 4
-"""So many steps of each variant count at least: the least disturbed ones, where fewer are undisturbed."""
+"""Minimum number of steps that count for each variant: the least disturbed ones if fewer are undisturbed."""
 
 
 class Example(NamedTuple):
     """A model to train.
 
     Attributes:
-        make: makes it.
-        batch: the global batch size, by default.
+        make: function that returns the model.
+        batch: default global batch size.
         cuts: the last layers of its chunks but the last chunk.
     """
 
@@ -102,7 +102,7 @@ _EXAMPLES = {
 
 
 def run(hosts: Hosts, task: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs this program's other half in the first host; returns what it has found."""
+    """Runs this program's other half in the first host; returns its result."""
     with tempfile.TemporaryDirectory() as directory:
         result = pathlib.Path(directory) / "result.json"
         workers = [process.pid for process in hosts.processes]
@@ -141,7 +141,7 @@ class Client:
         return dapple.transform(self._model(), self.cluster, plan)
 
     def compute(self) -> Callable[[], float]:
-        """A step of both hosts at once, without a network."""
+        """Returns a function that runs a step of both hosts at once, without a network."""
         half = self.batch // 2
         trainers = [self._trainer(dapple.Plan.data_parallel([host], half)) for host in range(2)]
         x, y = self.x[:half], self.y[:half]
@@ -157,7 +157,7 @@ class Client:
         return step
 
     def all_reduce(self) -> Callable[[], float]:
-        """Reduces as many bytes as the model has gradients, bucket by bucket."""
+        """Returns a function that reduces as many bytes as the model has gradients, bucket by bucket."""
         size = self.gradient_bytes // 4
         most = max(1, self.task["bucket_bytes"] // 4)
         graph = tf.Graph()
@@ -197,7 +197,7 @@ class Client:
         return 4 * sum(int(np.prod(variable.shape)) for variable in self._model().trainable_variables)
 
     def plans(self) -> Iterator[tuple[str, dapple.Plan]]:
-        """The variants that train on both hosts."""
+        """Yields the variants that train on both hosts."""
         bucket = self.task["bucket_bytes"]
         yield "conventional", dapple.Plan.data_parallel(2, self.batch, wait_free=False, bucket_bytes=bucket)
         cuts = self.example.cuts
@@ -261,7 +261,7 @@ class Client:
         }
 
     def _samples(self, steps: Mapping[str, Callable[[], float]]) -> dict[str, list[tuple[float, float]]]:
-        """Measures variants in turns; seconds of each step, and how many cores other processes used meanwhile."""
+        """Measures variants in turns; returns seconds of each step, and cores that other processes used meanwhile."""
         samples: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
         for number in range(1, self.task["rounds"] + 1):
             for name, step in steps.items():
@@ -280,7 +280,7 @@ class Client:
         return samples
 
     def compute_seconds(self) -> dict[str, Any]:
-        """Processor time of a host's step without a network, for --rate=auto; other processes change it but little."""
+        """Returns the processor time of a host's step without network, for --rate=auto, hardly disturbed by others."""
         step = self.compute()
         found = []
         for _ in range(8):
@@ -291,7 +291,7 @@ class Client:
 
     @contextlib.contextmanager
     def _noise(self) -> Iterator[list[float]]:
-        """Gives a list that has, afterwards, how many cores other processes used meanwhile."""
+        """Yields a list that afterwards has the number of cores that other processes used meanwhile."""
         noise: list[float] = []
         before, started = _others(self.task["workers"]), time.perf_counter()
         yield noise
@@ -299,7 +299,7 @@ class Client:
 
 
 def _cpu_seconds(process: int) -> float:
-    """Processor time of a process and its children so far: a worker's server is a child of it."""
+    """Returns the processor time of a process and its children so far: a worker's server is a child of it."""
     try:
         fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         children = pathlib.Path(f"/proc/{process}/task/{process}/children").read_text().split()
@@ -309,7 +309,7 @@ def _cpu_seconds(process: int) -> float:
 
 
 def _others(workers: Sequence[int]) -> float:
-    """Processor time that this machine has spent so far on processes other than the workers and this one."""
+    """Returns the processor time so far of this machine's processes other than the workers and this one."""
     with open("/proc/stat") as lines:
         user, nice, system, _, _, interrupts, soft_interrupts, stolen = map(int, next(lines).split()[1:9])
     total = (user + nice + system + interrupts + soft_interrupts + stolen) / os.sysconf("SC_CLK_TCK")
@@ -327,7 +327,7 @@ def _inside(task: Mapping[str, Any]) -> None:
 
 
 def measure(name: str, rate: float | None) -> dict[str, Any]:
-    """Measures one model on fresh hosts; ``rate`` None for auto. Returns the client's result, and what was asked."""
+    """Measures one model on fresh hosts; ``rate`` None for auto. Returns the client's result, and the settings."""
     batch = _EXAMPLES[name].batch
     task = {
         "model": name,
@@ -351,7 +351,7 @@ def measure(name: str, rate: float | None) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """A model's numbers for people."""
+    """Returns a model's numbers for people."""
     most = result["noise"]
     counted = {name: sorted(found, key=lambda step: step[1]) for name, found in result["samples"].items()}
     seconds, noise = {}, {}
@@ -421,7 +421,7 @@ def main(argv: list[str]) -> None:
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
-            os._exit(1)  # After a failed collective, sessions may wait for ever to be closed.
+            os._exit(1)  # After a failed collective, sessions may wait forever to be closed.
         os._exit(0)
     _check()
     rate = _rate()

@@ -1,4 +1,4 @@
-"""Trains models that nobody here wrote as pipelines and by plain Keras, and compares every variable and slot.
+"""Trains third-party models as pipelines and with plain Keras, and compares every variable and slot.
 
     python -m tools.evaluation.zoo                            # all of them and 200 random models, some hours
     python -m tools.evaluation.zoo --models=ResNet50,GPT2 --draws=0
@@ -6,9 +6,9 @@
 
 Every architecture of keras.applications and of keras_hub that `zoo_models` knows trains in two stages, two
 replicas and one, with 2 and 3 micro-batches, by Adam, AdamW with ``global_clipnorm`` and SGD, three steps each, in
-float64 where plain Keras can. Random models come from `random_models`. docs/zoo.md, which ``--document`` writes
-from the numbers of ``--json``, tells what the columns mean. The exit code is 1 if anything differs without a reason
-that `transform` has told.
+float64 where plain Keras can. Random models come from `random_models`. docs/zoo.md, written by ``--document``
+from the numbers of ``--json``, explains the columns. The exit code is 1 if anything differs without a reason
+that `transform` has given.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from dapple_tf.tools.evaluation.zoo_models import (
 
 FLAGS = flags.FlagValues()
 _MODELS = flags.DEFINE_list("models", list(ARCHITECTURES), "Architectures to train.", flag_values=FLAGS)
-_DRAWS = flags.DEFINE_integer("draws", 200, "How many random models to train.", lower_bound=0, flag_values=FLAGS)
+_DRAWS = flags.DEFINE_integer("draws", 200, "Number of random models to train.", lower_bound=0, flag_values=FLAGS)
 _FIRST = flags.DEFINE_integer("first_draw", 0, "Seed of the first random model.", lower_bound=0, flag_values=FLAGS)
 _MICRO_BATCHES = flags.DEFINE_list("micro_batches", ["2", "3"], "Numbers of micro-batches.", flag_values=FLAGS)
-_OPTIMIZERS = flags.DEFINE_list("optimizers", ["adam", "adamw", "sgd"], "Optimizers.", flag_values=FLAGS)
+_OPTIMIZERS = flags.DEFINE_list("optimizers", ["adam", "adamw", "sgd"], "Optimizers to train with.", flag_values=FLAGS)
 _JSON = flags.DEFINE_string(
-    "json", None, "Write the numbers to this JSON file, too; those of other models there stay.", flag_values=FLAGS
+    "json", None, "JSON file to write the numbers to; those of other models there stay.", flag_values=FLAGS
 )
-_DOCUMENT = flags.DEFINE_string("document", None, "Write all that --json holds to this page.", flag_values=FLAGS)
+_DOCUMENT = flags.DEFINE_string("document", None, "Page to write the numbers of --json to.", flag_values=FLAGS)
 _CHILD = flags.DEFINE_string(
     "child", None, "Internal: this process trains one architecture, or draws.", flag_values=FLAGS
 )
@@ -58,7 +58,7 @@ _CHILD = flags.DEFINE_string(
 _SEED = 3
 _STEPS = 3
 _DISTINCT = 2
-"""Samples of each slice of a model that normalises batches."""
+"""Number of samples in each slice of a model that normalises batches."""
 _DRAWS_AT_ONCE = 50
 
 OPTIMIZERS: Mapping[str, Callable[[], keras.optimizers.Optimizer]] = {
@@ -69,7 +69,7 @@ OPTIMIZERS: Mapping[str, Callable[[], keras.optimizers.Optimizer]] = {
 
 
 def compiled(architecture: Architecture, optimizer: str) -> keras.Model:
-    """The model with its values, compiled."""
+    """Returns the compiled model with its values."""
     model = architecture.build(_SEED)
     losses = "mse" if len(model.outputs) == 1 else ["mse"] * len(model.outputs)
     model.compile(OPTIMIZERS[optimizer](), losses, jit_compile=False)
@@ -77,10 +77,10 @@ def compiled(architecture: Architecture, optimizer: str) -> keras.Model:
 
 
 def batches(architecture: Architecture, model: keras.Model, micro_batches: int) -> list[Batch]:
-    """A batch for each step.
+    """Returns a batch for each step.
 
-    With BatchNormalization each slice holds the same samples, each time in another order: all slices have the
-    statistics of the whole batch then (docs/equivalence.md), so that the result has to be that of plain Keras. Other
+    With BatchNormalization each slice has the same samples, each time in another order: all slices then have the
+    statistics of the whole batch (docs/equivalence.md), so that the result must equal plain Keras'. Other
     batches don't divide evenly.
     """
     rng = np.random.default_rng(_SEED)
@@ -94,7 +94,7 @@ def batches(architecture: Architecture, model: keras.Model, micro_batches: int) 
 
 
 def middle(model: keras.Model) -> str:
-    """The (first call of the) layer where half of the parameters are reached, by the name with which plans cut."""
+    """Returns the (first call of the) layer where half of the parameters are reached, by its name for cuts."""
     sizes = np.cumsum([layer.count_params() for layer in model.layers])
     layer = model.layers[int(np.searchsorted(sizes, sizes[-1] / 2))]
     calls = [node for node in nodes_in_order(model) if node.operation is layer]
@@ -102,7 +102,7 @@ def middle(model: keras.Model) -> str:
 
 
 def rows_of(name: str, micro_batches: Sequence[int], optimizers: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Trains an architecture in each of its ways; yields a row for each."""
+    """Trains an architecture in all configurations; yields a row for each."""
     architecture = find_architecture(name)
     keras.config.set_floatx(architecture.dtype)
     keras.config.set_dtype_policy(architecture.dtype)
@@ -151,7 +151,7 @@ def drawn_rows(first: int, count: int) -> Iterator[dict[str, Any]]:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """A row for each architecture: how many of its trainings are equal, and the largest difference."""
+    """Returns a row for each architecture: the number of equal trainings, and the largest difference."""
     cells: list[tuple[str, ...]] = []
     for name in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == name]
@@ -169,7 +169,7 @@ _DRAW_HEADS = ("seed", "model and plan", "verdict", "difference", "what was told
 
 
 def document(results: Mapping[str, Any]) -> str:
-    """docs/zoo.md: what has been trained, and what came out."""
+    """Returns docs/zoo.md: the trained models, and the results."""
     rows = [row for name, entry in results.items() if name.startswith("zoo ") for row in entry["records"]]
     draws = sorted((row for row in results.get("draws", {"records": []})["records"]), key=lambda row: row["seed"])
     parts = [_INTRODUCTION]
@@ -227,7 +227,7 @@ def _earlier_draws(path: str | None) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Trains what the flags say, prints the table, and writes the document."""
+    """Trains the models of the flags, prints the table, and writes the document."""
     counts = _MICRO_BATCHES.value
     command.check(bool(counts) and all(c.isdigit() and int(c) > 0 for c in counts), "--micro_batches: need numbers")
     command.check_choices(_OPTIMIZERS, OPTIMIZERS)

@@ -1,7 +1,7 @@
-"""Models that nobody here wrote, for `zoo`: keras.applications and keras_hub, random weights, smallest sizes.
+"""Third-party models for `zoo`: keras.applications and keras_hub, random weights, smallest sizes.
 
-Each model gets a head for each of its float outputs, so that everything it has is trained. What draws random numbers
-draws none: draws belong to slices (docs/equivalence.md), so that there would be nothing to compare.
+Each model gets a head for each of its float outputs, so that all of it is trained. Random layers
+are silenced: draws belong to slices (docs/equivalence.md), so that there would be nothing to compare.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dapple_tf.models.sources import ModelError
 _VOCABULARY = 31
 _LENGTH = 6
 _RATES = ("rate", "drop_path_rate", "drop_prob", "dropout", "recurrent_dropout", "stddev")
-"""Attributes of layers with a random generator that say how much it changes."""
+"""Attributes of layers with a random generator that set the strength of its effect."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Architecture:
 
     Attributes:
         family: "applications" or "keras_hub".
-        backbone: makes the model, without a head.
+        backbone: function that returns the model without a head.
         image: side of the images, with 3 channels, that stand for inputs whose height and width are open.
         length: length of inputs that are open sequences.
         dtype: the widest float type in which plain Keras trains it.
@@ -43,7 +43,7 @@ class Architecture:
     dtype: str = "float64"
 
     def build(self, seed: int) -> keras.Model:
-        """The model with a head for each float output; not compiled. Equal seeds give equal values."""
+        """Returns the model with a head for each float output; not compiled. Equal seeds give equal values."""
         keras.utils.set_random_seed(seed)
         backbone = self.backbone()
         outputs = [head(tensor, number) for number, tensor in enumerate(_float_outputs(backbone))]
@@ -55,7 +55,7 @@ class Architecture:
         return model
 
     def batch(self, model: keras.Model, rng: np.random.Generator, samples: int) -> tuple[Any, Any]:
-        """Inputs and labels of ``samples`` samples."""
+        """Returns inputs and labels of ``samples`` samples."""
         inputs = {tensor.name: self._input(tensor, rng, samples) for tensor in model.inputs}
         leaves = [inputs[tensor.name] for tensor in model.inputs]
         x = leaves[0] if len(leaves) == 1 else leaves
@@ -80,19 +80,19 @@ class Architecture:
 
 
 def head(tensor: Any, number: int) -> Any:
-    """Three numbers of each position, or of the mean over an image."""
+    """Returns three numbers of each position, or of the mean over an image."""
     if len(tensor.shape) == 4:
         tensor = keras.layers.GlobalAveragePooling2D(name=f"head_pool_{number}")(tensor)
     return keras.layers.Dense(3, name=f"head_{number}")(tensor)
 
 
 def normalizes_batches(model: keras.Model) -> bool:
-    """Whether a training step depends on how its batch is sliced."""
+    """Returns whether a training step depends on how its batch is sliced."""
     return any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers_of(model))
 
 
 def narrowest(model: keras.Model, x: Any, dtype: str) -> str:
-    """The float type whose rounding a model has: ``dtype``, or a narrower one to which its layers cast on the way."""
+    """Returns the float type that bounds a model's rounding: ``dtype``, or a narrower one that its layers cast to."""
     graph = tf.function(lambda batch: model(batch, training=True)).get_concrete_function(x).graph
     casts = [operation for operation in graph.get_operations() if operation.type == "Cast"]
     floats = [dtype]
@@ -117,7 +117,7 @@ def _symbolic(model: keras.Model, leaves: list[np.ndarray]) -> Any:
 
 
 def _silence(model: keras.Model) -> None:
-    """Nothing is dropped and no noise is added."""
+    """Switches off all dropout and noise."""
     for layer in layers_of(model):
         for name in _RATES if getattr(layer, "_seed_generators", ()) else ():
             if isinstance(getattr(layer, name, None), (int, float)):
@@ -125,9 +125,9 @@ def _silence(model: keras.Model) -> None:
 
 
 def _steady(model: keras.Model) -> None:
-    """Variances of two samples may be as good as nothing; dividing by these blows rounding up beyond all bounds.
+    """Raises epsilons: variances of two samples may be almost 0, and dividing by them amplifies rounding without bound.
 
-    Plain Keras' own result depends on the order of a batch's samples then: in ResNet50 momenta differ by 3 after two
+    Plain Keras' own result then depends on the order of a batch's samples: in ResNet50 momenta differ by 3 after two
     steps in float64, with an epsilon of 0.1 by 1e-12.
     """
     for layer in layers_of(model):
@@ -136,7 +136,7 @@ def _steady(model: keras.Model) -> None:
 
 
 def _perturb(model: keras.Model, seed: int) -> None:
-    """Biases and scales that start at 0 or 1 would hide that they are lost or left out."""
+    """Changes biases and scales: starting at 0 or 1, they would hide that they are lost or left out."""
     rng = np.random.default_rng(seed)
     for variable in model.trainable_variables:
         noise = rng.normal(scale=0.02, size=variable.shape)
@@ -187,7 +187,7 @@ def _transformer(name: str, **options: Any) -> Architecture:
 
 
 def _clip() -> keras.Model:
-    """Both encoders of CLIP side by side; its own outputs compare the samples of a batch with each other."""
+    """Returns both encoders of CLIP side by side; its own outputs compare the samples of a batch with each other."""
     import keras_hub
 
     sizes = {"hidden_dim": 8, "num_layers": 2, "num_heads": 2, "intermediate_dim": 12}
@@ -264,7 +264,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def find_architecture(name: str) -> Architecture:
-    """An architecture by its name.
+    """Returns an architecture by its name.
 
     Raises:
         ModelError: there is none, or keras_hub isn't installed.

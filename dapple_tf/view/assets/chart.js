@@ -5,7 +5,7 @@ Object.assign(
   (() => {
     const { element, theme, onScheme, showTip } = window.dappleLib;
 
-    /** What part [lo, hi] of [min, max] is in sight. */
+    /** The visible part [lo, hi] of [min, max]. */
     class Axis {
       constructor(least) {
         this.least = least; // The smallest part of [min, max] that may fill the view.
@@ -41,7 +41,7 @@ Object.assign(
         }
       }
 
-      /** Makes the view `factor` times as narrow; what is at `at` stays where it is. */
+      /** Narrows the view by `factor` around `at`, which stays in place. */
       zoom(factor, at = (this.lo + this.hi) / 2) {
         const whole = this.max - this.min;
         const width = Math.min(whole, Math.max((this.hi - this.lo) / factor, whole * this.least));
@@ -147,7 +147,7 @@ Object.assign(
         if (this.frames) this.drawNow();
       }
 
-      /** Whether the canvas has the size of its place. */
+      /** Whether the canvas has the size of its element. */
       get fits() {
         const { host, width, height, scale } = this;
         return width === host.clientWidth && height === host.clientHeight && scale === (window.devicePixelRatio || 1);
@@ -280,13 +280,13 @@ Object.assign(
       return length ? context.fillText(`${text.slice(0, length)}\u2026`, x, y) : undefined;
     }
 
-    /** What a device is called in fewer words, the longest first; each still tells it from the others. */
+    /** Shorter labels of a device, the longest first; each still identifies it. */
     function labelForms(text) {
       const bare = text.replace(/^device (?=\d)/, "");
       return [text, bare, bare.replace(/: stages? /, ": ")];
     }
 
-    /** Draws a device's label in the longest form for which there is room; at last without its middle. */
+    /** Draws the longest form of a device's label that fits; finally without its middle. */
     function fillLabel(context, text, x, y, width) {
       const fits = (form) => context.measureText(form).width <= width;
       const forms = labelForms(text);

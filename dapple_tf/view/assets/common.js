@@ -1,5 +1,5 @@
 "use strict";
-// What all pages share: elements, numbers as text, lists of numbers as text, and the state that a link carries.
+// Shared by all pages: elements, numbers as text, lists of numbers as text, and the state that a link carries.
 window.dappleLib = (() => {
   /**
    * Makes an element. Texts become text nodes, never markup.
@@ -20,7 +20,7 @@ window.dappleLib = (() => {
 
   const asNode = (child) => (child instanceof Node ? child : document.createTextNode(String(child)));
 
-  /** What the page came with, frozen. */
+  /** The data of the page, frozen. */
   function readData() {
     return deepFreeze(JSON.parse(document.getElementById("data").textContent));
   }
@@ -125,7 +125,7 @@ window.dappleLib = (() => {
     }, 200);
   }
 
-  /** Calls `listener` when somebody else changes the part after the #. */
+  /** Calls `listener` when the part after the # is changed from outside. */
   function onHash(listener) {
     window.addEventListener("hashchange", () => {
       if (location.hash.slice(1) !== written) listener();

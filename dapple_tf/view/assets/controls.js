@@ -1,5 +1,5 @@
 "use strict";
-// What stands around a drawing: filters, the search box, buttons, keys and the tooltip.
+// Controls around a drawing: filters, the search box, buttons, keys and the tooltip.
 Object.assign(
   window.dappleLib,
   (() => {
@@ -27,7 +27,7 @@ Object.assign(
         for (const open of this.host.querySelectorAll("details[open]")) if (!open.contains(target)) open.open = false;
       }
 
-      /** Sets what there is to choose from: {key: values}. What was chosen stays. */
+      /** Sets the available values: {key: values}. The selection stays. */
       setValues(values) {
         const texts = (key) => JSON.stringify(this.values.get(key));
         const before = this.fields.map(({ key }) => texts(key)).join();
@@ -216,7 +216,7 @@ Object.assign(
     const button = (text, title, onclick) =>
       element("button", { type: "button", title, "aria-label": title, onclick }, text);
 
-    /** Runs what is bound to a key, unless somebody is typing. */
+    /** Runs the action of a key, unless the user is typing. */
     function bindKeys(actions) {
       document.addEventListener("keydown", (event) => {
         if (event.ctrlKey || event.metaKey || event.altKey) return;

@@ -6,7 +6,7 @@ Object.assign(
     const { theme, kindColour, fillText, fillLabel, inkOn, FONT } = window.dappleLib;
     const { ROW, BOX, PAD } = window.dappleLib.graphSizes;
 
-    const EDGE_BUDGET = 2500; // Edges that are drawn at most; beyond that, those that would cover each other are left out.
+    const EDGE_BUDGET = 2500; // Maximum number of drawn edges; beyond it, edges that would cover each other are left out.
     const BESIDE = 3; // Pixels by which a control edge runs beside a data edge between the same nodes.
     const BATCH = 200; // Edges per path: very long paths are slow to draw.
 
@@ -195,7 +195,7 @@ Object.assign(
         context.fillText(text, left + width / 2, view.centre[index]);
       }
 
-      /** Whether all but the selected node and its neighbours are pale. */
+      /** Whether all nodes except the selected one and its neighbours are pale. */
       const dimmed = () => view.chosen !== null && view.matches[view.chosen] === 1;
 
       function drawChosen(context) {

@@ -1,5 +1,5 @@
 "use strict";
-// What stands beside a task graph: the details of a node, the summary, the status line.
+// Panels beside a task graph: the details of a node, the summary, the status line.
 Object.assign(
   window.dappleLib,
   (() => {

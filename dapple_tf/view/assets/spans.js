@@ -1,5 +1,5 @@
 "use strict";
-// Timelines as data: spans on the lanes of devices, ordered so that what is in sight is found without looking at the rest.
+// Timelines as data: spans on the lanes of devices, ordered so that visible ones are found without searching the rest.
 Object.assign(
   window.dappleLib,
   (() => {
@@ -80,7 +80,7 @@ Object.assign(
         return `${this.devicesOf(index)[0]} ${this.rowOf(index)}`;
       }
 
-      /** The spans that are called so, in their order. */
+      /** The spans with a name, in order. */
       called(name) {
         if (!this.byName) {
           this.byName = new Map();
@@ -93,12 +93,12 @@ Object.assign(
         return this.byName.get(name) ?? [];
       }
 
-      /** A span's position among those that are called the same. */
+      /** Position of a span among those with its name. */
       nth(index) {
         return this.called(this.nameOf(index)).indexOf(index);
       }
 
-      /** The spans after each of which came the next, up to the last to end: to be faster, shorten these. */
+      /** The critical path: each span waited for the one before; the last ends last. To be faster, shorten these. */
       criticalPath() {
         if (!this.count) return new Set();
         const { end } = this.columns;
