@@ -113,7 +113,7 @@ class PipelinedModel(Inspection, KerasMethods):
             logger.warning("model %r is compiled with run_eagerly=True, which pipelined steps ignore", model.name)
 
     def _start(self, *, examined: bool = False) -> None:
-        """Prepares steps of the model as it is compiled now; finds the plan's notes, too, if no step follows at once."""
+        """Prepares steps of the model as compiled now; finds the plan's notes, too, if no step follows at once."""
         materialize(self.model.metrics_variables)  # Keras asks them after every step.
         self._compiled = self._settings()
         self._passes: dict[Mode, Batches] = {}
