@@ -57,7 +57,7 @@ def check_stages(plan: Plan) -> None:
 
 
 def _check_operator_devices(plan: Plan, operator_devices: Sequence[Sequence[int]]) -> None:
-    """Checks that stages with placed operators have one replica and no option that keeps operators together."""
+    """Checks that stages with placed operators have one replica, and no options that don't go with placing."""
     if len(operator_devices) != len(plan.devices):
         raise PlanError(
             f"operator_devices has {len(operator_devices)} lists for {len(plan.devices)} stages; give one for each"

@@ -369,7 +369,8 @@ class Profile(JsonFile):
         """Returns the profile that `to_json` wrote as ``text``; ``source`` is the text's name in errors.
 
         Raises:
-            ProfileError: the text isn't JSON or has another format, a key is unknown, missing or wrong, or as `Profile`.
+            ProfileError: the text isn't JSON or has another format, a key is unknown, missing or wrong, or as
+                `Profile`.
         """
         data = parse_object(text, source, ProfileError)
         decoder = Decoder(ProfileError, lists=frozenset({Cost}))
