@@ -233,7 +233,7 @@ class Batches(Iterator[Batch]):
         return Batch(self.spec, arrays, samples)
 
     def _fitting(self, given: BatchSpec) -> BatchSpec:
-        """Returns the spec so far if the batch fits it; at a pass's start, or in open axes, another one that it fits."""
+        """Returns the spec so far if the batch fits it, else another one at a pass's start or in open axes."""
         if self.spec is None:
             return given
         if self.spec.covers(given):

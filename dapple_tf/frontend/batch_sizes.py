@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 class BatchSizes:
     """Observes the size of each training batch.
 
-    A single smaller batch is the last one of the data, and isn't reported. Two of them in a row, or a larger one, aren't
-    what the plan was made for.
+    A single smaller batch is the last one of the data, and isn't reported. Two of them in a row, or a larger one,
+    aren't what the plan was made for.
     """
 
     def __init__(self) -> None:

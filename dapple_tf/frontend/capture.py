@@ -87,7 +87,7 @@ def check_model(model: keras.Model, *, training: bool) -> None:
 def build(model: keras.Model, table: VariableTable, spec: BatchSpec) -> None:
     """Creates what Keras creates on its first batch: the variables of compiled losses, metrics and the optimizer.
 
-    A model with its own steps gets those of losses and metrics in the trace: its steps may call it on other data than x.
+    A model with its own steps gets those of losses and metrics in the trace, as its steps may call it on other data.
 
     Raises:
         CaptureError: the model, its loss or a metric can't be called on such a batch.

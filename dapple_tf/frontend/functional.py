@@ -18,8 +18,8 @@ def cuts_are_safe(model: keras.Model, cuts: Sequence[str]) -> bool:
 
     True if every cut is the plain name of a layer of the model itself, called once and unique in all nested layers, the
     cuts are in calling order, every stage has a layer with weights, and every tensor that crosses a cut has the batch
-    as its first and only unknown axis. All other cuts need a trace. Layers whose number of rows depends on the data show
-    when the first batch is prepared.
+    as its first and only unknown axis. All other cuts need a trace. Layers whose number of rows depends on the data
+    show when the first batch is prepared.
     """
     graph = functional_graph(model)
     if graph is None:
