@@ -86,7 +86,7 @@ class DeviceSession:
 
     @property
     def freed(self) -> bool:
-        """Whether Python has collected the session, although it wasn't closed here."""
+        """Whether the session is gone without `close`, because Python is collecting it."""
         return isinstance(self._session, RemoteSession) and self._session.closed
 
     def add(self, graph: GraphDef, name: str) -> None:

@@ -73,7 +73,7 @@ class StepPasses:
         return tuple(self.plan.micro_batches * len(replicas) for replicas in self.devices)
 
     def slice_samples(self, mode: Mode, samples: int) -> tuple[int | None, ...]:
-        """Returns for each stage the samples of its slices, if all are equal; empty without functions for one size.
+        """Returns for each stage the samples of its slices, None if they differ; empty if functions serve any size.
 
         Training has functions for one size. Evaluation and prediction see batches of many sizes, for which functions of
         any size are made once. If operators are placed one by one, shapes are folded after that.
@@ -160,7 +160,7 @@ class StepPasses:
     def step_passes(
         self, built: Build, kind: Kind, schedule: Schedule, hosts: Mapping[str, Sequence[int]], first_key: int = 1
     ) -> list[Pass]:
-        """Returns the passes from stage functions to a step, which first remake the functions if its slices need others.
+        """Returns the passes from stage functions to a step, which remake the functions first if slices need others.
 
         Args:
             built: the stage functions.
