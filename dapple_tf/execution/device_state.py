@@ -80,7 +80,7 @@ class DeviceState:
             self._stored.load(self.learning_rate, given)
 
     def save(self) -> None:
-        """Copies devices -> Keras values, except the learning rate, which devices get from Keras, and fetched values."""
+        """Copies devices -> Keras values, except fetched ones and the learning rate, which devices get from Keras."""
         self.flush()
         self._stored.save(self.learning_rate, self.fetched)
         self.agreed()

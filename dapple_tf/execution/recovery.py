@@ -175,7 +175,7 @@ class Recovery:
 
 @contextlib.contextmanager
 def learning_rate(variable: keras.Variable | None) -> Iterator[Callable[[float | None], None]]:
-    """Yields a function that sets the learning rate to an earlier one; restores the present one at the context's end."""
+    """Yields a function that sets an earlier learning rate; restores the present one at the context's end."""
     if variable is None:
         yield lambda rate: None
         return

@@ -169,7 +169,7 @@ class Values:
         self.load()
 
     def restore(self, source: Restoration) -> None:
-        """Copies a checkpoint to the devices, directly from files; with the next step if it decides what they keep.
+        """Copies a checkpoint to the devices, directly from files, or with the next step if none is prepared yet.
 
         Raises:
             CheckpointError: a file is damaged, or a server can't read it; the devices' values are unchanged.
