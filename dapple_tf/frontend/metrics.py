@@ -167,7 +167,7 @@ def is_sum(graph: Graph, update: Ref, value: Ref, running: Container[str]) -> bo
 
 
 def merged(parts: Sequence[np.ndarray], initial: np.ndarray) -> np.ndarray:
-    """Returns a metric's value over all replicas: the first's running value plus the others' additions to ``initial``."""
+    """Returns a metric's value over all replicas: the first's running value plus what others added to ``initial``."""
     total = parts[0]
     for part in parts[1:]:
         total = total + (part - initial)
