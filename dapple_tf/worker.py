@@ -36,12 +36,12 @@ from dapple_tf.network.control import Channel, split_address
 from dapple_tf.network.listening import check_private, listen, resolve
 from dapple_tf.program import run_program
 
-_ADDRESS = flags.DEFINE_string("address", None, "host:port of this worker; by default what TF_CONFIG says")
-_DEVICES = flags.DEFINE_integer("devices", 0, "logical CPU devices; 0 for the machine's GPUs, or 1 if it has none")
-_MEMORY = flags.DEFINE_integer("memory_bytes", None, "memory of each device, for planning; by default what there is")
-_SERVER_PORT = flags.DEFINE_integer("server_port", 0, "port of the TensorFlow server; 0 for any that is free")
-_ALLOW_PUBLIC = flags.DEFINE_bool("allow_public", False, "start even on an address that the whole Internet can reach")
-_ALL_INTERFACES = flags.DEFINE_bool("all_interfaces", False, "listen on all addresses of this machine")
+_ADDRESS = flags.DEFINE_string("address", None, "This worker's host:port; by default its address in TF_CONFIG.")
+_DEVICES = flags.DEFINE_integer("devices", 0, "Logical CPU devices; 0 for the machine's GPUs, or 1 if it has none.")
+_MEMORY = flags.DEFINE_integer("memory_bytes", None, "Bytes of each device, for planning; by default what it has.")
+_SERVER_PORT = flags.DEFINE_integer("server_port", 0, "Port of the TensorFlow server; 0 for any free port.")
+_ALLOW_PUBLIC = flags.DEFINE_bool("allow_public", False, "Start even on an address that the whole Internet can reach.")
+_ALL_INTERFACES = flags.DEFINE_bool("all_interfaces", False, "Listen on all addresses of this machine.")
 
 _MOST_CHILDREN = 64
 _PR_SET_PDEATHSIG = 1

@@ -50,7 +50,7 @@ def check_optimizer(optimizer: Any, parameters: Sequence[keras.Variable]) -> Non
 
 
 def needs_all_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether an optimizer needs the gradients of all stages before it updates any variable, to clip their norm, say."""
+    """Whether an optimizer needs the gradients of all stages before its first update, to clip their norm, say."""
     return bool(_inner(optimizer).global_clipnorm) or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
 

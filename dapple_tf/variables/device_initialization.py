@@ -1,6 +1,6 @@
 """Graphs that give variables their values without the client: by their initializers, or from other devices.
 
-Each device initialises one variable after the other, so that besides the variables it needs memory only for the largest.
+Each device handles one variable after the other, so that besides the variables it needs memory only for the largest.
 """
 
 from __future__ import annotations
