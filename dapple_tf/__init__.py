@@ -1,6 +1,6 @@
 """Pipelined data-parallel training for TensorFlow 2 and Keras 3, by rewriting the training graph.
 
-What stands here is imported when it is used first: planning and simulating never load TensorFlow.
+Names are imported on first use: planning and simulating never load TensorFlow.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _HOMES = {
     }.items()
     for name in names.split()
 }
-"""Name -> the module that it is from."""
+"""Public name -> the module that defines it."""
 
 _IMPORTING = threading.RLock()
 """Held while something is imported: TensorFlow can't be imported by several threads at once, each from another end."""
@@ -141,7 +141,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What is public, from where it is; the next time it is here."""
+    """Imports a public name from its module on first use, and keeps it here."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with _IMPORTING:

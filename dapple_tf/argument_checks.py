@@ -1,4 +1,4 @@
-"""What ``transform`` is given, looked at before anything is done with it: mistakes are told in one line."""
+"""Checks of ``transform``'s arguments before any work: mistakes are reported in one line."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _WAYS = {
 
 
 def check_types(**arguments: Any) -> None:
-    """Checks the classes of ``transform``'s arguments but the model, which `check_model` looks at.
+    """Checks the classes of ``transform``'s arguments except the model, which `check_model` checks.
 
     Raises:
-        TypeError: one is of another; two of them are in each other's place, say.
+        TypeError: one has another class, because two of them are swapped, say.
     """
     for name, value in arguments.items():
         kind, way = _WAYS[name]
@@ -43,15 +43,15 @@ def check_types(**arguments: Any) -> None:
 
 
 def check_names(names: Iterable[str], own: Sequence[str], examples: Sequence[str]) -> None:
-    """Checks the names of what ``transform`` hands on to the planner.
+    """Checks the names of the arguments that ``transform`` passes on to the planner.
 
     Args:
-        names: that were given.
-        own: of ``transform``'s own arguments.
-        examples: of arguments that are example data.
+        names: the names to check.
+        own: the names of ``transform``'s own arguments.
+        examples: the names of arguments that are example data.
 
     Raises:
-        TypeError: nobody knows one of them.
+        TypeError: a name is unknown.
     """
     parameters = inspect.signature(find_plan).parameters.values()
     known = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
@@ -61,10 +61,10 @@ def check_names(names: Iterable[str], own: Sequence[str], examples: Sequence[str
 
 
 def check_profile(profile: Profile | None, model: keras.Model) -> None:
-    """Checks that a profile is one of the model.
+    """Checks that a profile belongs to the model.
 
     Raises:
-        ProfileError: the model hasn't one of its layers.
+        ProfileError: the model lacks one of its layers.
     """
     if profile is None or not isinstance(model, keras.Model):
         return
@@ -83,8 +83,8 @@ def check_passes(passes: object) -> None:
     """Checks a user's own passes, before anything is measured or planned.
 
     Raises:
-        TypeError: it isn't a sequence of After and Before.
-        PassError: one is at an unknown place, is no pass, or has the name of another.
+        TypeError: ``passes`` isn't a list or tuple of After and Before.
+        PassError: one has an unknown place, isn't a pass, or has another's name.
     """
     if not isinstance(passes, (list, tuple)) or not all(isinstance(place, (After, Before)) for place in passes):
         raise TypeError(f"transform(): passes is {passes!r:.60}; give a list such as [After('split_concat', MyPass())]")

@@ -1,4 +1,4 @@
-"""Plans a model for the devices it is to be trained on: measures links and layers, then searches."""
+"""Planning a model for the devices that will train it: measures links and layers, then searches."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from dapple_tf.planning.planner import find
 logger = logging.getLogger(__name__)
 
 EXAMPLES = ("x", "y", "sample_weight", "length")
-"""The arguments of :func:`dapple_tf.profile` that tell what batches are like."""
+"""The arguments of :func:`dapple_tf.profile` that describe batches."""
 PROFILE_SECONDS = 20.0
-"""What a profile may cost where nobody says: see `dapple_tf.profile`."""
+"""The default time for a profile in seconds: see `dapple_tf.profile`."""
 _ANY_PROFILE = Profile("any", "none", (1,), (LayerProfile("layer", Cost(), Cost()),), ())
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan and what it was made from."""
+    """A plan, and the profile and cluster that it was made from."""
 
     plan: Plan
     profile: Profile
@@ -52,25 +52,24 @@ def plan_model(
 
     Args:
         model: a built and compiled Keras model.
-        cluster: real devices; their links, and what they slow each other down by, are measured where links are
-            unknown.
+        cluster: real devices; where links are unknown, they and the devices' slowdown of each other are measured.
         global_batch_size: samples in one step.
-        profiled: a profile to use in place of measuring.
+        profiled: a profile to use instead of measuring.
         options: as for :func:`dapple_tf.plan`; ``x``, ``y`` and ``length`` as for :func:`dapple_tf.profile`, and
             ``profile_seconds``, its ``budget``: 20 s by default, None to measure layer by layer in any case. With
-            ``overlap=True`` replicated stages are cut into chunks where that is faster, whose gradients are all-reduced
-            while others are computed; what the report expects doesn't assume more than that.
+            ``overlap=True`` replicated stages are cut into chunks where that is faster; a chunk's gradients are
+            all-reduced while others are computed, and the report assumes no more overlap than that.
 
     Raises:
         CaptureError: the model can't be captured.
         ProfileError: inputs or labels can't be guessed; give ``x`` and ``y``.
-        PlanError: a choice that doesn't exist, or nothing fits.
+        PlanError: a choice doesn't exist, or nothing fits.
     """
     examples = {name: options.pop(name) for name in EXAMPLES if name in options}
     budget = options.pop("profile_seconds", PROFILE_SECONDS)
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
         raise PlanError(f"profile_seconds is {budget!r}; give seconds above 0, or None to measure layer by layer")
-    # Mistakes are told before minutes of measuring.
+    # Reports mistakes before minutes of measuring.
     PlanRequest.of(_ANY_PROFILE if profiled is None else profiled, cluster, global_batch_size, **options)
     global_batch_size = integer("global_batch_size", global_batch_size)
     profiled, cluster = measured(model, cluster, global_batch_size, profiled, budget=budget, **examples)
@@ -88,13 +87,13 @@ def measured(
     budget: float | None = PROFILE_SECONDS,
     **examples: Any,
 ) -> tuple[Profile, Cluster]:
-    """What a model costs on a real cluster, and the cluster with its links.
+    """Measures a model's profile on a real cluster, and the cluster's links.
 
     Args:
         model: a built and compiled Keras model.
-        cluster: real devices; links that are known aren't measured.
-        global_batch_size: samples in one step, by which slices are profiled.
-        profiled: a profile to use in place of measuring.
+        cluster: real devices; known links aren't measured.
+        global_batch_size: samples in one step, which determine the sizes of the profiled slices.
+        profiled: a profile to use instead of measuring.
         budget: seconds for the profile, as for :func:`dapple_tf.profile`.
         examples: ``x``, ``y``, ``sample_weight`` and ``length`` as for :func:`dapple_tf.profile`.
 
@@ -113,7 +112,7 @@ def measured(
         profiled = profile(model, sizes, cluster=cluster, budget=time_budget, **examples)
         by_model = unknown and not profiled.estimated and time_budget.allows("shared cores")
     if unknown:
-        # What devices slow each other down by is measured by matrix products, where steps of the model take too long.
+        # Matrix products measure the devices' slowdown of each other if steps of the model take too long.
         cluster = measure_links(cluster, capacity=not by_model)
     if by_model:
         cluster = measure_capacity(model, cluster, profiled, **examples)
@@ -121,10 +120,10 @@ def measured(
 
 
 def _to_run(request: PlanRequest, optimizer: keras.optimizers.Optimizer) -> PlanRequest:
-    """The request for a plan whose steps keep what it promises.
+    """Returns the request for a plan whose steps keep its promises.
 
-    All-reduce overlaps with backwards by chunks. Updates can't be left to the next step where the optimizer needs all
-    gradients before it makes the first.
+    Chunks let all-reduce overlap with backward tasks. Updates can't be left to the next step if the optimizer needs all
+    gradients before its first update.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     needs_all = inner is not optimizer or getattr(inner, "global_clipnorm", None) is not None
@@ -132,6 +131,6 @@ def _to_run(request: PlanRequest, optimizer: keras.optimizers.Optimizer) -> Plan
 
 
 def slice_sizes(global_batch_size: int, devices: int) -> tuple[int, ...]:
-    """Slices that plans will have: from several micro-batches on all devices to few micro-batches on one."""
+    """Returns likely slice sizes of plans: from several micro-batches on all devices to few micro-batches on one."""
     sizes = (global_batch_size // (4 * devices), global_batch_size // devices, global_batch_size // 2)
     return tuple(sorted({max(1, size) for size in sizes}))

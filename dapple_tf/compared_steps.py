@@ -1,4 +1,4 @@
-"""Some training steps by a pipeline and by plain Keras, from the same values, which both get back afterwards."""
+"""Comparing training steps of a pipeline and of plain Keras from the same values, which are restored afterwards."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from dapple_tf.keras_private import compute_loss, seeds_of, slots_by_parameter, 
 from dapple_tf.verification import EXACT, TOLERANCES, ComparedSteps, Difference, coarsest
 
 _FEW = 1e-3
-"""Smallest change of a variable that counts by itself, relative to the largest of its kind."""
+"""Smallest change by which a variable's difference is scaled, relative to the largest change of its kind."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What some steps left behind.
+    """The result of some steps.
 
     Attributes:
         values: key of a variable or slot (``model/0``, ``optimizer/3``) -> its value.
-        logs: what the metrics say of the steps.
+        logs: the metrics over the steps.
     """
 
     values: Mapping[str, np.ndarray]
@@ -40,7 +40,7 @@ class Outcome:
 
     @classmethod
     def of(cls, model: keras.Model, *, logs: bool) -> Outcome:
-        """What a model holds now."""
+        """Returns a model's current values, and the metrics' results if ``logs``."""
         results = model.get_metrics_result() if logs else {}
         return cls(_values(model), {name: float(np.mean(np.asarray(value))) for name, value in results.items()})
 
@@ -51,9 +51,9 @@ def _values(model: keras.Model) -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def restored(model: keras.Model) -> Iterator[None]:
-    """Within it a model's metrics are reset; weights, state, seeds, optimizer and metrics come back at its end.
+    """Resets a model's metrics, and restores weights, state, seeds, optimizer and metrics at the context's end.
 
-    They do so after an error, too.
+    Values are restored after an error, too.
     """
     changeable = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
     changeable += [variable for metric in model.metrics for variable in metric.variables]
@@ -70,19 +70,20 @@ def restored(model: keras.Model) -> Iterator[None]:
 
 
 def plain_steps(model: keras.Model, data: tuple[Any, Any, Any], steps: int, *, training: bool) -> Outcome:
-    """What plain Keras makes of a batch in some steps; the model is unchanged afterwards.
+    """Runs some steps of plain Keras on a batch; the model is unchanged afterwards.
 
     Args:
-        model: a compiled model, its optimizer and its metrics built.
+        model: a compiled model with built optimizer and metrics.
         data: inputs, labels and sample weights of a batch.
-        steps: how many.
-        training: Keras' own training step; False calls the model in inference behaviour, and leaves metrics out.
+        steps: number of steps.
+        training: whether to run Keras' own training step; False calls the model in inference behaviour, and leaves
+            metrics out.
     """
     x, y, sample_weight = tensors(data)
 
     @tf.function(autograph=False)
     def step() -> None:
-        if training or "train_step" in own_steps(model):  # One of its own says itself how layers behave.
+        if training or "train_step" in own_steps(model):  # The model's own step decides how layers behave.
             model.train_step(keras.utils.pack_x_y_sample_weight(x, y, sample_weight))
             return
         with tf.GradientTape() as tape:
@@ -100,7 +101,7 @@ def plain_steps(model: keras.Model, data: tuple[Any, Any, Any], steps: int, *, t
 
 
 def tensors(trees: tuple[Any, Any, Any]) -> list[Any]:
-    """Structures of arrays as structures of tensors."""
+    """Converts structures of arrays to structures of tensors."""
 
     def tensor(leaf: Any) -> Any:
         return None if leaf is None else tf.convert_to_tensor(leaf)
@@ -109,7 +110,7 @@ def tensors(trees: tuple[Any, Any, Any]) -> list[Any]:
 
 
 def of_arrays(trees: tuple[Any, Any, Any], function: Callable[[np.ndarray], np.ndarray]) -> tuple[Any, Any, Any]:
-    """Structures of arrays with a function applied to each."""
+    """Applies a function to each array of some structures."""
 
     def applied(leaf: Any) -> Any:
         return None if leaf is None else function(np.asarray(leaf))
@@ -122,9 +123,9 @@ def of_arrays(trees: tuple[Any, Any, Any], function: Callable[[np.ndarray], np.n
 
 
 def pipelined_steps(runtime: Runtime, batch: Batch, steps: int, *, training: bool) -> Outcome:
-    """What the devices make of a batch in some steps, from the model's values, which both have again afterwards.
+    """Runs some steps on the devices from the model's values, which model and devices have again afterwards.
 
-    After a fault all of them are made again: what recovery trains again on are the user's batches.
+    After a fault all of them are repeated, because recovery repeats the user's batches only.
     """
     model = runtime.model
     while True:
@@ -144,11 +145,11 @@ def pipelined_steps(runtime: Runtime, batch: Batch, steps: int, *, training: boo
 
 @dataclasses.dataclass(frozen=True)
 class Reasons:
-    """Why training steps differ from plain Keras', as far as it is known from model and plan.
+    """Reasons for training steps to differ from plain Keras', known from model and plan.
 
     Attributes:
         known: the notes of a training step.
-        remaining: those that hold in inference behaviour as well.
+        remaining: the notes that hold in inference behaviour as well.
     """
 
     known: tuple[Note, ...] = ()
@@ -156,7 +157,7 @@ class Reasons:
 
     @classmethod
     def of(cls, runtime: Runtime, batch: Batch) -> Reasons:
-        """Asks the notes of the steps that slices of a batch make."""
+        """Finds the reasons for steps on a batch's slices."""
         known = cls._notes(runtime, batch, training=True)
         metrics_alone = all(note.kind is NoteKind.METRIC for note in known)
         return cls(known, known if metrics_alone else cls._notes(runtime, batch, training=False))
@@ -177,12 +178,12 @@ class Reasons:
 
     @property
     def inference(self) -> bool:
-        """Whether some don't hold in inference behaviour, in which models are compared then."""
+        """Whether some reasons don't hold in inference behaviour, so that steps are compared in that, too."""
         return any(note not in self.remaining for note in self.known if note.kind is not NoteKind.METRIC)
 
     @property
     def first(self) -> str:
-        """The first of those that don't; empty if there is none."""
+        """The first reason that doesn't hold in inference behaviour; empty if there is none."""
         notes = (note for note in self.known if note not in self.remaining and note.kind is not NoteKind.METRIC)
         return next((f"layer {note.layer!r} {note.text}" for note in notes), "")
 
@@ -195,9 +196,9 @@ class Unlike:
     """How a variable differs between two outcomes.
 
     Attributes:
-        difference: the largest, relative to the largest change of the variable (or to 1e-3 of the largest change of any
-            of its kind, if that is more); infinite where something isn't a number.
-        unit: what the last bit of the variable's largest value is, relative to the same.
+        difference: the largest difference, relative to the largest change of the variable (or to 1e-3 of the largest
+            change of any of its kind, if that is more); infinite if something isn't a number.
+        unit: the last bit of the variable's largest value, relative to the same.
     """
 
     difference: float
@@ -213,10 +214,10 @@ def unlike(
     """Compares values after some steps.
 
     Args:
-        own: one outcome.
-        plain: the one that counts as right.
-        before: values that both began with.
-        kinds: key -> what is of about the same size: parameters, or one kind of slots.
+        own: values of one outcome.
+        plain: values of the outcome that counts as right.
+        before: initial values of both.
+        kinds: key -> name of a group of variables of about the same size: parameters, or one kind of slots.
     """
     changes = {key: _largest(_wide(value) - _wide(before[key])) for key, value in plain.items()}
     floors: dict[str, float] = {}
@@ -241,7 +242,7 @@ def _wide(array: np.ndarray) -> np.ndarray:
 
 
 def _largest(array: np.ndarray) -> float:
-    # Not a number counts as infinitely wrong; max() would pass over it.
+    # NaN counts as infinitely wrong; max() would skip it.
     largest = float(np.max(np.abs(array), initial=0.0))
     return largest if np.isfinite(largest) else float("inf")
 
@@ -253,12 +254,12 @@ def _epsilon(array: np.ndarray) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What a variable is.
+    """A variable's description.
 
     Attributes:
         label: its path.
-        layer: path of its layer; "optimizer" for what has none.
-        kind: what it shares with others whose values are of about the same size.
+        layer: path of its layer; "optimizer" if it has none.
+        kind: name of the group of variables whose values are of about the same size.
         state: whether it is state that layers update.
     """
 
@@ -269,7 +270,7 @@ class Place:
 
 
 def places_of(model: keras.Model) -> dict[str, Place]:
-    """Key of each variable and slot -> what it is."""
+    """Returns key -> description of each variable and slot."""
     variables = variables_of(model)
     trained = {id(variable) for variable in model.trainable_variables}
     slots = _slots(model.optimizer)
@@ -287,7 +288,7 @@ def places_of(model: keras.Model) -> dict[str, Place]:
 
 
 def _slots(optimizer: Any) -> dict[int, tuple[keras.Variable, str]]:
-    """Id of an optimizer's slot -> the parameter that it belongs to, and the list of slots that it is in."""
+    """Returns id of an optimizer's slot -> its parameter, and the name of the list of slots that it is in."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return {id(slot): (parameter, name) for name, slot, parameter in slots_by_parameter(inner)}
 
@@ -295,7 +296,7 @@ def _slots(optimizer: Any) -> dict[int, tuple[keras.Variable, str]]:
 # ---- all together
 
 Run: TypeAlias = Callable[[tuple[Any, Any, Any], int, bool], Outcome]
-"""(data, how many steps, as in training) -> what the pipeline makes of the model's values, which come back."""
+"""(data, number of steps, training behaviour) -> outcome of the pipeline's steps; the model's values are restored."""
 
 
 def compare_steps(
@@ -309,17 +310,17 @@ def compare_steps(
 ) -> ComparedSteps:
     """Compares some steps on a batch with those of plain Keras, in the model's dtype and in float64.
 
-    Where the same can't be done in float64, plain Keras takes the samples in another order as well: what that changes
-    is rounding, and tells how much of it there is.
+    If float64 isn't possible, plain Keras also takes the samples in another order: what that changes is the size of
+    rounding.
 
     Args:
-        model: the model, with the values that the devices have; it has them afterwards, too.
+        model: the model, with the devices' values, before and afterwards.
         run: runs the pipeline's steps.
         data: inputs, labels and sample weights of a batch.
-        count: how many steps.
-        reasons: why training steps may differ. Where some don't hold in inference behaviour, steps are compared in that
+        count: number of steps.
+        reasons: why training steps may differ. If some don't hold in inference behaviour, steps are compared in that
             as well.
-        pipelined: makes the same pipeline of another model, for as long as its context lasts; None leaves float64 out.
+        pipelined: makes the same pipeline of another model for the duration of its context; None leaves float64 out.
     """
     before, places, dtype = _values(model), places_of(model), coarsest(model)
     kinds = {key: place.kind for key, place in places.items()}
@@ -365,7 +366,7 @@ def _exactly(
     *,
     training: bool,
 ) -> tuple[dict[str, Unlike] | None, str]:
-    """Differences of the same steps in float64; or why there are none."""
+    """Returns the differences of the same steps in float64, or None and why they couldn't be made."""
     twin = in_float64(model)
     if isinstance(twin, str):
         return None, f"the model can't be made again in float64: {twin}"

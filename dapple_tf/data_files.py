@@ -1,7 +1,7 @@
 """Reading files that anybody may have written: within bounds, and with errors that name the file and the key.
 
-Plans, profiles and clusters are data: reading one runs no code of its and takes no more time and memory than its size
-warrants, whatever is in it.
+Plans, profiles and clusters are data: reading a file runs none of its code, and takes no more time and memory than its
+size warrants, whatever it contains.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 MOST_BYTES = 4 * 2**20
-"""A file of JSON isn't larger. A layer takes less than 1 kB."""
+"""Largest size of a JSON file. A layer takes less than 1 kB."""
 
 _MOST_CONTAINERS = 200_000
-"""Lists and objects in a file. Of all that JSON has they cost the most for a character: 64 bytes, and a second's time
-for a million."""
+"""Most lists and objects in a file. They cost more per character than anything else in JSON: 64 bytes, and a second for
+a million."""
 
 _MOST_CHARACTERS = 1000
-"""An error isn't longer, as part of it may come from the file."""
+"""Greatest length of an error, as part of it may come from the file."""
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
@@ -40,13 +40,13 @@ class _DuplicateKeyError(ValueError):
 def read_text(
     path: str | os.PathLike[str], error: type[Exception], *, encoding: str = "utf-8", most_bytes: int = MOST_BYTES
 ) -> str:
-    """The text in a file.
+    """Returns the text in a file.
 
     Args:
         path: the file.
-        error: what to raise.
+        error: the class of error to raise.
         encoding: "utf-8" or "utf-8-sig".
-        most_bytes: a larger file, or one without an end, isn't read any further.
+        most_bytes: the largest size; a larger or endless file isn't read any further.
 
     Raises:
         ValueError: ``error``, if the file is too large or isn't UTF-8.
@@ -65,14 +65,14 @@ def read_text(
 def parse_object(
     text: str, source: str, error: type[Exception], *, most_bytes: int = MOST_BYTES, finite: bool = False
 ) -> dict[str, Any]:
-    """The JSON object that ``text`` is. What a key means twice, readers of JSON don't agree on: that is refused.
+    """Parses ``text`` as a JSON object. Duplicate keys are rejected: JSON readers disagree on their meaning.
 
     Args:
-        text: of a file, for example.
-        source: stands in errors.
-        error: what to raise.
-        most_bytes: a longer text isn't read.
-        finite: whether NaN and infinities are refused, which aren't numbers in JSON.
+        text: the text, of a file for example.
+        source: the text's name in errors.
+        error: the class of error to raise.
+        most_bytes: the greatest length; a longer text isn't read.
+        finite: whether to refuse NaN and infinities, which aren't numbers in JSON.
 
     Raises:
         ValueError: ``error``, naming ``source``, if it isn't one.
@@ -94,10 +94,10 @@ def parse_object(
 
 
 class JsonFile(abc.ABC):
-    """What JSON text can hold, with a file for it.
+    """A value that can be written as JSON text, and kept in a file.
 
     Attributes:
-        file_error: what is raised where a file isn't one.
+        file_error: the error for a file that doesn't hold such a value.
     """
 
     file_error: ClassVar[type[Exception]]
@@ -105,15 +105,15 @@ class JsonFile(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def from_json(cls, text: str, *, source: str) -> Self:
-        """Read what `to_json` wrote; ``source`` stands in error messages."""
+        """Reads what `to_json` wrote; ``source`` is the text's name in errors."""
 
     @abc.abstractmethod
     def to_json(self) -> str:
-        """Return it as JSON text."""
+        """Returns the value as JSON text."""
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read it from a file, as `from_json` has it.
+        """Reads the value from a file that `save` wrote.
 
         Raises:
             Exception: `from_json`'s error (``file_error``), naming the file and what is wrong in it.
@@ -122,12 +122,12 @@ class JsonFile(abc.ABC):
         return cls.from_json(read_text(path, cls.file_error), source=os.fspath(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json` to a file."""
+        """Writes `to_json` to a file."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
 
 class Scalar(typing.NamedTuple):
-    """A type without parts: which JSON values are of it, and how an error says what it must be."""
+    """A type without parts: which JSON values it accepts, and its description in errors."""
 
     fits: Callable[[Any], bool]
     said: str
@@ -147,15 +147,15 @@ AMOUNTS: Mapping[Any, Scalar] = {
         lambda value: type(value) is int and 0 <= value < 2**63, "a whole number of at least 0 and below 2**63"
     ),
 }
-"""What times and sizes are."""
+"""The types of times and sizes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """Turns JSON data into typed values; errors say where something else stands, and what it must be.
+    """Turns JSON data into typed values; errors say where the data is wrong, and what it must be.
 
     Attributes:
-        error: what is raised.
+        error: the class of error to raise.
         scalars: the types without parts.
         lists: dataclasses that are written as lists of their fields, not as objects.
     """
@@ -165,15 +165,15 @@ class Decoder:
     lists: frozenset[type] = frozenset()
 
     def read(self, kind: Any, data: Any, where: str = "") -> Any:
-        """A value of a type: a scalar, a dataclass, a tuple or a mapping of these, one of them or None, or anything.
+        """Returns a value of a type: a scalar, a dataclass, a tuple or mapping of these, one of them or None, or Any.
 
         Args:
             kind: the type.
-            data: what stands in the file.
+            data: the data in the file.
             where: a path such as ``layers[3]``, for errors; empty for a whole file.
 
         Raises:
-            ValueError: ``error``; there is something else.
+            ValueError: ``error``; the data isn't of the type.
         """
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)
         if kind is Any:
@@ -182,7 +182,7 @@ class Decoder:
             if not isinstance(data, list):
                 raise self._wrong(data, where, "a list")
             if arguments[0] in self.scalars and all(map(self.scalars[arguments[0]].fits, data)):
-                return tuple(data)  # Without a place for each.
+                return tuple(data)  # A shortcut that makes no path for each entry.
             return tuple(self.read(arguments[0], entry, f"{where}[{i}]") for i, entry in enumerate(data))
         if type(None) in arguments:
             return None if data is None else self.read(arguments[0], data, where)
@@ -209,17 +209,17 @@ class Decoder:
         return data
 
     def object(self, data: Any, where: str) -> dict[str, Any]:
-        """Data that is an object.
+        """Returns data that must be an object.
 
         Raises:
-            ValueError: ``error``; it is something else.
+            ValueError: ``error``; it isn't one.
         """
         if not isinstance(data, dict):
             raise self._wrong(data, where, "an object {...}")
         return data
 
     def check_keys(self, data: Mapping[str, Any], required: Iterable[str], optional: Iterable[str], where: str) -> None:
-        """Refuses an object with other keys, or without some.
+        """Refuses an object with unknown or missing keys.
 
         Raises:
             ValueError: ``error``.
@@ -254,12 +254,12 @@ def _types(kind: type) -> Mapping[str, Any]:
 
 
 def short(value: object) -> str:
-    """A value from a file for an error's text: in part, where it is long or nested deeply."""
+    """Returns a value from a file for an error's text, shortened if it is long or deeply nested."""
     return clip(_REPR.repr(value), 120)
 
 
 def clip(text: str, length: int = _MOST_CHARACTERS) -> str:
-    """A text without its middle, where it is longer than that."""
+    """Returns a text without its middle if it has more than ``length`` characters."""
     return text if len(text) <= length else f"{text[: length * 2 // 3]} ... {text[-length // 3 + 5 :]}"
 
 

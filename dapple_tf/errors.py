@@ -14,7 +14,7 @@ class CaptureError(DappleError):
 
 
 class ClusterError(ValueError):
-    """A cluster can't be had on this machine, or its description is wrong."""
+    """A cluster isn't available on this machine, or its description is wrong."""
 
 
 class DataError(DappleError):
@@ -26,15 +26,15 @@ class NonFiniteLossError(DappleError):
 
 
 class StepError(DappleError):
-    """A device failed in the middle of a step; the text says why, as far as that can be told."""
+    """A device failed in the middle of a step; the text says why, as far as known."""
 
 
 class WorkerLostError(DappleError):
     """A worker is lost: killed, hung, or cut off the network.
 
     Attributes:
-        task: its number; None if a run hangs and it isn't known why.
-        address: its address.
+        task: the worker's number; None if a run hangs for an unknown reason.
+        address: the worker's address.
     """
 
     def __init__(self, text: str, task: int | None = None, address: str = "") -> None:
@@ -47,11 +47,11 @@ class VerificationError(DappleError):
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, in one line, without what Keras and TensorFlow put around it."""
+    """Returns an error's message in one line, without the text that Keras and TensorFlow add around it."""
     text = re.sub(r"\x1b\[\d*m", "", str(getattr(error, "message", error)))
     text = re.sub(r"\{\{\w+ \S*\}\} ?|\[\[\{\{.*?\}\}\]\]| ?\[Op:\w+\]( name:)?", "", text)
     lines = [line.strip(" '") for line in text.splitlines()]
-    if lines and lines[0] == "in user code:":  # AutoGraph's frames follow, then what has happened
+    if lines and lines[0] == "in user code:":  # AutoGraph's frames follow, then the error
         lines = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Warning)\b.*: ", line)] or lines[1:]
     frame = (
         r"(Unable to automatically build|Exception encountered|Graph execution error|Detected at node|Node:"

@@ -1,4 +1,4 @@
-"""What is known of a model under a plan before any data is there: errors, and where it differs from plain Keras."""
+"""Examining a model under a plan before there is data: errors, and where it differs from plain Keras."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _PATIENCE = 2.0
 
 
 def check_cuts(model: keras.Model, plan: Plan, addresses: Sequence[str] = ()) -> None:
-    """Finds errors in cuts, and code that workers lack, before any data is there.
+    """Finds errors in cuts, and code that workers lack, before there is data.
 
-    Of a model without declared inputs only unknown names. Nothing is assumed of lengths that the model leaves open:
-    what depends on them shows with the first batch.
+    For a model without declared inputs it finds unknown names only. It assumes nothing about lengths that the model
+    leaves open: errors that depend on them show with the first batch.
 
     Args:
         model: a built model.
-        plan: its cuts.
-        addresses: of workers in other processes.
+        plan: the plan with the cuts.
+        addresses: the addresses of workers in other processes.
 
     Raises:
         CaptureError: the model can't be traced, or runs Python code that workers don't have.
@@ -64,14 +64,14 @@ def check_cuts(model: keras.Model, plan: Plan, addresses: Sequence[str] = ()) ->
 
 
 def examine(model: keras.Model, passes: StepPasses) -> tuple[Note, ...] | None:
-    """The notes of a training step, as far as they can be told of the inputs that a model declares.
+    """Returns the notes of a training step that follow from the inputs that a model declares.
 
-    The step is captured, not run; its loss, too, where the model's outputs suggest labels. Compiled metrics are left
-    out: Keras chooses some of them ("accuracy") by the first labels that it sees, which mustn't be guessed ones.
+    The step is captured, not run, with its loss if the model's outputs suggest labels. Compiled metrics are left out:
+    Keras chooses some of them ("accuracy") by the first labels that it sees, which mustn't be guessed ones.
 
     Returns:
-        The notes; None where only a batch can tell them: the model declares no inputs, has a ``train_step`` of its
-        own, or nobody knows which stages hold what, by lengths that it leaves open.
+        The notes; None if they depend on a batch: the model declares no inputs, has its own ``train_step``, or leaves
+        lengths open that decide what each stage holds.
 
     Raises:
         CaptureError, PassError: as for `check_cuts`.
@@ -100,7 +100,7 @@ def _notes(program: Program, passes: StepPasses) -> tuple[Note, ...] | None:
 
 
 def _assigned(program: Program, plan: Plan, addresses: Sequence[str]) -> Program | None:
-    """A captured program with its stages; None where these depend on lengths that the first batch tells."""
+    """Returns a captured program with its stages; None if these depend on lengths that only the first batch has."""
     check_py_functions(program.graph, addresses)
     try:
         return run_passes(program, [AssignStages(plan.cuts)])
@@ -110,7 +110,7 @@ def _assigned(program: Program, plan: Plan, addresses: Sequence[str]) -> Program
 
 @contextlib.contextmanager
 def _loss_for_guessed_labels(model: keras.Model, spec: BatchSpec) -> Iterator[BatchSpec | None]:
-    """Within it the model has a loss for labels as its outputs suggest them, and no metrics; None if they don't."""
+    """Gives the model a loss for labels that its outputs suggest, and no metrics; yields None if they suggest none."""
     loss, labels = None, None
     if compiled_loss(model) is not None:
         outputs = output_structure(model)

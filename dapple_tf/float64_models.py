@@ -1,4 +1,4 @@
-"""A Keras model once more, in float64."""
+"""Rebuilding a Keras model in float64."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def doubled(array: np.ndarray) -> np.ndarray:
-    """An array in float64, if it has floating-point numbers."""
+    """Returns an array in float64 if it has floating-point numbers, else unchanged."""
     return array.astype("float64") if array.dtype.name in FLOATS else array  # Keras knows no dtype of strings.
 
 
 def in_float64(model: keras.Model) -> keras.Model | str:
-    """A model of the same layers, optimizer, losses and values in float64; or why there is none.
+    """Returns a model of the same layers, optimizer, losses and values in float64, or why there is none.
 
-    It is made from what the model tells of itself (``get_config``), which layers and functions of one's own may not do.
+    It is made from the model's configuration (``get_config``), which the user's own layers and functions may lack.
     """
     own = [*layers_of(model), *layers_of(model, include_self=False), model.optimizer]
     losses = keras.tree.flatten(model.loss) if compiled_loss(model) is not None else []
@@ -53,7 +53,7 @@ def _named(item: Any) -> tuple[str, Any]:
 
 
 def _in_float64(config: Any) -> Any:
-    """A configuration in which all floating-point types are float64."""
+    """Returns a configuration in which all floating-point types are float64."""
     if isinstance(config, Mapping):
         if config.get("class_name") in ("DTypePolicy", "QuantizedDTypePolicy", "FloatDTypePolicy"):
             return {**config, "class_name": "DTypePolicy", "config": {"name": "float64"}}
@@ -71,10 +71,10 @@ def _is_float(dtype: Any) -> bool:
 
 
 def _copy(model: keras.Model, twin: keras.Model) -> None:
-    """Gives a twin the values of a model.
+    """Copies the values of a model to its twin.
 
     Raises:
-        ValueError: it has other variables, or isn't compiled.
+        ValueError: the twin has other variables, or isn't compiled.
     """
     if not twin.compiled or twin.optimizer is None:
         raise ValueError("it can't be compiled again from its configuration")

@@ -1,4 +1,4 @@
-"""Looking inside a pipelined model: verified, dumped, traced, measured; what it runs on, and how."""
+"""Inspecting a pipelined model: verifying, dumping, tracing, measuring; its devices, plan and placement."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from dapple_tf.verification import Verification, compare
 
 
 class Inspection(abc.ABC):
-    """What can be asked of a model and its steps, for a class that runs them.
+    """Inspection of a model and its steps, for a class that runs them.
 
     Attributes:
         model: the user's Keras model.
         profile: the profile that the plan was made from; None if there was none.
-        prediction: the simulated time of a step, and the measured one; None without a profile, and after a fault.
+        prediction: the simulated and the measured time of a step; None without a profile, and after a fault.
     """
 
     model: keras.Model
@@ -62,7 +62,7 @@ class Inspection(abc.ABC):
 
     @abc.abstractmethod
     def _one_batch(self, mode: Mode, data: Any) -> Batch:
-        """One batch as Keras takes it."""
+        """Returns one batch as Keras takes it."""
 
     @abc.abstractmethod
     def _train(self, batch: Batch, *, trace: bool = False) -> StepResult:
@@ -70,7 +70,7 @@ class Inspection(abc.ABC):
 
     @abc.abstractmethod
     def _twin(self, model: keras.Model) -> contextlib.AbstractContextManager[Run]:
-        """The same pipeline of another model."""
+        """Makes the same pipeline of another model, for the duration of the context."""
 
     @property
     def _engine(self) -> Engine:
@@ -79,24 +79,27 @@ class Inspection(abc.ABC):
     def verify(
         self, x: Any, y: Any = None, sample_weight: Any = None, *, steps: int = 3, float64: bool = True
     ) -> Verification:
-        """Compares training steps on a batch with plain Keras: loss, gradients, then all that some steps change.
+        """Compares training steps on a batch with plain Keras: loss, gradients, then everything that some steps change.
 
-        The steps compare every variable, optimizer slot and metric, in the model's dtype and once more in float64, by
-        which rounding is told from what is different. Layers that draw random numbers or normalise by the batch don't
-        give the same on slices as on the whole batch, so that where a plan cuts it, a model with such layers is also
-        compared in inference behaviour (``training=False``); the result says so.
-        Nothing changes, but that the user's model gets the devices' values (``sync``).
+        The steps compare every variable, optimizer slot and metric, in the model's dtype and again in float64, which
+        separates rounding from real differences. Layers that draw random numbers or normalise by the batch compute
+        something else on slices than on the whole batch; where a plan cuts the batch, a model with such layers is also
+        compared in inference behaviour (``training=False``), and the result says so.
+        Nothing changes, except that the user's model gets the devices' values (``sync``).
 
         Args:
             x: one batch of inputs, as for ``train_on_batch``.
             y: its labels.
             sample_weight: its weights.
-            steps: how many; 0 compares the loss and the gradients of one step only.
-            float64: make the same steps with a model of the same layers in float64, too, on the same devices, if the
-                model can be made again from its configuration.
+            steps: number of steps; 0 compares the loss and the gradients of one step only.
+            float64: whether to repeat the steps with a model of the same layers in float64, on the same devices, if the
+                model can be rebuilt from its configuration.
 
         Returns:
-            What differs, as a table; its ``assert_equal()`` raises an error if something differs without a reason.
+            The differences, as a table; its ``assert_equal()`` raises an error if one has no known reason.
+
+        Raises:
+            ValueError: ``steps`` is negative.
         """
         if steps < 0:
             raise ValueError(f"steps is {steps}; give 0 or more")
@@ -118,20 +121,20 @@ class Inspection(abc.ABC):
         )
 
     def _steps_apart(self, data: tuple[Any, Any, Any], steps: int, training: bool) -> Outcome:
-        """What some steps on a batch come to, without counting."""
+        """Returns the outcome of some steps on a batch, which don't count as training."""
         return pipelined_steps(self._runtime, self._one_batch(Mode.TRAIN, data), steps, training=training)
 
     def dump(self, directory: str | pathlib.Path) -> None:
-        """Writes what steps are made of: graphs, plan, schedule, drawings; ``index.html`` there tells what is what.
+        """Writes graphs, plan, schedule and drawings of the steps; ``index.html`` describes the files.
 
-        The graph before and after every pass (``NN_pass.pbtxt``) of each kind of step that has been run, and of
-        training if it hasn't: nothing is run, and nothing that training depends on changes.
+        There is a graph before and after every pass (``NN_pass.pbtxt``) for each kind of step that has been run, and
+        for training even if it hasn't. Nothing is run, and nothing that training depends on changes.
 
         Args:
-            directory: what to fill. Files of an earlier dump there are replaced, others left.
+            directory: the directory to fill. Files of an earlier dump there are replaced, others stay.
 
         Raises:
-            DataError: no step has been run, and the model doesn't tell what batches look like.
+            DataError: no step has been run, and the model doesn't declare what batches look like.
             FolderError: something else in the directory would be overwritten.
         """
         engine = self._engine
@@ -144,8 +147,8 @@ class Inspection(abc.ABC):
     def trace_step(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
         """Trains on one batch and returns TensorFlow's ``StepStats``: start and end of each task, and each allocation.
 
-        Metrics and History know nothing of this step. Where a step is one function (one device, one micro-batch), stage
-        functions are called one by one in this one. TensorFlow prepares a traced step by itself, the first time.
+        Metrics and History don't include this step. If a step is one function (one device, one micro-batch), this one
+        calls stage functions one by one instead. TensorFlow prepares traced steps separately, the first time.
         """
         self._follow()
         traced = self._train(self._one_batch(Mode.TRAIN, (x, y, sample_weight)), trace=True).traced
@@ -155,23 +158,24 @@ class Inspection(abc.ABC):
     def profile_step(
         self, x: Any, y: Any = None, sample_weight: Any = None, *, warm_up: int = 2, train: bool = False
     ) -> StepProfile:
-        """Measures one training step, task by task and device by device, beside what was planned and simulated.
+        """Measures one training step, task by task and device by device, beside the planned and the simulated step.
 
         The step is a real one, but doesn't count: afterwards weights, optimizer, random seeds, metrics and the number
-        of steps are what they were. For that the user's model gets the devices' values first (``sync``), and the
-        devices get them back with the next step.
+        of steps are as before. For that the user's model gets the devices' values first (``sync``), and the devices get
+        them back with the next step.
 
         Args:
             x: one batch of inputs, as for ``train_on_batch``.
             y: its labels.
             sample_weight: its weights.
-            warm_up: steps that don't count at all. Then come the one that is measured, and one before and after it, by
-                which the time is known that it takes without being traced. The first time one more is traced, since
-                TensorFlow prepares traced steps by themselves.
-            train: leave the devices trained on this batch by all of these steps, in place of bringing values back: for
-                models that are larger than this process's memory (``deferred_init``).
+            warm_up: number of warm-up steps. Then come the measured step, and one before and after it, which give the
+                time without tracing. The first time one more step is traced, since TensorFlow prepares traced steps
+                separately.
+            train: whether to leave the devices trained on this batch by all of these steps, instead of restoring
+                values: for models larger than this process's memory (``deferred_init``).
 
         Raises:
+            ValueError: ``warm_up`` is negative.
             DappleError: the model's values are only on the devices, and ``train`` is False.
         """
         if warm_up < 0:
@@ -211,40 +215,40 @@ class Inspection(abc.ABC):
 
     @property
     def cluster(self) -> Cluster:
-        """The devices; fewer when it was gone on without a worker."""
+        """The devices; fewer after training continued without a worker."""
         return self._runtime.cluster
 
     @property
     def plan(self) -> Plan:
-        """The plan; another one when it was gone on without a worker."""
+        """The plan; another one after training continued without a worker."""
         return self._runtime.plan
 
     @property
     def placement(self) -> Mapping[int, OpPlacement]:
-        """Stage -> where the single operators of the largest training step so far are.
+        """Stage -> the placement of single operators in the largest training step so far.
 
-        Empty before the first step, and where stages run as a whole.
+        Empty before the first step, and if stages run as a whole.
         """
         return self._engine.builder.placements
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """Where training isn't the same as plain Keras under this plan, why, and the way out.
+        """Where training differs from plain Keras under this plan, why, and the way out.
 
-        The log tells it, too, when the model is transformed: what can be told of the inputs that it declares and of
-        labels as its outputs suggest them. Metrics, and all of a model that declares no inputs or has a ``train_step``
-        of its own, follow when training is prepared for its first batch.
+        The log shows them, too, when the model is transformed, as far as they follow from declared inputs and from
+        labels that the outputs suggest. Notes about metrics, and all notes of a model that declares no inputs or has
+        its own ``train_step``, follow when training is prepared for its first batch.
         """
         return self._engine.builder.notes.latest or ()
 
     @property
     def faults(self) -> Sequence[FaultRecord]:
-        """Those that training went on after."""
+        """The faults after which training continued."""
         return tuple(self._runtime.faults)
 
     @property
     def lost(self) -> WorkerLostError | None:
-        """The worker that is missing now; None if all are there, or devices are this process's."""
+        """The error of the worker that is missing now; None if all are there, or the devices are this process's."""
         return self._engine.session.lost
 
     @property

@@ -17,7 +17,7 @@ from dapple_tf.frontend.model_front import ModelFront, meant
 
 
 class KerasMethods(ModelFront, abc.ABC):
-    """Keras' methods by Keras' own signatures: arguments go by position or by name."""
+    """Keras' methods with Keras' own signatures: arguments are given by position or by name."""
 
     @abc.abstractmethod
     def _call(self, method: str, **arguments: Any) -> Any:
@@ -25,7 +25,7 @@ class KerasMethods(ModelFront, abc.ABC):
 
     @abc.abstractmethod
     def _fit_with_checkpoints(self, checkpoint: Checkpointing, resume: bool, arguments: dict[str, Any]) -> Any:
-        """``fit`` that saves checkpoints, and goes on from one."""
+        """Runs ``fit``, saving checkpoints and resuming from one."""
 
     @property
     @abc.abstractmethod
@@ -33,7 +33,7 @@ class KerasMethods(ModelFront, abc.ABC):
         """The plan."""
 
     def _batch_size(self, given: Any) -> int:
-        """The batch size that arrays are cut by: the plan's global batch size, unless another is given."""
+        """Returns the batch size for cutting arrays: the plan's global batch size, unless another is given."""
         return self.plan.global_batch_size if given is None else whole_number("batch_size", given)
 
     def fit(
@@ -45,25 +45,26 @@ class KerasMethods(ModelFront, abc.ABC):
         resume: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """``keras.Model.fit``; ``batch_size`` and ``validation_batch_size`` are by default the plan's.
+        """Runs ``keras.Model.fit``; ``batch_size`` and ``validation_batch_size`` are by default the plan's.
 
-        Another batch size is cut into micro-batches of about the plan's size, which is said once: the plan's times and
-        memory aren't for it.
+        Batches of another size are cut into micro-batches of about the plan's size. A message says so once, because the
+        plan's times and memory don't hold for them.
 
         Args:
             x: as for Keras.
             y: as for Keras.
             args: as for Keras: batch_size, epochs, verbose, callbacks and the others, in its order.
             checkpoint: when and where to save checkpoints, in the background.
-            resume: go on from the newest checkpoint of that directory, if it has any: with the same plan, devices and
-                data, as if training hadn't stopped. Callbacks' own state isn't in it.
+            resume: whether to resume from the newest checkpoint of that directory, if it has any: with the same plan,
+                devices and data, as if training hadn't stopped. Checkpoints don't hold the callbacks' own state.
             kwargs: as for Keras.
 
         Raises:
             DataError: batches change their structure or shape.
             NonFiniteLossError: the loss isn't finite and the transform was told to stop.
-            CheckpointError: the checkpoint to go on from is damaged, or of another model or other data.
-            TypeError: an argument that Keras' method doesn't have.
+            CheckpointError: the checkpoint to resume from is damaged, or of another model or other data.
+            TypeError: Keras' method doesn't have an argument.
+            ValueError: ``resume`` without ``checkpoint``.
         """
         if resume and checkpoint is None:
             raise ValueError("resume=True goes on from a checkpoint; give checkpoint=Checkpointing(directory), too")
@@ -75,23 +76,23 @@ class KerasMethods(ModelFront, abc.ABC):
         return self._fit_with_checkpoints(checkpoint, resume, arguments)
 
     def evaluate(self, x: Any = None, y: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """``keras.Model.evaluate``, forward only; ``batch_size`` is by default the plan's global batch size."""
+        """Runs ``keras.Model.evaluate``, forward only; ``batch_size`` is by default the plan's global batch size."""
         return self._sized("evaluate", (x, y, *args), kwargs)
 
     def predict(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """``keras.Model.predict``, forward only; ``batch_size`` is by default the plan's global batch size."""
+        """Runs ``keras.Model.predict``, forward only; ``batch_size`` is by default the plan's global batch size."""
         return self._sized("predict", (x, *args), kwargs)
 
     def train_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """``keras.Model.train_on_batch``."""
+        """Runs ``keras.Model.train_on_batch``."""
         return self._call("train_on_batch", **_bound("train_on_batch", (x, y, *args), kwargs))
 
     def test_on_batch(self, x: Any, y: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """``keras.Model.test_on_batch``."""
+        """Runs ``keras.Model.test_on_batch``."""
         return self._call("test_on_batch", **_bound("test_on_batch", (x, y, *args), kwargs))
 
     def predict_on_batch(self, x: Any) -> Any:
-        """``keras.Model.predict_on_batch``."""
+        """Runs ``keras.Model.predict_on_batch``."""
         return self._call("predict_on_batch", x=x)
 
     def _sized(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -101,13 +102,13 @@ class KerasMethods(ModelFront, abc.ABC):
 
 
 def _bound(method: str, args: tuple[Any, ...], kwargs: dict[str, Any], others: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The arguments of a method of Keras' by their names, as far as they are given.
+    """Returns the given arguments of a Keras method by name.
 
     Args:
-        method: of ``keras.Model``.
-        args: by position.
-        kwargs: by name.
-        others: names that are ours.
+        method: a method of ``keras.Model``.
+        args: arguments by position.
+        kwargs: arguments by name.
+        others: names of our own arguments, to suggest in errors.
 
     Raises:
         TypeError: there are too many, one is given twice or has an unknown name.
@@ -125,9 +126,9 @@ def _bound(method: str, args: tuple[Any, ...], kwargs: dict[str, Any], others: t
     return positional | kwargs
 
 
-@functools.cache  # Each step asks.
+@functools.cache  # Called for each step.
 def _parameters(method: str) -> tuple[str, ...]:
-    """The names of a method of ``keras.Model``'s parameters, without ``self``."""
+    """Returns the names of the parameters of a method of ``keras.Model``, without ``self``."""
     own: Callable[..., Any] = getattr(keras.Model, method)
     parameters = inspect.signature(own).parameters.values()
     return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)[1:]

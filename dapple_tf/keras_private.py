@@ -1,4 +1,4 @@
-"""What of Keras is used that isn't public, in one place: all as it is in Keras 3.8 to 3.15."""
+"""All private parts of Keras that are used here, as they are in Keras 3.8 to 3.15."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ __all__ = [
 ]
 
 _COUNTERS = "object_name_uids"
-"""Where Keras counts the names that it has given."""
+"""The attribute in which Keras counts the names that it has given."""
 
 
 def layers_of(model: keras.Model, **options: bool) -> list[Any]:
-    """A model and all layers in it, however deep.
+    """Returns a model and all layers in it, however deep.
 
     Args:
         model: the model, or a layer.
@@ -60,12 +60,12 @@ def layers_of(model: keras.Model, **options: bool) -> list[Any]:
 
 
 def items_of(model: keras.Model) -> list[Any]:
-    """`layers_of`, and the operations of functional models among them."""
+    """Returns `layers_of` a model, and the operations of functional models among them."""
     return [item for layer in layers_of(model) for item in (layer, *getattr(layer, "operations", ()))]
 
 
 def seeds_of(model: keras.Model) -> list[Any]:
-    """The states of all seed generators that layers hold."""
+    """Returns the states of all seed generators that layers hold."""
     return [own.state for layer in layers_of(model) for own in getattr(layer, "_seed_generators", ())]
 
 
@@ -73,18 +73,18 @@ def seeds_of(model: keras.Model) -> list[Any]:
 
 
 def compiled_loss(model: keras.Model) -> Any:
-    """The loss, as compiled; None if there is none."""
+    """Returns the compiled loss; None if there is none."""
     return model._compile_loss
 
 
 def compiled_metrics(model: keras.Model) -> Any:
-    """The metrics, as compiled; None if there are none."""
+    """Returns the compiled metrics; None if there are none."""
     return model._compile_metrics
 
 
 @contextlib.contextmanager
 def replaced_compilation(model: keras.Model, loss: Any, metrics: Any) -> Iterator[None]:
-    """Within it, a model has another `compiled_loss` and other `compiled_metrics`."""
+    """Replaces a model's `compiled_loss` and `compiled_metrics` inside the context."""
     before = {"_compile_loss": model._compile_loss, "_compile_metrics": model._compile_metrics}
     vars(model).update(_compile_loss=loss, _compile_metrics=metrics)
     try:
@@ -94,13 +94,13 @@ def replaced_compilation(model: keras.Model, loss: Any, metrics: Any) -> Iterato
 
 
 def fresh_loss(model: keras.Model) -> Any:
-    """A loss as the model's was before it was built for labels of some structure."""
+    """Returns a copy of the model's compiled loss that isn't built for any structure of labels yet."""
     own = model._compile_loss
     return type(own)(own._user_loss, own._user_loss_weights, own.reduction, own.output_names)
 
 
 def compute_loss(model: keras.Model, **arguments: Any) -> Any:
-    """The loss of a batch, with what layers add to it; see ``keras.Model.compute_loss``, which lacks ``training``."""
+    """Returns a batch's loss, layers' losses included; like ``keras.Model.compute_loss``, which lacks ``training``."""
     return model._compute_loss(**arguments)
 
 
@@ -110,12 +110,12 @@ def build_for(model: keras.Model, batch: Any) -> None:
 
 
 def adds_loss(layer: keras.layers.Layer, loss: Any) -> bool:
-    """Whether it was this layer that added a loss."""
+    """Whether this layer added a loss."""
     return id(loss) in layer._loss_ids
 
 
 def loss_tracker(model: keras.Model) -> Any:
-    """The metric that is the mean loss; None if there is none."""
+    """Returns the metric of the mean loss; None if there is none."""
     return getattr(model, "_loss_tracker", None)
 
 
@@ -128,24 +128,24 @@ def takes_training(model: keras.Model) -> bool:
 
 
 def functional_graph(model: keras.Model) -> Any:
-    """The functional graph that a model's call runs; None if it does something else."""
+    """Returns the functional graph that a model's call runs; None if the call does something else."""
     graph = getattr(model, "_functional", model)  # Sequential keeps one
     own_call = type(model).call not in (keras.Sequential.call, type(graph).call)
     return None if own_call or not hasattr(graph, "_nodes_by_depth") else graph
 
 
 def input_structure(model: keras.Model) -> Any:
-    """The inputs that a functional model was made with, in their structure; None of another model."""
+    """Returns the inputs that a functional model was made with, in their structure; None for another model."""
     return getattr(model, "_inputs_struct", None)
 
 
 def output_structure(model: keras.Model) -> Any:
-    """The outputs of a functional or sequential model as symbolic tensors, in their structure."""
+    """Returns the outputs of a functional or sequential model as symbolic tensors, in their structure."""
     return getattr(model, "_functional", model)._outputs_struct
 
 
 def nodes_in_order(graph: Any) -> list[Any]:
-    """The calls of operations in a functional graph, inputs too, in the order in which they are made."""
+    """Returns the calls of operations in a functional graph, inputs included, in calling order."""
     return [node for depth in sorted(graph._nodes_by_depth, reverse=True) for node in graph._nodes_by_depth[depth]]
 
 
@@ -153,24 +153,24 @@ def nodes_in_order(graph: Any) -> list[Any]:
 
 
 def tensorflow_variable(variable: keras.Variable) -> Any:
-    """TensorFlow's variable behind Keras'; None as long as it has no value."""
+    """Returns TensorFlow's variable behind Keras'; None as long as it has no value."""
     return variable._value
 
 
 def initialize(variable: keras.Variable) -> None:
-    """Gives a variable that was made within a trace, and put off by Keras, its value."""
+    """Initializes a variable that was made within a trace, which Keras deferred."""
     pending = global_state.get_global_attribute("uninitialized_variables", [])
     pending[:] = [other for other in pending if other is not variable]
     variable._deferred_initialize()
 
 
 def parameters_of(optimizer: Any) -> list[keras.Variable]:
-    """The variables that an optimizer was built for."""
+    """Returns the variables that an optimizer was built for."""
     return list(optimizer._trainable_variables)
 
 
 def slots_by_parameter(optimizer: Any) -> Iterator[tuple[str, keras.Variable, keras.Variable]]:
-    """(name of a list of slots, slot, its parameter) for each list of an optimizer with a slot for each parameter."""
+    """Yields (name of a list of slots, slot, its parameter) for each of the optimizer's lists of slots by parameter."""
     parameters = optimizer._trainable_variables
     for name, own in vars(optimizer).items():
         if isinstance(own, list) and len(own) == len(parameters) and own is not parameters:
@@ -180,19 +180,19 @@ def slots_by_parameter(optimizer: Any) -> Iterator[tuple[str, keras.Variable, ke
 
 
 def learning_rate_of(optimizer: Any) -> Any:
-    """What ``learning_rate`` was set to: a variable, or a schedule."""
+    """Returns what ``learning_rate`` was set to: a variable, or a schedule."""
     return getattr(optimizer, "_learning_rate", None)
 
 
 @contextlib.contextmanager
 def restricted(optimizer: Any, positions: Sequence[int], *, clips: bool) -> Iterator[None]:
-    """Within it, an optimizer knows only some of its parameters.
+    """Restricts an optimizer to some of its parameters inside the context.
 
-    Keras updates moving averages and resets gradient accumulators for all variables at once, whichever it is given.
+    Otherwise Keras updates moving averages and resets gradient accumulators for all variables, whichever it is given.
 
     Args:
-        optimizer: the optimizer, built.
-        positions: of the parameters.
+        optimizer: a built optimizer.
+        positions: positions of the parameters that it keeps.
         clips: whether it still clips by the global norm.
     """
     state = vars(optimizer)
@@ -218,17 +218,17 @@ def restricted(optimizer: Any, positions: Sequence[int], *, clips: bool) -> Iter
 
 
 def sliceable_arrays(adapter: ArrayDataAdapter) -> tuple[int, Any]:
-    """The number of samples of arrays, and the arrays as what can be sliced by NumPy's indices."""
+    """Returns the number of samples of arrays, and the arrays in a form that NumPy's indices can slice."""
     return adapter._num_samples, convert_to_sliceable(adapter._inputs, target_backend="numpy")
 
 
 def standardized(adapter: PyDatasetAdapter, batch: Any) -> Any:
-    """A batch of a ``keras.utils.PyDataset`` as its adapter gives it: x, y and weights, of the right types."""
+    """Returns a batch of a ``keras.utils.PyDataset`` as its adapter gives it: x, y and weights, of the right types."""
     return adapter._standardize_batch(batch)
 
 
 def dataset_of(adapter: PyDatasetAdapter, signature: Any) -> tuple[Any, Any]:
-    """The ``tf.data.Dataset`` of an adapter, and its signature; the batches aren't asked for that if it is known."""
+    """Returns an adapter's ``tf.data.Dataset`` and its signature; a known signature saves reading a batch for it."""
     adapter._output_signature = signature
     return adapter.get_tf_dataset(), adapter._output_signature
 
@@ -239,7 +239,7 @@ inverted_residual_block = mobilenet_v3._inverted_res_block
 
 
 def nasnet_cell(kind: str) -> Any:
-    """What makes a cell of NASNet-A: ``normal`` or ``reduction``."""
+    """Returns the function that makes a cell of NASNet-A: ``normal`` or ``reduction``."""
     return nasnet._normal_a_cell if kind == "normal" else nasnet._reduction_a_cell
 
 
@@ -248,10 +248,10 @@ def nasnet_cell(kind: str) -> Any:
 
 @contextlib.contextmanager
 def names_from_start() -> Iterator[None]:
-    """Within it, layers without names are counted from the start: ``re_lu``, ``re_lu_1``, whatever there is already.
+    """Numbers unnamed layers from the start inside the context: ``re_lu``, ``re_lu_1``, whatever exists already.
 
-    keras.applications leaves many layers unnamed. Plans and profiles name layers, so that they would fit only the first
-    model of a process otherwise.
+    keras.applications leaves many layers unnamed. Plans and profiles name layers, and would otherwise fit only the
+    first model of a process.
     """
     before = global_state.get_global_attribute(_COUNTERS)
     global_state.set_global_attribute(_COUNTERS, collections.defaultdict(int))

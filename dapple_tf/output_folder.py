@@ -1,7 +1,7 @@
-"""A directory that a program fills, and fills again later, without touching what is somebody else's there.
+"""A directory that a program fills, and fills again later, without touching other files there.
 
-A list of the files (``dump.json``) tells what a program has written before. Files are made aside and moved to their
-places at the end, so that there is never half of the old and half of the new without anyone being told.
+A list (``dump.json``) names the files that the program wrote before. Files are written to a temporary folder and moved
+to their places at the end, so that old and new files are never mixed unnoticed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class FolderError(DappleError):
 
 @contextlib.contextmanager
 def filled(directory: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-    """Within it, write files into the directory that is given; at its end they are moved to ``directory``.
+    """Yields a temporary directory to write files into, and moves them to ``directory`` at the context's end.
 
-    What an earlier call has written is replaced, and removed if it isn't written again; all else is left. After an
-    error the directory is what it was.
+    Files of an earlier call are replaced, or removed if they aren't written again; all others stay. After an error the
+    directory is unchanged.
 
     Raises:
         FolderError: a file in the way isn't an earlier call's, or has been changed since.
@@ -57,7 +57,7 @@ def _move(made: pathlib.Path, target: pathlib.Path, before: Mapping[str, frozens
             f"{target / foreign[0]}{more} would be overwritten, but isn't what an earlier dump wrote there: move it "
             f"away, or choose another directory"
         )
-    # If this is interrupted, both old and new files are known as own ones.
+    # If this is interrupted, both old and new files count as our own.
     both = {name: before.get(name, frozenset()) | fresh.get(name, frozenset()) for name in {*before, *fresh}}
     _write_list(target, both)
     for name in names:
@@ -66,7 +66,7 @@ def _move(made: pathlib.Path, target: pathlib.Path, before: Mapping[str, frozens
     for name in sorted(before.keys() - fresh.keys(), reverse=True):
         if _is_own(target / name, before[name]):
             (target / name).unlink()
-            with contextlib.suppress(OSError):  # It isn't empty.
+            with contextlib.suppress(OSError):  # The folder isn't empty.
                 for folder in (target / name).parents:
                     if folder == target:
                         break
@@ -75,7 +75,7 @@ def _move(made: pathlib.Path, target: pathlib.Path, before: Mapping[str, frozens
 
 
 def _may_replace(path: pathlib.Path, digests: frozenset[str], target: pathlib.Path) -> bool:
-    """Whether a file may be written there: there is nothing, or what was written before."""
+    """Whether a file may be written there: there is none, or the one written before."""
     for folder in path.parents:
         if folder == target:
             break
@@ -97,7 +97,7 @@ def _digest(path: pathlib.Path) -> str:
 
 
 def _listed(target: pathlib.Path) -> dict[str, frozenset[str]]:
-    """What an earlier call has written: name -> the file's digest; before and after a call that was interrupted."""
+    """Returns name -> digests of the files of earlier calls; two for a file of an interrupted call."""
     path = target / LIST
     if not path.is_file():
         return {}

@@ -13,10 +13,9 @@ _HELP = frozenset({"help", "helpshort", "helpfull", "helpxml", "?"})
 
 
 def run_program(main: Callable[[list[str]], Any]) -> NoReturn:
-    """Parses the command line, calls ``main`` with what it leaves, and ends.
+    """Parses the command line, calls ``main`` with the remaining arguments, and exits.
 
-    ``--help`` shows the flags of the module that ``main`` is in, also where a console command has imported it, and
-    isn't a mistake.
+    ``--help`` shows the flags of ``main``'s module, even if a console command imported it, and exits with 0.
     """
     for flag in flags.FLAGS.flags_by_module_dict().get(main.__module__, ()):
         flags.FLAGS.register_flag_by_module(sys.argv[0], flag)

@@ -1,4 +1,4 @@
-"""Progress of long work, on a terminal or in a notebook: libraries don't print, but nobody should wait in the dark."""
+"""Progress of long work, on a terminal or in a notebook."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _PATIENCE = 1.0
 _INTERVAL = 0.1
 """Seconds between two updates."""
 _TICK = 1.0
-"""Seconds after which the line is written again while nothing new is told, so that its clock goes on."""
+"""Seconds after which the line is written again without news, so that its clock keeps running."""
 
 
 class Progress:
-    """One line on standard error that is rewritten as work goes on; nothing if nobody watches that.
+    """One line on standard error that is rewritten as work goes on; nothing if nobody watches standard error.
 
         with Progress("measuring", total=3) as bar:   becomes   measuring 2/3: second (1 s)
             bar.step("first")
@@ -24,10 +24,10 @@ class Progress:
 
     Args:
         title: what is being done.
-        total: how many steps there are; None if that isn't known.
+        total: number of steps; None if unknown.
         shown: whether to show it; None shows it on a terminal and in a notebook.
         patience: seconds before anything is shown.
-        before: called before the line is shown, where another may stand in the terminal.
+        before: called before the line is shown, because another line may be on the terminal.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Progress:
         self.close()
 
     def step(self, text: str = "", *, now: bool = False) -> None:
-        """Tells that one more step is done, and what comes; that it is long, with ``now``, which waits for nothing."""
+        """Counts one more step as done and shows what comes next; at once if ``now``, because that takes long."""
         with self._lock:
             self.done += 1
             self._text = text
@@ -70,7 +70,7 @@ class Progress:
             self._keep_ticking()
 
     def say(self, text: str) -> None:
-        """Leaves a line in the terminal."""
+        """Writes a line that stays on the terminal."""
         if self._shown:
             with self._lock:
                 self.close()
@@ -78,7 +78,7 @@ class Progress:
                 sys.stderr.flush()
 
     def at(self, text: str, share: float) -> None:
-        """Tells how far it is: a share from 0 to 1 of ``total``, and what is being done."""
+        """Shows how far the work is, as a share from 0 to 1 of ``total``, and what is being done."""
         self.done = round(share * (self.total or 0)) - 1
         self.step(text)
 
@@ -94,7 +94,7 @@ class Progress:
                 self._width = 0
 
     def tick(self) -> None:
-        """Shows how late it is."""
+        """Updates the line's clock."""
         with self._lock:
             if time.monotonic() - self._started >= self._patience:
                 self._show()
@@ -110,7 +110,7 @@ class Progress:
         self._width = len(line)
 
     def _keep_ticking(self) -> None:
-        """Starts the thread that shows the time while a step is long, unless it is there or writes to a file."""
+        """Starts the thread that updates the clock during long steps, unless it runs or nobody watches."""
         if self._watched and self._closed is None:
             self._closed = threading.Event()
             threading.Thread(target=self._run, args=(self._closed,), name="progress", daemon=True).start()
@@ -123,5 +123,5 @@ class Progress:
 
 
 def _is_watched() -> bool:
-    """Whether somebody sees standard error at once: on a terminal, or below a notebook's cell."""
+    """Whether a person sees standard error at once: on a terminal, or below a notebook's cell."""
     return sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.")

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[str]], left: int | None = None) -> str:
-    """Rows as lines, the first one the header.
+    """Formats rows as lines, the first one the header.
 
     Args:
-        rows: of equal length.
-        left: number of columns, from the first, that are flush left, the others flush right; all where it is None.
+        rows: rows of equal length.
+        left: number of leading columns that are aligned left, the others right; None aligns all left.
 
     >>> print(table([("stage", "ms"), ("0", "7")], left=1))
     stage  ms

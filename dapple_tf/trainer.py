@@ -56,23 +56,23 @@ class PipelinedModel(Inspection, KerasMethods):
     ``fit``, ``evaluate``, ``predict`` and the ``*_on_batch`` methods are those of the user's model, whose training,
     test and prediction functions run the pipeline's step graphs meanwhile: callbacks, History, progress bar and
     validation are Keras' own and see the user's model. ``summary``, ``layers``, ``get_weights``, ``optimizer``,
-    ``compile`` and whatever else the user's model has are attributes of this one, too; assigning one that steps don't
-    follow is an error.
+    ``compile`` and all other attributes of the user's model are attributes of this one, too; assigning one that steps
+    don't follow is an error.
 
-    Values live in two places: on the devices, which train, and in the user's model. Who looks doesn't notice: a
-    variable of the model or its optimizer is fetched when it is read, by callbacks, in loops of one's own, by functions
-    that were traced, and what is assigned counts from the next step. ``sync`` fetches all of them at once; ``fit`` does
-    so when it begins, before validation and at the end of each epoch. Models that share variables see each other's.
+    Values live in two places: on the devices, which train, and in the user's model. The two look like one: a variable
+    of the model or its optimizer is fetched when it is read (by callbacks, the user's own loops or traced functions),
+    and an assigned value is used from the next step on. ``sync`` fetches all values at once; ``fit`` does so when it
+    begins, before validation and at the end of each epoch. Models that share variables see each other's values.
 
-    An error in a step leaves the model with the values of its last ``sync``. When the model has been compiled again, or
-    layers frozen, the next call makes new step graphs.
+    An error in a step leaves the model with the values of its last ``sync``. After the model was compiled again or
+    layers were frozen, the next call makes new step graphs.
 
     Attributes:
         model: the user's Keras model.
         profile: the profile that the plan was made from; None if there was none.
-        prediction: the simulated time of a step, and the measured one; None without a profile, and after a fault.
-        last_step_seconds: time of the last training step, from feeding the devices to their results; what Keras does
-            before and after isn't in it.
+        prediction: the simulated and the measured time of a step; None without a profile, and after a fault.
+        last_step_seconds: time of the last training step, from feeding the devices to their results, without what
+            Keras does before and after.
     """
 
     _own = frozenset({"model", "profile", "prediction", "last_step_seconds"})
@@ -90,7 +90,7 @@ class PipelinedModel(Inspection, KerasMethods):
         quiet: bool = False,
         passes: Sequence[After | Before] = (),
     ) -> None:
-        """See :func:`dapple_tf.transform`; ``quiet`` is for steps that only measure or compare: nothing is noted."""
+        """Takes the arguments of :func:`dapple_tf.transform`; ``quiet`` omits notes, for measuring or comparing."""
         if on_non_finite_loss not in ("stop", "continue"):
             raise ValueError(f"on_non_finite_loss={on_non_finite_loss!r} is unknown; use 'stop' or 'continue'")
         self.model, self.profile = model, profile
@@ -113,12 +113,12 @@ class PipelinedModel(Inspection, KerasMethods):
             logger.warning("model %r is compiled with run_eagerly=True, which pipelined steps ignore", model.name)
 
     def _start(self, *, examined: bool = False) -> None:
-        """What steps of the model as it is compiled now need; the plan's notes, too, where no step follows at once."""
+        """Prepares steps of the model as compiled now; finds the plan's notes, too, if no step follows at once."""
         materialize(self.model.metrics_variables)  # Keras asks them after every step.
         self._compiled = self._settings()
         self._passes: dict[Mode, Batches] = {}
         self._specs: dict[Mode, BatchSpec] = {}
-        self._steps_left: int | None = 0  # of the epoch, from the one that was begun last; None if nobody knows
+        self._steps_left: int | None = 0  # of the epoch, from the one that was begun last; None if unknown
         passes = self._engine.builder.passes
         if not examined or max(passes.slices) == 1:
             check_cuts(self.model, self.plan, self.cluster.addresses)
@@ -132,7 +132,7 @@ class PipelinedModel(Inspection, KerasMethods):
         check_optimizer(self.model.optimizer, self.model.trainable_variables)
 
     def _settings(self) -> list[Any]:
-        """The objects that step graphs are made for: after another ``compile``, say, they have to be made again."""
+        """The objects that step graphs depend on: if one is replaced (by ``compile``, say), they must be made again."""
         model = self.model
         inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         rate = learning_rate_of(inner)
@@ -168,7 +168,7 @@ class PipelinedModel(Inspection, KerasMethods):
         )
         with contextlib.ExitStack() as stack:
             stack.enter_context(attached(self.model, hooks))
-            stack.callback(setattr, self, "_passes", self._passes)  # of the call that this one is made in, if any
+            stack.callback(setattr, self, "_passes", self._passes)  # of the enclosing call, if any
             stack.callback(setattr, self, "_steps_left", self._steps_left)
             self._passes = {}
             self._steps_left = 0
@@ -181,7 +181,7 @@ class PipelinedModel(Inspection, KerasMethods):
             return getattr(self.model, method)(**kwargs)
 
     def _watch_by(self, callbacks: Any, stack: contextlib.ExitStack) -> None:
-        """Has the user's `PipelineMonitor` told of the steps, if there is one among the callbacks."""
+        """Connects the user's `PipelineMonitor` to the steps, if the callbacks have one."""
         given = getattr(callbacks, "callbacks", callbacks)
         given = given if isinstance(given, (list, tuple)) else [given]
         monitors = [callback for callback in given if isinstance(callback, PipelineMonitor)]
@@ -219,35 +219,36 @@ class PipelinedModel(Inspection, KerasMethods):
         is an ordinary one from then on.
 
         Raises:
-            WorkerLostError: a worker was lost, and isn't to be waited for or not back in time.
+            WorkerLostError: a worker was lost, and the policy doesn't wait for it or it isn't back in time.
         """
         self._runtime.sync()
         return self.model
 
     def load(self) -> None:
-        """Has the next step copy all values of the user's model and optimizer to the devices.
+        """Lets the next step copy all values of the user's model and optimizer to the devices.
 
-        That is done anyway with what is assigned; this is for values that were changed past TensorFlow's variables.
+        Assigned values are copied anyway; this is for values that were changed without TensorFlow's variables.
         """
         self._runtime.load()
 
     def save(self, path: str | pathlib.Path, **arguments: Any) -> None:
-        """``sync``, then ``keras.Model.save``."""
+        """Calls ``sync``, then ``keras.Model.save``."""
         self.sync().save(path, **arguments)
 
     def save_checkpoint(self, directory: str | os.PathLike[str], *, wait: bool = True, keep: int = 3) -> pathlib.Path:
-        """Saves a checkpoint: weights, optimizer slots, seeds, metrics and the number of steps, but no data's position.
+        """Saves a checkpoint: weights, optimizer slots, seeds, metrics and the number of steps, but no data position.
 
         Args:
-            directory: where to; for a cluster, on a file system that all servers share.
-            wait: until it is on disk; else training can go on meanwhile, and `wait_for_checkpoint` waits.
-            keep: how many checkpoints the directory keeps; older ones are removed.
+            directory: where to save; for a cluster, on a file system that all servers share.
+            wait: whether to return only once it is on disk; otherwise training can continue, and
+                `wait_for_checkpoint` waits.
+            keep: the number of checkpoints that the directory keeps; older ones are removed.
 
         Returns:
             The checkpoint's path.
 
         Raises:
-            CheckpointError: it can't be written; the checkpoints before are still there.
+            CheckpointError: it can't be written; earlier checkpoints are still there.
         """
         self._follow()
         path = self._runtime.save(directory, keep, Progress())
@@ -256,7 +257,7 @@ class PipelinedModel(Inspection, KerasMethods):
         return path
 
     def wait_for_checkpoint(self) -> None:
-        """Until the last checkpoint is on disk.
+        """Waits until the last checkpoint is on disk.
 
         Raises:
             CheckpointError: it couldn't be written.
@@ -264,10 +265,10 @@ class PipelinedModel(Inspection, KerasMethods):
         self._runtime.saver.wait()
 
     def restore_checkpoint(self, path: str | os.PathLike[str]) -> Manifest:
-        """Takes over the values of a checkpoint, or of the newest in a directory, whatever plan and cluster it is from.
+        """Restores the values of a checkpoint, or of the newest in a directory, from any plan and cluster.
 
         Returns:
-            What it holds; its ``step``, ``epoch`` and ``batch`` say how far training was.
+            Its manifest; ``step``, ``epoch`` and ``batch`` say how far training was.
 
         Raises:
             CheckpointError: there is none, it is damaged, or it is of another model.
@@ -278,17 +279,17 @@ class PipelinedModel(Inspection, KerasMethods):
         return source.manifest
 
     def close(self, *, sync: bool = True) -> None:
-        """Copies trained values into the user's model and frees the devices; another call starts anew.
+        """Copies trained values into the user's model and frees the devices; the next call starts anew.
 
         Args:
-            sync: False leaves the model as it is: what was trained since the last ``sync`` or checkpoint is lost.
+            sync: False leaves the model unchanged: training since the last ``sync`` or checkpoint is lost.
         """
         self._compiled = []
         self._runtime.close(sync=sync)
 
     @contextlib.contextmanager
     def _twin(self, model: keras.Model) -> Iterator[Run]:
-        """The same pipeline of another model."""
+        """Makes the same pipeline of another model, for the duration of the context."""
         other = PipelinedModel(model, self.cluster, self.plan, quiet=True, passes=self._own_passes)
         try:
             yield other._steps_apart
@@ -296,7 +297,7 @@ class PipelinedModel(Inspection, KerasMethods):
             other.close(sync=False)
 
     def __del__(self) -> None:
-        """Leaves trained values in the user's model, unless they are too many for it (`deferred_init`)."""
+        """Copies trained values into the user's model, unless they may not fit there (`deferred_init`)."""
         runtime = getattr(self, "_runtime", None)
         if runtime is not None and not sys.is_finalizing():
             runtime.leave()
@@ -304,7 +305,7 @@ class PipelinedModel(Inspection, KerasMethods):
     # ---- steps
 
     def _function(self, mode: Mode) -> Callable[[Any], dict[str, Any]]:
-        """What takes the place of Keras' train or test function: runs steps on an iterator's next batches."""
+        """Returns the replacement of Keras' train or test function, which runs steps on an iterator's next batches."""
 
         def function(iterator: Any) -> dict[str, Any]:
             batches = self._pass(mode, iterator)
@@ -332,7 +333,7 @@ class PipelinedModel(Inspection, KerasMethods):
         return function
 
     def _pass(self, mode: Mode, iterator: Iterable[Any]) -> Batches:
-        """The batches of an iterator; with the same iterator, those that follow."""
+        """Returns the batches of an iterator; the following ones if it is the same iterator again."""
         before = self._passes.get(mode)
         if before is None or before.iterator is not iterator:
             self._passes[mode] = Batches(self.model, iterator, known=self._specs.get(mode))
@@ -354,7 +355,7 @@ class PipelinedModel(Inspection, KerasMethods):
         return self._next(mode, Batches(self.model, [data], known=self._specs.get(mode)))
 
     def _step(self, mode: Mode, batch: Batch) -> None:
-        """One training or test step; metrics have its results then."""
+        """Runs one training or test step and updates the metrics."""
         result = self._train(batch) if mode is Mode.TRAIN else self._runtime.run(mode, batch)
         self._runtime.metrics.update(mode.value, result.metrics, result.loss, batch.samples)
 
@@ -366,8 +367,8 @@ class PipelinedModel(Inspection, KerasMethods):
         result = self._runtime.train(batch, trace=trace or sample)
         self.last_step_seconds = time.perf_counter() - started
         if self.faults:
-            self.prediction = self._monitor.drift = None  # They aren't of the devices that are left.
-        if full and not trace and len(self.faults) == faults:  # Else time went by with waiting.
+            self.prediction = self._monitor.drift = None  # They don't hold for the remaining devices.
+        if full and not trace and len(self.faults) == faults:  # Otherwise the time includes waiting.
             self._followed(result, sampled=sample)
         assert result.loss is not None
         if self._on_non_finite_loss == "stop" and not math.isfinite(result.loss):
@@ -381,7 +382,7 @@ class PipelinedModel(Inspection, KerasMethods):
         return result
 
     def _followed(self, result: StepResult, *, sampled: bool) -> None:
-        """Takes down what a full training step took."""
+        """Records the time of a full training step."""
         if not sampled:
             self._monitor.stepped(self.last_step_seconds)
             if self.prediction is not None:
@@ -395,7 +396,7 @@ class PipelinedModel(Inspection, KerasMethods):
         self._monitor.sampled(self._engine.measured(traced), self.plan, self._runtime.steps)
 
     def _predict(self, items: Iterable[Any]) -> Any:
-        """What takes the place of Keras' predict function: the outputs for consecutive batches, as one."""
+        """Replaces Keras' predict function: returns the outputs for consecutive batches, concatenated."""
         outputs = []
         for item in items:
             batch = self._one_batch(Mode.PREDICT, item)

@@ -39,39 +39,39 @@ def transform(
     """Makes a pipelined, data-parallel trainer of a compiled Keras model.
 
     Without a plan, the model is profiled on the cluster's devices and planned first; ``print(pipelined.plan)`` shows
-    what was found and why, ``pipelined.prediction`` how well the prediction holds once steps have run.
+    the plan and the reasons for it, ``pipelined.prediction`` how well the prediction holds once steps have run.
 
     Args:
         model: a built and compiled Keras model; it isn't modified, and gets the trained values by ``sync``.
         cluster: the devices.
         plan: stages, replicas, micro-batches and schedule; None finds one.
-        global_batch_size: samples in one step, when there is no plan.
-        profile: what the model's layers cost, to plan from or to compare a given plan with; None measures it where a
+        global_batch_size: samples in one step, if there is no plan.
+        profile: the cost of the model's layers, to plan from or to compare a given plan with; None measures it if a
             plan has to be found.
         placement: ``fd_dps`` places single operators by dynamic critical paths, and splits heavy ones (Zeng et al.,
             Mathematics 2022, 10, 4788): those of the whole model over all devices of the cluster; with a plan, those of
             each stage over the devices that the plan has for its replicas. For models with parallel branches rather
             than a chain of layers. None runs stages as a whole, unless the plan has ``operator_devices``.
-        operator_costs: what single operators take, where they are placed; None measures it.
+        operator_costs: the cost of single operators, if they are placed; None measures it.
         on_non_finite_loss: ``stop`` raises NonFiniteLossError at the step whose loss is NaN or infinite; ``continue``
             goes on, as Keras does.
-        faults: what is done when a worker of a cluster is lost; None raises WorkerLostError.
-        passes: passes of your own, each ``After(name, item)`` or ``Before(name, item)`` one of the pipeline's: they are
+        faults: what to do when a worker of a cluster is lost; None raises WorkerLostError.
+        passes: your own passes, each ``After(name, item)`` or ``Before(name, item)`` one of the pipeline's: they are
             verified, timed and dumped like the others (docs/extending.md).
-        planning: what the search is to choose from, as for :func:`dapple_tf.plan`, such as ``schedule="auto",
+        planning: the choices of the search, as for :func:`dapple_tf.plan`, such as ``schedule="auto",
             reverse_first_k="auto"`` for out-of-order backprop wherever it gains, and example data (``x``, ``y``,
             ``sample_weight``, ``length``), as for :func:`dapple_tf.profile`. ``profile_seconds`` is its ``budget``: 20
-            s by default, in which operators of large models are measured in place of layers; more is worth it for runs
+            s by default, in which operators of large models are measured instead of layers; more is worth it for runs
             of hours; None measures layer by layer. With ``overlap=True`` replicated stages are cut into chunks where
-            that is faster, whose gradients are all-reduced while others are computed.
+            that is faster; a chunk's gradients are all-reduced while others are computed.
 
     Raises:
         CaptureError: the model isn't built or compiled, or can't be captured.
         PlanError: the plan doesn't fit the cluster, or none fits its memory.
-        ProfileError: the profile is of another model, or the model's inputs or labels can't be guessed, to measure it;
+        ProfileError: the profile is of another model, or the model's inputs or labels can't be guessed for measuring;
             give ``x`` and ``y``.
-        TypeError: an argument of another class, that nobody knows or that means nothing beside the others.
-        PassError: a cut names no layer, or leaves a stage empty; a pass is to run beside one that doesn't exist.
+        TypeError: an argument has the wrong class, is unknown, or means nothing beside the others.
+        PassError: a cut names no layer or leaves a stage empty, or a pass is placed beside one that doesn't exist.
     """
     check_types(cluster=cluster, plan=plan, profile=profile, operator_costs=operator_costs, faults=faults)
     check_names(planning, [*inspect.signature(transform).parameters], (*EXAMPLES, "profile_seconds"))

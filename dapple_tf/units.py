@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def gib(size: float) -> str:
-    """A number of bytes in four digits, for sentences and tables: ``1.254 GiB``, ``512 bytes``."""
+    """Formats bytes with four digits, for sentences and tables: ``1.254 GiB``, ``512 bytes``."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(size) >= scale:
             return f"{size / scale:.4g} {unit}"
@@ -12,7 +12,7 @@ def gib(size: float) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """A number of bytes in three digits, for drawings and columns: ``1.25 GiB``, ``512 B``."""
+    """Formats bytes with three digits, for drawings and columns: ``1.25 GiB``, ``512 B``."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(size) >= 0.9995 * scale:
             digits = 0 if abs(size) >= 100 * scale else 1 if abs(size) >= 10 * scale else 2
@@ -21,16 +21,16 @@ def bytes_text(size: float) -> str:
 
 
 def ms_text(seconds: float) -> str:
-    """Seconds as milliseconds in four digits, without the unit: ``12.34``."""
+    """Formats seconds as milliseconds with four digits, without the unit: ``12.34``."""
     return f"{seconds * 1e3:.4g}"
 
 
 def link_text(bandwidth: float | None, latency: float | None) -> str:
-    """The speed of a link, as far as it is known: ``3.125 GB/s, 30 us``.
+    """Formats the speed of a link: ``3.125 GB/s, 30 us``.
 
     Args:
-        bandwidth: bytes per second.
-        latency: seconds.
+        bandwidth: bytes per second; None for unknown.
+        latency: seconds; None for unknown.
     """
     rate = "bandwidth unknown" if bandwidth is None else f"{bandwidth / 1e9:.4g} GB/s"
     delay = "latency unknown" if latency is None else f"{latency * 1e6:.4g} us"

@@ -1,4 +1,4 @@
-"""Comparison of pipelined steps with plain Keras on one device: what ``verify`` finds, and the gradients of a step."""
+"""Comparison of pipelined steps with plain Keras on one device: the result of ``verify``, and a step's gradients."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from dapple_tf.text_table import table
 from dapple_tf.view.notebook import Table, notebook_html
 
 TOLERANCES = {"float64": 1e-8, "float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
-"""What rounding may make of gradients and logs, by the coarsest type of the model."""
+"""Coarsest floating-point type of a model -> largest relative difference of gradients and logs taken as rounding."""
 
 EXACT = 1e-6
-"""What rounding may make of a variable in float64, relative to its change."""
+"""Largest difference of a variable in float64 taken as rounding, relative to its change."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Difference:
     """How a variable or an optimizer slot differs after some steps, relative to how much these change it.
 
     Attributes:
-        layer: path of its layer; "optimizer" for what belongs to none.
-        trained: after training steps, in the model's dtype.
-        checked: the same in inference behaviour, where layers behave otherwise on slices than on the whole batch.
-        exact: ``checked`` in float64; None where that wasn't to be had.
-        bound: the largest that rounding explains, of ``exact`` or else of ``checked``.
+        layer: path of its layer; "optimizer" if it belongs to none.
+        trained: difference after training steps, in the model's dtype.
+        checked: the same in inference behaviour, if layers behave differently on slices than on the whole batch.
+        exact: ``checked`` in float64; None if that wasn't possible.
+        bound: the largest value of ``exact``, or else of ``checked``, that rounding explains.
         state: whether it is state that layers update.
     """
 
@@ -49,23 +49,23 @@ class Difference:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether rounding explains it, but for what is known of layers."""
+        """Whether rounding alone explains the difference, without the layers' known reasons."""
         return (self.checked if self.exact is None else self.exact) <= self.bound
 
 
 @dataclasses.dataclass(frozen=True)
 class ComparedSteps:
-    """Some steps of a pipeline and of plain Keras.
+    """The comparison of some steps of a pipeline and of plain Keras.
 
     Attributes:
-        count: how many.
+        count: number of steps.
         dtype: the coarsest floating-point type of the model.
         variables: path of a variable or slot -> how it differs.
         logs: name -> (pipelined, plain) value of a metric over the steps, the mean loss included.
         float64: why the same steps weren't compared in float64; empty if they were.
-        reasons: why training steps may differ, as far as it is known from model and plan; metrics' own reasons, too.
-        inference: whether they were compared in inference behaviour, too, as some reasons don't hold there.
-        remaining: those that do.
+        reasons: reasons for training steps to differ, known from model and plan; metrics' own reasons, too.
+        inference: whether steps were compared in inference behaviour, too, where some reasons don't hold.
+        remaining: the reasons that hold there, too.
     """
 
     count: int
@@ -105,9 +105,9 @@ class Verification:
         largest: variable -> largest absolute value of the plain gradient.
         layers: variable -> path of its layer.
         training: whether the model was called with ``training=True``.
-        reason: why not, when not.
-        steps: what some steps make of every variable and slot; None if only gradients were compared.
-        tolerance: what rounding may make of gradients and logs.
+        reason: why it wasn't; empty if it was.
+        steps: comparison of every variable and slot after some steps; None if only gradients were compared.
+        tolerance: largest relative difference of gradients and logs taken as rounding.
     """
 
     loss: tuple[float, float]
@@ -125,7 +125,7 @@ class Verification:
         return max(self.differences.items(), key=lambda item: item[1], default=("(no variable)", 0.0))
 
     def by_layer(self) -> dict[str, float]:
-        """The largest difference of each layer's gradients."""
+        """Returns the largest difference of each layer's gradients."""
         found: dict[str, float] = {}
         for name, difference in self.differences.items():
             layer = self.layers[name]
@@ -134,7 +134,7 @@ class Verification:
 
     @property
     def unexplained(self) -> dict[str, float]:
-        """What differs by more than rounding explains and has no known reason: layers, "loss" and logs -> difference.
+        """Layers, "loss" and logs that neither rounding nor a known reason explains -> their difference.
 
         A layer's number is that of its gradients, or of its variables and slots after the steps.
         """
@@ -168,11 +168,11 @@ class Verification:
             raise VerificationError(f"the pipeline differs from plain Keras without a known reason: {what}\n{self}")
 
     def __str__(self) -> str:
-        """A table, largest difference first."""
+        """Returns a table, largest difference first."""
         return "\n".join([self._first_line(), table(self._rows()), *self._remarks()])
 
     def _repr_html_(self) -> str:
-        """The table for notebooks."""
+        """Returns the table for notebooks."""
         return notebook_html(self._first_line(), [Table("", self._rows())], (), self._remarks())
 
     def _first_line(self) -> str:
@@ -180,7 +180,7 @@ class Verification:
         return f"loss: pipelined {self.loss[0]:.9g}, plain {self.loss[1]:.9g} ({behaviour})"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """A heading, and a row for each layer."""
+        """Returns a heading, and a row for each layer."""
         gradients, steps = self.by_layer(), self.steps
         if steps is None:
             rows = sorted(gradients.items(), key=lambda item: -item[1])
@@ -253,16 +253,16 @@ def compare(
     *,
     reason: str = "",
 ) -> Verification:
-    """Runs a step both ways.
+    """Compares a pipelined step with a plain one.
 
     Args:
-        run: runs the pipelined step in training behaviour or not, with gradients, without an update.
-        model: the model, with the values that the devices have.
+        run: runs the pipelined step, in training behaviour if True, with gradients, without an update.
+        model: the model, with the devices' values.
         table: names of its variables.
         x: inputs of one batch.
         y: labels.
         sample_weight: sample weights or None.
-        reason: why layers don't give on slices what they give on the whole batch in training; empty if they do.
+        reason: why layers compute something else on slices than on the whole batch in training; empty if they don't.
     """
     training = not reason
     result = run(training)
@@ -279,7 +279,7 @@ def compare(
             continue
         difference = (0.0 if own is None else np.asarray(own, np.float64) / unit) - (0.0 if value is None else value)
         largest[name] = size.get(name, 0.0)
-        # Not a number counts as infinitely wrong; max() would pass over it.
+        # NaN counts as infinitely wrong; max() would skip it.
         error = float(np.max(np.abs(difference), initial=0.0)) / max(largest[name], floor)
         differences[name] = error if math.isfinite(error) else math.inf
     assert result.loss is not None
@@ -289,14 +289,14 @@ def compare(
 
 
 def coarsest(model: keras.Model) -> str:
-    """The shortest floating-point type that a model's layers compute in or keep."""
+    """Returns the shortest floating-point type that a model's layers compute in or keep."""
     types = {layer.compute_dtype for layer in layers_of(model)}
     types |= {keras.backend.standardize_dtype(variable.dtype) for variable in model.trainable_variables}
     return next((name for name in ("bfloat16", "float16", "float32") if name in types), "float64")
 
 
 def _scale(model: keras.Model) -> float:
-    """The loss scale, which the pipelined gradients carry."""
+    """Returns the loss scale, by which pipelined gradients are multiplied."""
     scaled = model.optimizer.scale_loss(tf.ones([], tf.float32))
     return float(keras.ops.convert_to_numpy(scaled))
 
@@ -304,7 +304,7 @@ def _scale(model: keras.Model) -> float:
 def plain_step(
     model: keras.Model, x: Any, y: Any, sample_weight: Any, *, training: bool
 ) -> tuple[float, list[np.ndarray | None]]:
-    """Loss and gradients (of the trainable variables, None where there is none) of plain Keras.
+    """Returns plain Keras' loss and gradients of the trainable variables (None for a variable without one).
 
     The model's values, seeds and metrics don't change.
     """

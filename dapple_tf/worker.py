@@ -2,13 +2,13 @@
 
     python -m dapple_tf.worker --address=10.0.0.1:2222
 
-The address is its own, by which clients and other workers reach it. Without the flag it is read from TF_CONFIG, as
-"cluster" -> "worker" -> "task". Training runs in a process of its own, on
+The address is the worker's own, at which clients and other workers reach it. Without the flag it is read from
+TF_CONFIG, by "cluster", "worker" and "task". Training runs in a separate process, on
 `dapple_tf.Cluster.of_servers(["10.0.0.1:2222", "10.0.0.2:2222"])` or `dapple_tf.Cluster.from_resolver(...)`.
 
-For each client the worker starts a TensorFlow server in a child process, which ends with the client: none finds
-anything of the one before it, variables, aborted collectives or a stuck step. While a client is there, others are told
-who it is.
+For each client the worker starts a TensorFlow server in a child process, which ends with the client: no client inherits
+variables, aborted collectives or a stuck step from an earlier one. While a client is connected, others are told who it
+is.
 
 TensorFlow's gRPC has neither authentication nor encryption: whoever reaches the server can run any graph, read and
 write files included. Both ports are open on the given address only, and public addresses are refused unless a flag says
@@ -36,24 +36,24 @@ from dapple_tf.network.control import Channel, split_address
 from dapple_tf.network.listening import check_private, listen, resolve
 from dapple_tf.program import run_program
 
-_ADDRESS = flags.DEFINE_string("address", None, "host:port of this worker; by default what TF_CONFIG says")
-_DEVICES = flags.DEFINE_integer("devices", 0, "logical CPU devices; 0 for the machine's GPUs, or 1 if it has none")
-_MEMORY = flags.DEFINE_integer("memory_bytes", None, "memory of each device, for planning; by default what there is")
-_SERVER_PORT = flags.DEFINE_integer("server_port", 0, "port of the TensorFlow server; 0 for any that is free")
-_ALLOW_PUBLIC = flags.DEFINE_bool("allow_public", False, "start even on an address that the whole Internet can reach")
-_ALL_INTERFACES = flags.DEFINE_bool("all_interfaces", False, "listen on all addresses of this machine")
+_ADDRESS = flags.DEFINE_string("address", None, "This worker's host:port; by default its address in TF_CONFIG.")
+_DEVICES = flags.DEFINE_integer("devices", 0, "Logical CPU devices; 0 for the machine's GPUs, or 1 if it has none.")
+_MEMORY = flags.DEFINE_integer("memory_bytes", None, "Bytes of each device, for planning; by default what it has.")
+_SERVER_PORT = flags.DEFINE_integer("server_port", 0, "Port of the TensorFlow server; 0 for any free port.")
+_ALLOW_PUBLIC = flags.DEFINE_bool("allow_public", False, "Start even on an address that the whole Internet can reach.")
+_ALL_INTERFACES = flags.DEFINE_bool("all_interfaces", False, "Listen on all addresses of this machine.")
 
 _MOST_CHILDREN = 64
 _PR_SET_PDEATHSIG = 1
 
 
 def own_address(environment: Mapping[str, str]) -> str:
-    """The address of this worker by TF_CONFIG.
+    """Returns the address of this worker in TF_CONFIG.
 
         {"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 1}}   is   "b:2222"
 
     Raises:
-        ClusterError: there is no TF_CONFIG, or it doesn't say.
+        ClusterError: there is no TF_CONFIG, or it lacks the address.
     """
     text = environment.get("TF_CONFIG")
     if text is None:
@@ -83,7 +83,7 @@ class Worker:
         """Starts to listen.
 
         Raises:
-            ClusterError: no such address, or somebody else has it.
+            ClusterError: the address doesn't exist, or is in use.
         """
         check_addresses([address])
         host, port = split_address(address)
@@ -102,7 +102,7 @@ class Worker:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError as error:  # the other side has gone again, or there is no memory for it
+            except OSError as error:  # the other side is gone already, or memory is short
                 logging.warning("a connection is lost before it began: %s", error)
                 time.sleep(0.01)
                 continue
@@ -124,7 +124,7 @@ class Worker:
                 self._children.add(child)
 
     def reap(self) -> None:
-        """Forgets the children that have ended. A signal's handler may do that in the midst of doing it."""
+        """Forgets the children that have ended. A signal's handler may call this while it runs."""
         for child in list(self._children):
             with contextlib.suppress(ChildProcessError):
                 if not os.waitpid(child, os.WNOHANG)[0]:
@@ -173,7 +173,7 @@ def main(argv: list[str]) -> None:
 
 
 def run() -> NoReturn:
-    """The console command."""
+    """Runs the console command."""
     run_program(main)
 
 

@@ -1,1 +1,1 @@
-"""Clusters, plans and profiles: data that is checked when it is made, and its JSON. Nothing here runs anything."""
+"""Clusters, plans and profiles: data that is checked on construction, and its JSON. Nothing here runs anything."""

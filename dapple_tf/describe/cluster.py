@@ -26,21 +26,21 @@ class Cluster(JsonFile):
     """Devices, numbered by their position server by server, and the links between them.
 
     Attributes:
-        devices: every device, those of server 0 first.
-        intra_bandwidth: bytes/s between two devices in one server; None is unknown, as in the other links.
+        devices: all devices, those of server 0 first.
+        intra_bandwidth: bytes/s between two devices in one server; None for unknown, as in the other links.
         inter_bandwidth: bytes/s between two servers.
         intra_latency: seconds until the first byte arrives, within a server.
         inter_latency: the same between servers.
         real: whether the devices exist; False for a description.
-        servers: what single servers have of their own; empty where all are alike.
-        reduce_bandwidth: bytes/s that all-reduce gets out of the slowest link of its ring, where it was measured; None
-            is the link's own.
-        reduce_latency: seconds of one step of the ring, likewise.
+        servers: the servers' own properties; empty if all are alike.
+        reduce_bandwidth: measured bytes/s of all-reduce over the slowest link of its ring; None for the link's own.
+        reduce_latency: measured seconds of one step of the ring; None for the link's own.
         addresses: "host:port" of the worker on each server (`dapple_tf.worker`); empty for the devices of this process.
-        sub_streams: n, where the last n devices are the sub-streams of the first n, see `with_sub_streams`; 0 for none.
+        sub_streams: n if the last n devices are the sub-streams of the first n, see `with_sub_streams`; 0 for none.
 
     Raises:
-        ClusterError: no devices, a name twice, servers not numbered 0, 1, ... in order, or a number out of range.
+        ClusterError: there are no devices, a name is used twice, servers aren't numbered 0, 1, ... in order, or a
+            number is out of range.
     """
 
     file_error: ClassVar[type[Exception]] = ClusterError
@@ -97,16 +97,16 @@ class Cluster(JsonFile):
 
     @classmethod
     def local(cls, count: int, memory_bytes: int | None = None, *, kind: str = "auto") -> Cluster:
-        """Take ``count`` logical devices of this machine, as one server.
+        """Makes a cluster of ``count`` logical devices of this machine, as one server.
 
         Args:
-            count: how many.
-            memory_bytes: memory of each, for planning; None is unknown.
+            count: number of devices.
+            memory_bytes: memory of each, for planning; None for unknown.
             kind: "gpu"; "cpu" (logical CPU devices, of which a session may have any number); or "auto": GPUs if this
                 machine has at least ``count`` of them, else logical CPU devices.
 
         Raises:
-            ClusterError: ``count`` below 1, an unknown kind, or fewer GPUs than asked for with kind "gpu".
+            ClusterError: ``count`` is below 1, the kind is unknown, or there are too few GPUs for kind "gpu".
         """
         if count < 1:
             raise ClusterError(f"a local cluster of {count} devices was asked for; ask for at least 1")
@@ -125,18 +125,18 @@ class Cluster(JsonFile):
     def of_servers(
         cls, addresses: Sequence[str], *, devices_per_server: int | None = None, memory_bytes: int | None = None
     ) -> Cluster:
-        """Take the devices of workers that run already, see `dapple_tf.worker`.
+        """Makes a cluster of the devices of running workers, see `dapple_tf.worker`.
 
             Cluster.of_servers(["10.0.0.1:2222", "10.0.0.2:2222"])
 
         Args:
-            addresses: "host:port" of each worker, by which this process and the other workers reach it.
-            devices_per_server: logical CPU devices of each worker; None asks the workers what they have.
-            memory_bytes: memory of each device, for planning; None is what the workers say, or unknown.
+            addresses: "host:port" of each worker, at which this process and the other workers reach it.
+            devices_per_server: logical CPU devices of each worker; None asks the workers for their devices.
+            memory_bytes: memory of each device, for planning; None for what the workers say, or unknown.
 
         Raises:
-            ClusterError: no addresses, one that isn't "host:port" or that stands there twice, no devices, or no worker
-                there.
+            ClusterError: there are no addresses, one isn't "host:port" or is listed twice, there are no devices, or no
+                worker answers.
         """
         check_addresses(addresses)
         if devices_per_server is None:
@@ -155,14 +155,14 @@ class Cluster(JsonFile):
 
     @classmethod
     def from_resolver(cls, resolver: Any, *, job: str = "worker", memory_bytes: int | None = None) -> Cluster:
-        """Take the workers that a ``tf.distribute.cluster_resolver`` names (TF_CONFIG, Slurm, Kubernetes, ...).
+        """Makes a cluster of the workers that a ``tf.distribute.cluster_resolver`` names (TF_CONFIG, Slurm, ...).
 
             Cluster.from_resolver(tf.distribute.cluster_resolver.TFConfigClusterResolver())
 
         This process is their client, whatever task the resolver says it is.
 
         Args:
-            resolver: names the addresses.
+            resolver: the resolver, which names the addresses.
             job: the job whose tasks are the workers.
             memory_bytes: as for `of_servers`.
 
@@ -180,23 +180,23 @@ class Cluster(JsonFile):
         return cls.of_servers(addresses, memory_bytes=memory_bytes)
 
     def with_sub_streams(self, memory_share: float = 0.5) -> Cluster:
-        """Give each device a sub-stream: a second logical device of the same hardware (EuroSys'22, section 4.1).
+        """Returns a cluster with a sub-stream per device: a second logical device of the same hardware.
 
             Cluster.local(2).with_sub_streams()   devices 0 and 1, their sub-streams 2 and 3
 
-        The devices keep their numbers; device i's sub-stream is device n + i. TensorFlow gives each logical device
-        streams of its own. On CPUs, sub-streams are further logical CPU devices. On GPUs, a session makes them with the
-        main ones' streams at the higher priority (`session.session_config`); it needs to know the GPU's memory, of
-        which each logical device has a fixed part. Two streams share the hardware: the server's capacity stays what it
-        is.
+        The devices keep their numbers; device i's sub-stream is device n + i (EuroSys'22, section 4.1). TensorFlow
+        gives each logical device its own streams. On CPUs, sub-streams are further logical CPU devices. On GPUs, a
+        session makes them with the main devices' streams at the higher priority (`session.session_config`); it needs
+        the GPU's memory, of which each logical device has a fixed part. Two streams share the hardware: the server's
+        capacity doesn't change.
 
         Args:
-            memory_share: the part of a device's memory that is the sub-stream's. It keeps variables, optimizer slots
-                and gradients there, and copies of what Bw reads.
+            memory_share: the sub-stream's part of a device's memory. It keeps variables, optimizer slots and gradients
+                there, and copies of what Bw reads.
 
         Raises:
-            ClusterError: several servers or remote ones, sub-streams already, a share that isn't between 0 and 1, or
-                GPUs whose ``memory_bytes`` isn't known.
+            ClusterError: there are several or remote servers, or sub-streams already; the share isn't between 0 and 1;
+                or the ``memory_bytes`` of GPUs are unknown.
         """
         if self.sub_streams:
             raise ClusterError("the cluster has sub-streams already; a device has one")
@@ -226,18 +226,18 @@ class Cluster(JsonFile):
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "cluster description") -> Cluster:
-        """Read a cluster to plan for: not real, its devices named ``/job:worker/.../task:<server>/device:GPU:<i>``.
+        """Reads a cluster to plan for: not real, its devices named ``/job:worker/.../task:<server>/device:GPU:<i>``.
 
             {"format": "dapple_tf.cluster/1",
              "servers": [{"devices": 8, "memory_bytes": 17179869184}, {"devices": 8, "memory_bytes": null}],
              "intra_bandwidth": 130e9, "inter_bandwidth": 3.125e9, "intra_latency": 5e-6, "inter_latency": 3e-5}
 
-        ``memory_bytes`` is that of each device of the server: one number, or a list with one for each; so is
-        ``speed``. These and the links may be left out. A server may have links and a ``capacity`` of its own, see
-        :class:`Server`. ``source`` stands in error messages.
+        ``memory_bytes`` and ``speed`` are those of each device of the server: one number, or a list with one per
+        device. These and the links may be left out. A server may have its own links and ``capacity``, see
+        :class:`Server`. ``source`` is the text's name in errors.
 
         Raises:
-            ClusterError: not JSON, or an unknown, missing or wrong key.
+            ClusterError: the text isn't JSON, or has an unknown, missing or wrong key.
         """
         found = parse(text, source)
         try:
@@ -246,7 +246,7 @@ class Cluster(JsonFile):
             raise ClusterError(f"{source}: {clip(str(error))}") from error
 
     def to_json(self) -> str:
-        """Return the description as JSON text: servers, memory and links, but not device names; see `from_json`."""
+        """Returns the description as JSON text: servers, memory and links, but not device names; see `from_json`."""
         return to_text(self)
 
     @property
@@ -262,12 +262,12 @@ class Cluster(JsonFile):
         return tuple(map(tuple, found))
 
     def devices_of(self, server: int) -> tuple[int, ...]:
-        """Indices of the devices of a server."""
+        """Returns the indices of a server's devices."""
         return self._server_devices[server]
 
     @functools.cached_property
     def server_links(self) -> tuple[tuple[Link, Link], ...]:
-        """For each server the link between its devices and its network card; what is unknown is taken as free."""
+        """For each server the link between its devices and its network card; unknown ones take no time."""
 
         def link(own: Server, kind: str) -> Link:
             found = {}
@@ -282,7 +282,7 @@ class Cluster(JsonFile):
         return tuple((link(server, "intra"), link(server, "inter")) for server in servers)
 
     def link(self, first: int, second: int) -> Link:
-        """The link between two devices: that of their server, or the slower of their servers' network cards."""
+        """Returns the link between two devices: their server's, or the slower of their servers' network cards."""
         a, b = self.devices[first].server, self.devices[second].server
         if a == b:
             return self.server_links[a][0]
@@ -291,14 +291,14 @@ class Cluster(JsonFile):
 
     @functools.cached_property
     def device_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Devices of one server that are alike, in speed and memory, server by server."""
+        """Groups of devices of one server with equal speed and memory, server by server."""
         found: dict[tuple[int, int | None, float], list[int]] = {}
         for index, device in enumerate(self.devices):
             found.setdefault((device.server, device.memory_bytes, device.speed), []).append(index)
         return tuple(map(tuple, found.values()))
 
     def capacity(self, server: int) -> float:
-        """How many devices' worth of compute a server gives when all of its devices are busy."""
+        """Returns a server's compute when all of its devices are busy, in devices."""
         own = self.servers[server].capacity if self.servers else None
         return float(len(self.devices_of(server))) if own is None else own
 
@@ -337,7 +337,7 @@ class Cluster(JsonFile):
 
 
 def _kind_and_number(name: str) -> tuple[str, int]:
-    """What kind of device it is, and which: ``.../device:GPU:3`` is ("GPU", 3)."""
+    """Returns a device's kind and number: ``.../device:GPU:3`` is ("GPU", 3)."""
     _, kind, number = name.rsplit(":", 2)
     return kind, int(number)
 

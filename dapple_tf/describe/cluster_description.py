@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 FORMAT = "dapple_tf.cluster/1"
 MOST_DEVICES = 100_000
-"""More is a mistake."""
+"""Most devices of a cluster; more is a mistake."""
 
 _DECODER = Decoder(ClusterError)
 
 
 def parse(text: str, source: str) -> dict[str, Any]:
-    """The fields of the `dapple_tf.Cluster` that a text describes.
+    """Returns the fields of the `dapple_tf.Cluster` that a text describes.
 
     Raises:
         ClusterError: not JSON, or an unknown, missing or wrong key.
@@ -50,7 +50,7 @@ def parse(text: str, source: str) -> dict[str, Any]:
 
 
 def to_text(cluster: Cluster) -> str:
-    """The text that describes a cluster."""
+    """Returns the text that describes a cluster."""
     lines = []
     for number in range(cluster.num_servers):
         devices = cluster.devices_of(number)
@@ -69,12 +69,12 @@ def to_text(cluster: Cluster) -> str:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a number that a float can hold."""
+    """Whether a value is a number that a float can hold."""
     return isinstance(value, float) or (type(value) is int and abs(value) < 2**1000)
 
 
 def _numbers(data: Mapping[str, Any], names: Sequence[str], source: str) -> dict[str, float | None]:
-    """The values of these keys, each a number or None."""
+    """Returns the values of these keys, each a number or None."""
     for name in names:
         value = data.get(name)
         if value is not None and not _is_number(value):
@@ -83,7 +83,7 @@ def _numbers(data: Mapping[str, Any], names: Sequence[str], source: str) -> dict
 
 
 def _server_devices(server: object, source: str) -> tuple[Sequence[int | None], Sequence[float]]:
-    """Return memory and speed of each device of one entry of ``servers``."""
+    """Returns memory and speed of each device of one entry of ``servers``."""
     if not isinstance(server, dict):
         raise ClusterError(f'{source} is {short(server)}; it must be an object such as {{"devices": 8}}')
     optional = ("memory_bytes", "speed", *(field.name for field in fields(Server)))

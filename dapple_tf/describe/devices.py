@@ -1,4 +1,4 @@
-"""Devices, servers and links: what a `dapple_tf.Cluster` is made of."""
+"""Devices, servers and links: the parts of a `dapple_tf.Cluster`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Device:
     """One device.
 
     Attributes:
-        name: fully qualified, such as ``/job:localhost/replica:0/task:0/device:CPU:3``.
-        server: index of the server it is in.
-        memory_bytes: its memory; None is unknown, which planning takes as no limit.
+        name: fully qualified name, such as ``/job:localhost/replica:0/task:0/device:CPU:3``.
+        server: index of its server.
+        memory_bytes: its memory; None for unknown, which planning takes as no limit.
         speed: how fast it computes, as a multiple of the device that profiles are made on.
     """
 
@@ -32,14 +32,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Server:
-    """What one server has of its own; None is what the cluster says for all.
+    """One server's own properties; None stands for the cluster's common value.
 
     Attributes:
         intra_bandwidth: bytes/s between two of its devices, in each direction.
         inter_bandwidth: bytes/s of its network card, in each direction.
-        intra_latency: seconds until the first byte arrives, within it.
+        intra_latency: seconds until the first byte arrives, within the server.
         inter_latency: the same, to and from other servers.
-        capacity: how many devices' worth of compute it gives when all of its devices are busy; None is one for each.
+        capacity: compute of the server when all of its devices are busy, in devices; None is the number of devices.
             Logical CPU devices share their cores: four of them on two cores have a capacity of two.
     """
 
@@ -57,7 +57,7 @@ class Link(NamedTuple):
     latency: float
 
     def seconds(self, size: float) -> float:
-        """Time to send ``size`` bytes."""
+        """Returns the seconds for sending ``size`` bytes."""
         return self.latency + size / self.bandwidth
 
 
@@ -65,7 +65,7 @@ def check_addresses(addresses: Sequence[str]) -> None:
     """Checks the addresses of servers.
 
     Raises:
-        ClusterError: no addresses, one that isn't "host:port", or one that stands there twice.
+        ClusterError: there are no addresses, one isn't "host:port", or one is listed twice.
     """
     if isinstance(addresses, str) or not addresses:
         raise ClusterError(f"addresses is {addresses!r}; give a list with 'host:port' of at least one server")

@@ -1,4 +1,4 @@
-"""What is done about workers that are lost."""
+"""The policy for lost workers."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ _ACTIONS = ("raise", "restart", "replan")
 
 @dataclass(frozen=True)
 class FaultPolicy:
-    """How patient to be with workers, and how to go on without them.
+    """How long to wait for workers, and how to continue without them.
 
         dapple.transform(model, cluster, plan, faults=dapple.FaultPolicy("restart"))
 
     Attributes:
-        action: ``raise`` raises WorkerLostError. ``restart`` waits for the worker to be back, restores the newest
-            values that are safe (the last checkpoint, or the last ``sync``), trains again on the batches since, and
-            goes on as if nothing had happened. ``replan`` does the same, but goes on with the workers that are left
-            when it isn't back in time.
-        notice_seconds: a worker that is silent for so long is lost. One whose process ends is at once.
-        wait_seconds: how long to wait for it to be back.
+        action: ``raise`` raises WorkerLostError. ``restart`` waits for the worker to come back, restores the newest
+            safe values (the last checkpoint, or the last ``sync``), repeats the batches since, and continues as if
+            nothing had happened. ``replan`` does the same, but continues with the remaining workers if the lost one
+            isn't back in time.
+        notice_seconds: seconds of silence after which a worker is lost. A worker whose process ends is lost at once.
+        wait_seconds: seconds to wait for the worker to come back.
         step_seconds: a step that takes longer counts as hung, and so does one that takes ten times as long as the same
-            step ever took (and a minute at least); all workers are started anew then.
-        replay_steps: a sync is made after so many steps without one, and without a checkpoint: the batches since are
-            kept in this process's memory.
-        attempts: how often to try without a step in between that succeeds.
+            step ever took (and a minute at least); all workers are then restarted.
+        replay_steps: number of steps without a sync or checkpoint after which a sync is made; the batches since the
+            last one are kept in this process's memory.
+        attempts: number of attempts without a successful step in between.
 
     Raises:
-        DappleError: an unknown action, or a number out of range.
+        DappleError: the action is unknown, or a number is out of range.
     """
 
     action: str = "raise"

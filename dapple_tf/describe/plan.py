@@ -37,11 +37,11 @@ __all__ = ["RECOMPUTE_MODES", "Plan", "PlanError", "PlanOptions"]
 
 _FORMAT = "dapple_tf.plan/1"
 FD_DPS = "fd_dps"
-"""The placement of single operators by `operator_devices`, as `dapple_tf.transform` and programs name it."""
+"""Name of the placement of single operators by `operator_devices`, for `dapple_tf.transform` and programs."""
 
 
 class PlanOptions(TypedDict, total=False):
-    """The fields of `Plan` that have a default and that its constructors pass on."""
+    """The fields of `Plan` with a default that its constructors pass on."""
 
     recompute: str
     jit_compile: bool
@@ -58,41 +58,40 @@ class PlanOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Plan(JsonFile):
-    """Stages, their devices and the schedule; checked when it is made. Sequences may be given as lists.
+    """Stages, their devices and the schedule; checked on construction. Sequences may be given as lists.
 
     Attributes:
         cuts: S - 1 layer names; stage i ends after the layer ``cuts[i]``, the last stage after the last layer.
-        devices: for each of the S stages, the device index of each of its replicas. A device may stand in several
-            stages, once in each.
+        devices: for each of the S stages, the device index of each of its replicas. A device may be in several stages,
+            once in each.
         micro_batches: M, the number of micro-batches in a global batch.
         global_batch_size: samples in one step, over all devices.
-        schedule: the name of a built-in policy (`schedules.POLICIES`, `schedules.STREAM_POLICIES`), a policy of one's
-            own (`schedules.policy.Policy`), or the path of a CSV file with a schedule (`schedules.schedule_csv`).
+        schedule: the name of a built-in policy (`schedules.POLICIES`, `schedules.STREAM_POLICIES`), your own policy
+            (`schedules.policy.Policy`), or the path of a CSV file with a schedule (`schedules.schedule_csv`).
         recompute: one of `RECOMPUTE_MODES`.
         jit_compile: whether stages are compiled with XLA.
-        warm_up: K of each stage in place of the policy's, the most micro-batches in flight. Under gpipe and dapple_* it
+        warm_up: K of each stage instead of the policy's, the most micro-batches in flight. Under gpipe and dapple_* it
             must not rise from a stage to the next.
-        bucket_bytes: gradients are all-reduced in buckets of about so many bytes.
-        reverse_first_k: of the first k stages, the weight gradients of the last micro-batch are computed after all
-            others, those of stage 0 first (Out-Of-Order BackProp, EuroSys'22, algorithm 2).
+        bucket_bytes: approximate size of the buckets in which gradients are all-reduced, in bytes.
+        reverse_first_k: k; the first k stages compute the weight gradients of the last micro-batch after all others,
+            those of stage 0 first (Out-Of-Order BackProp, EuroSys'22, algorithm 2).
         wait_free: whether a stage's gradients are all-reduced as soon as they are complete, rather than when its
             devices have run all their tasks.
-        carried_updates: of so many parameter groups (those whose gradients are reduced last) the reduction and update
-            take place during the next step's forward, each stage of which waits for its own only (section 2 of the same
-            paper). Whatever reads or changes variables between steps has these updates made first.
+        carried_updates: number of parameter groups (the last to be reduced) that are reduced and updated during the
+            next step's forward pass; each forward stage waits only for its own groups (section 2 of the same paper).
+            Anything that reads or changes variables between steps makes these updates first.
         task_seconds: for each stage the times of F, Bx and Bw, in any unit, by which policies that fill gaps order
             tasks; None takes all as equal.
         weight_devices: for each stage the device of each replica that computes weight gradients (Bw), keeps the
             variables and updates them; None for the stage's own devices.
-        weight_regions: for each stage the stage with whose Bx its Bw may start, at the earliest; None is as soon as it
+        weight_regions: for each stage the stage with whose Bx its Bw may start at the earliest; None for as soon as it
             is ready. For the schedule joint, which runs Bw on a sub-stream (EuroSys'22, section 4.1, algorithm 1).
         operator_devices: for each stage the devices on which its single operators are placed by FD-DPS (Mathematics
             2022, 10, 4788), the stage's own first; None runs each replica of a stage as a whole on its device.
-        report: what the planner expects of it, and why it chose it; None for a plan made by hand. Says nothing of
-            equality.
+        report: the planner's expectations and reasons; None for a plan made by hand. Doesn't count in comparisons.
 
     Raises:
-        PlanError: saying what is wrong, where, and what to change.
+        PlanError: the plan is wrong; the text says what, where, and what to change.
     """
 
     file_error: ClassVar[type[Exception]] = PlanError
@@ -130,7 +129,7 @@ class Plan(JsonFile):
         schedule: str | Policy = "dapple_a",
         **options: Unpack[PlanOptions],
     ) -> Plan:
-        """Make a plan as a person writes it: cut after these layers, put each stage on these devices.
+        """Makes a plan as a person writes it: cut after these layers, put each stage on these devices.
 
             Plan.manual(cuts=["block_3"], devices=[[0, 1, 2], [3]], micro_batches=4, global_batch_size=64)
 
@@ -148,7 +147,7 @@ class Plan(JsonFile):
         schedule: str | Policy = "dapple_a",
         **options: Unpack[PlanOptions],
     ) -> Plan:
-        """Put the whole model on each of ``devices`` (a list, or a count for the first so many).
+        """Makes a plan with the whole model on each of ``devices`` (a list, or n for the first n).
 
         With more than one micro-batch, gradients are accumulated over them before they are all-reduced.
 
@@ -167,7 +166,7 @@ class Plan(JsonFile):
         schedule: str | Policy = "dapple_a",
         **options: Unpack[PlanOptions],
     ) -> Plan:
-        """Make a pipeline without replication: stage i on device i.
+        """Makes a pipeline without replication: stage i on device i.
 
         Raises:
             PlanError: as `Plan`.
@@ -178,7 +177,7 @@ class Plan(JsonFile):
 
     @classmethod
     def by_operators(cls, devices: int | Iterable[int], global_batch_size: int, **options: Unpack[PlanOptions]) -> Plan:
-        """Place the single operators of the whole model on ``devices`` (a list, or a count for the first so many).
+        """Makes a plan that places the whole model's single operators on ``devices`` (a list, or n for the first n).
 
         Raises:
             PlanError: as `Plan`.
@@ -187,26 +186,25 @@ class Plan(JsonFile):
         return cls.manual((), [chosen[:1]], 1, global_batch_size, **options | {"operator_devices": (chosen,)})
 
     def with_placed_operators(self) -> Plan:
-        """Return a plan whose stages place their operators on the devices of their replicas instead of replicating.
+        """Returns a plan whose stages place their operators on the devices of their replicas instead of replicating.
 
         Raises:
-            PlanError: the plan has something that goes with replicas only.
+            PlanError: the plan has an option that needs replicas.
         """
         own = tuple(devices[:1] for devices in self.devices)
         return replace(self, devices=own, operator_devices=self.devices, report=None)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], schedules: Iterable[Policy] = ()) -> Plan:
-        """Read a plan from a JSON file. That runs no code of the file's and imports nothing.
+        """Reads a plan from a JSON file, which runs no code of the file's and imports nothing.
 
         Args:
             path: the file.
-            schedules: policies of one's own, one of which the plan may have. It is found without being given here
-                where its module has been imported already, and where it is a CSV file, whose path counts from the
-                plan's folder.
+            schedules: your own policies, one of which the plan may have. A policy needn't be given if its module has
+                been imported already, or if it is a CSV file, whose path is relative to the plan's folder.
 
         Raises:
-            PlanError: naming the file and what is wrong in it.
+            PlanError: the file is wrong; the text names it and the mistake.
             OSError: the file can't be read.
         """
         folder = Path(path).parent
@@ -221,17 +219,17 @@ class Plan(JsonFile):
         source: str = "plan",
         folder: str | os.PathLike[str] = ".",
     ) -> Plan:
-        """Return the plan that `to_json` wrote as ``text``; keys whose field has a default may be left out.
+        """Returns the plan that `to_json` wrote as ``text``; keys whose field has a default may be left out.
 
         Args:
-            text: JSON.
+            text: JSON text.
             schedules: as in `load`.
-            source: stands in error messages.
-            folder: from which the path of a schedule's CSV file counts.
+            source: the text's name in errors.
+            folder: the folder to which the path of a schedule's CSV file is relative.
 
         Raises:
-            PlanError: not JSON, another format, an unknown or missing key, a value of the wrong type, a schedule that
-                isn't known here, or as `Plan`.
+            PlanError: the text isn't JSON or has another format, a key is unknown or missing, a value has the wrong
+                type, the schedule isn't known here, or as `Plan`.
         """
         data = parse_object(text, source, PlanError)
         if "format" not in data:
@@ -258,17 +256,17 @@ class Plan(JsonFile):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that a plan decides, to tell whether it has been changed."""
+        """A hash of everything that a plan decides, which shows whether it has been changed."""
         decided = [getattr(self, entry.name) for entry in fields(self) if entry.name != "report"]
         return hashlib.sha256(json.dumps(decided, default=str).encode()).hexdigest()[:16]
 
     def to_json(self, *, folder: str | os.PathLike[str] | None = None) -> str:
-        """Return the plan as JSON text, a line for each key; `from_json` gives an equal plan back.
+        """Returns the plan as JSON text, a line for each key, from which `from_json` makes an equal plan.
 
-        A policy of one's own stands there as ``module:name``, as its CSV file's path, or by its name.
+        A user's own policy is written as ``module:name``, as its CSV file's path, or by its name.
 
         Args:
-            folder: from which the path of a CSV file in it counts.
+            folder: the folder to which the path of a CSV file is relative.
         """
         values: dict[str, Any] = {"format": _FORMAT} | {entry.name: getattr(self, entry.name) for entry in fields(self)}
         values["schedule"] = reference(self.policy, None if folder is None else Path(folder).absolute())
@@ -280,17 +278,17 @@ class Plan(JsonFile):
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json` to a file."""
+        """Writes `to_json` to a file."""
         Path(path).write_text(self.to_json(folder=Path(path).parent), encoding="utf-8")
 
     @property
     def policy(self) -> Policy:
-        """The scheduling policy that `schedule` means."""
+        """The scheduling policy that `schedule` stands for."""
         return schedules.policy_of(self.schedule)
 
     @functools.cached_property
     def request(self) -> ScheduleRequest:
-        """What the policy is asked for, without a memory limit."""
+        """The request to the policy, without a memory limit."""
         return ScheduleRequest.of(
             self.policy.name,
             self.devices,
@@ -308,19 +306,19 @@ class Plan(JsonFile):
         return len(self.devices)
 
     def accumulates(self, micro_batches: int | None = None) -> bool:
-        """Whether gradients are added up in accumulators: those of one micro-batch are taken as they are.
+        """Whether gradients are added up in accumulators, which one micro-batch doesn't need.
 
-        Those that are carried over to the next step have to be kept, however.
+        Gradients that are carried over to the next step have to be kept, however.
 
         Args:
-            micro_batches: of a step with fewer or more samples than the global batch; None for the plan's.
+            micro_batches: number in a step with fewer or more samples than the global batch; None for the plan's.
         """
         count = self.micro_batches if micro_batches is None else micro_batches
         return count > 1 or self.carried_updates > 0
 
     @property
     def working_devices(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage the devices that compute its tasks, or single operators of them."""
+        """For each stage the devices that compute its tasks, or their single operators."""
         return self.operator_devices or self.devices
 
     @property
@@ -329,7 +327,7 @@ class Plan(JsonFile):
         return tuple(map(len, self.devices))
 
     def warm_up_counts(self) -> tuple[int, ...]:
-        """Return K of each stage (`schedules.in_flight_limits`) without a memory limit."""
+        """Returns K of each stage (`schedules.in_flight_limits`) without a memory limit."""
         return schedules.in_flight_limits(self.policy, self.request)
 
     def order_tasks(
@@ -340,13 +338,13 @@ class Plan(JsonFile):
         active: schedules.Active | None = None,
         forward_only: bool = False,
     ) -> Schedule:
-        """Return the order of tasks on every device, checked.
+        """Returns the order of tasks on every device, checked.
 
         Args:
-            micro_batches: of a step with fewer or more samples than the global batch; None for the plan's.
+            micro_batches: number in a step with fewer or more samples than the global batch; None for the plan's.
             holds: for each stage the number of micro-batches that fit; None for no limit.
             active: (stage, micro-batch, replica) -> whether there is such a slice; None for all.
-            forward_only: for evaluation.
+            forward_only: whether there are forward tasks only, for evaluation.
 
         Raises:
             ScheduleError: as `schedules.order_tasks`.
@@ -366,11 +364,11 @@ class Plan(JsonFile):
 
     @functools.cached_property
     def split_stages(self) -> frozenset[int]:
-        """The stages whose backward is split into Bx and Bw."""
+        """The stages whose backward tasks are split into Bx and Bw."""
         return self.order_tasks(1).split
 
     def device_labels(self) -> dict[int, str]:
-        """Device -> what it does: ``device 3: stages 1.r0, 2.r0``. In the order of stages."""
+        """Returns device -> its work, such as ``device 3: stages 1.r0, 2.r0``, in the order of stages."""
         found: dict[int, list[str]] = {}
         for stage, devices in enumerate(self.devices):
             for replica, device in enumerate(devices):
@@ -389,10 +387,10 @@ class Plan(JsonFile):
         }
 
     def validate_on(self, cluster: Cluster) -> None:
-        """Check that the cluster has every device of the plan.
+        """Checks that the cluster has every device of the plan.
 
         Raises:
-            PlanError: naming the stage and the device that doesn't exist.
+            PlanError: a device doesn't exist; the text names it and its stage.
         """
         count = cluster.num_devices
         for stage, devices in enumerate(self.devices):
@@ -410,7 +408,7 @@ class Plan(JsonFile):
         return "\n".join([self._header(), table(self._rows()), *([] if self.report is None else [str(self.report)])])
 
     def _repr_html_(self) -> str:
-        """The plan in a notebook: its stages, and the order of tasks if they took F = Bx = Bw = 1."""
+        """Returns the plan for a notebook: its stages, and its timeline by `unit_timeline`."""
         remarks = () if self.report is None else str(self.report).splitlines()
         return notebook_html(self._header(), [Table("", self._rows())], [unit_timeline(self)], remarks)
 
@@ -425,7 +423,7 @@ class Plan(JsonFile):
         )
 
     def _rows(self) -> list[list[str]]:
-        """A row for each stage, below a header."""
+        """Returns a header and a row for each stage."""
         sizes = Counter(split_evenly(self.global_batch_size, self.micro_batches))
         titles = ["stage", "up to layer", "devices", "replicas", "slice sizes", "warm-up K"]
         report = self.report
@@ -445,7 +443,7 @@ class Plan(JsonFile):
         return rows
 
     def _normalise(self) -> None:
-        """Turn lists into tuples and number-like things into ints; refuse what is neither."""
+        """Turns lists into tuples and number-like values into ints, and refuses all others."""
         try:
             object.__setattr__(self, "schedule", own_policy(self.schedule))
         except ScheduleError as error:
@@ -472,7 +470,7 @@ class Plan(JsonFile):
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
-    """Numbers in short: ``0-7 9``."""
+    """Abbreviates numbers: ``0-7 9``."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -484,7 +482,7 @@ def _ranges(numbers: tuple[int, ...]) -> str:
 
 
 def _runs(sizes: tuple[int, ...]) -> str:
-    """Sizes in short: ``2+2+1``, of many replicas ``11x6 + 5x5``."""
+    """Abbreviates sizes: ``2+2+1``; for many replicas ``11x6 + 5x5``."""
     if len(sizes) <= 4:
         return "+".join(map(str, sizes))
     return " + ".join(f"{count}x{size}" for size, count in Counter(sizes).items())

@@ -1,4 +1,4 @@
-"""What a plan must keep to: checks that `Plan` runs when it is made."""
+"""The checks that `Plan` runs on construction."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from dapple_tf.describe.plan import Plan
 
 RECOMPUTE_MODES = ("none", "boundary", "min_cut")
-"""What a backward recomputes: nothing; its stage's forward (GPipe's way); or what a min-cut finds cheapest."""
+"""What backward tasks recompute: nothing; their stage's forward (as GPipe); or what a min-cut finds cheapest."""
 
 _MOST_MICRO_BATCHES = 1_000_000
-"""More is a mistake; a step has a node for each."""
+"""Most micro-batches; more is a mistake, as a step has a node for each."""
 
 
 def check_stages(plan: Plan) -> None:
-    """Check cuts, devices and what there is one of for each stage.
+    """Checks cuts, devices and the options with an entry for each stage.
 
     Raises:
-        PlanError: saying what is wrong, where, and what to change.
+        PlanError: one is wrong; the text says what, where, and what to change.
     """
     stages = len(plan.cuts) + 1
     if len(plan.devices) != stages:
@@ -57,7 +57,7 @@ def check_stages(plan: Plan) -> None:
 
 
 def _check_operator_devices(plan: Plan, operator_devices: Sequence[Sequence[int]]) -> None:
-    """Placing operators goes with stages of one replica, whose operators TensorFlow runs one by one."""
+    """Checks that stages with placed operators have one replica, and no options that don't go with placing."""
     if len(operator_devices) != len(plan.devices):
         raise PlanError(
             f"operator_devices has {len(operator_devices)} lists for {len(plan.devices)} stages; give one for each"
@@ -96,10 +96,10 @@ def _check_weight_devices(plan: Plan, weight_devices: Sequence[Sequence[int]]) -
 
 
 def check_batches(plan: Plan) -> None:
-    """Check that each replica gets samples of each micro-batch.
+    """Checks that each replica gets samples of each micro-batch.
 
     Raises:
-        PlanError: it doesn't.
+        PlanError: one doesn't.
     """
     batch, count = plan.global_batch_size, plan.micro_batches
     if count < 1:
@@ -124,10 +124,10 @@ def check_batches(plan: Plan) -> None:
 
 
 def check_options(plan: Plan) -> None:
-    """Check the schedule and the other choices.
+    """Checks the schedule and the other options.
 
     Raises:
-        PlanError: one doesn't exist, or doesn't go with the stages.
+        PlanError: one doesn't exist, or doesn't suit the stages.
     """
     try:
         policy = plan.policy

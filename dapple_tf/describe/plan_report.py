@@ -1,4 +1,4 @@
-"""What the planner says about a plan that it made."""
+"""The planner's report on a plan that it made."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dapple_tf.data_files import TEXTS, Decoder, Scalar
 from dapple_tf.units import ms_text
 
 LARGEST = 2**63
-"""No number in a plan is as large."""
+"""Bound of the numbers in a plan, which are all smaller."""
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """What the planner expects of one stage.
+    """The planner's expectations of one stage.
 
     Attributes:
         layers: number of layers.
-        share: its part of all devices' computing time.
-        bubble: the part of the step in which its devices are idle.
-        warm_up: K, the micro-batches in flight.
+        share: its fraction of all devices' computing time.
+        bubble: the fraction of the step in which its devices are idle.
+        warm_up: K, the number of micro-batches in flight.
         memory_bytes: peak use of its fullest device.
-        memory_limit: memory of its smallest device; None where unknown.
+        memory_limit: memory of its smallest device in bytes; None if unknown.
     """
 
     layers: int
@@ -38,24 +38,24 @@ class PlanReport:
     """Why the planner chose a plan. Times are simulated seconds of one step.
 
     Attributes:
-        latency: of the plan.
-        formula_latency: L of formula 2 (DAPPLE, section 4.1), which the search went by.
-        speedup: over one device, as fast as it is with any number of micro-batches.
-        data_parallel: of data parallelism on all devices; None if that isn't possible.
-        data_parallel_note: why not.
-        runner_up: of the best plan with other stages or replicas; None if there was none.
+        latency: time of the plan.
+        formula_latency: L of formula 2 (DAPPLE, section 4.1), which the search minimised.
+        speedup: over one device with its best number of micro-batches.
+        data_parallel: time of data parallelism on all devices; None if that isn't possible.
+        data_parallel_note: why it isn't possible.
+        runner_up: time of the best plan with other stages or replicas; None if there was none.
         runner_up_text: that plan, in short.
         pivot: the stage with the fewest bubbles, which sets the pace.
-        limited_by: what the step's critical path consists of.
-        overlap: whether it was assumed that gradients are all-reduced during the stage's last backward.
+        limited_by: the parts of the step's critical path.
+        overlap: whether gradients were assumed to be all-reduced during the stage's last backward task.
         all_reduce: the assumed algorithm.
         stages: see :class:`StageReport`.
-        fingerprint: that of the plan that this was said about.
-        out_of_order: what the plan has besides DAPPLE's: its policy, chunks and k; empty if nothing.
-        dapple: of the best plan under DAPPLE's policies, without chunks; None where others weren't sought, or it
+        fingerprint: the fingerprint of the plan that this report is about.
+        out_of_order: what the plan adds to DAPPLE's: its policy, chunks and k; empty if nothing.
+        dapple: time of the best plan under DAPPLE's policies, without chunks; None if others weren't searched, or it
             doesn't fit.
         dapple_text: that plan, in short.
-        one_device: of one device; None where that hasn't the memory, and the speedup is over the sum of its layers.
+        one_device: time on one device; None if its memory is too small, so that the speedup is over the sum of layers.
     """
 
     latency: float
@@ -96,7 +96,7 @@ class PlanReport:
         )
 
     def _gain(self) -> str:
-        """What the out-of-order schedule gained over DAPPLE's, on lines of its own; empty if none was sought."""
+        """Returns a line about the out-of-order schedule's gain over DAPPLE's; empty if none was searched."""
         if self.dapple is None and not self.out_of_order:
             return ""
         if not self.out_of_order:
@@ -113,10 +113,10 @@ _NUMBER = Scalar(
 
 
 def parse_report(data: object) -> PlanReport:
-    """A report from JSON data, of this version or an earlier one.
+    """Returns a report from JSON data, of this version or an earlier one.
 
     Raises:
-        ValueError: it isn't one.
+        ValueError: the data isn't a report.
     """
     decoder = Decoder(ValueError, {**TEXTS, int: _NUMBER, float: _NUMBER})
     try:

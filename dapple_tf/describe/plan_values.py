@@ -1,4 +1,4 @@
-"""What people write into plans, as tuples and numbers: lists of names, of devices and of times."""
+"""Converting what people write into plans to tuples and numbers: lists of names, of devices and of times."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from dapple_tf.describe.plan_report import LARGEST
 
 
 class PlanError(ValueError):
-    """A plan contradicts itself or the cluster it is for."""
+    """A plan contradicts itself or its cluster."""
 
 
 def _entries(what: str, values: object, example: str) -> tuple[Any, ...]:
-    """Return a list-like value as a tuple; a string or a mapping isn't list-like."""
+    """Returns a list-like value as a tuple; a string or a mapping isn't list-like."""
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
         raise PlanError(f"{what} is {short(values)}; give a list, such as {example}")
     return tuple(values)
 
 
 def layer_names(cuts: object) -> tuple[str, ...]:
-    """Return cuts as a tuple of names.
+    """Returns cuts as a tuple of names.
 
     Raises:
         PlanError: they aren't a list of names.
@@ -39,20 +39,20 @@ def layer_names(cuts: object) -> tuple[str, ...]:
 
 
 def device_lists(devices: object, what: str = "devices") -> tuple[tuple[int, ...], ...]:
-    """Return a list of lists of device numbers as tuples; ``what`` they are stands in errors.
+    """Returns a list of lists of device numbers as tuples; ``what`` names them in errors.
 
     Raises:
-        PlanError: it isn't one.
+        PlanError: ``devices`` isn't such a list.
     """
     stages = _entries(what, devices, "[[0, 1], [2]] with a list for each stage")
     return tuple(integers(f"{what} of stage {stage}", values) for stage, values in enumerate(stages))
 
 
 def task_times(seconds: object) -> tuple[tuple[float, float, float], ...]:
-    """Return the times of F, Bx and Bw of each stage as tuples.
+    """Returns the times of F, Bx and Bw of each stage as tuples.
 
     Raises:
-        PlanError: they aren't three numbers from 0 on for each.
+        PlanError: a stage hasn't three numbers of at least 0.
     """
     found = []
     for stage, times in enumerate(_entries("task_seconds", seconds, "[[1, 1, 1]] with F, Bx and Bw of each stage")):
@@ -67,19 +67,19 @@ def task_times(seconds: object) -> tuple[tuple[float, float, float], ...]:
 
 
 def integers(what: str, values: object) -> tuple[int, ...]:
-    """Return a list of whole numbers as a tuple; ``what`` they are stands in errors.
+    """Returns a list of whole numbers as a tuple; ``what`` names them in errors.
 
     Raises:
-        PlanError: it isn't one.
+        PlanError: ``values`` isn't such a list.
     """
     return tuple(integer(what, value) for value in _entries(what, values, "[0, 1]"))
 
 
 def integer(what: str, value: Any) -> int:
-    """A whole number of Python's or NumPy's as an int.
+    """Returns a whole number of Python's or NumPy's as an int; ``what`` names it in errors.
 
     Raises:
-        PlanError: it isn't one, or is beyond 64 bits.
+        PlanError: the value isn't a whole number, or is beyond 64 bits.
     """
     try:
         if not isinstance(value, bool) and abs(number := operator.index(value)) < LARGEST:

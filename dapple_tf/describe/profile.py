@@ -1,4 +1,4 @@
-"""What a model costs, layer by layer: the profile that plans are made from."""
+"""The cost of a model, layer by layer: the profile that plans are made from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FORMAT = "dapple_tf.profile/1"
 
 
 class ProfileError(ValueError):
-    """A profile contradicts itself, or a file isn't one."""
+    """A profile contradicts itself, or a file isn't a profile."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Cost:
                 raise ProfileError(f"a cost's {part} part is {short(value)}; it must be finite and at least 0")
 
     def at(self, samples: float) -> float:
-        """The cost of a slice of ``samples`` samples."""
+        """Returns the cost of a slice of ``samples`` samples."""
         return self.fixed + self.per_sample * samples
 
     def __add__(self, other: Cost) -> Cost:
@@ -53,7 +53,7 @@ class Cost:
 
 
 def _check_amount(what: str, value: float) -> None:
-    """Refuses what isn't a finite number of at least 0."""
+    """Refuses values other than finite numbers of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise ProfileError(f"{what} is {value!r}; it must be a finite number of at least 0")
 
@@ -63,14 +63,14 @@ ZERO = Cost()
 
 @dataclass(frozen=True)
 class LayerBuffers:
-    """What a layer's tasks leave in memory, apart from the tensors between layers (`Tensor`), each buffer once.
+    """Bytes that a layer's tasks leave in memory, besides the tensors between layers (`Tensor`), each buffer once.
 
     Attributes:
-        residual: made by F for the layer's own backward.
-        delayed: the part of it that Bw reads.
-        partial: made by Bx for Bw.
+        residual: residuals from F to the layer's own B.
+        delayed: the part of the residuals that Bw reads.
+        partial: buffers from Bx to Bw.
         gradients: dense gradients of parameters, which B or Bw returns for an accumulator or the update.
-        rows: gradients that are rows of an embedding, kept until the update, of every slice.
+        rows: gradients that are rows of an embedding, kept until the update, for every slice.
         apply: peak use of the optimizer's update.
     """
 
@@ -91,23 +91,23 @@ class LayerProfile:
     """One layer, or several that can't be cut apart. Times are seconds on the profiled device.
 
     Attributes:
-        name: a plan can cut after it.
+        name: its name, by which a plan can cut after it.
         forward: time of F.
         backward: time of B: both gradients.
-        backward_weight: the part of B that computes weight gradients (Bw); None where it isn't known.
-        residual_bytes: kept from F to B when nothing is recomputed. A tensor that several layers keep counts once, at
-            the layer that makes it; those that come from another stage are counted by the stage's boundary.
-        min_cut_residual_bytes: the same with ``recompute="min_cut"``; None where it isn't known.
-        delayed_bytes: kept from Bx to Bw where B is split: what weight gradients are computed from. None where it isn't
-            known; as much as the residuals then.
+        backward_weight: the part of B that computes weight gradients (Bw); None if unknown.
+        residual_bytes: bytes kept from F to B if nothing is recomputed. A tensor that several layers keep counts once,
+            at the layer that makes it; tensors from another stage count at the stage's boundary.
+        min_cut_residual_bytes: the same with ``recompute="min_cut"``; None if unknown.
+        delayed_bytes: bytes kept from Bx to Bw if B is split, to compute weight gradients. None if unknown, taken as
+            the residuals.
         temporary_bytes: peak use while F or B runs, beyond residuals and results.
-        output_bytes: what the layer hands to later layers.
-        parameter_bytes: trainable variables, those of `Profile.shared` left out.
+        output_bytes: bytes of the layer's tensors for later layers.
+        parameter_bytes: trainable variables, without those of `Profile.shared`.
         slot_bytes: the optimizer's variables for them.
         state_bytes: non-trainable variables.
         apply_seconds: time of the optimizer's update of its parameters.
         spread: interquartile range of the measured F + B, as a fraction of its median.
-        buffers: what its tasks leave in memory, buffer by buffer; None where only the sums above are known.
+        buffers: bytes that its tasks leave in memory, buffer by buffer; None if only the sums above are known.
     """
 
     name: str
@@ -140,7 +140,7 @@ class Tensor:
         consumers: indices of the later layers that read it, ascending.
         bytes: its size.
         differentiable: whether a gradient of the same size flows back.
-        kept: the layers whose backward reads its buffer.
+        kept: the layers whose backward task reads its buffer.
         delayed: the layers whose Bw reads its buffer.
         gradient_delayed: whether Bw of the layer that makes it reads its gradient.
     """
@@ -174,7 +174,7 @@ METHODS = {
     "operators": "measured by operator in steps of the whole model",
     "rooflines": "estimated by rooflines without a measurement",
 }
-"""Value of `Profile.method` -> what is said of it."""
+"""Value of `Profile.method` -> its description."""
 
 
 @dataclass(frozen=True)
@@ -183,22 +183,22 @@ class Profile(JsonFile):
 
     Attributes:
         model: its name.
-        device: where it was measured.
+        device: the device on which it was measured.
         batch_sizes: samples per slice at which it was measured. A profile of one size knows nothing of smaller slices:
             they are taken to need that slice's time (a device isn't faster with less to do in parallel), larger ones
-            to grow in proportion.
+            to need time in proportion.
         layers: see :class:`LayerProfile`.
         tensors: see :class:`Tensor`.
         shared: see :class:`SharedParameters`.
         step_seconds: time of a step that no layer accounts for: feeding, metrics, the optimizer's common part.
         task_seconds: time to start one task, beyond its layers.
         method: how times were found, one of `METHODS`: ``layers`` one by one; ``operators`` in traced steps of the
-            whole model, to whose time they add up; or by ``rooflines``, without any measurement: only the layers'
-            proportions to one another mean something then.
+            whole model, to whose time they add up; or by ``rooflines``, without any measurement, so that only the
+            layers' proportions are meaningful.
         key: hash of the graph, shapes and device that it was measured for; empty if it was made otherwise.
 
     Raises:
-        ProfileError: no layers, a name twice, or a tensor that doesn't flow forwards.
+        ProfileError: there are no layers, a name is used twice, or a tensor doesn't flow forwards.
     """
 
     file_error: ClassVar[type[Exception]] = ProfileError
@@ -274,20 +274,20 @@ class Profile(JsonFile):
 
     @functools.cached_property
     def has_buffers(self) -> bool:
-        """Whether it tells what is in memory buffer by buffer."""
+        """Whether it describes memory buffer by buffer."""
         return all(layer.buffers is not None for layer in self.layers)
 
     @property
     def least_samples(self) -> int:
-        """Slices of fewer samples take as long as one of this size; 1 when several sizes were measured."""
+        """Samples below which slices don't get faster; 1 if several sizes were measured."""
         return self.batch_sizes[0] if len(self.batch_sizes) == 1 else 1
 
     def timed_samples(self, samples: int) -> int:
-        """The samples that the time of a slice is computed from."""
+        """Returns the number of samples from which the time of a slice is computed."""
         return max(samples, self.least_samples) if samples else 0
 
     def total(self, what: str) -> Cost:
-        """The sum of one of the layers' costs, such as ``forward``."""
+        """Returns the sum of one of the layers' costs, such as ``forward``."""
         costs = [getattr(layer, what) for layer in self.layers]
         return Cost(sum(cost.fixed for cost in costs), sum(cost.per_sample for cost in costs))
 
@@ -310,7 +310,7 @@ class Profile(JsonFile):
         return tuple((Cost(float(a), float(b)), Cost(float(c), float(d))) for a, b, c, d in sums)
 
     def stage_of_layers(self, cuts: Sequence[str]) -> tuple[int, ...]:
-        """The stage of each layer under these cuts.
+        """Returns the stage of each layer under these cuts.
 
         Raises:
             ProfileError: a cut names no layer, or cuts aren't in order.
@@ -335,7 +335,7 @@ class Profile(JsonFile):
     # ---- files
 
     def scaled(self, seconds: float = 1.0, **changes: Any) -> Profile:
-        """A copy with all times multiplied by ``seconds``, and other fields replaced."""
+        """Returns a copy with all layers' times multiplied by ``seconds``, and other fields replaced."""
         layers = [
             dataclasses.replace(
                 layer,
@@ -349,7 +349,7 @@ class Profile(JsonFile):
         return dataclasses.replace(self, **{"layers": tuple(layers), **changes})
 
     def to_json(self) -> str:
-        """Return the profile as JSON text, a line for each layer; `from_json` gives an equal one back.
+        """Returns the profile as JSON text, a line for each layer, from which `from_json` makes an equal one.
 
         Costs are written as ``[fixed, per_sample]``, in seconds or bytes.
         """
@@ -366,10 +366,11 @@ class Profile(JsonFile):
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "profile") -> Profile:
-        """Return the profile that `to_json` wrote as ``text``. ``source`` stands in error messages.
+        """Returns the profile that `to_json` wrote as ``text``; ``source`` is the text's name in errors.
 
         Raises:
-            ProfileError: not JSON, another format, an unknown, missing or wrong key, or as `Profile`.
+            ProfileError: the text isn't JSON or has another format, a key is unknown, missing or wrong, or as
+                `Profile`.
         """
         data = parse_object(text, source, ProfileError)
         decoder = Decoder(ProfileError, lists=frozenset({Cost}))
@@ -412,7 +413,7 @@ def _listed(names: Sequence[str], limit: int = 12) -> str:
 
 
 def _plain(entry: Any) -> Any:
-    """A dataclass as JSON data; defaults are left out."""
+    """Returns a dataclass as JSON data, without defaults."""
     if isinstance(entry, Cost):
         return [entry.fixed, entry.per_sample]
     found = {}

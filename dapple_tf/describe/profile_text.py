@@ -1,4 +1,4 @@
-"""The text format of the DAPPLE planner's layer profiles, which PipeDream's profiler writes too.
+"""The text format of the DAPPLE planner's layer profiles, which PipeDream's profiler writes, too.
 
 A line for each layer, times in ms and sizes in bytes, of one batch; then an indented line for each edge::
 
@@ -10,11 +10,11 @@ A line for each layer, times in ms and sizes in bytes, of one batch; then an ind
 it crosses a cut once. A bracket lists several tensors, and nothing says who reads which. A planner that sends their sum
 to every successor overcounts, so here:
 
-* If every successor is a ``__getitem__(i)``, each reads entry i. Entries that none selects stay in the layer.
-* Else, if there are as many entries as successors, entry i goes along the edge to successor i, in the order of layers.
-  Edges with equal entries carry the same tensor: a cell of AmoebaNet lists its one output twice, once for the next cell
-  and once for the one after.
-* Else one tensor of the sum goes to all successors: never too little.
+* If every successor is a ``__getitem__(i)``, each reads entry i. Entries that no successor selects stay in the layer.
+* Otherwise, if there are as many entries as successors, entry i goes along the edge to successor i, in the order of
+  layers. Edges with equal entries carry the same tensor: a cell of AmoebaNet lists its one output twice, once for the
+  next cell and once for the one after.
+* Otherwise one tensor of the total size goes to all successors, which is never too little.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _STAGE = re.compile(r" -- stage_id=\d+\s*$")  # PipeDream's optimizer adds it
 _SELECTION = re.compile(r"__getitem__\((\d{1,3})\)(#\d+)?", re.ASCII)
 _MOST_BYTES = 2 * 2**20
-"""A file isn't larger; those of DAPPLE have up to 35 kB."""
+"""Largest size of a file; DAPPLE's have at most 35 kB."""
 _MOST_SIZES = 100_000
 _DIGITS = 40  # of exact arithmetic between text and floats, which have 17
 
@@ -45,10 +45,10 @@ _DIGITS = 40  # of exact arithmetic between text and floats, which have 17
 def load_text(
     path: str | os.PathLike[str], *, batch_size: int, model: str | None = None, device: str = "unknown"
 ) -> Profile:
-    """Read a profile in the planner's text format from a file; see `parse_text`. ``model`` is the file's stem if None.
+    """Reads a profile in the planner's text format from a file; see `parse_text`. ``model`` is the file's stem if None.
 
     Raises:
-        ProfileError: naming file, line and what is wrong there.
+        ProfileError: the file is wrong; the text names file, line and mistake.
         OSError: the file can't be read.
     """
     path = Path(path)
@@ -61,23 +61,24 @@ def load_text(
 def parse_text(
     text: str, *, batch_size: int, model: str, device: str = "unknown", source: str = "profile text"
 ) -> Profile:
-    """Return the profile that ``text`` describes.
+    """Returns the profile that ``text`` describes.
 
-    Layers come in a topological order as near to the order of the file as the edges allow. They are named by their
-    descriptions (by node ids where these are empty); of equal ones the second is called ``description#2``, and so on.
-    A layer keeps the tensors that it hands on, for want of better knowledge. A gradient flows back where the producer
-    or a layer before it has parameters.
+    Layers are in a topological order as near to the order of the file as the edges allow. They are named by their
+    descriptions (by node ids if these are empty); the second of equal ones is called ``description#2``, and so on.
+    A layer is assumed to keep the tensors that it passes on, because the format doesn't say. A gradient flows back if
+    the producer or a layer before it has parameters.
 
     Args:
         text: node lines and edge lines, see the module.
         batch_size: samples of the batch that times and sizes are for (``pbs-N`` in the names of DAPPLE's files). All
             but parameters are taken to grow in proportion to it.
         model: name of the model.
-        device: where it was measured, which the format doesn't say.
-        source: stands in error messages, with the number of the line.
+        device: the device on which it was measured, which the format doesn't say.
+        source: the text's name in errors, which also give the line's number.
 
     Raises:
-        ProfileError: a malformed line, field or number, a node twice, an edge to an unknown node, or a cycle.
+        ProfileError: a line, field or number is malformed, a node occurs twice, an edge names an unknown node, or the
+            edges form a cycle.
     """
     _check_samples("batch_size", batch_size)
     nodes, edges = _read(text, source)
@@ -116,12 +117,12 @@ def parse_text(
 
 
 def to_text(profile: Profile, samples: int | None = None) -> str:
-    """Return ``profile`` in the planner's text format, for a batch of ``samples`` (its first batch size if None).
+    """Returns ``profile`` in the planner's text format, for a batch of ``samples`` (its first batch size if None).
 
-    `parse_text` gives an equal profile back where the format can hold it: one batch size, no fixed costs, and nothing
-    beyond layers and tensors. Else it holds forward and backward times, tensors and parameters; shared parameters stand
-    at the first layer that uses them. Where it can't say which tensors a layer reads, they all go to all readers of
-    the producer: never too little crosses a cut.
+    `parse_text` makes an equal profile of the text if the format can hold it: one batch size, no fixed costs, and
+    nothing beyond layers and tensors. Otherwise the text holds forward and backward times, tensors and parameters;
+    shared parameters are at the first layer that uses them. If the format can't say which tensors a layer reads, they
+    all go to all readers of the producer: never too little crosses a cut.
 
     Raises:
         ProfileError: ``samples`` isn't a whole number of at least 1.
@@ -167,7 +168,7 @@ class _Node:
 
 
 def _read(text: str, source: str) -> tuple[Mapping[str, _Node], Sequence[tuple[str, str]]]:
-    """Nodes by id, in the order of the file, and edges between them."""
+    """Returns nodes by id, in the order of the file, and the edges between them."""
     if len(text) > _MOST_BYTES:
         raise ProfileError(f"{source} is longer than {_MOST_BYTES:,} characters, the most that is read")
     if text.count(";") > _MOST_SIZES:
@@ -231,7 +232,7 @@ def _parsed(text: str, field: str, where: str) -> Decimal:
     value = float(text)
     if not 0 <= value < 1e30:
         raise ProfileError(f"{where}: {field} is {_short(text)}; it must be at least 0 and below 1e30")
-    return Decimal(text) if value else Decimal(0)  # the exponent of a nought may be beyond Decimal
+    return Decimal(text) if value else Decimal(0)  # the exponent of a zero may be beyond Decimal
 
 
 def _short(text: str) -> str:
@@ -242,7 +243,7 @@ def _short(text: str) -> str:
 
 
 def _ordered(nodes: Mapping[str, _Node], edges: Sequence[tuple[str, str]], source: str) -> list[str]:
-    """The nodes in topological order, each as early as its place in the file allows."""
+    """Returns the nodes in topological order, each as early as its place in the file allows."""
     import networkx as nx  # half a second, and only this needs it
 
     graph = nx.DiGraph()
@@ -278,7 +279,7 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 def _selections(names: Mapping[int, str]) -> dict[int, int] | None:
-    """For each reader, which of a layer's tensors it selects; None if a reader takes more than one."""
+    """Returns for each reader the index of the tensor that it selects; None if a reader takes more than one."""
     found = {reader: _SELECTION.fullmatch(name) for reader, name in names.items()}
     if not all(found.values()):
         return None
@@ -288,12 +289,12 @@ def _selections(names: Mapping[int, str]) -> dict[int, int] | None:
 def _distributed(
     entries: Sequence[Decimal], names: Mapping[int, str]
 ) -> tuple[dict[tuple[int, ...], Decimal], Decimal]:
-    """A layer's tensors by who reads them, given the readers' names, and the bytes that none reads."""
+    """Returns readers -> size of each of a layer's tensors, given the readers' names, and the bytes that none reads."""
     with localcontext(prec=_DIGITS):
         total = sum(entries, start=Decimal(0))
         chosen = _selections(names)
         selected = chosen is not None and max(chosen.values(), default=-1) < len(entries)
-        carried: dict[int, tuple[object, Decimal]]  # by reader: what tells its tensor from others, and the size
+        carried: dict[int, tuple[object, Decimal]]  # by reader: what identifies its tensor, and the size
         if chosen is not None and selected:
             carried = {reader: (entry, entries[entry]) for reader, entry in chosen.items()}
         elif len(entries) == len(names):
@@ -308,7 +309,7 @@ def _distributed(
 
 
 def _listed_sizes(tensors: Sequence[Tensor], output: Cost, names: Mapping[int, str], samples: int) -> list[str]:
-    """The sizes to write for a layer, so that `_distributed` finds these tensors, or more."""
+    """Returns the sizes to write for a layer, so that `_distributed` finds these tensors, or more."""
     total = _exact(output, samples)
     if not tensors:
         return [_text(total, samples)]
@@ -328,7 +329,7 @@ def _listed_sizes(tensors: Sequence[Tensor], output: Cost, names: Mapping[int, s
 
 
 def _by_entry(sizes: Mapping[int, Fraction], total: Fraction, samples: int) -> Iterator[str]:
-    """The sizes of a layer's entries: those that are read, and the rest of its output in the first other one."""
+    """Yields the sizes of a layer's entries: those that are read, and the rest of its output in the first other one."""
     texts = {entry: _text(size, samples) for entry, size in sizes.items()}
     rest = total - sum(map(Fraction, texts.values()))
     used = sum(map(Decimal, texts.values()), start=Decimal(0))
@@ -350,12 +351,12 @@ def _per_sample(value: Decimal, divisor: int) -> Cost:
 
 
 def _exact(cost: Cost, samples: int) -> Fraction:
-    """The cost of a slice, without rounding."""
+    """Returns the cost of a slice, without rounding."""
     return Fraction(cost.fixed) + Fraction(cost.per_sample) * samples
 
 
 def _text(value: Fraction, divisor: int) -> str:
-    """``value``, with as few digits as `_per_sample` needs to find the same float in it."""
+    """Returns ``value`` with the fewest digits from which `_per_sample` gets the same float."""
     target = float(value / divisor)
     with localcontext(prec=_DIGITS):
         exact = Decimal(value.numerator) / value.denominator

@@ -1,4 +1,4 @@
-"""A schedule over time where nothing is known but how long tasks take: no links, no reductions, no memory."""
+"""A schedule over time that depends on the tasks' lengths only: no links, no reductions, no memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _BACKWARDS = (Phase.BACKWARD, Phase.INPUT_GRAD)
 
 
 def unit_timeline(plan: Plan, schedule: Schedule | None = None) -> Timeline:
-    """A plan's step if tasks took ``plan.task_seconds``, or F = Bx = Bw = 1 and B = 2 without, and nothing else any.
+    """Returns a plan's step if tasks take ``plan.task_seconds``, by default F = Bx = Bw = 1 and B = 2, and all else 0.
 
     Args:
         plan: the plan.
-        schedule: this one instead of the plan's; a legal one of the plan's micro-batches or fewer.
+        schedule: a legal schedule to use instead of the plan's, with at most the plan's micro-batches.
 
     Returns:
-        A timeline with the name ``planned``, without memory; its unit is ``F`` where the plan has no times.
+        A timeline with the name ``planned``, without memory; its unit is ``F`` if the plan has no times.
 
     Raises:
         ScheduleError: the schedule deadlocks.
@@ -43,7 +43,7 @@ def unit_timeline(plan: Plan, schedule: Schedule | None = None) -> Timeline:
 
 
 class _Order:
-    """When the tasks of a schedule start, each as soon as it can."""
+    """The start of each task of a schedule, as early as possible."""
 
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -54,7 +54,7 @@ class _Order:
         self._spans: dict[Task, Span] = {}
 
     def spans(self) -> tuple[Span, ...]:
-        """What every task took, by start, each with the position of what it waited for last."""
+        """Returns all tasks' spans by start, each with the position of the task that it waited for last."""
         queues = {device: list(reversed(tasks)) for device, tasks in self._schedule.orders.items()}
         last: dict[int, Task] = {}
         causes: dict[Task, Task] = {}
@@ -85,14 +85,14 @@ class _Order:
         )
 
     def _ready(self, task: Task) -> list[Task] | None:
-        """What a task waits for besides its device, if all of that is over."""
+        """Returns the tasks that a task waits for besides its device; None if one isn't over."""
         before = [other for other in self._inputs(task) if other in self._tasks]
         if task in self._schedule.after:
             before.append(self._schedule.after[task])
         return before if all(other in self._spans for other in before) else None
 
     def _inputs(self, task: Task) -> list[Task]:
-        """The tasks whose results a task reads, some of which the schedule may not have."""
+        """Returns the tasks whose results a task reads; the schedule may lack some of them."""
         stage, number, replica = task.stage, task.micro_batch, task.replica
         if task.phase is Phase.WEIGHT_GRAD:
             return [Task(stage, Phase.INPUT_GRAD, number, replica)]
@@ -104,7 +104,7 @@ class _Order:
         return found
 
     def _beside(self, task: Task, stage: int) -> list[int]:
-        """The replicas of another stage that have samples of a task's slice."""
+        """Returns the replicas of another stage that have samples of a task's slice."""
         if not 0 <= stage < len(self._slices):
             return []
         own = self._slices[task.stage][task.micro_batch][task.replica]

@@ -1,1 +1,1 @@
-"""Step graphs in a session: built, run, and going on when workers are lost; and where values are meanwhile."""
+"""Step graphs in a session: building and running them, surviving lost workers, and keeping track of values."""

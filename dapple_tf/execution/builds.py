@@ -1,4 +1,4 @@
-"""What an engine has built: stage functions and steps; and what a step gives."""
+"""What an engine builds: stage functions and steps; and a step's request and result."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from graph_passes.ir.program import Program, Step
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What one step gave.
+    """The result of one step.
 
     Attributes:
         loss: mean loss over the batch, regularizers and the like included; None for prediction.
         metrics: metric variable -> its new value.
         outputs: the model's outputs for the whole batch; empty unless predicting.
-        gradients: parameter -> gradient; empty unless asked for.
-        traced: what tells of its times and memory; None unless asked for.
+        gradients: parameter -> gradient; empty unless requested.
+        traced: the step's trace of times and memory; None unless requested.
     """
 
     loss: float | None
@@ -41,14 +41,15 @@ class StepResult:
 
 
 class Kind(NamedTuple):
-    """What a step graph is for.
+    """The purpose of a step graph.
 
     Attributes:
-        samples: of its batch.
+        samples: number of samples in its batch.
         carries: whether it leaves updates to the next step.
-        head: whether it begins with those that the step before has left.
-        apart: for fetching gradients where operators are placed, whose order would otherwise make them wait for
-            updates; for these and for tracing where a step is one function. Other steps serve all purposes.
+        head: whether it begins with the updates that the previous step left.
+        apart: whether the graph is a separate one: for fetching gradients if operators are placed, whose order would
+            otherwise make them wait for updates; for fetching gradients and tracing if a step is one function. Other
+            steps serve all purposes.
     """
 
     samples: int
@@ -64,10 +65,10 @@ class Build:
     Attributes:
         carried: the parameter groups whose updates steps leave to the next one, by their stages.
         flush: node that makes these updates without a step; None as long as there is none.
-        nodes: name of a step -> what the nodes of its graph do.
+        nodes: name of a step -> purposes of its graph's nodes.
         placed: steps whose operators have been placed, and that aren't in the session yet.
-        placements: step -> stage -> where its operators are.
-        requests: name of a step, and whether gradients are wanted -> what it is fed and gives.
+        placements: step -> stage -> placement of its operators.
+        requests: (name of a step, whether gradients are wanted) -> its feeds and fetches.
     """
 
     mode: Mode
@@ -84,17 +85,17 @@ class Build:
     requests: dict[tuple[str, bool], StepRequest] = dataclasses.field(default_factory=dict)
 
     def input_shapes(self, kind: Kind) -> list[tuple[int | None, ...]]:
-        """The shapes of the batch inputs of a step."""
+        """Returns the shapes of the batch inputs of a step."""
         return [(kind.samples, *shape[1:]) for shape in shapes_on_devices(self.program, self.spec)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepRequest:
-    """What a step is fed and gives, by names in the session's graph.
+    """A step's feeds and fetches, by names in the session's graph.
 
     Attributes:
-        feeds: placeholders: of the batch's arrays, then two for each of `Step.metric_feeds`.
-        fetches: tensors for "metrics", "outputs", "gradients" and "loss", and the node "train", as far as there are.
+        feeds: placeholders of the batch's arrays, then two for each of `Step.metric_feeds`.
+        fetches: tensors for "metrics", "outputs", "gradients" and "loss", and the node "train", if they exist.
         sums: whether tasks add up over replicas.
     """
 
@@ -104,7 +105,7 @@ class StepRequest:
 
     @classmethod
     def of(cls, built: Build, prefix: str, step: Step, want_gradients: bool) -> StepRequest:
-        """The request for a step, made once; with gradients it leaves the variables alone."""
+        """Returns the request for a step, made once; with gradients it leaves the variables unchanged."""
         key = (prefix, want_gradients)
         if key not in built.requests:
             built.requests[key] = cls._made(built, prefix, step, want_gradients)
@@ -130,12 +131,12 @@ class StepRequest:
 
 
 class StepSource(NamedTuple):
-    """What a step is made of.
+    """The parts that a step is made from.
 
     Attributes:
         built: the stage functions.
         training: whether layers behave as in training.
-        kind: the largest step that was made of them; None if there is none yet.
+        kind: the largest step made from them; None if there is none yet.
         hosts: variable -> the stages that keep it.
         holdings: what devices keep.
     """

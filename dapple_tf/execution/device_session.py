@@ -31,15 +31,15 @@ class DeviceSession:
 
     Attributes:
         cluster: the devices.
-        faults: how patient to be with workers.
-        graph: all that can be run.
+        faults: how long to wait for workers.
+        graph: everything that can be run.
     """
 
     def __init__(self, cluster: Cluster, faults: FaultPolicy) -> None:
-        """Opens a session, on workers that are this process's until `close`.
+        """Opens a session on workers, which belong to this process until `close`.
 
         Raises:
-            ClusterError: not all workers are there.
+            ClusterError: a worker is missing.
         """
         self.cluster, self.faults = cluster, faults
         self._longest: dict[str, float] = {}  # step graph -> seconds
@@ -65,15 +65,15 @@ class DeviceSession:
         self._session.close()
 
     def renew(self) -> None:
-        """A fresh session with an empty graph, on the same workers."""
+        """Opens a fresh session with an empty graph, on the same workers."""
         self._end()
         self._open()
 
     def reopen(self) -> None:
-        """A fresh session on the same graph, after `close`: variables are empty until they are loaded.
+        """Opens a fresh session on the same graph, after `close`: variables are empty until they are loaded.
 
         Raises:
-            ClusterError: not all workers are there; it may be tried again.
+            ClusterError: a worker is missing; the call may be repeated.
         """
         self._connection = self._connected.enter_context(connected(self.cluster, self.faults))
         self._session = open_session(self.cluster, self.graph, self._connection)
@@ -81,12 +81,12 @@ class DeviceSession:
 
     @property
     def lost(self) -> WorkerLostError | None:
-        """The worker that it has lost; None if all are there."""
+        """The error of the lost worker; None if all are there."""
         return self._session.connection.lost if isinstance(self._session, RemoteSession) else None
 
     @property
     def freed(self) -> bool:
-        """Whether it is gone, though it hasn't been closed: Python is collecting it."""
+        """Whether the session is gone without `close`, because Python is collecting it."""
         return isinstance(self._session, RemoteSession) and self._session.closed
 
     def add(self, graph: GraphDef, name: str) -> None:
@@ -101,9 +101,9 @@ class DeviceSession:
         metadata: Any = None,
         seconds: float | None = None,
     ) -> Any:
-        """What the session gives for nodes of its graph: the one way in which anything but a prepared step is run.
+        """Runs nodes of the session's graph; everything but a prepared step runs this way.
 
-        On workers it counts as hung after so many seconds.
+        On workers the run counts as hung after ``seconds``.
         """
         if isinstance(self._session, RemoteSession):
             return self._session.run(fetches, feed, options, metadata, seconds)
@@ -120,14 +120,14 @@ class DeviceSession:
         return name in self._longest
 
     def run_step(self, name: str, request: StepRequest, values: Sequence[Any], metadata: Any = None) -> Any:
-        """What a step gives for these values of its placeholders.
+        """Runs a step with these values of its placeholders.
 
         On workers it counts as hung after ten times as long as it has ever taken, the first time included.
 
         Args:
-            name: of the step.
-            request: what it is fed and gives.
-            values: of its placeholders.
+            name: name of the step.
+            request: its feeds and fetches.
+            values: the values of its placeholders.
             metadata: a ``RunMetadata`` that gets the step's times and allocations; None for a step without a trace.
         """
         longest = self._longest.get(name)
@@ -153,12 +153,12 @@ class DeviceSession:
             return self.run(request.fetches, feed, options, metadata, seconds)
 
     def _options(self, sums: bool = False) -> tf.compat.v1.RunOptions:
-        """For what may have collective operations; ``sums`` tells of some inside tasks.
+        """Returns options for graphs that may have collective operations, inside tasks if ``sums``.
 
-        TensorFlow numbers the runs of such graphs one after the other, each session's from where another's has stopped.
-        A run that was left behind when a worker was lost may still be there: with the same number in a new session, the
-        one's end would cancel the other, or take its tensors. So each session has a sequence of its own. On devices of
-        this process TensorFlow looks for collective operations itself, but not inside functions.
+        TensorFlow numbers the runs of such graphs consecutively, each session's from where another's has stopped. An
+        abandoned run of a session with a lost worker may still exist: with the same number in a new session, its end
+        would cancel the new run, or take its tensors. Each session therefore has its own sequence. On devices of this
+        process TensorFlow looks for collective operations itself, but not inside functions.
         """
         options = tf.compat.v1.RunOptions()
         if isinstance(self._session, RemoteSession):
@@ -171,19 +171,19 @@ class DeviceSession:
 
     @property
     def _trace_level(self) -> Any:
-        """Only GPUs need TensorFlow's profiler, which costs time; a server knows no other level."""
+        """The trace level: TensorFlow's profiler, which costs time, for GPUs and for servers, which know no other."""
         levels = tf.compat.v1.RunOptions
         here = all("device:CPU" in device.name for device in self.cluster.devices)
         return levels.SOFTWARE_TRACE if here and not isinstance(self._session, RemoteSession) else levels.FULL_TRACE
 
     def traced(self, name: str) -> bool:
-        """Notes that a step has been traced; returns whether that was for the first time."""
+        """Notes that a step has been traced; returns whether that was the first time."""
         first = name not in self._traced
         self._traced.add(name)
         return first
 
     def clocks(self) -> dict[int, Offset]:
-        """Worker -> by how much its clock is ahead; empty where devices are this process's."""
+        """Returns worker -> how far its clock is ahead; empty if the devices are this process's."""
         if not isinstance(self._session, RemoteSession):
             return {}
         asked = self._session.connection.clocks()

@@ -1,4 +1,4 @@
-"""What an engine's devices keep: variables, and how their values come from the Keras model and go back to it."""
+"""The variables on an engine's devices, and copying their values from the Keras model and back."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class DeviceState:
 
     Attributes:
         ahead: whether the devices have newer values than the Keras model.
-        fetched: variables that the model has the devices' values of, or newer ones, although these are ahead.
-        generation: how often the devices' variables have been dropped; they need ``load`` after each time.
-        left_over: the node that makes the updates which the last step has left to the next one.
+        fetched: variables of which the model has the devices' values or newer ones, although these are ahead.
+        generation: number of times that the devices' variables were dropped; each time they need ``load`` again.
+        left_over: the node that makes the updates left to the next step; None if there are none.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class DeviceState:
         add: Callable[[GraphDef, str], None],
         update: Callable[[str], Any],
     ) -> None:
-        """Nothing is on the devices yet.
+        """Starts with nothing on the devices.
 
         Args:
             model: the Keras model.
             table: names of its variables.
-            timing: is told what loading takes.
-            holdings: tells what devices keep.
+            timing: records the seconds of loading.
+            holdings: returns what devices keep.
             run: runs nodes of the session's graph.
             add: adds a graph to the session's, under a name.
-            update: runs a node that makes updates which were left over.
+            update: runs a node that makes left-over updates.
         """
         self._model, self._table, self._timing = model, table, timing
         self._holdings, self._run, self._add, self._update = holdings, run, add, update
@@ -63,52 +63,52 @@ class DeviceState:
         self._snapshots = Snapshots(self._holdings, self._run, self._add)
 
     def reset(self) -> None:
-        """The session has a fresh graph, whose variables are empty."""
+        """Starts over for a session with a fresh graph, whose variables are empty."""
         self.generation += 1
         self._open()
 
     def close(self) -> None:
-        """The session is about to end; a snapshot that is being written is finished first."""
+        """Prepares for the session's end, after finishing a snapshot that is being written."""
         self._snapshots.wait()
         self.agreed()
 
     def load(self, given: Mapping[str, tf.Tensor] | None = None) -> None:
-        """Keras values, or others by their names in the table -> devices; updates left to the next step are dropped."""
+        """Copies Keras values, or given ones by name -> devices; drops updates left to the next step."""
         self.agreed()
         self.left_over = None
         with self._timing.part("load variables"):
             self._stored.load(self.learning_rate, given)
 
     def save(self) -> None:
-        """Devices -> Keras values, but for the learning rate, which devices get from Keras, and what was fetched."""
+        """Copies devices -> Keras values, except fetched ones and the learning rate, which devices get from Keras."""
         self.flush()
         self._stored.save(self.learning_rate, self.fetched)
         self.agreed()
 
     def agreed(self) -> None:
-        """The devices have nothing newer than the Keras model now."""
+        """Notes that the devices have nothing newer than the Keras model."""
         self.ahead = False
         self.fetched.clear()
 
     def flush(self) -> None:
-        """Makes the updates that the last step has left to the next one."""
+        """Makes the updates that the last step left to the next one."""
         if self.left_over is not None:
             node, self.left_over = self.left_over, None
             self._update(node)
 
     def fetch(self, names: Collection[str]) -> None:
-        """Devices -> Keras values of some variables, of which devices have the newest."""
+        """Copies devices -> Keras values of some variables, of which devices have the newest."""
         self.flush()
         self._stored.save_some(names)
         self.fetched |= set(names)
 
     def push(self, values: Mapping[str, tf.Tensor]) -> None:
-        """Values of some variables -> devices, which have values of all."""
+        """Copies values of some variables -> devices, which have values of all."""
         self.flush()
         self._stored.load_some({name: value.numpy() for name, value in values.items()})
 
     def rearrange(self, before: list[Holding]) -> None:
-        """Other devices keep the variables from now on; values go from device to device.
+        """Moves values from device to device, because other devices keep the variables from now on.
 
         Args:
             before: what devices kept until now.
@@ -128,11 +128,11 @@ class DeviceState:
 
     @property
     def names(self) -> frozenset[str]:
-        """The variables that devices keep, as far as is known from the steps that have been prepared."""
+        """The variables that devices keep, as far as the prepared steps tell."""
         return frozenset(variable.name for holding in self._holdings() for variable in holding.variables)
 
     def snapshot(self, keys: Mapping[str, str]) -> Snapshot:
-        """Takes a snapshot of the devices' variables, to be written while steps go on, when the last one has been.
+        """Takes a snapshot of the devices' variables, to be written during steps, after the last one was written.
 
         Args:
             keys: variable -> its name in files. Others aren't written.
@@ -141,14 +141,14 @@ class DeviceState:
         return self._snapshots.take(keys)
 
     def restore(self, path: pathlib.Path, located: Mapping[str, tuple[str, str]]) -> None:
-        """Files -> devices, but for the learning rate, which the next step brings. A step must have been prepared.
+        """Copies files -> devices, except the learning rate, which the next step brings; needs a prepared step.
 
         Args:
             path: directory of the files.
             located: variable -> (name of its tensor bundle there, its name in it), for all that devices keep.
 
         Raises:
-            CheckpointError: a file is damaged, or a server can't read it; the variables are what they were.
+            CheckpointError: a file is damaged, or a server can't read it; the variables are unchanged.
         """
         self._snapshots.restore(path, located)
         self._stored.forget_rate()
@@ -158,13 +158,13 @@ class DeviceState:
 
     @property
     def learning_rate(self) -> keras.Variable | None:
-        """The learning rate where it is a plain variable, which callbacks may assign in mid-training."""
+        """The learning rate if it is a plain variable, which callbacks may assign during training; else None."""
         optimizer = getattr(self._model.optimizer, "inner_optimizer", self._model.optimizer)
         rate = learning_rate_of(optimizer)
         return rate if isinstance(rate, keras.Variable) else None
 
     def push_learning_rate(self) -> None:
-        """The learning rate -> devices, if they have another one."""
+        """Copies the learning rate -> devices, if they have another one."""
         rate = self.learning_rate
         if rate is not None and self._stored.lacks_rate(rate):
             self.flush()  # with the rate of its own step

@@ -1,4 +1,4 @@
-"""The engine: runs the steps of a model by a plan, which it has built and whose devices it has loaded."""
+"""The engine: builds and runs the steps of a model by a plan, in a session on its devices."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from graph_passes.pass_manager import Pipeline
 
 
 class Engine:
-    """Runs steps: builds them when they are asked for first, in one session, whose devices keep the variables.
+    """Runs steps, built on first use, in one session whose devices keep the variables.
 
     Attributes:
         model: the model.
         cluster: the devices.
         plan: the plan.
         table: names of the model's variables.
-        timing: seconds of each pass so far; tells what is prepared.
+        timing: seconds of each pass so far; reports what is prepared.
         session: the session, and its graph.
         builder: builds steps.
-        state: the values that devices have.
-        running: whether a step is.
+        state: the devices' values.
+        running: whether a step is running.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class Engine:
             model: a compiled model.
             cluster: the devices.
             plan: a plan for them.
-            faults: how patient to be with workers.
-            operator_costs: what single operators take, for a plan that places them; None estimates it.
+            faults: how long to wait for workers.
+            operator_costs: costs of single operators, for a plan that places them; None estimates them.
             pipeline: the passes; None for those of this package.
 
         Raises:
-            PlanError: the plan names devices that the cluster hasn't.
-            DappleError: the cluster or the optimizer can't do what the plan wants.
-            ClusterError: not all workers are there.
+            PlanError: the plan names devices that the cluster lacks.
+            DappleError: the cluster or the optimizer can't do what the plan asks for.
+            ClusterError: a worker is missing.
         """
         plan.validate_on(cluster)
         if not cluster.real:
@@ -109,10 +109,10 @@ class Engine:
         self.session.close()
 
     def reopen(self) -> None:
-        """A fresh session on the same graph, after `close`: variables are empty until they are loaded.
+        """Opens a fresh session on the same graph, after `close`: variables are empty until they are loaded.
 
         Raises:
-            ClusterError: not all workers are there; it may be tried again.
+            ClusterError: a worker is missing; the call may be repeated.
         """
         self.session.reopen()
         self.state.left_over = None
@@ -123,10 +123,10 @@ class Engine:
 
     @contextlib.contextmanager
     def _moving(self, before: list[Holding]) -> Iterator[bool]:
-        """Other devices keep the variables from its end on; tells whether what was built has to be built again.
+        """Prepares for other devices to keep the variables after the context; yields whether builds are now invalid.
 
-        Values go from device to device where the model has no place for them. Else they go into the model, and a fresh
-        session begins.
+        Values move from device to device if the model has no place for them. Otherwise they go into the model, and a
+        fresh session begins.
         """
         stays = self.state.ahead and self.state.deferred
         if stays:
@@ -164,8 +164,8 @@ class Engine:
             arrays: its leaves.
             training: as for :func:`dapple_tf.frontend.capture.capture`.
             metrics: metric variable -> (value before the step, value after a reset).
-            want_gradients: return reduced gradients and leave the variables alone.
-            trace: collect step stats.
+            want_gradients: whether to return reduced gradients and leave the variables unchanged.
+            trace: whether to collect step stats.
         """
         built = self.builder.prepare(mode, spec, training=training)
         if mode is Mode.TRAIN and not want_gradients:
@@ -186,7 +186,7 @@ class Engine:
         before = self.session.clocks() if trace else {}
         self.state.ahead |= "train" in request.fetches
         if carries:
-            self.state.left_over = built.flush  # also if Ctrl-C comes in place of the result
+            self.state.left_over = built.flush  # also if Ctrl-C comes instead of the result
         called = time.time_ns()
         self.running = True
         try:
@@ -207,7 +207,7 @@ class Engine:
         )
 
     def _kind(self, built: Build, samples: int, **options: bool) -> Kind:
-        """The step that is next, when what another kind has left has been flushed."""
+        """Returns the kind of the next step, after left-over updates of another kind were flushed."""
         return self.builder.kind(built, samples, head=self.state.left_over is not None, **options)
 
     def has_run(
@@ -216,9 +216,9 @@ class Engine:
         """Whether such a step has run already, so that nothing needs to be prepared.
 
         Args:
-            mode: of the step.
+            mode: mode of the step.
             spec: structure of the batch.
-            samples: of the batch.
+            samples: number of samples in the batch.
             training: as for `run`.
             options: ``want_gradients`` and ``trace``, as for `run`.
         """
@@ -233,13 +233,13 @@ class Engine:
     def _traced(
         self, built: Build, name: str, step: Step, stats: Any, called: tuple[int, int], before: Mapping[int, Offset]
     ) -> TracedStep:
-        """What tells of a step's times and memory.
+        """Returns a traced step, from which its times and memory follow.
 
         Args:
             built: its stage functions.
-            name: of the step.
+            name: name of the step.
             step: the step.
-            stats: TensorFlow's.
+            stats: TensorFlow's step stats.
             called: when it was called, and when it was over, in ns by this process's clock.
             before: the workers' clocks before it.
         """
@@ -252,7 +252,7 @@ class Engine:
         return TracedStep(stats, built.nodes[name], name, called, clocks, stored, replaced, step.layout.batch, first)
 
     def measured(self, traced: TracedStep) -> MeasuredStep:
-        """A traced step as a timeline, and where each device's time went."""
+        """Returns a traced step's timeline, and where each device's time went."""
         devices = enumerate(self.cluster.devices)
         places = {device.name: Place(index, device.server) for index, device in devices}
         limits = {
@@ -263,5 +263,5 @@ class Engine:
         return measured(traced, places, self.plan.device_labels(), limits)
 
     def output_structure(self, spec: BatchSpec) -> Any:
-        """The structure of what prediction has given for batches of this structure."""
+        """Returns the structure of a prediction's outputs for batches of this structure."""
         return self.table.outputs[spec.key]

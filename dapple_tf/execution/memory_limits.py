@@ -1,4 +1,4 @@
-"""How many micro-batches' residuals the devices' memory holds."""
+"""The number of micro-batches whose residuals fit into the devices' memory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from graph_passes.ir.program import Layout, Program, Stage
 def residuals_held(
     plan: Plan, cluster: Cluster, program: Program, layout: Layout, stored_bytes: Callable[[str], int]
 ) -> tuple[int, ...] | None:
-    """D of each stage: how many micro-batches' residuals its devices' memory holds; None without a limit on stages.
+    """Returns D of each stage, the number of micro-batches whose residuals its devices hold; None without a limit.
 
-    A device that runs several stages holds as many micro-batches in each, or so many in any of them where the policy
-    limits these together (`Policy.shares_room`); one that computes weight gradients of another's stage, what Bx hands
-    to it.
+    A device that runs several stages holds D micro-batches in each, or in all of them together if the policy limits
+    them together (`Policy.shares_room`); a device that computes weight gradients for another one's stage also holds
+    what Bx passes to it.
 
     Args:
         plan: the plan.
         cluster: the devices.
-        program: with stage functions.
+        program: a program with stage functions.
         layout: how the batch is cut.
-        stored_bytes: bytes of variables, optimizer slots and gradients on a device, by its name.
+        stored_bytes: name of a device -> bytes of variables, optimizer slots and gradients on it.
 
     Raises:
         DappleError: not even one micro-batch fits.
@@ -61,7 +61,7 @@ def residuals_held(
 
 
 def _slice_bytes(stage: Stage, layout: Layout) -> int:
-    """Bytes that a stage keeps of a slice until its last backward task."""
+    """Returns the bytes that a stage keeps of a slice until its last backward task."""
     samples = max(interval.size for interval in layout.slices(stage.index, 0))
     kept = stage.residual_bytes * samples + stage.fixed_residual_bytes
     return max(kept, stage.delayed_bytes * samples + stage.fixed_delayed_bytes)

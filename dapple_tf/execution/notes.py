@@ -1,4 +1,4 @@
-"""Notes: where training by slices of a batch doesn't give what plain Keras gives on the whole batch, and why."""
+"""Notes: where training by slices of a batch differs from plain Keras on the whole batch, and why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class NoteKind(enum.Enum):
-    """What is different; the value says it in a word or two."""
+    """The kind of a difference; the value names it."""
 
     COUPLED = "samples together"
     """Samples are compared, normalised or sorted with the others of their slice, not with those of the batch."""
@@ -30,13 +30,13 @@ class NoteKind(enum.Enum):
     LOSS = "loss"
     """A term of the loss is neither a mean nor a sum over samples."""
     STATE = "state"
-    """State that the forward pass updates isn't what the whole batch would make of it."""
+    """State that the forward pass updates differs from its update by the whole batch."""
     METRIC = "metric"
     """A metric isn't a sum over samples."""
     UNKNOWN = "unknown"
-    """It can't be told what something does with samples."""
+    """It is unknown what something does with samples."""
     RANDOM = "random draws"
-    """Random numbers are drawn for each slice: others, of the same distribution."""
+    """Random numbers are drawn for each slice: other ones, of the same distribution."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Note:
 
     Attributes:
         kind: see `NoteKind`.
-        layer: path of the layer (``encoder/block_1``); of a loss, a metric or state its own name.
-        text: what is different.
+        layer: path of the layer (``encoder/block_1``), or the name of a loss, a metric or state.
+        text: what differs.
         way_out: what to do about it.
-        alone: whether nothing differs for it but metrics, or state that no loss is computed from.
+        alone: whether it affects only metrics, or state from which no loss is computed.
     """
 
     kind: NoteKind
@@ -58,12 +58,12 @@ class Note:
     alone: bool = False
 
     def __str__(self) -> str:
-        """One line."""
+        """Returns one line."""
         return f"{self.layer}: {self.text}; {self.way_out}"
 
     @property
     def expected(self) -> bool:
-        """Whether results are as good as plain Keras', though not the same: other random numbers, say."""
+        """Whether results are as good as plain Keras', though not equal: other random numbers, say."""
         return self.kind is NoteKind.RANDOM
 
 
@@ -124,16 +124,16 @@ _TOLD = {
     ),
 }
 _MIXING = (Coupling.TOGETHER, Coupling.MICRO_BATCH, Coupling.PLACE)
-"""Couplings that others in the same layer follow from."""
+"""Couplings that explain all others in the same layer."""
 
 
 def notes_of(program: Program, slices: Sequence[int], micro_batches: int = 1) -> tuple[Note, ...]:
-    """What there is to note of a captured training step.
+    """Returns the notes of a captured training step.
 
     Args:
-        program: after ``assign_stages``, with its flat graph.
-        slices: for each stage the number of slices of a batch; with one, it computes what plain Keras does.
-        micro_batches: of a batch.
+        program: the program after ``assign_stages``, with its flat graph.
+        slices: for each stage the number of slices of a batch; a stage with one computes what plain Keras does.
+        micro_batches: number of micro-batches of a batch.
     """
     flat = Graph(program.flat or program.graph)
     sliced = {name for name in flat.nodes if slices[program.node_stage.get(name, len(slices) - 1)] > 1}
@@ -163,7 +163,7 @@ def notes_of(program: Program, slices: Sequence[int], micro_batches: int = 1) ->
 
 
 def _reaching(program: Program, flat: Graph) -> set[str]:
-    """The nodes that the loss is computed from, in this step or by state in the next one."""
+    """Returns the nodes from which the loss is computed, in this step or through state in the next one."""
     roles = program.roles
     found = set[str]() if roles.loss is None else flat.ancestors([roles.loss], control=False)
     kept = [(v.value.node, v.update) for v in roles.variables if v.kind is VariableKind.STATE and v.value and v.update]
@@ -173,10 +173,10 @@ def _reaching(program: Program, flat: Graph) -> set[str]:
 
 
 def pairs(program: Program, slices: Sequence[int]) -> str:
-    """Why slices can't stand for a batch of which an output compares each sample with all others; empty if none does.
+    """Returns why slices don't work for an output that compares each sample with all others; empty if there is none.
 
     Args:
-        program: a captured program, before ``assign_stages`` or after.
+        program: a captured program, before or after ``assign_stages``.
         slices: for each stage the number of slices of a batch.
     """
     flat = Graph(program.flat or program.graph)
@@ -188,7 +188,7 @@ def pairs(program: Program, slices: Sequence[int]) -> str:
 
 
 def _place(program: Program, flat: Graph, name: str) -> str:
-    """The layer of a node, or the name of the metric that it is the new value of, or the loss."""
+    """Returns the layer of a node, the name of the metric whose new value it is, or ``loss``."""
     metrics = (v for v in program.roles.variables if v.kind is VariableKind.METRIC and v.update is not None)
     metric = next((v for v in metrics if v.update is not None and v.update.node == name), None)
     if metric is not None:
@@ -198,7 +198,7 @@ def _place(program: Program, flat: Graph, name: str) -> str:
 
 
 def _drawing(program: Program, flat: Graph, sliced: set[str]) -> list[str]:
-    """Paths of the layers that draw: where the slice's number first becomes a floating-point number."""
+    """Returns the paths of layers that draw: where the slice's number first becomes a floating-point number."""
     shifted = {program.roles.slice.number.node}
     layers: dict[str, None] = {}
     for node in flat:
@@ -213,7 +213,7 @@ def _drawing(program: Program, flat: Graph, sliced: set[str]) -> list[str]:
 
 
 def summary(notes: Sequence[Note], model: str) -> str:
-    """A few lines, one for each kind of note."""
+    """Returns a heading and a line for each kind of note."""
     kinds: Mapping[NoteKind, list[Note]] = {kind: [note for note in notes if note.kind is kind] for kind in NoteKind}
     lines = [f"model {model!r} under this plan differs from plain Keras (pipelined.notes tells it layer by layer):"]
     for own in filter(None, kinds.values()):
@@ -223,10 +223,10 @@ def summary(notes: Sequence[Note], model: str) -> str:
 
 
 class NoteLog:
-    """What has been noted of a model's training under its plan; the log tells each note once.
+    """The notes of a model's training under its plan, each of which is logged once.
 
     Attributes:
-        latest: the notes of the training step that was looked at last; None if none was.
+        latest: the notes of the latest training step; None before the first.
         quiet: whether nothing is logged, for steps that only measure or compare.
     """
 
@@ -238,7 +238,7 @@ class NoteLog:
         self._told: set[tuple[NoteKind, str]] = set()
 
     def take(self, notes: tuple[Note, ...]) -> None:
-        """Takes down the notes of a training step, and logs those that are new."""
+        """Records the notes of a training step, and logs new ones."""
         new = [note for note in notes if (note.kind, note.layer) not in self._told]
         self.latest = notes
         if new and not self.quiet:

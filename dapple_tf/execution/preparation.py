@@ -1,4 +1,4 @@
-"""What is being prepared for a step that runs for the first time: told where somebody watches, and logged."""
+"""Progress of the preparation of a step that runs for the first time: shown to a person who watches, and logged."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _TEXTS = {
     "import": "adding the graph to the session",
     "load variables": "copying variables to the devices",
 }
-"""Part of the preparation -> what is said of it."""
+"""Part of the preparation -> its description."""
 _NAMES = {Mode.TRAIN: "training", Mode.TEST: "evaluation", Mode.PREDICT: "prediction"}
 
 
 class Preparation(Timing):
-    """Keeps the seconds of all that is prepared, and tells what begins.
+    """Keeps the seconds of all parts of a preparation, and reports what begins.
 
     Attributes:
-        tell: is told what begins.
+        tell: called with a description of what begins.
     """
 
     def __init__(self) -> None:
@@ -45,13 +45,13 @@ class Preparation(Timing):
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """As `Timing.part`; tells that it begins."""
+        """Does what `Timing.part` does, and reports the part's beginning."""
         self.tell(_TEXTS.get(name, name))
         with super().part(name):
             yield
 
     def of_passes(self, passes: Sequence[Pass], first: int = 1) -> list[Instrument]:
-        """Instruments for a run of passes, of which the first is about to begin."""
+        """Returns instruments for a run of passes whose first is about to begin."""
 
         def over(number: int, item: Pass, program: Program, seconds: float) -> None:
             following = passes[number - first + 1 :]
@@ -66,11 +66,11 @@ class Preparation(Timing):
 
     @contextlib.contextmanager
     def shown(self, mode: Mode, samples: int) -> Iterator[None]:
-        """Within it, what begins is shown on a terminal or in a notebook, once it has taken some seconds; then logged.
+        """Shows what begins on a terminal or in a notebook, after some seconds of preparation, and logs the total time.
 
         Args:
-            mode: of the step that is prepared, and run.
-            samples: of its batch.
+            mode: mode of the step that is prepared and run.
+            samples: number of samples in its batch.
         """
         start = time.perf_counter()
         title = f"preparing {_NAMES[mode]} on batches of {samples}"
@@ -84,4 +84,4 @@ class Preparation(Timing):
 
 
 def _nobody(text: str) -> None:
-    """Is told what nobody wants to know."""
+    """Ignores a report."""

@@ -1,4 +1,4 @@
-"""Going on after a worker was lost: values that are safe, and the batches that were trained on since."""
+"""Recovery after a lost worker: the last safe values, and the batches trained on since then."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dapple_tf.network.inquiry import reachable
 logger = logging.getLogger(__name__)
 
 Base = Mapping[str, tf.Tensor] | Path
-"""Values that no fault can reach: those that devices and model agreed on last, or a checkpoint."""
+"""Values that are safe from faults: those that devices and model agreed on last, or a checkpoint."""
 
 _PAUSE_SECONDS = 0.5
 _REPORT_SECONDS = 10.0
@@ -36,8 +36,8 @@ class Trained:
     Attributes:
         step: the training step's number.
         batch: the batch.
-        rate: the learning rate, where it is a variable.
-        assigned: what somebody had assigned to variables before.
+        rate: the learning rate, if it is a variable.
+        assigned: values that were assigned to variables before the step.
     """
 
     step: int
@@ -48,16 +48,16 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True)
 class FaultRecord:
-    """A fault that training went on after.
+    """A fault after which training continued.
 
     Attributes:
-        error: what was lost.
-        step: the last step that had been finished.
-        noticed: when it was noticed, in seconds since 1970.
-        waited: seconds until the workers were there again, or given up.
-        replayed: steps that were trained on again.
-        seconds: from noticing to the end of that.
-        without: workers that were gone on without.
+        error: the lost worker's error.
+        step: the last finished step.
+        noticed: when the fault was noticed, in seconds since 1970.
+        waited: seconds until the workers were back, or given up.
+        replayed: number of repeated steps.
+        seconds: seconds from noticing to the end of the repeated steps.
+        without: addresses of the workers that training continued without.
     """
 
     error: WorkerLostError
@@ -70,13 +70,13 @@ class FaultRecord:
 
 
 class Recovery:
-    """What is needed to bring devices to where they were.
+    """The record from which the devices' values can be restored.
 
     Attributes:
         base: values to begin with; None before devices had any.
-        log: the batches since, in order. Training on them again gives the same values: nothing else changes what
-            devices have, but for values from the model, which are a new base or noted with the next batch.
-        last: values from the model that devices have got after the last batch.
+        log: the batches since then, in order. Training on them again gives the same values: besides steps, only values
+            from the model change the devices' values, and these are a new base or noted with the next batch.
+        last: values from the model that devices got after the last batch.
     """
 
     def __init__(self, policy: FaultPolicy) -> None:
@@ -87,45 +87,45 @@ class Recovery:
         self._failures = 0
 
     def agreed(self, values: Mapping[str, tf.Tensor]) -> None:
-        """Devices and model have the same values now."""
+        """Notes that devices and model have the same values now."""
         self.base = values
         self.log.clear()
         self.last = {}
 
     def assigned(self, values: Mapping[str, tf.Tensor]) -> None:
-        """Devices get values of some variables from the model."""
+        """Notes that devices get values of some variables from the model."""
         if self.policy.action != "raise":
             self.last |= values
 
     def forget(self) -> None:
-        """The model's values count now, whatever devices had."""
+        """Notes that the model's values are the valid ones now, whatever devices had."""
         self.base = None
         self.log.clear()
         self.last = {}
 
     def saved(self, path: Path, step: int) -> None:
-        """A checkpoint of the values after a step is complete."""
+        """Notes that a checkpoint of the values after a step is complete."""
         if not self.log or self.log[0].step > step:
             return  # The base is as new.
         self.base = path
         self.log = [entry for entry in self.log if entry.step > step]
 
     def restored(self, path: Path) -> None:
-        """Devices have the values of a checkpoint now."""
+        """Notes that devices have the values of a checkpoint now."""
         self.base = path
         self.log.clear()
         self.last = {}
 
     def trained(self, step: int, batch: Batch, rate: keras.Variable | None) -> None:
-        """Devices have trained on a batch."""
+        """Notes that devices have trained on a batch."""
         if self.policy.action != "raise":
-            # Whoever has made the arrays may fill them with the next batch.
+            # Copies, because the arrays' owner may fill them with the next batch.
             batch = dataclasses.replace(batch, arrays=[np.array(array) for array in batch.arrays])
             self.log.append(Trained(step, batch, None if rate is None else float(rate.numpy()), self.last))
             self.last = {}
 
     def succeeded(self) -> None:
-        """A step of the user's has."""
+        """Notes that a step of the user's has succeeded."""
         self._failures = 0
 
     @property
@@ -134,10 +134,10 @@ class Recovery:
         return len(self.log) >= self.policy.replay_steps
 
     def wait(self, error: WorkerLostError, engine: Engine) -> tuple[int, ...]:
-        """Waits until the workers are there again, and opens a fresh session on them.
+        """Waits until the workers are back, and opens a fresh session on them.
 
         Returns:
-            Under ``replan``, the numbers of workers that didn't come back, if any; there is no session then.
+            Under ``replan``, the numbers of the workers that didn't come back; if there are any, no session is open.
 
         Raises:
             WorkerLostError: they aren't back in time, or are lost again and again.
@@ -162,7 +162,7 @@ class Recovery:
                     away = tuple(task for task, answers in enumerate(there) if not answers)
                     if self.policy.action == "replan" and 0 < len(away) < len(addresses):
                         return away
-                    # Where all are there, they came back this moment; or something else is in the way.
+                    # If all are there, they came back just now, or something else prevents a session.
                     if away or self.policy.action == "restart" or waited >= longest:
                         raise WorkerLostError(
                             f"{error}; after {waited:.0f} s it isn't back: {still}", error.task, error.address
@@ -175,7 +175,7 @@ class Recovery:
 
 @contextlib.contextmanager
 def learning_rate(variable: keras.Variable | None) -> Iterator[Callable[[float | None], None]]:
-    """Within it, the learning rate may be set to what it was once; afterwards it is what it is now."""
+    """Yields a function that sets an earlier learning rate; restores the present one at the context's end."""
     if variable is None:
         yield lambda rate: None
         return

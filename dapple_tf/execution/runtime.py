@@ -1,4 +1,4 @@
-"""The devices behind a pipelined model: steps on them, their values, and going on when workers are lost."""
+"""The devices behind a pipelined model: steps on them, their values, and recovery when workers are lost."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Runtime:
         values: where the newest values are.
         metrics: the model's metrics between steps.
         saver: writes checkpoints.
-        steps: training steps done.
-        faults: those that training went on after.
+        steps: number of training steps done.
+        faults: the faults after which training continued.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Runtime:
             model: a compiled model.
             cluster: the devices.
             plan: a plan for them.
-            profile: what another plan is made from, when workers are lost; None shrinks the plan.
-            policy: what is done then.
-            operator_costs: what single operators take, for a plan that places them; None estimates it.
+            profile: the profile for another plan when workers are lost; None shrinks the plan.
+            policy: what to do when workers are lost.
+            operator_costs: costs of single operators, for a plan that places them; None estimates them.
             quiet: whether notes aren't logged, for steps that only measure or compare.
-            pipeline: the order of passes, with those of the user's own; None for the order without any.
+            pipeline: the order of passes, the user's own included; None for the order without any.
         """
         self.model, self.cluster, self.plan = model, cluster, plan
         self.saver = Saver()
@@ -88,20 +88,20 @@ class Runtime:
         self.faults: list[FaultRecord] = []
         self._profile, self._operator_costs, self._pipeline = profile, operator_costs, pipeline
         self._recovery = Recovery(policy)
-        self._broken = False  # A worker was lost, and not come back in time.
+        self._broken = False  # A worker was lost, and hasn't come back in time.
         self._spec: BatchSpec | None = None  # of the last training batch
         self._watched: dict[int, tuple[tf.Variable, str]] = {}  # TensorFlow's variable -> name
-        self._others: list[tuple[Watcher, list[tf.Variable]]] = []  # who may have newer values of some
+        self._others: list[tuple[Watcher, list[tf.Variable]]] = []  # models that may have newer values of some
         self._version = 0
         self._known: VariableTable | None = None  # the table whose variables are watched, and how many it had
         self._count = 0
         self._looking = threading.RLock()
-        self._apart = False  # whether it trains values of its own
+        self._apart = False  # whether it trains its own values
         self._quiet = quiet
         self.start()
 
     def start(self) -> None:
-        """A fresh engine, for the model as it is compiled now."""
+        """Makes a fresh engine, for the model as it is compiled now."""
         policy = self._recovery.policy
         self.engine = Engine(self.model, self.cluster, self.plan, policy, self._operator_costs, self._pipeline)
         self.engine.builder.notes.quiet = self._quiet
@@ -111,10 +111,10 @@ class Runtime:
         self._watch()
 
     def mend(self) -> None:
-        """Opens a session again after a worker was lost for good, so that the caller was told.
+        """Reopens the session after a permanent worker loss that was already reported to the caller.
 
         Raises:
-            ClusterError: it isn't back.
+            ClusterError: the worker isn't back.
         """
         if self._broken:
             self.engine.close()
@@ -122,7 +122,7 @@ class Runtime:
             self._broken = False
 
     def close(self, *, sync: bool = True) -> None:
-        """Copies trained values into the user's model, unless they aren't wanted, and frees the devices in any case.
+        """Copies trained values into the user's model if ``sync``, and frees the devices in any case.
 
         Raises:
             WorkerLostError: the values are lost.
@@ -134,16 +134,16 @@ class Runtime:
             if not sync:
                 self.drop()
             self.engine.close()
-            self._recovery.forget()  # The model's values count for the next engine: a base is one of this engine's.
+            self._recovery.forget()  # The next engine starts from the model's values; a base belongs to this engine.
             self._broken = False
             unwatch([variable for variable, _ in self._watched.values()], self)
             self._watched, self._known = {}, None
 
     def leave(self) -> None:
-        """``close``, wherever it may be that nobody has use for the devices any more."""
-        with eager_mode():  # What is collected now may be in the midst of a graph that is being made.
+        """Closes, wherever the last reference to the pipelined model disappears."""
+        with eager_mode():  # Python may collect this object while a graph is being made.
             try:
-                # A session is freed before this only where the user's model goes, too: nobody is left to have values.
+                # A session is freed before this only if the user's model goes, too, and needs no values.
                 self.close(sync=not self.engine.state.deferred and not self.engine.session.freed)
             except (DappleError, tf.errors.OpError) as error:
                 logger.warning("model %r: %s; %s", self.model.name, error, self.values.kept)
@@ -151,7 +151,7 @@ class Runtime:
     # ---- values
 
     def set_apart(self) -> None:
-        """Has it train values of its own: they don't become the model's when somebody looks. For measuring only."""
+        """Makes it train its own values, which don't become the model's when that is read. For measuring only."""
         self._apart = True
         unwatch([variable for variable, _ in self._watched.values()], self)
         self._watched, self._others = {}, []
@@ -180,10 +180,10 @@ class Runtime:
             self._others = list(others.values())
 
     def looked_at(self, variables: Sequence[tf.Variable]) -> None:
-        """Has the model have the newest values of variables before somebody reads or assigns them.
+        """Brings the newest values of variables into the model before they are read or assigned.
 
         Raises:
-            WorkerLostError: a worker was lost that has them, and isn't to be waited for or not back in time.
+            WorkerLostError: a worker that has them was lost, and the policy doesn't wait or it isn't back in time.
         """
         names = [self._watched[id(variable)][1] for variable in variables]
         if self.engine.state.ahead or self.values.restoring:
@@ -193,10 +193,10 @@ class Runtime:
             self.values.doubt()
 
     def _others_first(self) -> None:
-        """What other pipelined models have trained of the same variables counts for the next step of this one.
+        """Takes over what other pipelined models have trained of the same variables, for the next step of this one.
 
         Raises:
-            WorkerLostError: one of theirs, which isn't for this one to survive.
+            WorkerLostError: one of their workers was lost, which this model can't recover.
         """
         if self._version != version():
             self._watch()
@@ -206,29 +206,29 @@ class Runtime:
                 self.values.doubt()
 
     def load(self) -> None:
-        """Has the next step copy model -> devices, all that the model has; what devices have is synced first.
+        """Lets the next step copy all values model -> devices; the devices' newer values are synced first.
 
-        A model without values of its own isn't: its devices begin again.
+        A model without its own values isn't synced: its devices begin again.
         """
         if not self.engine.state.deferred:
             self.sync()
         self.values.load()
 
     def drop(self) -> None:
-        """Has the next step copy what the model had at the last ``sync`` -> devices, whose values don't count."""
+        """Discards the devices' values: the next step copies the model's values of the last ``sync`` to them."""
         with untold(self):
             self.values.drop()
 
     def sync(self) -> None:
-        """Devices -> model, if the devices are ahead.
+        """Copies values devices -> model, if the devices are ahead.
 
         Raises:
-            WorkerLostError: a worker was lost, and isn't to be waited for or not back in time.
+            WorkerLostError: a worker was lost, and the policy doesn't wait for it or it isn't back in time.
         """
         self._surviving(lambda: self.values.sync())
 
     def agree(self) -> None:
-        """``sync`` before callbacks look at the model, but for a model that has no values of its own."""
+        """Syncs before callbacks read the model, unless it has no values of its own."""
         self._surviving(lambda: self.values.agree())
 
     def save(self, directory: str | os.PathLike[str], keep: int, progress: Progress) -> pathlib.Path:
@@ -244,13 +244,13 @@ class Runtime:
         return self._surviving(begin)
 
     def restore(self, source: Checkpoint) -> None:
-        """Takes over the values of a checkpoint, and its number of steps.
+        """Restores the values of a checkpoint, and its number of steps.
 
         Raises:
             CheckpointError: it doesn't fit the model, or is damaged.
         """
         self.saver.finish()
-        self.saver.newest = None  # It may be of a later step, which isn't one of this training any more.
+        self.saver.newest = None  # It may be of a later step, which no longer belongs to this training.
         self._others_first()
         self._surviving(lambda: self.values.restore(Restoration(source, self.model, self.engine)))
         self.steps = source.manifest.step
@@ -267,7 +267,7 @@ class Runtime:
         return result
 
     def make_safe(self) -> None:
-        """Has the values synced if there are many batches since they were safe."""
+        """Syncs the values if there are many batches since they were safe."""
         if not self._recovery.full:
             return
         if not self.engine.state.deferred:
@@ -284,7 +284,8 @@ class Runtime:
         """Runs a step on the devices.
 
         Raises:
-            StepError: one of them failed. After a training step, the devices' values are lost.
+            StepError: a device failed. After a training step, the devices' values are lost.
+            WorkerLostError: a worker was lost, and the policy doesn't wait for it or it isn't back in time.
         """
 
         def step() -> StepResult:
@@ -310,14 +311,14 @@ class Runtime:
             raise StepError(f"a {mode.value} step failed: {cause}{kept}") from error
 
     def _shown(self, mode: Mode, batch: Batch, **options: Any) -> contextlib.AbstractContextManager[None]:
-        """Within it, what is prepared is shown, unless nothing has to be, or it only measures."""
+        """Returns a context that shows the preparation, unless nothing is prepared or the step only measures."""
         samples = batch.arrays[0].shape[0]
         if self._apart or self.engine.has_run(mode, batch.spec, samples, **options):
             return contextlib.nullcontext()
         return self.engine.timing.shown(mode, samples)
 
     def _surviving(self, function: Callable[[], _T]) -> _T:
-        """Calls something that uses the devices, again if a worker was lost and the faults' policy is to go on."""
+        """Calls a function that uses the devices, again if a worker was lost and the policy is to continue."""
         while True:
             try:
                 with untold(self):
@@ -336,10 +337,10 @@ class Runtime:
             self._recovery.saved(*self.saver.newest)
 
     def _recover(self, error: WorkerLostError) -> None:
-        """Brings the devices, or those that are left, to where they were after the last step.
+        """Brings the devices, or the remaining ones, to their state after the last step.
 
         Raises:
-            WorkerLostError: that isn't to be, or can't be done.
+            WorkerLostError: the policy forbids it, or it can't be done.
         """
         started = time.time()
         first, addresses = error, self.cluster.addresses
@@ -390,11 +391,11 @@ class Runtime:
         )
 
     def _replan(self, away: Sequence[int]) -> None:
-        """Goes on with the workers that are left."""
+        """Continues with the remaining workers."""
         cluster = without_servers(self.cluster, away)
         plan = shrink(self.plan, self.cluster, away)
         if self._profile is not None and plan.operator_devices is None:
-            with contextlib.suppress(PlanError):  # Too little memory by the profile, say: what is left of the old one.
+            with contextlib.suppress(PlanError):  # If memory is too small by the profile, say, the shrunk plan stays.
                 plan = find_plan(self._profile, cluster, global_batch_size=plan.global_batch_size)
         logger.warning("going on without workers %s:\n%s", ", ".join(map(str, away)), plan)
         self.engine.close()
@@ -404,7 +405,7 @@ class Runtime:
         self._spec = spec
 
     def _replay(self) -> None:
-        """Restores the newest values that are safe, and trains again on the batches since."""
+        """Restores the newest safe values, and trains again on the batches since then."""
         self.saver.finish()
         self._note_checkpoint()
         recovery, spec = self._recovery, self._spec
@@ -428,7 +429,7 @@ class Runtime:
         logger.info("trained again on %d batches, up to step %d", len(recovery.log), self.steps)
 
     def _cause(self, batch: Batch, *, loss: bool) -> str:
-        """What plain Keras says of a batch, and of its ``loss``; empty if it finds nothing wrong.
+        """Returns plain Keras' error for a batch, with its loss if ``loss``; empty if there is none.
 
         TensorFlow often reports only that some device was waiting for the one that failed.
         """

@@ -1,4 +1,4 @@
-"""Step graphs: built for a model, a cluster and a plan, from its capture to what a session can run."""
+"""Building step graphs for a model, a cluster and a plan, from the capture to what a session can run."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class StepBuilder:
     """Builds stage functions once for each mode and structure of batches, and a step of them for each batch size.
 
     Attributes:
-        passes: what the plan and the cluster ask of a step.
-        placer: places single operators; None where stages run as a whole.
-        notes: where training isn't the same as plain Keras.
-        builds: (mode, structure of batches, whether layers behave as in training) -> what has been built for it.
+        passes: the passes of the plan on the cluster.
+        placer: places single operators; None if stages run as a whole.
+        notes: where training differs from plain Keras.
+        builds: (mode, structure of batches, whether layers behave as in training) -> its stage functions and steps.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class StepBuilder:
         moving: Callable[[list[Holding]], contextlib.AbstractContextManager[bool]],
         pipeline: Pipeline | None = None,
     ) -> None:
-        """Nothing is built yet.
+        """Starts with nothing built.
 
         Args:
             model: a compiled model.
             cluster: the devices.
             plan: a plan for them.
             table: names of the model's variables.
-            timing: is told what is prepared, and what it takes.
-            operator_costs: what single operators take, for a plan that places them; None estimates it.
+            timing: records what is prepared, and its seconds.
+            operator_costs: costs of single operators, for a plan that places them; None estimates them.
             add: adds a graph to the session's, under a name.
-            moving: is entered with what devices keep, before other devices are to keep it; tells whether all that was
-                built has to be built again.
+            moving: makes a context, entered with what devices keep before other devices keep it, which yields whether
+                everything has to be built again.
             pipeline: the passes; None for those of this package.
         """
         self._model, self._cluster, self._plan, self._table, self._timing = model, cluster, plan, table, timing
@@ -95,7 +95,7 @@ class StepBuilder:
     # ---- stage functions
 
     def prepare(self, mode: Mode, spec: BatchSpec, *, training: bool | None = None) -> Build:
-        """The stage functions for batches of this structure; made once."""
+        """Returns the stage functions for batches of this structure; made once."""
         flag = mode is Mode.TRAIN if training is None else training
         key = (mode, spec.key, flag)
         if key not in self.builds:
@@ -141,7 +141,7 @@ class StepBuilder:
         return built
 
     def _placed(self, placer: StepPlacer, built: Build, hosts: Mapping[str, tuple[int, ...]]) -> Places:
-        """Places the operators of a step of a full batch; where variables are then. Training decides over them."""
+        """Places the operators of a full batch's step; returns the variables' places, on which training decides."""
         kind = Kind(self._plan.global_batch_size)
         decides = built.mode is Mode.TRAIN and not self._trained_places
         built.placed[kind] = self._place(placer, built, kind, hosts, {} if decides else self._places)
@@ -162,7 +162,7 @@ class StepBuilder:
         optimizer: dict[tuple[int, ...], tuple[Variable, ...]],
         places: Places,
     ) -> None:
-        """Settles which stages keep which variables. Training decides; what was built before it is built again."""
+        """Settles which stages keep which variables. Training decides; earlier builds are then built again."""
         if (hosts, optimizer or self._optimizer_variables, places) == (
             self._hosts,
             self._optimizer_variables,
@@ -176,11 +176,11 @@ class StepBuilder:
             self._optimizer_variables = optimizer or self._optimizer_variables
 
     def holdings(self) -> list[Holding]:
-        """The variables that devices keep, by the stages that read them."""
+        """Returns the variables that devices keep, by the stages that read them."""
         return holdings(self._table, self._hosts, self._optimizer_variables, self.passes.homes, self._places)
 
     def stored_bytes(self, program: Program, device: str) -> int:
-        """Bytes of the variables, optimizer slots and gradient accumulators on a device."""
+        """Returns the bytes of the variables, optimizer slots and gradient accumulators on a device."""
         if self.placer is None:
             return self.passes.stored_bytes(program, self.holdings(), device)
         kept = [v for holding in self.holdings() if device in holding.devices for v in holding.variables]
@@ -192,11 +192,11 @@ class StepBuilder:
     # ---- steps
 
     def layout(self, samples: int) -> Layout:
-        """How a batch of ``samples`` samples is cut. Evaluation may take larger batches than training."""
+        """Returns how a batch of ``samples`` samples is cut. Evaluation may take larger batches than training."""
         return self.passes.layout(samples)
 
     def schedule(self, built: Build, layout: Layout) -> Schedule:
-        """The order of tasks for a batch."""
+        """Returns the order of tasks for a batch."""
         return self.passes.schedule(built, layout, self.holdings())
 
     def carries(self, built: Build, want_gradients: bool) -> bool:
@@ -206,13 +206,13 @@ class StepBuilder:
     def kind(
         self, built: Build, samples: int, *, head: bool, want_gradients: bool = False, trace: bool = False
     ) -> Kind:
-        """The step that serves a purpose.
+        """Returns the kind of step for a purpose.
 
         Args:
             built: its stage functions.
-            samples: of its batch.
-            head: whether it begins with updates that the step before has left.
-            want_gradients: whether gradients are fetched, and variables left alone.
+            samples: number of samples in its batch.
+            head: whether it begins with updates that the previous step left.
+            want_gradients: whether gradients are fetched, and variables left unchanged.
             trace: whether its times are wanted.
         """
         apart = want_gradients and self.placer is not None
@@ -220,7 +220,7 @@ class StepBuilder:
         return Kind(samples, self.carries(built, want_gradients), head, apart)
 
     def step(self, built: Build, kind: Kind) -> tuple[str, Step]:
-        """A step graph; made once. Returns its prefix in the session's graph, too."""
+        """Returns a step's prefix in the session's graph, and the step; made once."""
         if kind not in built.steps:
             built.steps[kind] = self._make_step(built, kind)
         return built.steps[kind]
@@ -244,7 +244,7 @@ class StepBuilder:
         return name, program.own_step
 
     def _complete(self, built: Build, kind: Kind, hosts: Mapping[str, tuple[int, ...]]) -> tuple[Program, list[Pass]]:
-        """A complete step of stage functions, and the passes that made it."""
+        """Returns a complete step of stage functions, and the passes that made it."""
         layout = self.layout(kind.samples)
         keys = collective_keys(sum_keys(built.program, layout))
         passes = self.passes.step_passes(built, kind, self.schedule(built, layout), hosts, keys)
@@ -257,7 +257,7 @@ class StepBuilder:
 
     @property
     def placements(self) -> Mapping[int, OpPlacement]:
-        """Stage -> where the operators of the largest training step are; empty as long as there is none."""
+        """Stage -> placement of the operators in the largest training step; empty as long as there is none."""
         found = {
             kind.samples: placements
             for built in self.builds.values()
@@ -268,7 +268,7 @@ class StepBuilder:
 
     @property
     def sources(self) -> list[StepSource]:
-        """What the steps are made of that have been prepared so far, for each mode and structure of batches."""
+        """The sources of the steps prepared so far, for each mode and structure of batches."""
         return [
             StepSource(built, training, max(built.steps, default=None), self._hosts, self.holdings())
             for (_, _, training), built in self.builds.items()

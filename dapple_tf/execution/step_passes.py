@@ -1,6 +1,6 @@
-"""The passes that a plan asks for: from a captured model to stage functions, and from these to a step.
+"""The passes of a plan: from a captured model to stage functions, and from these to a step.
 
-Nothing here needs a session, so that it serves descriptions of clusters, too.
+Nothing here needs a session, so that it works for descriptions of clusters, too.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class StepPasses:
         return tuple(self.plan.micro_batches * len(replicas) for replicas in self.devices)
 
     def slice_samples(self, mode: Mode, samples: int) -> tuple[int | None, ...]:
-        """For each stage the samples of its slices of a batch, where all have as many and functions are made for them.
+        """Returns for each stage the samples of its slices, None if they differ; empty if functions serve any size.
 
-        They are in training: evaluation and prediction see batches of many sizes, for which functions of any size are
-        made once. Where operators are placed one by one, shapes are folded after that.
+        Training has functions for one size. Evaluation and prediction see batches of many sizes, for which functions of
+        any size are made once. If operators are placed one by one, shapes are folded after that.
         """
         if mode is not Mode.TRAIN or self.plan.operator_devices is not None:
             return ()
@@ -103,7 +103,7 @@ class StepPasses:
         return frozenset(range(len(self.devices))) - apart
 
     def layout(self, samples: int) -> Layout:
-        """How a batch of ``samples`` samples is cut. Evaluation may take larger batches than training."""
+        """Returns how a batch of ``samples`` samples is cut. Evaluation may take larger batches than training."""
         batch, micro_batches = self.plan.global_batch_size, self.plan.micro_batches
         if samples > batch:
             micro_batches, batch = -(-samples * micro_batches // batch), samples
@@ -111,7 +111,7 @@ class StepPasses:
         return Layout(self.devices, samples, batch, micro_batches, homes)
 
     def carried(self, updates: Sequence[GroupUpdate]) -> tuple[tuple[int, ...], ...]:
-        """The parameter groups that are updated during the next step's forward, in the order of their reduction."""
+        """Returns the parameter groups updated during the next step's forward pass, in the order of their reduction."""
         count = self.plan.carried_updates
         if not count or not updates:
             return ()
@@ -120,14 +120,14 @@ class StepPasses:
         return tuple(keys[index] for index in order[-count:] if not updates[index].apply.slices)
 
     def schedule(self, built: Build, layout: Layout, holdings: Sequence[Holding]) -> Schedule:
-        """The order of tasks for a batch; ``holdings`` are what devices keep."""
+        """Returns the order of tasks for a batch; ``holdings`` are what devices keep."""
         micro_batches = len(layout.micro_batch_intervals)
         training = built.mode is Mode.TRAIN
         holds = self.holds(built, layout, holdings) if training else None
         return self.plan.order_tasks(micro_batches, holds=holds, active=layout.active, forward_only=not training)
 
     def holds(self, built: Build, layout: Layout, holdings: Sequence[Holding]) -> tuple[int, ...] | None:
-        """D of each stage, see `residuals_held`."""
+        """Returns D of each stage, see `residuals_held`."""
 
         def stored(device: str) -> int:
             return self.stored_bytes(built.program, holdings, device, gradients=True)
@@ -137,13 +137,13 @@ class StepPasses:
     def stored_bytes(
         self, program: Program, holdings: Sequence[Holding], device: str, *, gradients: bool = False
     ) -> int:
-        """Bytes of the variables, optimizer slots and gradient accumulators on a device.
+        """Returns the bytes of the variables, optimizer slots and gradient accumulators on a device.
 
         Args:
             program: the stages.
             holdings: what devices keep.
-            device: which.
-            gradients: count dense gradients also where they have no accumulators, as a step needs them at its end.
+            device: name of the device.
+            gradients: whether to count dense gradients without accumulators, too, as a step needs them at its end.
         """
         stages = [stage for stage in program.stages if device in self.homes[stage.index]]
         kept = [v for holding in holdings if device in holding.devices for v in holding.variables]
@@ -152,7 +152,7 @@ class StepPasses:
         return bytes_of(kept)
 
     def stage_passes(self, mode: Mode, prefix: str) -> list[Pass]:
-        """From the captured graph to stage functions for full batches, named ``prefix...``."""
+        """Returns the passes from the captured graph to stage functions for full batches, named ``prefix...``."""
         asked = StagesAsked(self, mode, prefix)
         made = [slot.stage(asked) for slot in PASSES if slot.stage is not None]
         return self.pipeline.placed(item for item in made if item is not None)
@@ -160,11 +160,11 @@ class StepPasses:
     def step_passes(
         self, built: Build, kind: Kind, schedule: Schedule, hosts: Mapping[str, Sequence[int]], first_key: int = 1
     ) -> list[Pass]:
-        """From stage functions to a step; the functions are made again before, if the step's slices need others.
+        """Returns the passes from stage functions to a step, which remake the functions first if slices need others.
 
         Args:
             built: the stage functions.
-            kind: which step.
+            kind: the kind of step.
             schedule: the order of its tasks.
             hosts: variable -> the stages that keep it.
             first_key: the first of the collective keys.
@@ -174,9 +174,9 @@ class StepPasses:
         return self.pipeline.placed(made, again=not isinstance(made[0], Replicate))
 
     def joins(self, built: Build, samples: int) -> bool:
-        """Whether training steps of so many samples are one function: on one device, with nothing to accumulate.
+        """Whether training steps of this many samples are one function: on one device, with nothing to accumulate.
 
-        With XLA only if it compiles all stages, F and B together.
+        With XLA, only if it compiles all stages, F and B together.
         """
         layout, plan = self.layout(samples), self.plan
         devices = {*itertools.chain(*layout.devices, *layout.homes)}
@@ -187,11 +187,11 @@ class StepPasses:
 
 
 class StagesAsked(NamedTuple):
-    """What stage functions are made for.
+    """The request for stage functions.
 
     Attributes:
-        passes: those of the plan.
-        mode: what the functions are for.
+        passes: the passes of the plan.
+        mode: the purpose of the functions.
         prefix: start of their names.
     """
 
@@ -205,7 +205,7 @@ class StagesAsked(NamedTuple):
         return self.mode is Mode.TRAIN
 
     def partition(self, samples: int | None = None) -> Partition:
-        """What makes the functions; for a full batch unless ``samples`` says how many a batch has."""
+        """Returns the pass that makes the functions, for a batch of ``samples`` samples or a full one."""
         passes, plan = self.passes, self.passes.plan
         sizes = passes.slice_samples(self.mode, plan.global_batch_size if samples is None else samples)
         fuse = passes.uninterrupted if self.training and plan.jit_compile else frozenset()
@@ -216,7 +216,7 @@ class StagesAsked(NamedTuple):
 
 
 class StepAsked(NamedTuple):
-    """What a step is made for; see `StepPasses.step_passes`."""
+    """The request for a step; see `StepPasses.step_passes`."""
 
     passes: StepPasses
     built: Build
@@ -231,7 +231,7 @@ class StepAsked(NamedTuple):
 
     @property
     def _updates(self) -> bool:
-        """Whether it changes variables: in training most models do, in evaluation and prediction few."""
+        """Whether the step changes variables: training does, evaluation and prediction in few models."""
         variables = self.built.program.roles.variables
         assigned = any(v.kind is VariableKind.STATE and v.update is not None for v in variables)
         return self.built.mode is Mode.TRAIN or assigned
@@ -245,7 +245,7 @@ class StepAsked(NamedTuple):
         return self.passes.joins(self.built, self.kind.samples)
 
     def partition(self) -> Partition | None:
-        """Other stage functions, where the step's slices have another size than those of a full batch."""
+        """Returns the pass for other stage functions if slices differ in size from a full batch's, else None."""
         passes, mode = self.passes, self.built.mode
         full = passes.slice_samples(mode, passes.plan.global_batch_size)
         if not self._updates or passes.slice_samples(mode, self.kind.samples) == full:
@@ -253,20 +253,20 @@ class StepAsked(NamedTuple):
         return StagesAsked(passes, mode, self.built.prefix).partition(self.kind.samples)
 
     def replicate(self) -> Replicate:
-        """The first pass of a step."""
+        """Returns the first pass of a step."""
         host = self.passes.cluster.host_device
         return Replicate(self._layout, host, self.hosts, self.built.prefix, self.first_key)
 
     def accumulate(self) -> Accumulate | None:
-        """Sums over micro-batches."""
+        """Returns the pass that sums over micro-batches."""
         return Accumulate(self.built.prefix, self._accumulates) if self._updates else None
 
     def order(self) -> OrderTasks:
-        """The schedule."""
+        """Returns the pass for the schedule."""
         return OrderTasks(self.schedule, self.passes.cluster.device_names)
 
     def update(self) -> Update | None:
-        """Reduction and optimizer."""
+        """Returns the pass for reduction and optimizer."""
         if not self._updates:
             return None
         built, kind, plan = self.built, self.kind, self.passes.plan
@@ -287,7 +287,7 @@ class StepAsked(NamedTuple):
         )
 
     def join(self) -> Join | None:
-        """One function of the whole step."""
+        """Returns the pass that makes one function of the whole step."""
         function = f"{self.built.prefix}joined_of{self.kind.samples}"
         return Join(function, self.passes.plan.jit_compile) if self._joins and not self.kind.apart else None
 
@@ -296,11 +296,11 @@ class Slot(NamedTuple):
     """A pass in its place.
 
     Attributes:
-        kind: the pass.
-        stage: makes it for stage functions; gives None where these do without. None for a pass of steps.
-        step: makes it for a step, likewise. None for a pass of stage functions, and for those that `StepPlacer` makes
-            of what it finds out between them.
-        ends: whether a step that has it has none of those behind it.
+        kind: the pass's class.
+        stage: makes it for stage functions, or returns None if these don't need it. None for a pass of steps.
+        step: the same for a step. None for a pass of stage functions, and for the passes that `StepPlacer` makes from
+            what it finds out between them.
+        ends: whether a step with this pass has no later ones.
     """
 
     kind: type[Pass]
@@ -331,14 +331,14 @@ PASSES: tuple[Slot, ...] = (
     Slot(SplitOperators),
     Slot(PlaceOperators),
 )
-"""All passes, in the order in which they run. Their numbers are their places here."""
+"""All passes, in the order in which they run. Their numbers are their positions here."""
 
 
 def pipeline(own: Sequence[After | Before] = ()) -> Pipeline:
-    """The order of all passes, a user's own among them.
+    """Returns the order of all passes, a user's own among them.
 
     Raises:
-        PassError: an own pass is at an unknown place, is no pass, or has the name of another.
+        PassError: an own pass has an unknown place, isn't a pass, or has another's name.
     """
     names = {slot.name: slot.ends for slot in PASSES}
     return Pipeline(tuple(names), frozenset(name for name, ends in names.items() if ends), tuple(own))

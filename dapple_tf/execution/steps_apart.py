@@ -1,4 +1,4 @@
-"""Training steps that are measured: their values don't become the model's."""
+"""Training steps for measuring, whose values don't become the model's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dapple_tf.frontend.optimizer import check_optimizer
 
 
 class StepsApart:
-    """A model's training steps by a plan, which train values of their own; the model keeps its."""
+    """A model's training steps by a plan, which train separate values; the model keeps its own."""
 
     def __init__(self, model: keras.Model, cluster: Cluster, plan: Plan) -> None:
         """Takes the devices.
@@ -37,7 +37,7 @@ class StepsApart:
         self._runtime.set_apart()
 
     def seconds(self, x: Any, y: Any = None, sample_weight: Any = None) -> float:
-        """Runs a step on a batch; seconds from feeding the devices to their results.
+        """Runs a step on a batch; returns the seconds from feeding the devices to their results.
 
         Args:
             x: one batch of inputs, as for ``train_on_batch``.

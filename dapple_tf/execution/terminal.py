@@ -1,4 +1,4 @@
-"""What else is written beside Keras' progress bar: warnings get lines of their own, TensorFlow's profiler none."""
+"""Output beside Keras' progress bar: warnings get their own lines, and messages of TensorFlow's profiler are hidden."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _redirected = threading.Lock()
 
 @contextlib.contextmanager
 def without_profiler_lines() -> Iterator[None]:
-    """What TensorFlow's profiler says of each traced step isn't shown; all else that is written to stderr comes after.
+    """Hides the messages of TensorFlow's profiler inside the context; other output to stderr appears at its end.
 
-    It is written in C++ without a way to turn it off after TensorFlow has been imported.
+    The messages are written in C++, and can't be turned off after TensorFlow has been imported.
     """
     with _redirected:
         try:
@@ -40,7 +40,7 @@ def without_profiler_lines() -> Iterator[None]:
 
 
 _bars: list[bool] = []
-"""For each call of Keras that shows its progress bar, the innermost last: whether the bar has been drawn by now."""
+"""For each call of Keras that shows its progress bar, the innermost last: whether the bar has been drawn."""
 
 
 def batch_done() -> None:
@@ -50,7 +50,7 @@ def batch_done() -> None:
 
 
 def leave_progress_bar() -> None:
-    """Begins a new line, if Keras' progress bar stands in the current one."""
+    """Begins a new line if Keras' progress bar is in the current one."""
     if _bars and _bars[-1]:
         sys.stdout.write("\n")
         sys.stdout.flush()
@@ -58,7 +58,7 @@ def leave_progress_bar() -> None:
 
 @contextlib.contextmanager
 def beside_progress_bar(verbose: object) -> Iterator[None]:
-    """Log messages that go to the terminal begin on a new line, as Keras' progress bar may stand in the current one.
+    """Begins log messages on the terminal on a new line inside the context, as Keras' bar may be in the current one.
 
     Args:
         verbose: as for ``fit``; ``auto`` and 1 show the bar.

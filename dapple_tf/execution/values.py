@@ -23,31 +23,31 @@ logger = logging.getLogger(__name__)
 
 
 class Values:
-    """Copies values between the devices and the user's model, as far as either has newer ones.
+    """Copies values between the devices and the user's model, if either has newer ones.
 
-    Devices are ahead after a training step, until ``sync``. Meanwhile `look` is told which variables somebody is about
-    to read or assign: the model gets the devices' values of these. What someone assigns to the model counts: whenever
-    that may have happened, the next step compares the model's values with those that both had, and gives devices those
-    that differ.
+    Devices are ahead after a training step, until ``sync``. Meanwhile `look` is called with the variables that are
+    about to be read or assigned, and brings the devices' values of these into the model. Values assigned to the model
+    are used: whenever there may be some, the next step compares the model's values with those that both had, and sends
+    the devices those that differ.
 
-    A model made under ``deferred_init`` has no values of its own before the first ``sync``: only the devices have.
+    A model made under ``deferred_init`` has no values before the first ``sync``: only the devices have.
     """
 
     def __init__(self, engine: Engine, recovery: Recovery) -> None:
-        """Nothing is on the devices yet.
+        """Starts with nothing on the devices.
 
         Args:
             engine: has the devices.
-            recovery: is told whenever devices and model agree.
+            recovery: is notified whenever devices and model agree.
         """
         self._engine = engine
         self._recovery = recovery
         self._loaded = False
         self._unsure = True
-        self._agreed: dict[str, tf.Tensor] = {}  # what devices have, of what the model has too
-        self._synced: dict[str, tf.Tensor] = {}  # what the model had then; other values where some were assigned
-        self._pending: Restoration | None = None  # until a step tells what devices keep
-        self._pending_agreed: dict[str, tf.Tensor] | None = None  # what it has brought into the model
+        self._agreed: dict[str, tf.Tensor] = {}  # the devices' values of what the model has, too
+        self._synced: dict[str, tf.Tensor] = {}  # the model's values at that time, assigned ones included
+        self._pending: Restoration | None = None  # until a step decides what devices keep
+        self._pending_agreed: dict[str, tf.Tensor] | None = None  # the values that it brought into the model
         self._told: set[str] = set()
         self._seen: dict[str, tf.Tensor | None] = {}
         self._disturbed: set[str] = set()
@@ -56,18 +56,18 @@ class Values:
         self._known = 0
 
     def sync(self) -> None:
-        """Devices -> model, if the devices are ahead or the model has no values yet; it has all of them then."""
+        """Copies all values devices -> model, if the devices are ahead or the model has no values yet."""
         deferred = self._engine.state.deferred
-        assigned: set[str] = set()  # to variables whose values were on devices only, which have others still
+        assigned: set[str] = set()  # variables whose values were on devices only, which still have the old ones
         if deferred:
             self._tell(logging.WARNING, "all values are fetched into the memory of this process")
         if deferred and self._loaded and not self._engine.state.ahead:
-            self._resolve_doubt()  # Where something has been assigned, the model's own initial values go with it.
+            self._resolve_doubt()  # If something was assigned, the model's own initial values go with it.
         if self._pending is not None and self.restoring:
             self._pending.into_model()
             self._pending_agreed = self._in_model()
         elif self._engine.state.ahead or (deferred and self._loaded):
-            # Of what was looked at, the model keeps what it has: what was fetched, or assigned since.
+            # Variables that were looked at keep the model's values, which were fetched, or assigned since.
             variables = self._engine.table.keras_variables
             absent = {name for name in self._seen if initial_of(variables[name]) is not None}
             assigned = {name for name, value in self._seen.items() if value is None} - absent
@@ -81,12 +81,12 @@ class Values:
             self._agreed = {name: value for name, value in self._synced.items() if name not in assigned}
 
     def rescue(self) -> None:
-        """``sync`` if the devices have what would be lost with them."""
+        """Syncs if values would be lost with the devices."""
         if self._engine.state.ahead or self._pending is not None:
             self.sync()
 
     def agree(self) -> None:
-        """Before others look at the model and perhaps assign to it: ``sync``, but for a model without values."""
+        """Syncs, unless the model has no values, before others read the model and perhaps assign to it."""
         if self._engine.state.deferred and not _averages(self._engine.model):
             self._tell(logging.INFO, "its values stay on the devices until sync(), save() or get_weights()")
         else:
@@ -94,10 +94,10 @@ class Values:
         self.doubt()
 
     def look(self, names: Sequence[str]) -> None:
-        """Has the model have the newest values of some variables, which somebody is about to read or assign.
+        """Brings the newest values of some variables into the model, before they are read or assigned.
 
-        Where they are asked for one by one, as many more are fetched at once as have been before: all variables of a
-        model take few runs, and no more than twice as many variables are fetched as are looked at.
+        If variables are looked at one by one, each fetch doubles their number: all variables of a model take few runs,
+        and at most twice as many variables are fetched as are looked at.
         """
         if self.restoring:
             self.sync()
@@ -112,11 +112,11 @@ class Values:
         variables = self._engine.table.keras_variables
         absent = [name for name in missing if initial_of(variables[name]) is not None]
         self._fetch([name for name in missing if name not in absent])
-        # Their values are on the devices only, so that they can't be read. But they may be assigned.
+        # Absent variables have values on the devices only: they can't be read, but they may be assigned.
         self._seen |= dict.fromkeys(absent)
 
     def _following(self, name: str) -> list[str]:
-        """A variable, and those behind it that are to be fetched with it."""
+        """Returns a variable, and the following ones to fetch with it."""
         variables = self._engine.table.keras_variables
         behind = self._all[self._all.index(name) + 1 :]
         others = (own for own in behind if own not in self._seen and initial_of(variables[own]) is None)
@@ -136,7 +136,7 @@ class Values:
         running = self._engine.running
         self._engine.state.fetch(names)
         self._disturbed |= set(names)
-        if running:  # in another thread, so that the next one who looks is to get newer values
+        if running:  # in another thread, so that the next look must fetch newer values
             self._engine.state.fetched.difference_update(names)
             return
         self._seen |= self._in_model(names)
@@ -150,7 +150,7 @@ class Values:
             logger.log(level, "model %r: %s", self._engine.model.name, what)
 
     def load(self) -> None:
-        """Has the next step copy model -> devices, whatever these have."""
+        """Lets the next step copy model -> devices, whatever these have."""
         self._engine.state.ahead = False
         self._engine.state.fetched.clear()
         self._loaded = False
@@ -159,10 +159,9 @@ class Values:
         self._recovery.forget()
 
     def drop(self) -> None:
-        """``load``, where devices have lost their values or have others than they should have.
+        """Discards the devices' values, which are lost or wrong, and lets the next step copy the model's to them.
 
-        The model gets back what it had at its last ``sync``, in case that somebody has looked at single variables
-        since.
+        The model gets back its values of the last ``sync``, in case single variables were looked at since.
         """
         variables = self._engine.table.keras_variables
         for name in self._disturbed & self._synced.keys():
@@ -170,10 +169,10 @@ class Values:
         self.load()
 
     def restore(self, source: Restoration) -> None:
-        """Checkpoint -> devices, straight from files; where nobody knows yet what these keep, with the next step.
+        """Copies a checkpoint to the devices, directly from files, or with the next step if none is prepared yet.
 
         Raises:
-            CheckpointError: a file is damaged, or a server can't read it; devices have what they had.
+            CheckpointError: a file is damaged, or a server can't read it; the devices' values are unchanged.
         """
         if source.done:
             self.load()
@@ -187,7 +186,7 @@ class Values:
             self._pending, self._pending_agreed = source, None
 
     def restore_again(self, path: Path) -> None:
-        """``restore`` for devices that have lost a checkpoint's values; what has been assigned since counts."""
+        """Restores devices that have lost a checkpoint's values, and keeps values assigned since."""
         if self._pending_agreed is not None:
             self.load()  # The model has them.
             return
@@ -205,10 +204,10 @@ class Values:
         return Restoration(Checkpoint.open(path), self._engine.model, self._engine, again=True)
 
     def settle(self) -> bool:
-        """Has the devices have the values that count, to be saved from there.
+        """Brings the valid values to the devices, to be saved from there.
 
         Returns:
-            False as long as no step has been prepared: all values are in the model then.
+            False if no step has been prepared yet, so that all values are in the model.
         """
         if not self._engine.state.has_values:
             self.sync()
@@ -219,12 +218,12 @@ class Values:
         return True
 
     def doubt(self) -> None:
-        """Has the next step look whether someone has assigned values to the model."""
+        """Lets the next step check for values assigned to the model."""
         self._unsure = True
 
     @property
     def kept(self) -> str:
-        """What is left when the devices' values are gone, for messages."""
+        """What remains if the devices' values are lost, for messages."""
         if self._engine.state.deferred:
             return "the devices begin again with the model's initial values"
         return "the model keeps the values of its last sync()"
@@ -254,7 +253,7 @@ class Values:
             self._resolve_all()
 
     def _resolve_seen(self) -> None:
-        """Gives devices, which are ahead, what has been assigned to variables that were looked at."""
+        """Sends devices that are ahead the values assigned to variables that were looked at."""
         seen, self._seen, self._misses = self._seen, {}, 0
         self._engine.state.fetched.clear()
         changed = _changed(seen, self._in_model(seen))
@@ -264,10 +263,10 @@ class Values:
             self._engine.state.push(changed)
 
     def _resolve_all(self) -> None:
-        """Gives devices, which weren't ahead, what has been assigned."""
+        """Sends devices that weren't ahead the assigned values."""
         now = self._in_model()
         if now.keys() != self._agreed.keys():
-            self._loaded = False  # Some have got values that were on devices only.
+            self._loaded = False  # Some variables whose values were on devices only were assigned.
             return
         changed = _changed(self._agreed, now)
         if changed:
@@ -295,7 +294,7 @@ class Values:
         self._loaded = True
 
     def _agree(self) -> None:
-        """Takes down what devices have, now that the model has it too or, of what somebody has looked at, had it."""
+        """Records the devices' values, which the model has, too, or had for variables that were looked at."""
         seen, self._seen, self._misses = self._seen, {}, 0
         self._synced = self._in_model()
         self._agreed = {name: value for name, value in (self._synced | seen).items() if value is not None}
@@ -304,18 +303,18 @@ class Values:
         self._recovery.agreed(self._agreed)
 
     def follow(self, other: Values) -> None:
-        """Goes on on other devices, that are to have the values that another's had."""
+        """Continues on other devices, which are to get the values of another's devices."""
         self._seen, self._disturbed = other._seen, other._disturbed
         self._agreed, self._synced = other._agreed, other._synced
         self._pending_agreed = other._pending_agreed
 
     def replayed(self) -> None:
-        """Devices have the values again that they had, and the model what somebody has looked at."""
+        """Notes that devices have their values again, and the model those that were looked at."""
         self._engine.state.fetched = set(self._seen)
 
     @property
     def restoring(self) -> bool:
-        """Whether the newest values are those of a checkpoint, which neither devices nor the model have yet."""
+        """Whether the newest values are in a checkpoint, and neither on the devices nor in the model yet."""
         return self._pending is not None and self._pending_agreed is None
 
     @property
@@ -330,12 +329,12 @@ class Values:
 
     @property
     def _rate(self) -> str | None:
-        """The learning rate, where it is a variable, which each step brings."""
+        """Name of the learning rate, if it is a variable, which each step brings."""
         rate = self._engine.state.learning_rate
         return None if rate is None or not self._engine.table.knows(rate) else self._engine.table.name_of(rate)
 
     def _in_model(self, names: Iterable[str] | None = None) -> dict[str, tf.Tensor]:
-        """The model's values of what devices have too, all or some.
+        """Returns the model's values of all or some variables that devices have, too.
 
         A tensor shares its buffer with the variable that it was read from, until that is assigned.
         """
@@ -357,12 +356,12 @@ def _averages(model: keras.Model) -> bool:
 
 
 def _same(ours: Mapping[str, tf.Tensor], theirs: Mapping[str, tf.Tensor]) -> bool:
-    """Whether values are the same; what shares a buffer is, and isn't compared."""
+    """Whether values are equal; tensors that share a buffer are, without a comparison."""
     return ours.keys() == theirs.keys() and not _changed(ours, theirs)
 
 
 def _changed(before: Mapping[str, tf.Tensor | None], now: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    """Those of the values now that aren't what they were before, or weren't there."""
+    """Returns the present values that differ from earlier ones, or are new."""
     return {name: value for name, value in now.items() if (own := before.get(name)) is None or not _equal(own, value)}
 
 
@@ -372,7 +371,7 @@ def _equal(one: tf.Tensor, other: tf.Tensor) -> bool:
 
 
 def _array(tensor: tf.Tensor) -> np.ndarray:
-    """A tensor's buffer itself, where NumPy can have it, else a copy."""
+    """Returns a tensor's own buffer if NumPy can use it, else a copy."""
     try:
         return np.asarray(memoryview(tensor))
     except (ValueError, TypeError, BufferError, RuntimeError):

@@ -1,1 +1,1 @@
-"""From an unmodified Keras model to a flat Program: what it computes, and what batches of its data look like."""
+"""From an unmodified Keras model to a flat Program: the model's computation, and the structure of its batches."""

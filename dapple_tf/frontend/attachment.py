@@ -11,21 +11,21 @@ from typing import Any
 import keras
 
 WHOLE = ("get_weights", "save", "save_weights", "export", "set_weights", "load_weights")
-"""Methods of a model that read or assign all of its values, which are fetched at once for them."""
+"""Methods of a model that read or assign all of its values, before which all are fetched at once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-    """What takes the place of a model's functions.
+    """The replacements of a model's functions.
 
     Attributes:
         train: takes an iterator, trains on its next batches and returns the logs.
         test: the same, without training.
         predict: takes a list of batches and returns the outputs for all of them, in the model's structure.
         sync: copies values from the devices into the model, if they have newer ones.
-        agree: ``sync`` for others who may look at the model, and assign to it what the next step is to notice; a model
-            that has no values of its own stays without.
-        steps_left: is told before each training step how many its epoch has from there on; None if nobody knows.
+        agree: ``sync`` for callbacks that may read the model, or assign values for the next step; a model without
+            values of its own gets none.
+        steps_left: called before each training step with the number of steps left in its epoch; None if unknown.
     """
 
     train: Callable[[Any], dict[str, Any]]
@@ -38,9 +38,9 @@ class Hooks:
 
 @contextlib.contextmanager
 def attached(model: keras.Model, hooks: Hooks) -> Iterator[None]:
-    """Within it, a model runs its steps by the hooks, and methods that read or assign all of its values sync first.
+    """Makes a model run its steps by the hooks inside the context; methods for all of its values sync first.
 
-    Afterwards the model is what it was: whatever is replaced is an attribute of the instance, and none of it remains.
+    Afterwards the model is as before: only attributes of the instance are replaced, and none of them remains.
     """
 
     def nothing(force: bool = False) -> None:
@@ -77,7 +77,7 @@ def attached(model: keras.Model, hooks: Hooks) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_sync(callbacks: Any, hooks: Hooks) -> Iterator[Any]:
-    """The user's callbacks, behind one of our own that makes the model's values fresh for them."""
+    """Yields the user's callbacks, behind one of our own that updates the model's values for them."""
     first = _Sync(hooks)
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         own = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks is not None else []
@@ -91,33 +91,33 @@ def with_sync(callbacks: Any, hooks: Hooks) -> Iterator[Any]:
 
 
 class _Sync(keras.callbacks.Callback):
-    """Comes before the user's callbacks: they see what the devices have, and what they assign is taken over."""
+    """Runs before the user's callbacks: they see the devices' values, and the next step uses what they assign."""
 
     def __init__(self, hooks: Hooks) -> None:
         super().__init__()
         self._hooks = hooks
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Before callbacks restore a backup, say."""
+        """Runs before callbacks restore a backup, say."""
         self._hooks.agree()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """After callbacks have assigned what they will at the end of the epoch before."""
+        """Runs after callbacks' assignments at the end of the previous epoch."""
         self._hooks.agree()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Tells how many steps the epoch still has, as far as Keras knows."""
+        """Reports the number of steps left in the epoch, as far as Keras knows."""
         steps = (self.params or {}).get("steps")
         self._hooks.steps_left(None if steps is None else steps - batch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Before callbacks save or judge the epoch's result."""
+        """Runs before callbacks save or judge the epoch's result."""
         self._hooks.agree()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Before callbacks swap in moving averages, say."""
+        """Runs before callbacks swap in moving averages, say."""
         self._hooks.agree()
 
     def on_predict_begin(self, logs: Any = None) -> None:
-        """As for tests."""
+        """Runs for the same reason as `on_test_begin`."""
         self._hooks.agree()

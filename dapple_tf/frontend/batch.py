@@ -1,4 +1,4 @@
-"""Batches: their structure and shapes, and how each is checked against those before it."""
+"""Batches: their structure and shapes, and the check of each batch against earlier ones."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Leaf:
     """Dtype and shape of one array of a batch; the first axis is the batch, None is any length.
 
     Attributes:
-        name: what messages call it.
-        dtype: of its elements.
-        shape: that batches like this one have.
-        sizes: the shape that one of them has, its number of samples left out; None where none is at hand. By it shapes
-            within the model are told, for which others aren't made up; batches with other sizes are the same to it.
+        name: its name in messages.
+        dtype: dtype of its elements.
+        shape: shape in all batches like this one.
+        sizes: shape in one actual batch, without the number of samples; None if there is none. Shapes within the model
+            follow from it, so that none need be invented. Not compared: batches of other sizes count as equal.
     """
 
     name: str
@@ -47,12 +47,12 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSpec:
-    """What batches look like.
+    """The structure, dtypes and shapes of batches.
 
     Attributes:
         x: structure of the model's inputs with a :class:`Leaf` for each array.
-        y: structure of the labels; None when there are none.
-        sample_weight: structure of the sample weights; None when there are none.
+        y: structure of the labels; None if there are none.
+        sample_weight: structure of the sample weights; None if there are none.
     """
 
     x: Any
@@ -66,17 +66,17 @@ class BatchSpec:
 
     @property
     def sizes(self) -> tuple[Shape, ...]:
-        """The shapes of all arrays in a batch at hand, see `Leaf`; empty where there is none."""
+        """The shapes of all arrays in one actual batch, see `Leaf`; empty if there is none."""
         found = tuple(leaf.sizes for leaf in self.leaves if leaf.sizes is not None)
         return found if len(found) == len(self.leaves) else ()
 
     @functools.cached_property
     def key(self) -> str:
-        """A text that is the same for batches of the same structure, dtypes and shapes."""
+        """A text that is equal for batches of the same structure, dtypes and shapes."""
         return repr((self.x, self.y, self.sample_weight))
 
     def flatten(self, x: Any, y: Any = None, sample_weight: Any = None) -> list[np.ndarray]:
-        """Arrays of a batch in feed order.
+        """Returns the arrays of a batch in feed order.
 
         Raises:
             DataError: the batch has another structure, dtypes or shapes.
@@ -90,9 +90,9 @@ class BatchSpec:
         return [_as_array(value) for value in _present((x, y, sample_weight))]
 
     def plainly_fits(self, x: Any, y: Any, sample_weight: Any) -> bool:
-        """Whether a batch of at most one array each is sure to fit; False tells nothing.
+        """Whether a batch of at most one array per part certainly fits; False means unknown.
 
-        Most batches are like that, and like those before them, and needn't be looked at any closer.
+        Most batches are like that, and like earlier ones, and need no closer check.
         """
         for wanted, given in ((self.x, x), (self.y, y), (self.sample_weight, sample_weight)):
             if wanted is None and given is None:
@@ -104,7 +104,7 @@ class BatchSpec:
         return True
 
     def same_structure(self, other: BatchSpec) -> bool:
-        """Whether batches differ from another's in shapes at most, not in structure, dtypes or ranks."""
+        """Whether two specs differ in shapes at most, not in structure, dtypes or ranks."""
 
         def outline(leaf: Leaf | None) -> Any:
             return None if leaf is None else (leaf.dtype, len(leaf.shape))
@@ -121,7 +121,7 @@ class BatchSpec:
         return self.same_structure(other) and all(own.accepts(given.shape) for own, given in pairs)
 
     def widened(self, other: BatchSpec) -> BatchSpec:
-        """A spec that covers another of the same structure too: axes whose lengths differ become None."""
+        """Returns a spec that also covers another of the same structure: axes whose lengths differ become None."""
         wider = iter(
             [
                 dataclasses.replace(
@@ -145,9 +145,9 @@ class Batch:
     """One batch.
 
     Attributes:
-        spec: what it and the batches like it look like.
+        spec: the spec of this batch and batches like it.
         arrays: its arrays, in feed order.
-        samples: how many samples it has.
+        samples: its number of samples.
     """
 
     spec: BatchSpec
@@ -156,23 +156,23 @@ class Batch:
 
 
 class Batches(Iterator[Batch]):
-    """The batches of one pass over the data, each checked against those before it.
+    """The batches of one pass over the data, each checked against earlier ones.
 
     Within a pass only the number of samples may change, and the axes that the model or the dataset (by its
     ``element_spec``) leaves open.
 
     Attributes:
-        iterator: what the batches come from: of (x, y, sample_weight) tuples, or x alone.
-        spec: what the batches look like so far.
+        iterator: the source of the batches: of (x, y, sample_weight) tuples, or x alone.
+        spec: the spec that covers the batches so far.
     """
 
     def __init__(self, model: keras.Model, iterator: Iterable[Any], *, known: BatchSpec | None = None) -> None:
         """Starts a pass.
 
         Args:
-            model: the model that they are for.
+            model: the model that the batches are for.
             iterator: see above.
-            known: spec of an earlier pass, which is taken again if the batches fit it.
+            known: spec of an earlier pass, which is used again if the batches fit it.
         """
         self.iterator = iterator
         self.spec = known
@@ -183,7 +183,7 @@ class Batches(Iterator[Batch]):
         self._coming: _Coming | None = None
 
     def __next__(self) -> Batch:
-        """The next batch.
+        """Returns the next batch.
 
         Raises:
             StopIteration: there is none.
@@ -195,9 +195,9 @@ class Batches(Iterator[Batch]):
         return item
 
     def prefetch(self) -> None:
-        """Has the next batch read while something else is done; what is wrong with it is told when it is asked for.
+        """Reads the next batch in the background; ``next`` then raises its errors.
 
-        Not where the iterator's position is about to be asked for, which would be one too far.
+        Doesn't read ahead if the iterator's position is about to be saved, which would be one batch too far.
         """
         may = getattr(self.iterator, "may_read_ahead", None)
         if self._coming is None and (may is None or may()):
@@ -212,7 +212,7 @@ class Batches(Iterator[Batch]):
         return item
 
     def skip(self) -> bool:
-        """Whether the next batch was trained on before a resumption, so that its step is only to be counted."""
+        """Whether the next batch was trained on before a resumption, so that its step is only counted."""
         skip = getattr(self.iterator, "skip", None)
         return skip is not None and bool(skip())
 
@@ -226,14 +226,14 @@ class Batches(Iterator[Batch]):
         known = self.spec is not None and self.spec.plainly_fits(x, y, sample_weight)
         given = self.spec if known else spec_of(self._model, x, y, sample_weight)
         assert given is not None
-        # Whoever has made an array may fill it with the next batch, which is read while this one is trained on.
+        # Copies arrays, because their owner may fill them with the next batch while this one is trained on.
         arrays = [np.array(v) if isinstance(v, np.ndarray) else _as_array(v) for v in _present((x, y, sample_weight))]
         samples = check_samples(given.leaves, arrays)
         self.spec = given if known else self._fitting(given)
         return Batch(self.spec, arrays, samples)
 
     def _fitting(self, given: BatchSpec) -> BatchSpec:
-        """The spec so far if the batch fits it; at the start of a pass, or in open axes, another one that it fits."""
+        """Returns the spec so far if the batch fits it, else another one at a pass's start or in open axes."""
         if self.spec is None:
             return given
         if self.spec.covers(given):
@@ -267,7 +267,7 @@ class Batches(Iterator[Batch]):
 
 
 class _Coming:
-    """A batch that a thread is reading, which may take for ever: Python mustn't wait for it when it exits."""
+    """A batch that a daemon thread reads: reading may take forever, and mustn't keep Python from exiting."""
 
     def __init__(self, read: Callable[[], Batch]) -> None:
         self._item: Batch | Exception = StopIteration()
@@ -278,18 +278,18 @@ class _Coming:
         try:
             self._item = read()
         except StopIteration:
-            pass  # Not this one, which holds the frames that it came through, and with them the iterator.
+            pass  # Keeps our own: this one holds its frames, and with them the iterator.
         except Exception as error:
             self._item = error
 
     def result(self) -> Batch | Exception:
-        """The batch, or why there is none."""
+        """Returns the batch, or the error that says why there is none."""
         self._thread.join()
         return self._item
 
 
 def check_samples(leaves: Sequence[Leaf], arrays: Sequence[np.ndarray]) -> int:
-    """The number of samples, the same in all arrays of a batch.
+    """Returns the number of samples, which must be equal in all arrays of a batch.
 
     Raises:
         DataError: it differs, or is 0.
@@ -307,9 +307,9 @@ def check_samples(leaves: Sequence[Leaf], arrays: Sequence[np.ndarray]) -> int:
 
 
 def spec_of(model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None) -> BatchSpec:
-    """The spec of a batch. Axes that the model leaves open are open, and axes of labels that are as long as those.
+    """Returns the spec of a batch. Axes are open if the model leaves them open, or as long as such an axis in labels.
 
-    An axis of labels that is fixed in the model's outputs isn't open, even where an open one happens to be as long.
+    An axis of labels that is fixed in the model's outputs isn't open, even if an open axis happens to be as long.
 
     Raises:
         DataError: an array can't be cut into slices, or x doesn't have the shape that the model declares.
@@ -358,7 +358,7 @@ def spec_of(model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None
 
 
 def declared_spec(model: keras.Model) -> BatchSpec | None:
-    """The spec that a model declares by its inputs; None for a model that doesn't (a subclassed one)."""
+    """Returns the spec that a model declares by its inputs; None if it declares none (a subclassed model)."""
     if not getattr(model, "inputs", None):
         return None
     structure = input_structure(model)
@@ -372,7 +372,7 @@ def declared_spec(model: keras.Model) -> BatchSpec | None:
 
 
 def _declared_shapes(model: keras.Model, x: Any) -> dict[str, Shape]:
-    """The shapes that a model declares for its inputs, by the names that x gives them."""
+    """Returns the shapes that a model declares for its inputs, by their names in x."""
     inputs = getattr(model, "inputs", None)
     if not inputs:
         return {}
@@ -385,7 +385,7 @@ def _declared_shapes(model: keras.Model, x: Any) -> dict[str, Shape]:
 
 
 def _leaves(x: Any, y: Any, sample_weight: Any) -> BatchSpec:
-    """The spec of one batch, with its lengths as they are."""
+    """Returns the spec of one batch, with its actual lengths."""
 
     def structure(kind: str, tree: Any) -> Any:
         if tree is None:
@@ -412,7 +412,7 @@ def _leaf(name: str, value: Any) -> Leaf:
         dtype = tf.dtypes.as_dtype(array.dtype)
     except TypeError:
         dtype = tf.string
-    of_inputs = name == "x" or name.startswith("x[")  # what a model does with strings, it does on the client
+    of_inputs = name == "x" or name.startswith("x[")  # the client computes what a model does with strings
     numbers = dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex
     if not numbers and not (of_inputs and dtype == tf.string):
         raise DataError(_not_numbers(name, array.dtype.name))
@@ -425,7 +425,7 @@ def _not_numbers(name: str, dtype: str) -> str:
 
 
 def _named(kind: str, tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a structure in Keras' order, with names such as ``x['tokens']`` or ``y[0]``."""
+    """Returns the leaves of a structure in Keras' order, with names such as ``x['tokens']`` or ``y[0]``."""
     if isinstance(tree, Mapping):
         return [pair for key in sorted(tree) for pair in _named(f"{kind}[{key!r}]", tree[key])]
     if isinstance(tree, (list, tuple)):
@@ -442,12 +442,12 @@ def _present(trees: Any) -> list[Any]:
 
 
 def _without_optionals(data: Any) -> Any:
-    """A batch in which absent parts are None; Keras wraps them in Optionals."""
+    """Returns a batch in which absent parts are None; Keras wraps them in Optionals."""
     return keras.tree.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)
 
 
 def _element_shapes(iterator: Any) -> list[Shape | None] | None:
-    """The shapes that a dataset's iterator declares, in feed order (None for an unknown rank), if it declares any."""
+    """Returns the shapes that a dataset's iterator declares, if any, in feed order (None for an unknown rank)."""
     spec = getattr(iterator, "element_spec", None)
     if spec is None:
         return None

@@ -1,4 +1,4 @@
-"""Batches of other sizes than the plan's: they train as in plain Keras, and what they cost is said once."""
+"""Batches of other sizes than the plan's: they train as in plain Keras, and a warning says once what they cost."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ logger = logging.getLogger(__name__)
 
 
 class BatchSizes:
-    """Sees the size of each batch that is trained on.
+    """Observes the size of each training batch.
 
-    A smaller batch is nothing to speak of where it is the last one of the data. Two of them in a row, or a larger one,
+    A single smaller batch is the last one of the data, and isn't reported. Two of them in a row, or a larger one,
     aren't what the plan was made for.
     """
 
@@ -23,7 +23,7 @@ class BatchSizes:
         self._told = False
 
     def trained(self, samples: int, full: int, layout: Callable[[int], Layout]) -> None:
-        """A batch is to be trained on.
+        """Records a training batch, and warns once of other sizes.
 
         Args:
             samples: its size.
@@ -50,10 +50,10 @@ def _cut(layout: Layout) -> str:
 
 
 def whole_number(name: str, value: object) -> int:
-    """A number of samples.
+    """Returns a number of samples as an int; ``name`` names it in errors.
 
     Raises:
-        DataError: it isn't a whole number of at least 1.
+        DataError: the value isn't a whole number of at least 1.
     """
     try:
         count = int(value)  # type: ignore[call-overload]

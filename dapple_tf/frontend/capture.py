@@ -1,4 +1,4 @@
-"""Capture: an unmodified Keras model becomes a flat Program for one slice of a batch."""
+"""Capturing an unmodified Keras model as a flat Program for one slice of a batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SEED_STRIDE = 2654435769
 
 
 class Mode(enum.Enum):
-    """What a program is for."""
+    """The purpose of a program."""
 
     TRAIN = "train"
     TEST = "test"
@@ -48,15 +48,15 @@ class Mode(enum.Enum):
 
 
 def check_model(model: keras.Model, *, training: bool) -> None:
-    """Refuses what can't be captured, before anything is traced.
+    """Refuses models that can't be captured, before anything is traced.
 
     Raises:
-        CaptureError: the model isn't built or compiled.
+        CaptureError: the model isn't built or compiled, or has a setting that slices don't allow.
     """
     if not isinstance(model, keras.Model):
         raise CaptureError(f"expected a keras.Model, got {type(model).__name__}")
     inputs = getattr(model, "inputs", None) or ()
-    # A model with a step of its own needn't be called as a whole.
+    # A model with its own step needn't be called as a whole.
     if not (model.built or own_losses(model)) or (not inputs and not model.variables):
         raise CaptureError(
             f"model {model.name!r} isn't built: it has no variables yet. Call it on a batch before the transform"
@@ -85,9 +85,9 @@ def check_model(model: keras.Model, *, training: bool) -> None:
 
 
 def build(model: keras.Model, table: VariableTable, spec: BatchSpec) -> None:
-    """Creates what Keras creates on its first batch: compiled losses' and metrics' variables, and the optimizer's.
+    """Creates what Keras creates on its first batch: the variables of compiled losses, metrics and the optimizer.
 
-    Those of a model with steps of its own are made when these are traced: they may call it on other things than x.
+    A model with its own steps gets those of losses and metrics in the trace, as its steps may call it on other data.
 
     Raises:
         CaptureError: the model, its loss or a metric can't be called on such a batch.
@@ -129,8 +129,8 @@ def capture(
         mode: TRAIN and TEST give the loss and metrics, PREDICT the outputs.
         spec: structure, dtypes and shapes of batches.
         training: the ``training`` argument of the model's call; by default as Keras does in this mode.
-        predict_step: whether PREDICT means the model's own ``predict_step``, if it has one, and not its call. The
-            structure of outputs is noted in the table then.
+        predict_step: whether PREDICT runs the model's own ``predict_step``, if it has one, instead of its call, and
+            notes the structure of outputs in the table.
 
     Returns:
         A flat program. Its loss is the slice's contribution to the mean over the global batch; its random draws derive
@@ -154,7 +154,7 @@ class _Tracing:
         self, model: keras.Model, table: VariableTable, mode: Mode, spec: BatchSpec, training: bool, own: bool
     ) -> None:
         self.model, self.table, self.mode, self.spec, self.training = model, table, mode, spec, training
-        self.own = own  # whether it is a step of the model's own
+        self.own = own  # whether it is the model's own step
         self.calls: list[LayerCall] = []
         self.path: list[str] = []
         self.failed_in: str | None = None
@@ -176,7 +176,7 @@ class _Tracing:
 
     @property
     def _has_new_metrics(self) -> bool:
-        """Whether the trace has made variables of metrics, as a model's first step does; the next one knows them."""
+        """Whether the trace has made variables of metrics, as a model's first step does; the next trace knows them."""
         return self.mode is not Mode.PREDICT and not all(map(self.table.knows, self.model.metrics_variables))
 
     def _explained(self, error: Exception) -> CaptureError:
@@ -190,7 +190,7 @@ class _Tracing:
         return CaptureError(f"{where} can't be traced: {reason(error)}")
 
     def _trace(self) -> None:
-        self.calls.clear()  # TensorFlow traces a function again that has made variables.
+        self.calls.clear()  # TensorFlow traces a function again if it has made variables.
         self.graph = tf.compat.v1.get_default_graph()
         placeholder = tf.compat.v1.placeholder
         self.inputs = [
@@ -236,7 +236,7 @@ class _Tracing:
         self.structure = keras.tree.map_structure(lambda _: 0, outputs)
 
     def _trace_model(self, x: Any, y: Any, sample_weight: Any, normalizers: GlobalNormalizers) -> Any:
-        """What Keras' own steps do of it; the outputs."""
+        """Traces what Keras' own steps do, and returns the outputs."""
         outputs = self.model(x, training=self.training) if takes_training(self.model) else self.model(x)
         self.model_end = len(self.graph.get_operations())
         self._check_losses()
@@ -251,11 +251,11 @@ class _Tracing:
         return outputs
 
     def _trace_own_step(self, scope: TraceScope, reads: OptimizerReads, data: Any) -> None:
-        """A ``train_step`` or ``test_step`` of the model's own."""
+        """Traces the model's own ``train_step`` or ``test_step``."""
         logs, terms = run_own_step(self.model, self.table, f"{self.mode.value}_step", scope, reads, data)
         self.model_end = max((call.stop for call in self.calls), default=len(self.graph.get_operations()))
         if self.mode is Mode.TRAIN:
-            # Of one number for each sample a tape differentiates the sum, to which those of the slices add up.
+            # A tape differentiates the sum of one number per sample; the slices' sums add up to it.
             parts = [
                 tf.reduce_sum(term)
                 if term.shape.rank and term.shape[0] is None
@@ -271,7 +271,7 @@ class _Tracing:
         self.more_updates = self.logs.updates
 
     def _warn_of_lost(self, results: dict[str, Any]) -> None:
-        """Logs come from metrics; what an overridden ``compute_metrics`` adds to them has no place to be kept."""
+        """Warns of logs that an overridden ``compute_metrics`` adds: logs come from metrics only."""
         lost = sorted(results.keys() - self.model.get_metrics_result().keys())
         if lost:
             warnings.warn(
@@ -281,7 +281,7 @@ class _Tracing:
             )
 
     def _mapping(self) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """A placeholder for each variable; random seeds are shifted by the number of the slice."""
+        """Makes a placeholder for each variable; random seeds are shifted by the number of the slice."""
         seeds = {
             id(generator.state)
             for layer in layers_of(self.model)
@@ -296,7 +296,7 @@ class _Tracing:
         self.given: dict[str, tf.Tensor] = {}
         for variable in {id(variable): variable for variable in own}.values():
             if id(variable) in metrics and self.mode is Mode.PREDICT:
-                # A layer may update a metric of its own, of which nothing is kept.
+                # A layer may update its own metric, which isn't kept.
                 mapping.append((variable, tf.compat.v1.placeholder(variable.dtype, variable.shape, name="metric")))
                 continue
             if not self.table.knows(variable):
@@ -311,14 +311,14 @@ class _Tracing:
         return mapping
 
     def _of_kind(self, kind: VariableKind) -> set[int]:
-        """The ids of the floating-point variables of a kind: STATE is what layers assign."""
+        """Returns the ids of the floating-point variables of a kind; layers assign those of STATE."""
         described = {name: self.table.describe(name) for name in self.values}
         names = [name for name, v in described.items() if v.kind is kind and v.dtype in FLOAT_DTYPES]
         return {id(self.table.keras_variables[name]) for name in names}
 
     @contextlib.contextmanager
     def _standing_in(self, scope: TraceScope) -> Iterator[None]:
-        """Within it, variables have the values of a scope, and what layers call is recorded and traced."""
+        """Gives variables the values of a scope inside the context, and records and traces calls of layers."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(scope)
             stack.enter_context(self._recording())
@@ -328,7 +328,7 @@ class _Tracing:
             yield
 
     def _shifted_seed(self, seed: tf.Tensor) -> tf.Tensor:
-        """A seed of its own for each slice; that of the first is the model's, as in training on one device."""
+        """Returns each slice's own seed; that of the first is the model's, as in training on one device."""
         words = tf.cast(seed, tf.int64)
         shift = tf.stack([tf.cast(self.number, tf.int64) * _SEED_STRIDE, 0])
         limit = tf.constant(2**32 if seed.dtype == tf.uint32 else 2**31, tf.int64)
@@ -374,7 +374,7 @@ class _Tracing:
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
-        """Within it, calls of layers (and of the operations of functional models) are written down."""
+        """Records calls of layers, and of the operations of functional models, inside the context."""
         items: dict[int, Any] = {}
         for layer in layers_of(self.model):
             for item in (layer, *getattr(layer, "operations", ())):
@@ -453,7 +453,7 @@ class _Tracing:
         return scale_losses(program, [_ref(tensor) for tensor in self.outputs])
 
     def paths_of_nodes(self) -> dict[int, str]:
-        """Position of a node -> the innermost layer call that made it."""
+        """Returns position of a node -> path of the innermost layer call that made it."""
         found: dict[int, str] = {}
         for call in sorted(self.calls, key=lambda call: call.start - call.stop):
             found |= dict.fromkeys(range(call.start, call.stop), call.path)

@@ -1,4 +1,4 @@
-"""The graph that a trace has left, made a GraphDef of its own: nothing that nobody needs, nothing from outside."""
+"""Turning a traced graph into a self-contained GraphDef without unused nodes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from graph_passes.ir.tensorflow_bridge import make_constant
 
 
 def without_captures(graph: tf.Graph, tables: Container[str]) -> GraphDef:
-    """The traced graph, with tensors that the model holds as Python attributes turned into constants.
+    """Returns the traced graph with constants for the tensors that the model holds as Python attributes.
 
     Args:
-        graph: the graph.
+        graph: the traced graph.
         tables: placeholders of lookup tables, which stay.
 
     Raises:
@@ -39,7 +39,7 @@ def without_captures(graph: tf.Graph, tables: Container[str]) -> GraphDef:
 
 
 def pruned(graph_def: GraphDef, roles: Roles, paths: dict[int, str]) -> Program:
-    """A program without nodes that nothing needs; each node knows its place in the order of creation and its layer."""
+    """Returns a program without unused nodes; each node has its position in the order of creation and its layer."""
     graph = Graph(graph_def)
     wanted = [*roles.outputs, *(normalizer.of_whole_batch for normalizer in roles.normalizers)]
     wanted += [variable.update for variable in roles.variables if variable.update is not None]

@@ -1,4 +1,4 @@
-"""Gradients that a model defines itself (``tf.custom_gradient``; TensorFlow's own ``swish`` has one) become graphs.
+"""Turning a model's own gradients (``tf.custom_gradient``; TensorFlow's ``swish`` has one, too) into graphs.
 
 TensorFlow keeps them as Python functions over tensors of the graph in which they were traced. In a copy of that graph,
 such as a stage's, they would mix tensors of both.
@@ -24,9 +24,9 @@ _TYPE = "_gradient_op_type"
 _OWN_TYPE = "DappleCustomGradient"
 _GRAPH = "_custom_gradient"
 """Attribute of an IdentityN: a graph that computes ``result<k>``, the gradient of its input k, from ``gradient<k>``,
-that of its output k, and ``captured<k>``, the k-th of its last inputs, which are there for that only."""
+the gradient of its output k, and ``captured<k>``, the k-th of its last inputs, which exist for that only."""
 _CAPTURED = "_custom_gradient_captured"
-"""Attribute of an IdentityN: the number of these."""
+"""Attribute of an IdentityN: the number of its captured inputs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +35,9 @@ class CustomGradient:
 
     Attributes:
         function: the library function whose body has the node; empty for the graph itself.
-        node: name of the IdentityN that TensorFlow puts behind what has such a gradient.
-        captured: what the gradient needs of the graph, as its nodes (or those of the function) read it.
-        dtypes: of these.
+        node: name of the IdentityN that TensorFlow puts behind a computation with its own gradient.
+        captured: tensors that the gradient needs, as nodes of the graph (or of the function) read them.
+        dtypes: their dtypes.
         graph: the gradient.
     """
 
@@ -49,21 +49,21 @@ class CustomGradient:
 
 
 class Readings(Protocol):
-    """What a trace knows of the variables that layers read."""
+    """A trace's record of the variables that layers read."""
 
     def watching(self) -> contextlib.AbstractContextManager[list[Any]]:
-        """Within it, the values of trainable variables that are read are added to a list, each once."""
+        """Yields a list of the values of trainable variables that are read inside the context, each once."""
 
     def again(self) -> contextlib.AbstractContextManager[Any]:
-        """Within it, layers read what they would now, whenever that is; what they assign is lost."""
+        """Returns a context in which layers read the present values, even later; what they assign is lost."""
 
 
 @contextlib.contextmanager
 def gradients_of_variables(readings: Readings) -> Iterator[None]:
-    """Within it, functions with gradients of their own also have those of the variables that they read by themselves.
+    """Gives custom gradients the variables that their functions read by themselves, inside the context.
 
-    So TensorFlow does with its variables, for gradients that take ``variables``: those of ``tf.recompute_grad``. While
-    a model is traced tensors stand for them, and go to the gradient in their place.
+    TensorFlow does so with its variables, for gradients that take ``variables``, such as those of
+    ``tf.recompute_grad``. While a model is traced, tensors stand for variables, and go to the gradient in their place.
     """
 
     def decorated(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,7 +98,7 @@ def gradients_of_variables(readings: Readings) -> Iterator[None]:
 
 
 def custom_gradients(graph: Any) -> list[CustomGradient]:
-    """Traces the gradients that operations of a ``tf.Graph``, and of functions that it calls, define themselves.
+    """Traces the custom gradients of operations of a ``tf.Graph`` and of the functions that it calls.
 
     Raises:
         CaptureError: one can't be traced.
@@ -112,7 +112,7 @@ def custom_gradients(graph: Any) -> list[CustomGradient]:
 
 
 def write_gradients(graph: GraphDef, gradients: Sequence[CustomGradient]) -> None:
-    """Gives the nodes of a GraphDef their gradients; they read what these need besides."""
+    """Attaches gradients to the nodes of a GraphDef, which then also read the tensors that the gradients need."""
     bodies = {function.signature.name: function.node_def for function in graph.library.function}
     for gradient in gradients:
         node = next(node for node in bodies.get(gradient.function, graph.node) if node.name == gradient.node)
@@ -142,7 +142,7 @@ def _traced(graph: Any, function: str, arguments: Sequence[str] | None) -> Itera
 
 
 def _trace(graph: Any, operation: Any, differentiate: Any) -> tuple[Sequence[Any], GraphDef]:
-    """The tensors of a graph that the gradient of an operation needs, and the gradient."""
+    """Returns the tensors of a graph that an operation's gradient needs, and the gradient."""
     numbers = [number for number, output in enumerate(operation.outputs) if _is_differentiable(output)]
     given: list[int] = []  # the inputs that have gradients
 
@@ -177,7 +177,7 @@ def _trace(graph: Any, operation: Any, differentiate: Any) -> tuple[Sequence[Any
 
 
 def _renamed(graph: GraphDef, renaming: dict[str, str]) -> GraphDef:
-    """A graph in which some nodes have other names, and the others none that could be taken for these."""
+    """Renames some nodes of a graph, and the others so that no name can be taken for these."""
     for node in graph.node:
         inputs = [_other(text, renaming) for text in node.input]
         del node.input[:]
@@ -189,7 +189,7 @@ def _renamed(graph: GraphDef, renaming: dict[str, str]) -> GraphDef:
 
 
 def _without_placeholders(graph: GraphDef) -> GraphDef:
-    """A graph without its arguments, which would be imported, too; in a function, nothing would feed them."""
+    """Returns a graph without its arguments, which would be imported, too, and in a function fed by nothing."""
     found = GraphDef(versions=graph.versions, library=graph.library)
     found.node.extend(node for node in graph.node if not node.name.startswith(("gradient", "captured")))
     return found
@@ -202,7 +202,7 @@ def _other(text: str, renaming: dict[str, str]) -> str:
 
 
 def _name(graph: Any, tensor: Any, arguments: Sequence[str] | None) -> str:
-    """A tensor as nodes of its graph read it, or those of a function with these arguments."""
+    """Returns a tensor's name for nodes of its graph, or of a function with these arguments."""
     if arguments is None:
         return str(Ref.parse(tensor.name))
     for number, argument in enumerate(graph.inputs):
@@ -217,14 +217,14 @@ def _is_differentiable(tensor: Any) -> bool:
 
 @tf.RegisterGradient(_OWN_TYPE)
 def _differentiate(operation: Any, *gradients: Any) -> list[Any]:
-    """The gradients of an IdentityN's inputs, in whichever graph the gradient of its graph is made."""
+    """Returns the gradients of an IdentityN's inputs, in the graph in which the gradient is being made."""
     graph = GraphDef.FromString(operation.node_def.attr[_GRAPH].s)
     results = [int(node.name.removeprefix("result")) for node in graph.node if node.name.startswith("result")]
     first = len(operation.outputs) - int(operation.node_def.attr[_CAPTURED].i)
     given = {f"gradient{number}": gradient for number, gradient in enumerate(gradients[:first])}
     given |= {f"captured{number}": tensor for number, tensor in enumerate(operation.inputs[first:])}
     read = {text.partition(":")[0] for node in graph.node for text in node.input}
-    # In the gradient of a loop, the loop's own tensors come from another graph, which Identity takes note of.
+    # In the gradient of a loop, the loop's own tensors come from another graph; Identity captures them.
     there = {name: tf.identity(tensor) for name, tensor in given.items() if {name, f"^{name}"} & read}
     inputs = {text: tensor for name, tensor in there.items() for text in {name, f"^{name}"} & read}
     wanted = [f"result{number}:0" for number in results]

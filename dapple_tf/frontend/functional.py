@@ -1,4 +1,4 @@
-"""What Keras knows of a functional model, so that nothing has to be traced: its layers' order, tensors and outputs."""
+"""A functional model's order of layers, tensors and outputs, as Keras knows them without a trace."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dapple_tf.keras_private import functional_graph, layers_of, nodes_in_order,
 
 
 def cuts_are_safe(model: keras.Model, cuts: Sequence[str]) -> bool:
-    """Whether a functional model can be cut after these layers, as far as that can be told without data.
+    """Whether a functional model can certainly be cut after these layers, without data or a trace.
 
-    True if every cut is the plain name of a layer of the model itself that it calls once and that no other layer's
-    inside has, the cuts are in the order of calls, every stage has a layer with weights of its own, and every tensor
-    that crosses a cut has the batch as its only unknown axis, the first. Anything else has to be traced to be known.
-    Layers whose number of rows depends on the data are found out when the first batch is prepared.
+    True if every cut is the plain name of a layer of the model itself, called once and unique in all nested layers, the
+    cuts are in calling order, every stage has a layer with weights, and every tensor that crosses a cut has the batch
+    as its first and only unknown axis. All other cuts need a trace. Layers whose number of rows depends on the data
+    show when the first batch is prepared.
     """
     graph = functional_graph(model)
     if graph is None:
@@ -47,9 +47,9 @@ def cuts_are_safe(model: keras.Model, cuts: Sequence[str]) -> bool:
 
 @contextlib.contextmanager
 def outputs_as_declared(model: keras.Model) -> Iterator[None]:
-    """Within it, calling a functional model only gives tensors of the shapes and dtypes that it declares.
+    """Makes a functional model's call return placeholders of its declared shapes and dtypes, inside the context.
 
-    For what asks just these of it: building losses and metrics, which otherwise traces the whole model.
+    Building losses and metrics needs only these, and otherwise traces the whole model.
     """
     graph = functional_graph(model)
     if graph is None or "call" in vars(model):
@@ -61,7 +61,7 @@ def outputs_as_declared(model: keras.Model) -> Iterator[None]:
             lambda tensor: tf.compat.v1.placeholder(tensor.dtype, tensor.shape), output_structure(graph)
         )
 
-    vars(model)["call"] = call  # Keras tracks what is assigned.
+    vars(model)["call"] = call  # An assignment would be tracked by Keras.
     try:
         yield
     finally:
@@ -69,12 +69,12 @@ def outputs_as_declared(model: keras.Model) -> Iterator[None]:
 
 
 def _calls(graph: Any) -> list[Any]:
-    """The calls of operations, in the order in which they are made."""
+    """Returns the calls of operations, in calling order."""
     return [node for node in nodes_in_order(graph) if node.operation and not node.is_input]
 
 
 def _operations(model: keras.Model) -> list[Any]:
-    """The layers and operations of a model, those inside of others included."""
+    """Returns the layers and operations of a model, nested ones included."""
     found = {}
     for layer in layers_of(model, include_self=False):
         for operation in (layer, *getattr(layer, "operations", ())):

@@ -1,9 +1,9 @@
-"""What ``tf.function`` makes of parts of a model, while the model is traced.
+"""Calls of ``tf.function`` inside a model, while the model is traced.
 
-A function that has been called before has a graph that reads the model's variables themselves, not what stands for them
-here. And nothing would be known of its call but a name: not which layers it calls, nor how to differentiate it. So
-functions are traced where they are called, as if they weren't any; those for XLA, without which some operators don't
-exist on CPUs, as functions of their own.
+A function that has been called before has a graph that reads the model's variables themselves, not their replacements
+in the trace. And only a name would be known of its call: neither which layers it calls, nor how to differentiate it.
+Functions are therefore traced inline where they are called; functions for XLA, which some operators need on CPUs, are
+traced as functions.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _Function = type(tf.function(lambda: None))
 
 
 class Values(Protocol):
-    """What a trace knows of the values that variables have."""
+    """A trace's values of variables."""
 
     def again(self) -> Assigned:
-        """A scope in which variables have the values that they have now."""
+        """Returns a scope in which variables have their present values."""
 
     def take_over(self, updates: Iterable[tuple[keras.Variable, Any]]) -> None:
         """Assigns to variables."""
 
 
 class Assigned(contextlib.AbstractContextManager[Any], Protocol):
-    """A scope that keeps what is assigned within."""
+    """A scope that records the assignments within it."""
 
     updates: list[tuple[keras.Variable, Any]]
 
 
 @contextlib.contextmanager
 def functions_traced(values: Values) -> Iterator[None]:
-    """Within it, every call of a ``tf.function`` traces its body anew: into the present graph, unless it is for XLA."""
+    """Makes every call of a ``tf.function`` trace its body anew, inline unless it is for XLA, inside the context."""
 
     def traced(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,7 @@
-"""What a model computes of strings and by lookup tables: on the client's host, before the first stage.
+"""A model's computations on strings and lookup tables, which run on the client's host before the first stage.
 
 Text vectorization, hashing and the like depend on a batch alone. They are cut out of the captured graph by data flow
-and run once for each batch, as a whole, as in plain Keras; what they give takes their place among the inputs of the
-pipeline.
+and run once for each whole batch, as in plain Keras; their results become inputs of the pipeline.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ _METADATA = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 
 @dataclasses.dataclass(frozen=True)
 class HostPart:
-    """What is computed of a batch before devices get it.
+    """The computation on a batch before devices get it.
 
     Attributes:
-        kept: numbers of the batch's arrays that devices get as they are.
-        read: numbers of those that it is computed from.
-        names: what messages call its results.
-        shapes: of its results; None for the batch and for lengths that differ.
-        function: of the arrays that it reads.
+        kept: numbers of the batch's arrays that devices get unchanged.
+        read: numbers of the arrays that it reads.
+        names: names of its results in messages.
+        shapes: shapes of its results; None for the batch and for lengths that differ.
+        function: the arrays that it reads -> its results.
     """
 
     kept: tuple[int, ...]
@@ -44,12 +43,12 @@ class HostPart:
     function: Callable[..., Sequence[tf.Tensor]]
 
     def device_shapes(self, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
-        """The shapes of what devices get of batches of these shapes; empty where one can't be told."""
+        """Returns the shapes of the devices' arrays for batches of these shapes; empty if one is unknown."""
         found = (*(shapes[number] for number in self.kept), *self.shapes) if shapes else ()
         return found if all(None not in shape[1:] for shape in found) else ()
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The arrays that devices get.
+        """Returns the arrays that devices get.
 
         Raises:
             DataError: a result hasn't one row for each sample.
@@ -68,29 +67,29 @@ class HostPart:
 
 @dataclasses.dataclass(frozen=True)
 class CapturedProgram(Program):
-    """A program of which a part is computed on the client's host.
+    """A program with a part that is computed on the client's host.
 
     Attributes:
-        host: what gives its inputs; None where devices get a batch as it is.
+        host: the part that computes its inputs; None if devices get a batch unchanged.
     """
 
     host: HostPart | None = None
 
 
 def on_host(program: Program, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-    """What devices get of a batch's arrays: inputs of the program, in their order."""
+    """Returns the arrays that devices get for a batch's arrays: inputs of the program, in their order."""
     host = program.host if isinstance(program, CapturedProgram) else None
     return arrays if host is None else host(arrays)
 
 
 def shapes_on_devices(program: Program, spec: BatchSpec) -> list[Shape]:
-    """The shapes of a program's batch inputs, None for the batch and for lengths that are open."""
+    """Returns the shapes of a program's batch inputs, None for the batch and for open lengths."""
     shapes, host = [leaf.shape for leaf in spec.leaves], program.host if isinstance(program, CapturedProgram) else None
     return shapes if host is None else [*(shapes[number] for number in host.kept), *host.shapes]
 
 
 def tables_of(graph: Any) -> dict[str, tf.Tensor]:
-    """Placeholder of a handle that a trace has captured -> the handle, for what isn't a variable: lookup tables."""
+    """Returns placeholder -> handle of each captured resource that isn't a variable: lookup tables."""
     return {
         internal.op.name: external
         for external, internal in graph.captures
@@ -112,25 +111,24 @@ def split_host_part(
     wanted: Sequence[Ref],
     layer_of: Callable[[int], str],
 ) -> tuple[GraphDef, list[Ref], HostPart | None]:
-    """Cuts what a graph computes of strings and tables out of it.
+    """Cuts the computations on strings and tables out of a graph.
 
-    All that follows from them without anything trained goes along, up to the first variable that it meets, but for
-    shapes of what is handed over.
+    Everything that follows from them without trained values is cut out, too, up to the first variable, except
+    computations on shapes of the results.
 
     Args:
         graph_def: a captured graph.
-        traced: the same as TensorFlow has traced it, with its shapes.
+        traced: the same graph as TensorFlow traced it, with its shapes.
         inputs: batch inputs.
         tables: placeholders of lookup tables, see `tables_of`.
-        wanted: what has to be computed.
+        wanted: the tensors that must be computed.
         layer_of: position of a node -> path of its layer, for messages.
 
     Returns:
-        The graph without that part, its batch inputs now, and the part; None if there is none.
+        The graph without that part, its new batch inputs, and the part; None if there is none.
 
     Raises:
-        CaptureError: strings or a table are looked at with something that is trained, or random, or what is computed
-            has no batch axis.
+        CaptureError: strings or a table meet trained or random values, or a result has no batch axis.
     """
     graph = Graph(graph_def)
     dtypes = {name: output_dtypes(node) for name, node in graph.nodes.items()}
@@ -180,7 +178,7 @@ def _is_for_host(dtypes: Mapping[str, Sequence[int]], ref: Ref) -> bool:
 
 
 def _of_batch_alone(graph: Graph, given: Collection[str], dtypes: Mapping[str, Sequence[int]]) -> set[str]:
-    """Nodes that give the same for a batch whatever has been trained or drawn."""
+    """Returns the nodes whose results depend on the batch alone, not on trained or random values."""
     found: set[str] = set()
     for node in graph:
         reads = graph.inputs(node.name)
@@ -192,7 +190,7 @@ def _of_batch_alone(graph: Graph, given: Collection[str], dtypes: Mapping[str, S
 
 
 def _told_by_shapes(graph: Graph, candidates: Collection[str], dtypes: Mapping[str, Sequence[int]]) -> set[str]:
-    """Those nodes that devices can compute of the shapes of what they are given: they have no rows."""
+    """Returns the nodes that devices can compute from the shapes of their inputs: they have no rows."""
     found: set[str] = set()
     for node in graph:
         reads = [ref for ref in graph.inputs(node.name) if graph.nodes[ref.node].op != "Const"]
@@ -204,7 +202,7 @@ def _told_by_shapes(graph: Graph, candidates: Collection[str], dtypes: Mapping[s
 def _function(
     graph_def: GraphDef, inputs: Sequence[Ref], tables: Mapping[str, tf.Tensor], wanted: Sequence[Ref]
 ) -> Callable[..., Sequence[tf.Tensor]]:
-    """A function of batch inputs that computes tensors of a graph."""
+    """Returns a function of batch inputs that computes tensors of a graph."""
     graph = Graph(graph_def)
     names = graph.ancestors(wanted)
     part = GraphDef(versions=graph_def.versions, library=graph_def.library)
@@ -230,7 +228,7 @@ def _with_placeholders(
     shapes: Sequence[Shape],
     dtypes: Mapping[str, Sequence[int]],
 ) -> tuple[GraphDef, list[Ref]]:
-    """The graph in which placeholders, in the places of nodes of the host, stand for what these compute."""
+    """Returns the graph with placeholders for the results of the host's nodes, in place of some of these."""
     now: dict[Ref, Ref] = {}
     free = [name for name in (node.name for node in graph_def.node) if name in host]
     for ref in crossing:  # In the order of the graph a node of the host comes before what reads it.

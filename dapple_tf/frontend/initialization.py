@@ -1,4 +1,4 @@
-"""Deferred initialisation: Keras models whose variables get their first values on the devices that keep them."""
+"""Deferred initialisation: Keras models whose variables get their initial values on the devices that keep them."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ logger = logging.getLogger(__name__)
 
 # Counters, seeds, loss scales: nothing is gained by deferring them, and Keras may read them.
 _SMALL = 64
-# What an initializer computes in Python is a constant of its graph: the client has made it already.
+# Values that an initializer computes in Python are constants of its graph, already made by the client.
 _LARGEST_GRAPH = 2**20
 _ONLY_HERE = frozenset({"PyFunc", "EagerPyFunc", "PyFuncStateless"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Initial:
-    """How the first value of a variable is computed.
+    """The computation of a variable's initial value.
 
     Attributes:
         graph: a graph without placeholders.
         output: the value.
         shape: its shape.
         dtype: its dtype.
-        repeatable: whether running it again, or on another device, gives the same: there are no stateful ops in it.
+        repeatable: whether it gives the same value again and on another device, because it has no stateful ops.
     """
 
     graph: GraphDef
@@ -50,7 +50,7 @@ class Initial:
     repeatable: bool
 
     def value(self) -> tf.Tensor:
-        """The value, computed on the client."""
+        """Computes the value on the client."""
         return _evaluate(self.graph, [self.output])[0]
 
 
@@ -58,7 +58,7 @@ class Deferred(UninitializedVariable):
     """A TensorFlow variable without a value, until one is assigned.
 
     Attributes:
-        initial: how to compute its first value; None once it has one.
+        initial: the computation of its initial value; None once it has a value.
     """
 
     def __init__(self, initial: Initial, **options: Any) -> None:
@@ -66,7 +66,7 @@ class Deferred(UninitializedVariable):
         self.initial: Initial | None = initial
 
     def _read_variable_op(self, no_copy: bool = False) -> Any:
-        """As usual; within a trace nothing is read yet.
+        """Reads the value as usual; within a trace nothing is read yet.
 
         Raises:
             DappleError: there is no value.
@@ -81,19 +81,19 @@ class Deferred(UninitializedVariable):
 
 @contextlib.contextmanager
 def deferred_init() -> Iterator[None]:
-    """Within it, a Keras model is built without computing its parameters: each device initialises those that it keeps.
+    """Builds Keras models inside the context without parameters, which each device initialises for itself.
 
         with dapple_tf.deferred_init():
             model = build()
             model.compile(...)
         pipelined = dapple_tf.transform(model, cluster, plan)
 
-    So a model may be larger than the memory of the client, or of any one device. Parameters and optimizer slots get the
-    values that they would have got with the same seeds otherwise. An initializer that draws by TensorFlow's stateful
-    random ops gives other values, the same on all replicas. Variables of a few bytes (counters, seeds) are initialised
-    at once, and so are those whose initializers compute in Python or NumPy, or read what isn't in TensorFlow's graph.
+    A model may thus be larger than the memory of the client, or of any one device. Parameters and optimizer slots get
+    the same values as without deferring, with the same seeds. An initializer that draws by TensorFlow's stateful random
+    ops gives other values, equal on all replicas. Variables of a few bytes (counters, seeds) are initialised at once,
+    as are those whose initializers compute in Python or NumPy, or read values outside TensorFlow's graph.
 
-    A variable without a value can be assigned (by ``load_weights``, say); it is fed to devices as usual then. Reading
+    A variable without a value can be assigned (by ``load_weights``, say), and is then fed to devices as usual. Reading
     one raises an error.
     """
     numbers = itertools.count()
@@ -125,7 +125,7 @@ def deferred_init() -> Iterator[None]:
 
 
 def initial_of(variable: keras.Variable) -> Initial | None:
-    """How a variable's first value is computed; None when it has a value."""
+    """Returns the computation of a variable's initial value; None if it has a value."""
     held = tensorflow_variable(variable)
     return _pending(held) if isinstance(held, Deferred) else None
 
@@ -136,12 +136,12 @@ def any_deferred(variables: Iterable[keras.Variable]) -> bool:
 
 
 def deferred_like(variables: Iterable[keras.Variable]) -> contextlib.AbstractContextManager[None]:
-    """``deferred_init()`` if one of the variables is deferred: slots of an optimizer are made as its variables are."""
+    """Returns ``deferred_init()`` if one of the variables is deferred: optimizer slots are made as their variables."""
     return deferred_init() if any_deferred(variables) else contextlib.nullcontext()
 
 
 def materialize(variables: Iterable[keras.Variable]) -> None:
-    """Computes the first values of those that have none, one by one, on the client."""
+    """Computes the initial values of variables that have none, one by one, on the client."""
     for variable in variables:
         initial = initial_of(variable)
         if initial is not None:
@@ -149,47 +149,47 @@ def materialize(variables: Iterable[keras.Variable]) -> None:
 
 
 def tensor_of(variable: keras.Variable) -> tf.Tensor:
-    """A variable's value, or what it would be; a deferred variable stays without."""
+    """Returns a variable's value, or its initial one; a deferred variable stays deferred."""
     initial = initial_of(variable)
     return tf.convert_to_tensor(variable.value) if initial is None else initial.value()
 
 
 def value_of(variable: keras.Variable) -> np.ndarray:
-    """``tensor_of`` as an array."""
+    """Returns ``tensor_of`` as an array."""
     return np.asarray(tensor_of(variable))
 
 
 def _pending(variable: Deferred) -> Initial | None:
-    """A variable that has got a value never loses it: it is asked for once more only as long as there is none."""
-    # By the attribute, as nobody reads anything here who `watching` is to tell of.
+    """Returns the computation of the initial value as long as there is no value; a value is never lost again."""
+    # By the attribute: this isn't a read that `watching` must report.
     if variable.initial is not None and bool(tf.raw_ops.VarIsInitializedOp(resource=vars(variable)["_handle"])):
         variable.initial = None
     return variable.initial
 
 
 class _Recording(keras.StatelessScope):
-    """Within it, variables aren't assigned; it knows which would have been."""
+    """A scope in which variables aren't assigned, but recorded."""
 
     def __init__(self) -> None:
-        # Leaving the scope mustn't initialise what some scope around it has left without a value.
+        # Leaving the scope mustn't initialise variables that an outer scope has left without a value.
         super().__init__(initialize_variables=False)
         self.assigned: dict[int, keras.Variable] = {}
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        """Notes the variable, too."""
+        """Records the variable, too."""
         self.assigned[id(update[0])] = update[0]
         super().add_update(update)
 
 
 def _traced(initializer: Callable[[], Any], dtype: Any, number: int) -> Initial | None:
-    """Traces an initializer without arguments; None where it can't run anywhere but in this process.
+    """Traces an initializer without arguments; returns None if it can only run in this process.
 
     A keras.random.SeedGenerator that it draws from is read and advanced now, as if it had run.
 
     Args:
-        initializer: gives the value.
-        dtype: of the value; None for its own.
-        number: of this variable among those that have been deferred; stateful random ops get seeds by it.
+        initializer: returns the value.
+        dtype: dtype of the value; None for its own.
+        number: number of this variable among the deferred ones, from which stateful random ops get seeds.
     """
     graph = tf.__internal__.FuncGraph("initializer")
     graph.seed = _mixed(graph.seed, number)
@@ -212,7 +212,7 @@ def _traced(initializer: Callable[[], Any], dtype: Any, number: int) -> Initial 
 
 
 def _mixed(seed: int | None, number: int) -> int:
-    """A seed of its own for each variable: within a trace TensorFlow numbers ops from the start."""
+    """Returns each variable's own seed: within a trace TensorFlow numbers ops from the start."""
     entropy = [_process_seed() if seed is None else seed % 2**63, number]
     return int(np.random.SeedSequence(entropy).generate_state(1)[0] % 2**31)
 
@@ -223,14 +223,14 @@ def _process_seed() -> int:
 
 
 def _initialized(variable: keras.Variable) -> keras.Variable:
-    """The variable with a value: Keras makes its global seed generator where that is first used, in the trace."""
+    """Returns the variable with a value: Keras makes its global seed generator on first use, in the trace."""
     if tensorflow_variable(variable) is None:
         initialize(variable)
     return variable
 
 
 def _without_captures(graph: Any) -> GraphDef | None:
-    """The graph with the values of eager tensors and variables that it reads; None if it uses others."""
+    """Returns the graph with the values of eager tensors and variables that it reads; None if it needs others."""
     graph_def: GraphDef = graph.as_graph_def()
     nodes = {node.name: node for node in graph_def.node}
     for external, internal in graph.captures:

@@ -1,4 +1,4 @@
-"""Which layers of a model can be cut apart: the finest pipeline that the passes accept, a stage for each layer."""
+"""Finding the layers that can be cut apart: the finest pipeline that the passes accept, a stage for each layer."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class LayerStages:
     """The layers that can be cut apart.
 
     Attributes:
-        names: of the layers, as plans cut after them. Layers that can't be cut apart are one, under the last one's
-            name.
+        names: the layers' names, by which plans cut after them. Layers that can't be cut apart count as one, under the
+            last one's name.
         program: the graphs of a stage for each, with gradients.
     """
 
@@ -38,7 +38,7 @@ class LayerStages:
 
 
 def layer_stages(model: keras.Model, training: Program, inference: Program) -> LayerStages:
-    """The most layers that can be cut apart in training as in inference (where dropout, say, has no nodes).
+    """Finds the most layers that can be cut apart both in training and inference (where dropout, say, has no nodes).
 
     Args:
         model: the model.
@@ -51,7 +51,7 @@ def layer_stages(model: keras.Model, training: Program, inference: Program) -> L
     if not candidates:
         return LayerStages((model.name,), with_gradients(training, ()))
 
-    assigned: dict[tuple[str, ...], Program] = {}  # the cuts that were tried last, as they are likely to be next
+    assigned: dict[tuple[str, ...], Program] = {}  # the cuts that were tried last, which are likely to come next
 
     def assign(cuts: tuple[str, ...]) -> Program:
         if cuts not in assigned:
@@ -79,17 +79,17 @@ def layer_stages(model: keras.Model, training: Program, inference: Program) -> L
 
 
 def with_gradients(program: Program, cuts: Sequence[str]) -> Program:
-    """Passes 1 to 3: from a flat program to a graph for each stage, with its gradients."""
+    """Runs passes 1 to 3: from a flat program to a graph for each stage, with its gradients."""
     return run_passes(program, [AssignStages(tuple(cuts)), BuildForward(), BuildBackward()])
 
 
 def with_functions(program: Program, prefix: str, recompute: str = "none") -> Program:
-    """Pass 4: from graphs with gradients to functions F and B, named with a prefix that is unique in a session."""
+    """Runs pass 4: from graphs with gradients to functions F and B, named with a prefix unique in a session."""
     return run_passes(program, [Partition(recompute, prefix=prefix, counted=False)])
 
 
 def innermost_calls(model: keras.Model, calls: Sequence[LayerCall]) -> list[LayerCall]:
-    """Consecutive calls of layers that a plan may cut after: those of the model, and of models nested in it."""
+    """Returns consecutive calls of layers that a plan may cut after: those of the model, and of models nested in it."""
     found: list[LayerCall] = []
 
     def visit(container: Any, prefix: str, start: int, stop: int) -> None:
@@ -113,16 +113,16 @@ def innermost_calls(model: keras.Model, calls: Sequence[LayerCall]) -> list[Laye
 
 
 def cut_name(call: LayerCall, calls: Sequence[LayerCall]) -> str | None:
-    """The name by which a plan cuts after a call; None when every name could be another's, too."""
+    """Returns the name by which a plan cuts after a call; None if every name is ambiguous."""
     for name in (call.path, f"{call.path}#{call.number}"):
-        with contextlib.suppress(PassError):  # That is how the name is found to be ambiguous.
+        with contextlib.suppress(PassError):  # The name is ambiguous.
             if find_call(name, calls) is call:
                 return name
     return None
 
 
 def legal_cuts(cuts: Sequence[str], attempt: Callable[[tuple[str, ...]], object]) -> tuple[str, ...]:
-    """The cuts with which ``attempt`` raises no PassError: all in one go, or each half by itself."""
+    """Returns the cuts with which ``attempt`` raises no PassError, trying all at once, then each half by itself."""
     try:
         attempt(tuple(cuts))
     except PassError as error:
@@ -148,10 +148,10 @@ def legal_cuts(cuts: Sequence[str], attempt: Callable[[tuple[str, ...]], object]
 
 
 def _without_empty_stages(assign: Callable[[tuple[str, ...]], Program], cuts: tuple[str, ...]) -> tuple[str, ...]:
-    """Cuts without those that leave a stage without nodes of its own.
+    """Returns cuts without those that leave a stage without its own nodes.
 
-    A stage of integers alone (masks, positions) has none: each stage that reads these computes them. It goes with the
-    next stage; the last one with the one before.
+    A stage of integers alone (masks, positions) has none: each stage that reads these computes them. It joins the next
+    stage; the last one joins the previous stage.
     """
     while cuts:
         occupied = set(assign(cuts).node_stage.values())

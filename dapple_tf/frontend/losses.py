@@ -1,9 +1,8 @@
 """Losses whose divisor depends on the whole global batch.
 
 A plain mean over a slice, weighted by the slice's samples, adds up to the mean over the global batch. A masked mean
-doesn't:
-Keras divides by the number of valid entries of the batch that it sees. While a model is captured, such losses divide
-by a placeholder instead, which the step fills with the divisor of the whole batch.
+doesn't: Keras divides by the number of valid entries of the batch that it sees. While a model is captured, such losses
+divide by a placeholder instead, which the step fills with the divisor of the whole batch.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ class GlobalNormalizers:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Within it, calls of any Keras loss (compiled, or called in ``compute_loss`` or by a layer) are recorded.
+        """Records calls of any Keras loss (compiled, or called in ``compute_loss`` or by a layer) inside the context.
 
-        A loss that needs nothing of the whole batch is computed by Keras' own code.
+        A loss that needs nothing from the whole batch is computed by Keras' own code.
         """
         recorder = self
 
@@ -96,7 +95,7 @@ def _with_reduction(original: Callable[..., Any], loss: Any, reduction: str, *ar
 
 
 def _values_and_mask(loss: Any, y_true: Any, y_pred: Any) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """The unreduced values and the mask that ``Loss.__call__`` finds: on the prediction, on the values, or both."""
+    """Returns the unreduced values and ``Loss.__call__``'s mask: the prediction's, the values', or both."""
 
     def convert(tensor: Any) -> Any:
         return keras.ops.convert_to_tensor(tensor, dtype=loss.dtype)
@@ -109,7 +108,7 @@ def _values_and_mask(loss: Any, y_true: Any, y_pred: Any) -> tuple[tf.Tensor, tf
 
 
 def _values_per_entry(loss: Any, values: tf.TensorShape, mask: tf.TensorShape) -> float:
-    """How many loss values share one entry of the mask, told from static shapes."""
+    """Returns the number of loss values per entry of the mask, from static shapes."""
     if values.rank is None or mask.rank is None:
         raise CaptureError(f"loss {loss.name!r}: values of shape {values} and mask of shape {mask} need known ranks")
     rank = max(values.rank, mask.rank)
@@ -128,7 +127,7 @@ def _values_per_entry(loss: Any, values: tf.TensorShape, mask: tf.TensorShape) -
 
 
 def _weight_sum(sample_weight: Any, mask: tf.Tensor | None, dtype: tf.DType) -> tf.Tensor:
-    """The divisor of ``mean_with_sample_weight``: the sum of the sample weights, masked ones left out."""
+    """Returns the divisor of ``mean_with_sample_weight``: the sum of the sample weights without masked ones."""
     if sample_weight is None:
         return tf.reduce_sum(tf.cast(mask, dtype))
     weights = keras.ops.convert_to_tensor(sample_weight, dtype=keras.backend.standardize_dtype(dtype))

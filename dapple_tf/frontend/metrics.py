@@ -1,6 +1,6 @@
-"""Metrics: what must be done so that the slices of a batch leave behind what the whole batch would.
+"""Metrics: making the slices of a batch leave the same state as the whole batch.
 
-Their values live in the user's model, where Keras resets and asks them; each step is given them and gives them back.
+Their values live in the user's model, where Keras resets and reads them; each step takes them and returns new ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RunningMetrics:
         self._resets: dict[str, np.ndarray] = {}
 
     def feeds(self) -> Mapping[str, tuple[np.ndarray, np.ndarray]]:
-        """Each metric variable's running value and its value after a reset; it is read when it is asked for."""
+        """Returns metric variable -> (running value, value after a reset), read on access."""
         return _Feeds(self._feed)
 
     def _feed(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -43,9 +43,9 @@ class RunningMetrics:
         return read_value(variable), self._resets[name]
 
     def update(self, mode: str, results: Mapping[str, np.ndarray], loss: float | None, samples: int) -> None:
-        """Takes a step's results over into the model's metrics; the mean loss is one of them.
+        """Copies a step's results into the model's metrics, the mean loss included.
 
-        A step of the model's own ("train" or "test") updates that itself, if it does.
+        The model's own step ("train" or "test") updates the mean loss itself, if at all.
         """
         for name, value in results.items():
             assign_value(self._table.keras_variables[name], value)
@@ -55,13 +55,13 @@ class RunningMetrics:
         if not _is_plain_mean(tracker):
             tracker.update_state(loss, sample_weight=samples)
             return
-        # What `update_state` does, without the dozen operations of Keras' that take longer than a small model's layers.
+        # As `update_state`, without a dozen operations of Keras' that take longer than a small model's layers.
         weight = np.float32(samples)
         _add(tracker.total, np.float32(loss) * weight)
         _add(tracker.count, weight)
 
     def results(self, mode: str) -> dict[str, Any]:
-        """The model's logs after a step: the values of its metrics, or what a step of its own makes of them."""
+        """Returns the model's logs after a step: its metrics' values, or what its own step returns."""
         model, logs = self._model, self._table.logs.get(mode)
         if logs is not None:
             return logs({name: read_value(self._table.keras_variables[name]) for name in logs.variables})
@@ -89,7 +89,7 @@ class RunningMetrics:
 
 
 class _Feeds(dict[str, tuple[np.ndarray, np.ndarray]]):
-    """Metric variables' values, each of which is read once, when it is asked for: most steps need few of them."""
+    """Metric variables' values, each read once on first access: most steps need few of them."""
 
     def __init__(self, read: Callable[[str], tuple[np.ndarray, np.ndarray]]) -> None:
         super().__init__()
@@ -111,10 +111,10 @@ def _add(variable: keras.Variable, value: np.float32) -> None:
 
 @contextlib.contextmanager
 def weighted_means(weight: tf.Tensor) -> Iterator[None]:
-    """Within it, a ``keras.metrics.Mean`` of scalars counts each slice by its share of the batch.
+    """Makes a ``keras.metrics.Mean`` of scalars count each slice by its share of the batch, inside the context.
 
-    Such a mean (Keras keeps one for each output's loss) is over batches, all of which count the same, whatever their
-    size: the slices of one must count 1 together.
+    Such a mean (Keras keeps one for each output's loss) is over batches, which all count 1, whatever their size: the
+    slices of a batch must count 1 together.
 
     Args:
         weight: samples of the slice / samples of the batch (a scalar placeholder).
@@ -133,9 +133,9 @@ def weighted_means(weight: tf.Tensor) -> Iterator[None]:
 
 
 def metric_names(model: keras.Model) -> dict[int, str]:
-    """Id of a metric's variable -> a name for the metric, unique in the model.
+    """Returns id of a metric's variable -> a name for the metric, unique in the model.
 
-    Compiled metrics are told apart, as Keras updates each by itself.
+    Each compiled metric has its own name, as Keras updates each by itself.
     """
     compiled = compiled_metrics(model)
     single: list[keras.metrics.Metric] = []
@@ -149,16 +149,16 @@ def metric_names(model: keras.Model) -> dict[int, str]:
 
 
 def is_sum(graph: Graph, update: Ref, value: Ref, running: Container[str]) -> bool:
-    """Whether an update adds to a metric variable's value something that depends on no metric's running value.
+    """Whether an update only adds to a metric variable's value something that depends on no metric's running value.
 
-    Such sums can be kept by several replicas and added in the end. Others (a maximum, say) must see the values one
+    Several replicas can keep such sums, which are added up at the end. Others (a maximum, say) must see the values one
     after the other.
 
     Args:
         graph: the flat graph.
         update: the new value.
-        value: the value before.
-        running: nodes of the values before of all metric variables.
+        value: the old value.
+        running: nodes of the old values of all metric variables.
     """
     parts = parts_of_update(graph, update, value)
     if parts is None or not all(part.added for part in parts):
@@ -167,7 +167,7 @@ def is_sum(graph: Graph, update: Ref, value: Ref, running: Container[str]) -> bo
 
 
 def merged(parts: Sequence[np.ndarray], initial: np.ndarray) -> np.ndarray:
-    """A metric's value over all replicas: the first one's running value plus what the others added to a fresh one."""
+    """Returns a metric's value over all replicas: the first's running value plus what others added to ``initial``."""
     total = parts[0]
     for part in parts[1:]:
         total = total + (part - initial)

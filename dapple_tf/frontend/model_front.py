@@ -1,4 +1,4 @@
-"""What a pipelined model has of Keras' own: the user's model's attributes and methods, on current values."""
+"""The attributes and methods of the user's Keras model, with current values, for a pipelined model."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _NOT_HERE = {
     **dict.fromkeys(("make_test_function", "test_function", "test_step"), "test_on_batch() or evaluate()"),
     **dict.fromkeys(("make_predict_function", "predict_function", "predict_step"), "predict_on_batch() or predict()"),
 }
-"""Attributes that are about plain Keras' steps -> what runs a pipelined one."""
+"""Attributes of plain Keras' steps -> the methods that run a pipelined step."""
 _ASSIGNED = frozenset({"stop_training", "trainable", "optimizer", "steps_per_execution"})
-"""Attributes of a model that mean the same to its pipelined steps."""
+"""Attributes of a model that have the same meaning for its pipelined steps."""
 _ONCE = frozenset({"model", "profile"})
-"""Attributes of its own that steps are made by, so that another value would do nothing."""
+"""Its own attributes that steps are made from, so that another value would do nothing."""
 
 
 class ModelFront:
     """Attributes of a Keras model, for a class that has one.
 
-    Variables are live and steps follow the model, so that whatever the model has works: ``summary``, ``layers``,
+    Variables are live and steps follow the model, so that all of its attributes work: ``summary``, ``layers``,
     ``weights``, ``optimizer``, ``compile`` and the others.
 
     Attributes:
@@ -37,18 +37,18 @@ class ModelFront:
     """Public attributes that may be assigned."""
 
     def sync(self) -> keras.Model:
-        """Has the model have all of its newest values, at once; returns it."""
+        """Brings all of the newest values into the model at once; returns the model."""
         raise NotImplementedError
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's model itself, called on this host with current values; ``predict_on_batch`` runs on devices."""
+        """Calls the user's model itself on this host with current values; ``predict_on_batch`` runs on devices."""
         return self.model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the user's model.
+        """Returns an attribute of the user's model.
 
         Raises:
-            AttributeError: it has no such attribute, or it is about steps that aren't pipelined.
+            AttributeError: the model has no such attribute, or it belongs to steps that aren't pipelined.
         """
         model = vars(self).get("model")
         if model is None or name.startswith("_"):
@@ -68,10 +68,10 @@ class ModelFront:
         return getattr(model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assigns an attribute of its own, or one of the user's model that steps follow.
+        """Assigns its own attribute, or one of the user's model that steps follow.
 
         Raises:
-            AttributeError: it would do nothing.
+            AttributeError: the assignment would do nothing.
         """
         once = name in _ONCE and name in vars(self)
         if name.startswith("_") or (name in self._own and not once):
@@ -89,6 +89,6 @@ class ModelFront:
 
 
 def meant(name: str, names: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` if one of the names is close to a wrong one, else nothing."""
+    """Returns ``; did you mean 'x'?`` if one of the names is close to a wrong one, else an empty text."""
     close = difflib.get_close_matches(name, sorted(names), 1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""The user's own Keras optimizer as graphs: one Apply for each parameter group, and what these must know of others."""
+"""The user's own Keras optimizer as graphs: one Apply per parameter group, and statistics that groups share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_optimizer(optimizer: Any, parameters: Sequence[keras.Variable]) -> Non
     """Builds the optimizer and refuses settings that can't be split over stages.
 
     Raises:
-        CaptureError: names the setting or the variable.
+        CaptureError: a setting or variable doesn't allow it; the text names it.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise CaptureError(f"optimizer is a {type(optimizer).__name__}; use a Keras 3 optimizer (keras.optimizers)")
@@ -50,7 +50,7 @@ def check_optimizer(optimizer: Any, parameters: Sequence[keras.Variable]) -> Non
 
 
 def needs_all_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether an optimizer must know the gradients of all stages before it updates any: clips their norm, say."""
+    """Whether an optimizer needs the gradients of all stages before its first update, to clip their norm, say."""
     return bool(_inner(optimizer).global_clipnorm) or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
 
@@ -63,17 +63,20 @@ def capture_updates(
 ) -> tuple[GroupUpdate, ...]:
     """Traces the optimizer for each parameter group.
 
-    Within a group the optimizer's own code does everything. What it does across all parameters (global_clipnorm, the
-    check for non-finite gradients of loss scaling) is given to it: each group's statistics add up to totals, from which
-    every group computes the same factor. Counters and hyperparameters that several groups use are kept once for each,
-    as every group steps them for itself.
+    Within a group the optimizer's own code does everything. What it computes across all parameters (global_clipnorm,
+    the check for non-finite gradients of loss scaling) is an input: each group's statistics add up to totals, from
+    which every group computes the same factor. Counters and hyperparameters that several groups use are kept once per
+    group, as every group updates its own.
 
     Args:
         optimizer: a built optimizer.
         table: names of the model's and the optimizer's variables.
-        groups: the stages that read some parameters -> the names of those that have a gradient.
+        groups: the stages that read some parameters -> the names of the parameters with a gradient.
         sliced: parameters whose gradient is given as rows -> dtype of the rows' indices.
         loss_dtype: dtype of the loss.
+
+    Raises:
+        CaptureError: the optimizer couples variables or gradients of several groups.
     """
     split = len(groups) > 1
     if split and not _by_keras(optimizer):
@@ -96,7 +99,7 @@ def capture_updates(
 
 
 def _with_own_counters(update: GroupUpdate, shared: Container[str]) -> GroupUpdate:
-    """The update with storage of its own for the variables that other groups use, too."""
+    """Returns the update with its own storage for variables that other groups use, too."""
     label = "_".join(map(str, update.stages))
 
     def of_group(captured: Captured | None) -> Captured | None:
@@ -116,7 +119,7 @@ def _with_own_counters(update: GroupUpdate, shared: Container[str]) -> GroupUpda
 
 
 def _by_keras(optimizer: Any) -> bool:
-    """Whether Keras itself defines what an optimizer does: it updates each parameter by its own gradient then."""
+    """Whether the optimizer is Keras' own, which updates each parameter by its own gradient."""
     classes = itertools.chain(type(optimizer).__mro__, type(_inner(optimizer)).__mro__)
     return all(each.__module__.partition(".")[0] in ("keras", "tensorflow", "builtins") for each in classes)
 
@@ -124,9 +127,9 @@ def _by_keras(optimizer: Any) -> bool:
 def _check_apart(
     optimizer: Any, table: VariableTable, groups: Sequence[Sequence[str]], sliced: Mapping[str, tf.DType]
 ) -> None:
-    """Refuses an optimizer that computes anything of gradients of several groups together.
+    """Refuses an optimizer that computes anything from gradients of several groups together.
 
-    The norm of all gradients in an ``apply`` of its own, say: each group would have a norm of its own.
+    An example is the norm of all gradients in its own ``apply``, where each group would have a different norm.
     """
     names = [name for group in groups for name in group]
     variables = [table.keras_variables[name] for name in names]
@@ -160,7 +163,7 @@ def _apply(optimizer: Any, by: str, gradients: Gradients, variables: Sequence[ke
 
 
 def _inner(optimizer: Any) -> Any:
-    """The optimizer that has the slots."""
+    """Returns the optimizer that has the slots."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
@@ -168,7 +171,7 @@ Gradients = list[tf.Tensor | tf.IndexedSlices]
 
 
 def _rows(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """The numbers of a gradient; rows of the same index stay apart, as they do in Keras' own norm."""
+    """Returns the numbers of a gradient; rows of the same index stay separate, as in Keras' own norm."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
@@ -182,7 +185,7 @@ def _mapped(gradients: Gradients, function: Callable[[tf.Tensor], tf.Tensor]) ->
 
 
 def _statistics(gradients: Gradients, totals: tf.Tensor | None) -> list[tf.Tensor]:
-    """(squared norm, number of non-finite tensors) of a stage's gradients, in float64 so that nothing overflows."""
+    """Returns (squared norm, number of non-finite tensors) of gradients, in float64 so that nothing overflows."""
     numbers = [_rows(gradient) for gradient in gradients]
     squares = [tf.reduce_sum(tf.square(tf.cast(number, tf.float64))) for number in numbers]
     broken = [tf.cast(tf.reduce_any(~tf.math.is_finite(number)), tf.float64) for number in numbers]
@@ -204,10 +207,10 @@ def _capture_apply(
         if clip_norm:
             assert totals is not None
             factor = _clip_factor(tf.sqrt(totals[0]) / tf.cast(_loss_scale(optimizer), tf.float64), clip_norm)
-            # As in Keras, which thereby makes rows a whole gradient (IndexedSlices has no product of its own).
+            # As in Keras, which thereby makes rows a dense gradient (IndexedSlices has no product of its own).
             gradients = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
         if guarded:
-            # A gradient of another stage isn't finite: this stage's optimizer must see that and skip the step too.
+            # If another stage's gradient isn't finite, this stage's optimizer must see that and skip the step, too.
             assert totals is not None
             poison = tf.where(totals[1] > 0, tf.constant(float("nan"), tf.float64), tf.zeros([], tf.float64))
             gradients = _mapped(gradients, lambda gradient: gradient + tf.cast(poison, gradient.dtype))
@@ -227,7 +230,7 @@ def _capture_apply(
 
 
 def _clip_factor(norm: tf.Tensor, clip_norm: float) -> tf.Tensor:
-    """The factor of ``keras.optimizers`` for ``global_clipnorm``: NaN for a norm that isn't finite."""
+    """Returns the factor of ``keras.optimizers`` for ``global_clipnorm``: NaN for a norm that isn't finite."""
     return clip_norm * tf.minimum(1.0 / norm, 1.0 / clip_norm) + (norm - norm)
 
 
@@ -241,7 +244,7 @@ def _capture_loss_scale(optimizer: Any, table: VariableTable, dtype: tf.DType) -
 
 @contextlib.contextmanager
 def _restricted_to(optimizer: Any, variables: Sequence[keras.Variable], *, clips: bool) -> Iterator[None]:
-    """Within it, the optimizer knows of no variables but these, so that its sweeps over all of them stay in the stage.
+    """Restricts the optimizer to these variables inside the context, so that its loops over all stay in the stage.
 
     Keras updates moving averages and resets gradient accumulators for all variables at once, whichever it is given.
     """
@@ -302,7 +305,7 @@ def _capture(
             make_constant(nodes[internal.op.name], external.numpy())
     inputs = [Ref.parse(tensor.name) for tensor in graph.inputs[: len(specs)]]
     present = Graph(graph_def)
-    # TensorFlow keeps them in a set, in another order in each run.
+    # TensorFlow keeps them in a set, whose order differs from run to run.
     effects = [op.name for op in graph.control_outputs if op.name in present and op.type != "NoOp"]
     return Captured(
         graph_def,

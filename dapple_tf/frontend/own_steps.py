@@ -1,8 +1,8 @@
-"""A model's own steps, traced; of ``train_step`` what it differentiates and applies, taken down instead of done.
+"""Tracing a model's own steps; what a ``train_step`` differentiates and applies is recorded instead of done.
 
-In the form of keras.io's guides: a loss is computed under a tape, its gradients with respect to the trainable weights
-are applied by the model's optimizer, metrics are updated, and logs returned. Gradients and updates are then those of
-the pipeline, whatever the loss is.
+Steps have the form of keras.io's guides: a loss is computed under a tape, its gradients with respect to the trainable
+weights are applied by the model's optimizer, metrics are updated, and logs returned. The pipeline then computes
+gradients and updates, whatever the loss is.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _STEPS = ("train_step", "test_step", "predict_step")
 
 
 def own_steps(model: keras.Model) -> tuple[str, ...]:
-    """Those of its steps that a model defines itself."""
+    """Returns the names of the steps that a model defines itself."""
     return tuple(name for name in _STEPS if getattr(type(model), name) is not getattr(keras.Model, name))
 
 
 def own_losses(model: keras.Model) -> bool:
-    """Whether a model computes its loss in steps of its own, and so needn't be called as a whole."""
+    """Whether a model computes its loss in its own steps, and so needn't be called as a whole."""
     return bool({"train_step", "test_step"} & set(own_steps(model)))
 
 
@@ -38,8 +38,8 @@ class OwnStep:
     """A ``train_step`` while it is traced.
 
     Attributes:
-        terms: what it has differentiated: the sum of all numbers of these tensors.
-        applied_by: the optimizer's method that it has called.
+        terms: the tensors whose sum it differentiated.
+        applied_by: the optimizer's method that it called.
     """
 
     def __init__(self, model: keras.Model, scope: TraceScope, reads: OptimizerReads) -> None:
@@ -60,7 +60,7 @@ class OwnStep:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Within it, tapes and optimizers take down what they are asked for."""
+        """Makes tapes and optimizers record their calls inside the context."""
         optimizers = {type(self._model.optimizer), keras.optimizers.Optimizer}
         with contextlib.ExitStack() as stack:
             stack.enter_context(replaced(tf.GradientTape, "gradient", self._gradient))
@@ -72,10 +72,10 @@ class OwnStep:
             yield
 
     def check(self) -> None:
-        """Refuses a step that isn't of that form.
+        """Refuses a step of another form.
 
         Raises:
-            CaptureError: what it does instead.
+            CaptureError: the step does something else; the text says what.
         """
         if not self.terms:
             raise self._refused("asks no tf.GradientTape for the gradients of its trainable weights")
@@ -148,7 +148,7 @@ class OwnStep:
 
     def _scale(self, _: Callable[..., Any]) -> Callable[..., Any]:
         def scale_loss(optimizer: Any, loss: Any) -> Any:
-            """Steps scale gradients themselves."""
+            """Returns the loss unscaled: pipelined steps scale gradients themselves."""
             self._scaled |= optimizer is self._model.optimizer
             return loss
 
@@ -158,21 +158,21 @@ class OwnStep:
 def run_own_step(
     model: keras.Model, table: VariableTable, name: str, scope: TraceScope, reads: OptimizerReads, data: Any
 ) -> tuple[Any, list[tf.Tensor]]:
-    """Runs a step of a model's own while it is traced.
+    """Runs a model's own step while it is traced.
 
     Args:
         model: the model.
-        table: names of its variables, which is told by what method the step applies gradients.
+        table: names of its variables; records by which method the step applies gradients.
         name: ``"train_step"`` or ``"test_step"``.
-        scope: has the values of its variables.
-        reads: has those of the optimizer's.
-        data: what the step takes.
+        scope: has the values of the model's variables.
+        reads: has the values of the optimizer's variables.
+        data: the step's argument.
 
     Returns:
-        The logs that it returns; of a ``train_step`` also what it has differentiated, see `OwnStep`.
+        The logs that it returns, and what a ``train_step`` differentiated, see `OwnStep`.
 
     Raises:
-        CaptureError: it isn't of the form that a pipeline can do.
+        CaptureError: a pipeline can't run a step of its form.
     """
     own = OwnStep(model, scope, reads)
     trains = name == "train_step"
@@ -186,10 +186,10 @@ def run_own_step(
 
 
 def predicted(model: keras.Model, data: Any) -> Any:
-    """What a ``predict_step`` of a model's own returns while it is traced.
+    """Returns the outputs of a model's own ``predict_step`` while it is traced.
 
     Raises:
-        CaptureError: it isn't made of tensors with one row for each sample.
+        CaptureError: they aren't tensors with one row for each sample.
     """
     outputs = model.predict_step(data)
     for output in keras.tree.flatten(outputs):
@@ -204,11 +204,11 @@ def predicted(model: keras.Model, data: Any) -> Any:
 
 
 def plain_gradients(model: keras.Model, data: Any) -> tuple[tf.Tensor, list[tf.Tensor | None]]:
-    """Loss and gradients, without the loss scale, of a model's own ``train_step``, which updates nothing.
+    """Returns the loss and gradients of a model's own ``train_step``, without loss scale and without updates.
 
     Args:
-        model: a model whose step has been captured, so that it is of the right form.
-        data: what the step takes.
+        model: a model whose step has been captured, so that it has the right form.
+        data: the step's argument.
     """
     optimizer, taken = type(model.optimizer), dict[str, Any]()
 

@@ -1,4 +1,4 @@
-"""Methods of classes, and functions of modules, that do something else while a model is traced."""
+"""Replacing methods of classes and functions of modules while a model is traced."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _lock = threading.RLock()
-"""One thread at a time has replaced anything, so that what it puts back is Keras' own."""
+"""Lets one thread at a time replace anything, so that it restores Keras' own method."""
 
 
 @contextlib.contextmanager
 def replaced(
     owner: type | types.ModuleType, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Within it, and in this thread only, a method is another one; other threads that want one of theirs wait.
+    """Replaces a method inside the context, in this thread only; other threads that replace anything wait.
 
     Args:
         owner: the class, or the module of a function.
-        name: of the method or function.
-        make: original method -> the one in its place.
+        name: name of the method or function.
+        make: original method -> its replacement.
     """
     with _lock:
         original, thread = getattr(owner, name), threading.get_ident()

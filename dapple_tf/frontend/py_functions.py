@@ -1,7 +1,7 @@
 """Python code that a model runs as an operator: ``tf.py_function`` and ``tf.numpy_function``.
 
-It lives in the process that has traced the model. TensorFlow differentiates it by what it has recorded when it ran
-last, which of several slices is any one: here it runs again for its gradient.
+It lives in the process that traced the model. TensorFlow differentiates its last recorded run, which may belong to any
+slice; here the code runs again for its gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OWN_TYPE = "DapplePyFunction"
 
 
 def own_gradients(graph: GraphDef) -> None:
-    """Gives the calls of ``tf.py_function`` in a GraphDef gradients that are those of their own slice."""
+    """Gives the calls of ``tf.py_function`` in a GraphDef the gradients of their own slice."""
     for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
         for node in nodes:
             if node.op == _DIFFERENTIABLE:
@@ -32,21 +32,21 @@ def own_gradients(graph: GraphDef) -> None:
 
 
 def may_have_py_functions(model: keras.Model) -> bool:
-    """Whether a model has code of its user's, which Keras' layers alone don't."""
+    """Whether a model has the user's own code: layers that aren't Keras', or Lambda layers."""
     layers = layers_of(model)
     own = [layer for layer in layers if not type(layer).__module__.startswith("keras.")]
     return bool(own) or any(isinstance(layer, keras.layers.Lambda) for layer in layers_of(model))
 
 
 def check_py_functions(graph: GraphDef, addresses: Sequence[str]) -> None:
-    """Refuses Python code where devices are in other processes.
+    """Refuses Python code if devices are in other processes.
 
     Args:
         graph: a captured model.
-        addresses: of the workers; empty for devices of this process.
+        addresses: addresses of the workers; empty for devices of this process.
 
     Raises:
-        CaptureError: it has Python code; the text names the layer.
+        CaptureError: the graph has Python code; the text names the layer.
     """
     for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
         for node in nodes if addresses else ():
@@ -61,7 +61,7 @@ def check_py_functions(graph: GraphDef, addresses: Sequence[str]) -> None:
 
 @tf.RegisterGradient(_OWN_TYPE)
 def _differentiate(operation: Any, *gradients: Any) -> list[Any]:
-    """The gradients of a py_function's inputs, by a py_function that runs it again."""
+    """Returns the gradients of a py_function's inputs, by a py_function that runs it again."""
     function = python_function(operation.get_attr("token").decode())
     outputs = [number for number, gradient in enumerate(gradients) if gradient is not None]
     sources = [number for number, tensor in enumerate(operation.inputs) if tensor.dtype.is_floating]
@@ -85,7 +85,7 @@ def _differentiate(operation: Any, *gradients: Any) -> list[Any]:
     found = tf.py_function(
         gradient, [*operation.inputs, *arriving], [operation.inputs[number].dtype for number in sources]
     )
-    # TensorFlow forgets Python code with the graph that it was made in, but for what others hold.
+    # TensorFlow forgets Python code with the graph that it was made in, unless something else refers to it.
     vars(function).setdefault("gradients", []).append(gradient)
     for number, result in zip(sources, found, strict=True):
         result.set_shape(operation.inputs[number].shape)

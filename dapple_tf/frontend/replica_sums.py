@@ -1,8 +1,8 @@
-"""Sums over the replicas of a micro-batch, which layers ask ``tf.distribute`` for.
+"""Sums over the replicas of a micro-batch, which layers make by ``tf.distribute``.
 
 ``keras.layers.BatchNormalization(synchronized=True)`` adds up sums, squares and counts by
 ``tf.distribute.get_replica_context().all_reduce``, and so may any layer. Without a strategy that does nothing; while a
-model is captured it becomes a collective operation, whose members the step tells (`Peers`).
+model is captured it becomes a collective operation, whose members the step provides (`Peers`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class ReplicaSums:
     """Collects the sums over replicas while a model is captured.
 
     Attributes:
-        peers: what tells which replicas add up; None as long as none do.
+        peers: the inputs that name the replicas of a sum; None as long as there are no sums.
     """
 
     def __init__(self, graph: tf.Graph, samples: tf.Tensor) -> None:
-        """Starts without any.
+        """Starts without sums.
 
         Args:
-            graph: what the model is traced into.
+            graph: the graph into which the model is traced.
             samples: samples of the slice (an int32 scalar).
         """
         self._graph = graph
@@ -45,7 +45,7 @@ class ReplicaSums:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Within it, what layers all-reduce is added up over the replicas that work on the same micro-batch."""
+        """Makes layers' all-reduce sum over the replicas of the same micro-batch, inside the context."""
 
         def reduced(_: Callable[..., Any]) -> Callable[..., Any]:
             def all_reduce(context: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
@@ -71,7 +71,7 @@ class ReplicaSums:
 
     @contextlib.contextmanager
     def _summing(self, layer: keras.layers.BatchNormalization) -> Iterator[None]:
-        """Within it, sums that Keras makes of a batch are over all replicas: for masked moments it doesn't ask."""
+        """Makes Keras' own sums go over all replicas inside the context: masked moments don't use all-reduce."""
         sums = 0
 
         def over_replicas(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
@@ -133,14 +133,14 @@ def _all_reduce(tensor: tf.Tensor, count: tf.Tensor, group: tf.Tensor, instance:
 
 @tf.RegisterGradient(_GRADIENT)
 def _differentiate(operation: tf.Operation, gradient: tf.Tensor) -> list[tf.Tensor | None]:
-    """Each replica's part is in what all replicas compute, so that its gradient is the sum of theirs."""
+    """Returns the sum of all replicas' gradients, as each replica's part is in all replicas' results."""
     _, count, group, instance = operation.inputs
     return [_all_reduce(tf.convert_to_tensor(gradient), count, group, instance + 1), None, None, None]
 
 
 @tf.RegisterGradient("CollectiveReduceV2")
 def _refuse(operation: tf.Operation, *_: tf.Tensor) -> None:
-    """TensorFlow has no gradient of it, either; tapes of the model's own look for one by the operation's type."""
+    """Refuses gradients by the model's own tapes, for which TensorFlow has none, either."""
     raise CaptureError(
         "the model itself takes a gradient (by a tf.GradientTape, say) through a sum over replicas, as layers with "
         "synchronized=True make them, and that gradient's sums would have the keys of others; set synchronized=False"

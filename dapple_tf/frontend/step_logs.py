@@ -1,4 +1,4 @@
-"""What a model's own ``train_step`` or ``test_step`` returns: computed on the host, from values of variables."""
+"""The logs of a model's own ``train_step`` or ``test_step``, computed on the host from values of variables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StepLogs:
 
     @property
     def variables(self) -> Sequence[str]:
-        """The variables that logs are computed from."""
+        """The variables from which logs are computed."""
         return tuple(self._inputs)
 
     @functools.cached_property
@@ -53,7 +53,7 @@ class StepLogs:
         return computed
 
     def __call__(self, values: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """The logs for these values of variables."""
+        """Returns the logs for these values of variables."""
         leaves = list(self._leaves)
         results = self._function(*(tf.constant(values[name]) for name in self._inputs)) if self._wanted else []
         for index, result in zip(self._places, results, strict=True):
@@ -62,7 +62,7 @@ class StepLogs:
 
 
 def depends_on_batch(tensor: tf.Tensor, sources: Sequence[tf.Tensor]) -> bool:
-    """Whether a tensor depends on a batch or on weights otherwise than by these tensors."""
+    """Whether a tensor depends on a batch or on weights other than through these tensors."""
     return any(each.op.type == "Placeholder" for each in _behind(tensor, sources))
 
 
@@ -72,7 +72,7 @@ def depends_on(tensor: tf.Tensor, source: tf.Tensor) -> bool:
 
 
 def _behind(tensor: tf.Tensor, ends: Sequence[tf.Tensor]) -> Iterator[tf.Tensor]:
-    """The tensors that one is computed from, and itself, up to some of them, which aren't among these."""
+    """Yields a tensor and those from which it is computed, up to ``ends``, which are left out."""
     known = {id(end) for end in ends}
     pending, seen = [tensor], set[int]()
     while pending:
@@ -85,7 +85,7 @@ def _behind(tensor: tf.Tensor, ends: Sequence[tf.Tensor]) -> Iterator[tf.Tensor]
 
 
 def check_logs(model: keras.Model, step: str, logs: Any) -> None:
-    """Refuses logs that Keras couldn't take.
+    """Refuses logs that Keras can't use.
 
     Raises:
         CaptureError: they aren't a dict.

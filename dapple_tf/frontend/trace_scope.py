@@ -1,4 +1,4 @@
-"""What variables are while a model is traced: tensors, and what layers assign to them."""
+"""Variables while a model is traced: tensors, and the values that layers assign to them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from graph_passes.ir.tensorflow_private import watches_variables
 
 
 class TraceScope(keras.StatelessScope):
-    """Keeps what layers assign. A layer that reads what it has assigned gets it without a gradient.
+    """Records what layers assign. A layer that reads an assigned value gets it without a gradient.
 
-    So it is with TensorFlow's variables, whose values don't tell how they were computed.
+    TensorFlow's variables behave the same: their values don't record how they were computed.
 
     Attributes:
-        provide: gives values of variables that aren't in the mapping; None for those that it doesn't know either.
+        provide: returns values of variables that aren't in the mapping; None for unknown ones.
 
     Args:
         mapping: variables and their values.
@@ -42,7 +42,7 @@ class TraceScope(keras.StatelessScope):
         self._closed = ""
 
     def __enter__(self) -> TraceScope:
-        """Tapes watch trainable variables by themselves from now on, as they would TensorFlow's."""
+        """Makes tapes watch trainable variables by themselves, as they watch TensorFlow's."""
 
         def begun(original: Callable[..., Any]) -> Callable[..., Any]:
             def begin(tape: tf.GradientTape) -> None:
@@ -69,7 +69,7 @@ class TraceScope(keras.StatelessScope):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[list[tf.Tensor]]:
-        """Within it, the values of trainable variables that are read are added to a list, each once."""
+        """Yields a list of the values of trainable variables that are read inside the context, each once."""
         values: list[tf.Tensor] = []
         self._watchers.append(values)
         try:
@@ -78,7 +78,7 @@ class TraceScope(keras.StatelessScope):
             self._watchers.pop()
 
     def again(self) -> TraceScope:
-        """A scope in which variables have the values that they have now."""
+        """Returns a scope in which variables have their present values."""
         copy = TraceScope([], self.state, self.parameters)
         copy.state_mapping = dict(self.state_mapping)
         copy.assigned = dict(self.assigned)
@@ -86,23 +86,23 @@ class TraceScope(keras.StatelessScope):
         return copy
 
     def close_parameters(self, why: str) -> None:
-        """From now on, reading trainable variables is an error."""
+        """Makes reading trainable variables an error with the text ``why`` from now on."""
         self._closed = why
 
     def take_over(self, updates: Iterable[tuple[keras.Variable, tf.Tensor]]) -> None:
-        """Assigns to variables what has been assigned to them in a scope of its own."""
+        """Assigns to variables the values that were assigned to them in another scope."""
         for update in updates:
             self.add_update(update)
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
-        """Called by ``variable.assign``."""
+        """Records an assignment; called by ``variable.assign``."""
         super().add_update(update)
         variable, value = update
         self.assigned[id(variable)] = value
         self.updates.append(update)
 
     def get_current_value(self, variable: keras.Variable) -> Any:
-        """What a variable's readers get."""
+        """Returns the value for a variable's readers."""
         value = super().get_current_value(variable)
         if value is None:
             return self.provide(variable)

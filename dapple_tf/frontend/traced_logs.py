@@ -1,4 +1,4 @@
-"""What logs of a model's own step are made of while it is traced: metrics, the batch, the optimizer's variables."""
+"""The logs of a model's own step while it is traced: made of metrics, the batch, and the optimizer's variables."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from graph_passes.ir.program import VariableKind
 
 
 class OptimizerReads:
-    """What a step reads of the optimizer's variables: placeholders, of which nothing but logs can be made.
+    """A step's reads of the optimizer's variables: placeholders, which only logs may use.
 
-    Logs have what the variables are after the step.
+    Logs have the variables' values after the step.
 
     Attributes:
-        updated: whether the optimizer has made its update, so that what is read is what it has left.
+        updated: whether the optimizer has made its update, so that reads give the values after it.
     """
 
     def __init__(self, model: keras.Model, table: VariableTable, *, updated: bool) -> None:
@@ -34,7 +34,7 @@ class OptimizerReads:
         self._values: dict[tuple[int, bool], tf.Tensor] = {}
 
     def __call__(self, variable: keras.Variable) -> tf.Tensor | None:
-        """What a variable's readers get, if it is one of the optimizer's."""
+        """Returns the value for a variable's readers if it is one of the optimizer's, else None."""
         if id(variable) not in self._variables:
             return None
         key = id(variable), self.updated or id(variable) in self._same
@@ -44,20 +44,20 @@ class OptimizerReads:
 
     @property
     def sources(self) -> dict[str, tf.Tensor]:
-        """Variable -> its value after the step, for those that were read."""
+        """Variable -> its value after the step, for variables that were read."""
         if self._values:
             self._table.add_optimizer(self._model.optimizer)
         own = ((self._variables[key], value) for (key, updated), value in self._values.items() if updated)
         return {self._table.name_of(variable): value for variable, value in own}
 
     def check(self, step: str, what: str, tensors: Iterable[tf.Tensor], *, also_updated: bool) -> None:
-        """Refuses what a step computes of the optimizer's variables.
+        """Refuses results that a step computes from the optimizer's variables.
 
         Args:
-            step: its name.
-            what: what these tensors are.
+            step: the step's name.
+            what: description of these tensors.
             tensors: results of the step.
-            also_updated: whether they mustn't even depend on what variables are after the step.
+            also_updated: whether they mustn't depend on the variables' values after the step, either.
 
         Raises:
             CaptureError: one of them depends on such a variable.
@@ -74,14 +74,14 @@ class OptimizerReads:
 
 
 class TracedLogs:
-    """What a step returns while it is traced. Logs that aren't made of metrics alone become means over slices.
+    """A step's logs while it is traced. Logs that aren't made of metrics alone become means over slices.
 
     Attributes:
         logs: structure of the logs, with tensors of the graph or Python values.
         sources: variable of a metric or the optimizer -> the tensor of its value after the step.
         values: variable of such a mean -> its value before the step.
         updates: variable of such a mean -> its value after the step.
-        missing: (step, number of a log) -> dtype of the variable that it needs first.
+        missing: (step, number of a log) -> dtype of the variable that must be made for it first.
     """
 
     def __init__(
@@ -94,16 +94,16 @@ class TracedLogs:
         reads: OptimizerReads,
         logs: Any,
     ) -> None:
-        """Finds out what logs are made of.
+        """Finds the sources of the logs.
 
         Args:
             model: the model.
             table: names of its variables.
             mode: ``"train"`` or ``"test"``.
             weight: samples of the slice / samples of the batch.
-            scope: knows what the step has assigned.
-            reads: knows what it has read of the optimizer.
-            logs: what it has returned.
+            scope: has the step's assignments.
+            reads: has its reads of the optimizer's variables.
+            logs: the logs that it returned.
 
         Raises:
             CaptureError: a log is computed from the batch and isn't one number, or from the optimizer's variables as

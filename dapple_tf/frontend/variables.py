@@ -1,4 +1,4 @@
-"""Names for the variables of a model and its optimizer, and the way back."""
+"""Names for the variables of a model and its optimizer, and the variables for these names."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from graph_passes.ir.program import Variable, VariableKind
 
 
 def read_value(variable: keras.Variable) -> np.ndarray:
-    """The value of a variable that has one, by the one operation that it takes: Keras makes several."""
+    """Returns the value of a variable that has one, by a single operation: Keras makes several."""
     own = variable.value
     return np.asarray(tf.raw_ops.ReadVariableOp(resource=own.handle, dtype=own.dtype).numpy())
 
 
 def assign_value(variable: keras.Variable, value: np.ndarray) -> None:
-    """Assigns a value of its own shape to a variable that has one, by one operation likewise."""
+    """Assigns a value of the right shape to a variable that has one, by a single operation, too."""
     own = variable.value
     tf.raw_ops.AssignVariableOp(resource=own.handle, value=tf.constant(value, own.dtype))
 
 
 class VariableTable:
-    """The Keras variables of a model and its optimizer under names that are unique and fit for TensorFlow's nodes.
+    """The Keras variables of a model and its optimizer by names that are unique and legal for TensorFlow's nodes.
 
     Attributes:
         keras_variables: name -> Keras variable.
-        logs: "train" or "test" -> what a step of the model's own returns, see `own_steps.py`.
-        applied_by: the optimizer's method that steps call: Keras' own do that, a step of the model's own says which.
-        outputs: key of batches' structure -> structure of what prediction gives for such, with 0 for each array.
-        batch_logs: ("train" or "test", number of a log) -> what it adds up to over the slices of one batch.
+        logs: "train" or "test" -> logs of the model's own step, see `own_steps.py`.
+        applied_by: the optimizer's method that steps call; the model's own step may call another than Keras' own.
+        outputs: key of batches' structure -> structure of a prediction's outputs, with 0 for each array.
+        batch_logs: ("train" or "test", number of a log) -> the variable for its sum over the slices of one batch.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -76,7 +76,7 @@ class VariableTable:
         return id(variable) in self._name_of
 
     def name_of(self, variable: keras.Variable) -> str:
-        """The name of a variable.
+        """Returns the name of a variable.
 
         Raises:
             KeyError: it isn't in the table.
@@ -84,15 +84,15 @@ class VariableTable:
         return self._name_of[id(variable)]
 
     def describe(self, name: str, value: Ref | None = None, update: Ref | None = None) -> Variable:
-        """The variable as passes see it."""
+        """Returns the variable as passes see it."""
         variable = self.keras_variables[name]
         dtype = tf.dtypes.as_dtype(keras.backend.standardize_dtype(variable.dtype)).as_datatype_enum
         return Variable(name, dtype, tuple(variable.shape), self._kinds[name], value, update)
 
     def value(self, name: str) -> np.ndarray:
-        """The Keras value of a variable; if it has none yet, its first value."""
+        """Returns the Keras value of a variable; if it has none yet, its initial value."""
         return value_of(self.keras_variables[name])
 
     def values(self, names: Iterable[str]) -> list[np.ndarray]:
-        """The Keras values of variables; for those that have none yet, their first values."""
+        """Returns the Keras values of variables; for those that have none yet, their initial values."""
         return [self.value(name) for name in names]

@@ -1,10 +1,10 @@
-"""Variables that tell somebody before they are read or assigned, in Python and by functions that were traced.
+"""Variables that notify watchers before they are read or assigned, in Python and by traced functions.
 
-A TensorFlow variable is used by its handle, whoever reads or assigns it and however. A variable that is watched becomes
-an instance of a subclass that tells its watchers when its handle is asked for; nothing else about it changes, and
-`unwatch` makes it what it was. A ``tf.function`` that was traced has the handle already, as a capture: it gets another
-capture, of no tensor, which TensorFlow computes before each call and which tells watchers of its variables. Functions
-that were traced before this module was imported are found among Python's objects when the first variable is watched.
+Every read or assignment of a TensorFlow variable uses its handle. A watched variable becomes an instance of a subclass
+that notifies its watchers when its handle is used; nothing else about it changes, and `unwatch` restores its class. A
+traced ``tf.function`` has the handle already, as a capture: it gets another capture, of no tensor, which TensorFlow
+computes before each call and which notifies the watchers of its variables. Functions that were traced before this
+module was imported are found among Python's objects when the first variable is watched.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _WATCHERS = "_dapple_watchers"
 
 
 class Watcher(Protocol):
-    """Is told of variables."""
+    """An observer of variables."""
 
     def looked_at(self, variables: Sequence[tf.Variable]) -> None:
-        """Before somebody reads or assigns these variables."""
+        """Runs before these variables are read or assigned."""
 
 
 class _Silent(threading.local):
-    """What isn't told in a thread."""
+    """The watchers that a thread doesn't notify."""
 
     def __init__(self) -> None:
         self.watchers: list[Watcher] = []
@@ -41,18 +41,18 @@ _silent = _Silent()
 _functions: weakref.WeakSet[Any] = weakref.WeakSet()
 """Functions that use variables."""
 _lock = threading.RLock()
-"""Held while these are changed or gone through: threads that read data trace functions, too."""
+"""Held while these are changed or iterated: threads that read data trace functions, too."""
 _by_handle: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
-"""Identity of a handle -> its variable, for those that are watched."""
+"""Identity of a handle -> its variable, for watched ones."""
 _kinds: dict[Any, Any] = {}
 """Class of variables -> its subclass."""
 _version = 0
 _searched = False
-"""Whether functions have been looked for that were traced before TensorFlow told of them."""
+"""Whether functions that were traced before this module was imported have been searched."""
 
 
 def watch(variables: Iterable[tf.Variable], watcher: Watcher) -> None:
-    """Has a watcher told before one of these variables is read or assigned."""
+    """Makes these variables notify a watcher before one of them is read or assigned."""
     global _version
     fresh = False
     for variable in variables:
@@ -74,7 +74,7 @@ def watch(variables: Iterable[tf.Variable], watcher: Watcher) -> None:
 
 
 def unwatch(variables: Iterable[tf.Variable], watcher: Watcher) -> None:
-    """The opposite of `watch`."""
+    """Undoes `watch`."""
     global _version
     for variable in variables:
         watchers = watchers_of(variable)
@@ -90,19 +90,19 @@ def unwatch(variables: Iterable[tf.Variable], watcher: Watcher) -> None:
 
 
 def watchers_of(variable: tf.Variable) -> tuple[Watcher, ...]:
-    """Who watches a variable."""
+    """Returns the watchers of a variable."""
     watchers: tuple[Watcher, ...] = vars(variable).get(_WATCHERS, ())
     return watchers
 
 
 def version() -> int:
-    """A number that changes whenever somebody begins or ends to watch a variable."""
+    """Returns a number that changes whenever a variable gets or loses a watcher."""
     return _version
 
 
 @contextlib.contextmanager
 def untold(watcher: Watcher) -> Iterator[None]:
-    """Within it, variables tell this watcher nothing, in this thread."""
+    """Keeps variables from notifying this watcher inside the context, in this thread."""
     _silent.watchers.append(watcher)
     try:
         yield
@@ -111,7 +111,7 @@ def untold(watcher: Watcher) -> Iterator[None]:
 
 
 def _watched(kind: Any) -> Any:
-    """The subclass of variables of a kind that are watched; it looks the same otherwise."""
+    """Returns the subclass for watched variables of a class, which looks the same otherwise."""
     if kind in _kinds:
         return _kinds[kind]
 
@@ -122,14 +122,14 @@ def _watched(kind: Any) -> Any:
     def assign(variable: tf.Variable, handle: Any) -> None:
         vars(variable)["_handle"] = handle
 
-    # Not `handle`, which gives it: what TensorFlow has in C++ asks for this one.
+    # Not `handle`, which returns it: TensorFlow's C++ code uses this one.
     names = {"_handle": property(get, assign), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     _kinds[kind] = type(kind)(kind.__name__, (kind,), names)
     return _kinds[kind]
 
 
 def _tell(variables: Iterable[tf.Variable]) -> None:
-    """Tells watchers, unless a function is being traced, which uses nothing yet."""
+    """Notifies watchers, unless a function is being traced, which uses nothing yet."""
     told: dict[int, tuple[Watcher, list[tf.Variable]]] = {}
     for variable in variables:
         for watcher in watchers_of(variable):
@@ -147,13 +147,13 @@ class _Captured:
         self.variables: dict[int, weakref.ref[tf.Variable]] = {}
 
     def __call__(self) -> list[tf.Tensor]:
-        """Tells watchers; gives the values of no captures."""
+        """Notifies watchers; returns the values of no captures."""
         _tell([variable for own in self.variables.values() if (variable := own()) is not None])
         return []
 
 
 def _attach(function: Any) -> None:
-    """Has a function that has been traced tell of the watched variables that it uses."""
+    """Makes a traced function notify the watchers of the variables that it uses."""
     captures = captured_inputs(function)
     variables = [variable for own in captures if (variable := _by_handle.get(id(own))) is not None]
     if not variables:
@@ -177,7 +177,7 @@ def _search() -> None:
 
 
 def _traced(function: Any) -> None:
-    """Is called by TensorFlow with each function that has been traced."""
+    """Registers a traced function; TensorFlow calls this with each."""
     if any(getattr(own, "dtype", None) == tf.resource for own in captured_inputs(function)):
         with _lock:
             _functions.add(function)

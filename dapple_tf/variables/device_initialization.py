@@ -1,7 +1,6 @@
 """Graphs that give variables their values without the client: by their initializers, or from other devices.
 
-On each device one variable comes after the other, so that beside the variables no more memory is needed than for the
-largest of them.
+Each device handles one variable after the other, so that besides the variables it needs memory only for the largest.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from graph_passes.ir.tensorflow_bridge import empty_graph
 
 
 class _Chains:
-    """Call nodes, each of which waits for those before it on its device.
+    """Call nodes, each of which waits for earlier ones on its device.
 
     Attributes:
-        builder: of the graph.
+        builder: builder of the graph.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -33,11 +32,11 @@ class _Chains:
         self._last: dict[str, str] = {}
 
     def function_name(self, label: str) -> str:
-        """A name in the library, which allows fewer characters; the same for the same label."""
+        """Returns a name in the library, which allows fewer characters; equal for equal labels."""
         return f"{self._prefix}_{self._numbers.setdefault(label, len(self._numbers))}"
 
     def call(self, name: str, function: FunctionDef, inputs: Sequence[Ref], device: str) -> Ref:
-        """Calls a function on a device, after what has been added for this device before."""
+        """Adds a call of a function on a device, after the device's earlier calls."""
         self._functions[function.signature.name] = function
         control = [self._last[device]] if device in self._last else []
         fresh = self.builder.names.fresh(name)
@@ -45,7 +44,7 @@ class _Chains:
         return self.builder.append(call_node(fresh, function, inputs, device=device, control=control))
 
     def finished(self) -> tuple[GraphDef, list[str]]:
-        """The graph, and the last node of each device."""
+        """Returns the graph, and the last node of each device."""
         merge_library(self.builder.graph, self._functions.values())
         return self.builder.graph, list(self._last.values())
 
@@ -53,15 +52,15 @@ class _Chains:
 def initialization(
     holdings: Sequence[Holding], initials: Mapping[str, Initial], prefix: str
 ) -> tuple[GraphDef, list[str]]:
-    """A graph in which devices initialise variables.
+    """Builds a graph in which devices initialise variables.
 
-    Every device computes a value for itself, unless a second run could give another one: such a value is computed by
-    the variable's first device, which sends it to the others.
+    Every device computes a value for itself, unless a second run could give another one: the variable's first device
+    then computes the value and sends it to the others.
 
     Args:
         holdings: what devices keep.
-        initials: variable -> how its first value is computed; other variables are left alone.
-        prefix: begins the names of functions.
+        initials: variable -> the computation of its initial value; other variables don't change.
+        prefix: start of the functions' names.
 
     Returns:
         The graph and the nodes to run.
@@ -94,16 +93,16 @@ def initialization(
 def rearrangement(
     before: Sequence[Holding], after: Sequence[Holding], prefix: str
 ) -> tuple[GraphDef, list[str], list[Holding]]:
-    """A graph that brings variables to the devices that are to keep them, from one that does, and frees the rest.
+    """Builds a graph that copies variables to the devices that are to keep them, from a device that has them.
 
     Args:
         before: what devices keep.
-        after: what they are to keep. A variable that parameter groups keep for themselves, each under a name of its
-            own, may have another name there; a new group gets the value of the first.
-        prefix: begins the names of functions.
+        after: what they are to keep. A variable that parameter groups keep separately, each under its own name, may
+            have another name there; a new group gets the value of the first.
+        prefix: start of the functions' names.
 
     Returns:
-        The graph, the nodes to run, and what of ``after`` no device has a value of.
+        The graph, the nodes to run, and the part of ``after`` for which no device has a value.
     """
     chains = _Chains(prefix)
     had = {(variable.place, device) for holding in before for variable, device in _placed(holding)}
@@ -134,7 +133,7 @@ def rearrangement(
 
 
 def removal(before: Sequence[Holding], after: Sequence[Holding], prefix: str) -> tuple[GraphDef, list[str]]:
-    """A graph that frees variables which devices needn't keep any more; returns it and the nodes to run."""
+    """Returns a graph that frees variables which devices no longer keep, and the nodes to run."""
     chains = _Chains(prefix)
     wanted = {(variable.place, device) for holding in after for variable, device in _placed(holding)}
     for holding in before:
@@ -150,7 +149,7 @@ def removal(before: Sequence[Holding], after: Sequence[Holding], prefix: str) ->
 
 
 def reading(device: str, variables: Sequence[Variable], prefix: str) -> tuple[GraphDef, list[Ref]]:
-    """A graph that reads variables of a device; returns it and their values."""
+    """Returns a graph that reads variables of a device, and their values."""
     chains = _Chains(prefix)
     function = read_function(chains.function_name("read"), variables)
     node = chains.call("read", function, [], device).node
@@ -162,7 +161,7 @@ def _placed(holding: Holding) -> Iterator[tuple[Variable, str]]:
 
 
 def _assigning(chains: _Chains, variable: Variable) -> FunctionDef:
-    """A value -> (); assigns it."""
+    """Returns the function value -> () that assigns it."""
     builder = Builder(empty_graph())
     value = builder.append(placeholder("value", variable.dtype))
     effect = assign(builder, variable.place, value, variable.dtype, variable.shape)
@@ -172,14 +171,14 @@ def _assigning(chains: _Chains, variable: Variable) -> FunctionDef:
 
 
 def _computing(name: str, initial: Initial) -> FunctionDef:
-    """() -> the first value."""
+    """Returns the function () -> initial value."""
     builder = Builder(empty_graph())
     value = _copied(builder, initial)
     return outline(name, Graph(builder.graph), [], [value])
 
 
 def _initializing(name: str, variables: Sequence[Variable], initials: Mapping[str, Initial]) -> FunctionDef:
-    """() -> (); computes and assigns the variables' first values, one after the other."""
+    """Returns the function () -> () that computes and assigns the variables' initial values, one after the other."""
     builder = Builder(empty_graph())
     last: str | None = None
     for variable in variables:
@@ -192,8 +191,8 @@ def _initializing(name: str, variables: Sequence[Variable], initials: Mapping[st
 def _copied(builder: Builder, initial: Initial, after: str | None = None) -> Ref:
     """Adds a copy of an initializer's graph, which begins when the node ``after`` has run.
 
-    Constants can be fed, as far as TensorFlow knows: it would compute what follows from constants alone while it
-    optimises the graph, in the client's process or twice.
+    Constants become placeholders with defaults: otherwise TensorFlow would compute what follows from constants alone
+    while it optimises the graph, in the client's process or twice.
     """
     control = [f"^{after}"] if after is not None else []
     names = {node.name: builder.names.fresh(f"initial/{node.name}") for node in initial.graph.node}

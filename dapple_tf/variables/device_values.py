@@ -20,7 +20,7 @@ class Holding:
         stages: the stages, ascending.
         devices: names of their devices, each once.
         variables: the variables.
-        part: tells holdings of the same stages apart, where variables are placed one by one.
+        part: distinguishes holdings of the same stages, if variables are placed one by one.
     """
 
     stages: tuple[int, ...]
@@ -30,7 +30,7 @@ class Holding:
 
     @property
     def label(self) -> str:
-        """Name in nodes and functions."""
+        """Its name in nodes and functions."""
         return "stage" + "_".join(map(str, self.stages)) + (f"_part{self.part}" if self.part else "")
 
 
@@ -38,7 +38,7 @@ class DeviceValues:
     """Graph nodes that load and save all variables of every device, one vector per dtype and holding.
 
     Attributes:
-        prefix: the name under which the nodes are to be imported; functions' names begin with it, too.
+        prefix: the name under which the nodes are imported; functions' names begin with it, too.
         holdings: what devices keep.
     """
 
@@ -75,7 +75,7 @@ class DeviceValues:
 def load_each(
     names: Collection[str], holdings: Sequence[Holding], prefix: str
 ) -> tuple[GraphDef, dict[str, tuple[str, list[str]]]]:
-    """Nodes that assign single variables wherever they are kept; names of their functions begin with ``prefix``.
+    """Builds nodes that assign single variables on all devices that keep them; functions' names begin with ``prefix``.
 
     Returns:
         The graph, and for each variable the placeholder of its value (a vector) and the nodes that assign it.
@@ -99,7 +99,7 @@ def load_each(
 
 
 def save_each(names: Collection[str], holdings: Sequence[Holding], prefix: str) -> tuple[GraphDef, dict[str, str]]:
-    """Nodes that read single variables, each from the first device that keeps it; ``prefix`` as for `load_each`.
+    """Builds nodes that read single variables, each from the first device that keeps it; ``prefix`` as in `load_each`.
 
     Returns:
         The graph, and for each variable the node whose first output is its value (a vector).

@@ -22,7 +22,7 @@ Places: TypeAlias = Mapping[tuple[int, str], str]
 
 
 def group_updates(model: keras.Model, table: VariableTable, program: Program) -> tuple[GroupUpdate, ...]:
-    """The optimizer's part for each parameter group of a program with stage functions; adds its variables to the table.
+    """Returns the optimizer's part for each parameter group of a program with stage functions, and extends the table.
 
     Raises:
         CaptureError: the optimizer can't be split over groups.
@@ -44,9 +44,9 @@ def group_updates(model: keras.Model, table: VariableTable, program: Program) ->
 
 
 def readers_of(program: Program) -> dict[str, tuple[int, ...]]:
-    """The stages that read each variable of the model, ascending; variables in the model's order.
+    """Returns the stages that read each variable of the model, ascending; variables in the model's order.
 
-    State that is assigned but not read, the last batch's mean, say, belongs to the stage that computes it.
+    State that is assigned but not read (the last batch's mean, say) belongs to the stage that computes it.
     """
     reads: dict[str, tuple[int, ...]] = {}
     for stage in program.stages:
@@ -59,7 +59,7 @@ def readers_of(program: Program) -> dict[str, tuple[int, ...]]:
 
 
 def optimizer_variables(updates: Sequence[GroupUpdate]) -> dict[tuple[int, ...], tuple[Variable, ...]]:
-    """The optimizer's variables of each parameter group."""
+    """Returns the optimizer's variables of each parameter group."""
     return {
         update.stages: tuple(
             dict.fromkeys(v for v in update.apply.variables.values() if v.kind is VariableKind.OPTIMIZER)
@@ -75,14 +75,14 @@ def holdings(
     homes: Sequence[Sequence[str]],
     places: Places | None = None,
 ) -> list[Holding]:
-    """What devices keep.
+    """Returns the variables that devices keep.
 
     Args:
         table: names of the variables.
         hosts: variable of the model -> the stages that read it.
         optimizer: stages -> the optimizer's variables of their parameter group.
         homes: for each stage the names of the devices that keep its variables.
-        places: where variables are that have been placed one by one.
+        places: the places of variables that were placed one by one.
     """
     found: dict[tuple[int, ...], list[Variable]] = {}
     for name, stages in hosts.items():

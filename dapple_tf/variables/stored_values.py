@@ -1,4 +1,4 @@
-"""The values that devices keep in one session, and how they come from the Keras model and go back to it."""
+"""The values that devices keep in one session, and copying them from the Keras model and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dapple_tf.variables.device_values import DeviceValues, Holding, load_each, 
 from graph_passes.ir.graph import GraphDef
 from graph_passes.ir.storage import buckets, by_dtype
 
-# What is fetched at once of models that were never all on the client.
+# Bytes fetched at once from models that were never completely on the client.
 _BUCKET_BYTES = 2**26
 
 
@@ -26,14 +26,13 @@ class Run(Protocol):
     """Runs nodes of a session's graph: what to fetch, and placeholders' values."""
 
     def __call__(self, fetches: Any, feed: Mapping[str, Any] | None = None, /) -> Any:
-        """What the session gives for them."""
+        """Returns the values of the fetches."""
 
 
 class StoredValues:
     """The variables of the devices of one session.
 
-    Nodes that load and save them are made when they are first needed; from then on the holdings don't change, but by
-    ``rearrange``.
+    Nodes that load and save them are made on first use; from then on only ``rearrange`` changes the holdings.
     """
 
     def __init__(
@@ -43,11 +42,11 @@ class StoredValues:
         run: Run,
         add: Callable[[GraphDef, str], None],
     ) -> None:
-        """Nothing is on the devices yet.
+        """Starts with nothing on the devices.
 
         Args:
             table: names of the variables.
-            holdings: tells what devices keep.
+            holdings: returns what devices keep.
             run: runs nodes of the session's graph.
             add: adds a graph to the session's, under a name.
         """
@@ -64,11 +63,11 @@ class StoredValues:
         return self._nodes is not None
 
     def load(self, rate: keras.Variable | None, given: Mapping[str, Any] | None = None) -> None:
-        """Keras values -> devices, which initialise by themselves what has none (see `deferred_init`).
+        """Copies Keras values -> devices, which initialise variables without one themselves (see `deferred_init`).
 
         Args:
-            rate: the learning rate, where it is a variable; devices have its value then.
-            given: values that count in place of Keras'.
+            rate: the learning rate, if it is a variable, which devices then have.
+            given: values to use instead of Keras'.
         """
         nodes = self._made()
         if self.deferred:
@@ -88,7 +87,7 @@ class StoredValues:
         return {name: initial for name, initial in found if initial is not None}
 
     def _bring(self, holdings: Sequence[Holding], given: Mapping[str, Any]) -> None:
-        """Gives devices the values of variables, of which some are deferred."""
+        """Gives devices the values of variables, some of which are deferred."""
         initials = self._initials(holdings)
         self._added(initialization, holdings, initials)
         known = [
@@ -108,10 +107,10 @@ class StoredValues:
                 self._run([f"{nodes.prefix}/{node}" for node in loads], feed)
 
     def rearrange(self, before: Sequence[Holding]) -> None:
-        """Has devices hand values on to those that are to keep them now that the holdings have changed.
+        """Lets devices pass values on to the devices of the changed holdings.
 
         Args:
-            before: what the devices have values of.
+            before: the holdings of which devices have values.
         """
         self._nodes = None
         self._loaders, self._savers = {}, {}
@@ -122,7 +121,7 @@ class StoredValues:
         self._added(removal, before, after)
 
     def _added(self, make: Callable[..., Any], *arguments: Any) -> Any:
-        """Adds a graph and runs its nodes; what else was returned beside them."""
+        """Makes and adds a graph and runs its nodes; returns the third result of ``make``, if any."""
         prefix = self._prefix()
         graph, nodes, *others = make(*arguments, prefix)
         if nodes:
@@ -134,12 +133,12 @@ class StoredValues:
         return f"{DeviceValues.PREFIX}{next(self._numbers)}"
 
     def save(self, rate: keras.Variable | None, others: Collection[str] = ()) -> None:
-        """Devices -> Keras values, each variable from the first device that keeps it.
+        """Copies devices -> Keras values, each variable from the first device that keeps it.
 
         Args:
-            rate: the learning rate, where it is a variable; it isn't saved: devices get it from Keras, and what a
-                callback has assigned last may not be there yet.
-            others: variables that aren't to be saved either.
+            rate: the learning rate, if it is a variable; it isn't saved: devices get it from Keras, and may lack a
+                callback's last value.
+            others: other variables not to save.
         """
         nodes = self._made()
         seen = {self._table.name_of(rate)} if rate is not None and self._table.knows(rate) else set()
@@ -147,7 +146,7 @@ class StoredValues:
         if self.deferred:
             self._save_in_parts(nodes.holdings, seen)
             return
-        # All before the first is assigned: where one can't be had, the model keeps what fits together.
+        # Fetches all before it assigns the first: after an error the model keeps consistent values.
         wanted = [[f"{nodes.prefix}/{ref.node}:{ref.output}" for ref in names] for names in nodes.saves]
         fetched = self._run(wanted)
         for holding, vectors in zip(nodes.holdings, fetched, strict=True):
@@ -160,7 +159,7 @@ class StoredValues:
                         assign_value(self._table.keras_variables[variable.name], part.reshape(variable.shape))
 
     def _save_in_parts(self, holdings: Iterable[Holding], seen: set[str]) -> None:
-        """Devices -> Keras values, some at a time."""
+        """Copies devices -> Keras values, some at a time."""
         for holding in holdings:
             wanted = [variable for variable in holding.variables if variable.name not in seen]
             for bucket in buckets(sorted(wanted, key=lambda variable: variable.dtype), _BUCKET_BYTES):
@@ -172,7 +171,7 @@ class StoredValues:
                     self._table.keras_variables[variable.name].assign(value)
 
     def save_some(self, names: Collection[str]) -> None:
-        """Devices -> Keras values of these variables, which have values there, as far as devices keep them."""
+        """Copies devices -> Keras values of these variables, if devices keep them; they must have Keras values."""
         holdings = self._made().holdings
         missing = [name for name in names if name not in self._savers]
         if missing:
@@ -186,7 +185,7 @@ class StoredValues:
             assign_value(variable, value.reshape(variable.shape))
 
     def load_some(self, values: Mapping[str, Any]) -> None:
-        """Values of variables -> the devices that keep them, if any do."""
+        """Copies values of variables -> the devices that keep them, if any."""
         holdings = self._made().holdings
         missing = [name for name in values if name not in self._loaders]
         if missing:
@@ -201,7 +200,7 @@ class StoredValues:
             self._run([node for name in values for node in self._loaders[name][1]], held)
 
     def forget_rate(self) -> None:
-        """After devices have got a learning rate from elsewhere, so that the model's is loaded again."""
+        """Lets the model's learning rate be loaded again, after devices got another one from elsewhere."""
         self._rate = None
 
     def lacks_rate(self, rate: keras.Variable | None) -> bool:
@@ -209,7 +208,7 @@ class StoredValues:
         return rate is not None and self._table.knows(rate) and float(rate.numpy()) != self._rate
 
     def load_rate(self, rate: keras.Variable) -> None:
-        """The learning rate -> devices."""
+        """Copies the learning rate -> devices."""
         self._rate = float(rate.numpy())
         self.load_some({self._table.name_of(rate): self._rate})
 
