@@ -139,11 +139,12 @@ class DeviceSession:
         return result
 
     def _run_step(self, request: StepRequest, values: Sequence[Any], metadata: Any, seconds: float | None) -> Any:
-        options = self._options(request.sums)
         if metadata is None and not isinstance(self._session, RemoteSession):
             if request not in self._prepared:
+                options = self._options(request.sums)
                 self._prepared[request] = PreparedRun(self._session, request.fetches, request.feeds, options)
             return self._prepared[request](values)
+        options = self._options(request.sums)
         feed = dict(zip(request.feeds, values, strict=True))
         if metadata is None:
             return self.run(request.fetches, feed, options, metadata, seconds)
@@ -176,7 +177,7 @@ class DeviceSession:
         here = all("device:CPU" in device.name for device in self.cluster.devices)
         return levels.SOFTWARE_TRACE if here and not isinstance(self._session, RemoteSession) else levels.FULL_TRACE
 
-    def traced(self, name: str) -> bool:
+    def first_trace(self, name: str) -> bool:
         """Notes that a step has been traced; returns whether that was the first time."""
         first = name not in self._traced
         self._traced.add(name)

@@ -248,7 +248,7 @@ class Engine:
         names = enumerate(self.cluster.device_names)
         stored = {index: self.builder.stored_bytes(built.program, device) for index, device in names}
         replaced = replaced_bytes(built.program, step) if built.mode is Mode.TRAIN else {}
-        first = self.session.traced(name)
+        first = self.session.first_trace(name)
         return TracedStep(stats, built.nodes[name], name, called, clocks, stored, replaced, step.layout.batch, first)
 
     def measured(self, traced: TracedStep) -> MeasuredStep:
