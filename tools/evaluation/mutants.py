@@ -1,7 +1,7 @@
 """Breaks the code in small ways, one at a time, and reports which changes the tests notice.
 
-    python -m tools.evaluation.mutants --json=all.json                             # 300 mutants, by all tests
-    python -m tools.evaluation.mutants --json=fewer.json --markers="not thorough"  # by what `make test` runs
+    python -m tools.evaluation.mutants --json=fewer.json --markers="not thorough"  # 300 mutants, by `make test`
+    python -m tools.evaluation.mutants --json=all.json --killed=fewer.json         # what those tests miss, by all tests
 
 Mutants are drawn with a fixed seed. Each is tried in a forked child of a process that has imported TensorFlow but none
 of our packages: the child compiles the changed module in place of the file, and runs the test files nearest to it by
@@ -211,7 +211,7 @@ class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def outcome(change: Mutant | None, tests: Sequence[str], markers: str, seconds: float) -> dict[str, str]:
-    """Returns a mutant's outcome: ``survived``, ``killed`` (also by a test that doesn't end in time), ``not tested``.
+    """Returns a mutant's outcome: ``survived``, ``killed`` (by a test or a crash), ``not tested``, ``out of time``.
 
     Args:
         change: the mutant; None is the unchanged code.
@@ -226,12 +226,15 @@ def outcome(change: Mutant | None, tests: Sequence[str], markers: str, seconds: 
         os.setsid()
         _run_tests(change, tests, markers, folder, writer)
     os.close(writer)
-    said = os.read(reader, 1 << 16).decode() if select.select([reader], [], [], seconds)[0] else ""
+    in_time = bool(select.select([reader], [], [], seconds)[0])
+    said = os.read(reader, 1 << 16).decode() if in_time else ""
     os.close(reader)
     _end(child)
     shutil.rmtree(folder, ignore_errors=True)
-    found: dict[str, str] = json.loads(said) if said else {"outcome": "killed", "by": "time or a crash"}
-    return found
+    if not in_time:
+        return {"outcome": "out of time", "by": ""}
+    ended: dict[str, str] = json.loads(said) if said else {"outcome": "killed", "by": "a crash"}
+    return ended
 
 
 def _run_tests(change: Mutant | None, tests: Sequence[str], markers: str, folder: str, writer: int) -> None:
@@ -277,16 +280,23 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--count", type=int, default=300, help="Number of mutants.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the drawn mutants.")
     parser.add_argument("--markers", default="", help="Tests to run, as pytest's -m.")
+    parser.add_argument(
+        "--killed", type=pathlib.Path, help="JSON file of a run by fewer tests: its killed mutants are."
+    )
     parser.add_argument("--files", type=int, default=12, help="Maximum number of test files for a mutant.")
     parser.add_argument("--seconds", type=float, default=300.0, help="Maximum seconds for a mutant.")
     options = parser.parse_args(arguments)
     outcomes: dict[str, dict[str, Any]] = json.loads(options.json.read_text()) if options.json.exists() else {}
+    if options.killed:
+        fewer = json.loads(options.killed.read_text())
+        outcomes = {key: tried for key, tried in fewer.items() if tried["outcome"] == "killed"} | outcomes
     folders = ("graph_passes", "dapple_tf", "tools", "models", "tests")
     files = [str(path.relative_to(ROOT)) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     users = imported_by(files)
     import keras  # noqa: F401  What takes long; none of our packages is imported before a mutant is in place.
 
     sound: dict[str, bool] = {}  # test -> whether it passes without a mutant
+    in_time: dict[tuple[str, ...], bool] = {}  # tests -> whether they end in time without a mutant
     for number, change in enumerate(draw(options.count, options.seed), start=1):
         if change.key in outcomes:
             continue
@@ -298,6 +308,11 @@ def main(arguments: Sequence[str]) -> None:
                 sound[by] = outcome(None, [by], "", options.seconds)["outcome"] == "survived"
             if not sound[by]:
                 ended["outcome"] = "a test that fails anyway"
+        if ended["outcome"] == "out of time":
+            key = tuple(tests)
+            if key not in in_time:
+                in_time[key] = outcome(None, tests, options.markers, options.seconds)["outcome"] == "survived"
+            ended = {"outcome": "killed", "by": "time"} if in_time[key] else ended
         outcomes[change.key] = {**ended, "seconds": round(time.monotonic() - started, 1), "tests": tests}
         options.json.write_text(json.dumps(outcomes, indent=2) + "\n")
         print(f"{number:4d} {ended['outcome']:10s} {change.key} ({ended['by']})", flush=True)
