@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
 from dapple_tf.describe.cluster import Cluster, Device
-from dapple_tf.describe.plan import Plan
+from dapple_tf.describe.plan import Plan, PlanError
 from dapple_tf.describe.profile import Cost, LayerProfile, Profile, Tensor
 from dapple_tf.planning.local_search import neighbours
+from dapple_tf.planning.plan_request import Changes, PlanRequest
 
 
 def profile_of(layers: int) -> Profile:
@@ -17,8 +23,13 @@ def cluster_of(*servers: int) -> Cluster:
     return Cluster(tuple(Device(f"s{s}d{d}", s) for s, size in enumerate(servers) for d in range(size)), real=False)
 
 
+def request(plan: Plan, layers: int, *servers: int, **options: Any) -> PlanRequest:
+    batch = plan.global_batch_size
+    return PlanRequest.of(profile_of(layers), cluster_of(*servers), batch, (1, 2, 4, 8), **options)
+
+
 def found(plan: Plan, layers: int, *servers: int) -> set[tuple[tuple[str, ...], tuple[tuple[int, ...], ...], int]]:
-    plans = neighbours(plan, profile_of(layers), cluster_of(*servers), (1, 2, 4, 8))
+    plans = neighbours(plan, request(plan, layers, *servers))
     return {(other.cuts, other.devices, other.micro_batches) for other in plans}
 
 
@@ -58,5 +69,27 @@ def test_stages_are_merged_and_split() -> None:
 
 def test_all_are_legal_and_none_has_more_replicas_than_samples() -> None:
     plan = Plan.manual(["l0"], [[0, 1], [2]], 4, 8)
-    for other in neighbours(plan, profile_of(3), cluster_of(5), (1, 2, 4, 8)):
+    for other in neighbours(plan, request(plan, 3, 5)):
         assert max(other.replicas) <= 8 // other.micro_batches
+
+
+def exchange(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
+    yield {"devices": plan.devices[::-1]}
+
+
+def test_moves_of_ones_own_come_last() -> None:
+    plan = Plan.manual(["l1"], [[0, 1], [2]], 2, 8)
+    *built_in, last = neighbours(plan, request(plan, 4, 3, moves=[exchange]))
+    assert last.devices == ((2,), (0, 1))
+    assert built_in == [*neighbours(plan, request(plan, 4, 3))]
+
+
+def test_what_moves_may_not_change_is_refused() -> None:
+    def smaller(plan: Plan, request: PlanRequest) -> Iterator[Changes]:
+        yield {"global_batch_size": 1, "cut": ()}
+
+    plan = Plan.manual(["l1"], [[0, 1], [2]], 2, 8)
+    with pytest.raises(PlanError, match=r"^move smaller changes cut, global_batch_size; a move may change .*devices"):
+        [*neighbours(plan, request(plan, 4, 3, moves=[smaller]))]
+    with pytest.raises(PlanError, match="moves has 'left'; give functions"):
+        request(plan, 4, 3, moves=["left"])

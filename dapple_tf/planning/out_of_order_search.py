@@ -187,7 +187,7 @@ class OutOfOrderSearch:
                 return
             tried.add(start)
             bare = dataclasses.replace(start, task_seconds=None)
-            for plan in neighbours(bare, self.request.profile, self.request.cluster, self.request.micro_batches):
+            for plan in neighbours(bare, self.request):
                 if self.work < self.allowed:
                     self._try(with_task_seconds(plan, self.request), self.origin[start])
 

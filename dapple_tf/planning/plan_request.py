@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,12 @@ _MOST_MICRO_BATCHES = 64
 """The most micro-batches that are tried by default."""
 
 
+Changes = Mapping[str, Any]
+"""The fields of a plan that a move changes, as `dataclasses.replace` takes them."""
+Move = Callable[[Plan, "PlanRequest"], Iterable[Changes]]
+"""Yields small changes to a plan, for the planner's local search. Those that make no legal plan are skipped."""
+
+
 @dataclass(frozen=True)
 class PlanRequest:
     """A model, a cluster and the choices there are.
@@ -47,6 +53,7 @@ class PlanRequest:
         chunks: whether to cut replicated stages into chunks, so that gradients are reduced while others are computed.
         carries: whether plans with reverse first-k may leave updates to the next step's forward.
         least_gain: the fraction of its time that a plan must gain over a simpler one.
+        moves: the user's own moves of the local search, besides the built-in ones.
 
     Raises:
         PlanError: a choice that doesn't exist.
@@ -65,6 +72,7 @@ class PlanRequest:
     chunks: bool = False
     carries: bool = True
     least_gain: float = LEAST_GAIN
+    moves: tuple[Move, ...] = ()
 
     @classmethod
     def of(
@@ -81,6 +89,7 @@ class PlanRequest:
         jit_compile: bool = False,
         reverse_first_k: int | str = 0,
         least_gain: float = LEAST_GAIN,
+        moves: Sequence[Move] = (),
     ) -> PlanRequest:
         """Fills in defaults, for :func:`dapple_tf.plan`."""
         batch = integer("global_batch_size", batch)
@@ -105,11 +114,15 @@ class PlanRequest:
             reverse_first_k,
             automatic or reverse_first_k != 0,
             least_gain=least_gain,
+            moves=tuple(moves),
         )
 
     def __post_init__(self) -> None:
         if not isinstance(self.overlap, bool):
             raise PlanError(f"overlap is {self.overlap!r}; it must be True or False")
+        for move in self.moves:
+            if not callable(move):
+                raise PlanError(f"moves has {move!r}; give functions (plan, request) -> changes of the plan's fields")
         if (
             isinstance(self.least_gain, bool)
             or not isinstance(self.least_gain, int | float)

@@ -27,7 +27,7 @@ from dapple_tf.planning.local_search import neighbours
 from dapple_tf.planning.out_of_order_search import OutOfOrderSearch
 from dapple_tf.planning.placement import Placements, links_of
 from dapple_tf.planning.plan_reasons import Derivation, attempts, report, shortage
-from dapple_tf.planning.plan_request import LEAST_GAIN, PlanRequest
+from dapple_tf.planning.plan_request import LEAST_GAIN, Move, PlanRequest
 from dapple_tf.planning.search import Candidate, Search, coarsened
 from dapple_tf.planning.stage_cuts import by_time
 from dapple_tf.progress import Progress
@@ -79,6 +79,7 @@ def plan(
     jit_compile: bool = False,
     reverse_first_k: int | str = 0,
     least_gain: float = LEAST_GAIN,
+    moves: Sequence[Move] = (),
 ) -> Plan:
     """Finds stages, replicas, placement, micro-batches, schedule and recomputation together.
 
@@ -104,6 +105,7 @@ def plan(
             forward (`Plan.carried_updates`).
         least_gain: the fraction of the step's time that a plan must gain over the best simpler one: with fewer stages,
             or as many on fewer devices, or under DAPPLE's policies. Predictions are hardly more exact than that.
+        moves: functions of your own that yield changes to a plan, for the local search to try (docs/extending.md).
 
     Returns:
         The plan; ``print`` it for a table with the reasons, which are also in ``plan.report``.
@@ -123,6 +125,7 @@ def plan(
         jit_compile=jit_compile,
         reverse_first_k=reverse_first_k,
         least_gain=least_gain,
+        moves=moves,
     )
     return find(request)
 
@@ -404,7 +407,7 @@ class _Planner:
             if start is None:
                 break
             tried.add(id(start))
-            for neighbour in neighbours(start.plan, self.profile, self.cluster, self.request.micro_batches):
+            for neighbour in neighbours(start.plan, self.request):
                 if self.work > self.allowed:
                     break
                 self._simulate(neighbour)
