@@ -63,7 +63,7 @@ def read_index(content: bytes) -> dict[str, Stored]:
     _parse(header, entries[0][1])
     if header.num_shards != 1 or header.endianness != tensor_bundle_pb2.BundleHeaderProto.LITTLE:
         raise BundleIndexError(f"the bundle has {header.num_shards} data files, or isn't little-endian")
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for key, value in entries[1:]:
         entry = tensor_bundle_pb2.BundleEntryProto()
         _parse(entry, value)
@@ -76,8 +76,8 @@ def read_index(content: bytes) -> dict[str, Stored]:
             raise BundleIndexError(f"tensor {name!r} is in slices, in another file or of an impossible shape")
         if entry.dtype in (types_pb2.DT_INVALID, types_pb2.DT_RESOURCE, types_pb2.DT_STRING):
             raise BundleIndexError(f"tensor {name!r} has a dtype that checkpoints don't hold")
-        found[name] = Stored(entry.dtype, shape, entry.offset, entry.size)
-    return found
+        tensors[name] = Stored(entry.dtype, shape, entry.offset, entry.size)
+    return tensors
 
 
 def _parse(message: tensor_bundle_pb2.BundleEntryProto | tensor_bundle_pb2.BundleHeaderProto, value: bytes) -> None:
@@ -131,11 +131,11 @@ def _block(content: bytes, start: int, size: int, interval: int = _RESTART_INTER
     if count < 1 or end < 0:
         raise BundleIndexError("a block's restart points are beyond it")
     restarts = struct.unpack(f"<{count}I", block[end:-4])
-    found: list[tuple[bytes, bytes]] = []
+    entries: list[tuple[bytes, bytes]] = []
     full: list[int] = []
     position, key = 0, b""
     while position < end:
-        if len(found) % interval == 0:
+        if len(entries) % interval == 0:
             full.append(position)
         shared, after = _varint(block, position)
         unshared, after = _varint(block, after)
@@ -143,13 +143,13 @@ def _block(content: bytes, start: int, size: int, interval: int = _RESTART_INTER
         if (full[-1] == position and shared) or shared > len(key) or after + unshared + length > end:
             raise BundleIndexError("an entry is beyond its block, or shares more than there is")
         before, key = key, key[:shared] + block[after : after + unshared]
-        if found and key <= before:
+        if entries and key <= before:
             raise BundleIndexError("keys aren't in ascending order")
         position = after + unshared + length
-        found.append((key, block[position - length : position]))
+        entries.append((key, block[position - length : position]))
     if tuple(full or [0]) != restarts:
         raise BundleIndexError("restart points aren't where entries begin")
-    return found
+    return entries
 
 
 def _varint(content: bytes, position: int) -> tuple[int, int]:

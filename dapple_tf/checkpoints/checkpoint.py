@@ -88,8 +88,8 @@ class Progress(NamedTuple):
 
 def latest_checkpoint(directory: Path) -> pathlib.Path | None:
     """Returns the newest complete checkpoint in a directory; None if there is none."""
-    found = checkpoints(pathlib.Path(directory))
-    return found[-1] if found else None
+    paths = checkpoints(pathlib.Path(directory))
+    return paths[-1] if paths else None
 
 
 def load_checkpoint(path: Path, model: keras.Model, *, optimizer: bool = True) -> Manifest:
@@ -117,15 +117,15 @@ def load_checkpoint(path: Path, model: keras.Model, *, optimizer: bool = True) -
 def variables_of(model: keras.Model) -> dict[str, keras.Variable]:
     """Returns the variables of a model and its optimizer without metrics, by key ("model/12", "optimizer/3")."""
     metrics = {id(variable) for variable in model.metrics_variables}
-    found = {
+    variables = {
         f"model/{index}": variable for index, variable in enumerate(v for v in model.variables if id(v) not in metrics)
     }
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
-        found |= {f"optimizer/{index}": variable for index, variable in enumerate(optimizer.variables)}
-    return found
+        variables |= {f"optimizer/{index}": variable for index, variable in enumerate(optimizer.variables)}
+    return variables
 
 
 def metrics_of(model: keras.Model) -> dict[str, keras.Variable]:
@@ -163,10 +163,10 @@ class Checkpoint:
         """
         place = pathlib.Path(path).absolute()
         if not (place / MANIFEST).exists():
-            found = latest_checkpoint(place)
-            if found is None:
+            newest = latest_checkpoint(place)
+            if newest is None:
                 raise CheckpointError(f"{place} is no checkpoint (it has no {MANIFEST}), and holds none")
-            place = found
+            place = newest
         manifest = read_manifest(place)
         check_shards(place, manifest)
         return cls(place, manifest)
@@ -183,15 +183,15 @@ class Checkpoint:
         Raises:
             CheckpointError: they don't match; the text has the first differences.
         """
-        found: list[Match] = []
+        matches: list[Match] = []
         for section in ("model", "optimizer", "metrics"):
             own = {key: variable for key, variable in variables.items() if key.partition("/")[0] == section}
             if own:
                 saved = [entry for entry in self.manifest.entries if entry.section == section]
                 saved.sort(key=lambda entry: int(entry.key.partition("/")[2]))
                 entries = self._matched(section, list(own.values()), saved)
-                found += map(Match, own, own.values(), entries)
-        return found
+                matches += map(Match, own, own.values(), entries)
+        return matches
 
     def _matched(self, section: str, own: Sequence[keras.Variable], saved: Sequence[Entry]) -> list[Entry]:
         paths = [variable.path for variable in own]
@@ -231,12 +231,12 @@ class Checkpoint:
         shards: dict[str, list[Entry]] = {}
         for entry in entries:
             shards.setdefault(entry.shard, []).append(entry)
-        found: dict[str, tf.Tensor] = {}
+        values: dict[str, tf.Tensor] = {}
         for shard, group in shards.items():
             keys = [entry.key for entry in group]
             tensors = self._tensors(shard, keys, [tf.dtypes.as_dtype(entry.dtype) for entry in group])
-            found |= dict(zip(keys, tensors, strict=True))
-        return found
+            values |= dict(zip(keys, tensors, strict=True))
+        return values
 
     def read_state(self) -> dict[str, tf.Tensor]:
         """Returns the state of the training data's iterator: variant tensors, by name; empty if it wasn't saved.

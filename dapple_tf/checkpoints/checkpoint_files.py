@@ -108,20 +108,20 @@ class Writing:
         index, data = self.place / index_file(shard), self.place / data_file(shard)
         try:
             content = index.read_bytes()
-            found = Shard(len(content), hashlib.sha256(content).hexdigest(), data.stat().st_size)
+            description = Shard(len(content), hashlib.sha256(content).hexdigest(), data.stat().st_size)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{writer} has saved its variables, but {error.filename} isn't there: the checkpoint's directory "
                 f"{self._directory} must be on a file system that this process and all servers share"
             ) from error
-        check_bundle(self.place, shard, found, entries)
-        return found
+        check_bundle(self.place, shard, description, entries)
+        return description
 
 
 def _number(path: pathlib.Path) -> str:
-    found = _COMPLETE.fullmatch(path.name)
-    assert found is not None
-    return found[1]
+    match = _COMPLETE.fullmatch(path.name)
+    assert match is not None
+    return match[1]
 
 
 def remove_old(directory: pathlib.Path, keep: int) -> None:
@@ -202,7 +202,7 @@ def check_bundle(path: pathlib.Path, name: str, shard: Shard, entries: Iterable[
         if name == DATA and (len(tensor.shape) != 1 or tensor.shape[0] > tensor.size):
             raise CheckpointError(f"{index} is damaged: {key} isn't a dataset's position")
     for entry in entries:
-        found = stored.get(entry.key)
+        held = stored.get(entry.key)
         wanted = (tf.dtypes.as_dtype(entry.dtype).as_datatype_enum, entry.shape, entry.size)
-        if found is None or (found.dtype, found.shape, found.size) != wanted:
+        if held is None or (held.dtype, held.shape, held.size) != wanted:
             raise CheckpointError(f"{index} doesn't hold {entry.key} as {entry.dtype} {entry.shape}")

@@ -97,13 +97,13 @@ def _shared_out(holdings: Sequence[Holding], keys: Mapping[str, str]) -> dict[st
         for variable in holding.variables:
             if variable.name in keys:
                 places.setdefault(variable.name, (variable, holding.devices))  # Counters are equal in all groups.
-    found: dict[str, dict[str, list[Variable]]] = {}
+    shares: dict[str, dict[str, list[Variable]]] = {}
     load = {host_of(device): 0 for _, devices in places.values() for device in devices}
     for variable, devices in sorted(places.values(), key=lambda place: _bytes(place[0]), reverse=True):
         device = min(devices, key=lambda name: load[host_of(name)])
         load[host_of(device)] += _bytes(variable)
-        found.setdefault(host_of(device), {}).setdefault(device, []).append(variable)
-    return {host: found[host] for host in load if host in found}
+        shares.setdefault(host_of(device), {}).setdefault(device, []).append(variable)
+    return {host: shares[host] for host in load if host in shares}
 
 
 def _bytes(variable: Variable) -> int:

@@ -144,8 +144,8 @@ class Manifest:
         """
         data = parse_object(text, source, CheckpointError, most_bytes=MOST_BYTES, finite=True)
         if data.get("format") != FORMAT:
-            found = short(data.get("format"))
-            raise CheckpointError(f"{source} isn't a checkpoint: 'format' is {found}; it must be {FORMAT!r}")
+            shown = short(data.get("format"))
+            raise CheckpointError(f"{source} isn't a checkpoint: 'format' is {shown}; it must be {FORMAT!r}")
         places = {("variables" if field.name == "entries" else field.name): field for field in dataclasses.fields(cls)}
         _DECODER.check_keys(data, ("format", *places), (), source)
         if not all(map(_SHARD.fullmatch, _DECODER.object(data["shards"], f"{source}: shards"))):

@@ -148,16 +148,16 @@ def refine(slacks: Mapping[tuple[_Key, _Key], float], errors: Mapping[_Key, floa
 
     def bounds(allowed: float) -> np.ndarray:
         """Returns [i, j]: how far shift i may exceed shift j at most, if every slack grows by ``allowed``."""
-        found = np.full((len(keys) + 1, len(keys) + 1), np.inf)
-        np.fill_diagonal(found, 0.0)
+        limits = np.full((len(keys) + 1, len(keys) + 1), np.inf)
+        np.fill_diagonal(limits, 0.0)
         for key, index in place.items():
-            found[0, index] = found[index, 0] = errors.get(key, 0.0)
+            limits[0, index] = limits[index, 0] = errors.get(key, 0.0)
         for (cause, effect), slack in cross.items():
             pair = place[cause], place[effect]
-            found[pair] = min(found[pair], slack + allowed)
-        for index in range(len(found)):
-            np.minimum(found, found[:, index, None] + found[None, index, :], out=found)
-        return found
+            limits[pair] = min(limits[pair], slack + allowed)
+        for index in range(len(limits)):
+            np.minimum(limits, limits[:, index, None] + limits[None, index, :], out=limits)
+        return limits
 
     most = bounds(0.0)
     if _impossible(most):
@@ -171,13 +171,13 @@ def refine(slacks: Mapping[tuple[_Key, _Key], float], errors: Mapping[_Key, floa
         lowest = max(shift - most[other, index] for other, shift in enumerate(shifts))
         highest = min(shift + most[index, other] for other, shift in enumerate(shifts))
         shifts.append(float(min(highest, max(lowest, 0.0))))
-    found = {key: shifts[index] for key, index in place.items() if shifts[index]}
+    moved = {key: shifts[index] for key, index in place.items() if shifts[index]}
     left = [
         Contradiction(cause, effect, short)
         for (cause, effect), slack in cross.items()
-        if (short := found.get(cause, 0.0) - found.get(effect, 0.0) - slack) > _TOLERANCE
+        if (short := moved.get(cause, 0.0) - moved.get(effect, 0.0) - slack) > _TOLERANCE
     ]
-    return Refinement(found, tuple(sorted(left, key=lambda item: -item.seconds)))
+    return Refinement(moved, tuple(sorted(left, key=lambda item: -item.seconds)))
 
 
 def _impossible(bounds: np.ndarray) -> bool:

@@ -223,15 +223,15 @@ class Connection:
 
     def _ask_time(self, lease: _Lease) -> tuple[ClockSample, ...]:
         """Asks for a worker's time several times."""
-        found = []
+        samples = []
         for number in range(_CLOCK_SAMPLES):
             sent = time.time_ns()
             answer = lease.channel.ask({"time": number}, 0.8 * self.notice_seconds)
             answered = time.time_ns()
             if answer.get("time") != number or type(now := answer.get("now")) is not int:
                 raise ControlError(f"was asked for its time and said {reprlib.repr(answer)}")
-            found.append(ClockSample(sent, answered, now))
-        return tuple(found)
+            samples.append(ClockSample(sent, answered, now))
+        return tuple(samples)
 
     def clocks(self) -> dict[int, tuple[ClockSample, ...]]:
         """Asks all workers for their time; returns worker number -> its answers, with this process's times.

@@ -94,8 +94,8 @@ class Machine:
     def inventory(self) -> list[dict[str, Any]]:
         """Returns kind and memory of each device. Looks for GPUs, which a process mustn't do before it forks."""
         if self.devices == 0 and tf.config.list_physical_devices("GPU"):
-            found = [device for device in local_devices() if device.device_type == "GPU"]
-            return [{"kind": "GPU", "memory_bytes": self.memory_bytes or int(device.memory_limit)} for device in found]
+            gpus = [device for device in local_devices() if device.device_type == "GPU"]
+            return [{"kind": "GPU", "memory_bytes": self.memory_bytes or int(device.memory_limit)} for device in gpus]
         count = max(1, self.devices)
         return [{"kind": "CPU", "memory_bytes": self.memory_bytes or _memory() // count}] * count
 
@@ -170,8 +170,8 @@ def _take(lease: Lease, client: str) -> None:
     started = time.monotonic()
     while not lease.take(client):
         waited = time.monotonic() - started
-        if (found := lease.holder()) is not None:
-            process, holder = found
+        if (held_by := lease.holder()) is not None:
+            process, holder = held_by
             if holder == client:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)

@@ -90,9 +90,9 @@ class PreparedRun:
     def __call__(self, values: Sequence[Any]) -> Any:
         """Returns the fetched values in the structure of the fetches; ``values`` feed the placeholders."""
         arrays = [np.asarray(value, dtype) for value, dtype in zip(values, self._dtypes, strict=True)]
-        found = self._run(*arrays)
+        fetched = self._run(*arrays)
         order = self._order
-        return tf.nest.map_structure(lambda name: found[order[name]] if name in order else None, self._fetches)
+        return tf.nest.map_structure(lambda name: fetched[order[name]] if name in order else None, self._fetches)
 
 
 def configure_gpus(cluster: Cluster) -> None:
@@ -144,16 +144,16 @@ def _logical_gpus(cluster: Cluster) -> list[list[tuple[float, int, int]]]:
     """
     count = cluster.sub_streams
     priorities = [_MAIN_PRIORITY] * count + [_SUB_PRIORITY] * count
-    found = []
+    gpus = []
     for gpu in range(count):
         sizes = [cluster.devices[device].memory_bytes for device in (gpu, gpu + count)]
-        found.append(
+        gpus.append(
             [
                 ((size or 0) / 2**20, priority, ordinal)
                 for ordinal, (size, priority) in enumerate(zip(sizes, priorities[2 * gpu :], strict=False))
             ]
         )
-    return found
+    return gpus
 
 
 def server_config(cpus: int, gpus: int, leader: int = 0) -> tf.compat.v1.ConfigProto:

@@ -141,14 +141,14 @@ class Cluster(JsonFile):
         check_addresses(addresses)
         if devices_per_server is None:
             answers = inventory(addresses, FaultPolicy().notice_seconds)
-            found = [[(str(d["kind"]), d["memory_bytes"]) for d in devices] for devices in answers]
+            server_devices = [[(str(d["kind"]), d["memory_bytes"]) for d in devices] for devices in answers]
         elif devices_per_server < 1:
             raise ClusterError(f"devices_per_server is {devices_per_server}; servers have at least 1 device each")
         else:
-            found = [[("CPU", None)] * devices_per_server] * len(addresses)
+            server_devices = [[("CPU", None)] * devices_per_server] * len(addresses)
         devices = tuple(
             Device(f"/job:worker/replica:0/task:{task}/device:{kind}:{index}", task, memory_bytes or memory)
-            for task, kinds in enumerate(found)
+            for task, kinds in enumerate(server_devices)
             for index, (kind, memory) in enumerate(kinds)
         )
         return cls(devices, addresses=tuple(addresses))
@@ -239,9 +239,9 @@ class Cluster(JsonFile):
         Raises:
             ClusterError: the text isn't JSON, or has an unknown, missing or wrong key.
         """
-        found = parse(text, source)
+        fields = parse(text, source)
         try:
-            return cls(**found, real=False)
+            return cls(**fields, real=False)
         except ClusterError as error:
             raise ClusterError(f"{source}: {clip(str(error))}") from error
 
@@ -256,10 +256,10 @@ class Cluster(JsonFile):
 
     @functools.cached_property
     def _server_devices(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in range(self.num_servers)]
+        by_server: list[list[int]] = [[] for _ in range(self.num_servers)]
         for index, device in enumerate(self.devices):
-            found[device.server].append(index)
-        return tuple(map(tuple, found))
+            by_server[device.server].append(index)
+        return tuple(map(tuple, by_server))
 
     def devices_of(self, server: int) -> tuple[int, ...]:
         """Returns the indices of a server's devices."""
@@ -270,13 +270,13 @@ class Cluster(JsonFile):
         """For each server the link between its devices and its network card; unknown ones take no time."""
 
         def link(own: Server, kind: str) -> Link:
-            found = {}
+            parts = {}
             for part, free in (("bandwidth", math.inf), ("latency", 0.0)):
                 name = f"{kind}_{part}"
                 value = getattr(own, name)
                 value = getattr(self, name) if value is None else value
-                found[part] = free if value is None else value
-            return Link(**found)
+                parts[part] = free if value is None else value
+            return Link(**parts)
 
         servers = self.servers or (Server(),) * self.num_servers
         return tuple((link(server, "intra"), link(server, "inter")) for server in servers)
@@ -292,10 +292,10 @@ class Cluster(JsonFile):
     @functools.cached_property
     def device_groups(self) -> tuple[tuple[int, ...], ...]:
         """Groups of devices of one server with equal speed and memory, server by server."""
-        found: dict[tuple[int, int | None, float], list[int]] = {}
+        groups: dict[tuple[int, int | None, float], list[int]] = {}
         for index, device in enumerate(self.devices):
-            found.setdefault((device.server, device.memory_bytes, device.speed), []).append(index)
-        return tuple(map(tuple, found.values()))
+            groups.setdefault((device.server, device.memory_bytes, device.speed), []).append(index)
+        return tuple(map(tuple, groups.values()))
 
     def capacity(self, server: int) -> float:
         """Returns a server's compute when all of its devices are busy, in devices."""

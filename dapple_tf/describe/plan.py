@@ -369,21 +369,21 @@ class Plan(JsonFile):
 
     def device_labels(self) -> dict[int, str]:
         """Returns device -> its work, such as ``device 3: stages 1.r0, 2.r0``, in the order of stages."""
-        found: dict[int, list[str]] = {}
+        works_of: dict[int, list[str]] = {}
         for stage, devices in enumerate(self.devices):
             for replica, device in enumerate(devices):
-                found.setdefault(device, []).append(f"{stage}" + (f".r{replica}" if len(devices) > 1 else ""))
+                works_of.setdefault(device, []).append(f"{stage}" + (f".r{replica}" if len(devices) > 1 else ""))
         for stage, devices in enumerate(self.weight_devices or ()):
             for replica, device in enumerate(devices):
                 if device != self.devices[stage][replica]:
                     text = f"{stage}" + (f".r{replica}" if len(devices) > 1 else "") + " (Bw)"
-                    found.setdefault(device, []).append(text)
+                    works_of.setdefault(device, []).append(text)
         for stage, devices in enumerate(self.operator_devices or ()):
             for device in devices[1:]:
-                found.setdefault(device, []).append(f"{stage} (operators)")
+                works_of.setdefault(device, []).append(f"{stage} (operators)")
         return {
             device: f"device {device}: stage{'s' * (len(works) > 1)} {', '.join(works)}"
-            for device, works in found.items()
+            for device, works in works_of.items()
         }
 
     def validate_on(self, cluster: Cluster) -> None:
@@ -433,12 +433,12 @@ class Plan(JsonFile):
             slices = " | ".join(_runs(split_evenly(size, len(devices))) for size in sizes)
             row = [str(stage), layer, _ranges(self.working_devices[stage]), str(len(devices)), slices, str(warm_up)]
             if report is not None:
-                found = report.stages[stage]
-                memory = gib(found.memory_bytes)
-                if found.memory_limit is not None:
-                    memory += f" of {gib(found.memory_limit)}"
-                row[5] = str(found.warm_up)
-                row += [str(found.layers), f"{found.share:.1%}", f"{found.bubble:.1%}", memory]
+                reported = report.stages[stage]
+                memory = gib(reported.memory_bytes)
+                if reported.memory_limit is not None:
+                    memory += f" of {gib(reported.memory_limit)}"
+                row[5] = str(reported.warm_up)
+                row += [str(reported.layers), f"{reported.share:.1%}", f"{reported.bubble:.1%}", memory]
             rows.append(row)
         return rows
 

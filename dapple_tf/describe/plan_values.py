@@ -54,7 +54,7 @@ def task_times(seconds: object) -> tuple[tuple[float, float, float], ...]:
     Raises:
         PlanError: a stage hasn't three numbers of at least 0.
     """
-    found = []
+    triples = []
     for stage, times in enumerate(_entries("task_seconds", seconds, "[[1, 1, 1]] with F, Bx and Bw of each stage")):
         entries = _entries(f"task_seconds of stage {stage}", times, "[1, 1, 1]")
         numbers = [x for x in entries if isinstance(x, int | float | np.number) and not isinstance(x, bool)]
@@ -62,8 +62,8 @@ def task_times(seconds: object) -> tuple[tuple[float, float, float], ...]:
             raise PlanError(
                 f"task_seconds of stage {stage} is {short(times)}; give the times of F, Bx and Bw, such as [1, 1, 1]"
             )
-        found.append((float(numbers[0]), float(numbers[1]), float(numbers[2])))
-    return tuple(found)
+        triples.append((float(numbers[0]), float(numbers[1]), float(numbers[2])))
+    return tuple(triples)
 
 
 def integers(what: str, values: object) -> tuple[int, ...]:

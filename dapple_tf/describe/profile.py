@@ -416,9 +416,9 @@ def _plain(entry: Any) -> Any:
     """Returns a dataclass as JSON data, without defaults."""
     if isinstance(entry, Cost):
         return [entry.fixed, entry.per_sample]
-    found = {}
+    data = {}
     for field in dataclasses.fields(entry):
         value = getattr(entry, field.name)
         if field.default is dataclasses.MISSING or value != field.default:
-            found[field.name] = _plain(value) if dataclasses.is_dataclass(value) else value
-    return found
+            data[field.name] = _plain(value) if dataclasses.is_dataclass(value) else value
+    return data

@@ -188,10 +188,10 @@ def _read(text: str, source: str) -> tuple[Mapping[str, _Node], Sequence[tuple[s
                 )
             edges.append((ends[0].strip(), ends[1].strip(), number))
             continue
-        node, found = _node(line, where)
+        node, described = _node(line, where)
         if node in nodes:
             raise ProfileError(f"{where}: {_short(node)} is described a second time, after line {lines[node]}")
-        nodes[node], lines[node] = found, number
+        nodes[node], lines[node] = described, number
     for first, second, number in edges:
         for end in (first, second):
             if end not in nodes:
@@ -208,19 +208,19 @@ def _node(line: str, where: str) -> tuple[str, _Node]:
         raise ProfileError(
             f"{where}: {_short(line)} isn't 'nodeN -- description -- {_FIELDS[0]}=..., ...'; edges are indented"
         )
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for part in values.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or key not in _FIELDS:
             raise ProfileError(f"{where}: {_short(part.strip())} isn't one of the fields {', '.join(_FIELDS)}")
-        if key in found:
-            raise ProfileError(f"{where}: {key} is given twice, as {_short(found[key])} and {_short(value)}")
-        found[key] = value
+        if key in fields:
+            raise ProfileError(f"{where}: {key} is given twice, as {_short(fields[key])} and {_short(value)}")
+        fields[key] = value
     for key in _FIELDS:
-        if key not in found:
+        if key not in fields:
             raise ProfileError(f"{where}: {key} is missing")
-    forward, backward, parameters = (_parsed(found[_FIELDS[i]], _FIELDS[i], where) for i in (0, 1, 3))
-    sizes = found["activation_size"]
+    forward, backward, parameters = (_parsed(fields[_FIELDS[i]], _FIELDS[i], where) for i in (0, 1, 3))
+    sizes = fields["activation_size"]
     entries = sizes[1:-1].split(";") if sizes[:1] == "[" and sizes[-1:] == "]" else [sizes]
     activations = tuple(_parsed(entry.strip(), "activation_size", where) for entry in entries)
     return node.strip(), _Node(description.strip(), forward, backward, activations, parameters)
@@ -264,7 +264,7 @@ def _unique(names: Sequence[str]) -> list[str]:
     counts = Counter(names)
     taken = {name for name, count in counts.items() if count == 1}
     numbers: Counter[str] = Counter()
-    found = []
+    distinct = []
     for name in names:
         unique = name
         if counts[name] > 1:
@@ -274,16 +274,16 @@ def _unique(names: Sequence[str]) -> list[str]:
                 if unique not in taken:
                     break
             taken.add(unique)
-        found.append(unique)
-    return found
+        distinct.append(unique)
+    return distinct
 
 
 def _selections(names: Mapping[int, str]) -> dict[int, int] | None:
     """Returns for each reader the index of the tensor that it selects; None if a reader takes more than one."""
-    found = {reader: _SELECTION.fullmatch(name) for reader, name in names.items()}
-    if not all(found.values()):
+    matches = {reader: _SELECTION.fullmatch(name) for reader, name in names.items()}
+    if not all(matches.values()):
         return None
-    return {reader: int(match[1]) for reader, match in found.items() if match}
+    return {reader: int(match[1]) for reader, match in matches.items() if match}
 
 
 def _distributed(
@@ -304,7 +304,7 @@ def _distributed(
         readers: dict[tuple[object, Decimal], list[int]] = {}
         for reader, tensor in carried.items():
             readers.setdefault(tensor, []).append(reader)
-        sizes = {tuple(found): size for (_, size), found in readers.items()}
+        sizes = {tuple(group): size for (_, size), group in readers.items()}
         return sizes, total - sum(sizes.values()) if selected else Decimal(0)
 
 

@@ -98,10 +98,10 @@ class _Order:
             return [Task(stage, Phase.INPUT_GRAD, number, replica)]
         if task.phase is Phase.FORWARD:
             return [Task(stage - 1, Phase.FORWARD, number, other) for other in self._beside(task, stage - 1)]
-        found = [Task(stage, Phase.FORWARD, number, replica)]
+        inputs = [Task(stage, Phase.FORWARD, number, replica)]
         for other in self._beside(task, stage + 1):
-            found += [Task(stage + 1, phase, number, other) for phase in _BACKWARDS]
-        return found
+            inputs += [Task(stage + 1, phase, number, other) for phase in _BACKWARDS]
+        return inputs
 
     def _beside(self, task: Task, stage: int) -> list[int]:
         """Returns the replicas of another stage that have samples of a task's slice."""

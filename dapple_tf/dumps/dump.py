@@ -295,12 +295,12 @@ class _Writer:
     def _timelines(self, place: pathlib.Path, title: str, schedule: Schedule) -> list[Entry]:
         self.bar.step(f"{place.name}: drawing timelines")
         try:
-            found = timelines(self.passes.plan, self.profile, self.passes.cluster, schedule)
+            step_timelines = timelines(self.passes.plan, self.profile, self.passes.cluster, schedule)
         except (PlanError, ScheduleError) as error:
             logger.warning("timelines are left out of the dump: %s", error)
             return [Entry("", f"There are no timelines: {error}")]
-        shown = " and ".join(timeline.name for timeline in found)
-        names = save_timelines(found, place, title)
+        shown = " and ".join(timeline.name for timeline in step_timelines)
+        names = save_timelines(step_timelines, place, title)
         entries = [self.entry(place / name, f"{shown}: {_TIMELINES[name]}") for name in names]
         if "timeline.svg" not in names:
             entries.append(Entry("", "There are no pictures of timelines: matplotlib isn't installed."))
@@ -315,11 +315,11 @@ def timelines(plan: Plan, profile: Profile | None, cluster: Cluster, schedule: S
     Raises:
         PlanError: the profile is another model's.
     """
-    found = [planned(plan, profile, cluster, schedule=schedule)]
+    step_timelines = [planned(plan, profile, cluster, schedule=schedule)]
     if profile is not None:
         all_reduce = "hierarchical" if plan.report is None else plan.report.all_reduce
-        found.append(simulate(plan, profile, cluster, all_reduce=all_reduce, schedule=schedule).drawn())
-    return found
+        step_timelines.append(simulate(plan, profile, cluster, all_reduce=all_reduce, schedule=schedule).drawn())
+    return step_timelines
 
 
 class _Graphs:

@@ -31,13 +31,13 @@ def write_events(directory: pathlib.Path, graph: GraphDef) -> pathlib.Path:
 
 def together(graphs: Mapping[str, GraphDef]) -> GraphDef:
     """Merges graphs into one, each with its nodes under ``name/``; of functions with one name, the first stays."""
-    found = GraphDef()
+    merged = GraphDef()
     functions: set[str] = set()
     gradients: set[str] = set()
     for name, graph in graphs.items():
-        found.versions.CopyFrom(graph.versions)
+        merged.versions.CopyFrom(graph.versions)
         for original in graph.node:
-            node = found.node.add()
+            node = merged.node.add()
             node.CopyFrom(original)
             node.name = f"{name}/{original.name}"
             del node.input[:]
@@ -46,9 +46,9 @@ def together(graphs: Mapping[str, GraphDef]) -> GraphDef:
         for function in graph.library.function:
             if function.signature.name not in functions:
                 functions.add(function.signature.name)
-                found.library.function.add().CopyFrom(function)
+                merged.library.function.add().CopyFrom(function)
         for gradient in graph.library.gradient:
             if gradient.function_name not in gradients:
                 gradients.add(gradient.function_name)
-                found.library.gradient.add().CopyFrom(gradient)
-    return found
+                merged.library.gradient.add().CopyFrom(gradient)
+    return merged

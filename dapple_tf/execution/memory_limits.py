@@ -38,7 +38,7 @@ def residuals_held(
         return None
     count = len(layout.micro_batch_intervals)
     most = count * plan.num_stages if plan.policy.shares_room else count
-    found = [most] * plan.num_stages
+    held = [most] * plan.num_stages
     for device, limit in known.items():
         places = enumerate(zip(plan.devices, homes, strict=True))
         stages = [index for index, (own, weights) in places if device in (*own, *weights)]
@@ -56,8 +56,8 @@ def residuals_held(
         if plan.policy.shares_room:
             count = max(len(stages), (limit - fixed) // max(1, *sizes))
         for stage in stages:
-            found[stage] = min(found[stage], count)
-    return tuple(found)
+            held[stage] = min(held[stage], count)
+    return tuple(held)
 
 
 def _slice_bytes(stage: Stage, layout: Layout) -> int:

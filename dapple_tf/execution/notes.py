@@ -165,11 +165,11 @@ def notes_of(program: Program, slices: Sequence[int], micro_batches: int = 1) ->
 def _reaching(program: Program, flat: Graph) -> set[str]:
     """Returns the nodes from which the loss is computed, in this step or through state in the next one."""
     roles = program.roles
-    found = set[str]() if roles.loss is None else flat.ancestors([roles.loss], control=False)
+    reaching = set[str]() if roles.loss is None else flat.ancestors([roles.loss], control=False)
     kept = [(v.value.node, v.update) for v in roles.variables if v.kind is VariableKind.STATE and v.value and v.update]
-    while states := [update for value, update in kept if value in found and update.node not in found]:
-        found |= flat.ancestors(states, control=False)
-    return found
+    while states := [update for value, update in kept if value in reaching and update.node not in reaching]:
+        reaching |= flat.ancestors(states, control=False)
+    return reaching
 
 
 def pairs(program: Program, slices: Sequence[int]) -> str:

@@ -258,13 +258,13 @@ class StepBuilder:
     @property
     def placements(self) -> Mapping[int, OpPlacement]:
         """Stage -> placement of the operators in the largest training step; empty as long as there is none."""
-        found = {
+        by_samples = {
             kind.samples: placements
             for built in self.builds.values()
             if built.mode is Mode.TRAIN
             for kind, placements in built.placements.items()
         }
-        return found[max(found)] if found else {}
+        return by_samples[max(by_samples)] if by_samples else {}
 
     @property
     def sources(self) -> list[StepSource]:

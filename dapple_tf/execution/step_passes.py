@@ -90,7 +90,7 @@ class StepPasses:
             }
             for stage in range(len(self.devices))
         ]
-        return tuple(found.pop() if len(found) == 1 else None for found in sizes)
+        return tuple(of_stage.pop() if len(of_stage) == 1 else None for of_stage in sizes)
 
     @functools.cached_property
     def uninterrupted(self) -> frozenset[int]:

@@ -67,8 +67,8 @@ class BatchSpec:
     @property
     def sizes(self) -> tuple[Shape, ...]:
         """The shapes of all arrays in one actual batch, see `Leaf`; empty if there is none."""
-        found = tuple(leaf.sizes for leaf in self.leaves if leaf.sizes is not None)
-        return found if len(found) == len(self.leaves) else ()
+        shapes = tuple(leaf.sizes for leaf in self.leaves if leaf.sizes is not None)
+        return shapes if len(shapes) == len(self.leaves) else ()
 
     @functools.cached_property
     def key(self) -> str:
@@ -342,14 +342,14 @@ def spec_of(model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None
         return dataclasses.replace(leaf, shape=tuple(None if size in open_lengths else size for size in leaf.shape))
 
     def label(leaf: Leaf | None) -> Leaf | None:
-        found = alike(leaf)
+        open_leaf = alike(leaf)
         outputs = [tensor.shape for tensor in getattr(model, "outputs", None) or ()]
-        if leaf is None or found is None:
+        if leaf is None or open_leaf is None:
             return None
         matching = [shape for shape in outputs if len(shape) == len(leaf.shape)]
         fixed = {axis for axis, sizes in enumerate(zip(*matching, strict=True)) if set(sizes) == {leaf.shape[axis]}}
-        shape = tuple(leaf.shape[axis] if axis in fixed else size for axis, size in enumerate(found.shape))
-        return dataclasses.replace(found, shape=shape)
+        shape = tuple(leaf.shape[axis] if axis in fixed else size for axis, size in enumerate(open_leaf.shape))
+        return dataclasses.replace(open_leaf, shape=shape)
 
     x_spec = keras.tree.map_structure(opened, given.x)
     return BatchSpec(

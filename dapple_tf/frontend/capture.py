@@ -355,7 +355,7 @@ class _Tracing:
         return loss * tf.cast(self.weight, loss.dtype)
 
     def _updates(self, scope: TraceScope) -> dict[str, tf.Tensor]:
-        found = {}
+        updates = {}
         for name, value in self.values.items():
             variable = self.table.keras_variables[name]
             new = scope.assigned.get(id(variable))
@@ -369,8 +369,8 @@ class _Tracing:
                 )
             if kind is VariableKind.STATE and value.dtype.is_floating:
                 new = new * tf.cast(self.weight, new.dtype)
-            found[name] = tf.identity(new)
-        return found
+            updates[name] = tf.identity(new)
+        return updates
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
@@ -454,10 +454,10 @@ class _Tracing:
 
     def paths_of_nodes(self) -> dict[int, str]:
         """Returns position of a node -> path of the innermost layer call that made it."""
-        found: dict[int, str] = {}
+        paths: dict[int, str] = {}
         for call in sorted(self.calls, key=lambda call: call.start - call.stop):
-            found |= dict.fromkeys(range(call.start, call.stop), call.path)
-        return found
+            paths |= dict.fromkeys(range(call.start, call.stop), call.path)
+        return paths
 
     def _variable(self, name: str, metrics: Mapping[int, str]) -> Variable | None:
         value, update = self.values.get(name), self.updates.get(name)

@@ -103,12 +103,12 @@ def custom_gradients(graph: Any) -> list[CustomGradient]:
     Raises:
         CaptureError: one can't be traced.
     """
-    found = list(_traced(graph, "", None))
+    gradients = list(_traced(graph, "", None))
     for name, function in functions_of(graph).items():
         if hasattr(function, "graph"):
             arguments = [arg.name for arg in function.cached_definition.signature.input_arg]
-            found += _traced(function.graph, name, arguments)
-    return found
+            gradients += _traced(function.graph, name, arguments)
+    return gradients
 
 
 def write_gradients(graph: GraphDef, gradients: Sequence[CustomGradient]) -> None:
@@ -130,7 +130,7 @@ def _traced(graph: Any, function: str, arguments: Sequence[str] | None) -> Itera
     for operation in graph.get_operations():
         told = operation.node_def.attr[_TYPE].s.decode() if _TYPE in operation.node_def.attr else ""
         if operation.type == "IdentityN" and told.startswith("CustomGradient-"):
-            captured, found = _trace(graph, operation, registered_gradient(told))
+            captured, gradient = _trace(graph, operation, registered_gradient(told))
             if arguments is not None and len(graph.inputs) > len(arguments):
                 raise CaptureError(
                     f"the custom gradient of {operation.name!r}, in a loop or branch, needs a tensor from outside that "
@@ -138,7 +138,7 @@ def _traced(graph: Any, function: str, arguments: Sequence[str] | None) -> Itera
                 )
             names = tuple(_name(graph, tensor, arguments) for tensor in captured)
             dtypes = tuple(tensor.dtype.as_datatype_enum for tensor in captured)
-            yield CustomGradient(function, operation.name, names, dtypes, found)
+            yield CustomGradient(function, operation.name, names, dtypes, gradient)
 
 
 def _trace(graph: Any, operation: Any, differentiate: Any) -> tuple[Sequence[Any], GraphDef]:
@@ -169,11 +169,11 @@ def _trace(graph: Any, operation: Any, differentiate: Any) -> tuple[Sequence[Any
         else:
             renaming[inner.op.name] = f"captured{len(captured)}"
             captured.append(tensor)
-    found: GraphDef = body.as_graph_def()
-    for node in found.node:
+    gradient: GraphDef = body.as_graph_def()
+    for node in gradient.node:
         if node.name in constants:
             make_constant(node, constants[node.name])
-    return captured, _without_placeholders(_renamed(found, renaming))
+    return captured, _without_placeholders(_renamed(gradient, renaming))
 
 
 def _renamed(graph: GraphDef, renaming: dict[str, str]) -> GraphDef:
@@ -190,9 +190,9 @@ def _renamed(graph: GraphDef, renaming: dict[str, str]) -> GraphDef:
 
 def _without_placeholders(graph: GraphDef) -> GraphDef:
     """Returns a graph without its arguments, which would be imported, too, and in a function fed by nothing."""
-    found = GraphDef(versions=graph.versions, library=graph.library)
-    found.node.extend(node for node in graph.node if not node.name.startswith(("gradient", "captured")))
-    return found
+    stripped = GraphDef(versions=graph.versions, library=graph.library)
+    stripped.node.extend(node for node in graph.node if not node.name.startswith(("gradient", "captured")))
+    return stripped
 
 
 def _other(text: str, renaming: dict[str, str]) -> str:
@@ -228,5 +228,5 @@ def _differentiate(operation: Any, *gradients: Any) -> list[Any]:
     there = {name: tf.identity(tensor) for name, tensor in given.items() if {name, f"^{name}"} & read}
     inputs = {text: tensor for name, tensor in there.items() for text in {name, f"^{name}"} & read}
     wanted = [f"result{number}:0" for number in results]
-    found = dict(zip(results, tf.graph_util.import_graph_def(graph, inputs, wanted, name="custom"), strict=True))
-    return [found.get(number) for number in range(len(operation.inputs))]
+    of_inputs = dict(zip(results, tf.graph_util.import_graph_def(graph, inputs, wanted, name="custom"), strict=True))
+    return [of_inputs.get(number) for number in range(len(operation.inputs))]

@@ -75,8 +75,8 @@ def _calls(graph: Any) -> list[Any]:
 
 def _operations(model: keras.Model) -> list[Any]:
     """Returns the layers and operations of a model, nested ones included."""
-    found = {}
+    operations = {}
     for layer in layers_of(model, include_self=False):
         for operation in (layer, *getattr(layer, "operations", ())):
-            found[id(operation)] = operation
-    return list(found.values())
+            operations[id(operation)] = operation
+    return list(operations.values())

@@ -44,8 +44,8 @@ class HostPart:
 
     def device_shapes(self, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
         """Returns the shapes of the devices' arrays for batches of these shapes; empty if one is unknown."""
-        found = (*(shapes[number] for number in self.kept), *self.shapes) if shapes else ()
-        return found if all(None not in shape[1:] for shape in found) else ()
+        of_devices = (*(shapes[number] for number in self.kept), *self.shapes) if shapes else ()
+        return of_devices if all(None not in shape[1:] for shape in of_devices) else ()
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Returns the arrays that devices get.
@@ -179,24 +179,24 @@ def _is_for_host(dtypes: Mapping[str, Sequence[int]], ref: Ref) -> bool:
 
 def _of_batch_alone(graph: Graph, given: Collection[str], dtypes: Mapping[str, Sequence[int]]) -> set[str]:
     """Returns the nodes whose results depend on the batch alone, not on trained or random values."""
-    found: set[str] = set()
+    of_batch: set[str] = set()
     for node in graph:
         reads = graph.inputs(node.name)
         same = takes_functions(node.op) or not is_stateful(node.op) or any(_is_for_host(dtypes, ref) for ref in reads)
-        own = node.name in given if node.op == "Placeholder" else same and all(ref.node in found for ref in reads)
+        own = node.name in given if node.op == "Placeholder" else same and all(ref.node in of_batch for ref in reads)
         if own:
-            found.add(node.name)
-    return found
+            of_batch.add(node.name)
+    return of_batch
 
 
 def _told_by_shapes(graph: Graph, candidates: Collection[str], dtypes: Mapping[str, Sequence[int]]) -> set[str]:
     """Returns the nodes that devices can compute from the shapes of their inputs: they have no rows."""
-    found: set[str] = set()
+    told: set[str] = set()
     for node in graph:
         reads = [ref for ref in graph.inputs(node.name) if graph.nodes[ref.node].op != "Const"]
-        if node.name in candidates and reads and (node.op in _METADATA or all(ref.node in found for ref in reads)):
-            found.add(node.name)
-    return found
+        if node.name in candidates and reads and (node.op in _METADATA or all(ref.node in told for ref in reads)):
+            told.add(node.name)
+    return told
 
 
 def _function(
@@ -236,16 +236,16 @@ def _with_placeholders(
         free.remove(name)
         now[ref] = Ref(name)
     replaced = {place.node: (ref, shape) for (ref, place), shape in zip(now.items(), shapes, strict=True)}
-    found = GraphDef(versions=graph_def.versions, library=graph_def.library)
+    rewritten = GraphDef(versions=graph_def.versions, library=graph_def.library)
     for node in graph_def.node:
         if node.name in replaced:
             ref, shape = replaced[node.name]
             attrs = {"dtype": dtype_attr(dtypes[ref.node][ref.output]), "shape": shape_attr(shape)}
-            found.node.append(make_node(node.name, "Placeholder", attrs=attrs))
+            rewritten.node.append(make_node(node.name, "Placeholder", attrs=attrs))
             continue
-        own = found.node.add()
+        own = rewritten.node.add()
         own.CopyFrom(node)
         for index, text in enumerate(node.input):
             if not text.startswith("^"):
                 own.input[index] = str(now.get(Ref.parse(text), text))
-    return found, [now[ref] for ref in crossing]
+    return rewritten, [now[ref] for ref in crossing]

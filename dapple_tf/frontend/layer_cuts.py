@@ -90,7 +90,7 @@ def with_functions(program: Program, prefix: str, recompute: str = "none") -> Pr
 
 def innermost_calls(model: keras.Model, calls: Sequence[LayerCall]) -> list[LayerCall]:
     """Returns consecutive calls of layers that a plan may cut after: those of the model, and of models nested in it."""
-    found: list[LayerCall] = []
+    innermost: list[LayerCall] = []
 
     def visit(container: Any, prefix: str, start: int, stop: int) -> None:
         items = [*getattr(container, "operations", ()), *layers_of(container, include_self=False, recursive=False)]
@@ -102,14 +102,14 @@ def innermost_calls(model: keras.Model, calls: Sequence[LayerCall]) -> list[Laye
                 continue
             position = call.stop
             layer = children.get(call.path[len(prefix) :])
-            before = len(found)
+            before = len(innermost)
             if isinstance(layer, keras.Model):
                 visit(layer, call.path + "/", call.start, call.stop)
-            if len(found) == before:
-                found.append(call)
+            if len(innermost) == before:
+                innermost.append(call)
 
     visit(model, "", 0, sys.maxsize)
-    return found
+    return innermost
 
 
 def cut_name(call: LayerCall, calls: Sequence[LayerCall]) -> str | None:

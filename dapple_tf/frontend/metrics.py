@@ -67,7 +67,7 @@ class RunningMetrics:
             return logs({name: read_value(self._table.keras_variables[name]) for name in logs.variables})
         if type(model).get_metrics_result is not keras.Model.get_metrics_result:
             return dict(model.get_metrics_result())
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         tracker = loss_tracker(model)
         for metric in model.metrics:
             if tracker is not None and metric is tracker and _is_plain_mean(metric):
@@ -75,17 +75,17 @@ class RunningMetrics:
                 result: Any = total / count if count else np.float32(0)
             else:
                 result = metric.result()
-            found |= result if isinstance(result, dict) else {metric.name: result}
-        return found
+            results |= result if isinstance(result, dict) else {metric.name: result}
+        return results
 
     def _after_reset(self, metric: keras.metrics.Metric) -> dict[str, np.ndarray]:
         kept = [np.asarray(variable.value) for variable in metric.variables]
         metric.reset_state()
         table = self._table
-        found = {table.name_of(v): np.asarray(v.value) for v in metric.variables if table.knows(v)}
+        reset_values = {table.name_of(v): np.asarray(v.value) for v in metric.variables if table.knows(v)}
         for variable, value in zip(metric.variables, kept, strict=True):
             variable.assign(value)
-        return found
+        return reset_values
 
 
 class _Feeds(dict[str, tuple[np.ndarray, np.ndarray]]):
@@ -96,8 +96,8 @@ class _Feeds(dict[str, tuple[np.ndarray, np.ndarray]]):
         self._read = read
 
     def __missing__(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        self[name] = found = self._read(name)
-        return found
+        self[name] = pair = self._read(name)
+        return pair
 
 
 def _is_plain_mean(metric: keras.metrics.Metric) -> bool:

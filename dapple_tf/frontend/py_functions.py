@@ -82,12 +82,12 @@ def _differentiate(operation: Any, *gradients: Any) -> list[Any]:
         return [tf.convert_to_tensor(each) for each in computed]
 
     arriving = [tf.convert_to_tensor(gradients[number]) for number in outputs]
-    found = tf.py_function(
+    of_sources = tf.py_function(
         gradient, [*operation.inputs, *arriving], [operation.inputs[number].dtype for number in sources]
     )
     # TensorFlow forgets Python code with the graph that it was made in, unless something else refers to it.
     vars(function).setdefault("gradients", []).append(gradient)
-    for number, result in zip(sources, found, strict=True):
+    for number, result in zip(sources, of_sources, strict=True):
         result.set_shape(operation.inputs[number].shape)
-    of_inputs = dict(zip(sources, found, strict=True))
+    of_inputs = dict(zip(sources, of_sources, strict=True))
     return [of_inputs.get(number) for number in range(count)]

@@ -145,13 +145,13 @@ class EmulatedStep:
             phase = Phase.FORWARD
             if backward:
                 phase = Phase.INPUT_GRAD if other in self.schedule.split else Phase.BACKWARD
-            found = []
+            pieces = []
             for piece in costs.pieces(producer, consumer, task.micro_batch, backward=backward):
                 if piece.receiver == task.replica:
                     sender = Task(other, phase, task.micro_batch, piece.sender)
-                    found.append((sender, self._slice(sender).overlap(wanted), piece.bytes))
-            if found:
-                yield found
+                    pieces.append((sender, self._slice(sender).overlap(wanted), piece.bytes))
+            if pieces:
+                yield pieces
 
     def _own(self, task: Task) -> Task | None:
         """Returns the task of the same stage and slice whose results it reads."""
@@ -162,9 +162,9 @@ class EmulatedStep:
 
     def _needs(self, task: Task) -> set[Task]:
         """Returns the tasks of this step that it waits for, besides the previous one on its device."""
-        found = {sender for pieces in self._sources(task) for sender, _, _ in pieces}
-        found |= {other for other in (self._own(task), self.schedule.after.get(task)) if other is not None}
-        return found if task in self.next else found - self.next
+        needed = {sender for pieces in self._sources(task) for sender, _, _ in pieces}
+        needed |= {other for other in (self._own(task), self.schedule.after.get(task)) if other is not None}
+        return needed if task in self.next else needed - self.next
 
     def _add_task(self, task: Task) -> None:
         device = self.schedule.device_of(task)
@@ -220,12 +220,12 @@ class EmulatedStep:
 
     def _update_of(self, task: Task) -> list[_Made]:
         """Returns the update that a forward of the next step waits for; the reductions or gradients if it has none."""
-        found = []
+        awaited = []
         for (device, stage), last in self.last_gradients.items():
             if (stage, last.replica) == (task.stage, task.replica):
                 update = self.updated.get((stage, device))
-                found += [update] if update else [*self.reduced.get((stage, device), ()), self.made[last]]
-        return found
+                awaited += [update] if update else [*self.reduced.get((stage, device), ()), self.made[last]]
+        return awaited
 
     def _transfer(self, sender: Task, receiver: Task, interval: Interval, size: float) -> _Made:
         """Adds the transfer of a part of a task's results to another task's device."""

@@ -204,18 +204,18 @@ class StepClock:
 
     def result(self, templates: Sequence[Span]) -> MeasuredStep:
         """Returns the measured step."""
-        found: dict[int, tuple[float, float, Wait | None]] = {}
+        measured: dict[int, tuple[float, float, Wait | None]] = {}
         for wait, start, end, cause in self.records:
-            if wait.span in found:
-                first, last, of_first = found[wait.span]
-                found[wait.span] = (min(first, start), max(last, end), cause if start < first else of_first)
+            if wait.span in measured:
+                first, last, of_first = measured[wait.span]
+                measured[wait.span] = (min(first, start), max(last, end), cause if start < first else of_first)
             else:
-                found[wait.span] = (start, end, cause)
-        order = sorted(found, key=lambda span: found[span][0])
+                measured[wait.span] = (start, end, cause)
+        order = sorted(measured, key=lambda span: measured[span][0])
         position = {span: index for index, span in enumerate(order)}
         spans = []
         for number in order:
-            start, end, cause = found[number]
+            start, end, cause = measured[number]
             spans.append(
                 templates[number]._replace(
                     start=start / self.scale,

@@ -219,7 +219,9 @@ def _measured_order(spans: Iterable[Span]) -> Schedule:
         if span.kind in phases and span.device is not None and span.micro_batch is not None:
             task = Task(span.stage, phases[span.kind], span.micro_batch, span.replica)
             orders.setdefault(span.device, []).append((span.start, task))
-    return Schedule("emulated", {device: tuple(task for _, task in sorted(found)) for device, found in orders.items()})
+    return Schedule(
+        "emulated", {device: tuple(task for _, task in sorted(starts)) for device, starts in orders.items()}
+    )
 
 
 def _check_order(spans: Iterable[Span], orders: Mapping[int, tuple[Task, ...]]) -> None:

@@ -62,11 +62,11 @@ def buffers_of(program: Program, split: Program, trace: StepTrace, static: Sizes
 
 
 def fitted(
-    samples: Sequence[int], found: Sequence[Buffers], tensors: Sequence[Tensor]
+    samples: Sequence[int], measured: Sequence[Buffers], tensors: Sequence[Tensor]
 ) -> tuple[tuple[LayerBuffers, ...], tuple[Tensor, ...]]:
     """Fits buffers at several sizes: their costs per sample, and the tensors with their readers."""
     layers = []
-    for sizes in zip(*(buffers.layers for buffers in found), strict=True):
+    for sizes in zip(*(buffers.layers for buffers in measured), strict=True):
         residual, delayed, partial, gradients, rows, apply = zip(*sizes, strict=True)
         layers.append(
             LayerBuffers(
@@ -80,7 +80,7 @@ def fitted(
         )
     known = [
         dataclasses.replace(tensor, kept=tuple(sorted(kept)), delayed=tuple(sorted(late)), gradient_delayed=gradient)
-        for tensor, (kept, late, gradient) in zip(tensors, found[-1].readers, strict=True)
+        for tensor, (kept, late, gradient) in zip(tensors, measured[-1].readers, strict=True)
     ]
     return tuple(layers), tuple(known)
 
@@ -88,21 +88,21 @@ def fitted(
 def _read(program: Program, stage: Stage, functions: Iterable[StageFunction | None]) -> list[tuple[int, Ref]]:
     """Returns (producing stage, tensor) for forward tensors that backward functions read, also through aliases."""
     makers = {boundary.ref: boundary.producer for boundary in program.boundaries}
-    found: dict[tuple[int, Ref], None] = {}
+    tensors: dict[tuple[int, Ref], None] = {}
     partial = False
     for function in functions:
         for value in function.inputs if function is not None else ():
             partial |= value.kind is ValueKind.PARTIAL
             if value.kind is ValueKind.RESIDUAL:
-                found[stage.index, value.ref] = None
+                tensors[stage.index, value.ref] = None
             elif value.kind is ValueKind.FORWARD and value.ref in makers:
-                found[makers[value.ref], value.ref] = None
+                tensors[makers[value.ref], value.ref] = None
     for value in _roots(stage) if partial else ():
         if value.kind is ValueKind.RESIDUAL:
-            found[stage.index, value.ref] = None
+            tensors[stage.index, value.ref] = None
         elif value.kind is ValueKind.FORWARD and value.ref in makers:
-            found[makers[value.ref], value.ref] = None
-    return list(found)
+            tensors[makers[value.ref], value.ref] = None
+    return list(tensors)
 
 
 def _roots(stage: Stage) -> list[Value]:
@@ -112,7 +112,7 @@ def _roots(stage: Stage) -> list[Value]:
     graph = Graph(stage.own_graph)
     arguments = {ref: value for value, ref in stage.arguments.items()}
     given = {value.ref: value for value in stage.input_grad.inputs} if stage.input_grad is not None else {}
-    found: dict[Value, None] = {}
+    roots: dict[Value, None] = {}
     for value in stage.weight_grad.inputs:
         ref = value.ref
         if value.kind is ValueKind.PARTIAL:
@@ -120,14 +120,14 @@ def _roots(stage: Stage) -> list[Value]:
                 ref = graph.inputs(ref.node)[0]
             known = arguments.get(ref) or given.get(ref)
             value = known if known is not None else Value(ref, ValueKind.PARTIAL)
-        found[value] = None
-    return list(found)
+        roots[value] = None
+    return list(roots)
 
 
 def _partial_bytes(stage: Stage, static: Sizes) -> int:
     """Returns the bytes that Bx makes for Bw; reshapes of one buffer count once."""
     given = {value.ref for value in stage.weight_grad.inputs} if stage.weight_grad is not None else set()
-    found = 0
+    total = 0
     for value in _roots(stage):
         if value.kind is ValueKind.PARTIAL:
             size = static.get((stage.index, value.ref))
@@ -135,8 +135,8 @@ def _partial_bytes(stage: Stage, static: Sizes) -> int:
                 size = max(
                     (static.get((stage.index, ref), 0) for ref in given if _leads(stage, ref, value.ref)), default=0
                 )
-            found += size or 0
-    return found
+            total += size or 0
+    return total
 
 
 def _leads(stage: Stage, alias: Ref, root: Ref) -> bool:
@@ -154,7 +154,7 @@ def _readers(program: Program, trace: StepTrace, reads: Sequence[Sequence[tuple[
         {address for maker, ref in tensors if maker == stage and (address := trace.address(maker, ref)) is not None}
         for stage, tensors in enumerate(reads)
     ]
-    found: dict[Ref, frozenset[int]] = {}
+    readers: dict[Ref, frozenset[int]] = {}
     addresses = {boundary.ref: trace.address(boundary.producer, boundary.ref) for boundary in program.boundaries}
     for boundary in sorted(program.boundaries, key=lambda boundary: -boundary.producer):
         address = addresses[boundary.ref]
@@ -162,10 +162,10 @@ def _readers(program: Program, trace: StepTrace, reads: Sequence[Sequence[tuple[
         # The buffer is alive while these run, so that a result of theirs at its address is the buffer.
         stages |= {stage for stage in (boundary.producer, *boundary.consumers) if address in own[stage]}
         for other in program.boundaries:
-            if other.producer in boundary.consumers and addresses[other.ref] == address and other.ref in found:
-                stages |= found[other.ref]
-        found[boundary.ref] = frozenset(stages)
-    return [found[boundary.ref] for boundary in program.boundaries]
+            if other.producer in boundary.consumers and addresses[other.ref] == address and other.ref in readers:
+                stages |= readers[other.ref]
+        readers[boundary.ref] = frozenset(stages)
+    return [readers[boundary.ref] for boundary in program.boundaries]
 
 
 def _outside(program: Program, trace: StepTrace, stage: int) -> set[Hashable]:

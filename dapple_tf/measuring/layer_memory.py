@@ -86,8 +86,8 @@ def layer_memory(
         known = [size for size in sizes if size is not None]
         delayed.append(cost_through(samples, known) if len(known) == len(sizes) else None)
     temporary = [[trace.temporary_bytes(stage) for stage in stages] for trace in traces]
-    found = [buffers_of(program, split, trace, sizes) for trace, sizes in zip(traces, static, strict=True)]
-    buffers, read = fitted(samples, found, tensors)
+    measured = [buffers_of(program, split, trace, sizes) for trace, sizes in zip(traces, static, strict=True)]
+    buffers, read = fitted(samples, measured, tensors)
     return LayerMemory(
         tensors=read,
         output=tuple(output),
@@ -102,13 +102,13 @@ def layer_memory(
 def kept_tensors(program: Program, stage: int) -> list[Ref]:
     """Returns the tensors that a stage makes and backward functions read, its own or those of later stages."""
     made = {boundary.ref for boundary in program.boundaries if boundary.producer == stage}
-    found: dict[Ref, None] = {}
+    kept: dict[Ref, None] = {}
     for reader in program.stages[stage:]:
         for value in reader.own_backward.inputs:
             own = reader.index == stage and value.kind is ValueKind.RESIDUAL
             if own or (value.kind is ValueKind.FORWARD and value.ref in made):
-                found[value.ref] = None
-    return list(found)
+                kept[value.ref] = None
+    return list(kept)
 
 
 def static_sizes(program: Program, sample_shapes: Sequence[Sequence[int]], samples: int) -> dict[tuple[int, Ref], int]:
@@ -119,7 +119,7 @@ def static_sizes(program: Program, sample_shapes: Sequence[Sequence[int]], sampl
         sample_shapes: the shape of one sample of each batch input.
         samples: number of samples in a slice.
     """
-    found: dict[tuple[int, Ref], int] = {}
+    sizes: dict[tuple[int, Ref], int] = {}
     known_shapes = stage_shapes(program, sample_shapes, samples)
     for stage in program.stages:
         shapes = known_shapes[stage.index]
@@ -129,15 +129,15 @@ def static_sizes(program: Program, sample_shapes: Sequence[Sequence[int]], sampl
             dims = shapes.get(value.ref) if value.kind in (ValueKind.RESIDUAL, ValueKind.PARTIAL) else None
             known = [dim for dim in dims or () if dim is not None]
             if dims is not None and len(known) == len(dims):
-                found[stage.index, value.ref] = math.prod(known) * dtype_size(dtype_of(graph, value.ref))
-    return found
+                sizes[stage.index, value.ref] = math.prod(known) * dtype_size(dtype_of(graph, value.ref))
+    return sizes
 
 
 def stage_shapes(
     program: Program, sample_shapes: Sequence[Sequence[int]], samples: int
 ) -> list[dict[Ref, Shape | None]]:
     """Returns, for each stage, the shapes of its tensors for slices of ``samples`` samples; see `static_sizes`."""
-    found = []
+    shapes = []
     boundaries = {boundary.ref: boundary for boundary in program.boundaries}
     inputs = dict(zip(program.roles.inputs, sample_shapes, strict=True))
     for stage in program.stages:
@@ -148,8 +148,8 @@ def stage_shapes(
                 assumed[ref.node] = [samples, *inputs[value.ref]]
             elif boundary is not None:
                 assumed[ref.node] = list(boundary.example_slice_shape(samples))
-        found.append(infer_shapes(stage.own_graph, assumed, {program.roles.slice.samples: samples}))
-    return found
+        shapes.append(infer_shapes(stage.own_graph, assumed, {program.roles.slice.samples: samples}))
+    return shapes
 
 
 def has_gradient(program: Program, boundary: Boundary) -> bool:
@@ -167,12 +167,12 @@ def _min_cut_bytes(
     """
     kept = [kept_tensors(program, stage) for stage in range(len(program.stages))]
     measured = trace.kept_bytes([[ref for ref in refs if trace.knows(stage, ref)] for stage, refs in enumerate(kept)])
-    found = []
+    sizes = []
     for stage, refs in enumerate(kept):
         fresh = [static.get((stage, ref)) for ref in refs if not trace.knows(stage, ref)]
         known = [size for size in fresh if size is not None]
-        found.append(measured[stage] + sum(known) if len(known) == len(fresh) else otherwise[stage])
-    return found
+        sizes.append(measured[stage] + sum(known) if len(known) == len(fresh) else otherwise[stage])
+    return sizes
 
 
 def _delayed_bytes(program: Program, trace: StepTrace, static: Mapping[tuple[int, Ref], int]) -> list[int | None]:
@@ -182,7 +182,7 @@ def _delayed_bytes(program: Program, trace: StepTrace, static: Mapping[tuple[int
     partial results.
     """
     makers = {boundary.ref: boundary.producer for boundary in program.boundaries}
-    found: list[int | None] = []
+    delayed: list[int | None] = []
     for stage in program.stages:
         kept: list[tuple[int, Ref]] = []
         sizes: list[int | None] = []
@@ -197,8 +197,8 @@ def _delayed_bytes(program: Program, trace: StepTrace, static: Mapping[tuple[int
         sizes += [static.get((stage.index, ref)) for maker, ref in kept if not trace.knows(maker, ref)]
         sizes.append(trace.buffer_bytes([made for made in kept if trace.knows(*made)]))
         known = [size for size in sizes if size is not None]
-        found.append(sum(known) if len(known) == len(sizes) else None)
-    return found
+        delayed.append(sum(known) if len(known) == len(sizes) else None)
+    return delayed
 
 
 class StepTrace:
@@ -322,11 +322,11 @@ class StepTrace:
 
     def apply_bytes(self, stage: int) -> int:
         """Returns the peak use of the updates of a stage's parameters."""
-        found = 0
+        peak = 0
         for begin, end in self._applies.get(stage, ()):
             low, high = bisect.bisect_left(self._times, begin), bisect.bisect_right(self._times, end)
-            found = max(found, max(self._in_use[low : high + 1]) - self._in_use[low])
-        return found
+            peak = max(peak, max(self._in_use[low : high + 1]) - self._in_use[low])
+        return peak
 
     def list_bytes(self, stage: int, refs: Sequence[Ref]) -> int:
         """Returns the bytes in the tensor lists among these results of a stage's F."""
@@ -334,11 +334,11 @@ class StepTrace:
 
     def _buffers(self, stage: int, refs: Iterable[Ref]) -> dict[Hashable, int]:
         """Returns the buffers of tensors that a stage's F returns, with their bytes; tensors may share one."""
-        found: dict[Hashable, int] = {}
+        buffers: dict[Hashable, int] = {}
         for ref in refs:
             key = self._pointers.get((stage, ref)) or (stage, ref)  # No address: a buffer of its own.
-            found[key] = max(found.get(key, 0), self.size(stage, ref))
-        return found
+            buffers[key] = max(buffers.get(key, 0), self.size(stage, ref))
+        return buffers
 
     def buffer_bytes(self, made: Iterable[tuple[int, Ref]]) -> int:
         """Returns the bytes of tensors, each with the stage whose F returns it; shared buffers count once."""
@@ -355,14 +355,14 @@ class StepTrace:
         run, so that no other tensor has the same address.
         """
         counted: set[Hashable] = set()
-        found = []
+        sizes = []
         for stage, tensors in enumerate(kept):
             refs = list(tensors)
             buffers = self._buffers(stage, refs)
             own = sum(size for key, size in buffers.items() if key not in counted)
             counted |= buffers.keys()
-            found.append(own + self.list_bytes(stage, refs))
-        return found
+            sizes.append(own + self.list_bytes(stage, refs))
+        return sizes
 
     def _keeps_lists(self, stage: int, refs: Sequence[Ref]) -> bool:
         function = self._program.stages[stage].own_forward
@@ -393,7 +393,7 @@ class StepTrace:
 
     def temporary_bytes(self, stage: int) -> int:
         """Returns the peak use of F or B beyond what remains afterwards (F), or what was before and its results (B)."""
-        found = [0]
+        temporary = [0]
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             task = Task(stage, phase, LAST)
             if task not in self._spans:
@@ -401,10 +401,10 @@ class StepTrace:
             low, high = self._events(task)
             peak = max(self._in_use[low : high + 1])
             if phase is Phase.FORWARD:
-                found.append(peak - self._in_use[high])
+                temporary.append(peak - self._in_use[high])
             else:
-                found.append(peak - self._in_use[low] - self._given_back.get(stage, 0))
-        return max(found)
+                temporary.append(peak - self._in_use[low] - self._given_back.get(stage, 0))
+        return max(temporary)
 
 
 # ---- variables
@@ -466,7 +466,7 @@ def variable_bytes(program: Program, updates: Sequence[GroupUpdate] | None, tabl
         elif group in shared:
             of_parameters, of_slots = shared[group]
             shared[group] = (of_parameters, of_slots + size(name))
-    groups = tuple(SharedParameters(stages, *found) for stages, found in sorted(shared.items()))
+    groups = tuple(SharedParameters(stages, *sizes) for stages, sizes in sorted(shared.items()))
     return VariableBytes(tuple(parameters), tuple(slots), tuple(state), groups)
 
 

@@ -69,13 +69,13 @@ def measure_links(
         own = list(cluster.servers or (Server(),) * cluster.num_servers)
         for kind, pairs in _pairs(cluster).items():
             if kind == "inter" and between is not None:
-                found = list(between.values())
+                links = list(between.values())
                 own = _network_cards(own, between)
             else:
-                found = [_line_of(sizes, _transfers(cluster, pair, sizes, repeats)) for pair in pairs]
-            if found:
-                changes[f"{kind}_bandwidth"] = min(link.bandwidth for link in found)
-                changes[f"{kind}_latency"] = max(link.latency for link in found)
+                links = [_line_of(sizes, _transfers(cluster, pair, sizes, repeats)) for pair in pairs]
+            if links:
+                changes[f"{kind}_bandwidth"] = min(link.bandwidth for link in links)
+                changes[f"{kind}_latency"] = max(link.latency for link in links)
         if cluster.num_devices > 1:
             changes["reduce_bandwidth"], changes["reduce_latency"] = _reduction(cluster, sizes, repeats)
         if capacity:
@@ -114,14 +114,14 @@ def measure_between_servers(
     """
     _check(cluster, small, large, repeats)
     sizes = tuple(max(1, size // 4) for size in (small, large))
-    found = {}
+    links = {}
     with connected(cluster):
         for pair in itertools.combinations(range(cluster.num_servers), 2):
             if progress is not None:
                 progress(*pair)
             first, second = (cluster.devices_of(server)[0] for server in pair)
-            found[pair] = _line_of(sizes, _transfers(cluster, (first, second), sizes, repeats))
-    return found
+            links[pair] = _line_of(sizes, _transfers(cluster, (first, second), sizes, repeats))
+    return links
 
 
 def _check(cluster: Cluster, small: int, large: int, repeats: int) -> None:
@@ -142,31 +142,31 @@ def _network_cards(servers: Sequence[Server], between: Mapping[tuple[int, int], 
     Cards of 1, 1 and 5 give links of 1 (0-1), 1 (0-2) and 1 (1-2), so that the third card comes out as 1, too:
     links alone can't show more.
     """
-    found = []
+    with_cards = []
     for number, server in enumerate(servers):
         links = [link for pair, link in between.items() if number in pair]
         if links:
             bandwidth, latency = max(link.bandwidth for link in links), min(link.latency for link in links)
             server = dataclasses.replace(server, inter_bandwidth=bandwidth, inter_latency=latency)
-        found.append(server)
-    return found
+        with_cards.append(server)
+    return with_cards
 
 
 def _pairs(cluster: Cluster) -> dict[str, list[tuple[int, int]]]:
     """Returns a few pairs of devices for each kind of link: neighbours within servers, and first devices of servers."""
-    found: dict[str, list[tuple[int, int]]] = {"intra": [], "inter": []}
+    pairs: dict[str, list[tuple[int, int]]] = {"intra": [], "inter": []}
     servers = [cluster.devices_of(server) for server in range(cluster.num_servers)]
     for devices in servers:
         if len(devices) > 1:
-            found["intra"].append((devices[0], devices[-1]))
-    found["inter"] += [(one[0], other[0]) for one, other in itertools.pairwise(servers)]
-    return found
+            pairs["intra"].append((devices[0], devices[-1]))
+    pairs["inter"] += [(one[0], other[0]) for one, other in itertools.pairwise(servers)]
+    return pairs
 
 
 def _timed(session: Any, fetches: Any, feed: Any, repeats: int, seconds: Callable[[Any], float]) -> float:
     """Returns the median over runs, without the first two."""
-    found = [seconds(session.run(fetches, feed)) for _ in range(repeats + 2)]
-    return statistics.median(found[2:])
+    times = [seconds(session.run(fetches, feed)) for _ in range(repeats + 2)]
+    return statistics.median(times[2:])
 
 
 def _host(name: str) -> str:
@@ -207,10 +207,10 @@ def _transfers(cluster: Cluster, pair: tuple[int, int], sizes: Sequence[int], re
         alone = _clock([nothing], _host(source))
         with open_session(cluster, graph) as session:
             with_copy = [
-                _timed(session, [before, after], {count: size}, repeats, lambda found: found[1] - found[0])
+                _timed(session, [before, after], {count: size}, repeats, lambda times: times[1] - times[0])
                 for size in sizes
             ]
-            without = _timed(session, [before, alone], {count: sizes[0]}, repeats, lambda found: found[1] - found[0])
+            without = _timed(session, [before, alone], {count: sizes[0]}, repeats, lambda times: times[1] - times[0])
     # The message back is small, and takes as long as the small one there.
     there = [max(0.0, seconds - without) for seconds in with_copy]
     return [there[0] / 2, max(there[1] - there[0] / 2, there[0] / 2)]
@@ -229,7 +229,7 @@ def _reduction(cluster: Cluster, sizes: Sequence[int], repeats: int) -> tuple[fl
     """Returns bandwidth and latency of a ring over all devices: 2 (n - 1) steps, each with an n-th of the bytes."""
     names = cluster.device_names
     count = len(names)
-    found = []
+    seconds = []
     for size in sizes:
         key = collective_keys()
         with tf.Graph().as_default() as graph:
@@ -256,10 +256,10 @@ def _reduction(cluster: Cluster, sizes: Sequence[int], repeats: int) -> tuple[fl
                     )
             after = _clock(reduced, _host(names[0]))
             with open_session(cluster, graph) as session:
-                found.append(_timed(session, [before, after], {}, repeats, lambda times: times[1] - times[0]))
+                seconds.append(_timed(session, [before, after], {}, repeats, lambda times: times[1] - times[0]))
     steps = 2 * (count - 1)
     # seconds = steps * latency + steps / count * bytes / bandwidth
-    bandwidth, latency = _line_of(sizes, found)
+    bandwidth, latency = _line_of(sizes, seconds)
     return bandwidth * steps / count, max(latency / steps, _LEAST_LATENCY)
 
 

@@ -56,12 +56,12 @@ def add_step_stats(
         The number of measured operators. Operators on a GPU without reports of its kernels aren't measured.
     """
     steps = [stats] if hasattr(stats, "dev_stats") else list(stats)
-    found = _times_of_steps(steps, signatures, prefix)
-    for name, times in found.items():
+    by_node = _times_of_steps(steps, signatures, prefix)
+    for name, times in by_node.items():
         speed = 1.0 if speeds is None else speeds.get(times[0].device, 1.0)
         seconds = statistics.median(time.nanoseconds for time in times) * speed / 1e9
         costs.add(signatures[name], device_kind(times[0].device), seconds, times=len(times))
-    return len(found)
+    return len(by_node)
 
 
 def operator_seconds(
@@ -74,16 +74,16 @@ def operator_seconds(
         signatures: node -> what its time depends on. Other nodes are ignored.
         prefix: prefix of the nodes in the session's graph.
     """
-    found = _times_of_steps(steps, signatures, prefix)
-    return {name: statistics.median(time.nanoseconds for time in times) / 1e9 for name, times in found.items()}
+    by_node = _times_of_steps(steps, signatures, prefix)
+    return {name: statistics.median(time.nanoseconds for time in times) / 1e9 for name, times in by_node.items()}
 
 
 def _times_of_steps(steps: Iterable[Any], signatures: Mapping[str, OpSignature], prefix: str) -> dict[str, list[_Time]]:
-    found: dict[str, list[_Time]] = {}
+    times: dict[str, list[_Time]] = {}
     for step in steps:
         for name, time in _times(step, signatures, prefix).items():
-            found.setdefault(name, []).append(time)
-    return found
+            times.setdefault(name, []).append(time)
+    return times
 
 
 class _Time(NamedTuple):
@@ -96,7 +96,7 @@ class _Time(NamedTuple):
 def _times(stats: Any, signatures: Mapping[str, OpSignature], prefix: str) -> dict[str, _Time]:
     start = len(prefix) + 1 if prefix else 0
     inside = _Insides(signatures)
-    found: dict[str, list[_Run]] = {}
+    by_operator: dict[str, list[_Run]] = {}
     kernels: collections.Counter[str] = collections.Counter()
     told = False
     for device, node in _nodes(stats):
@@ -108,8 +108,8 @@ def _times(stats: Any, signatures: Mapping[str, OpSignature], prefix: str) -> di
         elif _is_executors(device) and node.node_name.startswith(prefix):
             name = inside.operator(node.node_name[start:])
             if name is not None:
-                found.setdefault(name, []).append(_run(device, node))
-    on_gpus = [name for name, runs in found.items() if device_kind(runs[0].device) == "GPU"]
+                by_operator.setdefault(name, []).append(_run(device, node))
+    on_gpus = [name for name, runs in by_operator.items() if device_kind(runs[0].device) == "GPU"]
     if on_gpus and not told:
         logger.warning(
             "%d operators ran on GPUs, but the trace has no times of kernels, so that they count as not measured; may "
@@ -117,8 +117,8 @@ def _times(stats: Any, signatures: Mapping[str, OpSignature], prefix: str) -> di
             len(on_gpus),
         )
         for name in on_gpus:
-            del found[name]
-    return {name: _Time(runs[0].device, max(_busy(runs), kernels[name])) for name, runs in found.items()}
+            del by_operator[name]
+    return {name: _Time(runs[0].device, max(_busy(runs), kernels[name])) for name, runs in by_operator.items()}
 
 
 def _is_executors(device: str) -> bool:

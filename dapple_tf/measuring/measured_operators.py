@@ -58,17 +58,17 @@ def measure_operators(
             seconds_of_run(samples)  # Prepares the graph, and gets this size's data back into the caches.
             walls.setdefault(samples, []).append(seconds_of_run(samples))
             traces.setdefault(samples, []).append(runs.trace(samples, alone=True))
-    found: dict[int, list[dict[str, float]]] = {}
+    operator_times: dict[int, list[dict[str, float]]] = {}
     for samples, stats in traces.items():
         signatures: dict[str, OpSignature] = {}
         for node, (stage, name) in step.places.items():
             made = operators[samples][stage].signatures
             if name in made:
                 signatures[node] = made[name]
-        found[samples] = [{} for _ in operators[samples]]
+        operator_times[samples] = [{} for _ in operators[samples]]
         for node, seconds in operator_seconds(stats, signatures, prefix=runs.name).items():
             stage, name = step.places[node]
-            found[samples][stage][name] = seconds
-        count = sum(map(len, found[samples]))
+            operator_times[samples][stage][name] = seconds
+        count = sum(map(len, operator_times[samples]))
         logger.debug("%d of %d operators were traced with slices of %d", count, len(signatures), samples)
-    return MeasuredOperators(found, {samples: statistics.median(times) for samples, times in walls.items()})
+    return MeasuredOperators(operator_times, {samples: statistics.median(times) for samples, times in walls.items()})

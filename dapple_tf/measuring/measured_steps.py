@@ -50,16 +50,16 @@ def measure_steps(
     try:
         with Progress(what, _WARM_UP + rounds) as bar:
             for number in range(_WARM_UP + rounds):
-                for trainer, data, found in zip(trainers, batches, seconds, strict=True):
+                for trainer, data, kept in zip(trainers, batches, seconds, strict=True):
                     trainer.seconds(*data)  # gets its data back into the caches
                     taken = trainer.seconds(*data)
                     if number >= _WARM_UP:
-                        found.append(taken)
+                        kept.append(taken)
                 bar.step("steps in turns")
     finally:
         for trainer in trainers:
             trainer.close()
-    return tuple(statistics.median(found) for found in seconds)
+    return tuple(statistics.median(times) for times in seconds)
 
 
 def tune_reverse_first_k(

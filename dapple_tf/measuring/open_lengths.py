@@ -90,10 +90,10 @@ def _why_not_run(
                 size = placeholders.get(node.name) or [dim.size for dim in node.attr["shape"].shape.dim]
                 given[f"{node.name}:0"] = tf.fill(size, tf.cast(values.get(Ref(node.name), 0), dtype))
         results = [f"{ref.node}:{ref.output}" for ref in wanted]
-        found = tf.graph_util.import_graph_def(graph, input_map=given, return_elements=results, name="run")
+        tensors = tf.graph_util.import_graph_def(graph, input_map=given, return_elements=results, name="run")
         try:
             with tf.compat.v1.Session(graph=scope, config=config) as session:
-                session.run([tensor.op for tensor in found])
+                session.run([tensor.op for tensor in tensors])
         except tf.errors.OpError as error:
             return str(error.message).partition("\n")[0]
     return ""

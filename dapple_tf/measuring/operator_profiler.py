@@ -111,7 +111,7 @@ def profile_operators(
     plan.validate_on(cluster)
     check_model(model, training=True)
     check_optimizer(model.optimizer, model.trainable_variables)
-    found = OperatorCosts() if costs is None else costs
+    measured = OperatorCosts() if costs is None else costs
     example = ExampleBatch.of(model, x, y, sample_weight, length=length)
     samples = -(-plan.global_batch_size // plan.micro_batches)
     chosen = {
@@ -123,13 +123,13 @@ def profile_operators(
     with kept_metrics(model), Progress("measuring operators", len(chosen) * (steps + _WARM_UP)) as bar:
         for device in chosen.values():
             try:
-                _measure(model, cluster, [device], samples, example, found, steps, bar)
+                _measure(model, cluster, [device], samples, example, measured, steps, bar)
             except PlanError as error:
                 logger.info("not measured on device %d alone: %s", device, error)
-                _measure(model, cluster, every, samples, example, found, steps, bar)
+                _measure(model, cluster, every, samples, example, measured, steps, bar)
                 break
-    logger.info("measured %d kinds of operators of model %r", found.count, model.name)
-    return found
+    logger.info("measured %d kinds of operators of model %r", measured.count, model.name)
+    return measured
 
 
 def _measure(
@@ -151,14 +151,14 @@ def _measure(
         metrics = RunningMetrics(model, engine.table).feeds()
         engine.state.load()
         speeds = {cluster.device_names[device]: cluster.devices[device].speed for device in devices}
-        found = []
+        traces = []
         for number in range(_WARM_UP + steps):
             bar.step("warming up" if number < _WARM_UP else "measuring")
             traced = engine.run(Mode.TRAIN, example.spec, arrays, metrics=metrics, trace=True).traced
             assert traced is not None
-            found.append(traced)
-        stats = [traced.stats for traced in found[_WARM_UP:]]
-        add_step_stats(costs, stats, signatures, prefix=found[0].prefix, speeds=speeds)
+            traces.append(traced)
+        stats = [traced.stats for traced in traces[_WARM_UP:]]
+        add_step_stats(costs, stats, signatures, prefix=traces[0].prefix, speeds=speeds)
 
 
 @contextlib.contextmanager

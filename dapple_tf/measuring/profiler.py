@@ -120,14 +120,14 @@ def profile(
         logger.info("profiling model %r on %s in slices of %s samples", model.name, cluster.device_names[device], sizes)
         bar.say(f"profiling model {model.name!r}, some {_expected(time_budget):.0f} s")
         profiled = ProfiledModel(model, table, program, example, sizes, cluster, device, repeats)
-        found = dataclasses.replace(_profiled(profiled, time_budget, bar), key=key)
+        new_profile = dataclasses.replace(_profiled(profiled, time_budget, bar), key=key)
         logger.info(
             "profiled model %r, %d layers, %s, in %.1f s",
-            *(model.name, len(found.layers), METHODS[found.method], time_budget.spent),
+            *(model.name, len(new_profile.layers), METHODS[new_profile.method], time_budget.spent),
         )
-    if directory is not None and found.method != "rooflines":
-        write_profile(_path(directory, key, found.method), found)
-    return found
+    if directory is not None and new_profile.method != "rooflines":
+        write_profile(_path(directory, key, new_profile.method), new_profile)
+    return new_profile
 
 
 def _expected(budget: TimeBudget) -> float:
@@ -185,11 +185,11 @@ def _profiled(profiled: ProfiledModel, budget: TimeBudget, bar: Progress) -> Pro
     sizes = (least, most if most > least else 2 * least)
     operators = {samples: stage_operators(program, profiled.sample_shapes, samples) for samples in sizes}
     anything = Profile(profiled.model.name, profiled.device_name, profiled.sizes, (_ANY_LAYER,), ())
-    found: MeasuredOperators | None = None
+    measurements: MeasuredOperators | None = None
 
     def by_operator() -> Profile:
         names, table = profiled.stages.names, profiled.table
-        return layers_by_operator(program, names, table, operators, found, anything)
+        return layers_by_operator(program, names, table, operators, measurements, anything)
 
     estimates = by_operator()
     once = (estimates.total("forward") + estimates.total("backward")).at(least)
@@ -201,7 +201,7 @@ def _profiled(profiled: ProfiledModel, budget: TimeBudget, bar: Progress) -> Pro
         runs = StepRuns(session, step.timed, "flat")
         for samples in sizes:
             runs.feed(samples, profiled.batch(samples))
-        found = measure_operators(
+        measurements = measure_operators(
             runs,
             step,
             operators,

@@ -138,9 +138,9 @@ def measure_speedups(
             rounds = []
             for number in range(-_WARM_UP, repeats):
                 bar.step(f"run {number + 1} of {repeats}" if number >= 0 else "warming up")
-                found = session.session.run(step.fetches, feeds)["stamps"]
+                stamps = session.session.run(step.fetches, feeds)["stamps"]
                 if number >= 0:
-                    rounds.append(found)
+                    rounds.append(stamps)
     times = step.times(np.asarray(rounds))
     for (kernel, region), speedup in times.speedup.items():
         logger.debug("Bw of stage %d beside Bx of stage %d: %.2f times as fast", kernel, region, speedup)
@@ -256,10 +256,10 @@ def with_joint_schedule(
         fitted.prescheduled,
         fitted.peak / 2**20,
     )
-    found = joint_scheduling.weight_regions(regions, fitted.schedule, times.stages)
+    weight_regions = joint_scheduling.weight_regions(regions, fitted.schedule, times.stages)
     # The memory rule counts one micro-batch.
     warm_up = plan.warm_up if memory_limit is None else (1,) * times.stages
-    return dataclasses.replace(plan, weight_regions=found, warm_up=warm_up)
+    return dataclasses.replace(plan, weight_regions=weight_regions, warm_up=warm_up)
 
 
 def even_cuts(model: keras.Model, stages: int, x: Any = None, y: Any = None, sample_weight: Any = None) -> list[str]:
@@ -337,10 +337,10 @@ class _StreamStep:
 
     def feeds(self, session: TimedSession, values: Mapping[Ref, np.ndarray]) -> dict[str, Any]:
         """Returns the feeds of a run: flat batch input -> the slice."""
-        found: dict[Ref, Any] = {self.step.feeds[ref]: array for ref, array in values.items()}
+        feeds: dict[Ref, Any] = {self.step.feeds[ref]: array for ref, array in values.items()}
         for variable, places in self.step.metric_feeds.items():
-            found |= dict(zip(places, session.metrics[variable], strict=True))
-        return {f"{_STEP}/{ref.node}:{ref.output}": value for ref, value in found.items()}
+            feeds |= dict(zip(places, session.metrics[variable], strict=True))
+        return {f"{_STEP}/{ref.node}:{ref.output}": value for ref, value in feeds.items()}
 
     def times(self, rounds: np.ndarray) -> StreamTimes:
         """Returns the times from the stamps of several runs. ``rounds``: [run, stamp], in seconds."""
@@ -356,8 +356,8 @@ class _StreamStep:
                 return 0.0
             where = 1 if phase is Phase.INPUT_GRAD else 0
             name = _FIRST if phase is Phase.INPUT_GRAD else _SECOND
-            found = [span(_key(name, pair)) for pair in self.pairs if pair[where] == stage]
-            return float(np.median(found or span(ItemKey(phase.value, stage))))
+            in_pairs = [span(_key(name, pair)) for pair in self.pairs if pair[where] == stage]
+            return float(np.median(in_pairs or span(ItemKey(phase.value, stage))))
 
         stages = self.program.stages
         beside, speedup = {}, {}

@@ -123,7 +123,7 @@ class StepRuns:
         """Returns the seconds of an item in each kept round; zeros if the step has no such item."""
         index = self._position.get(ItemKey(work, stage, micro_batch))
         rounds = self._rounds[samples]
-        return np.zeros(len(rounds)) if index is None else np.asarray([found[index] for found in rounds])
+        return np.zeros(len(rounds)) if index is None else np.asarray([seconds[index] for seconds in rounds])
 
     def time(self, samples: int, work: str, stage: int = 0, micro_batch: int = LAST) -> float:
         """Returns the median of `times`."""
@@ -131,4 +131,4 @@ class StepRuns:
 
     def typical(self) -> float:
         """Returns the median of all times of all items."""
-        return float(np.median(np.concatenate([found for rounds in self._rounds.values() for found in rounds])))
+        return float(np.median(np.concatenate([seconds for rounds in self._rounds.values() for seconds in rounds])))

@@ -233,20 +233,20 @@ def with_fed_sizes(graph: GraphDef, host: str) -> dict[str, np.ndarray]:
     Returns:
         Placeholder -> the multiple of a micro-batch's samples, element by element.
     """
-    found = {}
+    multiples = {}
     for node in graph.node:
         if node.op != "Const" or node.attr["dtype"].type not in (types_pb2.DT_INT32, types_pb2.DT_INT64):
             continue
         values = np.asarray(tf.make_ndarray(node.attr["value"].tensor))
         if not values.size or np.any(values == 0) or np.any(values % MARK):
             continue
-        found[node.name] = values // MARK
+        multiples[node.name] = values // MARK
         kind = {"dtype": dtype_attr(node.attr["dtype"].type), "shape": shape_attr(values.shape)}
         node.op, node.device = "Placeholder", host
         node.attr.clear()
         for name, value in kind.items():
             node.attr[name].CopyFrom(value)
-    return found
+    return multiples
 
 
 def chained(graph: GraphDef, step: Step, items: Sequence[Item], device: str) -> TimedStep:
@@ -282,7 +282,7 @@ def chained(graph: GraphDef, step: Step, items: Sequence[Item], device: str) -> 
 def _connecting(view: Graph, items: Sequence[Item], free: set[str]) -> list[list[str]]:
     """Returns, for each item, the ``free`` nodes that it is the first to need."""
     taken: set[str] = set()
-    found: list[list[str]] = []
+    connecting: list[list[str]] = []
     for item in items:
         own: list[str] = []
         pending = list(item.entry)
@@ -292,8 +292,8 @@ def _connecting(view: Graph, items: Sequence[Item], free: set[str]) -> list[list
                     taken.add(ref.node)
                     own.append(ref.node)
                     pending.append(ref.node)
-        found.append(own)
-    return found
+        connecting.append(own)
+    return connecting
 
 
 def time_stamp(builder: Builder, device: str, after: Sequence[str]) -> str:

@@ -27,7 +27,7 @@ def inventory(addresses: Sequence[str], seconds: float) -> list[list[dict[str, A
     Raises:
         ClusterError: a worker isn't there.
     """
-    found: dict[int, list[dict[str, Any]]] = {}
+    inventories: dict[int, list[dict[str, Any]]] = {}
 
     def ask(task: int) -> None:
         channel, answer = hello(task, addresses[task], {"ask": "status"}, seconds)
@@ -35,18 +35,18 @@ def inventory(addresses: Sequence[str], seconds: float) -> list[list[dict[str, A
         devices = answer.get("devices")
         if not isinstance(devices, list) or not devices or not all(map(_is_device, devices)):
             raise ClusterError(f"worker {task} ({addresses[task]}) {garbled(answer, 'devices')}")
-        found[task] = devices
+        inventories[task] = devices
 
     for_each(ask, len(addresses))
-    return [found[task] for task in range(len(addresses))]
+    return [inventories[task] for task in range(len(addresses))]
 
 
-def _is_device(found: object) -> bool:
+def _is_device(entry: object) -> bool:
     return (
-        isinstance(found, dict)
-        and found.get("kind") in ("CPU", "GPU")
-        and type(found.get("memory_bytes")) is int
-        and found["memory_bytes"] > 0
+        isinstance(entry, dict)
+        and entry.get("kind") in ("CPU", "GPU")
+        and type(entry.get("memory_bytes")) is int
+        and entry["memory_bytes"] > 0
     )
 
 
@@ -57,18 +57,18 @@ def garbled(answer: Mapping[str, Any], name: str) -> str:
 
 def reachable(addresses: Sequence[str], seconds: float) -> list[bool]:
     """Returns whether each worker answers within ``seconds``, and is free for this process."""
-    found: dict[int, bool] = {}
+    free: dict[int, bool] = {}
 
     def ask(task: int) -> None:
         try:
             channel, answer = hello(task, addresses[task], {"ask": "status"}, seconds)
             channel.close()
-            found[task] = answer.get("holder") in (None, CLIENT)
+            free[task] = answer.get("holder") in (None, CLIENT)
         except ClusterError:
-            found[task] = False
+            free[task] = False
 
     for_each(ask, len(addresses))
-    return [found[task] for task in range(len(addresses))]
+    return [free[task] for task in range(len(addresses))]
 
 
 def hello(task: int, address: str, question: Mapping[str, Any], seconds: float) -> tuple[Channel, dict[str, Any]]:

@@ -88,12 +88,12 @@ def resolve(host: str) -> tuple[Address, ...]:
     except ValueError:
         pass  # It is a name, then.
     try:
-        found = socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:  # UnicodeError, a ValueError, is for impossible names.
         raise ClusterError(
             f"the host {host!r} isn't known on this machine ({error}); correct it or give its IP address"
         ) from error
-    return tuple(dict.fromkeys(_plain(ipaddress.ip_address(str(entry[4][0]))) for entry in found))
+    return tuple(dict.fromkeys(_plain(ipaddress.ip_address(str(entry[4][0]))) for entry in entries))
 
 
 def check_private(host: str, *, allow_public: bool, all_interfaces: bool = False) -> tuple[Address, ...]:
@@ -317,7 +317,7 @@ def _devices(addresses: Sequence[Address]) -> frozenset[int]:
     library, head = ctypes.CDLL(None, use_errno=True), ctypes.POINTER(_InterfaceAddress)()
     if library.getifaddrs(ctypes.byref(head)):
         return frozenset()
-    found: dict[Address, int] = {}
+    by_address: dict[Address, int] = {}
     try:
         item = head
         while item:
@@ -328,7 +328,7 @@ def _devices(addresses: Sequence[Address]) -> frozenset[int]:
                     offset, size = _ADDRESS_BYTES[family]
                     packed = ctypes.string_at(entry.address + offset, size)
                     with contextlib.suppress(OSError):  # The device has gone meanwhile.
-                        found[_plain(ipaddress.ip_address(packed))] = socket.if_nametoindex(entry.name.decode())
+                        by_address[_plain(ipaddress.ip_address(packed))] = socket.if_nametoindex(entry.name.decode())
             item = entry.next
     finally:
         library.freeifaddrs(head)
@@ -336,7 +336,7 @@ def _devices(addresses: Sequence[Address]) -> frozenset[int]:
     for address in addresses:
         if address.is_loopback:
             continue  # All of 127.0.0.0/8, whether listed or not.
-        device = found.get(address, _LOOPBACK)
+        device = by_address.get(address, _LOOPBACK)
         if device == _LOOPBACK:
             return frozenset()
         devices.add(device)
@@ -407,29 +407,29 @@ def _sockets() -> Iterator[socket.socket]:
                 continue
             copy = os.dup(int(name))
             try:
-                found = socket.socket(fileno=copy)
+                handle = socket.socket(fileno=copy)
             except OSError:
                 os.close(copy)
                 continue
-            with found:
-                yield found
+            with handle:
+                yield handle
 
 
 def _listening(port: int) -> list[socket.socket]:
     """Returns handles on the sockets of this process that listen on the port; the caller closes them."""
     return [
-        found.dup()
-        for found in _sockets()
-        if found.family in (socket.AF_INET, socket.AF_INET6)
-        and found.type == socket.SOCK_STREAM
-        and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        and found.getsockname()[1] == port
+        handle.dup()
+        for handle in _sockets()
+        if handle.family in (socket.AF_INET, socket.AF_INET6)
+        and handle.type == socket.SOCK_STREAM
+        and handle.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        and handle.getsockname()[1] == port
     ]
 
 
 def _strays(port: int, allowed: Sequence[Address]) -> list[_Connection]:
     """Returns connections to the port at other addresses: this process's, and those that wait to be accepted."""
-    mine = {os.fstat(found.fileno()).st_ino for found in _sockets()}
+    mine = {os.fstat(handle.fileno()).st_ino for handle in _sockets()}
     return [
         item
         for item in _connections()

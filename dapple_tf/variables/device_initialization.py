@@ -80,10 +80,10 @@ def initialization(
         for variable in holding.variables:
             if variable.name in initials and not initials[variable.name].repeatable:
                 places.setdefault(variable.name, []).extend((variable, device) for device in holding.devices)
-    for name, found in places.items():
+    for name, copies in places.items():
         once = _computing(chains.function_name(f"{name}/value"), initials[name])
-        value = chains.call(f"{name}/value", once, [], found[0][1])
-        for variable, device in found:
+        value = chains.call(f"{name}/value", once, [], copies[0][1])
+        for variable, device in copies:
             chains.call(f"{variable.place}/assign", _assigning(chains, variable), [value], device)
     graph, nodes = chains.finished()
     merge_library(graph, libraries.library.function)

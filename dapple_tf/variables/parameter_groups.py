@@ -84,13 +84,13 @@ def holdings(
         homes: for each stage the names of the devices that keep its variables.
         places: the places of variables that were placed one by one.
     """
-    found: dict[tuple[int, ...], list[Variable]] = {}
+    by_stages: dict[tuple[int, ...], list[Variable]] = {}
     for name, stages in hosts.items():
-        found.setdefault(stages, []).append(table.describe(name))
+        by_stages.setdefault(stages, []).append(table.describe(name))
     for stages, variables in optimizer.items():
-        found.setdefault(stages, []).extend(variables)
+        by_stages.setdefault(stages, []).extend(variables)
     held = []
-    for stages, variables in sorted(found.items()):
+    for stages, variables in sorted(by_stages.items()):
         together: dict[tuple[str, ...], list[Variable]] = {}
         for variable in variables:
             placed = [(places or {}).get((stage, variable.place)) for stage in stages]

@@ -83,8 +83,8 @@ class StoredValues:
 
     def _initials(self, holdings: Iterable[Holding]) -> dict[str, Initial]:
         names = {variable.name for holding in holdings for variable in holding.variables}
-        found = ((name, initial_of(self._table.keras_variables[name])) for name in names)
-        return {name: initial for name, initial in found if initial is not None}
+        pairs = ((name, initial_of(self._table.keras_variables[name])) for name in names)
+        return {name: initial for name, initial in pairs if initial is not None}
 
     def _bring(self, holdings: Sequence[Holding], given: Mapping[str, Any]) -> None:
         """Gives devices the values of variables, some of which are deferred."""
