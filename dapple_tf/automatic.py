@@ -73,9 +73,9 @@ def plan_model(
     PlanRequest.of(_ANY_PROFILE if profiled is None else profiled, cluster, global_batch_size, **options)
     global_batch_size = integer("global_batch_size", global_batch_size)
     profiled, cluster = measured(model, cluster, global_batch_size, profiled, budget=budget, **examples)
-    found = find(_to_run(PlanRequest.of(profiled, cluster, global_batch_size, **options), model.optimizer))
-    logger.info("%s", found)
-    return Planned(found, profiled, cluster)
+    plan = find(_to_run(PlanRequest.of(profiled, cluster, global_batch_size, **options), model.optimizer))
+    logger.info("%s", plan)
+    return Planned(plan, profiled, cluster)
 
 
 def measured(

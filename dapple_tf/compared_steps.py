@@ -223,18 +223,18 @@ def unlike(
     floors: dict[str, float] = {}
     for key, change in changes.items():
         floors[kinds[key]] = max(floors.get(kinds[key], 0.0), _FEW * change)
-    found = {}
+    differences = {}
     for key, value in plain.items():
         difference = _largest(_wide(own[key]) - _wide(value))
         scale = max(changes[key], floors[kinds[key]])
         last = _epsilon(value) * _largest(_wide(value))
         if difference == 0:
-            found[key] = Unlike(0.0, 0.0)
+            differences[key] = Unlike(0.0, 0.0)
         elif scale == 0:
-            found[key] = Unlike(np.inf, 0.0)
+            differences[key] = Unlike(np.inf, 0.0)
         else:
-            found[key] = Unlike(difference / scale if np.isfinite(difference) else np.inf, last / scale)
-    return found
+            differences[key] = Unlike(difference / scale if np.isfinite(difference) else np.inf, last / scale)
+    return differences
 
 
 def _wide(array: np.ndarray) -> np.ndarray:

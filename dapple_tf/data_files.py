@@ -240,9 +240,9 @@ class Decoder:
         Raises:
             ValueError: ``error``.
         """
-        found = data.get("format")
-        if found != wanted:
-            raise self.error(f"{source}: 'format' is {short(found)}; this version reads {wanted!r}")
+        given = data.get("format")
+        if given != wanted:
+            raise self.error(f"{source}: 'format' is {short(given)}; this version reads {wanted!r}")
 
     def _wrong(self, value: Any, where: str, wanted: str) -> Exception:
         return self.error(f"{where} is {short(value)}; it must be {wanted}")
@@ -268,11 +268,11 @@ def _refuse(constant: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
                 raise _DuplicateKeyError(f"key {short(key)} stands twice in one object; remove one of them")
             seen.add(key)
-    return found
+    return entries

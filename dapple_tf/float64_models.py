@@ -81,7 +81,7 @@ def _copy(model: keras.Model, twin: keras.Model) -> None:
     if not twin.optimizer.built:
         twin.optimizer.build(twin.trainable_variables)
     own, other = variables_of(model), variables_of(twin)
-    shapes = [{key: tuple(variable.shape) for key, variable in found.items()} for found in (own, other)]
+    shapes = [{key: tuple(variable.shape) for key, variable in variables.items()} for variables in (own, other)]
     if shapes[0] != shapes[1]:
         raise ValueError("it has other variables when it is made again from its configuration")
     for key, variable in own.items():

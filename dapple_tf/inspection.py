@@ -112,12 +112,12 @@ class Inspection(abc.ABC):
             return self._runtime.run(Mode.TRAIN, batch, training=training, want_gradients=True)
 
         reasons = Reasons.of(self._runtime, batch)
-        found = compare(run, self.model, self._engine.table, *data, reason=reasons.first)
+        verification = compare(run, self.model, self._engine.table, *data, reason=reasons.first)
         if not steps:
-            return found
+            return verification
         twin = self._twin if float64 else None
         return dataclasses.replace(
-            found, steps=compare_steps(self.model, self._steps_apart, data, steps, reasons, pipelined=twin)
+            verification, steps=compare_steps(self.model, self._steps_apart, data, steps, reasons, pipelined=twin)
         )
 
     def _steps_apart(self, data: tuple[Any, Any, Any], steps: int, training: bool) -> Outcome:

@@ -89,11 +89,11 @@ def _is_own(path: pathlib.Path, digests: frozenset[str]) -> bool:
 
 
 def _digest(path: pathlib.Path) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
-            found.update(piece)
-    return found.hexdigest()
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _listed(target: pathlib.Path) -> dict[str, frozenset[str]]:

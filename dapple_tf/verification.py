@@ -126,11 +126,11 @@ class Verification:
 
     def by_layer(self) -> dict[str, float]:
         """Returns the largest difference of each layer's gradients."""
-        found: dict[str, float] = {}
+        largest: dict[str, float] = {}
         for name, difference in self.differences.items():
             layer = self.layers[name]
-            found[layer] = max(found.get(layer, 0.0), difference)
-        return found
+            largest[layer] = max(largest.get(layer, 0.0), difference)
+        return largest
 
     @property
     def unexplained(self) -> dict[str, float]:
@@ -141,20 +141,20 @@ class Verification:
         steps = self.steps
         if steps is not None and any(not note.alone for note in steps.remaining):
             return {}
-        found = {layer: value for layer, value in self.by_layer().items() if not value <= self.tolerance}
+        unexplained = {layer: value for layer, value in self.by_layer().items() if not value <= self.tolerance}
         compared = {"loss": self.loss}
         if steps is not None:
             for difference in steps.variables.values():
                 if not difference.is_rounding and not steps.explains(difference):
                     value = difference.checked if difference.exact is None else difference.exact
-                    found[difference.layer] = max(found.get(difference.layer, 0.0), value)
+                    unexplained[difference.layer] = max(unexplained.get(difference.layer, 0.0), value)
             logs = {name: both for name, both in steps.logs.items() if not steps.explains_log(name)}
             compared |= {f"logs[{name!r}]": both for name, both in logs.items()}
         for name, (own, plain) in compared.items():
             value = _relative(own, plain)
             if not value <= self.tolerance:
-                found[name] = value
-        return found
+                unexplained[name] = value
+        return unexplained
 
     @property
     def equal(self) -> bool:
@@ -191,7 +191,7 @@ class Verification:
         for difference in steps.variables.values():
             layers.setdefault(difference.layer, []).append(difference)
         unexplained = self.unexplained
-        found = []
+        keyed = []
         for layer, own in layers.items():
             largest = [max(one.trained for one in own), max(one.checked for one in own)]
             numbers = [gradients.get(layer), *([largest[0]] if apart else []), largest[1]]
@@ -205,10 +205,10 @@ class Verification:
             else:
                 verdict = "rounding" if any(largest) else "equal"
             shown = ["" if number is None else f"{number:.2e}" for number in numbers]
-            found.append((-max(largest), (layer, *shown, verdict)))
+            keyed.append((-max(largest), (layer, *shown, verdict)))
         columns = ["layer", "gradient", *(["as trained"] if apart else []), f"{steps.count} steps"]
         columns += ["float64"] if exact else []
-        return [(*columns, ""), *(row for _, row in sorted(found))]
+        return [(*columns, ""), *(row for _, row in sorted(keyed))]
 
     def _remarks(self) -> list[str]:
         steps = self.steps

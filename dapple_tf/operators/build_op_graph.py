@@ -169,17 +169,17 @@ class _Reading:
                         pending[index] += 1
                         followers[producer].append(index)
         ready = collections.deque(index for index, keep in enumerate(kept) if keep and not pending[index])
-        found: list[int] = []
+        order: list[int] = []
         while ready:
             index = ready.popleft()
-            found.append(index)
+            order.append(index)
             for follower in followers[index]:
                 pending[follower] -= 1
                 if not pending[follower]:
                     ready.append(follower)
-        if len(found) < sum(kept):
+        if len(order) < sum(kept):
             Graph(self.graph).topological()  # raises an error that shows the cycle
-        return found
+        return order
 
 
 def _known(tensor: TensorType) -> bool:
@@ -246,7 +246,7 @@ def _splits(
 ) -> dict[int, tuple[SplitRule, ...]]:
     """Returns how operators can be split; those that are bound to others can't."""
     members = collections.Counter(groups)
-    found = {}
+    splits = {}
     constants: dict[int, np.ndarray] = {}
     for number, index in enumerate(order):
         if members[groups[number]] > 1:
@@ -259,5 +259,5 @@ def _splits(
                 known[argument] = constants[producer]
         inputs, outputs = ([tensor.shape for tensor in side] for side in (reading.read(index), reading.outputs[index]))
         if options := rules(reading.nodes[index], inputs, outputs, known):
-            found[number] = options
-    return found
+            splits[number] = options
+    return splits

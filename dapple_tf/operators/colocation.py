@@ -162,7 +162,7 @@ def pin(colocation: Colocation, pinned: Mapping[str, int], devices: int) -> list
     Raises:
         PassError: variables of one group are on different devices, or a device doesn't exist.
     """
-    found = [-1] * len(colocation.stored)
+    places = [-1] * len(colocation.stored)
     by: dict[int, str] = {}
     for name, device in pinned.items():
         if not 0 <= device < devices:
@@ -170,11 +170,11 @@ def pin(colocation: Colocation, pinned: Mapping[str, int], devices: int) -> list
         group = colocation.variables.get(name)
         if group is None:
             continue
-        if found[group] not in (-1, device):
+        if places[group] not in (-1, device):
             raise PassError(
-                f"variable {name!r} is on device {device} and {by[group]!r} on device {found[group]}, but an operator "
+                f"variable {name!r} is on device {device} and {by[group]!r} on device {places[group]}, but an operator "
                 f"needs both; put them on one device"
             )
-        found[group] = device
+        places[group] = device
         by[group] = name
-    return found
+    return places

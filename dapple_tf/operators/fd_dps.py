@@ -82,9 +82,11 @@ def fd_dps(
 def _placed(graph: OpGraph, topology: Topology, split: bool, effort: float, progress: Progress) -> OpPlacement:
     with _without_collector():
         best = _search(graph, topology, split, effort, progress)
-    found = placement_of(best.variant.problem, best.devices, best.order)
-    _LOGGER.info("placed %d operators: %.4g s, from %s", best.variant.problem.count, found.seconds, best.origin)
-    return OpPlacement(found.devices, found.order, dict(best.variant.splits), found.seconds, found.peak_bytes)
+    placement = placement_of(best.variant.problem, best.devices, best.order)
+    _LOGGER.info("placed %d operators: %.4g s, from %s", best.variant.problem.count, placement.seconds, best.origin)
+    return OpPlacement(
+        placement.devices, placement.order, dict(best.variant.splits), placement.seconds, placement.peak_bytes
+    )
 
 
 def _search(graph: OpGraph, topology: Topology, split: bool, effort: float, progress: Progress) -> Candidate:
@@ -93,19 +95,19 @@ def _search(graph: OpGraph, topology: Topology, split: bool, effort: float, prog
     problem = base.problem
     budget = Budget(effort * min(_VISITS, _VISITS_EACH * problem.count))
     alike = _alike(graph, topology)
-    found = []
+    candidates = []
     for name, schedule in (("FastT", fast_t_schedule), ("HEFT", heft_schedule)):
         devices, order = schedule(problem)
-        found += [judged(base, devices, order, name), scheduled(base, devices, name)]
+        candidates += [judged(base, devices, order, name), scheduled(base, devices, name)]
     for device in range(topology.count):
         alone = [device if problem.pinned[group] < 0 else problem.pinned[group] for group in problem.group]
-        found.append(judged(base, alone, list(range(problem.count)), "one device"))
+        candidates.append(judged(base, alone, list(range(problem.count)), "one device"))
         if alike:
             break
     progress("dynamic critical paths", 0.2)
-    found += placed(base, None, "dynamic critical paths")
+    candidates += placed(base, None, "dynamic critical paths")
     budget.spend(30 * problem.count)
-    best = min(found, key=lambda one: one.rank)
+    best = min(candidates, key=lambda one: one.rank)
     if split and topology.count > 1:
         best = split_candidates(base, best, budget, lambda text: progress(text, 0.3 + 0.4 * budget.spent_share))
     progress("improvement", 0.75)
@@ -120,7 +122,7 @@ def _search(graph: OpGraph, topology: Topology, split: bool, effort: float, prog
     pieces = Pieces.of(problem)
     best = improved(best, pieces.piece, int(budget.visits / max(1, 3 * problem.count)))
     if problem.count <= _SMALL:
-        best = polished([best, *(one for one in found if one.variant is best.variant)], 3000)
+        best = polished([best, *(one for one in candidates if one.variant is best.variant)], 3000)
     progress("done", 1.0)
     return best
 
@@ -137,7 +139,7 @@ def _within_memory(variant: Variant) -> list[Candidate]:
     problem = variant.problem
     pieces = Pieces.of(problem)
     program = list(range(problem.count))
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     for share in _SHARES:
         limits = [share * limit for limit in problem.topology.memory_bytes.tolist()]
         origin = f"dynamic critical paths within {share:.0%} of the memory"
@@ -147,10 +149,10 @@ def _within_memory(variant: Variant) -> list[Candidate]:
             )
             devices = pieces.spread(placing[0])
             # The program's order holds little at once.
-            found += [scheduled(variant, devices, origin), judged(variant, devices, program, origin)]
-        if min(one.over for one in found) == 0:
+            candidates += [scheduled(variant, devices, origin), judged(variant, devices, program, origin)]
+        if min(one.over for one in candidates) == 0:
             break
-    return found
+    return candidates
 
 
 def _too_much(best: Candidate) -> str:

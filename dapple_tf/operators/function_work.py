@@ -121,7 +121,7 @@ class FunctionWork:
             def tensor(ref: Ref) -> TensorType:
                 return TensorType(dtypes[ref.node][ref.output], known.shapes.get(ref))
 
-            found = []
+            operators = []
             for node in graph.node:
                 if node.op not in ("Placeholder", "Const"):
                     refs = data_inputs(node)
@@ -130,8 +130,8 @@ class FunctionWork:
                     made = signature(node, inputs, outputs, self._fingerprints.of(node))
                     shapes = tuple(known.shapes.get(ref) for ref in refs)
                     inside = CallShapes(shapes, tuple(known.elements.get(ref) for ref in refs))
-                    found.append(_Inside(node, made, inside))
-            self._bodies[key] = _Body(tuple(found), {node.name: node for node in graph.node})
+                    operators.append(_Inside(node, made, inside))
+            self._bodies[key] = _Body(tuple(operators), {node.name: node for node in graph.node})
         return self._bodies[key]
 
     # ---- how often
@@ -155,7 +155,7 @@ class FunctionWork:
             index = argument(ref)
             return _scalar(ref, inside) if index is None else self._outer(given[index], around)
 
-        found = []
+        rounds = []
         for part in condition.node:
             if part.op not in _COMPARED or not _needed(part.name, results, inside):
                 continue
@@ -165,8 +165,8 @@ class FunctionWork:
                 continue
             start, stop = self._outer(given[index], around), value(limit)
             if start is not None and stop is not None and stop >= 0:
-                found.append(max(0, stop - start + (part.op == "LessEqual")))
-        return min(found, default=None)
+                rounds.append(max(0, stop - start + (part.op == "LessEqual")))
+        return min(rounds, default=None)
 
     def _outer(self, ref: Ref, around: Mapping[str, NodeDef]) -> int | None:
         """Returns the value of an integer scalar of a graph: a constant, or another loop's number of rounds."""

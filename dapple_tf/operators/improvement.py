@@ -38,7 +38,7 @@ def improved(candidate: Candidate, pieces: list[int], evaluations: int) -> Candi
     tried: set[tuple[int, int]] = set()
     patience = _PATIENCE
     while evaluations > 0:
-        found = None
+        better = None
         for piece, device in mover.moves(best):
             if (piece, device) in tried:
                 continue
@@ -50,13 +50,13 @@ def improved(candidate: Candidate, pieces: list[int], evaluations: int) -> Candi
             patience -= 1
             one = scheduled(best.variant, devices, best.origin)
             if one.rank < (best.over, best.seconds * (1 - _SLACK)):
-                found = one
+                better = one
                 break
             if evaluations <= 0 or patience <= 0:
                 return best
-        if found is None:
+        if better is None:
             return best
-        best = found
+        best = better
         patience = _PATIENCE
         tried.clear()
     return best
@@ -104,21 +104,21 @@ class _Mover:
         for op, device in enumerate(devices):
             busy[device] += finish[op] - start[op]
         idlest = sorted(range(problem.devices), key=lambda device: (busy[device], device))[:2]
-        found: dict[tuple[int, int], None] = {}
+        moves: dict[tuple[int, int], None] = {}
         for op, cause, waited in critical_chain(problem, candidate, start, finish):
             if cause < 0:
                 continue
             here, there = devices[op], devices[cause]
             if waited and here != there:
-                found[self.block[op], there] = None
-                found[self.block[cause], here] = None
+                moves[self.block[op], there] = None
+                moves[self.block[cause], here] = None
             elif not waited:
                 near = {devices[problem.producer[tensor]] for tensor in problem.inputs[op]}
                 near |= {devices[reader] for tensor in problem.outputs[op] for reader in problem.readers[tensor]}
                 for device in [*sorted(near - {here}), *idlest]:
-                    found[self.block[op], device] = None
-                    found[self.block[cause], device] = None
-        return list(found)
+                    moves[self.block[op], device] = None
+                    moves[self.block[cause], device] = None
+        return list(moves)
 
 
 def critical_chain(
@@ -135,11 +135,11 @@ def critical_chain(
         before[op] = last[devices[op]]
         last[devices[op]] = op
     op = max(range(problem.count), key=lambda one: (finish[one], -one), default=-1)
-    found = []
+    chain = []
     while op >= 0:
         earlier = before[op]
         if earlier >= 0 and finish[earlier] >= start[op] * (1 - _SLACK):
-            found.append((op, earlier, False))
+            chain.append((op, earlier, False))
             op = earlier
             continue
         cause, latest = -1, -1.0
@@ -156,9 +156,9 @@ def critical_chain(
             arrival = finish[other] + problem.latency[devices[other]][here]
             if arrival > latest:
                 cause, latest = other, arrival
-        found.append((op, cause, True))
+        chain.append((op, cause, True))
         op = cause
-    return found
+    return chain
 
 
 def polished(starts: Sequence[Candidate], evaluations: int) -> Candidate:
@@ -178,20 +178,22 @@ def polished(starts: Sequence[Candidate], evaluations: int) -> Candidate:
     else:
         drawn = random.Random(0)
         assignments = [[drawn.randrange(count) for _ in groups] for _ in range(_RANDOM_STARTS)]
-    found = list(starts)
+    candidates = list(starts)
     for chosen in assignments:
         devices = list(fixed)
         for members, device in zip(groups, chosen, strict=True):
             for op in members:
                 devices[op] = device
-        found.append(scheduled(variant, devices, "search of a small graph"))
-    found = sorted(found, key=lambda one: one.rank)[:_KEPT]
+        candidates.append(scheduled(variant, devices, "search of a small graph"))
+    candidates = sorted(candidates, key=lambda one: one.rank)[:_KEPT]
     needs = [{*(problem.producer[t] for t in problem.inputs[op]), *problem.waits[op]} for op in range(problem.count)]
     moves = [(members,) for members in groups]
     pairs = list(itertools.combinations(groups, 2))
     if len(pairs) * count**2 > _PAIRED:
         pairs = []
-    return min((_moved(one, [*moves, *pairs], needs, evaluations // _KEPT) for one in found), key=lambda one: one.rank)
+    return min(
+        (_moved(one, [*moves, *pairs], needs, evaluations // _KEPT) for one in candidates), key=lambda one: one.rank
+    )
 
 
 def _moved(
@@ -236,16 +238,16 @@ def _moved(
 
 def _reordered(order: list[int], needs: list[set[int]]) -> list[list[int]]:
     """Returns the queues in which one operator is at another position."""
-    found = []
+    queues = []
     for index, op in enumerate(order):
         rest = order[:index] + order[index + 1 :]
         for place in range(index - 1, -1, -1):
             if order[place] in needs[op]:
                 break
-            found.append([*rest[:place], op, *rest[place:]])
+            queues.append([*rest[:place], op, *rest[place:]])
         for place in range(index + 1, len(order)):
             if op in needs[order[place]]:
                 break
             if place > index + 1:
-                found.append([*rest[:place], op, *rest[place:]])
-    return found
+                queues.append([*rest[:place], op, *rest[place:]])
+    return queues

@@ -23,7 +23,7 @@ def largest_island(topology: Topology) -> tuple[int, ...]:
     if not apart.size or not np.isfinite(apart).all():
         return everywhere
     fast = np.minimum(bandwidth, bandwidth.T) >= _MUCH_SLOWER * apart.max()
-    found: tuple[int, ...] = ()
+    largest: tuple[int, ...] = ()
     left = set(everywhere)
     while left:
         island, pending = set[int](), [min(left)]
@@ -33,8 +33,8 @@ def largest_island(topology: Topology) -> tuple[int, ...]:
                 left.remove(device)
                 island.add(device)
                 pending += np.flatnonzero(fast[device]).tolist()
-        found = max(found, tuple(sorted(island)), key=len)
-    return found
+        largest = max(largest, tuple(sorted(island)), key=len)
+    return largest
 
 
 def on_island(graph: OpGraph, topology: Topology, island: tuple[int, ...]) -> tuple[OpGraph, Topology] | None:

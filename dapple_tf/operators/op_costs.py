@@ -59,10 +59,10 @@ def device_kind(name: str) -> str:
     Raises:
         ValueError: the name doesn't end in a kind and a number.
     """
-    found = _KIND.search(name)
-    if found is None:
+    match = _KIND.search(name)
+    if match is None:
         raise ValueError(f"device {name!r} doesn't end in a kind and a number, as in device:GPU:0")
-    return found[1].upper()
+    return match[1].upper()
 
 
 class _Correction(NamedTuple):
@@ -175,10 +175,10 @@ class OperatorCosts(JsonFile):
         if inner is not None:
             return self.launch_seconds(kind) + inner
         key = kind, signature
-        found = self._estimates.get(key)
-        if found is None:
-            found = self._estimates[key] = self._estimate(signature, kind)
-        return found
+        estimate = self._estimates.get(key)
+        if estimate is None:
+            estimate = self._estimates[key] = self._estimate(signature, kind)
+        return estimate
 
     def roofline(self, kind: str) -> Roofline:
         """Returns the roofline of a kind of device.
@@ -186,11 +186,11 @@ class OperatorCosts(JsonFile):
         Raises:
             OperatorCostsError: there is none.
         """
-        found = self.rooflines.get(kind)
-        if found is None:
+        roofline = self.rooflines.get(kind)
+        if roofline is None:
             known = ", ".join(self.rooflines) or "none"
             raise OperatorCostsError(f"nothing is known of devices of kind {kind!r} (of {known}); give a roofline")
-        return found
+        return roofline
 
     def _estimate(self, signature: OpSignature, kind: str) -> float:
         amount = work(signature)
@@ -232,11 +232,11 @@ class OperatorCosts(JsonFile):
                             small.setdefault(op, []).append(mean.seconds)
                         else:
                             large.setdefault(op, []).append((mean.seconds, expected))
-            self._corrections[kind] = found = {
+            self._corrections[kind] = corrections = {
                 "": _correction(small.get(""), large.get(""), _Correction(roofline.launch, 1.0))
             }
             for op in small.keys() | large.keys():
-                found[op] = _correction(small.get(op), large.get(op), found[""])
+                corrections[op] = _correction(small.get(op), large.get(op), corrections[""])
         return self._corrections[kind]
 
     # ---- files
@@ -285,16 +285,16 @@ class OperatorCosts(JsonFile):
         data = parse_object(text, source, OperatorCostsError)
         _DECODER.check_keys(data, ("format", "devices"), (), source)
         _DECODER.check_format(data, _FORMAT, source)
-        found = cls({})
+        costs = cls({})
         for kind, entry in _DECODER.object(data["devices"], f"{source}: 'devices'").items():
             where = f"{source}: device kind {short(kind)}"
             entry = _DECODER.object(entry, where)
             _DECODER.check_keys(entry, ("measured",), ("roofline",), where)
             if "roofline" in entry:
-                found.rooflines[kind] = _roofline(_DECODER.object(entry["roofline"], f"{where}: 'roofline'"), where)
+                costs.rooflines[kind] = _roofline(_DECODER.object(entry["roofline"], f"{where}: 'roofline'"), where)
             for spelled, mean in _DECODER.object(entry["measured"], f"{where}: 'measured'").items():
-                _add_measured(found, kind, spelled, mean, where)
-        return found
+                _add_measured(costs, kind, spelled, mean, where)
+        return costs
 
 
 def _correction(

@@ -129,13 +129,13 @@ def _with_ordered_sources(candidate: Candidate) -> Candidate:
     if not needed:
         return candidate
     urgency = _urgency(problem, devices)
-    found = [candidate]
+    candidates = [candidate]
     for op, time in needed.items():
         urgency[op] = max(urgency[op], 2 * candidate.seconds - time)
     for lead in (None, 0.1):
         release = None if lead is None else {op: time - lead * candidate.seconds for op, time in needed.items()}
-        found.append(_queued(candidate.variant, devices, urgency, release, candidate.origin))
-    return min(found, key=lambda one: one.rank)
+        candidates.append(_queued(candidate.variant, devices, urgency, release, candidate.origin))
+    return min(candidates, key=lambda one: one.rank)
 
 
 def _early(problem: PlacementProblem) -> list[bool]:

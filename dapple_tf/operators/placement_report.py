@@ -71,10 +71,10 @@ def device_name(placement: OpPlacement, device: int) -> str:
 
 def _splits(placement: OpPlacement) -> list[str]:
     """Counts split operators by type for each dimension and number of parts; the most frequent first."""
-    found: dict[tuple[str, int], Counter[str]] = {}
+    counts: dict[tuple[str, int], Counter[str]] = {}
     for name, split in placement.splits.items():
-        found.setdefault((split.dimension, split.parts), Counter())[placement.ops.get(name, "of unknown type")] += 1
-    ordered = sorted(found.items(), key=lambda item: (-item[1].total(), item[0]))
+        counts.setdefault((split.dimension, split.parts), Counter())[placement.ops.get(name, "of unknown type")] += 1
+    ordered = sorted(counts.items(), key=lambda item: (-item[1].total(), item[0]))
     lines = []
     for (dimension, parts), types in ordered:
         kinds = sorted(types.items(), key=lambda item: (-item[1], item[0]))

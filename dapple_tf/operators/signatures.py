@@ -101,7 +101,7 @@ class OpSignature(NamedTuple):
 
 
 def _tensors(text: str) -> tuple[TensorType, ...]:
-    found = []
+    tensors = []
     position = 0
     while position < len(text):
         match = _TENSOR.match(text, position)
@@ -109,9 +109,9 @@ def _tensors(text: str) -> tuple[TensorType, ...]:
             raise ValueError(f"{text!r} isn't a list of tensors such as float32[64,8],int32[]")
         dtype, dims = match.groups()
         sizes = None if dims == "*" else tuple(None if size == "?" else int(size) for size in dims.split(",") if size)
-        found.append(TensorType(dtype, sizes))
+        tensors.append(TensorType(dtype, sizes))
         position = match.end() + 1
-    return tuple(found)
+    return tuple(tensors)
 
 
 @functools.cache
@@ -139,13 +139,13 @@ def signature(
     Raises:
         PassError: TensorFlow doesn't know the op.
     """
-    found = []
+    attributes = []
     attrs = node.attr
     for name, default, text in _relevant(node.op):
-        found.append((name, text(attrs[name]) if name in attrs else default))
+        attributes.append((name, text(attrs[name]) if name in attrs else default))
     if functions:
-        found.append(("functions", functions))
-    return OpSignature(node.op, tuple(found), tuple(inputs), tuple(outputs))
+        attributes.append(("functions", functions))
+    return OpSignature(node.op, tuple(attributes), tuple(inputs), tuple(outputs))
 
 
 class Fingerprints:
@@ -186,14 +186,14 @@ def _hash(lines: Sequence[str]) -> str:
 @functools.cache
 def _relevant(op: str) -> tuple[tuple[str, str, Callable[[Any], str]], ...]:
     """Returns the attributes that an op's time may depend on besides dtypes: (name, default as text, its printer)."""
-    found = []
+    attributes = []
     definition = op_def(op)
     counts = {arg.number_attr for side in (definition.input_arg, definition.output_arg) for arg in side}
     for attr in sorted(definition.attr, key=lambda attr: attr.name):
         if attr.type in _ATTR_TYPES and attr.name not in _IRRELEVANT | counts and not attr.name.startswith("_"):
             spell = _SPELLED[attr.type]
-            found.append((attr.name, spell(attr.default_value), spell))
-    return tuple(found)
+            attributes.append((attr.name, spell(attr.default_value), spell))
+    return tuple(attributes)
 
 
 _SPELLED: Mapping[str, Callable[[Any], str]] = {
@@ -208,15 +208,15 @@ _SPELLED: Mapping[str, Callable[[Any], str]] = {
 def output_dtype_names(node: NodeDef) -> tuple[str, ...]:
     """Returns each output's dtype as `dtype_name` spells it: like `tensorflow_bridge.output_dtypes`, but faster."""
     attrs = node.attr
-    found: list[str] = []
+    names: list[str] = []
     for default, type_attr, number_attr, list_attr in _output_args(node.op):
         if list_attr:
-            found += [_dtype_name(dtype) for dtype in attrs[list_attr].list.type] if list_attr in attrs else default
+            names += [_dtype_name(dtype) for dtype in attrs[list_attr].list.type] if list_attr in attrs else default
             continue
         name = _dtype_name(attrs[type_attr].type) if type_attr in attrs else default[0]
         count = attrs[number_attr].i if number_attr in attrs else 1
-        found += [name] * count
-    return tuple(found)
+        names += [name] * count
+    return tuple(names)
 
 
 @functools.cache
@@ -224,11 +224,11 @@ def _output_args(op: str) -> tuple[tuple[tuple[str, ...], str, str, str], ...]:
     """Returns each output argument's default dtypes, and the attributes that hold its dtype, number and dtypes."""
     definition = op_def(op)
     defaults = {attr.name: attr.default_value for attr in definition.attr}
-    found = []
+    arguments = []
     for arg in definition.output_arg:
         if arg.type_list_attr:
             dtypes = tuple(defaults[arg.type_list_attr].list.type)
         else:
             dtypes = (defaults[arg.type_attr].type if arg.type_attr else arg.type,)
-        found.append((tuple(map(_dtype_name, dtypes)), arg.type_attr, arg.number_attr, arg.type_list_attr))
-    return tuple(found)
+        arguments.append((tuple(map(_dtype_name, dtypes)), arg.type_attr, arg.number_attr, arg.type_list_attr))
+    return tuple(arguments)

@@ -259,7 +259,7 @@ def _chosen(graph: OpGraph, splits: Mapping[str, Split]) -> dict[int, _Whole]:
     """Returns the operators to split, by number."""
     numbers = {name: number for number, name in enumerate(graph.names) if name in splits}
     sizes = np.bincount(graph.groups, minlength=len(graph.pinned))
-    found = {}
+    wholes = {}
     for name, split in splits.items():
         number = numbers.get(name)
         if number is None:
@@ -270,5 +270,5 @@ def _chosen(graph: OpGraph, splits: Mapping[str, Split]) -> dict[int, _Whole]:
                 f"operator {name!r} can't be split: it has to be where {sizes[group] - 1} others are"
                 + (f", on device {graph.pinned[group]}" if graph.pinned[group] >= 0 else "")
             )
-        found[number] = _Whole(chosen_rule(name, graph.splits.get(number, ()), split), split.parts)
-    return found
+        wholes[number] = _Whole(chosen_rule(name, graph.splits.get(number, ()), split), split.parts)
+    return wholes

@@ -251,7 +251,7 @@ class Layouts:
         """Groups split operators that are linked by tensors that are cut alike; heaviest first."""
         reads = self.reads
         seen = [rule < 0 for rule in layout]
-        found = []
+        regions = []
         for start in range(self.problem.count):
             if seen[start]:
                 continue
@@ -272,9 +272,9 @@ class Layouts:
                     if self.output_cuts[producer][layout[producer]][reads.output[tensor]] == cut:
                         seen[producer] = True
                         region.append(producer)
-            found.append(region)
+            regions.append(region)
         seconds = self.problem.mean_seconds
-        return sorted(found, key=lambda region: (-sum(seconds[op] for op in region), region[0]))
+        return sorted(regions, key=lambda region: (-sum(seconds[op] for op in region), region[0]))
 
     def splits(self, layout: Layout) -> dict[str, Split]:
         """Returns a layout as splits for `apply_splits`."""
@@ -308,15 +308,15 @@ class Layouts:
 
     def _around(self, op: int) -> set[int]:
         reads = self.reads
-        found = {op}
+        around = {op}
         for tensor, _ in reads.inputs[op]:
             if reads.rules[reads.producer[tensor]]:
-                found.add(reads.producer[tensor])
+                around.add(reads.producer[tensor])
             if len(reads.readers[tensor]) <= 16:
-                found |= {reader for reader, _ in reads.readers[tensor] if reads.rules[reader]}
+                around |= {reader for reader, _ in reads.readers[tensor] if reads.rules[reader]}
         for tensor in reads.outputs[op]:
-            found |= {reader for reader, _ in reads.readers[tensor] if reads.rules[reader]}
-        return found
+            around |= {reader for reader, _ in reads.readers[tensor] if reads.rules[reader]}
+        return around
 
     def _cost_around(self, layout: Layout, op: int, discount: float) -> float:
         cost = self._op_cost(op, layout[op], discount)

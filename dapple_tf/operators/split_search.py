@@ -67,13 +67,13 @@ def placed(
         weights: of communication in paths after operators.
     """
     pieces = Pieces.of(variant.problem, pinned)
-    found = []
+    candidates = []
     for weight in weights:
         devices = schedule_by_critical_path(pieces.problem, tails(pieces.problem, None, weight))[0]
-        found.append(scheduled(variant, pieces.spread(devices), origin))
+        candidates.append(scheduled(variant, pieces.spread(devices), origin))
     devices = heft_schedule(pieces.problem)[0]
-    found.append(scheduled(variant, pieces.spread(devices), f"{origin}, by ranks"))
-    return found
+    candidates.append(scheduled(variant, pieces.spread(devices), f"{origin}, by ranks"))
+    return candidates
 
 
 def placed_cost(count: int) -> float:
@@ -109,7 +109,7 @@ def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Calla
                 seen.add(tuple(layout))
                 guesses.append((layouts.cost(layout), layouts, layout))
     guesses.sort(key=lambda guess: guess[0])
-    found: _Tried | None = None
+    tried: _Tried | None = None
     for index, (cost, layouts, layout) in enumerate(guesses):
         if cost > _WORSE * guesses[0][0]:
             break
@@ -117,17 +117,17 @@ def split_candidates(base: Variant, best: Candidate, budget: Budget, tell: Calla
         if one is None:
             break
         if one.candidate.rank < best.rank:
-            best, found = one.candidate, one
-    if found is None:
+            best, tried = one.candidate, one
+    if tried is None:
         return best
-    found = _without_light_regions(base, found, budget, tell)
-    problem = found.candidate.variant.problem
+    tried = _without_light_regions(base, tried, budget, tell)
+    problem = tried.candidate.variant.problem
     if budget.spend(placed_cost(problem.count)):
         # Ranks of single operators, if those of pieces were good enough so far.
-        pinned = dataclasses.replace(problem, pinned=found.pinned.tolist())
-        ranked = scheduled(found.candidate.variant, heft_schedule(pinned)[0], found.candidate.origin)
-        return min(found.candidate, ranked, key=lambda one: one.rank)
-    return found.candidate
+        pinned = dataclasses.replace(problem, pinned=tried.pinned.tolist())
+        ranked = scheduled(tried.candidate.variant, heft_schedule(pinned)[0], tried.candidate.origin)
+        return min(tried.candidate, ranked, key=lambda one: one.rank)
+    return tried.candidate
 
 
 class _Tried(NamedTuple):
@@ -139,26 +139,26 @@ class _Tried(NamedTuple):
     pinned: np.ndarray
 
 
-def _without_light_regions(base: Variant, found: _Tried, budget: Budget, tell: Callable[[str], None]) -> _Tried:
+def _without_light_regions(base: Variant, tried: _Tried, budget: Budget, tell: Callable[[str], None]) -> _Tried:
     """Drops the lighter half of the regions, or that half's heavier half, as long as that helps."""
     for _ in range(_DROPS):
-        layouts = found.layouts
-        regions = layouts.regions(found.layout)
+        layouts = tried.layouts
+        regions = layouts.regions(tried.layout)
         if len(regions) < 2:
-            return found
-        before = found
+            return tried
+        before = tried
         for start, stop in ((len(regions) // 2, len(regions)), (len(regions) // 4, len(regions) // 2)):
-            fewer = list(found.layout)
+            fewer = list(tried.layout)
             for region in regions[start:stop]:
                 for op in region:
                     fewer[op] = -1
-            one = _tried(base, layouts, fewer, budget, tell) if fewer != found.layout else None
-            if one is not None and one.candidate.rank < found.candidate.rank:
-                found = one
+            one = _tried(base, layouts, fewer, budget, tell) if fewer != tried.layout else None
+            if one is not None and one.candidate.rank < tried.candidate.rank:
+                tried = one
                 break
-        if found is before:
-            return found
-    return found
+        if tried is before:
+            return tried
+    return tried
 
 
 def _guesses(layouts: Layouts, heavy: float) -> Iterator[Layout]:
@@ -206,8 +206,8 @@ def _tried(
     variant = variant_of(graph, problem.topology, splits)
     origin = f"{len(splits)} operators in {layouts.parts} parts"
     pinned = _pinned_parts(graph, layouts, layout, problem)
-    found = placed(variant, pinned, origin, (1.0,))
-    best = min(found, key=lambda one: one.rank)
+    candidates = placed(variant, pinned, origin, (1.0,))
+    best = min(candidates, key=lambda one: one.rank)
     if variant.problem.count <= _LARGE:
         best = ordered_sources(best)
     return _Tried(best, layouts, layout, pinned)

@@ -200,24 +200,24 @@ class StepPlacer:
         speeds = [self.cluster.devices[device].speed for device in devices]
         operators = build_op_graph(own, topology, self.costs, shapes, speeds=speeds, pinned=pinned, rules=split_rules)
         with Progress(f"placing {operators.count:,} operators on {topology.count} devices", 100) as bar:
-            found = fd_dps(operators, topology, effort=_LATER_EFFORT if pinned else 1.0, progress=bar.at)
+            placement = fd_dps(operators, topology, effort=_LATER_EFFORT if pinned else 1.0, progress=bar.at)
         logger.info(
             "stage %d: %d operators on %d devices, %d split, %.3g s simulated",
             stage,
             operators.count,
             topology.count,
-            len(found.splits),
-            found.seconds,
+            len(placement.splits),
+            placement.seconds,
         )
-        ops = {name: op for name, op in zip(operators.names, operators.ops, strict=True) if name in found.splits}
-        return dataclasses.replace(found, device_names=topology.names, ops=ops)
+        ops = {name: op for name, op in zip(operators.names, operators.ops, strict=True) if name in placement.splits}
+        return dataclasses.replace(placement, device_names=topology.names, ops=ops)
 
     def _spread(
         self, graph: GraphDef, placements: Mapping[int, OpPlacement], calls: _Calls, alone: bool
     ) -> tuple[dict[str, str], list[str]]:
         """Returns every operator's device, and the order of all, by the first micro-batch's placements."""
         names = self.cluster.device_names
-        found: dict[str, str] = {}
+        places: dict[str, str] = {}
         ranks: dict[str, tuple[int, int]] = {}
         for stage, devices in enumerate(self.devices):
             placement = placements[stage]
@@ -225,9 +225,9 @@ class StepPlacer:
             for node in graph.node:
                 first = calls.in_first(node)
                 if node.device == names[devices[0]] and first in position:
-                    found[node.name] = names[devices[placement.devices[first]]]
+                    places[node.name] = names[devices[placement.devices[first]]]
                     ranks[node.name] = (0 if alone else calls.rank(node), position[first])
-        return found, sorted(found, key=ranks.__getitem__)
+        return places, sorted(places, key=ranks.__getitem__)
 
     def _places(self, graph: GraphDef) -> dict[tuple[int, str], str]:
         """Returns the device of each variable that the placed operators touch."""
@@ -295,12 +295,12 @@ def _stage_graph(graph: GraphDef, device: str) -> tuple[GraphDef, dict[str, Ref]
     }
     if len(inside) == len(graph.node):
         return graph, {}
-    found = GraphDef(versions=graph.versions, library=graph.library)
+    subgraph = GraphDef(versions=graph.versions, library=graph.library)
     outside: dict[str, Ref] = {}
     for node in graph.node:
         if node.name not in inside:
             continue
-        own = found.node.add()
+        own = subgraph.node.add()
         own.CopyFrom(node)
         del own.input[:]
         for ref in data_inputs(node):
@@ -310,10 +310,10 @@ def _stage_graph(graph: GraphDef, device: str) -> tuple[GraphDef, dict[str, Ref]
             name = f"{ref.node}/outside{ref.output}"
             if name not in outside:
                 outside[name] = ref
-                found.node.append(placeholder(name, output_dtypes(view.nodes[ref.node])[ref.output]))
+                subgraph.node.append(placeholder(name, output_dtypes(view.nodes[ref.node])[ref.output]))
             own.input.append(name)
         own.input.extend(f"^{waited}" for waited in control_inputs(node) if waited in inside)
-    return found, outside
+    return subgraph, outside
 
 
 def _is_task_of(node: NodeDef, device: str) -> bool:

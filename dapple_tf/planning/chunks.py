@@ -94,12 +94,12 @@ def _ends(profile: Profile, start: int, stop: int, chunks: int) -> list[int]:
             # Among about equally good cuts, the one that the fewest bytes cross.
             best = min(near, key=lambda i: (_crossing(profile, i, samples), abs(passed[i - start] - wanted), i))
             ends.append(best + 1)
-    found: list[int] = []
+    kept: list[int] = []
     for end in sorted(set(ends)):
-        last = found[-1] if found else start
+        last = kept[-1] if kept else start
         if sum(sizes[last - start : end - start]) and sum(sizes[end - start :]):
-            found.append(end)
-    return [*found, stop]
+            kept.append(end)
+    return [*kept, stop]
 
 
 def _parameters(profile: Profile, start: int, stop: int) -> list[int]:

@@ -86,10 +86,12 @@ def pipeline_latency(stages: Sequence[StageTime], micro_batches: int) -> Pipelin
 def stage_times(costs: CostModel) -> list[StageTime]:
     """Returns the computation stages and the network stages between them, as formula 2 takes them."""
     cluster, plan = costs.cluster, costs.plan
-    found: list[StageTime] = []
+    timed_stages: list[StageTime] = []
     for stage, devices in enumerate(plan.devices):
         if stage:
-            found.append(StageTime(*(_transfer_seconds(costs, stage - 1, backward=back) for back in (False, True))))
+            timed_stages.append(
+                StageTime(*(_transfer_seconds(costs, stage - 1, backward=back) for back in (False, True)))
+            )
         cost = costs.stages[stage]
         start = costs.profile.task_seconds
         times = []
@@ -104,8 +106,10 @@ def stage_times(costs: CostModel) -> list[StageTime]:
         reduced = sum(costs.reduction_seconds(item) for item in costs.reductions if stage in item.stages)
         if costs.overlap:
             reduced = max(0.1 * reduced, reduced - times[1])
-        found.append(StageTime(times[0], times[1], reduced + max(costs.apply_seconds(stage, d) for d in devices)))
-    return found
+        timed_stages.append(
+            StageTime(times[0], times[1], reduced + max(costs.apply_seconds(stage, d) for d in devices))
+        )
+    return timed_stages
 
 
 def _transfer_seconds(costs: CostModel, stage: int, *, backward: bool) -> float:

@@ -90,8 +90,8 @@ def _is_short(base: Plan, request: PlanRequest) -> bool:
 
 def _stages_on(places: Sequence[tuple[int, ...]], policy: Policy, count: int) -> list[tuple[int, ...]] | None:
     """Returns each stage's devices, ``count`` on each place, as a policy needs them; None if it can't have them."""
-    found = (placement.stages(places, count) for placement in policy.planning.placements)
-    return next((devices for devices in found if devices is not None), None)
+    candidates = (placement.stages(places, count) for placement in policy.planning.placements)
+    return next((devices for devices in candidates if devices is not None), None)
 
 
 def more_stages(base: Plan, request: PlanRequest, policy: Policy, count: int) -> Iterator[Plan]:
@@ -114,11 +114,11 @@ def with_chunks(base: Plan, request: PlanRequest, chunks: int) -> Iterator[Plan]
 
 def groups(plan: Plan) -> list[tuple[range, tuple[int, ...]]]:
     """Returns the runs of consecutive stages with equal devices, and these devices."""
-    found: list[tuple[range, tuple[int, ...]]] = []
+    runs: list[tuple[range, tuple[int, ...]]] = []
     for devices, stages in itertools.groupby(range(plan.num_stages), key=lambda stage: plan.devices[stage]):
         members = list(stages)
-        found.append((range(members[0], members[-1] + 1), devices))
-    return found
+        runs.append((range(members[0], members[-1] + 1), devices))
+    return runs
 
 
 def has_chunks(plan: Plan) -> bool:
@@ -154,12 +154,12 @@ def least_seconds(costs: CostModel) -> float:
 def name(plan: Plan) -> str:
     """Returns what is out of order in a plan, briefly: ``zb_h2, stages 0-3 and 4-7 in chunks, k = 2``; else empty."""
     parts = [str(plan.policy)] if not plan.policy.planning.formula else []
-    found = groups(plan)
-    hosts = [device for _, devices in found for device in devices]
+    runs = groups(plan)
+    hosts = [device for _, devices in runs for device in devices]
     most = max(hosts.count(device) for device in set(hosts))
     if most > 1:
         parts.append(f"{most} stages on each device")
-    cut = [f"{stages[0]}-{stages[-1]}" for stages, _ in found if len(stages) > 1]
+    cut = [f"{stages[0]}-{stages[-1]}" for stages, _ in runs if len(stages) > 1]
     if cut and most == 1:
         parts.append(f"wait-free reduction of chunks (stages {', '.join(cut)})")
     if plan.reverse_first_k:

@@ -90,9 +90,9 @@ class OutOfOrderSearch:
             bases: plans of DAPPLE's, the best first.
         """
         self._baseline(bases)
-        found = dict.fromkeys([*bases, *even_plans(self.request, bases[0].recompute)])
+        starts = dict.fromkeys([*bases, *even_plans(self.request, bases[0].recompute)])
         # DAPPLE's best plan first, to know what there is to gain.
-        ranked = sorted(found, key=lambda base: (base != bases[0], self._estimate(base)))[:_PROBED]
+        ranked = sorted(starts, key=lambda base: (base != bases[0], self._estimate(base)))[:_PROBED]
         probed = [(self._probe(base), index) for index, base in enumerate(ranked)]
         self._combine()
         for _, index in sorted(entry for entry in probed if entry[0] < math.inf)[:_VARIED]:
@@ -123,8 +123,10 @@ class OutOfOrderSearch:
 
     def ranked(self) -> list[Choice]:
         """Returns the simulated plans that the request allows, the fastest first."""
-        found = [choice for choice in self.choices.values() if choice and choice.plan.policy in self.request.schedules]
-        return sorted(found, key=lambda choice: choice.latency)
+        choices = [
+            choice for choice in self.choices.values() if choice and choice.plan.policy in self.request.schedules
+        ]
+        return sorted(choices, key=lambda choice: choice.latency)
 
     # ---- candidates
 
@@ -140,12 +142,12 @@ class OutOfOrderSearch:
 
     def _probe(self, base: Plan) -> float:
         """Returns the least latency of a few plans that follow from one of DAPPLE's; infinite if none is known."""
-        found = self._all(same_stages(base, self.request, self.request.straight[:1]), base)
+        choices = self._all(same_stages(base, self.request, self.request.straight[:1]), base)
         for policy, count in itertools.islice(stages_per_device(base, self.request), 1):
-            found += self._all(self._worth(more_stages(base, self.request, policy, count)), base)
-        if self.request.chunks and (base.num_stages == 1 or not found):
-            found += self._all(with_chunks(base, self.request, _PARALLEL_CHUNKS), base)
-        return min((choice.latency for choice in found if choice is not None), default=math.inf)
+            choices += self._all(self._worth(more_stages(base, self.request, policy, count)), base)
+        if self.request.chunks and (base.num_stages == 1 or not choices):
+            choices += self._all(with_chunks(base, self.request, _PARALLEL_CHUNKS), base)
+        return min((choice.latency for choice in choices if choice is not None), default=math.inf)
 
     def _worth(self, plans: Iterable[Plan]) -> Iterator[Plan]:
         """Yields the plans whose estimates may be among the best."""
@@ -172,8 +174,8 @@ class OutOfOrderSearch:
     def _more_chunks(self, plan: Plan, origin: Plan, seconds: float) -> None:
         """Doubles the number of chunks of a plan that takes ``seconds``, as long as that makes its step shorter."""
         for chunks in _CHUNKS:
-            found = self._all(with_chunks(plan, self.request, chunks), origin)
-            least = min((choice.latency for choice in found if choice is not None), default=math.inf)
+            choices = self._all(with_chunks(plan, self.request, chunks), origin)
+            least = min((choice.latency for choice in choices if choice is not None), default=math.inf)
             if least > seconds * (1 - _TIE) or self.work > self.allowed:
                 return
             seconds = least
@@ -229,11 +231,11 @@ class OutOfOrderSearch:
     def _near(self) -> list[Choice]:
         """Returns the best plans not much slower than the first; one for each combination of devices and policy."""
         ranked = self.ranked()
-        found: dict[tuple[object, ...], Choice] = {}
+        near: dict[tuple[object, ...], Choice] = {}
         for choice in ranked:
             if choice.latency <= _NEAR * ranked[0].latency:
-                found.setdefault((choice.plan.devices, choice.plan.schedule, choice.plan.micro_batches), choice)
-        return [*found.values()][:_BEST]
+                near.setdefault((choice.plan.devices, choice.plan.schedule, choice.plan.micro_batches), choice)
+        return [*near.values()][:_BEST]
 
     # ---- simulation
 

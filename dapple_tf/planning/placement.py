@@ -177,7 +177,7 @@ class Placements:
         """Returns the devices of each stage of a path from the empty cluster."""
         servers = list(range(len(self.sizes)))  # the actual server at each place
         taken = [0] * len(self.sizes)
-        found = []
+        stages = []
         for step in steps:
             stage: list[int] = []
             for place, count in enumerate(step.counts):
@@ -185,15 +185,15 @@ class Placements:
                 members = self.groups[server]
                 stage += members[taken[server] : taken[server] + count]
                 taken[server] += count
-            found.append(tuple(sorted(stage)))
+            stages.append(tuple(sorted(stage)))
             servers = [servers[place] for place in step.order]
-        return found
+        return stages
 
 
 def _kinds(cluster: Cluster) -> tuple[int, ...]:
     """Returns a number for each group of like devices; groups with the same number are exchangeable."""
     numbers: dict[object, int] = {}
-    found = []
+    kinds = []
     groups = Counter(cluster.devices[group[0]].server for group in cluster.device_groups)
     for group in cluster.device_groups:
         device = cluster.devices[group[0]]
@@ -201,8 +201,8 @@ def _kinds(cluster: Cluster) -> tuple[int, ...]:
         # Parts of different servers aren't exchangeable: they have different neighbours.
         part = device.server if groups[device.server] > 1 else None
         key = (len(group), device.memory_bytes, device.speed, links, capacity, part)
-        found.append(numbers.setdefault(key, len(numbers)))
-    return tuple(found)
+        kinds.append(numbers.setdefault(key, len(numbers)))
+    return tuple(kinds)
 
 
 def _orders(kinds: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -218,12 +218,12 @@ def _replica_counts(sizes: Sequence[int]) -> tuple[int, ...]:
         return tuple(range(1, total + 1))
     if total > _COARSE:
         quantum = max(server, total // _COARSE)
-        found = {quantum * times for times in (*range(1, 9), 10, 12, 16, 20, 24, 32, 40, 48, 56, 64)}
+        counts = {quantum * times for times in (*range(1, 9), 10, 12, 16, 20, 24, 32, 40, 48, 56, 64)}
     else:
-        found = {2**power for power in range(server.bit_length())}
+        counts = {2**power for power in range(server.bit_length())}
         stride = max(1, total // 16 // server) * server
-        found |= {3, 6, *range(stride, total + 1, stride)}
-    return tuple(sorted(count for count in found if count <= total))
+        counts |= {3, 6, *range(stride, total + 1, stride)}
+    return tuple(sorted(count for count in counts if count <= total))
 
 
 @dataclasses.dataclass(frozen=True)

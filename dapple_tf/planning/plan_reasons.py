@@ -186,10 +186,10 @@ def attempts(request: PlanRequest) -> Iterator[tuple[float, CostModel, int]]:
 
 def _stage_counts(most: int) -> list[int]:
     """Returns the numbers of stages to try: all small ones, larger ones in steps of an eighth."""
-    found = [1]
-    while found[-1] < most:
-        found.append(min(most, max(found[-1] + 1, found[-1] * 9 // 8)))
-    return found
+    counts = [1]
+    while counts[-1] < most:
+        counts.append(min(most, max(counts[-1] + 1, counts[-1] * 9 // 8)))
+    return counts
 
 
 def _enlarged(cluster: Cluster, factor: int) -> Cluster:

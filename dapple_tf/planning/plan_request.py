@@ -211,17 +211,17 @@ def _policies(given: Iterable[Any]) -> tuple[Policy, ...]:
     Raises:
         PlanError: one is unknown.
     """
-    found = []
+    policies = []
     for value in given:
         if not isinstance(value, Policy) and value not in POLICIES:
             raise PlanError(
                 f"unknown schedule {value!r}; use one of {', '.join(POLICIES)}, or 'auto' alone for all of them"
             )
         try:
-            found.append(policy_of(value))
+            policies.append(policy_of(value))
         except ScheduleError as error:
             raise PlanError(str(error)) from error
-    return tuple(found)
+    return tuple(policies)
 
 
 def _several(given: Any, default: Iterable[Any]) -> tuple[Any, ...]:
@@ -235,7 +235,7 @@ def _micro_batch_counts(profile: Profile, batch: int) -> tuple[int, ...]:
     most = max(1, min(batch // profile.least_samples, _MOST_MICRO_BATCHES))
     wanted = [2**power for power in range(most.bit_length())]
     divisors = [count for count in range(1, most + 1) if batch % count == 0]
-    found = {min(divisors, key=lambda divisor: (abs(math.log(divisor / count)), divisor)) for count in wanted}
+    counts = {min(divisors, key=lambda divisor: (abs(math.log(divisor / count)), divisor)) for count in wanted}
     # A batch with few divisors is cut unevenly.
-    found |= {count for count in wanted if all(abs(math.log(count / other)) > 0.5 for other in found)}
-    return tuple(sorted(found))
+    counts |= {count for count in wanted if all(abs(math.log(count / other)) > 0.5 for other in counts)}
+    return tuple(sorted(counts))

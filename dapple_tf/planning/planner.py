@@ -174,15 +174,15 @@ class _Planner:
 
     def plan(self) -> Plan:
         started = time.perf_counter()
-        found = self._candidates()
+        candidates = self._candidates()
         self._data_parallel()
         alike: Counter[tuple[object, ...]] = Counter()
-        for entry in self._interleaved(found):
+        for entry in self._interleaved(candidates):
             if self.work > 0.5 * self.allowed:
                 break
             key = (entry.plan.replicas, entry.plan.micro_batches, entry.plan.recompute)
             alike[key] += 1
-            if alike[key] <= _ALIKE or len(found) <= _FEW_PLANS:
+            if alike[key] <= _ALIKE or len(candidates) <= _FEW_PLANS:
                 self._explore(entry.plan)
         self._one_device()
         best = self._improved()
@@ -213,7 +213,7 @@ class _Planner:
         placements = Placements(self.cluster)
         links = links_of(placements, request.all_reduce)
         ends = coarsened(self.profile, _GROUPS)
-        found: list[_Found] = []
+        candidates: list[_Found] = []
         modes: tuple[str, ...] = request.recompute or ("none", "min_cut", "boundary")
         if request.recompute is None and not any(layer.min_cut_residual_bytes for layer in self.profile.layers):
             modes = ("none", "boundary")
@@ -236,10 +236,10 @@ class _Planner:
             # L ignores the bubbles that too few micro-batches in flight cause.
             best = self._best()
             bound = max(bound, best.latency) if best is not None else math.inf
-            found += fresh
+            candidates += fresh
             if not search.memory_bound and request.recompute is None:
                 break
-        return sorted(found, key=lambda entry: entry.latency)
+        return sorted(candidates, key=lambda entry: entry.latency)
 
     def _promising(self, even: Sequence[_Found]) -> list[int]:
         """Returns the counts of micro-batches to search with, best first: by the plans of equal stages that they allow.
@@ -291,14 +291,14 @@ class _Planner:
         devices = placements.devices(placements.steps[step] for step in item.steps)
         return self.request.plan(cuts, devices, micro_batches, recompute)
 
-    def _interleaved(self, found: Sequence[_Found]) -> Iterator[_Found]:
+    def _interleaved(self, candidates: Sequence[_Found]) -> Iterator[_Found]:
         """Yields the best plans first, but the best of every kind early."""
         ranks: dict[tuple[object, ...], int] = {}
         keyed = []
-        for order, entry in enumerate(found):
+        for order, entry in enumerate(candidates):
             rank = ranks[entry.kind] = ranks.get(entry.kind, -1) + 1
-            hopeless = entry.latency > _HOPELESS * found[0].latency
-            keyed.append((order if hopeless else min(order, rank * _STRIDE) - len(found), order, entry))
+            hopeless = entry.latency > _HOPELESS * candidates[0].latency
+            keyed.append((order if hopeless else min(order, rank * _STRIDE) - len(candidates), order, entry))
         yield from (entry for _, _, entry in sorted(keyed, key=lambda item: item[:2]))
 
     def _data_parallel(self) -> None:
@@ -433,18 +433,18 @@ class _Planner:
             different.setdefault(plan.replicas, plan)
         parallel = [plan for replicas, plan in different.items() if replicas == (self.cluster.num_devices,)]
         bases = dict.fromkeys([best.plan, *parallel, *list(different.values())[: _BASES // 2], *kinds.values()])
-        found = search.run([*bases][:_BASES])
-        if found is None:
+        derived = search.run([*bases][:_BASES])
+        if derived is None:
             raise PlanError(
                 f"no plan under {', '.join(map(str, self.request.schedules))} fits these devices and their memory, but "
                 f"one under {best.plan.schedule} does: allow that as well, such as with schedule='auto'"
             )
-        return Derivation(found, search.origin[found.plan], search.dapple())
+        return Derivation(derived, search.origin[derived.plan], search.dapple())
 
     def _ranked(self) -> list[Choice]:
         """Returns the simulated plans, the fastest first."""
-        found = {id(choice): choice for choice in self.choices.values() if choice is not None}
-        return sorted(found.values(), key=lambda choice: choice.latency)
+        choices = {id(choice): choice for choice in self.choices.values() if choice is not None}
+        return sorted(choices.values(), key=lambda choice: choice.latency)
 
     def _report(self, best: Choice, derived: Derivation | None) -> PlanReport:
         ranked = self._ranked()

@@ -129,14 +129,14 @@ class Search:
         A stage with successors should hold two micro-batches, or it can't work while they do, which L ignores; if no
         plan allows that, one is enough. Plans that can't come near ``bound`` seconds are left out.
         """
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         for in_flight in (2, 1) if micro_batches > 1 else (1,):
             run = _Run(self, micro_batches, global_batch_size, bound, in_flight)
-            found = run.candidates(keep)
+            candidates = run.candidates(keep)
             self.memory_bound |= run.memory_bound
-            if found or not run.memory_bound:
+            if candidates or not run.memory_bound:
                 break
-        return found
+        return candidates
 
 
 def _ranges(profile: Profile, ends: Sequence[int], recompute: str) -> _Ranges:
@@ -148,8 +148,8 @@ def _ranges(profile: Profile, ends: Sequence[int], recompute: str) -> _Ranges:
         return np.asarray(total[None, :] - total[:, None])
 
     def costs(name: str) -> tuple[Floats, Floats]:
-        found = [getattr(layer, name) for layer in profile.layers]
-        return sums([cost.fixed for cost in found]), sums([cost.per_sample for cost in found])
+        layer_costs = [getattr(layer, name) for layer in profile.layers]
+        return sums([cost.fixed for cost in layer_costs]), sums([cost.per_sample for cost in layer_costs])
 
     def crossing(backward: bool) -> tuple[Floats, Floats]:
         cut = [(0.0, 0.0)] + [(pair[backward].fixed, pair[backward].per_sample) for pair in profile.crossing]
@@ -426,7 +426,7 @@ class _Run:
             for index in order
             if np.isfinite(latencies[index])
         ]
-        found: dict[tuple[tuple[int, ...], tuple[int, ...]], Candidate] = {}
+        candidates: dict[tuple[tuple[int, ...], tuple[int, ...]], Candidate] = {}
         for latency, first, kept, step in entries:
             bounds, path = [self.search.ends[-1]], [step]
             group, slot, state = first, kept, int(self.links.source[step])
@@ -436,7 +436,7 @@ class _Run:
                 path.append(before)
                 state = int(self.links.source[before])
             candidate = Candidate(latency, self.in_flight, tuple(reversed(bounds)), tuple(reversed(path)))
-            found.setdefault((candidate.bounds, candidate.steps), candidate)
-            if len(found) == keep:
+            candidates.setdefault((candidate.bounds, candidate.steps), candidate)
+            if len(candidates) == keep:
                 break
-        return list(found.values())
+        return list(candidates.values())

@@ -110,15 +110,15 @@ def keeps_within(request: ScheduleRequest, orders: Orders, room: dict[int, int])
 def on_devices(request: ScheduleRequest, orders: Sequence[Sequence[Job]]) -> Orders:
     """Turns positions' jobs, whose "stages" are ways, into devices' jobs: each way's stages run one by one."""
     members = ways(request)
-    found: Orders = {}
+    device_orders: Orders = {}
     for position, jobs in enumerate(orders):
         own = [
             Job(stage, job.phase, job.micro_batch)
             for job in jobs
             for stage in (members[job.stage] if job.phase is F else reversed(members[job.stage]))
         ]
-        found |= {device: list(own) for device in request.devices[members[position][0]]}
-    return found
+        device_orders |= {device: list(own) for device in request.devices[members[position][0]]}
+    return device_orders
 
 
 def v_min(request: ScheduleRequest) -> Orders:
@@ -177,10 +177,10 @@ class _Repeated:
         self._fill_gaps()
         self._move_up()
         self._finish()
-        found: list[list[Job]] = [[] for _ in range(self.positions)]
+        orders: list[list[Job]] = [[] for _ in range(self.positions)]
         for job in sorted(self.moments, key=self._when):
-            found[self._position(job)].append(job)
-        return found
+            orders[self._position(job)].append(job)
+        return orders
 
     def _when(self, job: Job) -> tuple[int, int]:
         return self.moments[job], self._position(job)
@@ -192,14 +192,14 @@ class _Repeated:
         """Returns a task's predecessors: its inputs, and the same task of the previous micro-batch."""
         way, phase, number = job
         if phase is F:
-            found = [Job(way - 1, F, number)] if way else []
+            inputs = [Job(way - 1, F, number)] if way else []
         elif phase is BW:
-            found = [Job(way, BX, number)]
+            inputs = [Job(way, BX, number)]
         else:
-            found = [Job(way, F, number)]
+            inputs = [Job(way, F, number)]
             if way + 1 < 2 * self.positions:
-                found.append(Job(way + 1, BX, number))
-        return [*found, Job(way, phase, number - 1)] if number else found
+                inputs.append(Job(way + 1, BX, number))
+        return [*inputs, Job(way, phase, number - 1)] if number else inputs
 
     def _tables(self) -> list[dict[int, Job]]:
         """Returns for each position a map from moments to tasks."""

@@ -95,11 +95,11 @@ def _period(request: ScheduleRequest) -> int:
 
 def _passes(groups: tuple[range, ...], rounds: tuple[int, ...]) -> list[tuple[range, int]]:
     """Returns (group, micro-batch) in the order of one device's forwards; for backwards ``groups`` is reversed."""
-    found, first = [], 0
+    passes, first = [], 0
     for size in rounds:
-        found += [(group, first + offset) for group in groups for offset in range(size)]
+        passes += [(group, first + offset) for group in groups for offset in range(size)]
         first += size
-    return found
+    return passes
 
 
 def _fits(request: ScheduleRequest, orders: Orders) -> bool:

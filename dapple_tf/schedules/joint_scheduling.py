@@ -211,14 +211,14 @@ def check_regions(regions: Regions, stages: int) -> None:
 
 def readiness(times: StreamTimes, regions: Regions) -> dict[int, Ready]:
     """Returns when each stage's Bw becomes runnable: when its Bx ends; stages without a Bw are left out."""
-    found = {}
+    ready = {}
     for number, region in enumerate(regions):
         ends = itertools.accumulate(times.input_grad[stage] for stage in region)
         for stage, end in zip(region, ends, strict=True):
             last = stage == region[-1] and number + 1 < len(regions)
             if times.weight_grad[stage] > 0:
-                found[stage] = Ready(number + 1) if last else Ready(number, end)
-    return found
+                ready[stage] = Ready(number + 1) if last else Ready(number, end)
+    return ready
 
 
 def schedule_regions(times: StreamTimes, regions: Regions, prescheduled: int = 0) -> tuple[tuple[int, ...], ...]:
@@ -343,8 +343,8 @@ def weight_regions(regions: Regions, schedule: Sequence[Sequence[int]], stages: 
 
     A stage without a Bw has itself.
     """
-    found = list(range(stages))
+    earliest = list(range(stages))
     for region, kernels in zip(regions, schedule, strict=True):
         for kernel in kernels:
-            found[kernel] = min(kernel, region[0])
-    return tuple(found)
+            earliest[kernel] = min(kernel, region[0])
+    return tuple(earliest)

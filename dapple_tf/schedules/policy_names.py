@@ -82,9 +82,9 @@ def find_policy(text: object, given: Iterable[Policy], folder: Path) -> object:
     module, colon, name = text.partition(":")
     if not colon:
         return text
-    found = _names(module).get(name)
-    if isinstance(found, Policy):
-        return found
+    value = _names(module).get(name)
+    if isinstance(value, Policy):
+        return value
     what = "isn't a Policy of that module" if module in sys.modules else "is of a module that isn't imported"
     raise ScheduleError(
         f"the schedule {short(text)} {what}, and reading a plan imports nothing; import the module that has it first, "
@@ -94,5 +94,5 @@ def find_policy(text: object, given: Iterable[Policy], folder: Path) -> object:
 
 def _names(module: str) -> dict[str, object]:
     """Returns the names of an imported module. Reading its dictionary runs no code; reading an attribute could."""
-    found = sys.modules.get(module)
-    return vars(found) if isinstance(found, types.ModuleType) else {}
+    imported = sys.modules.get(module)
+    return vars(imported) if isinstance(imported, types.ModuleType) else {}

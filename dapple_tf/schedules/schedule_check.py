@@ -119,7 +119,7 @@ def _check_whole_or_split(schedule: Schedule) -> None:
 
 def _check_tasks(schedule: Schedule, homes: Mapping[Task, int]) -> None:
     """Checks that every expected task is there once, on its device, and no other."""
-    found = Counter(schedule.tasks)
+    counts = Counter(schedule.tasks)
     for device, tasks in schedule.orders.items():
         for task in tasks:
             if task not in homes:
@@ -128,10 +128,10 @@ def _check_tasks(schedule: Schedule, homes: Mapping[Task, int]) -> None:
                 )
             if device != homes[task]:
                 raise ScheduleError(f"device {device} runs {task}, which belongs on device {homes[task]}; move it")
-            if found[task] > 1:
-                raise ScheduleError(f"device {device} runs {task} {found[task]} times; it must run once")
+            if counts[task] > 1:
+                raise ScheduleError(f"device {device} runs {task} {counts[task]} times; it must run once")
     for task, device in homes.items():
-        if task not in found:
+        if task not in counts:
             raise ScheduleError(f"no device runs {task}; add it to device {device}")
 
 
@@ -260,12 +260,12 @@ def _inputs(schedule: Schedule, homes: Mapping[Task, int]) -> Callable[[Task], l
 
     def inputs(task: Task) -> list[Task]:
         if task.phase is BW:
-            found = _own_inputs(task, schedule.split)
+            awaited = _own_inputs(task, schedule.split)
         else:
             forward = task.phase is F
             neighbour = task.stage + (-1 if forward else 1)
-            found = groups.get((neighbour, forward, task.micro_batch), [])
-        return [*found, schedule.after[task]] if task in schedule.after else found
+            awaited = groups.get((neighbour, forward, task.micro_batch), [])
+        return [*awaited, schedule.after[task]] if task in schedule.after else awaited
 
     return inputs
 

@@ -146,8 +146,8 @@ class ScheduleRequest:
     def groups(self) -> tuple[range, ...]:
         """The runs of consecutive stages with equal device lists."""
         runs = itertools.groupby(range(self.stages), key=lambda stage: self.devices[stage])
-        found = [list(stages) for _, stages in runs]
-        return tuple(range(stages[0], stages[-1] + 1) for stages in found)
+        groups = [list(stages) for _, stages in runs]
+        return tuple(range(stages[0], stages[-1] + 1) for stages in groups)
 
     @functools.cached_property
     def offloaded(self) -> frozenset[int]:
@@ -246,11 +246,11 @@ def _seconds(task_seconds: TaskSeconds | None, stages: int) -> tuple[tuple[float
         return ((1.0, 1.0, 1.0),) * stages
     if len(task_seconds) != stages:
         raise ScheduleError(f"task_seconds has {len(task_seconds)} entries for {stages} stages; give one for each")
-    found = []
+    seconds = []
     for stage, times in enumerate(task_seconds):
         if len(times) != 3 or not all(0 <= time < math.inf for time in times):
             raise ScheduleError(
                 f"task_seconds of stage {stage} is {list(times)}; give the times of F, Bx and Bw, such as [1, 1, 1]"
             )
-        found.append((float(times[0]), float(times[1]), float(times[2])))
-    return tuple(found)
+        seconds.append((float(times[0]), float(times[1]), float(times[2])))
+    return tuple(seconds)

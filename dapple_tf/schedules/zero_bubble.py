@@ -73,22 +73,22 @@ def zero_bubble(request: ScheduleRequest) -> Orders:
         return zb_v(request)
     positions = len(request.groups)
     limits = h2_limits(request)
-    found = []
+    runs = []
     tried = set()
     for extra in range(positions):
         counts = tuple(_warm_up(request, extra, limits))
         if counts in tried:
             continue
         tried.add(counts)
-        found.append(list_scheduling.replay(request, handcrafted(request, extra, limits)))
+        runs.append(list_scheduling.replay(request, handcrafted(request, extra, limits)))
         queues: dict[int, list[list[Job]]] = {}
         for group, count in zip(request.groups, counts, strict=True):
             order = _order(request.micro_batches, group, count, 0)
             main = [job for job in order if job.phase is not BW]
             rest = [[job for job in order if job.phase is BW and job.stage == stage] for stage in reversed(group)]
             queues |= {device: [main, *rest] for device in request.devices[group[0]]}
-        found.append(list_scheduling.run(request, queues, priorities.fill_gaps, limits=limits))
-    return list_scheduling.best(found).orders
+        runs.append(list_scheduling.run(request, queues, priorities.fill_gaps, limits=limits))
+    return list_scheduling.best(runs).orders
 
 
 def zb_v(request: ScheduleRequest) -> Orders:

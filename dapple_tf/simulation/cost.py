@@ -193,19 +193,19 @@ class CostModel:
             cost = self.routes[producer, consumer][backward]
             ends = (consumer, producer) if backward else (producer, consumer)
             senders, receivers = (self.slices(stage, micro_batch) for stage in ends)
-            found = []
+            pieces = []
             for sender, interval in enumerate(senders):
                 for receiver, wanted in enumerate(receivers):
                     common = interval.overlap(wanted).size
                     if common and (not backward or (producer, consumer) in self._differentiable):
-                        found.append(Piece(sender, receiver, cost.at(common)))
-            self._pieces[key] = tuple(found)
+                        pieces.append(Piece(sender, receiver, cost.at(common)))
+            self._pieces[key] = tuple(pieces)
         return self._pieces[key]
 
     @functools.cached_property
     def reductions(self) -> tuple[Reduction, ...]:
         """The all-reduces of a step: one for each replicated stage, one for each group of weights that stages share."""
-        found = []
+        reductions = []
         stage_of = self.profile.stage_of_layers(self.plan.cuts)
         for stage, cost in enumerate(self.stages):
             own = sum(layer.parameter_bytes for layer in self.profile.layers[slice(*cost.layers)])
@@ -216,14 +216,14 @@ class CostModel:
             )
             devices = self.homes[stage]
             if len(devices) > 1 and own:
-                found.append(Reduction((stage,), devices, own))
+                reductions.append(Reduction((stage,), devices, own))
         for group in self.profile.shared:
             stages = tuple(sorted({stage_of[layer] for layer in group.layers}))
             if len(stages) > 1:
                 devices = tuple(dict.fromkeys(device for stage in stages for device in self.homes[stage]))
                 if len(devices) > 1:
-                    found.append(Reduction(stages, devices, group.parameter_bytes))
-        return tuple(found)
+                    reductions.append(Reduction(stages, devices, group.parameter_bytes))
+        return tuple(reductions)
 
     def reduction_seconds(self, reduction: Reduction, size: float | None = None) -> float:
         """Returns the seconds of an all-reduce of all, or ``size``, of its bytes."""
@@ -246,16 +246,16 @@ class CostModel:
         total = self.profile.task_seconds + self.stages[stage].backward.at(samples)
         passed = total - sum(layer.backward.at(samples) for layer in layers)
         total = total or 1.0
-        found, pending = [], 0.0
+        buckets, pending = [], 0.0
         for layer, size in zip(reversed(layers), reversed(sizes), strict=True):
             passed += layer.backward.at(samples)
             pending += size
             if pending >= self.plan.bucket_bytes:
-                found.append((1.0 if layer is layers[0] else passed / total, pending))
+                buckets.append((1.0 if layer is layers[0] else passed / total, pending))
                 pending = 0.0
         if pending:
-            found.append((1.0, pending))
-        return tuple(found)
+            buckets.append((1.0, pending))
+        return tuple(buckets)
 
     def apply_seconds(self, stage: int, device: int) -> float:
         """Returns the seconds of the optimizer's update of a stage on one of its devices."""
@@ -400,13 +400,13 @@ def _routes(profile: Profile, stage_of: Sequence[int]) -> dict[tuple[int, int], 
 
     A stage gets a tensor directly from the stage that made it.
     """
-    found: dict[tuple[int, int], tuple[Cost, Cost]] = {}
+    routes: dict[tuple[int, int], tuple[Cost, Cost]] = {}
     for tensor in profile.tensors:
         producer = stage_of[tensor.producer]
         for consumer in sorted({stage_of[layer] for layer in tensor.consumers} - {producer}):
-            forward, backward = found.get((producer, consumer), (ZERO, ZERO))
-            found[producer, consumer] = (
+            forward, backward = routes.get((producer, consumer), (ZERO, ZERO))
+            routes[producer, consumer] = (
                 forward + tensor.bytes,
                 backward + tensor.bytes if tensor.differentiable else backward,
             )
-    return dict(sorted(found.items()))
+    return dict(sorted(routes.items()))

@@ -118,8 +118,8 @@ def _stored(costs: CostModel, stages: Sequence[int], *, accumulated: bool) -> fl
 
 def _hosted(devices: Sequence[int], stages: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
     """Maps each device to its stages."""
-    found: dict[int, tuple[int, ...]] = dict.fromkeys(devices, ())
+    hosted: dict[int, tuple[int, ...]] = dict.fromkeys(devices, ())
     for stage, members in enumerate(stages):
         for device in members:
-            found[device] += (stage,)
-    return found
+            hosted[device] += (stage,)
+    return hosted

@@ -26,11 +26,11 @@ def gradient_ends(schedule: Schedule, *, wait_free: bool = True) -> Mapping[Task
 
     Unless ``wait_free``, all of a device's stages wait for the last of its tasks (conventional backpropagation).
     """
-    found: dict[Task, tuple[int, ...]] = {}
+    completed: dict[Task, tuple[int, ...]] = {}
     for (device, stage), task in last_gradients(schedule).items():
         end = task if wait_free else schedule.orders[device][-1]
-        found[end] = (*found.get(end, ()), stage)
-    return found
+        completed[end] = (*completed.get(end, ()), stage)
+    return completed
 
 
 def carried_stages(costs: CostModel, schedule: Schedule) -> tuple[int, ...]:

@@ -45,11 +45,11 @@ class Simulation:
     @functools.cached_property
     def busy(self) -> Mapping[int, float]:
         """Device -> seconds in which it computes."""
-        found = dict.fromkeys(self.costs.devices, 0.0)
+        seconds = dict.fromkeys(self.costs.devices, 0.0)
         for span in self.spans:
             if span.device is not None and span.kind != "send":
-                found[span.device] += span.end - span.start
-        return found
+                seconds[span.device] += span.end - span.start
+        return seconds
 
     @functools.cached_property
     def idle(self) -> Mapping[int, float]:
@@ -79,11 +79,11 @@ class Simulation:
     @property
     def timeline(self) -> Mapping[int, tuple[Span, ...]]:
         """Device -> what it computes, in order of time."""
-        found: dict[int, list[Span]] = {device: [] for device in self.costs.devices}
+        by_device: dict[int, list[Span]] = {device: [] for device in self.costs.devices}
         for span in self.spans:
             if span.device is not None and span.kind != "send":
-                found[span.device].append(span)
-        return {device: tuple(sorted(spans, key=lambda span: span.start)) for device, spans in found.items()}
+                by_device[span.device].append(span)
+        return {device: tuple(sorted(spans, key=lambda span: span.start)) for device, spans in by_device.items()}
 
     def drawn(self, name: str = "simulated") -> Timeline:
         """Returns the step as a timeline, which all pictures take.
@@ -255,13 +255,13 @@ class _Changes:
 
 def device_rows(costs: CostModel) -> list[tuple[str, tuple[int, ...]]]:
     """Returns rows (stages, devices) for reports: one for each list of devices, with the stages that share it."""
-    found: dict[tuple[int, ...], list[str]] = {}
+    rows: dict[tuple[int, ...], list[str]] = {}
     for stage, devices in enumerate(costs.plan.devices):
-        found.setdefault(devices, []).append(str(stage))
+        rows.setdefault(devices, []).append(str(stage))
     for stage, devices in enumerate(costs.homes):
         if devices != costs.plan.devices[stage]:
-            found.setdefault(devices, []).append(f"{stage}Bw")
-    return [(shown(stages), devices) for devices, stages in found.items()]
+            rows.setdefault(devices, []).append(f"{stage}Bw")
+    return [(shown(stages), devices) for devices, stages in rows.items()]
 
 
 def shown(entries: Sequence[object], limit: int = 8) -> str:

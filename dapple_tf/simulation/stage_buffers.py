@@ -160,5 +160,5 @@ def _stays(tensor: Tensor, members: range) -> bool:
 
 
 def _sum(costs: Iterable[Cost], others: Iterable[Cost] = ()) -> Cost:
-    found = [*costs, *others]
-    return Cost(sum(cost.fixed for cost in found), sum(cost.per_sample for cost in found))
+    terms = [*costs, *others]
+    return Cost(sum(cost.fixed for cost in terms), sum(cost.per_sample for cost in terms))

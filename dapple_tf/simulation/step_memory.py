@@ -238,8 +238,8 @@ class StepMemory:
 
     def _arrival(self, stage: int, micro_batch: int, replica: int, target: int, after: float) -> float:
         """Returns when a slice's result, made at ``after`` or earlier, has arrived on another device."""
-        found = [span.end for span in self.sends[stage, micro_batch, replica, target] if span.start >= after]
-        return min(found, default=after)
+        arrivals = [span.end for span in self.sends[stage, micro_batch, replica, target] if span.start >= after]
+        return min(arrivals, default=after)
 
     # ---- reductions and updates
 
@@ -309,12 +309,12 @@ class StepMemory:
 
     def _head(self, stages: Iterable[int], device: int) -> float:
         """Returns when the first forward of stages begins on a device."""
-        found = [
+        starts = [
             s.start
             for (kind, stage, *_), s in self.spans.items()
             if kind == "F" and stage in stages and s.device == device
         ]
-        return min(found, default=0.0)
+        return min(starts, default=0.0)
 
 
 def _one_at_a_time(lives: Sequence[Life]) -> Iterator[Life]:

@@ -217,9 +217,9 @@ class PipelineMonitor(keras.callbacks.Callback):
             self._log.close()
             self._log = None
 
-    def _write(self, number: int, found: dict[str, float]) -> None:
+    def _write(self, number: int, metrics: dict[str, float]) -> None:
         if self._log is not None:
-            self._log.write(number, {tag(name): value for name, value in found.items()})
+            self._log.write(number, {tag(name): value for name, value in metrics.items()})
 
 
 _SHOWN = (*(name for name in NAMES if name not in ("before", "after")), "host")
@@ -236,17 +236,17 @@ def step_metrics(step: MeasuredStep, untraced_seconds: float, plan: Plan) -> dic
     factor = slowdown(step, untraced_seconds)
     parts = {device: _untraced(own, factor) for device, own in step.parts.items()}
     typical = mean(list(parts.values()))
-    found = {"step_ms": 1e3 * untraced_seconds}
-    found |= {f"{name}_ms": 1e3 * getattr(typical, name) for name in _SHOWN if name != "host"}
-    found["host_ms"] = max(0.0, found["step_ms"] - sum(found[f"{name}_ms"] for name in _SHOWN if name != "host"))
+    metrics = {"step_ms": 1e3 * untraced_seconds}
+    metrics |= {f"{name}_ms": 1e3 * getattr(typical, name) for name in _SHOWN if name != "host"}
+    metrics["host_ms"] = max(0.0, metrics["step_ms"] - sum(metrics[f"{name}_ms"] for name in _SHOWN if name != "host"))
     peaks = step.timeline.peak_bytes
     for stage, devices in enumerate(plan.working_devices):
         busy = statistics.fmean(
             own.forward + own.backward + own.accumulate + own.apply for own in map(parts.__getitem__, devices)
         )
-        found[f"bubble_stage_{stage}"] = max(0.0, 1 - busy / untraced_seconds)
-        found[f"peak_mib_stage_{stage}"] = max(peaks.get(device, math.nan) for device in devices) / 2**20
-    return found
+        metrics[f"bubble_stage_{stage}"] = max(0.0, 1 - busy / untraced_seconds)
+        metrics[f"peak_mib_stage_{stage}"] = max(peaks.get(device, math.nan) for device in devices) / 2**20
+    return metrics
 
 
 def _untraced(parts: StepParts, factor: float) -> StepParts:

@@ -71,7 +71,7 @@ class StageDrift:
 
 def stage_seconds(tasks: Mapping[Task, float]) -> dict[int, float]:
     """Returns stage -> seconds per micro-batch: medians over micro-batches and replicas, summed over phases."""
-    found: dict[int, float] = {}
+    seconds: dict[int, float] = {}
     for (stage, _), times in sorted(grouped(tasks).items()):
-        found[stage] = found.get(stage, 0.0) + statistics.median(times)
-    return found
+        seconds[stage] = seconds.get(stage, 0.0) + statistics.median(times)
+    return seconds

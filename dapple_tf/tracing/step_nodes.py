@@ -66,7 +66,7 @@ def step_nodes(program: Program) -> dict[str, StepNode]:
     tasks |= {name: task for task, name in step.entry.items()}
     entries = {name: task.phase.value for task, name in step.entry.items()}
     constants = {node.name: node.attr["value"].tensor for node in program.graph.node if node.op == "Const"}
-    found: dict[str, StepNode] = {}
+    nodes: dict[str, StepNode] = {}
     for node in program.graph.node:
         if node.op == "Const":
             continue
@@ -91,8 +91,8 @@ def step_nodes(program: Program) -> dict[str, StepNode]:
             instance = data_inputs(node)[3].node  # of CollectiveReduceV2
             reduction = int(constants[instance].int_val[0])
         after = tuple(control_inputs(node))
-        found[node.name] = StepNode(kind, node.device, stage, replica, task, inputs, after, reduction, operator)
-    return found
+        nodes[node.name] = StepNode(kind, node.device, stage, replica, task, inputs, after, reduction, operator)
+    return nodes
 
 
 def _task_of(node: NodeDef, phase: Phase) -> Task:
@@ -111,7 +111,7 @@ def replaced_bytes(program: Program, step: Step) -> dict[str, int]:
 
     These bytes were allocated before, so that the step's allocation records lack them.
     """
-    found = {}
+    freed = {}
     for stage in program.stages:
         phase, _ = stage.parameter_gradients
         sizes = [_bytes(variable.shape, variable.dtype) for _, variable, _ in stage.gradients]
@@ -121,8 +121,8 @@ def replaced_bytes(program: Program, step: Step) -> dict[str, int]:
                 first.setdefault(task.replica, task)
         for task in first.values():
             for node in set(step.exit[task]) - {step.entry[task]}:
-                found[node] = sum(sizes)
-    return found
+                freed[node] = sum(sizes)
+    return freed
 
 
 def _bytes(shape: Iterable[int], dtype: int) -> int:
@@ -134,19 +134,19 @@ def _bytes(shape: Iterable[int], dtype: int) -> int:
 
 def sources(nodes: Mapping[str, StepNode]) -> dict[str, tuple[str, ...]]:
     """Returns node -> the nearest nodes of any kind from which its results are made: itself, or earlier ones."""
-    found: dict[str, tuple[str, ...]] = {}
+    nearest: dict[str, tuple[str, ...]] = {}
     stack = list(nodes)
     while stack:
         name = stack[-1]
         node = nodes.get(name)
-        if name in found or node is None or node.kind:
-            found.setdefault(name, (name,) if node is not None else ())
+        if name in nearest or node is None or node.kind:
+            nearest.setdefault(name, (name,) if node is not None else ())
             stack.pop()
             continue
-        missing = [ref.node for ref in node.inputs if ref.node not in found]
+        missing = [ref.node for ref in node.inputs if ref.node not in nearest]
         if missing:
             stack += missing
             continue
-        found[name] = tuple(dict.fromkeys(source for ref in node.inputs for source in found[ref.node]))
+        nearest[name] = tuple(dict.fromkeys(source for ref in node.inputs for source in nearest[ref.node]))
         stack.pop()
-    return found
+    return nearest

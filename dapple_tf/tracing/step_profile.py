@@ -79,7 +79,7 @@ class StepProfile:
     @property
     def timelines(self) -> tuple[Timeline, ...]:
         """Planned, simulated and measured timelines, as far as they exist."""
-        return tuple(found for found in (self.planned, self.simulated, self.measured) if found is not None)
+        return tuple(timeline for timeline in (self.planned, self.simulated, self.measured) if timeline is not None)
 
     @property
     def parts(self) -> Mapping[int, StepParts]:
@@ -89,8 +89,8 @@ class StepProfile:
     @property
     def bubbles(self) -> tuple[float, ...]:
         """For each stage, the fraction of the step in which its devices compute nothing, 0 to 1."""
-        found = self.measured.bubbles
-        return tuple(statistics.fmean(found[device] for device in devices) for devices in self.plan.working_devices)
+        bubbles = self.measured.bubbles
+        return tuple(statistics.fmean(bubbles[device] for device in devices) for devices in self.plan.working_devices)
 
     @property
     def peak_bytes(self) -> Mapping[int, float]:
@@ -175,10 +175,10 @@ class StepProfile:
 
     def _phase_rows(self) -> Sequence[Sequence[str]]:
         rows = [("stage", "task", "measured", "simulated", "error")]
-        for found in self.phases:
-            predicted = "" if found.predicted is None else _ms(found.predicted)
-            error = "" if found.error is None else f"{found.error:+.1%}"
-            rows.append((str(found.stage), found.phase.value, _ms(found.measured), predicted, error))
+        for time in self.phases:
+            predicted = "" if time.predicted is None else _ms(time.predicted)
+            error = "" if time.error is None else f"{time.error:+.1%}"
+            rows.append((str(time.stage), time.phase.value, _ms(time.measured), predicted, error))
         return rows if self.simulation is not None else [row[:3] for row in rows]
 
     def _stage_rows(self) -> Sequence[Sequence[str]]:
@@ -211,10 +211,10 @@ def slowdown(step: MeasuredStep, untraced_seconds: float) -> float:
 
 def grouped(tasks: Mapping[Task, float]) -> dict[tuple[int, Phase], list[float]]:
     """Returns (stage, phase) -> times of its tasks."""
-    found: dict[tuple[int, Phase], list[float]] = {}
+    groups: dict[tuple[int, Phase], list[float]] = {}
     for task, seconds in tasks.items():
-        found.setdefault((task.stage, task.phase), []).append(seconds)
-    return found
+        groups.setdefault((task.stage, task.phase), []).append(seconds)
+    return groups
 
 
 def simulated_tasks(simulation: Simulation) -> dict[Task, float]:

@@ -141,13 +141,13 @@ _OPERATOR_GAP = 20e-6
 
 def _joined(intervals: Iterable[Interval]) -> list[Interval]:
     """Returns intervals in order, joining those with hardly a gap between them."""
-    found: list[Interval] = []
+    joined: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1] + _OPERATOR_GAP:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if joined and start <= joined[-1][1] + _OPERATOR_GAP:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
         else:
-            found.append((start, end))
-    return found
+            joined.append((start, end))
+    return joined
 
 
 class _Reading:
@@ -187,11 +187,11 @@ class _Reading:
                     if freed := self.traced.replaced.get(name):
                         changes.append((int(run.end // 1000), -freed))
                 elif node.node_name == "RecvTensor":
-                    found = _RECEIVED.match(node.timeline_label)
-                    if found is not None and found[1] != "0":  # a tensor, not a control edge
+                    match = _RECEIVED.match(node.timeline_label)
+                    if match is not None and match[1] != "0":  # a tensor, not a control edge
                         # Its start is by the sender's clock, cut to fit the receiver's: only its end means something.
                         end = 1000 * (node.all_start_micros + node.all_end_rel_micros)
-                        self.received.setdefault((found[2][start:], found[4]), []).append((end, int(found[1])))
+                        self.received.setdefault((match[2][start:], match[4]), []).append((end, int(match[1])))
 
     # ---- one clock
 
@@ -230,19 +230,19 @@ class _Reading:
         for name, run in self.runs.items():
             start, end, ready = (change(run.device, time) for time in (run.start, run.end, run.ready))
             self.runs[name] = run._replace(start=start, end=end, ready=ready)
-        for (_, receiver), found in self.received.items():
-            found[:] = [(change(receiver, end), size) for end, size in found]
+        for (_, receiver), arrivals in self.received.items():
+            arrivals[:] = [(change(receiver, end), size) for end, size in arrivals]
         for device, changes in self.changes.items():
             changes[:] = [(change(device, 1000 * time) / 1000, size) for time, size in changes]
 
     def _slacks(self) -> dict[tuple[int | None, int | None], float]:
         """Returns (clock of a cause, clock of its effect) -> the least seconds between them, see `refine`."""
-        found: dict[tuple[int | None, int | None], float] = {}
+        slacks: dict[tuple[int | None, int | None], float] = {}
 
         def add(cause: int | None, effect: int | None, nanoseconds: float) -> None:
             if cause != effect:
                 pair = cause, effect
-                found[pair] = min(found.get(pair, math.inf), nanoseconds / 1e9)
+                slacks[pair] = min(slacks.get(pair, math.inf), nanoseconds / 1e9)
 
         for name, run in self.runs.items():
             node, own = self.nodes[name], self._worker(run.device)
@@ -261,7 +261,7 @@ class _Reading:
                 ended[own] = min(run.end, ended.get(own, math.inf))
             for one, other in itertools.permutations(begun, 2):
                 add(one, other, ended[other] - begun[one])
-        return found
+        return slacks
 
     # ---- spans
 
@@ -348,12 +348,12 @@ class _Reading:
     @functools.cached_property
     def _members(self) -> Mapping[int, Sequence[str]]:
         """Number of a reduction -> its nodes on all devices."""
-        found: dict[int, list[str]] = {}
+        members: dict[int, list[str]] = {}
         for name in self.runs:
             number = self.nodes[name].reduction
             if number is not None:
-                found.setdefault(number, []).append(name)
-        return found
+                members.setdefault(number, []).append(name)
+        return members
 
     def _sends(self, known: set[int]) -> Iterator[Span]:
         """Yields transfers between devices: each task's results for another device are one span.
@@ -398,14 +398,14 @@ class _Reading:
 
     def _waits(self) -> dict[int, list[Interval]]:
         """Returns device -> intervals in which it waits for a tensor on its way, until the reader is ready."""
-        found: dict[int, list[Interval]] = {}
+        waits: dict[int, list[Interval]] = {}
         for name, run in self.runs.items():
             if self.nodes[name].kind not in ("", HOST, ALL_REDUCE):
                 device = self._index(name)
                 if device is not None and (made := self._came(name, run.device)) > -math.inf:
                     wait = self._time(min(made, run.ready)), self._time(run.ready)
-                    found.setdefault(device, []).append(wait)
-        return found
+                    waits.setdefault(device, []).append(wait)
+        return waits
 
     def _came(self, name: str, device: str) -> float:
         """Returns the last end of what a node waits for on other devices, through connecting nodes."""

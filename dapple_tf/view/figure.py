@@ -147,17 +147,17 @@ def _roundabout(graph: TaskGraph) -> frozenset[int]:
     for number, edge in enumerate(graph.edges):
         if not edge.control:
             arriving[edge.target].append(number)
-    found = set()
+    bypassed = set()
     for index in sorted(range(len(graph.nodes)), key=lambda index: graph.nodes[index].column):
         sources = [graph.edges[number].source for number in arriving[index]]
         before = 0
         for source in sources:
             before |= behind[source]
-        found |= {number for number in arriving[index] if before >> graph.edges[number].source & 1}
+        bypassed |= {number for number in arriving[index] if before >> graph.edges[number].source & 1}
         behind[index] = before
         for source in sources:
             behind[index] |= 1 << source
-    return frozenset(found)
+    return frozenset(bypassed)
 
 
 class _Layout:
@@ -222,7 +222,7 @@ class _Layout:
 
     def _arc_levels(self) -> dict[int, tuple[int, int | None]]:
         """Returns edge -> (height of its arc, its lane), for edges that run along a row, over other nodes."""
-        found: dict[int, tuple[int, int | None]] = {}
+        arcs: dict[int, tuple[int, int | None]] = {}
         spans: dict[int | None, list[tuple[int, int, int]]] = defaultdict(list)
         for index, edge in enumerate(self.graph.edges):
             a, b = self.graph.nodes[edge.source], self.graph.nodes[edge.target]
@@ -235,8 +235,8 @@ class _Layout:
                 covered = range(start, start + length)
                 level = min(_MOST_ARCS, 1 + max(reach.get(column, 0) for column in covered))
                 reach |= dict.fromkeys(covered, level)
-                found[index] = (level, device)
-        return found
+                arcs[index] = (level, device)
+        return arcs
 
     def _blocked(self, a: TaskNode, b: TaskNode) -> bool:
         """Returns whether a straight line would cross another node."""

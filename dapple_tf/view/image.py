@@ -254,9 +254,9 @@ class _Panel:
                         zorder=4,
                     )
         line = 0.5 if widths and sorted(widths)[len(widths) // 2] > 3 else 0.0
-        for colour, found in boxes.items():
-            _boxes(axes, [box for box in found if box[2].height == _COMPUTE], colour, "white", line)
-            _boxes(axes, [box for box in found if box[2].height == _THIN], colour, colour, _THINNEST)
+        for colour, coloured in boxes.items():
+            _boxes(axes, [box for box in coloured if box[2].height == _COMPUTE], colour, "white", line)
+            _boxes(axes, [box for box in coloured if box[2].height == _THIN], colour, colour, _THINNEST)
 
     def memory(self, axes: Axes, row: _Row) -> None:
         """Draws a device's memory over time."""
@@ -284,14 +284,14 @@ def _coarse(curve: MemoryCurve, latency: float) -> MemoryCurve:
     """Returns a curve with no more points than can be shown: for each column, its maximum."""
     if len(curve) <= _COLUMNS or latency <= 0:
         return curve
-    found: dict[int, float] = {}
+    levels: dict[int, float] = {}
     level = curve[0][1]
     for time, following in curve:
         column = max(0, math.floor(time / latency * _COLUMNS))
-        found[column] = max(found.get(column, level), following)  # Memory in use before also counts in this column.
+        levels[column] = max(levels.get(column, level), following)  # Memory in use before also counts in this column.
         level = following
-        found[column + 1] = level
-    return tuple((min(1.0, column / _COLUMNS) * latency, level) for column, level in found.items())
+        levels[column + 1] = level
+    return tuple((min(1.0, column / _COLUMNS) * latency, level) for column, level in levels.items())
 
 
 def _boxes(
@@ -328,9 +328,9 @@ def _short(label: str) -> str:
 
 def _kinds(timelines: Sequence[Timeline]) -> Iterator[str]:
     """Yields the kinds that are drawn, in the order of the palette; kinds without a colour of their own share one."""
-    found = {span.kind for timeline in timelines for span in timeline.spans if span.end > span.start}
-    yield from (kind for kind in COLOURS if kind in found)
-    yield from ["other"] if found - COLOURS.keys() else []
+    kinds = {span.kind for timeline in timelines for span in timeline.spans if span.end > span.start}
+    yield from (kind for kind in COLOURS if kind in kinds)
+    yield from ["other"] if kinds - COLOURS.keys() else []
 
 
 def _hosts_several(timeline: Timeline) -> bool:

@@ -206,8 +206,8 @@ class _Drawing:
         makers: dict[str, int] = {}  # node -> an anchor before it
         for name in self.order:
             before = [ref.node for ref in self.graph.inputs(name)] + control_inputs(self.graph.nodes[name])
-            found = next((makers[node] for node in before if node in makers), None)
-            if (own := self.owner.get(name, found)) is not None:
+            maker = next((makers[node] for node in before if node in makers), None)
+            if (own := self.owner.get(name, maker)) is not None:
                 makers[name] = own
         for name in reversed(self.order):
             place = self.owner.get(name, readers.get(name))
@@ -233,7 +233,7 @@ def _device_labels(layout: Layout, numbers: Mapping[str, int]) -> dict[int, str]
     Raises:
         ValueError: a device isn't among the names.
     """
-    found: dict[int, list[str]] = {}
+    by_device: dict[int, list[str]] = {}
     for places, note in ((layout.devices, ""), (layout.homes, " (Bw)")):
         for stage, names in enumerate(places):
             for replica, name in enumerate(names):
@@ -242,9 +242,10 @@ def _device_labels(layout: Layout, numbers: Mapping[str, int]) -> dict[int, str]
                 if note and name == layout.devices[stage][replica]:
                     continue
                 own = f"{stage}.r{replica}" if len(names) > 1 else f"{stage}"
-                found.setdefault(numbers[name], []).append(own + note)
+                by_device.setdefault(numbers[name], []).append(own + note)
     return {
-        device: f"device {device}: stage{'s' * (len(works) > 1)} {', '.join(works)}" for device, works in found.items()
+        device: f"device {device}: stage{'s' * (len(works) > 1)} {', '.join(works)}"
+        for device, works in by_device.items()
     }
 
 
@@ -257,7 +258,7 @@ def stage_layers(program: Program) -> list[tuple[str, ...]]:
     )
     positions = [position for position, _ in placed]
     calls = Counter(call.path for call in program.roles.calls)
-    found: list[list[str]] = [[] for _ in program.stages]
+    layers: list[list[str]] = [[] for _ in program.stages]
     end = 0  # end of the last call that was taken
     for call, following in itertools.zip_longest(program.roles.calls, program.roles.calls[1:]):
         if call.start < end:
@@ -268,5 +269,5 @@ def stage_layers(program: Program) -> list[tuple[str, ...]]:
         if len(stages) == 1 or innermost:
             end = call.stop
             for stage in stages:
-                found[stage].append(call.path + (f"#{call.number}" if calls[call.path] > 1 else ""))
-    return [tuple(names) for names in found]
+                layers[stage].append(call.path + (f"#{call.number}" if calls[call.path] > 1 else ""))
+    return [tuple(names) for names in layers]

@@ -134,27 +134,27 @@ class StepTensors:
         key = stage.index, samples
         if key not in self._shapes_of:
             try:
-                found = infer_shapes(
+                shapes = infer_shapes(
                     stage.own_graph, self._assumed(stage, samples), {self.program.roles.slice.samples: samples}
                 )
             except PassError as error:
                 logger.warning("shapes of stage %d aren't known for %d samples: %s", stage.index, samples, error)
-                found = {}
-            self._shapes_of[key] = found
+                shapes = {}
+            self._shapes_of[key] = shapes
         return self._shapes_of[key]
 
     def _assumed(self, stage: Stage, samples: int) -> dict[str, Shape]:
         """Returns the shapes of a stage's inputs for a slice."""
         placeholders = {node.name: node for node in stage.own_graph.node if node.op == "Placeholder"}
-        found: dict[str, Shape] = {}
+        shapes: dict[str, Shape] = {}
         for value, ref in stage.arguments.items():
             boundary = self._boundaries.get(value.ref)
             if boundary is not None:
-                found[ref.node] = boundary.slice_shape(samples)
+                shapes[ref.node] = boundary.slice_shape(samples)
             elif value.ref in self.program.roles.inputs:
                 dims = placeholders[ref.node].attr["shape"].shape.dim
-                found[ref.node] = (samples, *(None if dim.size < 0 else dim.size for dim in dims[1:]))
-        return found
+                shapes[ref.node] = (samples, *(None if dim.size < 0 else dim.size for dim in dims[1:]))
+        return shapes
 
     @functools.cached_property
     def _boundaries(self) -> Mapping[Ref, Boundary]:

@@ -16,10 +16,10 @@ _TOLERANCE = 1e-6
 
 def on_one_axis(timelines: Sequence[Timeline]) -> list[list[Timeline]]:
     """Groups timelines that can share an axis, those with the same unit of time, in the order in which units appear."""
-    found: dict[str, list[Timeline]] = {}
+    by_unit: dict[str, list[Timeline]] = {}
     for timeline in timelines:
-        found.setdefault(timeline.unit, []).append(timeline)
-    return list(found.values())
+        by_unit.setdefault(timeline.unit, []).append(timeline)
+    return list(by_unit.values())
 
 
 def shown_unit(unit: str, end: float) -> tuple[str, float]:
@@ -80,17 +80,17 @@ def common_unit(times: Iterable[float], most: int) -> float | None:
     Returns:
         The time; None if there is none, or if all are 0.
     """
-    found = sorted({time for time in times if time > 0}, reverse=True)
-    if not found:
+    distinct = sorted({time for time in times if time > 0}, reverse=True)
+    if not distinct:
         return None
-    smallest = found[0] / most * (1 - _TOLERANCE)
+    smallest = distinct[0] / most * (1 - _TOLERANCE)
     unit = 0.0
-    for time in found:
+    for time in distinct:
         unit = _common_divisor(time, unit, smallest)
         if not unit:
             return None
-    close = all(abs(time / unit - round(time / unit)) <= _TOLERANCE * most for time in found)
-    return found[0] / round(found[0] / unit) if close else None
+    close = all(abs(time / unit - round(time / unit)) <= _TOLERANCE * most for time in distinct)
+    return distinct[0] / round(distinct[0] / unit) if close else None
 
 
 def _common_divisor(one: float, other: float, smallest: float) -> float:

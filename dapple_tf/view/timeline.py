@@ -131,16 +131,16 @@ class Timeline:
     @functools.cached_property
     def lanes(self) -> Mapping[Lane, tuple[Span, ...]]:
         """Spans of each lane by time; by device, computation first. Other lanes exist only if not empty."""
-        found: dict[Lane, list[Span]] = {}
+        lanes: dict[Lane, list[Span]] = {}
         for device in self.devices:
-            found |= {Lane(device, "compute"): [], Lane(device, SEND): [], Lane(device, ALL_REDUCE): []}
+            lanes |= {Lane(device, "compute"): [], Lane(device, SEND): [], Lane(device, ALL_REDUCE): []}
         for span in self.spans:
             row = span.kind if span.kind in (SEND, ALL_REDUCE) else "compute"
             for device in self.devices_of(span):
-                found[Lane(device, row)].append(span)
+                lanes[Lane(device, row)].append(span)
         return {
             lane: tuple(sorted(spans, key=lambda span: (span.start, span.end)))
-            for lane, spans in found.items()
+            for lane, spans in lanes.items()
             if spans or lane.row == "compute"
         }
 
