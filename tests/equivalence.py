@@ -174,7 +174,7 @@ def assert_equal_training(
     vanishing = [name for name, size in checked.largest.items() if size < 1e-9]
     # Softmax doesn't see what is added to all keys, so that their bias has no gradient.
     assert all(name.endswith("key/bias") for name in vanishing), vanishing
-    found = []
+    step_logs = []
     for (x, y, weights), expected in zip(plain.batches[:steps], plain.logs[:steps], strict=True):
         logs = pipelined.train_on_batch(x, y, sample_weight=weights, return_dict=True)
         assert logs.keys() == expected.keys()
@@ -184,9 +184,9 @@ def assert_equal_training(
                 # Two classes may be equally likely but for rounding: one sample counts or not.
                 bound += 1.1 / len(keras.tree.flatten(x)[0])
             assert abs(logs[name] - value) <= bound, f"{name}: {logs[name]} != {value}"
-        found.append(logs)
+        step_logs.append(logs)
     pipelined.close()
     for variable, value in zip(variables_of(model), plain.variables[steps - 1], strict=True):
         difference = largest_difference(variable.value, value)
         assert difference <= tolerance, f"{variable.path} differs by {difference:.3g}"
-    return found, [np.asarray(variable.value) for variable in variables_of(model)]
+    return step_logs, [np.asarray(variable.value) for variable in variables_of(model)]

@@ -19,13 +19,13 @@ from graph_passes.ir.resource_use import ResourceUse, resource_name
 def handles(graph: GraphDef) -> dict[str, dict[str, NodeDef]]:
     """Variable -> device -> one of its handles in a step; accumulators are left out."""
     bodies = {function.signature.name: function.node_def for function in graph.library.function}
-    found: dict[str, dict[str, NodeDef]] = {}
+    by_variable: dict[str, dict[str, NodeDef]] = {}
     for node in graph.node:
         called = node.attr["f"].func.name if "f" in node.attr else ""
         for inner in (node, *bodies.get(called, ())):
             if inner.op == "VarHandleOp" and "/stage" not in resource_name(inner):
-                found.setdefault(resource_name(inner), {})[node.device] = inner
-    return found
+                by_variable.setdefault(resource_name(inner), {})[node.device] = inner
+    return by_variable
 
 
 def random_placement(program: Program, names: Sequence[str], seed: int = 0) -> tuple[dict[str, str], list[str]]:
@@ -45,12 +45,12 @@ def random_placement(program: Program, names: Sequence[str], seed: int = 0) -> t
 
 def config(devices: int) -> tf.compat.v1.ConfigProto:
     """Of sessions that run graphs as they are."""
-    found = tf.compat.v1.ConfigProto(device_count={"CPU": devices}, allow_soft_placement=False)
-    found.graph_options.rewrite_options.disable_meta_optimizer = True
-    found.graph_options.optimizer_options.opt_level = tf.compat.v1.OptimizerOptions.L0  # no constant is folded
-    found.intra_op_parallelism_threads = 1
-    found.inter_op_parallelism_threads = devices + 2
-    return found
+    proto = tf.compat.v1.ConfigProto(device_count={"CPU": devices}, allow_soft_placement=False)
+    proto.graph_options.rewrite_options.disable_meta_optimizer = True
+    proto.graph_options.optimizer_options.opt_level = tf.compat.v1.OptimizerOptions.L0  # no constant is folded
+    proto.intra_op_parallelism_threads = 1
+    proto.inter_op_parallelism_threads = devices + 2
+    return proto
 
 
 class Steps:
@@ -138,9 +138,9 @@ class Steps:
             fetches["train"] = step.train
         options = None if stats is None else tf.compat.v1.RunOptions(trace_level=tf.compat.v1.RunOptions.FULL_TRACE)
         given = {f"{ref.node}:{ref.output}": value for ref, value in feeds.items()}
-        found: dict[str, Any] = self._session.run(fetches, given, options=options, run_metadata=stats)
-        self._metrics |= {name: parts[0] for name, parts in found["metrics"].items()}
-        return found
+        results: dict[str, Any] = self._session.run(fetches, given, options=options, run_metadata=stats)
+        self._metrics |= {name: parts[0] for name, parts in results["metrics"].items()}
+        return results
 
 
 def assert_equal(one: Any, other: Any) -> None:

@@ -45,13 +45,13 @@ def random_placement(seed: int, share: float = 0.5) -> Callable[..., OpPlacement
 def random_splits(graph: OpGraph, rng: np.random.Generator, share: float) -> dict[str, Split]:
     """A split, of any dimension into any number of parts, of so many of the operators that can be split."""
     sizes = Counter(graph.groups.tolist())
-    found = {}
+    splits = {}
     for operator, rules in graph.splits.items():
         rule = rules[rng.integers(len(rules))]
         alone = sizes[int(graph.groups[operator])] == 1
         if alone and rule.length >= 2 and rng.random() < share:
-            found[graph.names[operator]] = Split(rule.dimension, int(rng.integers(2, min(4, rule.length) + 1)))
-    return found
+            splits[graph.names[operator]] = Split(rule.dimension, int(rng.integers(2, min(4, rule.length) + 1)))
+    return splits
 
 
 def random_order(graph: OpGraph, rng: np.random.Generator) -> list[int]:

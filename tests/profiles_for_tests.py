@@ -17,12 +17,12 @@ MS = 1e-3
 
 def profile_of(*times: tuple[float, float], names: Sequence[str] = ("first", "second", "logits")) -> dapple.Profile:
     """Layers with these milliseconds of forward and backward for one sample, of a model such as `classifier`."""
-    found = [
+    layers = [
         LayerProfile(name, Cost(0, forward * MS), Cost(0, backward * MS))
         for name, (forward, backward) in zip(names, times, strict=True)
     ]
-    tensors = tuple(Tensor(index, (index + 1,), Cost(0, 24)) for index in range(len(found) - 1))
-    return dapple.Profile("classifier", "test", (1, 2), tuple(found), tensors)
+    tensors = tuple(Tensor(index, (index + 1,), Cost(0, 24)) for index in range(len(layers) - 1))
+    return dapple.Profile("classifier", "test", (1, 2), tuple(layers), tensors)
 
 
 def measured_as(simulation: Simulation, factors: Mapping[int, float] | None = None, host: float = 0.0) -> MeasuredStep:

@@ -28,8 +28,8 @@ def flags_of(module: str) -> flags.FlagValues:
     path = source_of(module)
     source = path.read_text(encoding="utf-8")
     if "FLAGS = flags.FlagValues()" in source:
-        found: flags.FlagValues = importlib.import_module(imported(module)).FLAGS
-        return found
+        own_flags: flags.FlagValues = importlib.import_module(imported(module)).FLAGS
+        return own_flags
     values = flags.FlagValues()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("flags.DEFINE_"):

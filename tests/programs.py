@@ -438,11 +438,11 @@ def sgd(parameters: Sequence[Variable], rate: float) -> Captured:
 
 def layers_by_stage(program: Program) -> dict[int, list[str]]:
     """Stage -> the layers that have nodes in it, in order."""
-    found: dict[int, dict[str, None]] = {}
+    by_stage: dict[int, dict[str, None]] = {}
     for node in program.graph.node:
         if node.name in program.node_stage and LAYER_ATTR in node.attr:
-            found.setdefault(program.node_stage[node.name], {})[node.attr[LAYER_ATTR].s.decode()] = None
-    return {stage: list(layers) for stage, layers in sorted(found.items())}
+            by_stage.setdefault(program.node_stage[node.name], {})[node.attr[LAYER_ATTR].s.decode()] = None
+    return {stage: list(layers) for stage, layers in sorted(by_stage.items())}
 
 
 def crossing(program: Program) -> list[tuple[str, int, tuple[int, ...]]]:

@@ -32,8 +32,8 @@ def _trained(model: str, policy: str) -> Reference:
     path = pathlib.Path(folder) / f"{model}-{policy}.pickle"
     if path.exists():
         return pickle.loads(path.read_bytes())
-    found = Reference.of(ZOO[model], SAMPLES)
+    trained = Reference.of(ZOO[model], SAMPLES)
     unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_bytes(pickle.dumps(found))
+    unfinished.write_bytes(pickle.dumps(trained))
     unfinished.rename(path)
-    return found
+    return trained

@@ -62,18 +62,18 @@ def inputs_of(schedule: Schedule) -> dict[Task, list[Task]]:
     for task in schedule.tasks:
         if task.phase is not Phase.WEIGHT_GRAD:
             replicas.setdefault((task.stage, task.phase is Phase.FORWARD, task.micro_batch), []).append(task)
-    found: dict[Task, list[Task]] = {}
+    inputs: dict[Task, list[Task]] = {}
     for task in schedule.tasks:
         own = Task(task.stage, Phase.FORWARD, task.micro_batch, task.replica)
         if task.phase is Phase.FORWARD:
-            found[task] = list(replicas.get((task.stage - 1, True, task.micro_batch), []))
+            inputs[task] = list(replicas.get((task.stage - 1, True, task.micro_batch), []))
         elif task.phase is Phase.WEIGHT_GRAD:
-            found[task] = [Task(task.stage, Phase.INPUT_GRAD, task.micro_batch, task.replica)]
+            inputs[task] = [Task(task.stage, Phase.INPUT_GRAD, task.micro_batch, task.replica)]
         else:
-            found[task] = [own, *replicas.get((task.stage + 1, False, task.micro_batch), [])]
+            inputs[task] = [own, *replicas.get((task.stage + 1, False, task.micro_batch), [])]
         if task in schedule.after:
-            found[task].append(schedule.after[task])
-    return found
+            inputs[task].append(schedule.after[task])
+    return inputs
 
 
 def straight(stages: int) -> list[list[int]]:

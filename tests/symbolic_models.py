@@ -25,5 +25,5 @@ def without_values() -> Iterator[None]:
 
 def parameters(model: keras.Model | keras.layers.Layer, kind: str = "") -> int:
     """Number of trainable parameters whose path ends so."""
-    found = [variable for variable in model.trainable_variables if variable.path.endswith(kind)]
-    return sum(math.prod(variable.shape) for variable in found)
+    variables = [variable for variable in model.trainable_variables if variable.path.endswith(kind)]
+    return sum(math.prod(variable.shape) for variable in variables)

@@ -145,8 +145,8 @@ def skipping() -> Program:
 
 def test_a_skip_over_several_stages_goes_from_its_producer_to_each_reader_directly() -> None:
     program = assign(skipping(), "a", "b", "c", "d")
-    found = {layer_of(Graph(program.graph), boundary.ref): boundary for boundary in program.boundaries}
-    assert {layer: (each.producer, each.consumers) for layer, each in found.items()} == {
+    by_layer = {layer_of(Graph(program.graph), boundary.ref): boundary for boundary in program.boundaries}
+    assert {layer: (each.producer, each.consumers) for layer, each in by_layer.items()} == {
         "a": (0, (1, 4)),
         "b": (1, (2,)),
         "c": (2, (3,)),
@@ -228,10 +228,10 @@ def test_a_random_seed_is_read_where_numbers_are_drawn_and_does_not_cross_the_cu
     program = captured(compiled(x, dense("c", 1)(drop(h))), np.zeros((4, 2)), np.zeros((4, 1)))
     (seed,) = [name for name, v in program.variables.items() if v.kind is STATE]
     for cuts, readers in ((("a",), [1]), (("a", "b"), [1, 2]), (("drop#0",), [0, 1]), (("drop#1",), [0, 1])):
-        found = assign(program, *cuts)
-        assert [stage.index for stage in found.stages if seed in stage.reads] == readers
-        assert [boundary.dtype for boundary in found.boundaries] == [DOUBLE] * len(cuts)
-        assert [boundary.shape for boundary in found.boundaries] == [(None, 3)] * len(cuts)
+        assigned = assign(program, *cuts)
+        assert [stage.index for stage in assigned.stages if seed in stage.reads] == readers
+        assert [boundary.dtype for boundary in assigned.boundaries] == [DOUBLE] * len(cuts)
+        assert [boundary.shape for boundary in assigned.boundaries] == [(None, 3)] * len(cuts)
 
 
 class Draws(keras.layers.Layer):
@@ -366,8 +366,8 @@ def test_the_batch_behind_a_loop_is_told_without_running_the_model(
     assert spec is not None
     program = capture(model, VariableTable(model), Mode.PREDICT, spec)
     boundaries = assign(program, "first", "second").boundaries
-    found = [(each.batch_axis, each.rows_per_sample, each.shape) for each in boundaries]
-    assert found == [(0, 1, (None, length, 3)), (0, 1, (None, 3))]
+    layouts = [(each.batch_axis, each.rows_per_sample, each.shape) for each in boundaries]
+    assert layouts == [(0, 1, (None, length, 3)), (0, 1, (None, 3))]
 
 
 def test_the_shape_of_what_comes_out_of_a_loop_is_computed_from_the_stages_own_slice() -> None:
@@ -396,17 +396,17 @@ def test_a_model_is_run_once_for_each_number_of_samples(width: int | None, monke
         h = writer.op("sent", "Cast", where, SrcT=dtype_attr(types_pb2.DT_INT64), DstT=dtype_attr(DOUBLE))
     with writer.layer("b"):
         y = writer.op("squared", "Square", h)
-    found = []
+    sample_counts = []
     measure = slice_shapes.measure_shapes
 
     def counted(graph: GraphDef, inputs: dict[str, list[int]], *rest: Any) -> Any:
-        found.append(inputs["x"][0])
+        sample_counts.append(inputs["x"][0])
         return measure(graph, inputs, *rest)
 
     monkeypatch.setattr(slice_shapes, "measure_shapes", counted)
     text = refused(writer.program(writer.op("loss", "L2Loss", y)), "a")
     assert text.endswith("has shape (?, 1): which axis is the batch can't be told; cut elsewhere")
-    assert found == [7, 11]
+    assert sample_counts == [7, 11]
 
 
 # ---- shapes that are read far behind

@@ -116,8 +116,8 @@ def test_capacity_is_between_one_and_all_devices_and_the_model_is_as_before() ->
     cluster = dapple.Cluster.local(2, kind="cpu")
     given = dapple.profile(model, 4, cluster=cluster, repeats=1)
     before = [np.array(value) for value in model.get_weights()]
-    found = measure_capacity(model, cluster, given)
-    assert 1 <= found.capacity(0) <= 2
+    measured = measure_capacity(model, cluster, given)
+    assert 1 <= measured.capacity(0) <= 2
     assert all(np.array_equal(old, new) for old, new in zip(before, model.get_weights(), strict=True))
     assert model.optimizer.iterations.numpy() == 0
 

@@ -26,12 +26,12 @@ def test_a_file_holds_the_newest_results_of_each_benchmark(tmp_path: pathlib.Pat
     write_results(file, "one", [{"ratio": Quartiles(0.5, 1.0, 2.0)}])
     write_results(file, "two", [{"steps": 3}], kind="simulated", versions={"torch": "0.0"})
     write_results(file, "one", [{"ratio": Quartiles(0.5, 1.5, 2.0)}])
-    found = read_results(file)
-    assert list(found) == ["one", "two"]
-    assert found["one"]["records"] == [{"ratio": {"low": 0.5, "median": 1.5, "high": 2.0}}]
-    assert found["one"]["kind"] == "measured" and found["two"]["kind"] == "simulated"
-    assert found["two"]["machine"]["versions"]["torch"] == "0.0"
-    assert found["one"]["command"] == own_command()
+    results = read_results(file)
+    assert list(results) == ["one", "two"]
+    assert results["one"]["records"] == [{"ratio": {"low": 0.5, "median": 1.5, "high": 2.0}}]
+    assert results["one"]["kind"] == "measured" and results["two"]["kind"] == "simulated"
+    assert results["two"]["machine"]["versions"]["torch"] == "0.0"
+    assert results["one"]["command"] == own_command()
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
@@ -74,7 +74,7 @@ def test_turns_are_taken_in_both_orders() -> None:
     order: list[str] = []
     times = take_turns({name: lambda name=name: order.append(name) for name in "abc"}, 3, lambda number, name: None)
     assert "".join(order) == "abccbaabc"
-    assert list(times) == ["a", "b", "c"] and all(len(found) == 3 for found in times.values())
+    assert list(times) == ["a", "b", "c"] and all(len(seconds) == 3 for seconds in times.values())
 
 
 def test_tables_show_medians_with_quartiles() -> None:

@@ -31,13 +31,13 @@ def test_peaks_are_set_beside_those_of_gpipe(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(bench_memory, "_simulated", simulated)
     monkeypatch.setattr(dapple, "profile", lambda *_, **__: None)
     monkeypatch.setattr(bench_memory, "make_model", lambda size: None)
-    found = list(bench_memory.rows([2], [2, 8], ["dapple_a"], size, 4, 1))
-    assert [(one["schedule"], one["micro_batches"]) for one, _ in found] == [
+    rows = list(bench_memory.rows([2], [2, 8], ["dapple_a"], size, 4, 1))
+    assert [(one["schedule"], one["micro_batches"]) for one, _ in rows] == [
         ("gpipe", 2), ("dapple_a", 2), ("gpipe", 8), ("dapple_a", 8),
     ]  # fmt: skip
-    assert [one["peak_of_gpipe"] for one, _ in found] == [1.0, 1.0, 1.0, 0.5]
-    assert [other["peak_of_gpipe"] for _, other in found] == [1.0, 1.0, 1.0, 5 / 8]
-    assert bench_memory.table([one for one, _ in found], [other for _, other in found], 2).splitlines()[2:] == [
+    assert [one["peak_of_gpipe"] for one, _ in rows] == [1.0, 1.0, 1.0, 0.5]
+    assert [other["peak_of_gpipe"] for _, other in rows] == [1.0, 1.0, 1.0, 5 / 8]
+    assert bench_memory.table([one for one, _ in rows], [other for _, other in rows], 2).splitlines()[2:] == [
         "| gpipe | 4.0 (5.0) | 8.0 (8.0) | 1.00 (1.00) | 1.00 (1.00) |",
         "| dapple_a | 4.0 (5.0) | 4.0 (5.0) | 1.00 (1.00) | 0.50 (0.62) |",
     ]
@@ -137,6 +137,6 @@ def test_wrong_flags_are_told_before_anything_runs(
 
 def test_the_document_is_that_of_its_numbers() -> None:
     """`python -m tools.evaluation.scale_report` writes it."""
-    found = read_results(RESULTS / "scale.json")
-    assert (RESULTS / "scale.md").read_text(encoding="utf-8") == scale_report.report(found)
-    assert found["peak_memory"]["kind"] == "measured" and found["peak_memory_simulated"]["kind"] == "simulated"
+    results = read_results(RESULTS / "scale.json")
+    assert (RESULTS / "scale.md").read_text(encoding="utf-8") == scale_report.report(results)
+    assert results["peak_memory"]["kind"] == "measured" and results["peak_memory_simulated"]["kind"] == "simulated"

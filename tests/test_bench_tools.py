@@ -56,11 +56,11 @@ def test_two_workers_train_in_turns(tmp_path: pathlib.Path) -> None:
 def test_ratios_to_the_ceiling_and_to_the_strategy() -> None:
     bench_cluster.FLAGS([""])
     rates = {"copies": [10.0, 20.0], "pipeline_gpipe": [9.0, 18.0], "mirrored": [5.0, 10.0]}
-    found = {record["way"]: record for record in bench_cluster.records_of(rates)}
-    assert found["pipeline_gpipe"]["of_copies"] == Quartiles(0.9, 0.9, 0.9)
-    assert found["pipeline_gpipe"]["of_mirrored"].median == pytest.approx(1.8)
-    assert found["pipeline_gpipe"]["samples_per_s"].median == 13.5
-    assert "| pipeline_gpipe | 13.5 | 0.900 (0.900 to 0.900) |" in bench_cluster.table(list(found.values()))
+    by_way = {record["way"]: record for record in bench_cluster.records_of(rates)}
+    assert by_way["pipeline_gpipe"]["of_copies"] == Quartiles(0.9, 0.9, 0.9)
+    assert by_way["pipeline_gpipe"]["of_mirrored"].median == pytest.approx(1.8)
+    assert by_way["pipeline_gpipe"]["samples_per_s"].median == 13.5
+    assert "| pipeline_gpipe | 13.5 | 0.900 (0.900 to 0.900) |" in bench_cluster.table(list(by_way.values()))
 
 
 def test_flags_are_checked_before_anything_starts(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

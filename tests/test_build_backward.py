@@ -68,8 +68,8 @@ def whole_gradients(program: Program, known: dict[Ref, Any]) -> dict[str, Any]:
     writer.builder.graph = writer.graph
     seed = writer.builder.add("seed", "Placeholder", dtype=dtype_attr(DOUBLE), shape=graph.node[0].attr["shape"])
     node(writer.graph, "seed").attr["shape"].Clear()
-    extended, found = add_gradients(writer.graph, [(program.roles.loss, seed)], list(parameters.values()))
-    fetched = {name: each.dense for name, each in zip(parameters, found, strict=True) if each is not None}
+    extended, gradients = add_gradients(writer.graph, [(program.roles.loss, seed)], list(parameters.values()))
+    fetched = {name: each.dense for name, each in zip(parameters, gradients, strict=True) if each is not None}
     values = run(extended, list(fetched.values()), {**known, seed: 1.0})
     return dict(zip(fetched, values, strict=True))
 
@@ -378,12 +378,12 @@ def test_gradients_are_added_in_the_order_in_which_a_tape_adds_them() -> None:
     assert before == after and len(after) == 1
     assert not [n.name for n in extended.node if n.op == "Placeholder" and n.name not in ("x", "dy")]
     value, given = np.random.default_rng(0).normal(size=(2, 4, 3))
-    (found,) = run(extended, [gradient.dense], {Ref("x"): value, Ref("dy"): given})
+    (computed,) = run(extended, [gradient.dense], {Ref("x"): value, Ref("dy"): given})
     with tf.GradientTape() as tape:
         tensor = tf.constant(value)
         tape.watch(tensor)
         y = normalized(tensor)
-    np.testing.assert_allclose(found, tape.gradient(y, tensor, given), rtol=1e-13)
+    np.testing.assert_allclose(computed, tape.gradient(y, tensor, given), rtol=1e-13)
 
 
 def test_a_tied_weights_gradients_of_several_stages_add_up_to_that_of_the_whole() -> None:

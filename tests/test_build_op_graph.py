@@ -36,14 +36,14 @@ def built(graph: GraphDef, **options: object) -> OpGraph:
     return build_op_graph(graph, topology(), _COSTS, **options)  # type: ignore[arg-type]
 
 
-def edges(found: OpGraph) -> list[tuple[str, str, int, int]]:
-    return [(found.names[one], found.names[other], tensor, argument) for one, other, tensor, argument in found.edges]
+def edges(graph: OpGraph) -> list[tuple[str, str, int, int]]:
+    return [(graph.names[one], graph.names[other], tensor, argument) for one, other, tensor, argument in graph.edges]
 
 
-def together(found: OpGraph) -> list[set[str]]:
+def together(graph: OpGraph) -> list[set[str]]:
     """The groups of more than one operator."""
     groups: dict[int, set[str]] = {}
-    for name, group in zip(found.names, found.groups, strict=True):
+    for name, group in zip(graph.names, graph.groups, strict=True):
         groups.setdefault(int(group), set()).add(name)
     return [group for group in groups.values() if len(group) > 1]
 
@@ -65,15 +65,15 @@ def test_operators_are_in_topological_order_without_constants_and_placeholders()
     graph = small_graph().graph
     backwards = GraphDef(node=reversed(graph.node), versions=graph.versions)
     for given in (graph, backwards):
-        found = built(given)
-        assert found.names == ("a", "split", "e", "f", "g")
-        assert found.ops == ("AddV2", "SplitV", "Mul", "Neg", "NoOp")
-        assert found.count == 5
+        op_graph = built(given)
+        assert op_graph.names == ("a", "split", "e", "f", "g")
+        assert op_graph.ops == ("AddV2", "SplitV", "Mul", "Neg", "NoOp")
+        assert op_graph.count == 5
 
 
 def test_edges_name_tensors_and_arguments() -> None:
-    found = built(small_graph().graph)
-    assert edges(found) == [
+    op_graph = built(small_graph().graph)
+    assert edges(op_graph) == [
         ("a", "split", 0, 0),
         ("split", "e", 1, 0),
         ("split", "e", 2, 1),
@@ -82,17 +82,17 @@ def test_edges_name_tensors_and_arguments() -> None:
         ("f", "g", -1, -1),
         ("a", "g", -1, -1),
     ]
-    assert found.tensor_bytes.tolist() == [4 * 48, 4 * 40, 4 * 8, 4 * 40]
-    assert found.edges.dtype == np.int64
-    assert found.tensor_outputs is not None and found.tensor_outputs.tolist() == [0, 0, 1, 0]
+    assert op_graph.tensor_bytes.tolist() == [4 * 48, 4 * 40, 4 * 8, 4 * 40]
+    assert op_graph.edges.dtype == np.int64
+    assert op_graph.tensor_outputs is not None and op_graph.tensor_outputs.tolist() == [0, 0, 1, 0]
 
 
 def test_one_tensor_with_several_readers_is_there_once() -> None:
     builder = small_graph()
     builder.add("h", "Sub", [Ref("a"), Ref("a")], T=dtype_attr(_FLOAT))
-    found = built(builder.graph)
-    assert [row[2:] for row in edges(found) if row[0] == "a" and row[1] != "g"] == [(0, 0), (0, 0), (0, 1)]
-    assert len(found.tensor_bytes) == 4
+    op_graph = built(builder.graph)
+    assert [row[2:] for row in edges(op_graph) if row[0] == "a" and row[1] != "g"] == [(0, 0), (0, 0), (0, 1)]
+    assert len(op_graph.tensor_bytes) == 4
 
 
 def test_times_are_by_kind_and_speed_of_devices() -> None:
@@ -101,8 +101,8 @@ def test_times_are_by_kind_and_speed_of_devices() -> None:
     graph = small_graph().graph
     made = operator_signatures(graph, infer_shapes(graph, {}, {}))
     costs.add(made["e"], "GPU", 3.0)
-    found = build_op_graph(graph, places, costs, speeds=(1.0, 1.0, 2.0))
-    row = dict(zip(found.names, found.seconds, strict=True))
+    op_graph = build_op_graph(graph, places, costs, speeds=(1.0, 1.0, 2.0))
+    row = dict(zip(op_graph.names, op_graph.seconds, strict=True))
     assert row["e"].tolist() == [3.0, costs.seconds(made["e"], "CPU"), 1.5]
     assert row["g"].tolist() == [0, 0, 0]
     plain = build_op_graph(graph, places, OperatorCosts(costs.rooflines), speeds=(1.0, 1.0, 2.0))
@@ -130,8 +130,8 @@ def test_an_unknown_dimension_counts_as_one_and_is_not_split(caplog: pytest.LogC
     a = builder.add("a", "Neg", [x], T=dtype_attr(_FLOAT))
     builder.add("b", "Neg", [a], T=dtype_attr(_FLOAT))
     with caplog.at_level("DEBUG", "dapple_tf"):
-        found = built(builder.graph)
-    assert found.tensor_bytes.tolist() == [24]
+        op_graph = built(builder.graph)
+    assert op_graph.tensor_bytes.tolist() == [24]
     assert "aren't known" in caplog.text and "x (Placeholder)" in caplog.text
     known = built(builder.graph, shapes=infer_shapes(builder.graph, {"x": (4, 6)}, {}))
     assert known.tensor_bytes.tolist() == [96]
@@ -156,32 +156,32 @@ def variables_graph() -> Builder:
 
 
 def test_all_that_touches_a_variable_is_one_group() -> None:
-    found = built(variables_graph().graph)
-    assert together(found) == [
+    op_graph = built(variables_graph().graph)
+    assert together(op_graph) == [
         {"handle/w", "handle/w_1", "read/w", "assign_w"},
         {"handle/m", "read/m"},
         {"handle/v", "handle/v_1", "read/v", "passed", "assign_v"},
     ]
-    stored = dict(zip(found.names, found.stored_bytes[found.groups], strict=True))
+    stored = dict(zip(op_graph.names, op_graph.stored_bytes[op_graph.groups], strict=True))
     assert (stored["assign_w"], stored["read/m"], stored["handle/v"], stored["use_w"]) == (32, 32, 12, 0)
-    assert found.stored_bytes.sum() == 76
-    assert (found.pinned == -1).all()
+    assert op_graph.stored_bytes.sum() == 76
+    assert (op_graph.pinned == -1).all()
 
 
 def test_an_operator_that_touches_two_variables_joins_their_groups() -> None:
     builder = variables_graph()
     inputs = [Ref("handle/w"), Ref("handle/m"), builder.const(0.1, _FLOAT), Ref("use_w"), builder.const(0.9, _FLOAT)]
     builder.add("momentum", "ResourceApplyMomentum", inputs, T=dtype_attr(_FLOAT))
-    found = built(builder.graph)
-    assert {"momentum", "handle/w", "handle/m", "read/m"} < together(found)[0]
-    assert found.stored_bytes[found.groups[found.names.index("momentum")]] == 64
+    op_graph = built(builder.graph)
+    assert {"momentum", "handle/w", "handle/m", "read/m"} < together(op_graph)[0]
+    assert op_graph.stored_bytes[op_graph.groups[op_graph.names.index("momentum")]] == 64
     with pytest.raises(PassError, match="'m' is on device 0 and 'w' on device 1, but an operator needs both"):
         built(builder.graph, pinned={"w": 1, "m": 0})
 
 
 def test_variables_that_are_placed_stay() -> None:
-    found = built(variables_graph().graph, pinned={"w": 1, "v": 0, "elsewhere": 1})
-    device = dict(zip(found.names, found.pinned[found.groups], strict=True))
+    op_graph = built(variables_graph().graph, pinned={"w": 1, "v": 0, "elsewhere": 1})
+    device = dict(zip(op_graph.names, op_graph.pinned[op_graph.groups], strict=True))
     assert (device["assign_w"], device["read/v"], device["read/m"], device["use_w"]) == (1, 0, -1, -1)
     with pytest.raises(PassError, match="on device 2, but the devices are 0 to 1"):
         built(variables_graph().graph, pinned={"w": 2})
@@ -197,10 +197,10 @@ def test_a_function_that_makes_its_own_handles_belongs_to_their_variables() -> N
     call = builder.add("call", "StatefulPartitionedCall", **types)
     builder.graph.node[-1].attr["f"].func.name = "reads"
     builder.add("after", "Neg", [call], T=dtype_attr(_FLOAT))
-    found = built(builder.graph, shapes={})
-    assert {"call", "handle/w", "assign_w"} < together(found)[0]
-    assert "after" not in together(found)[0]
-    assert found.stored_bytes[found.groups[found.names.index("call")]] == 32 + 20
+    op_graph = built(builder.graph, shapes={})
+    assert {"call", "handle/w", "assign_w"} < together(op_graph)[0]
+    assert "after" not in together(op_graph)[0]
+    assert op_graph.stored_bytes[op_graph.groups[op_graph.names.index("call")]] == 32 + 20
 
 
 def test_makers_and_readers_of_lists_tables_and_fed_handles_are_together() -> None:
@@ -245,8 +245,8 @@ def test_rules_are_asked_with_shapes_and_constants() -> None:
         asked[node.name] = (inputs, outputs, {key: value.tolist() for key, value in constants.items()})
         return (SplitRule("batch", 8, (0,), (0,)),) if node.op == "Neg" else ()
 
-    found = built(small_graph().graph, rules=rules)
-    assert found.splits == {found.names.index("f"): (SplitRule("batch", 8, (0,), (0,)),)}
+    op_graph = built(small_graph().graph, rules=rules)
+    assert op_graph.splits == {op_graph.names.index("f"): (SplitRule("batch", 8, (0,), (0,)),)}
     assert asked["split"] == ([(8, 6), (2,), ()], [(8, 5), (8, 1)], {1: [5, 1], 2: 1})
     assert asked["a"] == ([(8, 6), ()], [(8, 6)], {})
     kept = small_graph()
@@ -259,8 +259,10 @@ def test_convolutions_and_products_can_be_split_by_default_but_not_what_is_state
         x = tf.compat.v1.placeholder(tf.float32, [8, 6, 6, 3])
         y = tf.nn.conv2d(x, tf.random.uniform([3, 3, 3, 4]), 1, "SAME", name="conv")
         tf.matmul(tf.reshape(y, [8, -1]), tf.zeros([144, 10]), name="product")
-    found = built(graph.as_graph_def())
-    dimensions = {found.names[number]: {rule.dimension for rule in rules} for number, rules in found.splits.items()}
+    op_graph = built(graph.as_graph_def())
+    dimensions = {
+        op_graph.names[number]: {rule.dimension for rule in rules} for number, rules in op_graph.splits.items()
+    }
     assert dimensions["conv"] == {"batch", "channel"}
     assert "batch" in dimensions["product"]
     assert not any("random" in name for name in dimensions)
@@ -282,8 +284,8 @@ def loop_graph(limit: int | None = 10) -> GraphDef:
 
 
 def test_a_loop_costs_its_body_as_often_as_it_runs() -> None:
-    found = built(loop_graph())
-    seconds = dict(zip(found.names, found.seconds[:, 0], strict=True))
+    op_graph = built(loop_graph())
+    seconds = dict(zip(op_graph.names, op_graph.seconds[:, 0], strict=True))
     product, tanh = 1e-6 + 2 * 64**3 / 1e12, 1e-6 + 2 * 4 * 64**2 / 1e11
     assert seconds["loop"] == pytest.approx(1e-6 + 10 * (product + tanh), rel=1e-3)
     backward = next(value for name, value in seconds.items() if name.endswith("loop_grad"))
@@ -297,8 +299,8 @@ def test_a_loop_costs_its_body_as_often_as_it_runs() -> None:
 def test_a_loop_of_unknown_length_counts_one_round(caplog: pytest.LogCaptureFixture) -> None:
     graph = loop_graph(limit=None)
     with caplog.at_level("INFO", "dapple_tf"):
-        found = built(graph)
-    once = dict(zip(found.names, found.seconds[:, 0], strict=True))["loop"]
+        op_graph = built(graph)
+    once = dict(zip(op_graph.names, op_graph.seconds[:, 0], strict=True))["loop"]
     ten = dict(zip(built(loop_graph()).names, built(loop_graph()).seconds[:, 0], strict=True))["loop"]
     assert once < 0.2 * ten
     assert "number of rounds isn't known" in caplog.text
@@ -308,8 +310,8 @@ def test_what_was_measured_of_a_loop_counts_first() -> None:
     graph = loop_graph()
     costs = OperatorCosts({"GPU": _PLAIN})
     costs.add(operator_signatures(graph, infer_shapes(graph, {}, {}))["loop"], "GPU", 0.5)
-    found = build_op_graph(graph, topology(), costs)
-    assert found.seconds[found.names.index("loop")].tolist() == [0.5, 0.5]
+    op_graph = build_op_graph(graph, topology(), costs)
+    assert op_graph.seconds[op_graph.names.index("loop")].tolist() == [0.5, 0.5]
 
 
 def test_a_branch_costs_its_slower_side() -> None:
@@ -317,8 +319,8 @@ def test_a_branch_costs_its_slower_side() -> None:
         x = tf.compat.v1.placeholder(tf.float32, [256, 256])
         which = tf.compat.v1.placeholder(tf.bool, [])
         tf.compat.v1.cond(which, lambda: x @ x @ x, lambda: x + 1.0, name="branch")
-    found = built(graph.as_graph_def())
-    seconds = found.seconds[found.ops.index("StatelessIf"), 0]
+    op_graph = built(graph.as_graph_def())
+    seconds = op_graph.seconds[op_graph.ops.index("StatelessIf"), 0]
     assert seconds == pytest.approx(1e-6 + 2 * (1e-6 + 2 * 256**3 / 1e12), rel=0.05)
 
 
@@ -341,5 +343,5 @@ def test_tens_of_thousands_of_operators_take_seconds(within: Within) -> None:
         tensor = builder.add(f"sum{number}", "AddV2", [product, side], **kind)
     shapes = {Ref(node.name): (64, 64) for node in builder.graph.node}
     with within(8):
-        found = built(builder.graph, shapes=shapes)
-    assert found.count == 60_000 and len(found.edges) == 99_998
+        op_graph = built(builder.graph, shapes=shapes)
+    assert op_graph.count == 60_000 and len(op_graph.edges) == 99_998

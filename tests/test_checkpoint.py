@@ -53,9 +53,9 @@ def _shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[dapple.PipelinedM
 @pytest.fixture
 def pipelined(_shared: tuple[dapple.PipelinedModel, pathlib.Path]) -> dapple.PipelinedModel:
     """After two steps; the same for all tests, as it takes long to make."""
-    found, initial = _shared
-    found.restore_checkpoint(initial)
-    return found
+    model, initial = _shared
+    model.restore_checkpoint(initial)
+    return model
 
 
 @pytest.mark.slow
@@ -355,7 +355,7 @@ def test_processes_that_are_killed_while_they_save_leave_a_good_checkpoint(tmp_p
             time.sleep(draw.uniform(0, 0.05))
             process.send_signal(signal.SIGKILL)
             said[-1] += process.stdout.readlines()
-    found: dict[int, list[np.ndarray]] = {}
+    by_step: dict[int, list[np.ndarray]] = {}
     for directory, lines in zip(directories, said, strict=True):
         complete = [line.strip() for line in lines if line.endswith("\n")]
         last = dapple.latest_checkpoint(directory)
@@ -365,11 +365,11 @@ def test_processes_that_are_killed_while_they_save_leave_a_good_checkpoint(tmp_p
         for path in checkpoints(directory):
             model = adam()
             step = dapple.load_checkpoint(path, model).step
-            for own, other in zip(values(model), found.setdefault(step, values(model)), strict=True):
+            for own, other in zip(values(model), by_step.setdefault(step, values(model)), strict=True):
                 np.testing.assert_array_equal(own, other)
     keras.utils.set_random_seed(5)
     pipelined = transform(adam(), dapple.Plan.straight(["first"], 7, 1))
-    for step in range(1, max(found) + 1):
+    for step in range(1, max(by_step) + 1):
         pipelined.train_on_batch(X, Y)
-        if step in found:
-            assert_identical(pipelined.sync(), found[step])
+        if step in by_step:
+            assert_identical(pipelined.sync(), by_step[step])

@@ -158,13 +158,13 @@ def bundle(path: pathlib.Path, count: int) -> dict[str, tf.Tensor]:
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 2000])
 def test_an_index_of_tensorflow_is_read(tmp_path: pathlib.Path, count: int) -> None:
     tensors = bundle(tmp_path, count)
-    found = read_index((tmp_path / index_file("shard-0")).read_bytes())
-    assert found.keys() == tensors.keys()
+    index = read_index((tmp_path / index_file("shard-0")).read_bytes())
+    assert index.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        stored = found[name]
+        stored = index[name]
         assert (stored.dtype, stored.shape) == (tensor.dtype.as_datatype_enum, tuple(tensor.shape))
         assert stored.size == tensor.dtype.size * int(tf.size(tensor))
-    assert len({stored.offset for stored in found.values() if stored.size}) == sum(s.size > 0 for s in found.values())
+    assert len({stored.offset for stored in index.values() if stored.size}) == sum(s.size > 0 for s in index.values())
 
 
 def test_a_damaged_index_is_refused_or_tells_of_tensors(tmp_path: pathlib.Path) -> None:
@@ -180,8 +180,8 @@ def test_a_damaged_index_is_refused_or_tells_of_tensors(tmp_path: pathlib.Path) 
         if draw.random() < 0.2:
             damaged = damaged[draw.randrange(len(damaged)) :] if draw.random() < 0.5 else damaged[: draw.randrange(400)]
         try:
-            found = read_index(bytes(damaged))
-            assert all(isinstance(stored, Stored) and min(stored.shape, default=0) >= 0 for stored in found.values())
+            index = read_index(bytes(damaged))
+            assert all(isinstance(stored, Stored) and min(stored.shape, default=0) >= 0 for stored in index.values())
         except BundleIndexError:
             refused += 1
     assert refused > 1000

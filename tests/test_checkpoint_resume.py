@@ -267,13 +267,13 @@ def test_updates_carried_into_the_next_step_are_made_first(tmp_path: pathlib.Pat
     pair = made(plain_model, tmp_path, own)
     check_resumption(tmp_path, pair, DATA["arrays"])
     # Making them doesn't change anything, either.
-    found = []
+    trained = []
     for every in (None, 1):
         pair[0].restore_checkpoint(pair[2])
         settings = dapple.Checkpointing(tmp_path / str(every), every_steps=every)
         pair[0].fit(slices().batch(7), epochs=2, checkpoint=settings, verbose=0)
-        found.append(values(pair[0].model))
-    for one, other in zip(*found, strict=True):
+        trained.append(values(pair[0].model))
+    for one, other in zip(*trained, strict=True):
         np.testing.assert_array_equal(one, other)
 
 

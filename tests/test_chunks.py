@@ -28,10 +28,10 @@ def profile_of(
 
 def test_equal_layers_make_equal_chunks() -> None:
     plan = Plan.data_parallel(2, 8)
-    found = chunked(plan, profile_of([10] * 8), 4)
-    assert found.cuts == ("layer_1", "layer_3", "layer_5")
-    assert found.devices == ((0, 1),) * 4
-    assert (found.micro_batches, found.schedule) == (plan.micro_batches, plan.schedule)
+    in_chunks = chunked(plan, profile_of([10] * 8), 4)
+    assert in_chunks.cuts == ("layer_1", "layer_3", "layer_5")
+    assert in_chunks.devices == ((0, 1),) * 4
+    assert (in_chunks.micro_batches, in_chunks.schedule) == (plan.micro_batches, plan.schedule)
 
 
 def test_stages_that_arent_replicated_stay_whole() -> None:
@@ -70,10 +70,10 @@ def test_what_is_said_of_a_stage_holds_for_its_chunks() -> None:
         reverse_first_k=1,
         task_seconds=((1.0, 2.0, 4.0), (1.0, 1.0, 1.0)),
     )
-    found = chunked(plan, profile_of([10] * 8), 2)
-    assert found.warm_up == (3, 3, 2, 2)
-    assert found.reverse_first_k == 2
-    assert found.task_seconds == ((0.5, 1.0, 2.0), (0.5, 1.0, 2.0), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    in_chunks = chunked(plan, profile_of([10] * 8), 2)
+    assert in_chunks.warm_up == (3, 3, 2, 2)
+    assert in_chunks.reverse_first_k == 2
+    assert in_chunks.task_seconds == ((0.5, 1.0, 2.0), (0.5, 1.0, 2.0), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     moved = dataclasses.replace(plan, weight_devices=((4, 5), (6, 7)), warm_up=None)
     assert chunked(moved, profile_of([10] * 8), 2).weight_devices == ((4, 5), (4, 5), (6, 7), (6, 7))
 

@@ -23,12 +23,12 @@ class Machine:
 
 def ask(machine: Machine, true: float, rng: random.Random, count: int = 8) -> list[ClockSample]:
     """Questions at a true time, which this process's clock tells; answers take their time, unevenly each way."""
-    found = []
+    samples = []
     for _ in range(count):
         there, back = (rng.uniform(20_000, 400_000) for _ in range(2))
-        found.append(ClockSample(round(true), round(true + there + back), machine.at(true + there)))
+        samples.append(ClockSample(round(true), round(true + there + back), machine.at(true + there)))
         true += there + back + 1000
-    return found
+    return samples
 
 
 def test_the_fastest_answer_counts() -> None:
@@ -70,32 +70,32 @@ def test_clocks_that_agree_with_all_causes_stay() -> None:
 
 
 def test_the_less_exact_clock_is_moved_only_as_far_as_needed() -> None:
-    found = refine({(0, 1): -0.2, (2, 3): 5.0, (3, 2): 5.0}, {0: 0.1, 1: 0.3, 2: 9.0, 3: 9.0})
-    assert found.shifts == {1: pytest.approx(0.2)}
-    assert found.contradictions == ()
+    refinement = refine({(0, 1): -0.2, (2, 3): 5.0, (3, 2): 5.0}, {0: 0.1, 1: 0.3, 2: 9.0, 3: 9.0})
+    assert refinement.shifts == {1: pytest.approx(0.2)}
+    assert refinement.contradictions == ()
 
 
 def test_both_are_moved_where_one_is_not_enough() -> None:
-    found = refine({(0, 1): -0.35}, {0: 0.1, 1: 0.3})
-    assert found.shifts == {0: pytest.approx(-0.05), 1: pytest.approx(0.3)}
-    assert found.contradictions == ()
+    refinement = refine({(0, 1): -0.35}, {0: 0.1, 1: 0.3})
+    assert refinement.shifts == {0: pytest.approx(-0.05), 1: pytest.approx(0.3)}
+    assert refinement.contradictions == ()
 
 
 def test_the_clock_of_this_process_stays() -> None:
-    found = refine({(None, 0): -0.2, (0, None): 0.5}, {0: 0.3})
-    assert found.shifts == {0: pytest.approx(0.2)}
+    refinement = refine({(None, 0): -0.2, (0, None): 0.5}, {0: 0.3})
+    assert refinement.shifts == {0: pytest.approx(0.2)}
 
 
 def test_what_cannot_be_is_told() -> None:
-    found = refine({(0, 1): -0.5, (1, 0): 2.0}, {0: 0.1, 1: 0.3})
-    assert found.shifts == {0: pytest.approx(-0.1), 1: pytest.approx(0.3)}
-    assert found.contradictions == (Contradiction(0, 1, pytest.approx(0.1)),)
+    refinement = refine({(0, 1): -0.5, (1, 0): 2.0}, {0: 0.1, 1: 0.3})
+    assert refinement.shifts == {0: pytest.approx(-0.1), 1: pytest.approx(0.3)}
+    assert refinement.contradictions == (Contradiction(0, 1, pytest.approx(0.1)),)
 
 
 def test_a_circle_that_cannot_be_is_shared_out() -> None:
-    found = refine({(0, 1): -0.3, (1, 0): -0.1}, {0: 9.0, 1: 9.0})
-    assert [(item.cause, item.effect) for item in found.contradictions] == [(0, 1), (1, 0)]
-    assert [item.seconds for item in found.contradictions] == pytest.approx([0.2, 0.2])
+    refinement = refine({(0, 1): -0.3, (1, 0): -0.1}, {0: 9.0, 1: 9.0})
+    assert [(item.cause, item.effect) for item in refinement.contradictions] == [(0, 1), (1, 0)]
+    assert [item.seconds for item in refinement.contradictions] == pytest.approx([0.2, 0.2])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -116,10 +116,10 @@ def test_a_step_of_skewed_workers_keeps_its_causes(seed: int) -> None:
     for before, after in causes:
         pair = owner[before], owner[after]
         slacks[pair] = min(slacks.get(pair, 1.0), (aligned[after] - aligned[before]) / 1e9)
-    found = refine(slacks, {worker: clock.error for worker, clock in enumerate(clocks)})
-    assert found.contradictions == ()
-    for worker, shift in found.shifts.items():
+    refinement = refine(slacks, {worker: clock.error for worker, clock in enumerate(clocks)})
+    assert refinement.contradictions == ()
+    for worker, shift in refinement.shifts.items():
         assert abs(shift) <= clocks[worker].error + 1e-9
     for (cause, effect), slack in slacks.items():
         if cause != effect:
-            assert slack + found.shifts.get(effect, 0.0) - found.shifts.get(cause, 0.0) >= -1e-6
+            assert slack + refinement.shifts.get(effect, 0.0) - refinement.shifts.get(cause, 0.0) >= -1e-6

@@ -105,7 +105,7 @@ def works(cluster: dapple.Cluster) -> bool:
 
     graph, made = graph_on(cluster, reduced)
     with connected(cluster, QUICK), open_session(cluster, graph) as session:
-        return all(np.all(found == count) for found in session.run(made))
+        return all(np.all(total == count) for total in session.run(made))
 
 
 # ---- all workers there
@@ -357,12 +357,12 @@ def test_from_a_resolver(cluster: dapple.Cluster, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_measured_links(cluster: dapple.Cluster) -> None:
-    found = measure_links(cluster, repeats=3)
+    measured = measure_links(cluster, repeats=3)
     for name in ("inter_bandwidth", "inter_latency", "reduce_bandwidth", "reduce_latency"):
-        value = getattr(found, name)
+        value = getattr(measured, name)
         assert value is not None and 0 < value < math.inf, name
-    assert found.intra_bandwidth is None
-    assert [server.capacity for server in found.servers] == [1.0, 1.0]
+    assert measured.intra_bandwidth is None
+    assert [server.capacity for server in measured.servers] == [1.0, 1.0]
 
 
 # ---- lost workers

@@ -31,8 +31,8 @@ def test_the_cost_through_two_points() -> None:
 @given(st.lists(st.just(0.0) | st.floats(1e-9, 1e3), min_size=2, max_size=5))
 def test_no_part_is_negative(times: list[float]) -> None:
     samples = [2**index for index in range(len(times))]
-    found = nearest_cost(samples, times)  # A Cost refuses negative parts.
-    assert found.at(samples[-1]) >= 0.99 * min(times)
+    nearest = nearest_cost(samples, times)  # A Cost refuses negative parts.
+    assert nearest.at(samples[-1]) >= 0.99 * min(times)
     exact = cost_through(samples[:2], times[:2])
     assert all(exact.at(x) >= t - 1e-9 for x, t in zip(samples[:2], times[:2], strict=True))
 

@@ -32,11 +32,11 @@ def joined(text: str) -> str:
 
 
 def used_flags() -> list[tuple[str, str, str]]:
-    found = []
+    flags = []
     for path, text in TEXTS.items():
         for module, rest in re.findall(r"-m (dapple_tf\.worker|tools\.\w+)\b([^\n]*)", joined(text)):
-            found += [(path.name, module, flag) for flag in re.findall(r"--(\w+)", rest.split(" -- ")[0])]
-    return found
+            flags += [(path.name, module, flag) for flag in re.findall(r"--(\w+)", rest.split(" -- ")[0])]
+    return flags
 
 
 @pytest.mark.parametrize(("file", "module", "flag"), sorted(set(used_flags())))
@@ -59,8 +59,8 @@ def test_links_of_the_page(link: str) -> None:
 
 @functools.cache
 def manifests() -> dict[str, dict[str, Any]]:
-    found = list(yaml.safe_load_all(TEXTS[DEPLOY / "kubernetes.yaml"]))
-    return {document["kind"]: document for document in found}
+    documents = list(yaml.safe_load_all(TEXTS[DEPLOY / "kubernetes.yaml"]))
+    return {document["kind"]: document for document in documents}
 
 
 def pods() -> list[dict[str, Any]]:

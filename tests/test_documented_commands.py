@@ -299,10 +299,10 @@ class Checked:
     def __getattr__(self, name: str) -> Any:
         if self._original is None:
             return Checked(None, f"{self._path}.{name}")
-        found = inspect.getattr_static(self._original, name, None)
-        if found is None and not hasattr(self._original, name):
+        attribute = inspect.getattr_static(self._original, name, None)
+        if attribute is None and not hasattr(self._original, name):
             raise AttributeError(f"{self._path} has no {name}")
-        if isinstance(found, property | functools.cached_property):
+        if isinstance(attribute, property | functools.cached_property):
             return Checked(None, f"{self._path}.{name}")
         return Checked(getattr(self._original, name), f"{self._path}.{name}")
 

@@ -60,7 +60,7 @@ def behind(graph: TaskGraph) -> set[tuple[str, str]]:
         for edge in graph.edges:
             if edge.target == index:
                 before[index] |= before[edge.source] | {edge.source}
-    return {(graph.nodes[a].name, graph.nodes[b].name) for b, found in enumerate(before) for a in found}
+    return {(graph.nodes[a].name, graph.nodes[b].name) for b, earlier in enumerate(before) for a in earlier}
 
 
 # ---- what is shown
@@ -149,10 +149,10 @@ def test_graphviz_reads_the_text_and_keeps_the_places() -> None:
     shown = figure(graph)
     moved = set()
     for index, (each, box) in enumerate(zip(shown.graph.nodes, shown.boxes, strict=True)):
-        found = objects[f"n{index}"]
-        x, y = (float(number) for number in found["pos"].split(","))
+        drawn_node = objects[f"n{index}"]
+        x, y = (float(number) for number in drawn_node["pos"].split(","))
         moved.add((round(x - box.x), round(y - box.y)))
-        assert found["fillcolor"] == COLOURS[each.kind]
+        assert drawn_node["fillcolor"] == COLOURS[each.kind]
     assert len(moved) == 1  # all of them by as much
     lanes = [each for each in drawn["objects"] if each["name"].startswith("cluster_")]
     kinds = [

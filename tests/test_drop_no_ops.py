@@ -14,9 +14,9 @@ from graph_passes.passes.drop_no_ops import drop_no_ops
 
 def dropped(graph: GraphDef) -> tuple[Graph, dict[Ref, Ref]]:
     before = graph.SerializeToString(deterministic=True)
-    found, moved = drop_no_ops(graph, infer_shapes(graph, {}, {}))
+    pruned, moved = drop_no_ops(graph, infer_shapes(graph, {}, {}))
     assert graph.SerializeToString(deterministic=True) == before
-    return Graph(found), moved
+    return Graph(pruned), moved
 
 
 def test_reshapes_and_sums_that_undo_broadcasting_where_there_was_none() -> None:
@@ -27,11 +27,11 @@ def test_reshapes_and_sums_that_undo_broadcasting_where_there_was_none() -> None
         shaped = tf.reshape(summed, [6, 4], name="shaped")
         spread = tf.broadcast_to(shaped, [6, 4], name="spread")
         tf.square(spread, name="y")
-    found, moved = dropped(graph.as_graph_def())
-    assert set(found.nodes) & {"summed", "shaped", "spread"} == set() and list(found.nodes["y"].input) == ["x"]
+    pruned, moved = dropped(graph.as_graph_def())
+    assert set(pruned.nodes) & {"summed", "shaped", "spread"} == set() and list(pruned.nodes["y"].input) == ["x"]
     assert moved == {Ref(name): Ref("x") for name in ("summed", "shaped", "spread")}
     value = np.arange(24, dtype="float32").reshape(6, 4)
-    np.testing.assert_array_equal(run(found.graph, [Ref("y")], {Ref("x"): value})[0], value**2)
+    np.testing.assert_array_equal(run(pruned.graph, [Ref("y")], {Ref("x"): value})[0], value**2)
 
 
 def test_those_that_do_something_stay() -> None:
@@ -43,8 +43,8 @@ def test_those_that_do_something_stay() -> None:
         tf.raw_ops.Sum(input=x, axis=tf.constant([1]), name="summed")
         tf.reshape(open_length, [-1, 4], name="unknown")  # equal at run time, for all that shapes tell
         tf.reshape(x, tf.compat.v1.placeholder(tf.int32, (2,), name="asked"), name="by_argument")
-    found, moved = dropped(graph.as_graph_def())
-    assert not moved and len(found.nodes) == len(graph.as_graph_def().node)
+    pruned, moved = dropped(graph.as_graph_def())
+    assert not moved and len(pruned.nodes) == len(graph.as_graph_def().node)
 
 
 @pytest.mark.parametrize("reason", ["waits", "is waited for"])
@@ -57,5 +57,5 @@ def test_what_others_name_stays(reason: str) -> None:
         with tf.control_dependencies([same] if reason == "is waited for" else []):
             tf.no_op(name="last")
         tf.square(same, name="y")
-    found, moved = dropped(graph.as_graph_def())
-    assert not moved and "same" in found.nodes
+    pruned, moved = dropped(graph.as_graph_def())
+    assert not moved and "same" in pruned.nodes

@@ -35,12 +35,12 @@ def files(folder: pathlib.Path) -> list[str]:
 
 def passes(*names: str, stages: int, first: int = 0) -> list[str]:
     """Names of the graphs of passes; those that build stages have each stage's, too."""
-    found = []
+    graph_names = []
     for number, name in enumerate(names, start=first):
-        found.append(f"{number:02d}_{name}")
+        graph_names.append(f"{number:02d}_{name}")
         if name in ("build_forward", "build_backward", "partition"):
-            found += [f"{number:02d}_{name}.stage{stage}" for stage in range(stages)]
-    return found
+            graph_names += [f"{number:02d}_{name}.stage{stage}" for stage in range(stages)]
+    return graph_names
 
 
 TRAINING = [
@@ -80,9 +80,11 @@ def own_profile() -> Profile:
     """Of the classifier."""
     cost = Cost(1e-3, 1e-4)
     names = ("first", "second", "logits")
-    found = [LayerProfile(name=name, forward=cost, backward=cost, output_bytes=Cost(0, 24)) for name in names]
+    layer_profiles = [LayerProfile(name=name, forward=cost, backward=cost, output_bytes=Cost(0, 24)) for name in names]
     tensors = [Tensor(layer, (layer + 1,), Cost(0, 24), True) for layer in range(2)]
-    return Profile(model="classifier", device="CPU", batch_sizes=(4,), layers=tuple(found), tensors=tuple(tensors))
+    return Profile(
+        model="classifier", device="CPU", batch_sizes=(4,), layers=tuple(layer_profiles), tensors=tuple(tensors)
+    )
 
 
 # ---- what is there
@@ -223,7 +225,7 @@ def dropout() -> keras.Model:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_training_goes_on_as_without_dumps(tmp_path: pathlib.Path) -> None:
-    logs, found = [], []
+    logs, trained = [], []
     for dumps in (False, True):
         model = dropout()
         pipelined = transform(model)
@@ -235,9 +237,9 @@ def test_training_goes_on_as_without_dumps(tmp_path: pathlib.Path) -> None:
         seen.append(pipelined.test_on_batch(X, Y))
         pipelined.sync()
         logs.append([np.asarray(each).tolist() for each in seen])
-        found.append(values(model))
+        trained.append(values(model))
     assert logs[0] == logs[1]
-    for own, other in zip(*found, strict=True):
+    for own, other in zip(*trained, strict=True):
         np.testing.assert_array_equal(own, other)
 
 

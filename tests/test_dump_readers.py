@@ -67,13 +67,13 @@ def check_import(graph: GraphDef) -> None:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_tensorflow_imports_every_graph(dumped: pathlib.Path) -> None:
-    found = graphs(dumped)
-    assert len(found) == 10 + 2 * 3
-    for graph in found.values():
+    by_name = graphs(dumped)
+    assert len(by_name) == 10 + 2 * 3
+    for graph in by_name.values():
         assert len({node.name for node in graph.node}) == len(graph.node)
         check_import(graph)
-    assert len(found[STEP].library.function) > 20
-    assert any(node.op in ("While", "StatelessWhile") for node in found["train/00_capture"].node)
+    assert len(by_name[STEP].library.function) > 20
+    assert any(node.op in ("While", "StatelessWhile") for node in by_name["train/00_capture"].node)
 
 
 @pytest.mark.slow

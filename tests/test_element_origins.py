@@ -26,11 +26,11 @@ def traced(made: Made) -> tuple[Program, GraphDef, Ref]:
         samples = tf.compat.v1.placeholder(tf.int32, [], name="samples")
         tf.compat.v1.placeholder(tf.int32, [], name="number")
         tf.compat.v1.placeholder(tf.float64, [], name="weight")
-        found = tf.identity(made(ids, fixed, samples), name="found")
+        indices = tf.identity(made(ids, fixed, samples), name="found")
         graph = scope.as_graph_def()
     variable = Variable("fixed", INT32, (3,), PARAMETER, value=Ref("fixed"))
     scalars = Slice(Ref("weight"), Ref("number"), Ref("samples"))
-    return Program(graph, Roles((Ref("ids"),), (variable,), scalars)), graph, Ref(found.op.name)
+    return Program(graph, Roles((Ref("ids"),), (variable,), scalars)), graph, Ref(indices.op.name)
 
 
 def parts_of(made: Made) -> Parts:
@@ -50,8 +50,8 @@ def values_of(made: Made, ids: np.ndarray, *more: Ref) -> list[np.ndarray]:
         tf.graph_util.import_graph_def(graph, name="")
         feeds = {"ids:0": ids, "fixed:0": np.array([2, 0, 2]), "samples:0": len(ids)}
         with tf.compat.v1.Session(graph=scope) as session:
-            found: list[np.ndarray] = session.run([f"{each.node}:{each.output}" for each in (ref, *more)], feeds)
-    return found
+            values: list[np.ndarray] = session.run([f"{each.node}:{each.output}" for each in (ref, *more)], feeds)
+    return values
 
 
 def larger(array: np.ndarray) -> np.ndarray:
@@ -158,8 +158,8 @@ def test_gradients_of_sparse_segments_have_a_row_for_each_different_index() -> N
     def made(ids: tf.Tensor, fixed: tf.Tensor, samples: tf.Tensor) -> tf.Tensor:
         sparse = tf.sparse.from_dense(ids)
         table = tf.ones((9, 2), tf.float64) * tf.cast(fixed[0], tf.float64)
-        found = tf.nn.safe_embedding_lookup_sparse(table, sparse, None, combiner="sum")
-        (gradient,) = tf.gradients([found], [table])
+        embeddings = tf.nn.safe_embedding_lookup_sparse(table, sparse, None, combiner="sum")
+        (gradient,) = tf.gradients([embeddings], [table])
         return gradient.indices
 
     assert origins_of(made) == [Origin.DISTINCT]
@@ -172,8 +172,8 @@ def test_parts_of_a_concatenation_are_told_apart_through_maps_and_shapes() -> No
 
     assert origins_of(made) == [Origin.CONSTANT, Origin.SAMPLES, Origin.CONSTANT]
     ids = np.arange(12).reshape(3, 4)
-    found, *parts = values_of(made, ids, *(part.tensor for part in parts_of(made)))
-    assert [part.size for part in parts] == [8, 12, 4] and found.size == 24
+    indices, *parts = values_of(made, ids, *(part.tensor for part in parts_of(made)))
+    assert [part.size for part in parts] == [8, 12, 4] and indices.size == 24
 
 
 # ---- random computations
@@ -241,8 +241,8 @@ def assert_holds(made: Made, seed: int) -> set[Origin]:
     parts = parts_of(made)
     ids = np.random.default_rng(seed).integers(0, 8, (5, LENGTH))
     whole, first, second = (
-        np.split(found[0], np.cumsum([part.size for part in found[1:]])[:-1])
-        for found in (values_of(made, part, *(part.tensor for part in parts)) for part in (ids, ids[:2], ids[2:]))
+        np.split(values[0], np.cumsum([part.size for part in values[1:]])[:-1])
+        for values in (values_of(made, part, *(part.tensor for part in parts)) for part in (ids, ids[:2], ids[2:]))
     )
     for part, batch, one, other in zip(parts, whole, first, second, strict=True):
         both = np.concatenate([one, other])
@@ -259,4 +259,4 @@ def assert_holds(made: Made, seed: int) -> set[Origin]:
 @pytest.mark.slow
 def test_what_is_told_of_random_computations_holds_for_their_values() -> None:
     told = [assert_holds(drawn(seed), seed) for seed in range(20)]
-    assert sum(found <= {Origin.CONSTANT, Origin.SAMPLES, Origin.DISTINCT} for found in told) >= 8
+    assert sum(origins <= {Origin.CONSTANT, Origin.SAMPLES, Origin.DISTINCT} for origins in told) >= 8

@@ -46,12 +46,12 @@ def measured(plan: Plan, profile: Profile, cluster: Cluster, **options: Any) -> 
         step = emulate(plan, profile, cluster, steps=1, **options)
         assert kinds(step) == kinds_of(step.simulated.spans)
         return step
-    found = []
+    emulations = []
     for _ in range(4):
-        found.append(emulate(plan, profile, cluster, steps=1, **options))
-        if abs(found[-1].error) < TOLERANCE / 2:
+        emulations.append(emulate(plan, profile, cluster, steps=1, **options))
+        if abs(emulations[-1].error) < TOLERANCE / 2:
             break
-    best = min(found, key=lambda one: abs(one.error))
+    best = min(emulations, key=lambda one: abs(one.error))
     assert abs(best.error) < TOLERANCE, str(best)
     return best
 

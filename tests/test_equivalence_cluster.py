@@ -116,14 +116,14 @@ def test_four_workers_train_as_plain_keras(case: Case, workers: LocalWorkers, mo
     check(case, dapple.Cluster.of_servers(workers.addresses), monkeypatch)
 
 
-def assert_same_bits(found: Any, expected: Any) -> None:
+def assert_same_bits(actual: Any, expected: Any) -> None:
     """Variables, as `assert_equal_training` returns them; logs up to the order in which TensorFlow adds slices' losses.
 
     Grappler makes one sum of several where all are on one device, as they are not on a cluster.
     """
-    for own, other in zip(found[0], expected[0], strict=True):
+    for own, other in zip(actual[0], expected[0], strict=True):
         assert own == pytest.approx(other, rel=1e-6, abs=0)
-    for own, other in zip(found[1], expected[1], strict=True):
+    for own, other in zip(actual[1], expected[1], strict=True):
         np.testing.assert_array_equal(own, other)
 
 
@@ -195,12 +195,12 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
         for item in request.session.items
         if item.path == request.path and "outcomes" in item.fixturenames
     ]
-    found: dict[str, str] = {}
+    by_case: dict[str, str] = {}
     with HostsAndClient() as hosts:
         for place, cases in ((hosts.client, ACROSS), (hosts.namespaces[0], ACROSS_FROM_HOST)):
             if chosen := [case for case in cases if case in wanted]:
-                found |= hosts.outcomes(place, chosen)
-    return found
+                by_case |= hosts.outcomes(place, chosen)
+    return by_case
 
 
 @pytest.mark.thorough

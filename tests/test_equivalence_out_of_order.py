@@ -100,13 +100,13 @@ def check(model: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 def in_turn() -> list[tuple[str, Case]]:
     """Each policy with both models: its cases take them in turn; an only case takes both, and so do rare options."""
     rare = {"carried_updates", "task_seconds", "weight_devices"}
-    found = []
+    pairs = []
     for policy in dict.fromkeys(case.schedule for case in CASES):
         cases = [case for case in CASES if case.schedule == policy]
         for model, case in zip(itertools.cycle(("branches", "tied")), cases):
             both = len(cases) == 1 or rare & case.options.keys()
-            found += [(name, case) for name in (("branches", "tied") if both else (model,))]
-    return found
+            pairs += [(name, case) for name in (("branches", "tied") if both else (model,))]
+    return pairs
 
 
 def shape(pair: tuple[str, Case]) -> tuple[bool, bool, frozenset[str]]:
@@ -139,7 +139,7 @@ def others() -> list[tuple[str, Case]]:
         lacking[model].remove("carried_updates")
     count = {"cnn": 0, "multi_output": 0, "transformer": 2}
     met: set[str] = set()
-    found = []
+    pairs = []
     for case in sorted(CASES, key=lambda case: -len(case.options)):
         told = {case.schedule, *(f"{key}={value}" for key, value in case.options.items())}
         if told <= met:
@@ -149,10 +149,10 @@ def others() -> list[tuple[str, Case]]:
         model = min(may, key=lambda model: (-len(lacking[model] & case.options.keys()), count[model]))
         lacking[model] -= case.options.keys()
         count[model] += 1
-        found.append((model, case))
+        pairs.append((model, case))
     for model, keys in lacking.items():
-        found += [(model, next(case for case in CASES if list(case.options) == [key])) for key in sorted(keys)]
-    return found
+        pairs += [(model, next(case for case in CASES if list(case.options) == [key])) for key in sorted(keys)]
+    return pairs
 
 
 def test_each_model_meets_each_policy_or_option() -> None:

@@ -65,14 +65,14 @@ class RelativeBias(layers.Layer):
 
 def constants_before(table: Any, x: Any) -> Any:
     """Two rows of constant ids before those of the batch."""
-    found = ops.take(table, ops.concatenate([np.array([[1, 1, 2, 0], [3, 2, 2, 1]], "int32"), x], 0), axis=0)
-    return found[2:] + ops.sum(found[:2], 0)
+    rows = ops.take(table, ops.concatenate([np.array([[1, 1, 2, 0], [3, 2, 2, 1]], "int32"), x], 0), axis=0)
+    return rows[2:] + ops.sum(rows[:2], 0)
 
 
 def constants_behind(table: Any, x: Any) -> Any:
     """Constant ids behind the flat ones of the batch."""
-    found = tf.gather(table, tf.concat([tf.reshape(x, [-1]), [1, 1, 2]], 0))
-    return tf.reshape(found[:-3], [-1, LENGTH, WIDTH]) * (1 + tf.reduce_sum(found[-3:], 0))
+    rows = tf.gather(table, tf.concat([tf.reshape(x, [-1]), [1, 1, 2]], 0))
+    return tf.reshape(rows[:-3], [-1, LENGTH, WIDTH]) * (1 + tf.reduce_sum(rows[-3:], 0))
 
 
 def unique(table: Any, x: Any) -> Any:

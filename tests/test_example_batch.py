@@ -27,10 +27,10 @@ def test_drawn_batches_fit_the_model_and_are_the_same_every_time() -> None:
 def test_given_examples_repeat() -> None:
     x, y = np.arange(8.0, dtype="float32").reshape(2, 4), np.array([0, 2], "int32")
     example = ExampleBatch.of(mlp(), x, y, np.array([1.0, 2.0], "float32"))
-    found = example.batch(3)
-    np.testing.assert_array_equal(found[0], x[[0, 1, 0]])
-    np.testing.assert_array_equal(found[1], [0, 2, 0])
-    np.testing.assert_array_equal(found[2], [1, 2, 1])
+    batch = example.batch(3)
+    np.testing.assert_array_equal(batch[0], x[[0, 1, 0]])
+    np.testing.assert_array_equal(batch[1], [0, 2, 0])
+    np.testing.assert_array_equal(batch[2], [1, 2, 1])
     with pytest.raises(ProfileError, match="x has no samples"):
         ExampleBatch.of(mlp(), x[:0], y[:0])
 

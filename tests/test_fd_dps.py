@@ -25,12 +25,12 @@ from dapple_tf.operators.split_graph import apply_splits
 from graph_passes.analysis.split_rules import SplitRule
 
 
-def simulated(graph: OpGraph, links: Topology, found: OpPlacement) -> SimulatedPlacement:
+def simulated(graph: OpGraph, links: Topology, placement: OpPlacement) -> SimulatedPlacement:
     """What the simulator says of a placement."""
-    split = apply_splits(graph, found.splits)
+    split = apply_splits(graph, placement.splits)
     number = {name: op for op, name in enumerate(split.names)}
-    devices = np.array([found.devices[name] for name in split.names])
-    return simulate_placement(split, links, devices, np.array([number[name] for name in found.order]))
+    devices = np.array([placement.devices[name] for name in split.names])
+    return simulate_placement(split, links, devices, np.array([number[name] for name in placement.order]))
 
 
 # ---- the formulas
@@ -118,9 +118,9 @@ def test_critical_paths_of_figure_3_are_53_and_35_long() -> None:
         for devices in ((0, 0, 1, 0), (0, 1, 0, 0))
     }
     assert lengths == {(0, 0, 1, 0): 53.0, (0, 1, 0, 0): 35.0}
-    found = fd_dps(graph, links)
-    assert found.seconds == 35.0
-    assert found.devices == {"o1_0": 0, "o2_1": 1, "o3_2": 0, "o4_3": 0}
+    placement = fd_dps(graph, links)
+    assert placement.seconds == 35.0
+    assert placement.devices == {"o1_0": 0, "o2_1": 1, "o3_2": 0, "o4_3": 0}
 
 
 # ---- against other placements
@@ -136,19 +136,19 @@ def test_fd_dps_is_never_slower_than_fast_t_heft_and_one_device(shape: str, devi
             count, devices, seed, shape=shape, transfer=transfer, groups=3 * seed, pins=seed, uneven=seed == 1
         )
         links = topology(devices)
-        found = fd_dps(graph, links)
+        placement = fd_dps(graph, links)
         others = [place(graph, links).seconds for place in (fast_t, heft, single_device)]
-        assert found.seconds <= min(others) * (1 + 1e-12), (count, seed, others)
-        seen = simulated(graph, links, found)  # which checks groups, pins and the queue
-        assert (found.seconds, found.peak_bytes) == (seen.seconds, tuple(seen.peak_bytes.tolist()))
-        assert found == fd_dps(graph, links)
+        assert placement.seconds <= min(others) * (1 + 1e-12), (count, seed, others)
+        seen = simulated(graph, links, placement)  # which checks groups, pins and the queue
+        assert (placement.seconds, placement.peak_bytes) == (seen.seconds, tuple(seen.peak_bytes.tolist()))
+        assert placement == fd_dps(graph, links)
 
 
 def test_one_device_runs_everything() -> None:
     graph = random_graph(20, 1, 0)
-    found = fd_dps(graph, topology(1))
-    assert found.seconds == pytest.approx(graph.seconds.sum())
-    assert set(found.devices.values()) == {0}
+    placement = fd_dps(graph, topology(1))
+    assert placement.seconds == pytest.approx(graph.seconds.sum())
+    assert set(placement.devices.values()) == {0}
 
 
 def test_a_graph_without_operators_takes_no_time() -> None:
@@ -163,12 +163,12 @@ def test_networks_of_cells_gain_much_over_fast_t() -> None:
     told: list[tuple[str, float]] = []
     static = fast_t(graph, links).seconds
     whole = fd_dps(graph, links, split=False)
-    found = fd_dps(graph, links, progress=lambda text, share: told.append((text, share)))
+    placement = fd_dps(graph, links, progress=lambda text, share: told.append((text, share)))
     assert not whole.splits
     assert whole.seconds < 0.88 * static
-    assert found.splits
-    assert found.seconds < 0.6 * static
-    assert found.seconds == simulated(graph, links, found).seconds
+    assert placement.splits
+    assert placement.seconds < 0.6 * static
+    assert placement.seconds == simulated(graph, links, placement).seconds
     shares = [share for _, share in told]
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
@@ -177,18 +177,18 @@ def test_networks_of_cells_gain_much_over_fast_t() -> None:
 
 def test_a_chain_is_split_by_batch_and_placed_like_data_parallelism() -> None:
     graph, links = chain_network(4, layers=4), topology(4)
-    found = fd_dps(graph, links)
+    placement = fd_dps(graph, links)
     total = graph.seconds[:, 0].sum()
-    assert {split.parts for split in found.splits.values()} == {4}
-    assert total / 4 < found.seconds < 0.4 * total
+    assert {split.parts for split in placement.splits.values()} == {4}
+    assert total / 4 < placement.seconds < 0.4 * total
     assert fd_dps(graph, links, split=False).seconds <= total
 
 
 def test_nothing_is_split_where_links_are_slow() -> None:
     graph, links = chain_network(2, layers=3), topology(2, bandwidth=1e6)
-    found = fd_dps(graph, links)
-    assert not found.splits
-    assert found.seconds == pytest.approx(single_device(graph, links).seconds)
+    placement = fd_dps(graph, links)
+    assert not placement.splits
+    assert placement.seconds == pytest.approx(single_device(graph, links).seconds)
 
 
 def test_operators_of_a_group_with_others_arent_split() -> None:
@@ -223,9 +223,9 @@ def test_limits_of_memory_are_kept() -> None:
     limit = 0.7 * whole
     for bandwidth in (12e9, 1e9):
         links = topology(2, bandwidth, memory=limit)
-        found = fd_dps(graph, links)
-        assert max(found.peak_bytes) <= limit
-        assert tuple(simulated(graph, links, found).peak_bytes.tolist()) == found.peak_bytes
+        placement = fd_dps(graph, links)
+        assert max(placement.peak_bytes) <= limit
+        assert tuple(simulated(graph, links, placement).peak_bytes.tolist()) == placement.peak_bytes
 
 
 def test_variables_are_shared_out_where_they_dont_fit_one_device() -> None:
@@ -233,8 +233,8 @@ def test_variables_are_shared_out_where_they_dont_fit_one_device() -> None:
     for number in range(6):
         builder.add("Read", 1e-3, 1.0, group=f"variable{number}")
         builder.stored[f"variable{number}"] = 100.0
-    found = fd_dps(builder.graph(), topology(3, bandwidth=1.0, memory=250.0))
-    assert sorted(found.peak_bytes) == [200.0, 200.0, 200.0]
+    placement = fd_dps(builder.graph(), topology(3, bandwidth=1.0, memory=250.0))
+    assert sorted(placement.peak_bytes) == [200.0, 200.0, 200.0]
 
 
 def test_what_fits_nowhere_is_refused_with_both_numbers() -> None:
@@ -279,8 +279,8 @@ def test_a_network_of_18_cells_is_placed_on_8_devices_in_half_a_minute_of_one_co
     """About 24,000 operators; more of them take in proportion."""
     graph, links = nasnet_like(8), topology(8)
     with within(30):
-        found = fd_dps(graph, links)
+        placement = fd_dps(graph, links)
     with within(10):
-        seen = simulated(graph, links, found)
-    assert found.seconds == seen.seconds
-    assert found.seconds < 0.25 * fast_t(graph, links).seconds
+        seen = simulated(graph, links, placement)
+    assert placement.seconds == seen.seconds
+    assert placement.seconds < 0.25 * fast_t(graph, links).seconds

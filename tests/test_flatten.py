@@ -69,11 +69,11 @@ def batches(program: Program, count: int = 2) -> list[list[np.ndarray]]:
 def paths(graph: GraphDef) -> dict[str, set[str]]:
     """Node -> all nodes before it."""
     view = Graph(graph)
-    found: dict[str, set[str]] = {}
+    ancestors: dict[str, set[str]] = {}
     for name in view.topological():
         before = {ref.node for ref in view.inputs(name)} | set(control_inputs(view.nodes[name]))
-        found[name] = before.union(*(found[each] for each in before))
-    return found
+        ancestors[name] = before.union(*(ancestors[each] for each in before))
+    return ancestors
 
 
 # ---- structure

@@ -73,9 +73,9 @@ def test_depthwise_convolutions() -> None:
     ],
 )
 def test_matrix_products(text: str, flops: int, depth: int) -> None:
-    found = of(text)
-    assert (found.kind, found.flops, found.depth) == ("matmul", flops, depth)
-    assert found.dtype == ("float16" if "float16" in text else "float32")
+    op_work = of(text)
+    assert (op_work.kind, op_work.flops, op_work.depth) == ("matmul", flops, depth)
+    assert op_work.dtype == ("float16" if "float16" in text else "float32")
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_matrix_products(text: str, flops: int, depth: int) -> None:
     ],
 )
 def test_operators_bound_by_memory(text: str, size: int) -> None:
-    found = of(text)
-    assert found.kind == ("pool" if "Pool" in text else "memory")
-    assert found.bytes == size
+    op_work = of(text)
+    assert op_work.kind == ("pool" if "Pool" in text else "memory")
+    assert op_work.bytes == size
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def test_operators_without_a_kernel(text: str) -> None:
 def test_no_shape_is_too_little_to_go_by(shape: tuple[int | None, ...] | None) -> None:
     tensor = TensorType("float32", shape)
     for op in flops._RULES:
-        found = work(OpSignature(op, (("equation", "abc,cd->abd"),), (tensor,) * 4, (tensor,)))
-        assert all(0 <= value < math.inf for value in (found.flops, found.bytes, found.depth)), op
-        assert P100.seconds(found) < 1
+        op_work = work(OpSignature(op, (("equation", "abc,cd->abd"),), (tensor,) * 4, (tensor,)))
+        assert all(0 <= value < math.inf for value in (op_work.flops, op_work.bytes, op_work.depth)), op
+        assert P100.seconds(op_work) < 1
 
 
 # ---- signatures

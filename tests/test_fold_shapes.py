@@ -19,17 +19,17 @@ def placeholder(name: str = "x", shape: tuple[int | None, ...] = (6, 4)) -> tf.T
 
 def folded(graph: GraphDef, *kept: str) -> Folded:
     before = graph.SerializeToString(deterministic=True)
-    found = fold_shapes(graph, infer_shapes(graph, {}, {}), kept)
+    folding = fold_shapes(graph, infer_shapes(graph, {}, {}), kept)
     assert graph.SerializeToString(deterministic=True) == before
-    shapes = infer_shapes(found.graph, {}, {})
-    for node in found.graph.node:
+    shapes = infer_shapes(folding.graph, {}, {})
+    for node in folding.graph.node:
         if node.op == "Const":
-            assert found.shapes[Ref(node.name)] == shapes[Ref(node.name)]
-    return found
+            assert folding.shapes[Ref(node.name)] == shapes[Ref(node.name)]
+    return folding
 
 
-def values(found: Folded) -> dict[str, list[object]]:
-    return {node.name: constant_value(node).tolist() for node in found.graph.node if node.op == "Const"}
+def values(folding: Folded) -> dict[str, list[object]]:
+    return {node.name: constant_value(node).tolist() for node in folding.graph.node if node.op == "Const"}
 
 
 def test_shapes_and_what_is_computed_from_them() -> None:
@@ -41,9 +41,9 @@ def test_shapes_and_what_is_computed_from_them() -> None:
         tf.reshape(x, rows, name="y")
     definition = graph.as_graph_def()
     next(node for node in definition.node if node.name == "rows").attr["_dapple_layer"].s = b"a"
-    found = folded(definition)
-    assert values(found) == {"rows": [12, 2]}
-    nodes = Graph(found.graph).nodes
+    folding = folded(definition)
+    assert values(folding) == {"rows": [12, 2]}
+    nodes = Graph(folding.graph).nodes
     assert list(nodes) == ["x", "h", "rows", "y"] and list(nodes["y"].input) == ["x", "rows"]
     assert nodes["rows"].device == "/device:CPU:0" and nodes["rows"].attr["_dapple_layer"].s == b"a"
 
@@ -56,11 +56,11 @@ def test_nodes_with_several_outputs() -> None:
         tf.raw_ops.Sum(input=x, axis=left, name="dx")
         tf.raw_ops.Sum(input=x, axis=right, name="db")
         tf.raw_ops.Reshape(tensor=b, shape=other, name="same")
-    found = folded(graph.as_graph_def())
-    assert values(found) == {"axes": [], "axes/output1": [0], "shapes/output1": [4]}
-    assert list(Graph(found.graph).nodes["db"].input) == ["x", "axes/output1"]
-    assert list(Graph(found.graph).nodes["same"].input) == ["b", "shapes/output1"]
-    assert infer_shapes(found.graph, {}, {})[Ref("db")] == (4,)
+    folding = folded(graph.as_graph_def())
+    assert values(folding) == {"axes": [], "axes/output1": [0], "shapes/output1": [4]}
+    assert list(Graph(folding.graph).nodes["db"].input) == ["x", "axes/output1"]
+    assert list(Graph(folding.graph).nodes["same"].input) == ["b", "shapes/output1"]
+    assert infer_shapes(folding.graph, {}, {})[Ref("db")] == (4,)
 
 
 def test_results_may_become_constants() -> None:
@@ -71,9 +71,9 @@ def test_results_may_become_constants() -> None:
         tf.nn.relu(x, name="h")
     definition = graph.as_graph_def()
     results = [Ref("shapes"), Ref("shapes", 1), Ref("h")]
-    found = fold_shapes(definition, infer_shapes(definition, {}, {}), results=results)
-    assert values(found) == {"shapes": [6, 4], "shapes/output1": [4]}
-    assert found.moved == {Ref("shapes"): Ref("shapes"), Ref("shapes", 1): Ref("shapes/output1")}
+    folding = fold_shapes(definition, infer_shapes(definition, {}, {}), results=results)
+    assert values(folding) == {"shapes": [6, 4], "shapes/output1": [4]}
+    assert folding.moved == {Ref("shapes"): Ref("shapes"), Ref("shapes", 1): Ref("shapes/output1")}
     assert "shapes" not in values(folded(definition))
 
 
@@ -92,9 +92,9 @@ def test_what_isnt_known_is_large_or_has_effects_stays() -> None:
         large = tf.fill(tf.raw_ops.Shape(input=placeholder("big", (100, 100)), name="dims"), 1.0, name="large")
         tf.random.normal(tf.raw_ops.Shape(input=placeholder(), name="drawn"), name="random")
         tf.nn.relu(large, name="y")
-    found = folded(graph.as_graph_def(), "unknown")
-    assert values(found)["dims"] == [100, 100] and values(found)["drawn"] == [6, 4]
-    nodes = Graph(found.graph).nodes
+    folding = folded(graph.as_graph_def(), "unknown")
+    assert values(folding)["dims"] == [100, 100] and values(folding)["drawn"] == [6, 4]
+    nodes = Graph(folding.graph).nodes
     assert nodes["large"].op == "Fill" and nodes["unknown"].op == "Shape"
     assert any(node.op == "RandomStandardNormal" for node in nodes.values())
 
@@ -107,8 +107,8 @@ def test_what_is_waited_for_or_named_stays_and_constants_wait_for_nothing() -> N
         with tf.control_dependencies([one]):
             tf.no_op(name="end")
         assert two is not None and three is not None
-    found = folded(graph.as_graph_def(), "two")
-    assert [(node.name, node.op, list(node.input)) for node in found.graph.node] == [
+    folding = folded(graph.as_graph_def(), "two")
+    assert [(node.name, node.op, list(node.input)) for node in folding.graph.node] == [
         ("x", "Placeholder", []),
         ("one", "Const", []),
         ("two", "Const", []),
@@ -124,6 +124,6 @@ def test_the_pass_keeps_what_the_step_names() -> None:
         tf.no_op(name="train")
     step = Step(Layout((("",),), 6, 6, 1), feeds={Ref("x"): Ref("x")}, loss=Ref("loss"), train="train")
     program = Program(graph.as_graph_def(), Roles((), (), Slice(Ref("x"), Ref("x"), Ref("x"))), step=step)
-    found = FoldShapes(infer_shapes(program.graph, {}, {})).run(program)
-    assert [node.name for node in found.graph.node] == ["x", "loss", "train"]
-    assert found.step is step and np.all(constant_value(found.graph.node[1]) == 24.0)
+    rewritten = FoldShapes(infer_shapes(program.graph, {}, {})).run(program)
+    assert [node.name for node in rewritten.graph.node] == ["x", "loss", "train"]
+    assert rewritten.step is step and np.all(constant_value(rewritten.graph.node[1]) == 24.0)

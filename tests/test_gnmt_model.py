@@ -73,8 +73,8 @@ def test_attention_is_normalised_and_additive_loop_by_loop() -> None:
                 scores.append(scale * vector @ hidden / np.linalg.norm(vector))
             weights = np.exp(scores) / np.sum(np.exp(scores))
             expected[sample, i] = sum(w * context[sample, j] for j, w in enumerate(weights))
-    found = layer(queries, context, context_mask=keras.ops.convert_to_tensor(there))
-    np.testing.assert_allclose(np.asarray(found), expected, atol=1e-12)
+    attended = layer(queries, context, context_mask=keras.ops.convert_to_tensor(there))
+    np.testing.assert_allclose(np.asarray(attended), expected, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -95,10 +95,10 @@ def test_padding_is_left_out_of_the_loss(model: keras.Model) -> None:
     labels = DRAW.integers(1, SMALL.vocabulary, (2, SMALL.target))
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     tensors = {key: keras.ops.convert_to_tensor(value) for key, value in batch.items()}
-    found = float(model.compute_loss(y=keras.ops.convert_to_tensor(labels), y_pred=model(tensors)))
+    loss = float(model.compute_loss(y=keras.ops.convert_to_tensor(labels), y_pred=model(tensors)))
     logits = model.predict_on_batch(batch)
     losses = np.log(np.exp(logits).sum(axis=-1)) - np.take_along_axis(logits, labels[..., None], -1)[..., 0]
-    assert found == pytest.approx(losses[batch["target"] != 0].mean(), rel=1e-5)
+    assert loss == pytest.approx(losses[batch["target"] != 0].mean(), rel=1e-5)
 
 
 def test_the_target_is_read_from_left_to_right_and_the_source_in_both_directions(model: keras.Model) -> None:

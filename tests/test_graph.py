@@ -115,9 +115,9 @@ def test_topological_lists_producers_first_whatever_the_order_of_nodes(
     lines = [
         " ".join([f"n{i}", *(f"{'^' if a in control else ''}n{a}" for a, b in sorted(edges) if b == i)]) for i in order
     ]
-    found = Graph(chain(*sorted(lines, key=lambda line: order.index(int(line.split()[0][1:]))))).topological()
-    assert sorted(found) == sorted(f"n{i}" for i in range(8))
-    assert all(found.index(f"n{a}") < found.index(f"n{b}") for a, b in edges)
+    listed = Graph(chain(*sorted(lines, key=lambda line: order.index(int(line.split()[0][1:]))))).topological()
+    assert sorted(listed) == sorted(f"n{i}" for i in range(8))
+    assert all(listed.index(f"n{a}") < listed.index(f"n{b}") for a, b in edges)
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,8 @@ def edges_between(graph: TaskGraph, keep: Callable[[TaskNode], bool]) -> int:
 
 
 def bounds(page: Page) -> tuple[float, float]:
-    found = page.ask("bounds()")
-    return found["lo"], found["hi"]
+    limits = page.ask("bounds()")
+    return limits["lo"], limits["hi"]
 
 
 # ---- without a browser
@@ -379,12 +379,12 @@ def test_ten_thousand_nodes(show: Show) -> None:
     page.ask("fit()")
     page.settle()
     assert counts(page, "visible") == expected(graph)
-    found = page.ask("edges()")
-    assert found["matching"] == 30_000 and 0 < found["drawn"] <= 2500 < found["inSight"]
+    edge_counts = page.ask("edges()")
+    assert edge_counts["matching"] == 30_000 and 0 < edge_counts["drawn"] <= 2500 < edge_counts["inSight"]
     assert "zoom in or filter for all" in page.text("#status")
     page.ask("select('7B100')")
     page.press("f")
     page.settle()
-    found = page.ask("edges()")
-    assert found["drawn"] == found["inSight"] > 0
+    edge_counts = page.ask("edges()")
+    assert edge_counts["drawn"] == edge_counts["inSight"] > 0
     assert page.run("return document.querySelectorAll('*').length") < 2500  # Nodes aren't elements.

@@ -161,7 +161,7 @@ class Reader:
         self.path.write_bytes(data)
         start = time.thread_time()
         try:
-            found = self.kind.load(self.path)
+            loaded = self.kind.load(self.path)
         except self.kind.error as error:
             told = str(error)
             self.refused += 1
@@ -171,8 +171,8 @@ class Reader:
         assert time.thread_time() - start < SECONDS, data[:1000]
         if told is None:
             if self.kind is not TEXT:  # What is read is as good as what was written.
-                self.path.write_text(found.to_json(), encoding="utf-8")
-                assert self.kind.load(self.path) == found
+                self.path.write_text(loaded.to_json(), encoding="utf-8")
+                assert self.kind.load(self.path) == loaded
             return None
         assert told.startswith(str(self.path)), told
         assert len(told) < len(str(self.path)) + 1100
@@ -507,28 +507,28 @@ SOURCES = sorted(
 
 def executing(source: str) -> list[str]:
     """The places of a source that may run code that stands in a file, as "line: what"."""
-    found = []
+    hits = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [(node, alias.name) for alias in node.names if alias.name.split(".")[0] in EXECUTING_MODULES]
+            hits += [(node, alias.name) for alias in node.names if alias.name.split(".")[0] in EXECUTING_MODULES]
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in EXECUTING_MODULES:
-            found.append((node, node.module))
+            hits.append((node, node.module))
         elif isinstance(node, ast.Call):
             given = {word.arg: word.value for word in node.keywords}
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if isinstance(node.func, ast.Name) and name in EXECUTING_CALLS:
-                found.append((node, name))
+                hits.append((node, name))
             for word, harmless in (("allow_pickle", False), ("safe_mode", True)):
                 value = given.get(word)
                 if value is not None and not (isinstance(value, ast.Constant) and value.value is harmless):
-                    found.append((node, word))
+                    hits.append((node, word))
             if name in ("load_model", "enable_unsafe_deserialization", "read_pickle"):
-                found += [(node, name)] if "safe_mode" not in given else []
-    return [f"{node.lineno}: {what}" for node, what in found]
+                hits += [(node, name)] if "safe_mode" not in given else []
+    return [f"{node.lineno}: {what}" for node, what in hits]
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "expected"),
     [
         ("import pickle", ["1: pickle"]),
         ("from marshal import loads", ["1: marshal"]),
@@ -545,8 +545,8 @@ def executing(source: str) -> list[str]:
         ("keras.config.enable_unsafe_deserialization()", ["1: enable_unsafe_deserialization"]),
     ],
 )
-def test_what_runs_code_is_found(source: str, found: list[str]) -> None:
-    assert executing(source) == found
+def test_what_runs_code_is_found(source: str, expected: list[str]) -> None:
+    assert executing(source) == expected
 
 
 @pytest.mark.slow
@@ -557,9 +557,9 @@ def test_no_source_runs_code_from_files() -> None:
         ROOT / "tools" / "evaluation" / "mutants.py",  # runs this repository's modules, each with one small change
         ROOT / "dapple_tf" / "float64_models.py",  # makes a model of what this process tells of one that it has
     }
-    found = {
+    by_path = {
         str(path.relative_to(ROOT)): executing(path.read_text(encoding="utf-8"))
         for path in SOURCES
         if path not in by_design
     }
-    assert {path: lines for path, lines in found.items() if lines} == {}
+    assert {path: lines for path, lines in by_path.items() if lines} == {}

@@ -45,15 +45,15 @@ def status(*addresses: str) -> list[str]:
 
 def group(leader: int) -> list[int]:
     """Processes of a group that are there."""
-    found = []
+    pids = []
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(fields[2]) == leader and fields[0] != "Z":
-            found.append(int(path.parent.name))
-    return found
+            pids.append(int(path.parent.name))
+    return pids
 
 
 def wait_until_gone(*leaders: int) -> None:
@@ -170,9 +170,9 @@ def test_links_between_hosts_are_measured_as_they_are(hosts: Hosts, rate: int, t
     assert done.returncode == 0, done.stderr
     assert "10.77.0.2:2222    2 CPU" in done.stdout
     assert "\n0 - 1 " in done.stdout and "\nall-reduce " in done.stdout
-    found = dapple.Cluster.load(out)
-    assert [found.devices_of(server) for server in range(2)] == [(0, 1), (2, 3)]
-    assert found.inter_bandwidth == pytest.approx(rate * 1e6 / 8, rel=0.15)
-    assert found.link(0, 2).bandwidth == found.inter_bandwidth
-    assert found.devices[0].memory_bytes
+    measured = dapple.Cluster.load(out)
+    assert [measured.devices_of(server) for server in range(2)] == [(0, 1), (2, 3)]
+    assert measured.inter_bandwidth == pytest.approx(rate * 1e6 / 8, rel=0.15)
+    assert measured.link(0, 2).bandwidth == measured.inter_bandwidth
+    assert measured.devices[0].memory_bytes
     assert json.loads(out.read_text())["servers"][1]["devices"] == 2

@@ -115,10 +115,10 @@ def test_kept_images(kind: str, folder: pathlib.Path, records: pathlib.Path) -> 
     plain, memory, file, again = (find_data(f"{name}{more}") for more in ("", "&cache=memory", *["&cache=file"] * 2))
     expected = taken(plain.batches(MODEL, 4, 0), 6)
     assert_equal(taken(memory.batches(MODEL, 4, 0), 6), expected)
-    found = taken(file.batches(MODEL, 4, 0), 6)
-    assert_equal(taken(again.batches(MODEL, 4, 0), 6), found)
+    kept = taken(file.batches(MODEL, 4, 0), 6)
+    assert_equal(taken(again.batches(MODEL, 4, 0), 6), kept)
     assert plain.held_out is not None and file.held_out is not None
-    for (_, wanted), (_, labels) in zip(expected, found, strict=True):
+    for (_, wanted), (_, labels) in zip(expected, kept, strict=True):
         np.testing.assert_array_equal(labels, wanted)
     for (wanted, _), (images, _) in zip(
         taken(plain.held_out(MODEL, 9), 1), taken(file.held_out(MODEL, 9), 1), strict=True
@@ -154,7 +154,7 @@ def test_crops_differ_from_pass_to_pass(folder: pathlib.Path) -> None:
     for image, label in taken(data.batches(image_model(side=6), 1, 0), 21 * 4):
         key = (int(label[0]), round(float(image[0, ..., 1].mean()) / 30))
         means.setdefault(key, set()).add(round(float(image[0, ..., 2].mean()), 3))
-    assert sum(len(found) > 1 for found in means.values()) > 15
+    assert sum(len(crops) > 1 for crops in means.values()) > 15
 
 
 def test_a_part_is_held_out_when_asked_for(folder: pathlib.Path) -> None:
@@ -236,10 +236,10 @@ def test_records_are_found_where_they_are(tmp_path: pathlib.Path) -> None:
     with tf.io.TFRecordWriter(str(path)) as writer:
         for content in contents:
             writer.write(content)
-    found = tfrecords.indexed([path], "")
+    index = tfrecords.indexed([path], "")
     offsets = np.cumsum([0, *(len(content) + 16 for content in contents[:-1])])
-    assert found.offsets.tolist() == offsets.tolist()
-    read = tf.data.Dataset.from_tensor_slices(found.offsets).flat_map(lambda at: tfrecords.record_at(str(path), at))
+    assert index.offsets.tolist() == offsets.tolist()
+    read = tf.data.Dataset.from_tensor_slices(index.offsets).flat_map(lambda at: tfrecords.record_at(str(path), at))
     assert list(read.as_numpy_iterator()) == contents
 
 

@@ -52,15 +52,15 @@ def without_values(model: keras.Model) -> list[str]:
 @pytest.fixture
 def assigned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Paths of the variables that have been assigned on the client."""
-    found: list[str] = []
+    paths: list[str] = []
     original = keras.Variable._direct_assign
 
     def assign(variable: keras.Variable, value: Any) -> None:
-        found.append(variable.path)
+        paths.append(variable.path)
         original(variable, value)
 
     monkeypatch.setattr(keras.Variable, "_direct_assign", assign)
-    return found
+    return paths
 
 
 @pytest.fixture

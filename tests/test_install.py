@@ -81,9 +81,9 @@ def required(name: str, known: set[str]) -> Iterator[importlib.metadata.Distribu
     if name.lower() in known:
         return
     known.add(name.lower())
-    found = importlib.metadata.distribution(name)
-    yield found
-    for text in found.requires or []:
+    distribution = importlib.metadata.distribution(name)
+    yield distribution
+    for text in distribution.requires or []:
         requirement = Requirement(text)
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             yield from required(requirement.name, known)

@@ -20,8 +20,8 @@ def test_the_bubble_is_v_times_smaller(positions: int, chunks: int, rounds: int)
     micro_batches = positions * rounds
     schedule = make_schedule("interleaved", ring(positions, chunks), micro_batches)
     ideal = 3 * chunks * micro_batches
-    found = execute(schedule, [[1, 1, 1]] * positions * chunks)
-    assert (found.makespan - ideal) / ideal == pytest.approx((positions - 1) / (chunks * micro_batches))
+    execution = execute(schedule, [[1, 1, 1]] * positions * chunks)
+    assert (execution.makespan - ideal) / ideal == pytest.approx((positions - 1) / (chunks * micro_batches))
 
 
 def test_two_devices_with_two_stages_each() -> None:

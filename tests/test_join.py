@@ -78,9 +78,9 @@ def test_the_only_call_of_a_step(cuts: tuple[str, ...]) -> None:
 
 def test_metrics_stay_outside_of_what_xla_compiles() -> None:
     program = joined(jit_compile=True)
-    found = {node.name: node for node in calls(program)}
-    assert len(found) == 2 and "joined" in found
-    (metrics,) = (name for name in found if name != "joined")
+    by_name = {node.name: node for node in calls(program)}
+    assert len(by_name) == 2 and "joined" in by_name
+    (metrics,) = (name for name in by_name if name != "joined")
     assert "metrics" in metrics
     functions = {f.signature.name: f for f in program.graph.library.function}
     (compiled,) = (f for f in functions.values() if f.attr["_XlaMustCompile"].b and "joined" in f.signature.name)

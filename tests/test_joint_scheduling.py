@@ -40,7 +40,7 @@ from dapple_tf.schedules.schedules import ScheduleError, make_schedule, resolve_
 
 def test_the_pseudo_code_followed_by_hand() -> None:
     speedups = {(3, 1): 1.2, (3, 2): 1.5, (3, 3): 1.1, (2, 2): 1.4, (2, 3): 1.3, (1, 3): 1.6}
-    found = joint_schedule(
+    schedule = joint_schedule(
         [2.0, 3.0, 2.0, 4.0],
         lambda kernel, region: 2.0,
         lambda kernel, region: speedups[kernel, region],
@@ -49,13 +49,13 @@ def test_the_pseudo_code_followed_by_hand() -> None:
     # tmp = [-, (3, 1.2), (3, 1.5), (1, 1.6)]: dW1 in R4, now = 2 of 4
     # tmp = [-, (3, 1.2), (3, 1.5), (2, 1.3)]: dW3 in R3, now = 2 of 2, R3 is closed
     # tmp = [-, -, closed, (2, 1.3)]:          dW2 in R4
-    assert found == ((), (), (3,), (1, 2))
+    assert schedule == ((), (), (3,), (1, 2))
 
 
 def test_a_region_takes_kernels_until_its_time_is_over() -> None:
     ready = {kernel: Ready(0) for kernel in range(4)}
-    found = joint_schedule([3.0, 3.0], lambda k, i: 2.0, lambda k, i: 2.0 - i, ready)
-    assert found == ((0, 1), (2, 3))
+    schedule = joint_schedule([3.0, 3.0], lambda k, i: 2.0, lambda k, i: 2.0 - i, ready)
+    assert schedule == ((0, 1), (2, 3))
 
 
 def test_of_equal_speedups_the_earliest_region_wins_and_in_it_the_kernel_that_was_ready_first() -> None:
@@ -87,9 +87,9 @@ def test_every_kernel_runs_once_never_before_it_is_ready_and_the_greedy_choice_i
     ready = {kernel: Ready(draw.randrange(count), draw.choice([0.0, 0.5])) for kernel in range(draw.randrange(9))}
     sub = {(k, i): draw.uniform(0.2, 3.0) for k in ready for i in range(count)}
     gain = {(k, i): draw.uniform(0.5, 2.0) for k in ready for i in range(count)}
-    found = joint_schedule(main, lambda k, i: sub[k, i], lambda k, i: gain[k, i], ready)
-    assert sorted(kernel for kernels in found for kernel in kernels) == sorted(ready)
-    for region, kernels in enumerate(found):
+    schedule = joint_schedule(main, lambda k, i: sub[k, i], lambda k, i: gain[k, i], ready)
+    assert sorted(kernel for kernels in schedule for kernel in kernels) == sorted(ready)
+    for region, kernels in enumerate(schedule):
         assert all(ready[kernel].region <= region for kernel in kernels)
     # Each choice is that with the highest speedup of all that could be made.
     left, now, taken = set(ready), [0.0] * count, [0] * count
@@ -108,11 +108,11 @@ def test_every_kernel_runs_once_never_before_it_is_ready_and_the_greedy_choice_i
             now[later[0].region] = later[0].offset
             continue
         (kernel, region) = max(choices, key=lambda pair: choices[pair])
-        assert found[region][taken[region]] == kernel
+        assert schedule[region][taken[region]] == kernel
         taken[region] += 1
         left.remove(kernel)
         now[region] += sub[kernel, region]
-    assert list(found[-1][taken[-1] :]) == sorted(left, key=lambda kernel: ready[kernel])
+    assert list(schedule[-1][taken[-1] :]) == sorted(left, key=lambda kernel: ready[kernel])
 
 
 # ---- regions of stages
@@ -184,8 +184,8 @@ def test_regions_are_prescheduled_until_the_schedule_fits() -> None:
     times, regions = late(), stage_regions(3)
 
     def fitted(limit: float | None) -> tuple[int, float]:
-        found = fit_memory(times, regions, [10] * 3, [20] * 3, limit)
-        return found.prescheduled, found.peak
+        fit = fit_memory(times, regions, [10] * 3, [20] * 3, limit)
+        return fit.prescheduled, fit.peak
 
     assert fitted(None) == fitted(60) == (0, 60)
     assert fitted(55) == fitted(50) == (2, 50)
@@ -209,11 +209,11 @@ def test_less_memory_never_means_fewer_prescheduled_regions(seed: int) -> None:
     residual, delayed = ([draw.randrange(1, 100) for _ in range(stages)] for _ in range(2))
     before = 0
     for limit in (1000, 500, 300, 200, 100, 50, 0):
-        found = fit_memory(times, regions, residual, delayed, limit)
-        assert found.prescheduled >= before
-        assert found.peak <= limit or found.prescheduled == len(regions)
-        assert found.peak >= sum(residual)
-        kernels = [kernel for kernels in found.schedule for kernel in kernels]
+        fit = fit_memory(times, regions, residual, delayed, limit)
+        assert fit.prescheduled >= before
+        assert fit.peak <= limit or fit.prescheduled == len(regions)
+        assert fit.peak >= sum(residual)
+        kernels = [kernel for kernels in fit.schedule for kernel in kernels]
         assert sorted(kernels) == [stage for stage in range(stages) if times.weight_grad[stage]]
         Plan.manual(
             [f"layer_{stage}" for stage in range(stages - 1)],
@@ -222,9 +222,9 @@ def test_less_memory_never_means_fewer_prescheduled_regions(seed: int) -> None:
             4,
             "joint",
             weight_devices=[[1]] * stages,
-            weight_regions=weight_regions(regions, found.schedule, stages),
+            weight_regions=weight_regions(regions, fit.schedule, stages),
         ).order_tasks()
-        before = found.prescheduled
+        before = fit.prescheduled
 
 
 # ---- the policy
@@ -391,7 +391,7 @@ def test_the_process_gpus_are_configured_alike(monkeypatch: pytest.MonkeyPatch) 
     assert not made and not visible
     configure_gpus(gpus(2).with_sub_streams())
     assert visible == [(["GPU0", "GPU1"], "GPU")]
-    assert {gpu: [(x.memory_limit, x.experimental_priority) for x in found] for gpu, found in made.items()} == {
+    assert {gpu: [(x.memory_limit, x.experimental_priority) for x in configs] for gpu, configs in made.items()} == {
         "GPU0": [(2**13, -1), (2**13, -1)],
         "GPU1": [(2**13, 0), (2**13, 0)],
     }
@@ -489,14 +489,14 @@ def test_a_model_is_measured_and_planned_on_two_streams() -> None:
     assert plan.weight_devices == ((1,),) * 4
     assert plan.schedule == "joint"
     assert plan.weight_regions is not None
-    found = measure_speedups(model, cluster, plan, repeats=2, progress=False)
-    times = found.times
+    profile = measure_speedups(model, cluster, plan, repeats=2, progress=False)
+    times = profile.times
     assert times.input_grad[0] == 0.0  # nothing that stage 0 receives has a gradient
     assert all(seconds > 0 for seconds in (*times.input_grad[1:], *times.weight_grad))
     assert set(times.speedup) == set(times.beside) == {(k, r) for k in range(4) for r in range(1, k)}
     assert all(speedup > 0 for speedup in times.speedup.values())
     # Relu's gradient is of its output: dense_1 keeps what it received and its output, 6 samples of 32 numbers each.
-    assert found.residual_bytes[1] >= 6 * 32 * 4
+    assert profile.residual_bytes[1] >= 6 * 32 * 4
     assert all(np.array_equal(a, np.asarray(b.value)) for a, b in zip(before, model.variables, strict=True))
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(12, 8)).astype("float32"), rng.integers(0, 3, 12)

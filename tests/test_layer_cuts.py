@@ -21,10 +21,10 @@ layers = keras.layers
 
 def names(model: keras.Model) -> tuple[str, ...]:
     spec = BatchSpec(ExampleBatch.of(model).spec.x)
-    found = layer_stages(model, captured(model), capture(model, VariableTable(model), Mode.PREDICT, spec))
-    assert len(found.program.stages) == len(found.names)
-    assert all(stage.graph is not None for stage in found.program.stages)
-    return found.names
+    stages = layer_stages(model, captured(model), capture(model, VariableTable(model), Mode.PREDICT, spec))
+    assert len(stages.program.stages) == len(stages.names)
+    assert all(stage.graph is not None for stage in stages.program.stages)
+    return stages.names
 
 
 def test_a_chain_is_cut_after_each_layer() -> None:
@@ -33,13 +33,13 @@ def test_a_chain_is_cut_after_each_layer() -> None:
 
 def test_branches_are_laid_out_in_order_and_skips_have_all_their_consumers() -> None:
     model = zoo.branches()
-    found = names(model)
-    assert sorted(found) == sorted(
+    layer_names = names(model)
+    assert sorted(layer_names) == sorted(
         ["stem", "left_0", "right_0", "left_1", "joined", "after", "long_skip", "outputs"]
     )  # each once
-    boundaries = with_gradients(captured(model), found[:-1]).boundaries
-    stem = next(boundary for boundary in boundaries if boundary.producer == found.index("stem"))
-    assert [found[consumer] for consumer in stem.consumers] == ["left_0", "right_0", "long_skip"]
+    boundaries = with_gradients(captured(model), layer_names[:-1]).boundaries
+    stem = next(boundary for boundary in boundaries if boundary.producer == layer_names.index("stem"))
+    assert [layer_names[consumer] for consumer in stem.consumers] == ["left_0", "right_0", "long_skip"]
 
 
 @pytest.mark.slow
@@ -77,8 +77,8 @@ def test_layers_that_cannot_be_cut_apart_are_merged() -> None:
     x = layers.Dense(4, name="second")(x) * keras.ops.cast(number, "float32")
     model = keras.Model(features, layers.Dense(1, name="out")(x))
     model.compile("sgd", "mse")
-    found = names(model)
-    assert "couples" not in found and found[0] == "first" and found[-1] == "out"
+    layer_names = names(model)
+    assert "couples" not in layer_names and layer_names[0] == "first" and layer_names[-1] == "out"
 
 
 def test_nested_models_are_cut_inside_under_their_path() -> None:
@@ -87,9 +87,9 @@ def test_nested_models_are_cut_inside_under_their_path() -> None:
     model = keras.Model(features, layers.Dense(1, name="a")(inner(features)))
     model.compile("sgd", "mse")
     calls = captured(model).roles.calls
-    found = innermost_calls(model, calls)
-    assert [call.path for call in found] == ["inner/a", "inner/b", "a"]
-    assert [cut_name(call, calls) for call in found] == ["inner/a", "inner/b", None]  # "a" could be either.
+    innermost = innermost_calls(model, calls)
+    assert [call.path for call in innermost] == ["inner/a", "inner/b", "a"]
+    assert [cut_name(call, calls) for call in innermost] == ["inner/a", "inner/b", None]  # "a" could be either.
 
 
 def test_legal_cuts() -> None:

@@ -112,10 +112,10 @@ def test_each_variable_counts_once() -> None:
     build(model, table, spec)
     cuts = ("embedding", "shared#0", "middle", "shared#1", "last")
     program = with_functions(with_gradients(captured(model), cuts), "stages_")
-    found = variable_bytes(program, group_updates(model, table, program), table)
+    counted = variable_bytes(program, group_updates(model, table, program), table)
     sizes = [4 * int(variable.value.numpy().size) for variable in model.trainable_variables]
-    assert sum(found.parameters) + sum(group.parameter_bytes for group in found.shared) == sum(sizes)
+    assert sum(counted.parameters) + sum(group.parameter_bytes for group in counted.shared) == sum(sizes)
     # Adagrad has one slot for each, and scalars of its own that belong to no layer.
-    assert sum(found.slots) + sum(group.slot_bytes for group in found.shared) == sum(sizes)
-    assert [group.layers for group in found.shared] == [(0, 5), (1, 3)]
-    assert sum(found.state) == 0
+    assert sum(counted.slots) + sum(group.slot_bytes for group in counted.shared) == sum(sizes)
+    assert [group.layers for group in counted.shared] == [(0, 5), (1, 3)]
+    assert sum(counted.state) == 0

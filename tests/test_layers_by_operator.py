@@ -36,18 +36,18 @@ def test_what_a_trace_does_not_tell_takes_nothing_and_all_add_up_to_the_whole() 
     layers = Layers()
     first, second, _ = layers.products
     traced = [{first: 1.0}, {second: 3.0}, {}]
-    found = layers.profile(MeasuredOperators({2: traced, 8: traced}, {2: 8.0, 8: 16.0}))
-    assert found.method == "operators"
-    assert [layer.forward.at(2) for layer in found.layers] == pytest.approx([2.0, 6.0, 0.0])
-    assert [layer.forward.at(8) for layer in found.layers] == pytest.approx([4.0, 12.0, 0.0])
-    assert found.total("backward").at(8) == 0
+    profile = layers.profile(MeasuredOperators({2: traced, 8: traced}, {2: 8.0, 8: 16.0}))
+    assert profile.method == "operators"
+    assert [layer.forward.at(2) for layer in profile.layers] == pytest.approx([2.0, 6.0, 0.0])
+    assert [layer.forward.at(8) for layer in profile.layers] == pytest.approx([4.0, 12.0, 0.0])
+    assert profile.total("backward").at(8) == 0
 
 
 def test_a_size_for_which_there_was_no_time_grows_as_rooflines_do() -> None:
     layers = Layers()
     first = layers.products[0]
-    found = layers.profile(MeasuredOperators({2: [{first: 1.0}, {}, {}]}, {2: 4.0}))
+    profile = layers.profile(MeasuredOperators({2: [{first: 1.0}, {}, {}]}, {2: 4.0}))
     few, many = (layers.operators[samples][0].estimates(OperatorCosts(), "CPU")[first] for samples in (2, 8))
-    assert found.layers[0].forward.at(2) == pytest.approx(4.0)
-    assert found.layers[0].forward.at(8) == pytest.approx(4.0 * many / few)
+    assert profile.layers[0].forward.at(2) == pytest.approx(4.0)
+    assert profile.layers[0].forward.at(8) == pytest.approx(4.0 * many / few)
     assert layers.profile(None).method == "rooflines"

@@ -16,27 +16,27 @@ from dapple_tf.measuring.links import _line_of, _network_cards, _pairs, measure_
 @pytest.mark.slow
 def test_links_of_logical_devices() -> None:
     cluster = dapple.Cluster.local(3, kind="cpu")
-    found = measure_links(cluster, repeats=3)
-    assert found.devices == cluster.devices and found.real
+    measured = measure_links(cluster, repeats=3)
+    assert measured.devices == cluster.devices and measured.real
     for name in ("intra_bandwidth", "intra_latency", "reduce_bandwidth", "reduce_latency"):
-        value = getattr(found, name)
+        value = getattr(measured, name)
         assert value is not None and 0 < value < math.inf, name
-    assert found.inter_bandwidth is None and found.inter_latency is None
-    assert found.link(0, 2).seconds(1e6) > 0
-    assert 1 <= found.capacity(0) <= 3
+    assert measured.inter_bandwidth is None and measured.inter_latency is None
+    assert measured.link(0, 2).seconds(1e6) > 0
+    assert 1 <= measured.capacity(0) <= 3
     assert cluster.intra_bandwidth is None  # The given one is as it was.
 
 
 def test_one_device_has_no_links() -> None:
-    found = measure_links(dapple.Cluster.local(1, kind="cpu"), repeats=1)
-    assert found.intra_bandwidth is None and found.reduce_bandwidth is None
-    assert found.capacity(0) == 1
+    measured = measure_links(dapple.Cluster.local(1, kind="cpu"), repeats=1)
+    assert measured.intra_bandwidth is None and measured.reduce_bandwidth is None
+    assert measured.capacity(0) == 1
 
 
 def test_capacity_can_be_left_out() -> None:
-    found = measure_links(dapple.Cluster.local(2, kind="cpu"), repeats=1, capacity=False)
-    assert found.servers == ()
-    assert found.intra_bandwidth is not None
+    measured = measure_links(dapple.Cluster.local(2, kind="cpu"), repeats=1, capacity=False)
+    assert measured.servers == ()
+    assert measured.intra_bandwidth is not None
 
 
 def test_pairs_cover_each_server_and_neighbours() -> None:

@@ -25,18 +25,18 @@ def texts(jobs: list[Job]) -> str:
 
 def test_a_device_takes_the_ready_job_with_the_least_key() -> None:
     asked = request(straight(2), 2)
-    found = run(asked, free_queues(asked), priorities.oldest_first(asked))
-    assert texts(found.orders[0]) == "0F0 0F1 0Bx0 0Bw0 0Bx1 0Bw1"
-    assert texts(found.orders[1]) == "1F0 1Bx0 1F1 1Bx1 1Bw0 1Bw1"
-    assert found.makespan == 7
-    assert found.spans == {0: (0, 7), 1: (1, 7)}
-    assert found.longest_span == 7
+    timeline = run(asked, free_queues(asked), priorities.oldest_first(asked))
+    assert texts(timeline.orders[0]) == "0F0 0F1 0Bx0 0Bw0 0Bx1 0Bw1"
+    assert texts(timeline.orders[1]) == "1F0 1Bx0 1F1 1Bx1 1Bw0 1Bw1"
+    assert timeline.makespan == 7
+    assert timeline.spans == {0: (0, 7), 1: (1, 7)}
+    assert timeline.longest_span == 7
 
 
 def test_times_decide_what_is_ready() -> None:
     asked = request(straight(2), 2, task_seconds=[[1, 1, 1], [1, 1, 5]])
-    found = run(asked, free_queues(asked), priorities.oldest_first(asked))
-    assert found.makespan == 15 and found.spans[0] == (0, 7)
+    timeline = run(asked, free_queues(asked), priorities.oldest_first(asked))
+    assert timeline.makespan == 15 and timeline.spans[0] == (0, 7)
 
 
 def test_sums_of_equal_times_are_one_moment_in_spite_of_rounding() -> None:
@@ -51,28 +51,28 @@ def test_sums_of_equal_times_are_one_moment_in_spite_of_rounding() -> None:
 
 def test_tasks_of_no_length_are_run_too() -> None:
     asked = request(straight(2), 3, task_seconds=[[0, 0, 0], [0, 0, 0]])
-    found = run(asked, free_queues(asked), priorities.critical_path_first(asked))
-    assert found.makespan == 0 and sorted(map(len, found.orders.values())) == [9, 9]
+    timeline = run(asked, free_queues(asked), priorities.critical_path_first(asked))
+    assert timeline.makespan == 0 and sorted(map(len, timeline.orders.values())) == [9, 9]
 
 
 def test_whole_backwards_take_both_times() -> None:
     asked = request(straight(1), 2, task_seconds=[[1, 2, 3]])
-    found = run(asked, free_queues(asked, split=False), priorities.oldest_first(asked))
-    assert texts(found.orders[0]) == "0F0 0B0 0F1 0B1" and found.makespan == 12
+    timeline = run(asked, free_queues(asked, split=False), priorities.oldest_first(asked))
+    assert texts(timeline.orders[0]) == "0F0 0B0 0F1 0B1" and timeline.makespan == 12
 
 
 def test_forwards_wait_for_room_in_their_stage() -> None:
     asked = request(straight(2), 3)
-    found = run(asked, free_queues(asked), priorities.oldest_first(asked), limits=[1, 1])
-    assert texts(found.orders[0]) == "0F0 0Bx0 0Bw0 0F1 0Bx1 0Bw1 0F2 0Bx2 0Bw2"
+    timeline = run(asked, free_queues(asked), priorities.oldest_first(asked), limits=[1, 1])
+    assert texts(timeline.orders[0]) == "0F0 0Bx0 0Bw0 0F1 0Bx1 0Bw1 0F2 0Bx2 0Bw2"
 
 
 @pytest.mark.parametrize("room", [2, 3, 4, 5])
 def test_forwards_wait_for_room_on_their_device_without_deadlock(room: int) -> None:
     asked = request(vee(3), 6)
     for key in (priorities.oldest_first, priorities.deepest_first, priorities.critical_path_first):
-        found = run(asked, free_queues(asked), key(asked), room=dict.fromkeys(range(3), room))
-        for jobs in found.orders.values():
+        timeline = run(asked, free_queues(asked), key(asked), room=dict.fromkeys(range(3), room))
+        for jobs in timeline.orders.values():
             count = most = 0
             for job in jobs:
                 count += {F: 1, BW: -1}.get(job.phase, 0)
@@ -87,16 +87,16 @@ def test_a_random_key_under_tight_limits_always_comes_to_the_end() -> None:
         asked = request(vee(positions), draw.randint(1, 6), task_seconds=[[draw.random()] * 3] * 2 * positions)
         room = {device: draw.randint(2, 5) for device in range(positions)}
         limits = [draw.randint(1, 4) for _ in range(2 * positions)]
-        found = run(asked, free_queues(asked), lambda job, ready: (draw.random(),), limits=limits, room=room)
-        assert sum(map(len, found.orders.values())) == 6 * positions * asked.micro_batches
+        timeline = run(asked, free_queues(asked), lambda job, ready: (draw.random(),), limits=limits, room=room)
+        assert sum(map(len, timeline.orders.values())) == 6 * positions * asked.micro_batches
 
 
 def test_replicas_are_simulated_once_but_all_ordered() -> None:
     asked = request([[0, 1, 2], [3]], 2)
     assert merged_devices(asked) == {0: 0, 1: 0, 2: 0, 3: 3}
-    found = run(asked, free_queues(asked), priorities.oldest_first(asked))
-    assert found.orders[0] == found.orders[1] == found.orders[2]
-    assert set(found.spans) == {0, 1, 2, 3}
+    timeline = run(asked, free_queues(asked), priorities.oldest_first(asked))
+    assert timeline.orders[0] == timeline.orders[1] == timeline.orders[2]
+    assert set(timeline.spans) == {0, 1, 2, 3}
 
 
 def test_replicas_with_unlike_partners_are_told_apart() -> None:
@@ -124,8 +124,8 @@ def test_the_best_run_is_the_shortest_then_that_with_the_shortest_span() -> None
 def test_the_critical_path_is_the_longest_way_to_the_steps_end() -> None:
     asked = request(straight(3), 1, task_seconds=[[1, 0, 1], [2, 3, 4], [5, 6, 20]])
     remaining = priorities.critical_path(asked)
-    found = {(phase, stage): remaining(Job(stage, phase, 0)) for phase in (F, BX, BW) for stage in range(3)}
-    assert found == {
+    longest = {(phase, stage): remaining(Job(stage, phase, 0)) for phase in (F, BX, BW) for stage in range(3)}
+    assert longest == {
         (BW, 0): 1,
         (BW, 1): 4,
         (BW, 2): 20,

@@ -24,14 +24,14 @@ linux_only = pytest.mark.skipif(platform.system() != "Linux", reason="socket fil
 
 def own_addresses() -> list[str]:
     """Addresses of this machine apart from 127.0.0.1: one to which a packet would be sent, if there is a network."""
-    found = ["127.0.0.2"]
+    addresses = ["127.0.0.2"]
     for family, far in ((socket.AF_INET, "192.0.2.200"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((far, 9))  # Sends nothing; picks the address to send from.
-            found.append(probe.getsockname()[0])
+            addresses.append(probe.getsockname()[0])
     if has_ipv6():
-        found.append("::1")
-    return found
+        addresses.append("::1")
+    return addresses
 
 
 def has_ipv6() -> bool:
@@ -142,8 +142,8 @@ def test_all_interfaces(host: str) -> None:
 
 
 def test_a_name_with_one_public_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [(socket.AF_INET, 1, 6, "", (host, 0)) for host in ("10.0.0.1", "8.8.8.8", "10.0.0.1")]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    infos = [(socket.AF_INET, 1, 6, "", (host, 0)) for host in ("10.0.0.1", "8.8.8.8", "10.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: infos)
     with pytest.raises(ClusterError, match=r"the address 'both' \(8\.8\.8\.8\) is public"):
         check_private("both", allow_public=False)
     assert [str(address) for address in check_private("both", allow_public=True)] == ["10.0.0.1", "8.8.8.8"]

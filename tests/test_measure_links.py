@@ -27,9 +27,9 @@ def test_workers_of_this_machine(tmp_path: pathlib.Path) -> None:
     assert [line.split()[2:4] for line in lines[1:4]] == [["1", "CPU"]] * 3
     starts = [line[:5] for line in lines]
     assert [start for start in starts if start in ("0 - 1", "0 - 2", "1 - 2")] == ["0 - 1", "0 - 2", "1 - 2"]
-    found = dapple.Cluster.load(out)
-    assert found.num_servers == 3 and found.inter_bandwidth is not None
-    assert all(server.inter_bandwidth for server in found.servers)
+    cluster = dapple.Cluster.load(out)
+    assert cluster.num_servers == 3 and cluster.inter_bandwidth is not None
+    assert all(server.inter_bandwidth for server in cluster.servers)
 
 
 @pytest.mark.parametrize(

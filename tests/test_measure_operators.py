@@ -27,9 +27,9 @@ def stats(**devices: list[tuple[str, int, int]]) -> StepStats:
     """Step stats of nodes: (name, start, end) in nanoseconds, by device."""
     names = {"cpu": _CPU, "gpu": _GPU, "kernels": "/device:GPU:0/stream:all", "stream": "/device:GPU:0/stream:14"}
     names |= {"copies": "/device:GPU:0/memcpy", "sync": "/device:GPU:0/sync"}
-    found = StepStats()
+    step_stats = StepStats()
     for key, nodes in devices.items():
-        own = found.dev_stats.add(device=names[key])
+        own = step_stats.dev_stats.add(device=names[key])
         for name, start, end in nodes:
             node = own.node_stats.add(node_name=name)
             if key in ("cpu", "gpu"):  # The executor works before and after, too.
@@ -38,7 +38,7 @@ def stats(**devices: list[tuple[str, int, int]]) -> StepStats:
             else:
                 node.all_start_micros = start // 1000
                 node.op_end_rel_micros = node.all_end_rel_micros = (end - start) // 1000
-    return found
+    return step_stats
 
 
 def test_a_time_is_that_of_the_computation_alone_and_goes_to_the_devices_kind() -> None:
@@ -117,7 +117,7 @@ def session_run() -> tuple[GraphDef, list[StepStats]]:
         loss = tf.reduce_sum(y, name="loss") + tf.reduce_sum(state) + tf.reduce_sum(rows)
         tf.identity(tf.gradients(loss, filters)[0], name="gradient")
         graph = own.as_graph_def()
-    found = []
+    runs = []
     with tf.Graph().as_default() as scope:
         tf.graph_util.import_graph_def(graph, name="step")
         config = tf.compat.v1.ConfigProto()
@@ -129,8 +129,8 @@ def session_run() -> tuple[GraphDef, list[StepStats]]:
                 metadata = tf.compat.v1.RunMetadata()
                 feed = {"step/x:0": np.random.default_rng(0).normal(size=[16, 12, 12, 8]) / 100}
                 session.run(["step/gradient:0", "step/loss:0"], feed, options=options, run_metadata=metadata)
-                found.append(metadata.step_stats)
-    return graph, found
+                runs.append(metadata.step_stats)
+    return graph, runs
 
 
 def test_a_traced_step_measures_its_operators(session_run: tuple[GraphDef, list[StepStats]]) -> None:
@@ -145,6 +145,6 @@ def test_a_traced_step_measures_its_operators(session_run: tuple[GraphDef, list[
         mean = costs.measured(made[name], "CPU")
         assert mean is not None and 0 < mean.seconds < 5 and mean.times == 2, name
     topology = Topology(("CPU:0",), *3 * [None])  # type: ignore[arg-type]
-    found = build_op_graph(graph, topology, costs, shapes)
-    seconds = dict(zip(found.names, found.seconds[:, 0], strict=True))
+    op_graph = build_op_graph(graph, topology, costs, shapes)
+    seconds = dict(zip(op_graph.names, op_graph.seconds[:, 0], strict=True))
     assert all(seconds[name] == costs.seconds(made[name], "CPU") for name in ("conv", "loop", "Relu"))

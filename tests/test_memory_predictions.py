@@ -49,8 +49,8 @@ def peaks(model: Profile, cuts: list[str], devices: list[list[int]], micro_batch
         cluster = dataclasses.replace(cluster, devices=tuple(own), real=False)
     samples = micro_batches * max(map(len, devices))
     plan = dapple.Plan.manual(cuts, devices, micro_batches, samples, **options)
-    found = dapple.simulate(plan, model, cluster)
-    return {device: peak - found.costs.stored_bytes[device] for device, peak in found.peak_bytes.items()}
+    simulation = dapple.simulate(plan, model, cluster)
+    return {device: peak - simulation.costs.stored_bytes[device] for device, peak in simulation.peak_bytes.items()}
 
 
 def test_one_stage_keeps_each_buffer_once_and_all_gradients_until_its_end() -> None:
@@ -63,10 +63,10 @@ def test_gradients_of_one_micro_batch_have_no_accumulators_and_stay_until_the_up
     model = profile(2)
     one, two = (dapple.Plan.data_parallel(1, 2, count) for count in (1, 2))
     cluster = dapple.Cluster.local(1, kind="cpu")
-    found, accumulated = (dapple.simulate(plan, model, cluster) for plan in (one, two))
-    assert accumulated.costs.stored_bytes[0] - found.costs.stored_bytes[0] == 2 * GRADIENTS
+    single, accumulated = (dapple.simulate(plan, model, cluster) for plan in (one, two))
+    assert accumulated.costs.stored_bytes[0] - single.costs.stored_bytes[0] == 2 * GRADIENTS
     assert peaks(model, [], [[0]]) == {0: 2 * GRADIENTS + 2 * APPLY}
-    needs = found.costs.needed_bytes(0, 1), found.peak_bytes[0]
+    needs = single.costs.needed_bytes(0, 1), single.peak_bytes[0]
     assert needs[0] >= needs[1]
 
 
@@ -90,9 +90,9 @@ def test_stages_of_one_device_share_what_they_hand_on() -> None:
 def test_weight_gradients_that_wait_keep_what_they_read() -> None:
     """F0 F1 Bx1 Bw0 Bw1 on one device, where stage 0 has no Bx."""
     model = profile(2)
-    found = peaks(model, ["l0"], [[0], [0]], reverse_first_k=2)
+    by_device = peaks(model, ["l0"], [[0], [0]], reverse_first_k=2)
     # In Bw1, beside the update of stage 0: what it reads (its own, what Bx1 made, what F0 made), and both gradients.
-    assert found == {0: LATE + PARTIAL + OUT + 2 * GRADIENTS + APPLY}
+    assert by_device == {0: LATE + PARTIAL + OUT + 2 * GRADIENTS + APPLY}
 
 
 def test_buckets_are_there_from_packing_to_the_update() -> None:
@@ -113,8 +113,8 @@ def test_rows_of_embeddings_are_kept_to_the_update() -> None:
     first = dataclasses.replace(model.layers[0], buffers=LayerBuffers(rows=Cost(20.0)), parameter_bytes=0)
     rows = dataclasses.replace(model, layers=(first, model.layers[1]))
     bare = dataclasses.replace(model, layers=(dataclasses.replace(first, buffers=LayerBuffers()), model.layers[1]))
-    found, without = (peaks(m, ["l0"], [[0], [1]], 4, schedule="gpipe") for m in (rows, bare))
-    assert found[0] - without[0] == 3 * 20.0  # those of the last come when its residuals go
+    with_rows, without = (peaks(m, ["l0"], [[0], [1]], 4, schedule="gpipe") for m in (rows, bare))
+    assert with_rows[0] - without[0] == 3 * 20.0  # those of the last come when its residuals go
 
 
 def test_what_is_inside_a_stage_and_what_crosses() -> None:
@@ -146,10 +146,10 @@ def test_what_a_plan_is_said_to_need_is_enough(devices: list[list[int]], options
     plan = dapple.Plan.manual(["l1", "l3"], devices, 4, 16, "dapple_a", **options)
     cluster = dataclasses.replace(dapple.Cluster.local(5, kind="cpu"), real=False)
     costs = CostModel(plan, model, cluster)
-    found = dapple.simulate(plan, model, cluster)
+    simulation = dapple.simulate(plan, model, cluster)
     for stage, members in enumerate(devices):
         need = costs.needed_bytes(stage, 4)
-        assert all(found.peak_bytes[device] <= need for device in members), (stage, found.peak_bytes, need)
+        assert all(simulation.peak_bytes[device] <= need for device in members), (stage, simulation.peak_bytes, need)
 
 
 def test_profiles_with_buffers_are_read_as_they_were_written() -> None:
@@ -188,8 +188,8 @@ def test_predicted_peaks_are_those_of_allocation_records(policy: str) -> None:
     cluster = dapple.Cluster.local(3, kind="cpu")
     plan = check_memory.plan_of(SMALL, policy)
     predicted = dapple.simulate(plan, measured_profile(), cluster).peak_bytes
-    for device, found in check_memory.measure(dense(), *vectors(plan.global_batch_size), plan, cluster, 5).items():
-        assert predicted[device] <= 1.1 * statistics.median(found), (device, found)
+    for device, measured in check_memory.measure(dense(), *vectors(plan.global_batch_size), plan, cluster, 5).items():
+        assert predicted[device] <= 1.1 * statistics.median(measured), (device, measured)
         # On a busy machine the executor runs ahead on input gradients inside one B, and stages of dapple_b peak up to
         # 22 % above the prediction then (docs/results/memory.md), in some steps more than in others.
-        assert predicted[device] >= (0.8 if policy == "dapple_b" else 0.88) * min(found), (device, found)
+        assert predicted[device] >= (0.8 if policy == "dapple_b" else 0.88) * min(measured), (device, measured)

@@ -42,15 +42,15 @@ def batches(source: ModelSource, model: keras.Model, count: int) -> list[tuple[A
     With BatchNormalization each slice holds the same samples, each time in another order: all slices have the
     statistics of the whole batch then (docs/equivalence.md), so that the result has to be that of plain Keras.
     """
-    rng, found = np.random.default_rng(5), []
+    rng, drawn = np.random.default_rng(5), []
     order = np.arange(SAMPLES)
     whole = source.data.example(model, count * SAMPLES)
     for number in range(count):
         if normalizes_batches(model):
             order = np.concatenate([rng.permutation(SLICE) for _ in range(SAMPLES // SLICE)])
         chosen = number * SAMPLES + order
-        found.append(tuple(None if part is None else _rows(part, chosen) for part in whole))
-    return found
+        drawn.append(tuple(None if part is None else _rows(part, chosen) for part in whole))
+    return drawn
 
 
 def _rows(part: Any, chosen: np.ndarray) -> Any:

@@ -67,9 +67,9 @@ def test_documents_name_flags_that_there_are(name: str) -> None:
 def test_commands_of_the_document_can_be_parsed() -> None:
     """Every line ``python -m tools.x`` of docs/tools.md has flags that the tool takes."""
     document = (pathlib.Path(__file__).parents[1] / "docs" / "tools.md").read_text().replace("\\\n", " ")
-    found = re.findall(r"^python -m tools\.(?!launch)(\w+)(.*)", document, flags=re.MULTILINE)
-    assert {name for name, _ in found} == {*TOOLS, "dump_graph"}
-    for name, arguments in found:
+    commands = re.findall(r"^python -m tools\.(?!launch)(\w+)(.*)", document, flags=re.MULTILINE)
+    assert {name for name, _ in commands} == {*TOOLS, "dump_graph"}
+    for name, arguments in commands:
         tool = importlib.import_module(f"dapple_tf.tools.{name}")
         tool.FLAGS.unparse_flags()
         assert tool.FLAGS([name, *shlex.split(arguments)]) == [name]
@@ -372,9 +372,9 @@ def test_changed_hardware() -> None:
         '{"format": "dapple_tf.cluster/1", "servers": [{"devices": 1, "inter_bandwidth": 1e6, "capacity": 1},'
         '{"devices": 1}], "reduce_bandwidth": 5}'
     )
-    found = Hardware(inter_bandwidth=2e9).of(own)
-    assert found.link(0, 1).bandwidth == 2e9
-    assert found.reduce_bandwidth is None and found.servers[0].capacity == 1
+    altered = Hardware(inter_bandwidth=2e9).of(own)
+    assert altered.link(0, 1).bandwidth == 2e9
+    assert altered.reduce_bandwidth is None and altered.servers[0].capacity == 1
     for wrong in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(dapple.ClusterError, match="speed is"):
             Hardware(speed=wrong)

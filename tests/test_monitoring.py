@@ -118,14 +118,14 @@ def test_metrics_are_those_of_a_step_without_tracing() -> None:
     simulation = simulate(own, PROFILE, CLUSTER)
     step = measured_as(simulation, host=1 * MS)
     working = step.timeline.latency - 2 * MS
-    found = step_metrics(step, working / 2 + 1 * MS, own)
-    assert {"samples_per_second", "input_ms", *found} == NAMES
-    assert sum(found[f"{part}_ms"] for part in PARTS) == pytest.approx(found["step_ms"])
-    assert found["forward_ms"] == pytest.approx(1000 * sum(p.forward for p in step.parts.values()) / 3 / 2)
-    assert found["host_ms"] == pytest.approx(1.0)
+    metrics = step_metrics(step, working / 2 + 1 * MS, own)
+    assert {"samples_per_second", "input_ms", *metrics} == NAMES
+    assert sum(metrics[f"{part}_ms"] for part in PARTS) == pytest.approx(metrics["step_ms"])
+    assert metrics["forward_ms"] == pytest.approx(1000 * sum(p.forward for p in step.parts.values()) / 3 / 2)
+    assert metrics["host_ms"] == pytest.approx(1.0)
     busy = step.parts[2].forward + step.parts[2].backward
-    assert found["bubble_stage_1"] == pytest.approx(1 - busy / 2 / (working / 2 + 1 * MS))
-    assert found["peak_mib_stage_1"] == pytest.approx(simulation.peak_bytes[2] / 2**20)
+    assert metrics["bubble_stage_1"] == pytest.approx(1 - busy / 2 / (working / 2 + 1 * MS))
+    assert metrics["peak_mib_stage_1"] == pytest.approx(simulation.peak_bytes[2] / 2**20)
 
 
 def test_tags_group_metrics() -> None:
@@ -203,9 +203,9 @@ def test_event_files_are_read_by_tensorboard(tmp_path: pathlib.Path) -> None:
     events.Reload()
     assert set(events.Tags()["tensors"]) == {tag(name) for name in NAMES}
     for name in NAMES:
-        found = events.Tensors(tag(name))
-        assert len(found) == monitor.budget.traces
-        assert all(np.isfinite(tf.make_ndarray(event.tensor_proto)) for event in found)
+        recorded = events.Tensors(tag(name))
+        assert len(recorded) == monitor.budget.traces
+        assert all(np.isfinite(tf.make_ndarray(event.tensor_proto)) for event in recorded)
     steps = [event.step for event in events.Tensors("step_ms/whole")]
     assert steps[0] == 5 and steps == sorted(steps) and steps[-1] <= 10
 

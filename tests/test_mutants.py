@@ -38,8 +38,8 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
 
 def test_what_is_changed_and_what_is_not(folder: pathlib.Path) -> None:
     """Annotations and texts of errors aren't: no test should notice."""
-    found = mutants.draw(100, 0, ["few_sizes"])
-    assert {(each.line, each.before, each.after) for each in found} == {
+    drawn = mutants.draw(100, 0, ["few_sizes"])
+    assert {(each.line, each.before, each.after) for each in drawn} == {
         (2, "3", "4"),
         (3, "count < 2 and (not name)", "count < 2 or not name"),
         (3, "count < 2", "count <= 2"),
@@ -79,7 +79,7 @@ def test_outcomes(before: str, after: str, tests: list[str], expected: str, by: 
     assert changed != CODE
     files = [f"tests/{name}.py" for name in tests]
     change = mutants.Mutant("few_sizes/sizes.py", 5, before, after, ast.parse(textwrap.dedent(changed)))
-    found = mutants.outcome(change, files, "", 60.0)
-    assert found["outcome"] == expected
-    assert found["by"].endswith(by)
-    assert mutants.outcome(None, [found["by"] or files[0]], "", 60.0)["outcome"] == "survived"
+    result = mutants.outcome(change, files, "", 60.0)
+    assert result["outcome"] == expected
+    assert result["by"].endswith(by)
+    assert mutants.outcome(None, [result["by"] or files[0]], "", 60.0)["outcome"] == "survived"
