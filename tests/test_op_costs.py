@@ -157,11 +157,11 @@ def test_files_give_the_same_costs_back(tmp_path: pathlib.Path) -> None:
     costs.add(_WIDE._replace(inputs=()), "CPU", 0.5)
     path = tmp_path / "costs.json"
     costs.save(path)
-    found = OperatorCosts.load(path)
-    assert found.to_json() == costs.to_json()
-    assert found.measured(_RELU, "GPU") == (4, 0.25)
-    assert found.rooflines == {"GPU": P100, "CPU": CPU}
-    assert found.kinds == ("GPU", "CPU")
+    loaded = OperatorCosts.load(path)
+    assert loaded.to_json() == costs.to_json()
+    assert loaded.measured(_RELU, "GPU") == (4, 0.25)
+    assert loaded.rooflines == {"GPU": P100, "CPU": CPU}
+    assert loaded.kinds == ("GPU", "CPU")
 
 
 def test_files_that_would_not_be_read_are_not_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,8 @@ def batches() -> list[tuple[np.ndarray, np.ndarray]]:
 
 def evaluated(model: Any) -> dict[str, float]:
     x, y = batches()[0]
-    found: dict[str, float] = model.evaluate(x, y, batch_size=16, verbose=0, return_dict=True)
-    return found
+    metrics: dict[str, float] = model.evaluate(x, y, batch_size=16, verbose=0, return_dict=True)
+    return metrics
 
 
 @functools.cache
@@ -110,11 +110,11 @@ def test_models_with_branches_train_as_keras(name: str, devices: int) -> None:
     logs, values = plain(name)
     for (x, y), expected in zip(batches()[:2], logs, strict=True):
         assert_same_logs(pipelined.train_on_batch(x, y, return_dict=True), expected)
-    found = pipelined._engine.builder.placements[0]
+    placement = pipelined._engine.builder.placements[0]
     pipelined.close()
     assert_same_values(model, values)
-    assert found.splits, "nothing was split"
-    assert len(set(found.devices.values())) == devices
+    assert placement.splits, "nothing was split"
+    assert len(set(placement.devices.values())) == devices
 
 
 @pytest.mark.thorough

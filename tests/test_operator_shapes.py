@@ -41,10 +41,10 @@ def test_a_loop_keeps_the_shapes_that_its_body_keeps() -> None:
     graph = traced(loop, (None, 8), (8, 8))
     given = {"x0": (32, 8)}
     assert of_op(graph, infer_shapes(graph, given, {}), "Relu") == [(None, 8)]
-    found = operator_shapes(graph, given)
-    assert of_op(graph, found, "Relu") == [(32, 8)]
-    assert unknown(found) == set()
-    assert set(found) == set(infer_shapes(graph, given, {}))
+    shapes = operator_shapes(graph, given)
+    assert of_op(graph, shapes, "Relu") == [(32, 8)]
+    assert unknown(shapes) == set()
+    assert set(shapes) == set(infer_shapes(graph, given, {}))
 
 
 def test_a_loop_whose_body_grows_a_tensor_does_not() -> None:
@@ -97,9 +97,9 @@ def recurrent() -> GraphDef:
 def captured(function: Any, spec: tf.TensorSpec, variables: Sequence[tf.Variable]) -> GraphDef:
     """A traced graph with handles of its own where it captures variables."""
     graph = function.get_concrete_function(spec).graph
-    found = graph.as_graph_def()
+    definition = graph.as_graph_def()
     captured = {inside.op.name: outside for outside, inside in graph.captures if outside.dtype == tf.resource}
-    for node in found.node:
+    for node in definition.node:
         if node.name in captured:
             variable = next(variable for variable in variables if variable.handle is captured[node.name])
             node.op = "VarHandleOp"
@@ -107,7 +107,7 @@ def captured(function: Any, spec: tf.TensorSpec, variables: Sequence[tf.Variable
             node.attr["dtype"].type = variable.dtype.as_datatype_enum
             node.attr["shape"].shape.CopyFrom(variable.shape.as_proto())
             node.attr["shared_name"].s = node.name.encode()
-    return found
+    return definition
 
 
 @pytest.mark.slow
@@ -172,8 +172,8 @@ def test_loops_cost_as_much_as_their_bodies_do_for_this_batch() -> None:
         shapes = operator_shapes(graph, {"x0": (5, samples, 64)})
         assert of_op(graph, shapes, "TensorListStack") == [(5, samples, 64)]
         topology = Topology(("CPU:0",), *3 * [None])  # type: ignore[arg-type]
-        found = build_op_graph(graph, topology, OperatorCosts(), shapes)
-        return float(sum(found.seconds[["While" in op for op in found.ops], 0]))
+        op_graph = build_op_graph(graph, topology, OperatorCosts(), shapes)
+        return float(sum(op_graph.seconds[["While" in op for op in op_graph.ops], 0]))
 
     assert seconds(40_000) > 20 * seconds(400)
 

@@ -69,14 +69,14 @@ def test_times_by_which_tasks_are_ordered_are_short_numbers() -> None:
         for index, layer in enumerate(profile.layers)
     ]
     request = request_of(dataclasses.replace(profile, layers=tuple(layers)), FOUR)
-    (found,) = more_stages(Plan.straight(["layer_2"], 8, 4), request, MODULO, 2)
-    assert found.task_seconds is not None
-    numbers = [number for times in found.task_seconds for number in times]
+    (candidate,) = more_stages(Plan.straight(["layer_2"], 8, 4), request, MODULO, 2)
+    assert candidate.task_seconds is not None
+    numbers = [number for times in candidate.task_seconds for number in times]
     assert max(numbers) == 1
     assert all(number == float(f"{number:.3g}") for number in numbers)
     # The first stage has no Bx: its Bw is the whole backward.
-    assert found.task_seconds[0][1] == 0
-    whole = request.costs(found).task_seconds
+    assert candidate.task_seconds[0][1] == 0
+    whole = request.costs(candidate).task_seconds
     assert numbers == pytest.approx([number / max(map(max, whole)) for times in whole for number in times], rel=5e-3)
 
 
@@ -85,15 +85,15 @@ def test_chunks_are_for_replicated_stages_on_devices_of_their_own() -> None:
     assert [*with_chunks(Plan.straight(["layer_3"], 8, 4), request, 4)] == []
     interleaved = Plan.manual(["layer_3", "layer_5"], [[0, 1], [2, 3], [0, 1]], 4, 8, "modulo")
     assert [*with_chunks(interleaved, request, 4)] == []
-    assert [found.num_stages for found in with_chunks(Plan.data_parallel(4, 16), request, 4)] == [4]
+    assert [candidate.num_stages for candidate in with_chunks(Plan.data_parallel(4, 16), request, 4)] == [4]
 
 
 def test_even_plans_are_on_all_devices_and_fit_in_memory() -> None:
     profile = profile_of(parameters=10**6)
-    roomy = [found.replicas for found in even_plans(request_of(profile, FOUR, 16), "none")]
+    roomy = [candidate.replicas for candidate in even_plans(request_of(profile, FOUR, 16), "none")]
     assert roomy == [(4,), (2, 2), (1, 1, 1, 1)]
     tight = cluster_of(1, 1, 1, 1, memory=9_000_000)  # 16 MB for all layers, 2 layers to a device with gradients: 4 MB
-    assert [found.replicas for found in even_plans(request_of(profile, tight, 16), "none")] == [(1, 1, 1, 1)]
+    assert [candidate.replicas for candidate in even_plans(request_of(profile, tight, 16), "none")] == [(1, 1, 1, 1)]
 
 
 def test_no_order_beats_the_bound() -> None:
@@ -122,17 +122,17 @@ def test_a_plan_is_named_by_what_is_out_of_order() -> None:
 @pytest.mark.slow
 def test_few_micro_batches_on_equal_stages_gain_much() -> None:
     profile = profile_of()
-    before, found = (plan(profile, FOUR, 8, micro_batches=4, schedule=name) for name in (None, "auto"))
-    assert before.report is not None and found.report is not None
+    before, auto = (plan(profile, FOUR, 8, micro_batches=4, schedule=name) for name in (None, "auto"))
+    assert before.report is not None and auto.report is not None
     assert before.schedule in DAPPLE_POLICIES
     assert before.report.dapple is None
-    assert found.schedule not in DAPPLE_POLICIES
-    assert found.report.latency < before.report.latency / 1.3
-    assert found.report.dapple == before.report.latency
-    assert simulate(found, profile, FOUR).latency == pytest.approx(found.report.latency)
-    last = str(found).splitlines()[-1]
-    factor = before.report.latency / found.report.latency
-    assert last.startswith(f"out-of-order backprop: {found.schedule}")
+    assert auto.schedule not in DAPPLE_POLICIES
+    assert auto.report.latency < before.report.latency / 1.3
+    assert auto.report.dapple == before.report.latency
+    assert simulate(auto, profile, FOUR).latency == pytest.approx(auto.report.latency)
+    last = str(auto).splitlines()[-1]
+    factor = before.report.latency / auto.report.latency
+    assert last.startswith(f"out-of-order backprop: {auto.schedule}")
     assert f"{factor:.3g}x as fast as {before.schedule} on {shape(before)}" in last
 
 
@@ -140,25 +140,25 @@ def test_few_micro_batches_on_equal_stages_gain_much() -> None:
 def test_data_parallelism_on_a_slow_network_hides_reductions(k: int | str) -> None:
     profile, cluster = profile_of(parameters=10**6, size=1e7), cluster_of(1, 1, 1, 1, inter_bandwidth=5e8)
     before = plan(profile, cluster, 16, micro_batches=1)
-    found = plan(profile, cluster, 16, micro_batches=1, schedule="auto", reverse_first_k=k)
-    assert before.report is not None and found.report is not None
-    assert set(found.devices) == {(0, 1, 2, 3)}
-    assert found.num_stages > 1
-    assert found.report.latency < before.report.latency * 0.95
-    assert "wait-free reduction of chunks" in str(found)
+    auto = plan(profile, cluster, 16, micro_batches=1, schedule="auto", reverse_first_k=k)
+    assert before.report is not None and auto.report is not None
+    assert set(auto.devices) == {(0, 1, 2, 3)}
+    assert auto.num_stages > 1
+    assert auto.report.latency < before.report.latency * 0.95
+    assert "wait-free reduction of chunks" in str(auto)
     if k == "auto":
-        assert found.reverse_first_k > 0
-        assert found.carried_updates > 0
-        assert f"reverse first-k with k = {found.reverse_first_k}" in str(found)
+        assert auto.reverse_first_k > 0
+        assert auto.carried_updates > 0
+        assert f"reverse first-k with k = {auto.reverse_first_k}" in str(auto)
     else:
-        assert (found.reverse_first_k, found.carried_updates) == (0, 0)
+        assert (auto.reverse_first_k, auto.carried_updates) == (0, 0)
 
 
 @pytest.mark.slow
 def test_light_parameters_gain_nothing_and_it_says_so() -> None:
-    found = plan(profile_of(parameters=100), cluster_of(4, intra_bandwidth=1e11), 32, schedule="auto")
-    assert (found.schedule, found.num_stages) == ("dapple_a", 1)
-    assert str(found).splitlines()[-1] == "out-of-order backprop: gains nothing over DAPPLE's schedule"
+    auto = plan(profile_of(parameters=100), cluster_of(4, intra_bandwidth=1e11), 32, schedule="auto")
+    assert (auto.schedule, auto.num_stages) == ("dapple_a", 1)
+    assert str(auto).splitlines()[-1] == "out-of-order backprop: gains nothing over DAPPLE's schedule"
 
 
 CASES: dict[str, tuple[Profile, Cluster]] = {
@@ -183,22 +183,22 @@ CASES: dict[str, tuple[Profile, Cluster]] = {
 def test_auto_is_never_slower_and_fits_in_memory(case: str) -> None:
     profile, cluster = CASES[case]
     before = plan(profile, cluster, 8)
-    found = plan(profile, cluster, 8, schedule="auto", reverse_first_k="auto")
-    assert before.report is not None and found.report is not None
-    assert found.report.latency <= before.report.latency
-    result = simulate(found, profile, cluster)
-    assert result.latency == found.report.latency
+    auto = plan(profile, cluster, 8, schedule="auto", reverse_first_k="auto")
+    assert before.report is not None and auto.report is not None
+    assert auto.report.latency <= before.report.latency
+    result = simulate(auto, profile, cluster)
+    assert result.latency == auto.report.latency
     for device, peak in result.peak_bytes.items():
         limit = cluster.devices[device].memory_bytes
         assert limit is None or peak <= limit
-    assert sum(stage.share for stage in found.report.stages) == pytest.approx(1)
+    assert sum(stage.share for stage in auto.report.stages) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("policies", ["zb_h1", "interleaved", ["modulo", "zb_v"], ["dapple_a", "fast_forward"]])
 def test_policies_can_be_given(policies: Any) -> None:
-    found = plan(profile_of(), FOUR, 8, micro_batches=4, schedule=policies)
-    assert found.schedule in ([policies] if isinstance(policies, str) else policies)
-    assert len(set(found.devices)) == 4
+    chosen = plan(profile_of(), FOUR, 8, micro_batches=4, schedule=policies)
+    assert chosen.schedule in ([policies] if isinstance(policies, str) else policies)
+    assert len(set(chosen.devices)) == 4
 
 
 def test_a_single_device_keeps_its_plan() -> None:
@@ -210,23 +210,23 @@ def test_a_single_device_keeps_its_plan() -> None:
 def test_a_given_k_is_kept(schedule: str | None) -> None:
     cluster = cluster_of(1, 1, 1, 1, inter_bandwidth=5e8)
     profile = profile_of(parameters=10**6, size=1e7)
-    found = plan(profile, cluster, 16, micro_batches=1, schedule=schedule, reverse_first_k=2)
-    assert found.reverse_first_k == 2
-    assert found.report is not None
-    assert "reverse first-k with k = 2" in found.report.out_of_order
+    chosen = plan(profile, cluster, 16, micro_batches=1, schedule=schedule, reverse_first_k=2)
+    assert chosen.reverse_first_k == 2
+    assert chosen.report is not None
+    assert "reverse first-k with k = 2" in chosen.report.out_of_order
 
 
 def test_chunks_keep_what_overlap_promises() -> None:
     """The steps of a plan of ``overlap=True`` reduce gradients during backwards, as far as its chunks allow."""
     cluster, profile = cluster_of(1, 1, inter_bandwidth=1e9), profile_of(parameters=10**7, size=1e9)
-    after, ideal, found = (
+    after, ideal, chunked = (
         plan(profile, cluster, 8, micro_batches=1, **options)
         for options in ({}, {"overlap": True}, {"overlap": True, "schedule": "auto"})
     )
-    assert after.report is not None and ideal.report is not None and found.report is not None
+    assert after.report is not None and ideal.report is not None and chunked.report is not None
     assert ideal.report.overlap
-    assert not found.report.overlap
-    assert ideal.report.latency <= simulate(found, profile, cluster).latency < after.report.latency
+    assert not chunked.report.overlap
+    assert ideal.report.latency <= simulate(chunked, profile, cluster).latency < after.report.latency
 
 
 @pytest.mark.parametrize(
@@ -253,20 +253,20 @@ def test_a_policy_that_these_devices_dont_allow_is_refused() -> None:
 
 
 def test_a_report_of_an_earlier_version_is_read() -> None:
-    found = plan(profile_of(), FOUR, 8, micro_batches=4)
-    data = json.loads(found.to_json())
+    chosen = plan(profile_of(), FOUR, 8, micro_batches=4)
+    data = json.loads(chosen.to_json())
     for later in ("out_of_order", "dapple", "dapple_text"):
         del data["report"][later]
     again = Plan.from_json(json.dumps(data))
-    assert again.report == found.report
-    assert str(again) == str(found)
+    assert again.report == chosen.report
+    assert str(again) == str(chosen)
 
 
 def test_an_out_of_order_plan_comes_back_from_json() -> None:
-    found = plan(profile_of(), FOUR, 8, micro_batches=4, schedule="auto")
-    again = Plan.from_json(found.to_json())
-    assert again == found
-    assert str(again) == str(found)
+    chosen = plan(profile_of(), FOUR, 8, micro_batches=4, schedule="auto")
+    again = Plan.from_json(chosen.to_json())
+    assert again == chosen
+    assert str(again) == str(chosen)
 
 
 # ---- end to end

@@ -172,15 +172,15 @@ def test_the_twin_that_verifies_has_them_too() -> None:
 
 
 def test_a_pass_that_changes_nothing_trains_as_without_it() -> None:
-    found = []
+    trained = []
     for passes in ([], [Before("schedule", Looks())]):
         model = classifier()
         model.set_weights([np.linspace(-1, 1, weight.size).reshape(weight.shape) for weight in model.get_weights()])
         pipelined = transform(model, passes=passes)
         pipelined.train_on_batch(X, Y)
         pipelined.close()
-        found.append(values(model))
-    for one, other in zip(*found, strict=True):
+        trained.append(values(model))
+    for one, other in zip(*trained, strict=True):
         np.testing.assert_array_equal(one, other)
 
 

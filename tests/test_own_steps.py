@@ -128,8 +128,8 @@ class FromParts(keras.Model):
     def train_step(self, data: Any) -> Any:
         target = data["target"]
         with tf.GradientTape() as tape:
-            found = self([data["source"], target[:, :1]])
-            loss = self.compute_loss(y=target, y_pred=found)
+            predictions = self([data["source"], target[:, :1]])
+            loss = self.compute_loss(y=target, y_pred=predictions)
         weights = self.trainable_variables
         self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
         results = {}
@@ -137,7 +137,7 @@ class FromParts(keras.Model):
             if metric.name == "loss":
                 metric.update_state(loss)
             else:
-                metric.update_state(target, found)
+                metric.update_state(target, predictions)
             results[metric.name] = metric.result()
         return results
 

@@ -61,14 +61,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def naive(folder: pathlib.Path, source: int, target: int) -> list[tuple[list[int], ...]]:
     """What batches have for each pair that fits, one after the other."""
     number = {word: len(SPECIAL) + index for index, word in enumerate(WORDS)}
-    found = []
+    samples = []
     for line, translated in zip(
         (folder / "a.en").read_text().splitlines(), (folder / "a.de").read_text().splitlines(), strict=True
     ):
         read, written = [number[w] for w in line.split()], [number[w] for w in translated.split()]
         if read and len(read) <= source and len(written) + 1 <= target:
             pad = target - len(written) - 1
-            found.append(
+            samples.append(
                 (
                     read + [0] * (source - len(read)),
                     [2, *written] + [0] * pad,
@@ -76,7 +76,7 @@ def naive(folder: pathlib.Path, source: int, target: int) -> list[tuple[list[int
                     [1.0] * (len(written) + 1) + [0.0] * pad,
                 )
             )
-    return found
+    return samples
 
 
 def rows(batches: list[list[np.ndarray]]) -> list[tuple[list[int], ...]]:

@@ -69,8 +69,8 @@ def test_operators_go_to_their_devices_and_wait_for_the_one_before() -> None:
     for name in "abc":
         builder.add(name, "Neg", [x], device=ZERO, T=dtype_attr(FLOAT))
     total = builder.add("d", "AddN", [Ref("a"), Ref("b"), Ref("c")], device=ZERO, T=dtype_attr(FLOAT), N=3)
-    found = placed(of_graph(builder.graph, total), {"a": ZERO, "b": ONE, "c": ZERO, "d": ONE}, "abcd")
-    assert {each.name: each.device for each in found.graph.node} == {
+    program = placed(of_graph(builder.graph, total), {"a": ZERO, "b": ONE, "c": ZERO, "d": ONE}, "abcd")
+    assert {each.name: each.device for each in program.graph.node} == {
         "x": ZERO,
         "a": ZERO,
         "b": ONE,
@@ -78,23 +78,23 @@ def test_operators_go_to_their_devices_and_wait_for_the_one_before() -> None:
         "d": ONE,
     }
     # d reads b itself.
-    waits = {each.name: control_inputs(each) for each in found.graph.node}
+    waits = {each.name: control_inputs(each) for each in program.graph.node}
     assert waits == {"x": [], "a": [], "b": [], "c": ["a"], "d": []}
-    assert step_of(found).placed_on == {ZERO, ONE}
+    assert step_of(program).placed_on == {ZERO, ONE}
 
 
 def test_without_a_chain_operators_start_when_they_can() -> None:
     program = flat()
     where, order = all_on(ONE, program)
-    found = placed(program, where, order, chained=False)
-    assert [list(each.input) for each in found.graph.node] == [list(each.input) for each in program.graph.node]
+    unchained = placed(program, where, order, chained=False)
+    assert [list(each.input) for each in unchained.graph.node] == [list(each.input) for each in program.graph.node]
 
 
 def test_each_device_that_reads_a_constant_has_one() -> None:
-    found = placed(chain(), {"a": ONE, "b": ZERO, "c": TWO, "d": ONE}, "abcd")
-    constants = {each.name: each.device for each in found.graph.node if each.op == "Const"}
+    program = placed(chain(), {"a": ONE, "b": ZERO, "c": TWO, "d": ONE}, "abcd")
+    constants = {each.name: each.device for each in program.graph.node if each.op == "Const"}
     assert constants == {"constant": ZERO, "constant/on1": ONE, "constant/on2": TWO}
-    assert [str(data_inputs(node(found, name))[1]) for name in "abcd"] == [
+    assert [str(data_inputs(node(program, name))[1]) for name in "abcd"] == [
         "constant/on1",
         "constant",
         "constant/on2",
@@ -103,8 +103,8 @@ def test_each_device_that_reads_a_constant_has_one() -> None:
 
 
 def test_a_constant_moves_to_its_only_device() -> None:
-    found = placed(chain(), dict.fromkeys("abcd", TWO), "abcd")
-    assert {each.name: each.device for each in found.graph.node} == dict.fromkeys(["constant", *"abcd"], TWO)
+    program = placed(chain(), dict.fromkeys("abcd", TWO), "abcd")
+    assert {each.name: each.device for each in program.graph.node} == dict.fromkeys(["constant", *"abcd"], TWO)
 
 
 def test_a_constant_that_others_wait_for_stays() -> None:
@@ -116,8 +116,8 @@ def test_a_constant_that_others_wait_for_stays() -> None:
     graph.node[1].input[:] = ["other", "other", "^constant"]
     graph.node.add().CopyFrom(graph.node[0])
     graph.node[-1].name = "other"
-    found = placed(program.replace(graph=graph), {"a": ONE, "b": TWO, "c": ONE, "d": TWO}, "abcd")
-    constants = {each.name: each.device for each in found.graph.node if each.op == "Const"}
+    placed_program = placed(program.replace(graph=graph), {"a": ONE, "b": TWO, "c": ONE, "d": TWO}, "abcd")
+    constants = {each.name: each.device for each in placed_program.graph.node if each.op == "Const"}
     assert constants == {"constant": ZERO, "other": ONE}
 
 
@@ -127,11 +127,11 @@ def test_what_has_no_place_goes_with_its_variable_or_what_it_reads() -> None:
     left_out = [name for name in order if "gradients/result" in name or "handle/" in name or "/read/w" in name]
     assert len(left_out) == 7
     rest = [name for name in order if name not in left_out]
-    found = placed(program, {name: where[name] for name in rest}, rest)
-    view = Graph(found.graph)
+    placed_program = placed(program, {name: where[name] for name in rest}, rest)
+    view = Graph(placed_program.graph)
     for name in left_out:
         group = next(
-            (each.device for each in found.graph.node if each.op != "VarHandleOp" and name in each.input), None
+            (each.device for each in placed_program.graph.node if each.op != "VarHandleOp" and name in each.input), None
         )
         beside = group if "handle" in name else view.nodes[view.inputs(name)[0].node].device
         assert view.nodes[name].device == beside
@@ -184,18 +184,18 @@ def test_a_placed_step_is_the_step_to_the_last_bit(keep_tasks: bool) -> None:
         program, batch = program_of(recurrent_model() if keep_tasks else mixed_model())
     start = Flatten(keep_tasks=keep_tasks).run(program)
     where, order = random_placement(start, [ZERO, ONE, TWO])
-    found = PlaceOperators(where, order).run(start)
-    verify(found, complete=True)
-    assert_same_training(program, found, [batch] * 3, 3)
+    placed_program = PlaceOperators(where, order).run(start)
+    verify(placed_program, complete=True)
+    assert_same_training(program, placed_program, [batch] * 3, 3)
 
 
 def test_devices_run_their_operators_in_the_order() -> None:
     program = flat()
     program = program.replace(step=dataclasses.replace(step_of(program), gradients={}))
     where, order = random_placement(program, [ZERO, ONE, TWO], seed=1)
-    found = placed(program, where, order)
+    placed_program = placed(program, where, order)
     stats = tf.compat.v1.RunMetadata()
-    with Steps(found, 3) as steps:
+    with Steps(placed_program, 3) as steps:
         steps.load()
         steps.run([np.ones((2, 2))])
         steps.run([np.ones((2, 2))], stats=stats)
@@ -213,10 +213,10 @@ def test_devices_run_their_operators_in_the_order() -> None:
 
 def test_gradients_can_be_fetched_without_what_comes_before_them_in_the_order() -> None:
     where, order = all_on(ZERO, flat())
-    found = placed(flat(), where, order)
-    step, view = step_of(found), Graph(found.graph)
+    program = placed(flat(), where, order)
+    step, view = step_of(program), Graph(program.graph)
     assert step.loss is not None
     before_loss = view.ancestors([*step.gradients.values(), step.loss])
     assert step.gradients and not [name for name in before_loss if "apply" in name]
-    waits = list(itertools.chain.from_iterable(control_inputs(each) for each in found.graph.node))
+    waits = list(itertools.chain.from_iterable(control_inputs(each) for each in program.graph.node))
     assert not [name for name in waits if "gradients/result" in name]

@@ -54,9 +54,9 @@ def test_heft_finds_its_papers_ranks_and_schedule() -> None:
         scheduler.place(op, min(range(3), key=lambda device: scheduler.earliest(op, device)[1]))
     assert max(scheduler.finish) == 80.0
     assert scheduler.device == [2, 0, 2, 1, 2, 1, 2, 0, 1, 1]
-    found = heft(graph, topology(3, 1.0, 0.0))
-    assert [found.devices[name] for name in graph.names] == scheduler.device
-    assert found.seconds == 91.0  # The simulator's links send one tensor after another.
+    placement = heft(graph, topology(3, 1.0, 0.0))
+    assert [placement.devices[name] for name in graph.names] == scheduler.device
+    assert placement.seconds == 91.0  # The simulator's links send one tensor after another.
 
 
 def test_an_operator_takes_the_first_free_time_that_is_long_enough() -> None:
@@ -77,8 +77,8 @@ def test_fast_t_keeps_the_critical_path_on_its_fastest_device() -> None:
     builder.add("B", (1.0, 1.0), 1.0, (*light, heavy))
     graph = builder.graph()
     assert critical_path(compile_problem(graph, topology(2, 100.0, 0.0))) == [0, 3, 4]
-    found = fast_t(graph, topology(2, 100.0, 0.0))
-    assert [found.devices[name] for name in graph.names] == [1, 0, 0, 1, 1]
+    placement = fast_t(graph, topology(2, 100.0, 0.0))
+    assert [placement.devices[name] for name in graph.names] == [1, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("place", [heft, fast_t, single_device])
@@ -86,13 +86,13 @@ def test_fast_t_keeps_the_critical_path_on_its_fastest_device() -> None:
 def test_a_baselines_seconds_and_peaks_are_the_simulators(place: object, seed: int) -> None:
     assert callable(place)
     graph = random_graph(40, 3, seed, shape=("layered", "chains")[seed % 2], groups=4, pins=2, uneven=True)
-    found = place(graph, topology(3))
+    placement = place(graph, topology(3))
     number = {name: op for op, name in enumerate(graph.names)}
-    devices = np.array([found.devices[name] for name in graph.names])
-    seen = simulate_placement(graph, topology(3), devices, np.array([number[name] for name in found.order]))
-    assert found.seconds == seen.seconds
-    assert found.peak_bytes == tuple(seen.peak_bytes.tolist())
-    assert place(graph, topology(3)) == found
+    devices = np.array([placement.devices[name] for name in graph.names])
+    seen = simulate_placement(graph, topology(3), devices, np.array([number[name] for name in placement.order]))
+    assert placement.seconds == seen.seconds
+    assert placement.peak_bytes == tuple(seen.peak_bytes.tolist())
+    assert place(graph, topology(3)) == placement
     if place is single_device:
         free = graph.pinned[graph.groups] < 0
         assert len(set(devices[free].tolist())) == 1

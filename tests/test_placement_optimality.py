@@ -126,9 +126,9 @@ def test_small_graphs_are_within_5_percent_of_the_optimum(number: int) -> None:
             count, devices, 100 + seed, shape=shape, transfer=transfer, groups=groups, pins=groups // 2, uneven=uneven
         )
         links = topology(devices)
-        found = fd_dps(graph, links)
-        best = optimum(graph, links, found.seconds, alike=not uneven and not groups)
-        assert found.seconds <= 1.05 * best, (
+        placement = fd_dps(graph, links)
+        best = optimum(graph, links, placement.seconds, alike=not uneven and not groups)
+        assert placement.seconds <= 1.05 * best, (
             count,
             devices,
             shape,
@@ -136,7 +136,7 @@ def test_small_graphs_are_within_5_percent_of_the_optimum(number: int) -> None:
             groups,
             uneven,
             seed,
-            found.seconds / best,
+            placement.seconds / best,
         )
 
 

@@ -56,9 +56,9 @@ def test_a_device_may_stand_in_several_stages_where_the_schedule_allows_it() -> 
 def test_warm_up_bounds_what_a_schedule_with_weight_gradients_of_its_own_has_in_flight(policy: str) -> None:
     plan = Plan.straight(["a", "b"], 8, 4, policy, warm_up=(2, 1, 3), task_seconds=((1, 2, 1), (1, 1, 1), (2, 3, 4)))
     schedule = plan.order_tasks()
-    found = in_flight(schedule)
-    assert all(count <= most for count, most in zip(found, plan.warm_up_counts(), strict=True))
-    assert all(count <= most for count, most in zip(found, (2, 1, 3), strict=True))
+    counts = in_flight(schedule)
+    assert all(count <= most for count, most in zip(counts, plan.warm_up_counts(), strict=True))
+    assert all(count <= most for count, most in zip(counts, (2, 1, 3), strict=True))
 
 
 def test_the_whole_text_of_too_many_replicas() -> None:

@@ -42,8 +42,8 @@ def test_choices(files: given.Files, tmp_path: pathlib.Path) -> None:
     out = tmp_path / "found.json"
     common = [f"--profile={files.profile}", f"--cluster={files.cluster}", "--global_batch_size=24", f"--output={out}"]
     assert run(*common, "--micro_batches=4", "--schedule=gpipe", "--recompute=boundary", "--jit_compile") == 0
-    found = dapple.Plan.load(out)
-    assert (found.micro_batches, found.recompute, found.jit_compile) == (4, "boundary", True)
+    loaded = dapple.Plan.load(out)
+    assert (loaded.micro_batches, loaded.recompute, loaded.jit_compile) == (4, "boundary", True)
     options: dict[str, Any] = {"schedule": "auto", "reverse_first_k": "auto", "overlap": True}
     assert run(*common, "--schedule=auto", "--reverse_first_k=auto", "--overlap") == 0
     assert dapple.Plan.load(out) == dapple.plan(given.profile(), given.cluster(), 24, **options)

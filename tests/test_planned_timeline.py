@@ -142,8 +142,8 @@ def test_two_streams_are_two_lanes_and_waits_between_them_are_kept() -> None:
         "device 0: stages 0, 1, 2",
         "device 1: stages 0 (Bw), 1 (Bw), 2 (Bw)",
     ]
-    found = tasks(timeline)
-    assert found["2Bw0.0"] == (5.0, 6.0)  # as soon as 1Bx0 has ended, not 2Bx0
+    times = tasks(timeline)
+    assert times["2Bw0.0"] == (5.0, 6.0)  # as soon as 1Bx0 has ended, not 2Bx0
     with_profile = planned(plan, profile([(1.0, 2.0)] * 3, parameter_bytes=4))
     assert tasks(with_profile)["2Bw0.0"][0] == 5.0
 

@@ -24,34 +24,34 @@ PROFILES = Path(__file__).parents[1] / "docs" / "profiles"
 
 
 def test_light_parameters_on_fast_links_are_trained_data_parallel() -> None:
-    found = plan(profile_of(parameters=100), cluster_of(4, intra_bandwidth=1e11), 32)
-    assert found.devices == ((0, 1, 2, 3),)
-    assert shape(found) == "data parallel on 4, 1 micro-batch"
+    chosen = plan(profile_of(parameters=100), cluster_of(4, intra_bandwidth=1e11), 32)
+    assert chosen.devices == ((0, 1, 2, 3),)
+    assert shape(chosen) == "data parallel on 4, 1 micro-batch"
 
 
 def test_heavy_parameters_on_a_slow_network_are_pipelined() -> None:
-    found = plan(profile_of(parameters=10**8), cluster_of(1, 1, 1, 1, inter_bandwidth=1e9), 32)
-    assert shape(found).startswith("straight pipeline of 4 stages")
-    assert found.cuts == ("layer_1", "layer_3", "layer_5")
-    assert found.report is not None
-    assert found.report.data_parallel is not None
-    assert found.report.data_parallel > found.report.latency
+    chosen = plan(profile_of(parameters=10**8), cluster_of(1, 1, 1, 1, inter_bandwidth=1e9), 32)
+    assert shape(chosen).startswith("straight pipeline of 4 stages")
+    assert chosen.cuts == ("layer_1", "layer_3", "layer_5")
+    assert chosen.report is not None
+    assert chosen.report.data_parallel is not None
+    assert chosen.report.data_parallel > chosen.report.latency
 
 
 def test_stages_are_replicated_within_servers_and_pipelined_between_them() -> None:
     links = {"intra_bandwidth": 1e11, "inter_bandwidth": 1e9}
-    found = plan(profile_of(parameters=10**8), cluster_of(4, 4, **links), 32)
-    assert found.replicas == (4, 4)
-    assert {frozenset(group) for group in found.devices} == {frozenset(range(4)), frozenset(range(4, 8))}
+    chosen = plan(profile_of(parameters=10**8), cluster_of(4, 4, **links), 32)
+    assert chosen.replicas == (4, 4)
+    assert {frozenset(group) for group in chosen.devices} == {frozenset(range(4)), frozenset(range(4, 8))}
 
 
 @pytest.mark.slow
 def test_vgg_19_on_slow_ethernet_is_15_to_1_as_in_table_4() -> None:
     profile = load_text(PROFILES / "vgg-19-pbs-32.txt", batch_size=32)
     cluster = cluster_of(*[1] * 16, memory=16 * 2**30, inter_bandwidth=10e9 / 8)
-    found = plan(profile, cluster, 2048)
-    assert found.replicas == (15, 1)
-    assert found.cuts == ("MaxPool2d_5",)  # between the convolutions and the fully connected layers
+    chosen = plan(profile, cluster, 2048)
+    assert chosen.replicas == (15, 1)
+    assert chosen.cuts == ("MaxPool2d_5",)  # between the convolutions and the fully connected layers
 
 
 def test_a_slow_device_gets_less_to_do() -> None:
@@ -59,27 +59,27 @@ def test_a_slow_device_gets_less_to_do() -> None:
     slow = dataclasses.replace(
         cluster, devices=(cluster.devices[0], dataclasses.replace(cluster.devices[1], speed=1 / 3))
     )
-    found = plan(profile_of(parameters=10**9), slow, 32, micro_batches=16)
-    assert found.num_stages == 2
-    layers = {found.devices[0][0]: 0, found.devices[1][0]: 0}
-    cut = int(found.cuts[0].partition("_")[2]) + 1
-    layers[found.devices[0][0]], layers[found.devices[1][0]] = cut, 8 - cut
+    chosen = plan(profile_of(parameters=10**9), slow, 32, micro_batches=16)
+    assert chosen.num_stages == 2
+    layers = {chosen.devices[0][0]: 0, chosen.devices[1][0]: 0}
+    cut = int(chosen.cuts[0].partition("_")[2]) + 1
+    layers[chosen.devices[0][0]], layers[chosen.devices[1][0]] = cut, 8 - cut
     assert layers == {0: 6, 1: 2}
 
 
 def test_a_badly_connected_server_is_left_out_of_reductions() -> None:
     cluster = cluster_of(2, 2, 2, intra_bandwidth=1e11, inter_bandwidth=1e10)
     cluster = dataclasses.replace(cluster, servers=(Server(), Server(inter_bandwidth=1e6), Server()))
-    found = plan(profile_of(parameters=10**6, size=1e6), cluster, 24)
+    chosen = plan(profile_of(parameters=10**6, size=1e6), cluster, 24)
     # Whatever crosses the slow card takes longer than all computation.
-    assert all(not (set(group) & {2, 3}) for group in found.devices)
+    assert all(not (set(group) & {2, 3}) for group in chosen.devices)
 
 
 def test_small_memory_gets_the_heavy_layers_elsewhere() -> None:
     profile = profile_of(parameters=10**6)
     devices = (Device("small", 0, 5_000_000), Device("large", 1, 10**9))
-    found = plan(profile, Cluster(devices, real=False, inter_bandwidth=1e12), 8)
-    result = simulate(found, profile, Cluster(devices, real=False, inter_bandwidth=1e12))
+    chosen = plan(profile, Cluster(devices, real=False, inter_bandwidth=1e12), 8)
+    result = simulate(chosen, profile, Cluster(devices, real=False, inter_bandwidth=1e12))
     assert all(result.peak_bytes[device] <= (5_000_000, 10**9)[device] for device in result.peak_bytes)
 
 
@@ -94,18 +94,18 @@ def test_recomputation_is_used_only_where_memory_demands_it() -> None:
 def test_k_is_bounded_by_memory_in_what_is_expected() -> None:
     profile = profile_of(residual=1e6, size=1e3, parameters=10**6)
     # 16 MB for variables and gradients of a stage of 4 layers, and room for two micro-batches of 2 samples.
-    found = plan(profile, cluster_of(1, 1, memory=8_000_000 + 17_000_000), 16, micro_batches=8, recompute="none")
-    assert found.report is not None
-    for stage in found.report.stages:
+    chosen = plan(profile, cluster_of(1, 1, memory=8_000_000 + 17_000_000), 16, micro_batches=8, recompute="none")
+    assert chosen.report is not None
+    for stage in chosen.report.stages:
         assert stage.memory_limit is not None
         assert stage.memory_bytes <= stage.memory_limit
 
 
 def test_choices_can_be_given() -> None:
     profile, cluster = profile_of(), cluster_of(4, intra_bandwidth=1e9)
-    found = plan(profile, cluster, 32, micro_batches=4, schedule="gpipe", recompute="boundary", jit_compile=True)
-    assert (found.micro_batches, found.schedule, found.recompute) == (4, "gpipe", "boundary")
-    assert found.jit_compile
+    chosen = plan(profile, cluster, 32, micro_batches=4, schedule="gpipe", recompute="boundary", jit_compile=True)
+    assert (chosen.micro_batches, chosen.schedule, chosen.recompute) == (4, "gpipe", "boundary")
+    assert chosen.jit_compile
     assert plan(profile, cluster, 32, micro_batches=[2, 8]).micro_batches in (2, 8)
 
 
@@ -169,9 +169,9 @@ def test_small_models_are_told_in_small_units() -> None:
 
 def test_the_table_tells_what_was_chosen_and_why() -> None:
     links = {"intra_bandwidth": 1e11, "inter_bandwidth": 1e9}
-    found = plan(profile_of(parameters=10**8), cluster_of(4, 4, memory=2**33, **links), 32)
-    text = str(found)
-    assert found.report is not None
+    chosen = plan(profile_of(parameters=10**8), cluster_of(4, 4, memory=2**33, **links), 32)
+    text = str(chosen)
+    assert chosen.report is not None
     header, titles, *rows = text.splitlines()
     assert header.startswith("Plan: global batch 32")
     columns = "stage up to layer devices replicas slice sizes warm-up K layers share of time bubble memory"
@@ -179,20 +179,20 @@ def test_the_table_tells_what_was_chosen_and_why() -> None:
     assert rows[0].startswith("0      layer_3")
     assert "0-3" in rows[0]
     assert "of 8 GiB" in rows[0]
-    assert f"expected step {found.report.latency * 1e3:.4g} ms" in text
+    assert f"expected step {chosen.report.latency * 1e3:.4g} ms" in text
     assert "(the pivot stage)" in text
     assert "runner-up: " in text
     assert "takes once" not in text
     assert "data parallelism on all devices: " in text
-    assert sum(stage.share for stage in found.report.stages) == pytest.approx(1)
+    assert sum(stage.share for stage in chosen.report.stages) == pytest.approx(1)
 
 
 def test_why_data_parallelism_is_impossible_is_told() -> None:
-    found = plan(profile_of(parameters=10**6), cluster_of(4, memory=5_000_000), 16)
-    assert found.report is not None
-    assert found.report.data_parallel is None
+    chosen = plan(profile_of(parameters=10**6), cluster_of(4, memory=5_000_000), 16)
+    assert chosen.report is not None
+    assert chosen.report.data_parallel is None
     # Weights, gradients and the packed gradients of eight layers.
-    assert "it needs 22.89 MiB on each device, 18.12 MiB more than there is" in found.report.data_parallel_note
+    assert "it needs 22.89 MiB on each device, 18.12 MiB more than there is" in chosen.report.data_parallel_note
     few = plan(profile_of(), cluster_of(8), 4)
     assert few.report is not None
     assert few.report.data_parallel_note == "a batch of 4 samples doesn't reach 8 replicas"
@@ -201,22 +201,22 @@ def test_why_data_parallelism_is_impossible_is_told() -> None:
 def test_the_speedup_is_over_one_device_that_does_all_by_itself() -> None:
     profile = profile_of(parameters=0)
     assert single_device_seconds(profile, 32) == pytest.approx(8 * 3e-3 * 32)
-    found = plan(profile, cluster_of(4), 32)
-    assert found.report is not None
-    assert found.report.speedup == pytest.approx(4)
+    chosen = plan(profile, cluster_of(4), 32)
+    assert chosen.report is not None
+    assert chosen.report.speedup == pytest.approx(4)
 
 
 def test_a_plan_and_its_report_come_back_from_json() -> None:
-    found = plan(profile_of(), cluster_of(4, intra_bandwidth=1e9), 32)
-    again = Plan.from_json(found.to_json())
-    assert again == found
-    assert again.report == found.report
-    assert str(again) == str(found)
+    chosen = plan(profile_of(), cluster_of(4, intra_bandwidth=1e9), 32)
+    again = Plan.from_json(chosen.to_json())
+    assert again == chosen
+    assert again.report == chosen.report
+    assert str(again) == str(chosen)
 
 
 def test_an_edited_plan_loses_what_was_expected_of_it(caplog: pytest.LogCaptureFixture) -> None:
-    found = plan(profile_of(parameters=10**8), cluster_of(1, 1, inter_bandwidth=1e9), 32)
-    data = json.loads(found.to_json())
+    chosen = plan(profile_of(parameters=10**8), cluster_of(1, 1, inter_bandwidth=1e9), 32)
+    data = json.loads(chosen.to_json())
     data["micro_batches"] = 2
     with caplog.at_level(logging.WARNING):
         edited = Plan.from_json(json.dumps(data), source="mine.json")
@@ -265,10 +265,10 @@ def test_planning_is_deterministic() -> None:
 @pytest.mark.slow
 def test_a_thousand_devices_are_planned() -> None:
     cluster = cluster_of(*[8] * 20, intra_bandwidth=1e11, inter_bandwidth=3e9)
-    found = plan(profile_of(40, parameters=10**8), cluster, 640, micro_batches=4)
-    assert found.report is not None
-    assert found.report.speedup > 40
-    assert len({device for group in found.devices for device in group}) > 100
+    chosen = plan(profile_of(40, parameters=10**8), cluster, 640, micro_batches=4)
+    assert chosen.report is not None
+    assert chosen.report.speedup > 40
+    assert len({device for group in chosen.devices for device in group}) > 100
 
 
 # ---- stories of defects
@@ -303,8 +303,8 @@ def test_unknown_memory_isnt_a_batch_that_is_too_small() -> None:
 
 
 def test_numpys_integers_are_numbers() -> None:
-    found = plan(profile_of(), cluster_of(2), np.int64(8), micro_batches=np.int64(4))
-    assert (found.global_batch_size, found.micro_batches) == (8, 4)
+    chosen = plan(profile_of(), cluster_of(2), np.int64(8), micro_batches=np.int64(4))
+    assert (chosen.global_batch_size, chosen.micro_batches) == (8, 4)
     with pytest.raises(PlanError, match=r"global_batch_size: 8\.0 isn't a whole number"):
         plan(profile_of(), cluster_of(2), 8.0)  # type: ignore[arg-type]
 
@@ -322,10 +322,10 @@ def test_smaller_slices_than_were_profiled_may_fit() -> None:
 
 
 def test_overlap_is_part_of_what_is_expected() -> None:
-    found = plan(profile_of(parameters=10**7), cluster_of(2, intra_bandwidth=1e9), 8, overlap=True)
-    assert found.report is not None
-    assert found.report.overlap
-    assert "overlaps with the last backward" in str(found)
+    chosen = plan(profile_of(parameters=10**7), cluster_of(2, intra_bandwidth=1e9), 8, overlap=True)
+    assert chosen.report is not None
+    assert chosen.report.overlap
+    assert "overlaps with the last backward" in str(chosen)
 
 
 @pytest.mark.parametrize("name", ["micro_batches", "schedule", "recompute"])
@@ -339,15 +339,15 @@ def test_every_figure_is_of_one_simulator_and_small_gains_arent_worth_more_devic
     """A report said "454 ms, 1.22x one device" and, as the runner-up, "one device: 456 ms"."""
     profile = profile_of(parameters=10**4, size=1e4)
     cluster = cluster_of(1, 1, inter_bandwidth=bandwidth)
-    found, fastest = plan(profile, cluster, 16), plan(profile, cluster, 16, least_gain=0)
-    report = found.report
+    chosen, fastest = plan(profile, cluster, 16), plan(profile, cluster, 16, least_gain=0)
+    report = chosen.report
     assert report is not None and fastest.report is not None and report.one_device is not None
     assert report.speedup == pytest.approx(report.one_device / report.latency)
     alone = plan(profile, cluster_of(1), 16).report
     assert alone is not None and alone.latency == pytest.approx(report.one_device)
     if report.runner_up_text.startswith("one device"):
         assert report.runner_up == pytest.approx(report.one_device)
-    if len(found.devices) > 1 or len(found.devices[0]) > 1:
+    if len(chosen.devices) > 1 or len(chosen.devices[0]) > 1:
         assert report.one_device > 1.03 * report.latency
     assert fastest.report.latency <= report.latency <= 1.03 * fastest.report.latency
 

@@ -106,7 +106,7 @@ def test_no_plan_is_faster_than_the_planners(seed: int) -> None:
         with pytest.raises(PlanError, match="no plan fits"):
             plan(profile, cluster, batch, micro_batches=micro_batches, recompute="none", least_gain=0.0)
         return
-    found = plan(profile, cluster, batch, micro_batches=micro_batches, recompute="none", least_gain=0.0)
-    assert found.report is not None
-    assert simulate(found, profile, cluster).latency == pytest.approx(found.report.latency)
-    assert found.report.latency <= best * 1.02
+    chosen = plan(profile, cluster, batch, micro_batches=micro_batches, recompute="none", least_gain=0.0)
+    assert chosen.report is not None
+    assert simulate(chosen, profile, cluster).latency == pytest.approx(chosen.report.latency)
+    assert chosen.report.latency <= best * 1.02

@@ -157,8 +157,8 @@ def test_a_built_in_policy_is_its_name() -> None:
 @pytest.mark.parametrize("policy", BUILT_IN, ids=str)
 def test_copies_of_a_policy_are_equal_to_it(policy: Policy) -> None:
     """Those whose functions are bound to options, too: copies of functools.partial aren't equal by themselves."""
-    for found in (pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)):
-        assert found == policy and hash(found) == hash(policy)
+    for copied in (pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)):
+        assert copied == policy and hash(copied) == hash(policy)
     assert policy != dataclasses.replace(policy, name="another")
     assert [other.name for other in BUILT_IN if other == policy] == [policy.name]
     assert own_policy(copy.deepcopy(policy)) == policy.name
@@ -216,8 +216,8 @@ def test_an_own_policy_with_a_wrong_order_is_refused_when_the_plan_is_made() -> 
 
 
 def test_the_planner_takes_own_policies() -> None:
-    found = find_plan(PROFILE, cluster_of(1, 1, inter_bandwidth=1e10), 8, schedule=[RUN_AHEAD, "gpipe"])
-    assert found.policy in (RUN_AHEAD, policy_of("gpipe"))
+    chosen = find_plan(PROFILE, cluster_of(1, 1, inter_bandwidth=1e10), 8, schedule=[RUN_AHEAD, "gpipe"])
+    assert chosen.policy in (RUN_AHEAD, policy_of("gpipe"))
     alone = find_plan(PROFILE, cluster_of(1, 1, inter_bandwidth=1e10), 8, micro_batches=4, schedule=RUN_AHEAD)
     assert alone.schedule == RUN_AHEAD and alone.report is not None
     assert "run_ahead" in str(alone)
@@ -243,8 +243,8 @@ def one_by_one(request: ScheduleRequest) -> Orders:
 def test_the_planner_looks_for_no_k_where_it_isnt_known_that_backwards_are_split() -> None:
     profile, cluster = profile_of(parameters=10**6, size=1e7), cluster_of(1, 1, 1, 1, inter_bandwidth=5e8)
     own = Policy("one_by_one", one_by_one)
-    found = find_plan(profile, cluster, 16, micro_batches=1, schedule=own, reverse_first_k="auto")
-    assert found.num_stages > 1 and found.schedule == own and found.reverse_first_k == 0
+    chosen = find_plan(profile, cluster, 16, micro_batches=1, schedule=own, reverse_first_k="auto")
+    assert chosen.num_stages > 1 and chosen.schedule == own and chosen.reverse_first_k == 0
 
 
 # ---- in a plan's file

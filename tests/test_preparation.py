@@ -18,14 +18,14 @@ from dapple_tf.execution import preparation
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What is written where somebody watches, without patience and without the thread that shows the time."""
-    found = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", found)
-    monkeypatch.setattr(sys, "stderr", found)
+    output = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "stderr", output)
     monkeypatch.setattr(progress, "_is_watched", lambda: True)
     monkeypatch.setattr(progress, "_INTERVAL", 0.0)
     monkeypatch.setattr(progress, "_TICK", 1e6)
     monkeypatch.setattr(preparation, "_PATIENCE", 0.0)
-    return found
+    return output
 
 
 def pipelined() -> dapple.PipelinedModel:

@@ -93,8 +93,8 @@ def test_training_works_inside_and_nobody_gets_in_from_outside(hosts: Hosts, out
         assert knock(inside.prefix, *private) == dict.fromkeys(private, "open")
     # The outside does reach the machine: where nothing listens it is told so.
     assert knock(outside.prefix, f"{PUBLIC}:9", "10.77.0.1:9") == {f"{PUBLIC}:9": "closed", "10.77.0.1:9": "closed"}
-    found = knock(outside.prefix, *private, *public)
-    assert "open" not in found.values(), found
+    answers = knock(outside.prefix, *private, *public)
+    assert "open" not in answers.values(), answers
 
     client.stdin.close()
     assert client.wait(60) == 0

@@ -95,9 +95,9 @@ def test_a_pipeline_trains_as_plain_keras_does() -> None:
     plan = dapple.Plan.manual(["first"], [[0, 1], [2]], micro_batches=2, global_batch_size=8, schedule="zb_h1")
     pipelined = dapple.transform(model, dapple.Cluster.local(3, kind="cpu"), plan)
     expected = plain.fit(X, Y, batch_size=8, epochs=3, shuffle=False, verbose=0).history
-    found = pipelined.fit(X, Y, epochs=3, shuffle=False, verbose=0).history
+    history = pipelined.fit(X, Y, epochs=3, shuffle=False, verbose=0).history
     for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, rtol=1e-5)
+        np.testing.assert_allclose(history[name], values, rtol=1e-5)
     for own, other in zip(model.weights, plain.weights, strict=True):
         np.testing.assert_allclose(own.numpy(), other.numpy(), rtol=1e-5, atol=1e-6)
     assert pipelined.evaluate(X, Y, verbose=0)[1] == plain.evaluate(X, Y, verbose=0)[1]

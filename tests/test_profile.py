@@ -180,10 +180,10 @@ def test_what_crosses_is_what_is_made_before_and_read_after(seed: int) -> None:
         size = Cost(generator.random() * 10 ** generator.randint(-3, 12), generator.choice([0.0, generator.random()]))
         tensors.append(Tensor(producer, readers, size, generator.random() < 0.5))
     profile = chain(count, *tensors)
-    for cut, found in enumerate(profile.crossing):
+    for cut, costs in enumerate(profile.crossing):
         crossing = [tensor for tensor in tensors if tensor.producer <= cut < max(tensor.consumers)]
         returning = [tensor for tensor in crossing if tensor.differentiable]
-        assert found == tuple(
+        assert costs == tuple(
             Cost(math.fsum(t.bytes.fixed for t in there), math.fsum(t.bytes.per_sample for t in there))
             for there in (crossing, returning)
         )

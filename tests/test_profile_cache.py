@@ -85,7 +85,7 @@ def test_where_profiles_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    found = Profile("m", "cpu", (1,), (LayerProfile("a", ZERO, ZERO),), ())
+    one_layer = Profile("m", "cpu", (1,), (LayerProfile("a", ZERO, ZERO),), ())
     with caplog.at_level(logging.WARNING):
-        write_profile(tmp_path / "file" / "key.json", found)
+        write_profile(tmp_path / "file" / "key.json", one_layer)
     assert "the profile can't be kept" in caplog.text

@@ -269,7 +269,7 @@ def texts(draw: st.DrawFn) -> str:
     count = draw(st.integers(1, 8))
     number = st.one_of(st.integers(0, 10**12).map(str), st.floats(0, 1e9).map(lambda value: f"{value:.12g}"))
     entry = st.one_of(st.sampled_from(["0", "4", "8"]), number)
-    activation = st.one_of(number, st.lists(entry, min_size=1, max_size=4).map(lambda found: f"[{'; '.join(found)}]"))
+    activation = st.one_of(number, st.lists(entry, min_size=1, max_size=4).map(lambda items: f"[{'; '.join(items)}]"))
     description = st.one_of(
         st.sampled_from(["", "x", "x#2", "Add", *(f"__getitem__({i})" for i in range(4)), "__getitem__(999)"]),
         st.text("abc ()[]-#=,;\t\x85", max_size=6),

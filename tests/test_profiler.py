@@ -34,24 +34,24 @@ def nbytes(variable: keras.Variable) -> int:
     return int(np.asarray(variable.value).nbytes)
 
 
-def check(found: Profile, model: keras.Model) -> None:
+def check(model_profile: Profile, model: keras.Model) -> None:
     """What holds of every profile."""
     program = captured(model)
-    cuts = tuple(layer.name for layer in found.layers[:-1])
+    cuts = tuple(layer.name for layer in model_profile.layers[:-1])
     AssignStages(cuts).run(program)
-    assert found.total("forward").at(4) > 0
-    assert found.total("backward").at(4) > 0
-    assert found.step_seconds >= 0
-    assert found.task_seconds > 0
-    for layer in found.layers:
+    assert model_profile.total("forward").at(4) > 0
+    assert model_profile.total("backward").at(4) > 0
+    assert model_profile.step_seconds >= 0
+    assert model_profile.task_seconds > 0
+    for layer in model_profile.layers:
         assert layer.backward_weight is not None
         assert layer.backward_weight.fixed <= layer.backward.fixed
         assert layer.backward_weight.per_sample <= layer.backward.per_sample
-    assert found.parameter_bytes == sum(nbytes(variable) for variable in model.trainable_variables)
+    assert model_profile.parameter_bytes == sum(nbytes(variable) for variable in model.trainable_variables)
     used = [v for v in program.roles.variables if v.kind is VariableKind.STATE and v.value is not None]
     state = sum(tf.dtypes.as_dtype(v.dtype).size * int(np.prod(v.shape)) for v in used)
-    assert sum(layer.state_bytes for layer in found.layers) == state
-    assert Profile.from_json(found.to_json()) == found
+    assert sum(layer.state_bytes for layer in model_profile.layers) == state
+    assert Profile.from_json(model_profile.to_json()) == model_profile
 
 
 @pytest.mark.few(1)
@@ -59,38 +59,41 @@ def check(found: Profile, model: keras.Model) -> None:
 def test_every_cut_of_a_profile_is_legal_and_every_variable_counts_once(name: str) -> None:
     model = zoo.ZOO[name].build()
     x, y, weights = zoo.ZOO[name].batch(np.random.default_rng(0), 6)
-    found = measured(model, x=x, y=y, sample_weight=weights)
-    check(found, model)
-    cuts = [layer.name for layer in found.layers[:-1]]
+    model_profile = measured(model, x=x, y=y, sample_weight=weights)
+    check(model_profile, model)
+    cuts = [layer.name for layer in model_profile.layers[:-1]]
     cluster = dapple.Cluster.local(len(cuts) + 1, kind="cpu")
     dapple.transform(model, cluster, dapple.Plan.straight(cuts, 8, 1))._engine.close()
 
 
 def test_a_chain() -> None:
     model = mlp()
-    found = measured(model, [2, 8])
-    check(found, model)
-    assert [layer.name for layer in found.layers] == ["first", "second", "logits"]
-    assert [(t.producer, t.consumers, t.bytes.at(1)) for t in found.tensors] == [(0, (1,), 24.0), (1, (2,), 20.0)]
-    assert [layer.output_bytes.at(3) for layer in found.layers] == [72.0, 60.0, 0.0]
-    assert [layer.parameter_bytes for layer in found.layers] == [4 * 30, 4 * 35, 4 * 18]
-    assert [layer.slot_bytes for layer in found.layers] == [8 * 30, 8 * 35, 8 * 18]
-    first, second, _ = found.layers
+    model_profile = measured(model, [2, 8])
+    check(model_profile, model)
+    assert [layer.name for layer in model_profile.layers] == ["first", "second", "logits"]
+    assert [(t.producer, t.consumers, t.bytes.at(1)) for t in model_profile.tensors] == [
+        (0, (1,), 24.0),
+        (1, (2,), 20.0),
+    ]
+    assert [layer.output_bytes.at(3) for layer in model_profile.layers] == [72.0, 60.0, 0.0]
+    assert [layer.parameter_bytes for layer in model_profile.layers] == [4 * 30, 4 * 35, 4 * 18]
+    assert [layer.slot_bytes for layer in model_profile.layers] == [8 * 30, 8 * 35, 8 * 18]
+    first, second, _ = model_profile.layers
     assert first.backward_weight == first.backward  # Nothing flows back into the input.
     assert second.backward_weight is not None
     # What tanh's gradient needs is its result, which the next layer's needs too.
     assert first.residual_bytes.at(10) == 240.0 and first.residual_bytes.fixed == 0
-    assert found.batch_sizes == (2, 8)
+    assert model_profile.batch_sizes == (2, 8)
     # No layer is without parameters, so that none tells what an update of nothing takes; yet no layer's is free.
-    assert all(layer.apply_seconds > 0 for layer in found.layers)
+    assert all(layer.apply_seconds > 0 for layer in model_profile.layers)
 
 
 @pytest.mark.thorough
 def test_one_batch_size_has_no_fixed_part_and_two_lines_of_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="dapple_tf.measuring.profiler"):
-        found = measured(mlp(), 4)
-    assert found.batch_sizes == (4,)
-    assert all(layer.forward.fixed == 0 and layer.backward.fixed == 0 for layer in found.layers)
+        model_profile = measured(mlp(), 4)
+    assert model_profile.batch_sizes == (4,)
+    assert all(layer.forward.fixed == 0 and layer.backward.fixed == 0 for layer in model_profile.layers)
     before, after = (record.message for record in caplog.records if record.name == "dapple_tf.measuring.profiler")
     assert before.startswith("profiling model 'mlp' on /job:localhost") and before.endswith("slices of (4,) samples")
     assert after.startswith("profiled model 'mlp', 3 layers, measured, in ")
@@ -108,28 +111,28 @@ def test_layers_without_parameters_have_no_weight_gradient() -> None:
         ]
     )
     model.compile("sgd", "mse")
-    found = measured(model)
-    check(found, model)
-    by_name = {layer.name: layer for layer in found.layers}
+    model_profile = measured(model)
+    check(model_profile, model)
+    by_name = {layer.name: layer for layer in model_profile.layers}
     assert by_name["pool"].backward_weight == ZERO
     assert by_name["first_pool"].backward.at(4) == pytest.approx(0, abs=1e-4)
     assert by_name["pool"].apply_seconds == 0
-    assert all(layer.slot_bytes in (0, 8) for layer in found.layers)
-    assert not found.tensors[0].differentiable  # No parameter comes before.
-    assert found.tensors[-1].differentiable
+    assert all(layer.slot_bytes in (0, 8) for layer in model_profile.layers)
+    assert not model_profile.tensors[0].differentiable  # No parameter comes before.
+    assert model_profile.tensors[-1].differentiable
 
 
 def test_tied_weights_are_shared() -> None:
     model = zoo.tied()
-    found = measured(model)
-    check(found, model)
-    names = [layer.name for layer in found.layers]
+    model_profile = measured(model)
+    check(model_profile, model)
+    names = [layer.name for layer in model_profile.layers]
     assert names == ["embedding", "shared#0", "middle", "shared#1", "last", "logits"]
-    groups = {group.layers: group for group in found.shared}
+    groups = {group.layers: group for group in model_profile.shared}
     assert groups[0, 5].parameter_bytes == groups[0, 5].slot_bytes == 4 * 24  # Adagrad: one slot.
     assert groups[1, 3].parameter_bytes == groups[1, 3].slot_bytes == 4 * 20
-    assert found.layers[0].parameter_bytes == 0
-    assert found.layers[0].apply_seconds >= 0
+    assert model_profile.layers[0].parameter_bytes == 0
+    assert model_profile.layers[0].apply_seconds >= 0
 
 
 @pytest.mark.thorough
@@ -138,11 +141,11 @@ def test_a_recurrent_layer_is_one_entry() -> None:
     x = layers.LSTM(8, return_sequences=True, name="lstm")(layers.Dense(4, name="before")(series))
     model = keras.Model(series, layers.Dense(1, name="after")(x))
     model.compile("sgd", "mse")
-    found = measured(model)
-    check(found, model)
-    assert [layer.name for layer in found.layers] == ["before", "lstm", "after"]
+    model_profile = measured(model)
+    check(model_profile, model)
+    assert [layer.name for layer in model_profile.layers] == ["before", "lstm", "after"]
     # Of each of the 6 steps at least four gates and two states.
-    lstm = found.layers[1]
+    lstm = model_profile.layers[1]
     assert lstm.residual_bytes.at(4) >= 4 * 6 * (4 * 8) * 4
     # Loops aren't recomputed: their lists are kept with min_cut, too.
     assert lstm.min_cut_residual_bytes is not None
@@ -157,10 +160,10 @@ def test_several_inputs_one_of_open_length() -> None:
     x = layers.Concatenate(name="joined")([x, features])
     model = keras.Model([tokens, features], layers.Dense(2, name="out")(x))
     model.compile("adam", "mse")
-    found = measured(model, x=[np.zeros((2, 7), "int32"), np.zeros((2, 3), "float32")])
-    check(found, model)
-    assert found.layers[0].name == "embedding"
-    assert found.layers[0].output_bytes.at(1) == 7 * 4 * 4
+    model_profile = measured(model, x=[np.zeros((2, 7), "int32"), np.zeros((2, 3), "float32")])
+    check(model_profile, model)
+    assert model_profile.layers[0].name == "embedding"
+    assert model_profile.layers[0].output_bytes.at(1) == 7 * 4 * 4
 
 
 def test_state_and_regularizers() -> None:
@@ -170,9 +173,9 @@ def test_state_and_regularizers() -> None:
     x = layers.Dropout(0.5, name="dropout")(x)
     model = keras.Model(features, layers.Dense(1, name="out")(x))
     model.compile(keras.optimizers.SGD(0.1, global_clipnorm=1.0), "mse")
-    found = measured(model)
-    check(found, model)
-    assert found.layers[found.index["norm"]].state_bytes == 2 * 6 * 4
+    model_profile = measured(model)
+    check(model_profile, model)
+    assert model_profile.layers[model_profile.index["norm"]].state_bytes == 2 * 6 * 4
 
 
 def test_the_model_keeps_its_values() -> None:
@@ -203,8 +206,8 @@ def test_a_subclassed_model_needs_examples() -> None:
     model.compile("sgd", "mse")
     with pytest.raises(ProfileError, match=r"doesn't declare its inputs: give example inputs"):
         measured(model)
-    found = measured(model, x=np.zeros((2, 3), "float32"), y=np.zeros((2, 1), "float32"))
-    assert [layer.name for layer in found.layers] == ["first", "second"]
+    model_profile = measured(model, x=np.zeros((2, 3), "float32"), y=np.zeros((2, 1), "float32"))
+    assert [layer.name for layer in model_profile.layers] == ["first", "second"]
 
 
 def test_wrong_arguments() -> None:
@@ -225,8 +228,8 @@ def test_what_weight_gradients_are_computed_from() -> None:
     The first layer has no Bx, so that its Bw is the whole B: it reads tanh's results and the gradient of these.
     Features aren't kept, they are there for the whole step.
     """
-    found = measured(mlp(), [4, 8])
-    kept = [layer.delayed_bytes.at(1) for layer in found.layers if layer.delayed_bytes is not None]
+    model_profile = measured(mlp(), [4, 8])
+    kept = [layer.delayed_bytes.at(1) for layer in model_profile.layers if layer.delayed_bytes is not None]
     assert kept == [4 * (6 + 6), 4 * (6 + 5), 4 * (5 + 3)]
 
 
@@ -246,22 +249,22 @@ def hurried(method: str) -> TimeBudget:
 )
 def test_layers_are_known_by_operator_where_measuring_each_takes_longer_than_it_may(method: str, said: str) -> None:
     """MobileNetV3Small took 78 s, for steps of 50 ms. What isn't a time or a working buffer is as when measured."""
-    full, found = measured(mlp(), [2, 8], budget=hurried("layers")), measured(mlp(), [2, 8], budget=hurried(method))
-    assert (full.method, found.method) == ("layers", method)
-    assert found.estimated and not full.estimated
-    check(found, mlp())
-    assert said in str(found)
-    assert [layer.name for layer in found.layers] == [layer.name for layer in full.layers]
-    for estimate, layer in zip(found.layers, full.layers, strict=True):
+    full, quick = measured(mlp(), [2, 8], budget=hurried("layers")), measured(mlp(), [2, 8], budget=hurried(method))
+    assert (full.method, quick.method) == ("layers", method)
+    assert quick.estimated and not full.estimated
+    check(quick, mlp())
+    assert said in str(quick)
+    assert [layer.name for layer in quick.layers] == [layer.name for layer in full.layers]
+    for estimate, layer in zip(quick.layers, full.layers, strict=True):
         for what in ("parameter_bytes", "slot_bytes", "state_bytes", "output_bytes"):
             assert getattr(estimate, what) == getattr(layer, what), (layer.name, what)
         assert estimate.residual_bytes.at(8) >= layer.residual_bytes.at(8)
         assert estimate.forward.at(8) > 0 and estimate.backward.at(8) > 0
         assert estimate.apply_seconds > 0
-    assert [(t.producer, t.consumers, t.bytes) for t in found.tensors] == [
+    assert [(t.producer, t.consumers, t.bytes) for t in quick.tensors] == [
         (t.producer, t.consumers, t.bytes) for t in full.tensors
     ]
-    first, second, _ = found.layers
+    first, second, _ = quick.layers
     assert first.backward_weight == first.backward
     assert second.backward_weight is not None and ZERO.at(8) < second.backward_weight.at(8) < second.backward.at(8)
 
@@ -272,9 +275,9 @@ def test_loops_count_by_their_rounds(method: str) -> None:
     series = keras.Input((6, 3))
     model = keras.Model(series, layers.Dense(1, name="after")(layers.LSTM(8, name="lstm")(series)))
     model.compile("sgd", "mse")
-    found = measured(model, budget=hurried(method))
-    check(found, model)
-    lstm, after = found.layers
+    model_profile = measured(model, budget=hurried(method))
+    check(model_profile, model)
+    lstm, after = model_profile.layers
     assert lstm.forward.at(4) > after.forward.at(4) and lstm.backward.at(4) > after.backward.at(4)
 
 

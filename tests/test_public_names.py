@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.mark.parametrize("name", dapple.__all__)
 def test_a_public_name_is_there_and_hidden_by_no_module(name: str) -> None:
-    found = getattr(dapple, name)
-    assert not isinstance(found, types.ModuleType)
-    assert name in dir(dapple) and getattr(dapple, name) is found
+    value = getattr(dapple, name)
+    assert not isinstance(value, types.ModuleType)
+    assert name in dir(dapple) and getattr(dapple, name) is value
 
 
 def test_plans_and_clusters_are_read_without_tensorflow() -> None:

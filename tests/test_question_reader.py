@@ -83,24 +83,24 @@ def test_parts_of_a_long_text() -> None:
     context = " ".join(f"w{number}" for number in range(9))
     start = context.index("w6")
     asked = Question("who what w0", context, start, start + len("w6 w7"))
-    found = list(examples([asked], words(), 9, 2, 1, (2, 3)))
+    parts = list(examples([asked], words(), 9, 2, 1, (2, 3)))
     head = [2, 25, 26, 3]  # The third word of the question is left out.
-    assert [example.tokens for example in found] == [
+    assert [example.tokens for example in parts] == [
         [*head, 5, 6, 7, 8, 3],
         [*head, 8, 9, 10, 11, 3],
         [*head, 11, 12, 13, 3],
     ]
-    assert [(example.start, example.end) for example in found] == [(0, 0), (0, 0), (4, 5)]
-    assert {example.text for example in found} == {4}
+    assert [(example.start, example.end) for example in parts] == [(0, 0), (0, 0), (4, 5)]
+    assert {example.text for example in parts} == {4}
 
 
 @pytest.mark.parametrize(
     ("text", "start", "answer"), [("w1 w2 w3", 3, "w2"), ("w1 w2 w3", 0, "w1 w2"), ("w12", 1, "1")]
 )
 def test_answers_within_words_are_the_words(text: str, start: int, answer: str) -> None:
-    (found,) = examples([Question("who", text, start, start + len(answer))], words(), 12, 3, 1, (2, 3))
+    (example,) = examples([Question("who", text, start, start + len(answer))], words(), 12, 3, 1, (2, 3))
     expected = [index for index, word in enumerate(text.split()) if word in answer.split() or answer in word]
-    assert (found.start - found.text, found.end - found.text) == (expected[0], expected[-1])
+    assert (example.start - example.text, example.end - example.text) == (expected[0], expected[-1])
 
 
 def test_samples_against_the_answers(folder: pathlib.Path) -> None:

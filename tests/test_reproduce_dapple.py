@@ -197,8 +197,8 @@ def test_stored_claims_hold_and_there_are_some_of_every_row() -> None:
 
 
 def _claims(result: RowResult, **bounds: float) -> dict[str, Claim]:
-    found = paper_claims.check(Results(rows=[result]), {f"table 4: vgg-19/C: {k}": v for k, v in bounds.items()})
-    return {claim.name.removeprefix("table 4: vgg-19/C: "): claim for claim in found}
+    claims = paper_claims.check(Results(rows=[result]), {f"table 4: vgg-19/C: {k}": v for k, v in bounds.items()})
+    return {claim.name.removeprefix("table 4: vgg-19/C: "): claim for claim in claims}
 
 
 def test_claims_of_a_good_row_hold(vgg: RowResult) -> None:
@@ -235,9 +235,9 @@ def test_a_plan_of_the_paper_that_does_not_fit_is_told() -> None:
     theirs = paper_models.paper_partitions(row, profile)
     counts = paper_experiments.micro_batch_counts(profile, row.batch, theirs)
     assert counts == (1, 2, 4, 8, 11, 16, 32, 64)
-    found = paper_experiments.best(theirs, profile, CONFIGS["B"], row.batch, counts)
-    assert found is not None and not found.fits
-    assert found.note == "stage 0 needs 17.3 of 15.0 GB for 1 slice of 2 samples"
+    outcome = paper_experiments.best(theirs, profile, CONFIGS["B"], row.batch, counts)
+    assert outcome is not None and not outcome.fits
+    assert outcome.note == "stage 0 needs 17.3 of 15.0 GB for 1 slice of 2 samples"
 
 
 def test_table_5() -> None:
@@ -256,16 +256,16 @@ def test_table_5() -> None:
 
 @pytest.mark.parametrize("line", TABLE_7, ids=lambda line: f"{line.devices} devices")
 def test_table_7(line: paper_models.LargeBert) -> None:
-    found = paper_experiments.run_table_7(line)
-    assert found.layers == pytest.approx(line.layers, rel=0.07)
-    assert found.utilization == pytest.approx(line.utilization, abs=0.03)
+    row = paper_experiments.run_table_7(line)
+    assert row.layers == pytest.approx(line.layers, rel=0.07)
+    assert row.utilization == pytest.approx(line.utilization, abs=0.03)
 
 
 def test_table_3_under_one_policy_and_the_other() -> None:
-    found = paper_experiments.run_policies("vgg-19")
-    assert found.plan == "14:2"
-    assert found.speedup(found.widest) == pytest.approx(1.08, abs=0.02)
-    assert min(map(found.speedup, found.steps)) >= 1 - 1e-9
+    policies = paper_experiments.run_policies("vgg-19")
+    assert policies.plan == "14:2"
+    assert policies.speedup(policies.widest) == pytest.approx(1.08, abs=0.02)
+    assert min(map(policies.speedup, policies.steps)) >= 1 - 1e-9
 
 
 # ---- the command

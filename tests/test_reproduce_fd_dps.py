@@ -260,8 +260,8 @@ def test_the_command_leaves_tables(vgg: pathlib.Path) -> None:
     assert "| Conv1_2bp | 36.5 |" in document
     records = json.loads((vgg / "fd_dps.json").read_text())
     (times,) = records["table5"]["rows"]
-    found = dict(zip(records["table5"]["columns"], times, strict=True))
-    assert found["FD-DPS"] <= min(found["FastT"], found["HEFT"], found["single"])
+    cells = dict(zip(records["table5"]["columns"], times, strict=True))
+    assert cells["FD-DPS"] <= min(cells["FastT"], cells["HEFT"], cells["single"])
     assert [line[2] for line in records["table6"]["rows"]] == [  # 3 x 3 x 3 x 64 weights and 64 biases, and so on
         *(7.168, 147.712, 147.712, 0.0, 0.0, 411_058.0)
     ]

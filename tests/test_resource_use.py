@@ -42,7 +42,7 @@ def changed(of: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "found"),
+    ("make", "expected"),
     [
         (value, [("ReadVariableOp", False)]),
         (lambda of: tf.raw_ops.VariableShape(input=of), [("VariableShape", False)]),
@@ -52,9 +52,9 @@ def changed(of: Any) -> Any:
         (lambda of: tf.raw_ops.DestroyResourceOp(resource=of), [("DestroyResourceOp", True)]),
     ],
 )
-def test_reading_is_told_from_writing(make: Callable[[Any], Any], found: list[tuple[str, bool]]) -> None:
+def test_reading_is_told_from_writing(make: Callable[[Any], Any], expected: list[tuple[str, bool]]) -> None:
     graph = traced(make)
-    assert [(node(graph, use.node).op, use.written) for use in uses(graph)] == found
+    assert [(node(graph, use.node).op, use.written) for use in uses(graph)] == expected
     assert {use.resource for use in uses(graph)} == {"v"}
 
 

@@ -42,12 +42,12 @@ print("a\\n  b  ")
 
 def test_outputs_follow_their_examples(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = run(DOCUMENT, "example.md")
-    assert [block.text for block in blocks(found) if block.language == "text"] == ["3\n", "kept\n", "a\n  b\n"]
-    assert run(found, "example.md") == found
-    assert found.replace("3\n", "old\n", 1).replace("a\n  b\n", "") == DOCUMENT
+    document = run(DOCUMENT, "example.md")
+    assert [block.text for block in blocks(document) if block.language == "text"] == ["3\n", "kept\n", "a\n  b\n"]
+    assert run(document, "example.md") == document
+    assert document.replace("3\n", "old\n", 1).replace("a\n  b\n", "") == DOCUMENT
     assert (tmp_path / "drawn.svg").read_text() == "[1, 2]"
-    assert pictures(found) == ["drawn.svg", "other.png"]
+    assert pictures(document) == ["drawn.svg", "other.png"]
 
 
 def test_a_failing_example_is_named() -> None:

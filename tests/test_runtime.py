@@ -36,12 +36,12 @@ def starts(pipelined: dapple.PipelinedModel, stats: Any) -> dict[str, list[Task]
     (build,) = [b for (mode, *_), b in engine.builder.builds.items() if mode is Mode.TRAIN]
     ((prefix, step),) = build.steps.values()
     tasks = {f"{prefix}/{node}": task for task, node in step.entry.items()}
-    found: dict[str, dict[Task, int]] = collections.defaultdict(dict)
+    started: dict[str, dict[Task, int]] = collections.defaultdict(dict)
     for device in stats.dev_stats:
         for node in device.node_stats:
             if node.node_name in tasks:
-                found[device.device][tasks[node.node_name]] = node.all_start_nanos or 1000 * node.all_start_micros
-    return {device: sorted(times, key=times.__getitem__) for device, times in found.items()}
+                started[device.device][tasks[node.node_name]] = node.all_start_nanos or 1000 * node.all_start_micros
+    return {device: sorted(times, key=times.__getitem__) for device, times in started.items()}
 
 
 @pytest.mark.few(5)
@@ -94,11 +94,11 @@ def peaks(stats: Any) -> dict[str, int]:
         for node in device.node_stats:
             for memory in node.memory:
                 events[device.device] += [(r.alloc_micros, r.alloc_bytes) for r in memory.allocation_records]
-    found = {}
+    peak_bytes = {}
     for device, records in events.items():
         held = np.cumsum([size for _, size in sorted(records)])
-        found[device] = int(held.max())
-    return found
+        peak_bytes[device] = int(held.max())
+    return peak_bytes
 
 
 def peak_memory(schedule: str, micro_batches: int) -> dict[str, int]:
@@ -135,13 +135,13 @@ def test_dapple_keeps_memory_flat_while_gpipe_grows_with_micro_batches() -> None
 def test_recomputation_lowers_peak_memory() -> None:
     model = {policy: chain(8, width=256, features=64) for policy in ("none", "boundary")}
     x, y = np.zeros((512, 64), "float32"), np.zeros((512, 1), "float32")
-    found = {}
+    peak_bytes = {}
     for policy, built in model.items():
         pipelined = pipeline(built, ["dense_3"], (1, 1), 8, 512, schedule="gpipe", recompute=policy)
         pipelined.train_on_batch(x, y)
-        found[policy] = min(sum(peaks(pipelined.trace_step(x, y)).values()) for _ in range(2))
+        peak_bytes[policy] = min(sum(peaks(pipelined.trace_step(x, y)).values()) for _ in range(2))
         pipelined.close()
-    assert found["boundary"] < 0.6 * found["none"], found
+    assert peak_bytes["boundary"] < 0.6 * peak_bytes["none"], peak_bytes
 
 
 @functools.cache

@@ -45,9 +45,9 @@ def interpreted(function: Callable[[Any, Any], Any], loss_nodes: frozenset[str] 
         tf.identity(function(x, w), name="result")
     variable = Variable("w", tf.float32.as_datatype_enum, (5,), VariableKind.PARAMETER, Ref("w"))
     roles = Roles((Ref("x"),), (variable,), Slice(*(Ref(scalar.op.name) for scalar in scalars)))
-    found = sample_dependence(Program(graph.as_graph_def(), roles), loss_nodes)
-    assert found is not None
-    return found
+    dependence = sample_dependence(Program(graph.as_graph_def(), roles), loss_nodes)
+    assert dependence is not None
+    return dependence
 
 
 SPREADS: dict[str, tuple[Callable[[Any, Any], Any], Spread]] = {

@@ -241,10 +241,10 @@ def placements(policy: str, positions: int) -> list[list[list[int]]]:
     """Devices on which a policy runs."""
     if there_and_back(policy):
         return [vee(positions)]
-    found = [straight(positions), [[device] for device in range(positions) for _ in range(2)]]
+    choices = [straight(positions), [[device] for device in range(positions) for _ in range(2)]]
     if policy in ("modulo", "interleaved"):
-        found.append(looped(positions, 2))
-    return found[:1] + found[2:] if policy == "interleaved" else found
+        choices.append(looped(positions, 2))
+    return choices[:1] + choices[2:] if policy == "interleaved" else choices
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -276,8 +276,8 @@ def test_devices_without_tasks_keep_their_rows() -> None:
 def test_lockstep_runs_each_task_in_the_first_step_that_its_inputs_allow() -> None:
     steps = lockstep(make_schedule("dapple_a", straight(2), 2))
     expected = [("0F0", None), ("0F1", "1F0"), (None, "1B0"), ("0B0", "1F1"), (None, "1B1"), ("0B1", None)]
-    found = [tuple(None if (task := step.get(device)) is None else str(task) for device in (0, 1)) for step in steps]
-    assert found == expected and isinstance(steps[0][0], Task)
+    pairs = [tuple(None if (task := step.get(device)) is None else str(task) for device in (0, 1)) for step in steps]
+    assert pairs == expected and isinstance(steps[0][0], Task)
 
 
 def test_the_examples_in_the_docstrings_run() -> None:

@@ -350,8 +350,8 @@ def test_every_policy_makes_legal_schedules_within_its_limits(policy: str) -> No
             validate(schedule, devices, micro_batches, holds=limits, active=active, weight_devices=weights)
         assert in_micro_batch_order(schedule)
         most = resolve_warm_up(policy, len(devices), micro_batches, devices=devices, **options)
-        found = in_flight(schedule)
-        assert all(count <= limit for count, limit in zip(found, most, strict=False)), (devices, options, found, most)
+        counts = in_flight(schedule)
+        assert all(count <= limit for count, limit in zip(counts, most, strict=False)), (devices, options, counts, most)
         assert Schedule.parse(str(schedule), name=policy) == schedule
         late = [task for tasks in schedule.orders.values() for task in tasks[-1:]]
         if options.get("reverse_first_k", 0) == len(devices) and not empty and "weight_devices" not in options:
@@ -375,9 +375,9 @@ def test_a_group_of_stages_runs_as_one_stage(policy: str) -> None:
     whole = make_schedule(policy, [[0, 1], [2]], 4)
     parts = make_schedule(policy, [[0, 1], [0, 1], [0, 1], [2]], 4)
     for device, tasks in whole.orders.items():
-        found = [(task.phase, task.micro_batch) for task in parts.orders[device]]
+        order = [(task.phase, task.micro_batch) for task in parts.orders[device]]
         count = 3 if device < 2 else 1
-        assert found == [(task.phase, task.micro_batch) for task in tasks for _ in range(count)]
+        assert order == [(task.phase, task.micro_batch) for task in tasks for _ in range(count)]
     assert str(make_schedule(policy, [[0], [0]], 1)) == "0: 0F0 1F0 1B0 0B0"
     assert resolve_warm_up(policy, 4, 4, devices=[[0, 1], [0, 1], [0, 1], [2]]) == (
         (4, 4, 4, 4) if policy == "gpipe" else {"dapple_a": (2, 2, 2, 1), "dapple_b": (3, 3, 3, 1)}[policy]

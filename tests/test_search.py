@@ -117,5 +117,5 @@ def test_more_stages_than_three_and_fewer_than_the_devices_are_proposed() -> Non
     """The released DAPPLE planner proposes nothing between 3 and 15 stages on 16 devices."""
     profile = profile_of([1e-3] * 32, parameters=10**8)
     search, _ = search_on(profile, flat(16, inter_bandwidth=3e9))
-    found = {len(candidate.steps) for count in (4, 8, 16) for candidate in search.run(count, 64)}
-    assert found & set(range(4, 16))
+    stage_counts = {len(candidate.steps) for count in (4, 8, 16) for candidate in search.run(count, 64)}
+    assert stage_counts & set(range(4, 16))

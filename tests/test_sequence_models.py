@@ -65,9 +65,9 @@ def test_sizes_are_those_of_the_dapple_authors_profiles() -> None:
     profiles = DOCUMENT.parent / "profiles"
 
     def profiled(profile: str, layer: str) -> int:
-        found = re.search(rf"-- {re.escape(layer)} -- .*parameter_size=(\d+)", (profiles / profile).read_text())
-        assert found is not None
-        return int(found[1])
+        match = re.search(rf"-- {re.escape(layer)} -- .*parameter_size=(\d+)", (profiles / profile).read_text())
+        assert match is not None
+        return int(match[1])
 
     assert 4 * layers["bert:48"] == profiled("bert-48-pbs-2.txt", "layer_3")
     assert round(4 * layers["xlnet:36"] / 2**20) == profiled("xlnet-36-pbs-1.txt", "Layer_3") // 10**6

@@ -39,18 +39,18 @@ def two_updates() -> GraphDef:
 
 def test_a_variable_that_two_updates_read_is_read_once() -> None:
     graph = two_updates()
-    found = share_values(graph, shapes_of(graph))
-    assert [node.op for node in found.node] == ["VarHandleOp", "ReadVariableOp", "Neg"]
-    Graph(found).topological()
+    shared = share_values(graph, shapes_of(graph))
+    assert [node.op for node in shared.node] == ["VarHandleOp", "ReadVariableOp", "Neg"]
+    Graph(shared).topological()
     assert len(graph.node) == 6, "the graph that was given stays as it is"
 
 
 def test_nodes_that_a_step_names_stay() -> None:
     graph = two_updates()
-    found = share_values(graph, shapes_of(graph), {"a/scaled", "b/scaled"})
-    assert names(found, "Neg") == ["a/scaled", "b/scaled"]
-    (read,) = names(found, "ReadVariableOp")
-    assert Graph(found).inputs("a/scaled") == Graph(found).inputs("b/scaled") == [Ref(read)]
+    shared = share_values(graph, shapes_of(graph), {"a/scaled", "b/scaled"})
+    assert names(shared, "Neg") == ["a/scaled", "b/scaled"]
+    (read,) = names(shared, "ReadVariableOp")
+    assert Graph(shared).inputs("a/scaled") == Graph(shared).inputs("b/scaled") == [Ref(read)]
 
 
 def test_a_read_that_waits_may_see_another_value() -> None:
@@ -58,23 +58,23 @@ def test_a_read_that_waits_may_see_another_value() -> None:
     first = variable(builder, "a", "rate")
     assigned = builder.add("assign", "AssignVariableOp", [Ref("a/handle"), first], dtype=FLOAT["T"])
     variable(builder, "b", "rate", control=[assigned.node])
-    found = share_values(builder.graph, shapes_of(builder.graph))
-    assert names(found, "ReadVariableOp") == ["a/read", "b/read"]
+    shared = share_values(builder.graph, shapes_of(builder.graph))
+    assert names(shared, "ReadVariableOp") == ["a/read", "b/read"]
 
 
 def test_variables_of_two_names_differ() -> None:
     builder = Builder(empty_graph())
     variable(builder, "a", "rate")
     variable(builder, "b", "momentum")
-    found = share_values(builder.graph, shapes_of(builder.graph))
-    assert len(names(found, "ReadVariableOp")) == 2
+    shared = share_values(builder.graph, shapes_of(builder.graph))
+    assert len(names(shared, "ReadVariableOp")) == 2
 
 
 @pytest.mark.parametrize("shape", [(1025,), (None,), None])
 def test_large_and_unknown_values_are_computed_again(shape: tuple[int | None, ...] | None) -> None:
     graph = two_updates()
-    found = share_values(graph, shapes_of(graph, shape))
-    assert len(names(found, "ReadVariableOp")) == len(names(found, "Neg")) == 2
+    shared = share_values(graph, shapes_of(graph, shape))
+    assert len(names(shared, "ReadVariableOp")) == len(names(shared, "Neg")) == 2
 
 
 def test_random_numbers_are_drawn_for_each() -> None:
@@ -83,17 +83,17 @@ def test_random_numbers_are_drawn_for_each() -> None:
     kind = {"T": dtype_attr(types_pb2.DT_INT32), "dtype": dtype_attr(types_pb2.DT_FLOAT)}
     for name in ("a", "b"):
         builder.add(name, "RandomUniform", [dims], **kind)
-    found = share_values(builder.graph, shapes_of(builder.graph))
-    assert names(found, "RandomUniform") == ["a", "b"]
+    shared = share_values(builder.graph, shapes_of(builder.graph))
+    assert names(shared, "RandomUniform") == ["a", "b"]
 
 
 def test_control_edges_follow() -> None:
     graph = two_updates()
     builder = Builder(graph)
     builder.add("end", "NoOp", control=["a/scaled", "b/scaled"])
-    found = share_values(graph, shapes_of(graph))
-    (scaled,) = names(found, "Neg")
-    assert list(Graph(found).nodes["end"].input) == [f"^{scaled}"]
+    shared = share_values(graph, shapes_of(graph))
+    (scaled,) = names(shared, "Neg")
+    assert list(Graph(shared).nodes["end"].input) == [f"^{scaled}"]
 
 
 def test_tasks_that_are_ordered_share_nothing() -> None:

@@ -856,8 +856,8 @@ def test_a_task_of_no_time_needs_its_memory_all_the_same() -> None:
     )
     profile = Profile("p", "none", (1, 8), layers, (Tensor(0, (1,), Cost(0, 1e3)),))
     cluster = Cluster((Device("x", 0), Device("y", 0)), real=False)
-    found = simulate(Plan.manual(["a"], [[0], [1]], 1, 1), profile, cluster)
-    assert found.peak_bytes[1] == found.costs.needed_bytes(1, 1) == 1_500_001_000
+    step = simulate(Plan.manual(["a"], [[0], [1]], 1, 1), profile, cluster)
+    assert step.peak_bytes[1] == step.costs.needed_bytes(1, 1) == 1_500_001_000
 
 
 # ---- updates that are carried over
@@ -894,8 +894,8 @@ def test_what_is_carried_over_is_reduced_during_the_forward_of_its_own_stage() -
 
 def test_what_is_carried_over_is_reduced_once() -> None:
     for count in range(4):
-        found = carrying(carried_updates=count)
-        assert sorted(span.stage for span in found.spans if span.kind == "all_reduce") == [0, 1, 2]
+        step = carrying(carried_updates=count)
+        assert sorted(span.stage for span in step.spans if span.kind == "all_reduce") == [0, 1, 2]
 
 
 def test_stages_that_share_parameters_carry_nothing_over_in_a_simulation() -> None:

@@ -29,8 +29,8 @@ def traced(make: Callable[[tf.Tensor], tf.Tensor], length: int | None) -> Progra
 def axes(make: Callable[[tf.Tensor], tf.Tensor], length: int | None = 20) -> list[tuple[Dependence, int | None]] | None:
     """What the axes of ``y`` depend on."""
     program = traced(make, length)
-    found = SliceShapes.of(program).through_functions(program, [Ref("y")]).axes(Ref("y"))
-    return None if found is None else [tuple(axis) for axis in found]
+    y_axes = SliceShapes.of(program).through_functions(program, [Ref("y")]).axes(Ref("y"))
+    return None if y_axes is None else [tuple(axis) for axis in y_axes]
 
 
 def strided(x: tf.Tensor) -> tf.Tensor:
@@ -76,8 +76,8 @@ def test_a_model_for_one_number_of_samples_is_asked_before_what_fixes_it() -> No
     program = traced(lambda x: tf.reshape(tf.identity(strided(x), name="before"), (5, -1)), 4)
     shapes = SliceShapes.of(program)
     assert shapes.samples is None
-    found = shapes.through_functions(program, [Ref("before")]).axes(Ref("before"))
-    assert found == [Axis(BATCH, 1), Axis(LENGTH, 1), Axis(FIXED, 4)]
+    known = shapes.through_functions(program, [Ref("before")]).axes(Ref("before"))
+    assert known == [Axis(BATCH, 1), Axis(LENGTH, 1), Axis(FIXED, 4)]
     unknown = shapes.through_functions(program, [Ref("y")]).axes(Ref("y"))
     assert unknown == [Axis(FIXED, 5), Axis(UNKNOWN, None)]
 

@@ -27,16 +27,16 @@ def chain(
     names = tuple("abcdefgh"[:count])
     edges = [(number, number + 1, number, 0) for number in range(count - 1)] if edges is None else edges
     tensors = 1 + max((tensor for _, _, tensor, _ in edges), default=-1)
-    found = np.arange(count) if groups is None else np.array(groups)
+    group_of = np.arange(count) if groups is None else np.array(groups)
     return OpGraph(
         names=names,
         ops=("Op",) * count,
         seconds=np.tile([10.5, 20.5], (count, 1)),
         edges=np.array(edges, np.int64).reshape(-1, 4),
         tensor_bytes=np.full(tensors, 24.0),
-        groups=found,
-        pinned=np.full(found.max() + 1, -1),
-        stored_bytes=np.zeros(found.max() + 1),
+        groups=group_of,
+        pinned=np.full(group_of.max() + 1, -1),
+        stored_bytes=np.zeros(group_of.max() + 1),
         splits={number: (rule,) for number, rule in enumerate(rules) if rule is not None},
         launch_seconds=np.full(2, LAUNCH),
         copy_seconds=np.full(2, COPY),

@@ -42,11 +42,11 @@ def x(shape: Sequence[int] = (6, 4), name: str = "x") -> Any:
 def split(graph: GraphDef, splits: Mapping[str, tuple[str, int]], fetched: Sequence[Ref] = ()) -> SplitGraph:
     before = graph.SerializeToString(deterministic=True)
     chosen = {name: Split(*how) for name, how in splits.items()}
-    found = split_operators(graph, chosen, infer_shapes(graph, {}, {}), fetched)
+    split_graph = split_operators(graph, chosen, infer_shapes(graph, {}, {}), fetched)
     assert graph.SerializeToString(deterministic=True) == before, "the pass changed its input"
-    Graph(found.graph).topological()
-    infer_shapes(found.graph, {}, {})
-    return found
+    Graph(split_graph.graph).topological()
+    infer_shapes(split_graph.graph, {}, {})
+    return split_graph
 
 
 def show(graph: GraphDef) -> list[str]:
@@ -88,9 +88,9 @@ def test_chains_stay_split_and_sums_are_added() -> None:
 
     graph = traced(build)
     fetched = [Ref("c")]
-    found = split(graph, dict.fromkeys("abc", ("batch", 2)), fetched)
-    assert found.joined == {Ref("c"): Ref("c/joined_0")}
-    assert show(found.graph) == [
+    split_graph = split(graph, dict.fromkeys("abc", ("batch", 2)), fetched)
+    assert split_graph.joined == {Ref("c"): Ref("c/joined_0")}
+    assert show(split_graph.graph) == [
         "x = Placeholder()",
         "x/split_0_0_2 = SplitV(x, [3,3], 0)",
         "a/part0 = Relu(x/split_0_0_2)",
@@ -110,11 +110,11 @@ def test_constants_are_cut_beforehand_and_shapes_are_constants() -> None:
         a = tf.raw_ops.Mul(x=x(), y=tf.constant(np.arange(4.0, dtype=np.float32), name="c"), name="a")
         tf.raw_ops.Reshape(tensor=a, shape=tf.shape(x((2, 12), "y"), name="s"), name="b")
 
-    found = split(traced(build), {"a": ("channel", 2), "b": ("batch", 2)})
-    lines = show(found.graph)
+    split_graph = split(traced(build), {"a": ("channel", 2), "b": ("batch", 2)})
+    lines = show(split_graph.graph)
     assert "a/part1 = Mul(x/split_0_1_2:1, [2.0,3.0])" in lines
     assert "b/part1 = Reshape(a/split_0_0_2:1, [1,12])" in lines
-    assert "c/split_0_0_2/part1" in Graph(found.graph).nodes
+    assert "c/split_0_0_2/part1" in Graph(split_graph.graph).nodes
 
 
 def test_nodes_wait_for_parts_and_keep_device_and_roles() -> None:
@@ -132,8 +132,8 @@ def test_nodes_wait_for_parts_and_keep_device_and_roles() -> None:
         node.attr["_dapple_layer"].s = node.name.encode()
         if node.name == "d":
             node.attr["_class"].list.s.extend([b"loc:@a", b"loc:@x"])
-    found = split(graph, {"a": ("batch", 2), "b": ("channel", 2)})
-    assert show(found.graph) == [
+    split_graph = split(graph, {"a": ("batch", 2), "b": ("channel", 2)})
+    assert show(split_graph.graph) == [
         "x = Placeholder()",
         "x/split_0_0_2 = SplitV(x, [3,3], 0)",
         "a/part0 = Relu(x/split_0_0_2)",
@@ -146,7 +146,7 @@ def test_nodes_wait_for_parts_and_keep_device_and_roles() -> None:
         "c = Relu(a/joined_0)",
         "d = Identity(c, ^b/part0, ^b/part1)",
     ]
-    nodes = Graph(found.graph).nodes
+    nodes = Graph(split_graph.graph).nodes
     assert {node.device for node in nodes.values()} == {CPU}
     for name in ("a/part0", "a/part1", "a/joined_0"):
         assert nodes[name].attr["_dapple_layer"].s == b"a"
@@ -196,12 +196,12 @@ def test_the_steps_tensors_are_redirected() -> None:
     )
     program = Program(graph, Roles((), (), Slice(Ref("x"), Ref("x"), Ref("x"))), step=step)
     splits = {"a": Split("batch", 2), "b": Split("batch", 2)}
-    found = SplitOperators(splits, infer_shapes(graph, {}, {})).run(program).step
-    assert found is not None
+    redirected = SplitOperators(splits, infer_shapes(graph, {}, {})).run(program).step
+    assert redirected is not None
     joined = Ref("a/joined_0")
-    assert found.loss == found.gradients["w"] == joined and found.outputs == ((joined, Ref("x")),)
-    assert found.metric_results == {"m": (joined,)} and found.exit == {task: ("a/part0", "a/part1", "x")}
-    assert list(found.values.values()) == [Ref("x"), joined]
+    assert redirected.loss == redirected.gradients["w"] == joined and redirected.outputs == ((joined, Ref("x")),)
+    assert redirected.metric_results == {"m": (joined,)} and redirected.exit == {task: ("a/part0", "a/part1", "x")}
+    assert list(redirected.values.values()) == [Ref("x"), joined]
     assert program.step is step and step.loss == Ref("a")
     ordered = program.replace(step=Step(layout, train="a"))
     with pytest.raises(PassError, match="'a' can't be split: the step is ordered by it"):
@@ -289,8 +289,8 @@ class Net:
         with tf.Graph().as_default() as scope:
             tf.graph_util.import_graph_def(graph, name="")
             with tf.compat.v1.Session(graph=scope, config=config) as session:
-                found: list[np.ndarray] = session.run([f"{ref.node}:{ref.output}" for ref in refs])
-        return found
+                values: list[np.ndarray] = session.run([f"{ref.node}:{ref.output}" for ref in refs])
+        return values
 
     def options(self) -> dict[str, list[Split]]:
         """All splits of each operator into 2 to 4 parts."""
@@ -303,9 +303,9 @@ class Net:
 
     def check(self, splits: Mapping[str, Split]) -> None:
         """Splits give the same results, and the same graph as in the cost graph."""
-        found = split_operators(self.graph, splits, self.shapes, self.fetched)
-        refs = [found.joined.get(ref, ref) for ref in self.fetched]
-        for expected, value in zip(self.results, self.run(found.graph, refs), strict=True):
+        split_graph = split_operators(self.graph, splits, self.shapes, self.fetched)
+        refs = [split_graph.joined.get(ref, ref) for ref in self.fetched]
+        for expected, value in zip(self.results, self.run(split_graph.graph, refs), strict=True):
             tolerance = 1e-10 if expected.dtype == np.float64 else 1e-4
             assert value.shape == expected.shape
             np.testing.assert_allclose(value, expected, rtol=tolerance, atol=tolerance)
@@ -368,9 +368,9 @@ def test_split_alike_a_chain_has_no_joins_within(nets: dict[str, Net]) -> None:
     net = nets["conv_net"]
     view = Graph(net.graph)
     chain = [name for name in ("conv1", "bias", "Relu", "pool", "conv2", "Relu_1") if name in view]
-    found = split_operators(net.graph, dict.fromkeys(chain, Split("batch", 3)), net.shapes)
-    names = [node.name for node in found.graph.node]
+    split_graph = split_operators(net.graph, dict.fromkeys(chain, Split("batch", 3)), net.shapes)
+    names = [node.name for node in split_graph.graph.node]
     for before, after in itertools.pairwise(chain):
         for part in range(3):
-            assert f"{before}/part{part}" in Graph(found.graph).nodes[f"{after}/part{part}"].input
+            assert f"{before}/part{part}" in Graph(split_graph.graph).nodes[f"{after}/part{part}"].input
     assert "conv1/joined_0" not in names

@@ -102,9 +102,9 @@ def check(case: Case) -> None:
                     split.graph, input_map=given, return_elements=names, name=scope
                 )
     with tf.compat.v1.Session(graph=graph, config=session_config()) as session:
-        found = session.run(fetches, feeds)
-    for scope, values in found.items():
-        for expected, value in zip(found["whole"], values, strict=True):
+        results = session.run(fetches, feeds)
+    for scope, values in results.items():
+        for expected, value in zip(results["whole"], values, strict=True):
             assert value.shape == expected.shape, scope
             if case.tolerance:
                 np.testing.assert_allclose(value, expected, rtol=case.tolerance, atol=case.tolerance, err_msg=scope)

@@ -20,12 +20,12 @@ def test_no_cuts_have_a_shorter_longest_stage(seed: int) -> None:
     draw = random.Random(seed)
     times = [draw.choice([0.0, 1.0, draw.random()]) for _ in range(draw.randrange(1, 9))]
     stages = draw.randrange(1, len(times) + 1)
-    found = balanced(times, stages)
-    assert len(found) == stages - 1
-    assert found == sorted(set(found))
-    assert all(0 < end < len(times) for end in found)
+    cuts = balanced(times, stages)
+    assert len(cuts) == stages - 1
+    assert cuts == sorted(set(cuts))
+    assert all(0 < end < len(times) for end in cuts)
     best = min(longest(times, list(ends)) for ends in itertools.combinations(range(1, len(times)), stages - 1))
-    assert longest(times, found) == pytest.approx(best)
+    assert longest(times, cuts) == pytest.approx(best)
 
 
 def profile_of(seconds: list[float], parameters: list[int]) -> Profile:

@@ -53,8 +53,8 @@ def test_nothing_has_changed_afterwards(trained: int) -> None:
     for _ in range(trained):
         pipelined.train_on_batch(x, y)
     before = state(pipelined)
-    found = pipelined.profile_step(x, y, weights)
-    assert len(found.step.tasks) == 12
+    profile = pipelined.profile_step(x, y, weights)
+    assert len(profile.step.tasks) == 12
     for own, other in zip(before, state(pipelined), strict=bool(trained)):  # Keras makes metrics with the first step.
         np.testing.assert_array_equal(own, other)
     assert pipelined._runtime.steps == trained
@@ -112,18 +112,18 @@ def test_a_negative_warm_up_is_an_error() -> None:
 @pytest.mark.slow
 def test_planned_and_simulated_stand_beside_it_where_they_are_known() -> None:
     x, y, _ = samples(7)
-    found = transform(classifier()).profile_step(x, y)
-    assert [step.name for step in found.timelines] == ["planned", "measured"]
-    assert found.simulated is None and all(phase.predicted is None for phase in found.phases)
+    profile = transform(classifier()).profile_step(x, y)
+    assert [step.name for step in profile.timelines] == ["planned", "measured"]
+    assert profile.simulated is None and all(phase.predicted is None for phase in profile.phases)
     pipelined = transform(classifier(), profile=PROFILE)
-    found = pipelined.profile_step(x, y)
-    assert [step.name for step in found.timelines] == ["planned", "simulated", "measured"]
-    assert [step.devices for step in found.timelines] == [found.measured.devices] * 3
-    assert found.simulation is pipelined.prediction.simulation
-    assert {(phase.stage, phase.phase) for phase in found.phases} == {
+    profile = pipelined.profile_step(x, y)
+    assert [step.name for step in profile.timelines] == ["planned", "simulated", "measured"]
+    assert [step.devices for step in profile.timelines] == [profile.measured.devices] * 3
+    assert profile.simulation is pipelined.prediction.simulation
+    assert {(phase.stage, phase.phase) for phase in profile.phases} == {
         (stage, phase) for stage in (0, 1) for phase in (Phase.FORWARD, Phase.BACKWARD)
     }
-    assert all(phase.predicted is not None and phase.error is not None for phase in found.phases)
+    assert all(phase.predicted is not None and phase.error is not None for phase in profile.phases)
     short = pipelined.profile_step(x[:5], y[:5])
     assert [step.name for step in short.timelines] == ["measured"]
     assert short.measured.samples == 5
@@ -138,10 +138,10 @@ def hand_made(factors: dict[int, float], **changes: object) -> StepProfile:
 
 
 def test_errors_are_those_of_the_mean_times() -> None:
-    found = {(phase.stage, phase.phase.value): phase for phase in hand_made({1: 2.0}).phases}
-    assert found[0, "F"].error == pytest.approx(0.0)
-    assert found[1, "F"].error == found[1, "B"].error == pytest.approx(-0.5)
-    assert found[1, "F"].measured == pytest.approx(2 * 3.5 * (4 + 3) / 2 * MS)
+    phases = {(phase.stage, phase.phase.value): phase for phase in hand_made({1: 2.0}).phases}
+    assert phases[0, "F"].error == pytest.approx(0.0)
+    assert phases[1, "F"].error == phases[1, "B"].error == pytest.approx(-0.5)
+    assert phases[1, "F"].measured == pytest.approx(2 * 3.5 * (4 + 3) / 2 * MS)
 
 
 def test_a_host_that_was_held_up_in_the_traced_step() -> None:
@@ -151,14 +151,14 @@ def test_a_host_that_was_held_up_in_the_traced_step() -> None:
     working = parts.total - 2 * MS
     late = {device: dataclasses.replace(own, before=own.before + working) for device, own in step.parts.items()}
     untraced = working + 2 * MS
-    found = slowdown(dataclasses.replace(step, parts=late), untraced)
-    assert found == pytest.approx((2 * working + 1 * MS) / untraced)
+    factor = slowdown(dataclasses.replace(step, parts=late), untraced)
+    assert factor == pytest.approx((2 * working + 1 * MS) / untraced)
 
 
 def test_bubbles_are_those_of_the_stages_devices() -> None:
-    found = hand_made({})
-    bubbles = found.measured.bubbles
-    assert found.bubbles == pytest.approx(((bubbles[0] + bubbles[1]) / 2, bubbles[2]))
+    profile = hand_made({})
+    bubbles = profile.measured.bubbles
+    assert profile.bubbles == pytest.approx(((bubbles[0] + bubbles[1]) / 2, bubbles[2]))
 
 
 def test_tracing_is_taken_out_of_tasks() -> None:
@@ -167,9 +167,9 @@ def test_tracing_is_taken_out_of_tasks() -> None:
     working = parts.total - 2 * MS
     assert slowdown(step, working / 2 + 1 * MS) == pytest.approx(2.0)
     assert hand_made({}, untraced_seconds=2 * parts.total).tracing == 1.0  # The traced step was faster by chance.
-    found = hand_made({}, untraced_seconds=working / 2 + 1 * MS)
-    assert found.tracing == pytest.approx(2.0)
-    assert found.phases[0].error == pytest.approx(1.0)
+    profile = hand_made({}, untraced_seconds=working / 2 + 1 * MS)
+    assert profile.tracing == pytest.approx(2.0)
+    assert profile.phases[0].error == pytest.approx(1.0)
 
 
 def test_the_report(golden: Callable[[str, str], None]) -> None:
@@ -181,12 +181,12 @@ def test_the_report(golden: Callable[[str, str], None]) -> None:
 
 
 def test_saved_files_show_all_timelines(tmp_path: pathlib.Path) -> None:
-    found = hand_made({1: 1.25})
-    found.save(tmp_path / "new" / "profile")
+    profile = hand_made({1: 1.25})
+    profile.save(tmp_path / "new" / "profile")
     path = tmp_path / "new" / "profile"
     files = {"profile.txt", "timeline.txt", "timeline.svg", "timeline.png", "timeline.html", "trace.json"}
     assert {file.name for file in path.iterdir()} == files
-    assert (path / "profile.txt").read_text() == f"{found}\n"
+    assert (path / "profile.txt").read_text() == f"{profile}\n"
     for name in ("timeline.txt", "timeline.html"):
         text = (path / name).read_text()
         assert "simulated" in text and "measured" in text

@@ -22,9 +22,9 @@ def test_the_time_between_two_ends_counts_but_not_between_epochs(monkeypatch: py
 
 
 def test_summary() -> None:
-    found = StepSummary.of([0.4, 0.1, 0.2, 0.3, 0.5])
-    assert found == StepSummary(5, pytest.approx(0.3), pytest.approx(0.2), pytest.approx(0.4), 0.1)
-    assert found.record(6) == {
+    summary = StepSummary.of([0.4, 0.1, 0.2, 0.3, 0.5])
+    assert summary == StepSummary(5, pytest.approx(0.3), pytest.approx(0.2), pytest.approx(0.4), 0.1)
+    assert summary.record(6) == {
         "steps": 5,
         "step_ms": pytest.approx(300),
         "lower_quartile_ms": pytest.approx(200),

@@ -34,39 +34,39 @@ def run(
     for _ in range(2):
         traced = pipelined._runtime.run(mode, batch, trace=True).traced
     assert traced is not None
-    steps = [found for built in pipelined._engine.builder.builds.values() for found in built.steps.values()]
+    steps = [pair for built in pipelined._engine.builder.builds.values() for pair in built.steps.values()]
     step = next(step for prefix, step in steps if prefix == traced.prefix)
     return pipelined._engine.measured(traced), traced, step
 
 
 def tasks_of(step: Timeline) -> dict[Task, Span]:
-    found = {}
+    spans = {}
     for span in step.spans:
         if span.kind in TASKS:
             task = Task(span.stage, TASKS[span.kind], span.micro_batch, span.replica)
-            assert task not in found
-            found[task] = span
-    return found
+            assert task not in spans
+            spans[task] = span
+    return spans
 
 
-def assert_whole(found: MeasuredStep, traced: TracedStep, step: Step, own_plan: dapple.Plan) -> None:
+def assert_whole(measured_step: MeasuredStep, traced: TracedStep, step: Step, own_plan: dapple.Plan) -> None:
     """What holds of every measured step."""
-    timeline = found.timeline
+    timeline = measured_step.timeline
     assert timeline.name == "measured"
     assert timeline.samples == step.layout.batch
     assert 0 < timeline.latency <= (traced.called[1] - traced.called[0]) / 1e9
     assert all(0 <= span.start <= span.end <= timeline.latency for span in timeline.spans)
     tasks = tasks_of(timeline)
-    assert set(tasks) == set(step.entry) == set(found.tasks)
+    assert set(tasks) == set(step.entry) == set(measured_step.tasks)
     assert step.schedule is not None
     for device, order in step.schedule.orders.items():
         assert all(tasks[task].device == device for task in order)
         starts = [tasks[task].start for task in order]
         assert starts == sorted(starts)
-    for task, seconds in found.tasks.items():
+    for task, seconds in measured_step.tasks.items():
         assert seconds >= tasks[task].end - tasks[task].start - 1e-9
-    assert set(found.parts) == set(timeline.devices) == set(own_plan.device_labels())
-    for device, parts in found.parts.items():
+    assert set(measured_step.parts) == set(timeline.devices) == set(own_plan.device_labels())
+    for device, parts in measured_step.parts.items():
         assert parts.total == pytest.approx(timeline.latency)
         assert min(dataclasses.astuple(parts)) >= 0
         assert 0 <= timeline.bubbles[device] <= 1
@@ -144,10 +144,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_task_once_on_its_device_in_the_order_of_the_schedule(pipeline: Any, shape: str) -> None:
     pipelined = pipeline(**SHAPES[shape])
-    found, traced, step = run(pipelined)
-    assert_whole(found, traced, step, pipelined.plan)
-    assert found.remarks == () and found.shifts == {}
-    assert {span.device for span in kinds(found.timeline, "apply")} == {
+    measured_step, traced, step = run(pipelined)
+    assert_whole(measured_step, traced, step, pipelined.plan)
+    assert measured_step.remarks == () and measured_step.shifts == {}
+    assert {span.device for span in kinds(measured_step.timeline, "apply")} == {
         device for devices in pipelined.plan.weight_devices or pipelined.plan.devices for device in devices
     }
 
@@ -162,24 +162,24 @@ def test_replicas_are_reduced_together(uneven: Run) -> None:
 
 
 def test_gradients_are_accumulated_after_each_backward(uneven: Run) -> None:
-    found = uneven.found
-    tasks = tasks_of(found.timeline)
-    added = [span for span in kinds(found.timeline, "accumulate") if span.micro_batch is not None]
-    packed = [span for span in kinds(found.timeline, "accumulate") if span.micro_batch is None]
+    measured_step = uneven.found
+    tasks = tasks_of(measured_step.timeline)
+    added = [span for span in kinds(measured_step.timeline, "accumulate") if span.micro_batch is not None]
+    packed = [span for span in kinds(measured_step.timeline, "accumulate") if span.micro_batch is None]
     backwards = {task: span for task, span in tasks.items() if task.phase is Phase.BACKWARD}
     assert len(added) == len(backwards)
     for span in added:
         task = Task(span.stage, Phase.BACKWARD, span.micro_batch or 0, span.replica)
         assert span.start >= backwards[task].end
-        assert found.tasks[task] == pytest.approx(span.end - backwards[task].start)
+        assert measured_step.tasks[task] == pytest.approx(span.end - backwards[task].start)
     assert sorted(span.device for span in packed) == [0, 1, 2]
 
 
 def test_transfers_have_their_ends_and_bytes(pipeline: Any) -> None:
     """7 samples of 6 floats: micro-batches of 4 and 3, for replicas of 2 and 2, of 2 and 1."""
-    found, _, _ = run(pipeline())
-    tasks = tasks_of(found.timeline)
-    sends = {(s.stage, s.micro_batch, s.replica, s.device, s.target): s for s in kinds(found.timeline, "send")}
+    measured_step, _, _ = run(pipeline())
+    tasks = tasks_of(measured_step.timeline)
+    sends = {(s.stage, s.micro_batch, s.replica, s.device, s.target): s for s in kinds(measured_step.timeline, "send")}
     forward = {key: send for key, send in sends.items() if key[0] == 0}
     assert {key: send.bytes for key, send in forward.items()} == {
         (0, 0, 0, 0, 1): 48, (0, 0, 0, 0, 2): 48, (0, 1, 0, 0, 1): 48, (0, 1, 0, 0, 2): 24,
@@ -192,15 +192,15 @@ def test_transfers_have_their_ends_and_bytes(pipeline: Any) -> None:
 
 
 def test_a_short_batch_and_replicas_without_samples(uneven: Run) -> None:
-    found, traced, step = run(uneven.pipelined, 2)
-    assert_whole(found, traced, step, uneven.pipelined.plan)
-    assert {span.device for span in kinds(found.timeline, "F")} == {0, 1, 3}
+    measured_step, traced, step = run(uneven.pipelined, 2)
+    assert_whole(measured_step, traced, step, uneven.pipelined.plan)
+    assert {span.device for span in kinds(measured_step.timeline, "F")} == {0, 1, 3}
 
 
 def test_evaluation_has_forwards_only(uneven: Run) -> None:
-    found, traced, step = run(uneven.pipelined, 9, Mode.TEST)
-    assert_whole(found, traced, step, uneven.pipelined.plan)
-    assert {span.kind for span in found.timeline.spans} == {"F", "send"}
+    measured_step, traced, step = run(uneven.pipelined, 9, Mode.TEST)
+    assert_whole(measured_step, traced, step, uneven.pipelined.plan)
+    assert {span.kind for span in measured_step.timeline.spans} == {"F", "send"}
 
 
 def test_the_first_accumulation_of_each_replica_frees_the_gradients_of_the_step_before(uneven: Run) -> None:
@@ -244,15 +244,15 @@ def test_skewed_clocks_change_nothing_but_within_their_error(uneven: Run, error:
     names = pipelined.cluster.device_names
     skews = dict(zip(names, (3_000_000_000, -2_500_000_000, 7_000, 86_400_000_000_000), strict=True))
     given, places = skewed(traced, skews, error)
-    found = measured(given, places, labels, {})
-    assert found.remarks == ()
-    own, its = tasks_of(plain.timeline), tasks_of(found.timeline)
+    measured_step = measured(given, places, labels, {})
+    assert measured_step.remarks == ()
+    own, its = tasks_of(plain.timeline), tasks_of(measured_step.timeline)
     assert set(own) == set(its)
     for task, span in own.items():
         assert its[task].start == pytest.approx(span.start, abs=2.1 * error / 1e9 + 2e-6)
     for device in labels:
-        assert found.timeline.peak_bytes[device] == pytest.approx(plain.timeline.peak_bytes[device])
-    for worker, shift in found.shifts.items():
+        assert measured_step.timeline.peak_bytes[device] == pytest.approx(plain.timeline.peak_bytes[device])
+    for worker, shift in measured_step.shifts.items():
         assert abs(shift) <= given.clocks[worker].error + 1e-9
     for task, span in its.items():  # Whatever the clocks' error: no stage begins before the one before it has ended.
         if task.phase is Phase.FORWARD and task.stage == 1:
@@ -267,8 +267,8 @@ def test_a_contradiction_is_told(uneven: Run, caplog: pytest.LogCaptureFixture) 
     given, places = skewed(traced, dict.fromkeys(names, 0), 1000)
     off = Offset(traced.called[0], 50_000_000, 1000)
     given = dataclasses.replace(given, clocks={**given.clocks, 3: WorkerClock(off, off._replace(at=traced.called[1]))})
-    found = measured(given, places, pipelined.plan.device_labels(), {})
-    assert any("on worker 3 something begins" in remark for remark in found.remarks)
+    measured_step = measured(given, places, pipelined.plan.device_labels(), {})
+    assert any("on worker 3 something begins" in remark for remark in measured_step.remarks)
     assert "are clocks being set?" in caplog.text
 
 
@@ -278,16 +278,16 @@ def test_workers_clocks_are_compared(workers: Any) -> None:
     cluster = dapple.Cluster.of_servers(workers.addresses)
     pipelined = dapple.transform(classifier(), cluster, plan(devices=[[0, 1], [2]]))
     try:
-        found, traced, step = run(pipelined)
-        assert_whole(found, traced, step, pipelined.plan)
+        measured_step, traced, step = run(pipelined)
+        assert_whole(measured_step, traced, step, pipelined.plan)
         assert set(traced.clocks) == {0, 1, 2, 3}
         for clock in traced.clocks.values():  # They are on this machine.
             assert abs(clock.before.nanoseconds) <= clock.before.error
             assert clock.jump == 0
-        assert found.remarks == ()
-        sends = {(s.stage, s.micro_batch, s.replica, s.target): s.bytes for s in kinds(found.timeline, "send")}
+        assert measured_step.remarks == ()
+        sends = {(s.stage, s.micro_batch, s.replica, s.target): s.bytes for s in kinds(measured_step.timeline, "send")}
         assert sends[0, 0, 0, 2] == 48 and sends[1, 1, 0, 1] == 24
-        tasks = tasks_of(found.timeline)
+        tasks = tasks_of(measured_step.timeline)
         for micro_batch in range(2):
             sent = [tasks[Task(0, Phase.FORWARD, micro_batch, replica)].end for replica in (0, 1)]
             assert max(sent) <= tasks[Task(1, Phase.FORWARD, micro_batch)].start + 1e-6
@@ -344,8 +344,13 @@ def test_a_trace_of_a_model_with_rows_of_embeddings() -> None:
     batch = pipelined._one_batch(Mode.TRAIN, (rng.integers(0, 11, (8, 3)), rng.normal(size=(8, 2)), None))
     traced = pipelined._runtime.run(Mode.TRAIN, batch, trace=True).traced
     assert traced is not None
-    found = pipelined._engine.measured(traced)
-    assert len(tasks_of(found.timeline)) == 12
-    assert {(span.device, span.target) for span in kinds(found.timeline, "send")} >= {(0, 2), (2, 0), (0, 1), (1, 0)}
-    assert all(parts.total == pytest.approx(found.timeline.latency) for parts in found.parts.values())
+    measured_step = pipelined._engine.measured(traced)
+    assert len(tasks_of(measured_step.timeline)) == 12
+    assert {(span.device, span.target) for span in kinds(measured_step.timeline, "send")} >= {
+        (0, 2),
+        (2, 0),
+        (0, 1),
+        (1, 0),
+    }
+    assert all(parts.total == pytest.approx(measured_step.timeline.latency) for parts in measured_step.parts.values())
     pipelined.close()

@@ -184,8 +184,8 @@ def test_an_assignment_is_an_effect_of_a_function() -> None:
 # ---- buckets
 
 
-def sizes(found: list[tuple[Variable, ...]]) -> list[list[str]]:
-    return [[variable.name for variable in bucket] for bucket in found]
+def sizes(all_buckets: list[tuple[Variable, ...]]) -> list[list[str]]:
+    return [[variable.name for variable in bucket] for bucket in all_buckets]
 
 
 def test_a_bucket_is_filled_up_to_its_limit_and_a_larger_variable_has_its_own() -> None:

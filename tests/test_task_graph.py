@@ -53,11 +53,11 @@ def reached(count: int, pairs: Iterable[tuple[int, int]], order: Iterable[int]) 
     before: dict[int, list[int]] = defaultdict(list)
     for source, target in pairs:
         before[target].append(source)
-    found = [0] * count
+    ancestors = [0] * count
     for node in order:
         for source in before[node]:
-            found[node] |= found[source] | 1 << source
-    return found
+            ancestors[node] |= ancestors[source] | 1 << source
+    return ancestors
 
 
 def members(graph: Graph, node: TaskNode) -> list[str]:
@@ -130,7 +130,7 @@ def check_tasks(program: Program, drawing: TaskGraph) -> None:
     """Each task once, on its device, in the device's order; nodes stand lane by lane."""
     assert program.step is not None and program.step.schedule is not None
     schedule = program.step.schedule
-    found: dict[int, list[Task]] = defaultdict(list)
+    by_device: dict[int, list[Task]] = defaultdict(list)
     for node in drawing.nodes:
         if node.kind in TASKS:
             assert node.device is not None and node.stage is not None
@@ -138,8 +138,8 @@ def check_tasks(program: Program, drawing: TaskGraph) -> None:
             task = Task(node.stage, Phase(node.kind), node.micro_batch, node.replica)
             assert node.label == str(task)
             assert node.name == program.step.entry[task]
-            found[node.device].append(task)
-    assert {device: tuple(tasks) for device, tasks in found.items()} == {
+            by_device[node.device].append(task)
+    assert {device: tuple(tasks) for device, tasks in by_device.items()} == {
         device: tasks for device, tasks in schedule.orders.items() if tasks
     }
     lanes = [None, *drawing.devices]
@@ -155,12 +155,12 @@ def check_order(program: Program, drawing: TaskGraph) -> None:
     pairs += [(waited, task) for task, waited in schedule.after.items()]
     expected = {(name, step.entry[after]) for before, after in pairs for name in step.exit[before]}
     names = [node.name for node in drawing.nodes]
-    found = {
+    edges = {
         (names[edge.source], names[edge.target])
         for edge in drawing.edges
         if edge.control and drawing.nodes[edge.target].kind in TASKS
     }
-    assert found == expected
+    assert edges == expected
 
 
 # ---- what nodes are

@@ -134,13 +134,13 @@ def test_gradients_are_added_and_nothing_else_changes() -> None:
     extended = empty_graph()
     extended.CopyFrom(graph)
     Builder(extended).append(placeholder("dy", DOUBLE))
-    result, found = add_gradients(extended, [(Ref("loss"), Ref("dy"))], [Ref("w"), Ref("v")])
+    result, gradients = add_gradients(extended, [(Ref("loss"), Ref("dy"))], [Ref("w"), Ref("v")])
     assert graph.SerializeToString(deterministic=True) == before
     assert [node.name for node in result.node][: len(extended.node)] == [node.name for node in extended.node]
     rng = np.random.default_rng(0)
     x, w, v = (rng.normal(size=size) for size in ((4, 2), (2, 3), (3, 1)))
     feeds = {Ref("x"): x, Ref("w"): w, Ref("v"): v, Ref("dy"): 2.0}
-    dw, dv = run(result, [gradient.dense for gradient in found if gradient is not None], feeds)
+    dw, dv = run(result, [gradient.dense for gradient in gradients if gradient is not None], feeds)
     h = np.tanh(x @ w)
     np.testing.assert_allclose(dv, 2 * h.T @ h @ v, rtol=1e-13)
     np.testing.assert_allclose(dw, 2 * x.T @ ((h @ v @ v.T) * (1 - h**2)), rtol=1e-13)
@@ -152,16 +152,16 @@ def test_gradients_of_several_outputs_add_up() -> None:
     x = writer.input("x", ())
     square, double = writer.op("square", "Square", x), writer.op("double", "AddV2", x, x)
     one, ten = writer.builder.const(1.0, DOUBLE), writer.builder.const(10.0, DOUBLE)
-    result, found = add_gradients(writer.graph, [(square, one), (double, ten)], [x])
-    assert found[0] is not None
-    assert run(result, [found[0].dense], {x: 3.0}) == [2 * 3 + 10 * 2]
-    assert found[0].slices is None
+    result, gradients = add_gradients(writer.graph, [(square, one), (double, ten)], [x])
+    assert gradients[0] is not None
+    assert run(result, [gradients[0].dense], {x: 3.0}) == [2 * 3 + 10 * 2]
+    assert gradients[0].slices is None
 
 
 def test_what_an_output_does_not_depend_on_has_no_gradient() -> None:
-    result, found = add_gradients(two_layers().graph, [(Ref("a/tanh"), Ref("a/matmul"))], [Ref("v"), Ref("x")])
-    assert found[0] is None and found[1] is not None
-    assert found[1].dense.node in {node.name for node in result.node}
+    result, gradients = add_gradients(two_layers().graph, [(Ref("a/tanh"), Ref("a/matmul"))], [Ref("v"), Ref("x")])
+    assert gradients[0] is None and gradients[1] is not None
+    assert gradients[1].dense.node in {node.name for node in result.node}
 
 
 def test_the_gradient_of_a_gather_is_known_as_rows_and_as_a_whole() -> None:
@@ -170,10 +170,10 @@ def test_the_gradient_of_a_gather_is_known_as_rows_and_as_a_whole() -> None:
     kind = {"Tparams": dtype_attr(DOUBLE), "Tindices": dtype_attr(INT32), "Taxis": dtype_attr(INT32)}
     inputs = [table, rows, writer.builder.const(0, INT32)]
     loss = writer.op("loss", "L2Loss", writer.builder.add("gathered", "GatherV2", inputs, **kind))
-    result, found = add_gradients(writer.graph, [(loss, writer.builder.const(1.0, DOUBLE))], [table])
-    assert found[0] is not None and found[0].slices is not None
+    result, gradients = add_gradients(writer.graph, [(loss, writer.builder.const(1.0, DOUBLE))], [table])
+    assert gradients[0] is not None and gradients[0].slices is not None
     value = np.arange(6.0).reshape(3, 2)
-    whole, values, indices = run(result, [found[0].dense, *found[0].slices], {table: value, rows: [2, 0, 2]})
+    whole, values, indices = run(result, [gradients[0].dense, *gradients[0].slices], {table: value, rows: [2, 0, 2]})
     np.testing.assert_array_equal(whole, value * [[1], [0], [2]])
     np.testing.assert_array_equal(values, value[[2, 0, 2]])
     assert indices.tolist() == [2, 0, 2]
@@ -204,12 +204,12 @@ def test_a_loop_is_differentiated_again_in_another_stage() -> None:
         results = [add_gradients(part, [(Ref("y"), Ref("dy"))], [Ref("x")]) for part in (graph, later)]
     finally:
         gc.enable()
-    found = []
+    values = []
     for extended, (gradient,) in results:
         assert gradient is not None
         feed = {Ref("x"): np.array([0.1, 0.2, 0.3], np.float32), Ref("dy"): np.ones(3, np.float32)}
-        found.append(run(extended, [gradient.dense], feed)[0])
-    np.testing.assert_array_equal(*found)
+        values.append(run(extended, [gradient.dense], feed)[0])
+    np.testing.assert_array_equal(*values)
 
 
 def test_shapes_follow_from_assumed_placeholders() -> None:

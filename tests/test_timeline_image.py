@@ -160,10 +160,10 @@ def test_long_memory_curves_keep_their_shape_in_few_points() -> None:
     for count in (10, 5000):
         times = sorted(draw.random() for _ in range(count))
         curve = tuple((time, float(draw.randrange(1000))) for time in [0.0, *times])
-        found = _coarse(curve, 1.0)
-        assert len(found) <= min(len(curve), 2 * 1000 + 2)
-        assert max(level for _, level in found) == max(level for _, level in curve)
-        assert [time for time, _ in found] == sorted(time for time, _ in found) and found[-1][0] <= 1.0
+        coarse = _coarse(curve, 1.0)
+        assert len(coarse) <= min(len(curve), 2 * 1000 + 2)
+        assert max(level for _, level in coarse) == max(level for _, level in curve)
+        assert [time for time, _ in coarse] == sorted(time for time, _ in coarse) and coarse[-1][0] <= 1.0
         for at in (draw.random() for _ in range(200)):
             exact = [level for time, level in curve if time <= at][-1]
-            assert [level for time, level in found if time <= at][-1] >= exact  # no peak is lost
+            assert [level for time, level in coarse if time <= at][-1] >= exact  # no peak is lost

@@ -78,13 +78,13 @@ def expected(timelines: Sequence[Timeline], keep: Callable[[Lane, Span], bool] =
 
 
 def selected(page: Page) -> str | None:
-    found = page.ask("selected()")
-    return found and f"{found['timeline']}: {found['name']}"
+    span = page.ask("selected()")
+    return span and f"{span['timeline']}: {span['name']}"
 
 
 def bounds(page: Page, unit: str = "s") -> tuple[float, float]:
-    found = page.ask(f"bounds('{unit}')")
-    return found["lo"], found["hi"]
+    limits = page.ask(f"bounds('{unit}')")
+    return limits["lo"], limits["hi"]
 
 
 # ---- without a browser
@@ -322,8 +322,8 @@ def test_only_what_is_in_sight_counts_as_visible(show: Show) -> None:
     low, high = 0.3 * timeline.latency, 0.4 * timeline.latency
     page.ask(f"setBounds({low}, {high})")
     assert bounds(page) == pytest.approx((low, high))
-    found = counts(page, "visible")
-    assert found == expected([timeline], lambda _, span: span.end >= low and span.start <= high)
+    visible = counts(page, "visible")
+    assert visible == expected([timeline], lambda _, span: span.end >= low and span.start <= high)
     assert counts(page) == expected([timeline])
 
 

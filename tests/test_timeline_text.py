@@ -193,9 +193,9 @@ def test_ticks_are_round_numbers(end: float, most: int, expected: list[float]) -
 @given(st.floats(1e-9, 1e9), st.integers(2, 50))
 @settings(derandomize=True)
 def test_there_are_never_too_many_ticks_and_never_too_few(end: float, most: int) -> None:
-    found = ticks(end, most)
-    assert len(found) <= most and found[-1] <= end * (1 + 1e-6)
-    assert len(found) >= most / 3 - 1
+    marks = ticks(end, most)
+    assert len(marks) <= most and marks[-1] <= end * (1 + 1e-6)
+    assert len(marks) >= most / 3 - 1
 
 
 @pytest.mark.parametrize(
@@ -213,8 +213,8 @@ def test_there_are_never_too_many_ticks_and_never_too_few(end: float, most: int)
     ],
 )
 def test_the_common_unit_of_times(times: list[float], unit: float | None) -> None:
-    found = common_unit(times, 100)
-    assert found == (None if unit is None else pytest.approx(unit))
+    common = common_unit(times, 100)
+    assert common == (None if unit is None else pytest.approx(unit))
 
 
 def test_amounts_for_people() -> None:

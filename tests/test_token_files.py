@@ -49,10 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def windows(numbers: np.ndarray, sequence: int = SEQUENCE) -> list[tuple[list[int], list[int]]]:
     """x and y of each window, without any of the code above."""
-    found = []
+    pairs = []
     for start in range(0, len(numbers) - sequence, sequence):
-        found.append((numbers[start : start + sequence].tolist(), numbers[start + 1 : start + sequence + 1].tolist()))
-    return found
+        pairs.append((numbers[start : start + sequence].tolist(), numbers[start + 1 : start + sequence + 1].tolist()))
+    return pairs
 
 
 def rows(batches: list[list[np.ndarray]]) -> list[tuple[list[int], list[int]]]:

@@ -167,9 +167,9 @@ def test_traces_keep_to_the_format(schedule: str, devices: Sequence[Sequence[int
         assert step["dur"] == pytest.approx(scale * timeline.latency)
         for kind in {span.kind for span in timeline.spans}:
             drawn = [span for span in timeline.spans if span.kind == kind for _ in timeline.devices_of(span)]
-            found = boxes(trace, pid, kind)
-            assert len(found) == len(drawn)
-            assert sorted(event["ts"] for event in found) == pytest.approx(sorted(scale * s.start for s in drawn))
+            events = boxes(trace, pid, kind)
+            assert len(events) == len(drawn)
+            assert sorted(event["ts"] for event in events) == pytest.approx(sorted(scale * s.start for s in drawn))
 
 
 def test_each_timeline_is_a_process_and_each_lane_a_thread() -> None:

@@ -69,9 +69,9 @@ def estimated(name: str) -> dapple.Profile:
 
 def trained(folder: pathlib.Path, name: str) -> pathlib.Path:
     """What a run by an automatic plan leaves: of measured times, once each, or of `estimated` ones."""
-    found = folder / name.replace(":", "_")
-    if not found.exists():
-        flags = ["--micro_batches=2", f"--model={name}", f"--output_dir={found}"]
+    output_dir = folder / name.replace(":", "_")
+    if not output_dir.exists():
+        flags = ["--micro_batches=2", f"--model={name}", f"--output_dir={output_dir}"]
         if name not in MEASURED:
             estimated(name).save(folder / "profile.json")
             flags.append(f"--profile={folder / 'profile.json'}")
@@ -82,7 +82,7 @@ def trained(folder: pathlib.Path, name: str) -> pathlib.Path:
             patch.setattr(automatic, "measure_links", _with_links)
             patch.setattr(automatic, "measure_capacity", lambda model, cluster, profile, **_: cluster)
             assert run(*flags) == 0
-    return found
+    return output_dir
 
 
 def _with_links(cluster: dapple.Cluster, **_: object) -> dapple.Cluster:

@@ -108,14 +108,14 @@ def test_only_steps_are_measured(own: str, tmp_path: pathlib.Path, capsys: pytes
     flags = [own, "--plan=1:1", "--cluster=cpu:2", "--nomeasure", "--global_batch_size=8", "--micro_batches=2"]
     assert run(*flags, "--benchmark_steps=5", f"--output_dir={out}") == 0
     assert {path.name for path in out.iterdir()} == {"plan.json", "cluster.json", "benchmark.json", "step"}
-    found = json.loads((out / "benchmark.json").read_text())
-    assert found["steps"] == 5 and found["global_batch_size"] == 8 and found["devices"] == 2
-    assert 0 < found["fastest_ms"] <= found["lower_quartile_ms"] <= found["step_ms"] <= found["upper_quartile_ms"]
-    assert found["samples_per_second"] == pytest.approx(8e3 / found["step_ms"])
-    assert found["predicted_step_ms"] is None  # --nomeasure
-    assert found["machine"]["cores"] >= 1
-    assert found["command"].startswith("python -m tools.train --") and "--benchmark_steps=5" in found["command"]
-    assert "--epochs" not in found["command"]
+    record = json.loads((out / "benchmark.json").read_text())
+    assert record["steps"] == 5 and record["global_batch_size"] == 8 and record["devices"] == 2
+    assert 0 < record["fastest_ms"] <= record["lower_quartile_ms"] <= record["step_ms"] <= record["upper_quartile_ms"]
+    assert record["samples_per_second"] == pytest.approx(8e3 / record["step_ms"])
+    assert record["predicted_step_ms"] is None  # --nomeasure
+    assert record["machine"]["cores"] >= 1
+    assert record["command"].startswith("python -m tools.train --") and "--benchmark_steps=5" in record["command"]
+    assert "--epochs" not in record["command"]
     printed = capsys.readouterr().out
     assert "Measured 5 steps of own, " in printed and "benchmark.json" in printed
 

@@ -23,11 +23,11 @@ def convolutions(*, control: bool) -> GraphDef:
         total = tf.add_n(outputs)
         tf.nn.conv2d(total, tf.ones((1, 1, 4, 1)), 1, "SAME")
         tf.raw_ops.BiasAddGrad(out_backprop=total, name="bias_grad")
-    found = graph.as_graph_def()
-    for node in found.node:
+    definition = graph.as_graph_def()
+    for node in definition.node:
         if control and node.name in ("conv_b", "bias_b"):
             node.input.append(f"^{node.name[:-1]}a")
-    return found
+    return definition
 
 
 def test_what_is_merged_reads_through_an_identity() -> None:

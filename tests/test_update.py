@@ -63,13 +63,13 @@ def calls(program: Program, phase: str) -> dict[str, NodeDef]:
 def collectives(program: Program) -> dict[str, list[tuple[int, int, int]]]:
     """Device -> (group size, group key, instance key) of its all-reduces in the order in which it starts them."""
     graph = Graph(program.graph)
-    found: dict[str, list[tuple[int, int, int]]] = {}
+    by_device: dict[str, list[tuple[int, int, int]]] = {}
     for name in graph.topological():
         each = graph.nodes[name]
         if each.op == "CollectiveReduceV2":
             size, group, instance = (int(value) for value in interpret(program.graph, data_inputs(each)[1:4], {}))
-            found.setdefault(each.device, []).append((size, group, instance))
-    return found
+            by_device.setdefault(each.device, []).append((size, group, instance))
+    return by_device
 
 
 class Training:
@@ -266,12 +266,12 @@ def tied_and_own(split: Container[int] = ()) -> Program:
 def test_a_tied_weight_is_reduced_over_all_devices_of_its_stages() -> None:
     program = updated(tied_and_own(), layout([2, 1, 2], 4))
     first, second, third = devices(2, 1, 2)
-    found = collectives(program)
-    assert set(found) == {*first, *third}
+    by_device = collectives(program)
+    assert set(by_device) == {*first, *third}
     last, tied, own = (2, 1, 1), (4, 2, 2), (2, 3, 3)
-    assert {device: found[device] for device in third} == {device: [last, tied] for device in third}
-    assert {device: found[device] for device in first} == {device: [tied, own] for device in first}
-    assert second[0] not in found
+    assert {device: by_device[device] for device in third} == {device: [last, tied] for device in third}
+    assert {device: by_device[device] for device in first} == {device: [tied, own] for device in first}
+    assert second[0] not in by_device
 
 
 def test_two_stages_of_one_replica_each_still_reduce_what_they_share() -> None:
@@ -283,14 +283,14 @@ def test_two_stages_of_one_replica_each_still_reduce_what_they_share() -> None:
 @pytest.mark.parametrize("limit", [1, 1 << 20])
 def test_all_members_start_their_collectives_in_one_order(counts: tuple[int, ...], limit: int) -> None:
     program = updated(tied_and_own(), layout(counts, 6), bucket_bytes=limit)
-    orders = [[instance for _, _, instance in found] for found in collectives(program).values()]
+    orders = [[instance for _, _, instance in keys] for keys in collectives(program).values()]
     assert orders
     assert all(order == sorted(order) for order in orders)
-    for device, found in collectives(program).items():
+    for device, keys in collectives(program).items():
         names = [each.name for each in program.graph.node if each.op == "CollectiveReduceV2" and each.device == device]
         for before, after in itertools.pairwise(names):
             assert before in control_inputs(node(program, after))
-        assert len(names) == len(found)
+        assert len(names) == len(keys)
 
 
 def test_a_stage_that_keeps_a_variable_without_contributing_adds_zeros() -> None:
@@ -412,9 +412,9 @@ def test_gradients_are_told_without_an_update() -> None:
     _, dw, dv = plain_step(x, w, v)
     with Training(updated(two_stages(), layout([2, 1], 5, 2)), {"w": w, "v": v}) as training:
         for _ in range(2):
-            found = training.gradients(x=x)
-            np.testing.assert_allclose(found["w"], dw, rtol=1e-12)
-            np.testing.assert_allclose(found["v"], dv, rtol=1e-12)
+            gradients = training.gradients(x=x)
+            np.testing.assert_allclose(gradients["w"], dw, rtol=1e-12)
+            np.testing.assert_allclose(gradients["v"], dv, rtol=1e-12)
         np.testing.assert_array_equal(training.value("w"), w)
         np.testing.assert_array_equal(training.value("v"), v)
 

@@ -26,11 +26,11 @@ V_HALF_BUBBLES = {2: 1, 3: 5, 4: 5, 5: 11, 6: 11, 7: 17, 8: 17, 12: 29}
 
 def activations(schedule: Schedule) -> list[int]:
     """The most micro-batches in flight on each device, summed over its stages."""
-    found = []
+    peaks = []
     for tasks in schedule.orders.values():
         changes = ({Phase.FORWARD: 1, Phase.WEIGHT_GRAD: -1}.get(task.phase, 0) for task in tasks)
-        found.append(max(itertools.accumulate(changes)))
-    return found
+        peaks.append(max(itertools.accumulate(changes)))
+    return peaks
 
 
 def made(policy: str, positions: int, micro_batches: int) -> Schedule:
@@ -45,9 +45,9 @@ def made(policy: str, positions: int, micro_batches: int) -> Schedule:
 )
 def test_the_bubble_is_the_published_one(policy: str, published: dict[int, int], micro_batches: int) -> None:
     for positions, expected in published.items():
-        found = execute(made(policy, positions, micro_batches * positions), [UNIT] * 2 * positions)
-        assert expected - (1 if positions > 2 else 2) <= max(found.idle) <= expected, positions
-        assert max(found.idle) <= (4 if policy == "v_min" else 3) * positions
+        executed = execute(made(policy, positions, micro_batches * positions), [UNIT] * 2 * positions)
+        assert expected - (1 if positions > 2 else 2) <= max(executed.idle) <= expected, positions
+        assert max(executed.idle) <= (4 if policy == "v_min" else 3) * positions
 
 
 @pytest.mark.parametrize("positions", [2, 3, 4, 5, 6, 7, 8, 12])
@@ -75,10 +75,10 @@ def test_dualpipe_v_idles_no_more_than_published(positions: int, times: tuple[in
     forward, input_grad, weight_grad = times
     whole = input_grad + weight_grad
     published = (positions - 1) * (forward + whole + whole - 3 * weight_grad)
-    found = execute(made("dualpipe_v", positions, 3 * positions), [list(times)] * 2 * positions)
-    assert max(found.idle) <= published
+    executed = execute(made("dualpipe_v", positions, 3 * positions), [list(times)] * 2 * positions)
+    assert max(executed.idle) <= published
     if forward == input_grad:
-        assert set(found.idle) == {published - (positions - 1) * input_grad}
+        assert set(executed.idle) == {published - (positions - 1) * input_grad}
 
 
 def test_v_min_in_full() -> None:
@@ -186,12 +186,12 @@ def test_a_device_holds_slices_of_any_of_its_stages() -> None:
     ("memory", "expected"), [(5_600_000, "v_min"), (8_700_000, "v_half"), (10_100_000, "dualpipe_v")]
 )
 def test_the_planner_takes_them_where_memory_is_short(memory: int, expected: str) -> None:
-    found = find_plan(PROFILE, four(memory), 12, micro_batches=12, schedule="auto", recompute="none", least_gain=0.0)
-    assert found.report is not None
-    assert found.schedule == expected
+    chosen = find_plan(PROFILE, four(memory), 12, micro_batches=12, schedule="auto", recompute="none", least_gain=0.0)
+    assert chosen.report is not None
+    assert chosen.schedule == expected
     others = tuple(policy for policy in POLICIES if policy not in ("v_min", "v_half", "dualpipe_v"))
     before = find_plan(PROFILE, four(memory), 12, micro_batches=12, schedule=others, recompute="none", least_gain=0.0)
     assert before.report is not None
-    assert found.report.latency < before.report.latency
-    step = simulate(found, PROFILE, four(memory))
-    assert step.fits and step.latency == pytest.approx(found.report.latency)
+    assert chosen.report.latency < before.report.latency
+    step = simulate(chosen, PROFILE, four(memory))
+    assert step.fits and step.latency == pytest.approx(chosen.report.latency)

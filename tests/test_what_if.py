@@ -35,8 +35,8 @@ SOURCES = ("--profile=profile.json", "--cluster=cluster.json")
 
 
 def desk(plan: dapple.Plan | None = None, **changes: Any) -> Desk:
-    found = {"sources": SOURCES, "plan_path": "plan.json", "cluster": given.cluster()} | changes
-    return Desk(given.profile(), plan=plan or given.plan(), **found)
+    options = {"sources": SOURCES, "plan_path": "plan.json", "cluster": given.cluster()} | changes
+    return Desk(given.profile(), plan=plan or given.plan(), **options)
 
 
 def asked(**changes: Any) -> dict[str, Any]:
@@ -272,9 +272,9 @@ def ask(
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
     connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
     response = connection.getresponse()
-    found = response.status, response.headers, response.read()
+    answer = response.status, response.headers, response.read()
     connection.close()
-    return found
+    return answer
 
 
 JSON = {"Content_Type": "application/json"}
@@ -334,8 +334,8 @@ def test_other_pages_may_not_ask(server: what_if.WhatIfServer) -> None:
 def test_bad_requests(
     method: str, path: str, body: bytes | None, headers: dict[str, str], status: int, server: what_if.WhatIfServer
 ) -> None:
-    found, _, text = ask(server, method, path, body, **headers)
-    assert found == status
+    code, _, text = ask(server, method, path, body, **headers)
+    assert code == status
     if status != 501:
         assert json.loads(text)["error"]
     assert ask(server, "GET", "/")[0] == 200

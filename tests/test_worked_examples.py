@@ -44,9 +44,9 @@ def layers(count: int, forward: float = 1.0, first_backward: float = 1.0) -> lis
     ]
 
 
-def chain(found: Sequence[LayerProfile]) -> Profile:
-    tensors = [Tensor(i, (i + 1,), Cost(0.0, 1.0)) for i in range(len(found) - 1)]
-    return Profile("chain", "none", (1, 2), tuple(found), tuple(tensors))
+def chain(layer_profiles: Sequence[LayerProfile]) -> Profile:
+    tensors = [Tensor(i, (i + 1,), Cost(0.0, 1.0)) for i in range(len(layer_profiles) - 1)]
+    return Profile("chain", "none", (1, 2), tuple(layer_profiles), tuple(tensors))
 
 
 def devices(count: int, **links: float) -> Cluster:
@@ -95,11 +95,11 @@ def figure_4(name: str, units: int, k: int, order: Sequence[int] | None = None) 
     three units; the loss' gradient, dO and dW one; communication two units for layers 1 to 4 and three for layer 5. No
     equal times of communication do, nor any with F, dO and dW alike, where dO goes before dW.
     """
-    found = layers(5, 3.0)
-    found[4] = dataclasses.replace(found[4], backward=Cost(3.0), parameter_bytes=3)
+    layer_profiles = layers(5, 3.0)
+    layer_profiles[4] = dataclasses.replace(layer_profiles[4], backward=Cost(3.0), parameter_bytes=3)
     plan = Plan.manual([*"1234"], [[0, 1]] * 5, 1, 2, "gpipe", reverse_first_k=k)
     options = {"next_forward": True, "reduction_order": order}
-    return Example(name, plan, chain(found), devices(2, intra_bandwidth=1.0), units, options)
+    return Example(name, plan, chain(layer_profiles), devices(2, intra_bandwidth=1.0), units, options)
 
 
 DATA_PARALLEL = [
@@ -129,15 +129,15 @@ def test_emulated_units(example: Example, request: pytest.FixtureRequest) -> Non
         # It compares the order of tasks itself.
         assert len(step.spans) == len(step.simulated.spans)
         return
-    found = []
+    overruns = []
     # Units long enough that a late start is little, and several attempts: the machine may do other things meanwhile.
     scale = min(0.02, 1.5 / example.units)
     for _ in range(4):
         step = emulate(example.plan, example.profile, example.cluster, steps=1, scale=scale, **example.options)
-        found.append(step.latency / example.units - 1)
-        if abs(found[-1]) < 0.05:
+        overruns.append(step.latency / example.units - 1)
+        if abs(overruns[-1]) < 0.05:
             return
-    raise AssertionError(f"{example} took longer than {example.units} units by {found}")
+    raise AssertionError(f"{example} took longer than {example.units} units by {overruns}")
 
 
 def test_speedups_of_fast_forwarding_and_modulo_allocation() -> None:

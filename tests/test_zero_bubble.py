@@ -14,10 +14,10 @@ UNIT = [1.0, 1.0, 1.0]
 def test_zb_h1_with_four_devices_and_eight_micro_batches_has_a_third_of_the_bubble_of_1f1b() -> None:
     """ICLR'24, figure 2: (p - 1)(T_F + T_B - T_W) = 3 idle units of 27, where 1F1B has 9 of 33."""
     h1, plain = (make_schedule(policy, straight(4), 8) for policy in ("zb_h1", "dapple_a"))
-    found, before = execute(h1, [UNIT] * 4), execute(plain, [UNIT] * 4)
-    assert (found.makespan, before.makespan) == (27, 33)
-    assert found.idle == [3] * 4 and before.idle == [9] * 4
-    assert found.idle[0] / before.makespan == pytest.approx(0.091, abs=0.001)
+    zero_bubble, before = execute(h1, [UNIT] * 4), execute(plain, [UNIT] * 4)
+    assert (zero_bubble.makespan, before.makespan) == (27, 33)
+    assert zero_bubble.idle == [3] * 4 and before.idle == [9] * 4
+    assert zero_bubble.idle[0] / before.makespan == pytest.approx(0.091, abs=0.001)
     assert before.idle[0] / before.makespan == pytest.approx(0.273, abs=0.001)
     assert in_flight(h1) == (4, 4, 4, 4), "no more than 1F1B's fullest stage"
     assert max(in_flight(plain)) == 4
@@ -33,8 +33,8 @@ def test_zb_h1_in_full() -> None:
 
 def test_zb_h2_has_no_bubble_between_a_devices_first_and_last_task() -> None:
     schedule = make_schedule("zb_h2", straight(4), 8)
-    found = execute(schedule, [UNIT] * 4)
-    assert found.idle_inside == [0] * 4
+    executed = execute(schedule, [UNIT] * 4)
+    assert executed.idle_inside == [0] * 4
     assert in_flight(schedule) == (7, 7, 7, 7)
     forwards = [
         next(i for i, task in enumerate(tasks) if task.phase is not Phase.FORWARD) for tasks in schedule.orders.values()
@@ -83,10 +83,10 @@ def test_zb_v_idles_less_than_1f1b_at_no_more_memory(positions: int, micro_batch
     devices = vee(positions)
     schedule = make_schedule("zb_v", devices, micro_batches)
     validate(schedule, devices, micro_batches)
-    found = execute(schedule, [[0.5, 0.5, 0.5]] * 2 * positions)
+    executed = execute(schedule, [[0.5, 0.5, 0.5]] * 2 * positions)
     plain = execute(make_schedule("dapple_a", straight(positions), micro_batches), [UNIT] * positions)
-    assert found.makespan == (6 * micro_batches + positions - 1) / 2
-    assert max(found.idle) < min(plain.idle) and max(found.idle_inside) < max(plain.idle_inside)
+    assert executed.makespan == (6 * micro_batches + positions - 1) / 2
+    assert max(executed.idle) < min(plain.idle) and max(executed.idle_inside) < max(plain.idle_inside)
     assert most_activations(schedule) <= 2 * min(positions, micro_batches)
 
 
@@ -103,8 +103,8 @@ def most_activations(schedule: Schedule) -> int:
 
 def test_zero_bubble_on_a_v_is_zb_v() -> None:
     devices = [[0, 1], [2], [2], [0, 1]]
-    found, expected = (make_schedule(policy, devices, 5) for policy in ("zero_bubble", "zb_v"))
-    assert found.orders == expected.orders
+    schedule, expected = (make_schedule(policy, devices, 5) for policy in ("zero_bubble", "zb_v"))
+    assert schedule.orders == expected.orders
 
 
 def test_an_explicit_warm_up_replaces_zb_vs_limit() -> None:

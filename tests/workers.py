@@ -38,12 +38,12 @@ def mend(workers: LocalWorkers) -> None:
 
 def children(process: int) -> list[int]:
     """A worker's processes for its clients."""
-    found = []
+    processes = []
     for entry in pathlib.Path("/proc").glob("[0-9]*"):
         fields = _fields(int(entry.name))
         if fields and fields[1] == str(process) and fields[0] not in "ZX":
-            found.append(int(entry.name))
-    return found
+            processes.append(int(entry.name))
+    return processes
 
 
 def has_ended(process: int) -> bool:
